@@ -1,0 +1,68 @@
+"""The command `streamer`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from streamer.version import __version__
+
+EXAMPLES = """\
+examples:
+  streamer train configs/gpt2-demo.toml
+      a small GPT on the source of the Python standard library
+  streamer train configs/gpt2-demo.toml --data notes.txt books/ --set run.steps=500
+      the same model on your own text, for longer
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; the exit code: 0, 2 after an error that the user can mend, 130 after Ctrl-C."""
+    arguments = _parser().parse_args(argv)
+    # torch and numba take seconds to import, which --help need not wait for
+    from streamer.app.config import ConfigError, load_config
+    from streamer.app.train import train
+
+    overrides = list(arguments.set)
+    if arguments.data:
+        overrides.append(f"data.paths={arguments.data!r}")
+    try:
+        train(load_config(arguments.config, overrides))
+    except ConfigError as error:
+        print(f"streamer: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nstreamer: interrupted; the metrics so far are in the run's directory", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="streamer",
+        description="Train transformers that do not fit on the GPU.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"streamer {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    train = commands.add_parser(
+        "train",
+        help="train the model of a config, its layers streamed",
+        description="Train the model of a config with its layers streamed from host memory.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    train.add_argument("config", help="a TOML file, such as configs/gpt2-demo.toml")
+    train.add_argument(
+        "--data", nargs="+", metavar="PATH", help="text files or directories to train on instead"
+    )
+    train.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="override a key of the config; the value is TOML",
+    )
+    return parser

@@ -1,0 +1,249 @@
+"""A run as one TOML file: read strictly into frozen dataclasses, and written back in full."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+import os
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from math import inf
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+
+class ConfigError(ValueError):
+    """A config that cannot be used: one line with the file, the key and the mend."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a key may hold: the words for it in an error, the test, and how it leaves TOML's types."""
+
+    words: str
+    accepts: Callable[[Any], bool]
+    convert: Callable[[Any], Any] = lambda value: value
+
+
+def _integer(low: int) -> Kind:
+    return Kind(f"an integer of {low} or more", lambda x: type(x) is int and x >= low)  # a bool is no int
+
+
+def _number(words: str, within: Callable[[float], bool]) -> Kind:
+    return Kind(f"a number {words}", lambda value: type(value) in (int, float) and within(value), float)
+
+
+def _string(words: str, pattern: str) -> Kind:
+    return Kind(words, lambda value: isinstance(value, str) and bool(re.fullmatch(pattern, value)))
+
+
+def _array(words: str, of: Kind, sizes: Container[int]) -> Kind:
+    def accepts(value: Any) -> bool:
+        return isinstance(value, list) and len(value) in sizes and all(map(of.accepts, value))
+
+    return Kind(words, accepts, lambda value: tuple(map(of.convert, value)))
+
+
+COUNT, COUNT_OR_0 = _integer(1), _integer(0)
+POSITIVE = _number("above 0", lambda x: 0 < x < inf)
+NOT_NEGATIVE = _number("of 0 or more", lambda x: 0 <= x < inf)
+FRACTION, BETA = _number("in (0, 1)", lambda x: 0 < x < 1), _number("in [0, 1)", lambda x: 0 <= x < 1)
+BETAS = _array("an array of two numbers in [0, 1)", BETA, sizes=[2])
+TEXT = _string("a string that is not empty", r"(?s).+")
+FOLDER = _string("a string that can name a folder", r"\w[\w.+-]*")
+FACTORY = _string('a module and a callable in it, such as "models.gpt2:GPT"', r"\w[\w.]*:\w+")
+DTYPE = _string('"float32", "bfloat16" or "float16"', "float32|bfloat16|float16")
+TEXTS = _array("an array of strings, none empty", TEXT, sizes=range(sys.maxsize))
+LAYERS = Kind(
+    "a string or an array of strings, none empty",
+    lambda value: TEXT.accepts(value) or TEXTS.accepts(value),
+    lambda value: value if isinstance(value, str) else tuple(value),
+)
+TABLE = Kind("a table", lambda value: isinstance(value, dict))
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """``[run]``: how long, how often it is looked at (in steps), and where its files go (``out/name``)."""
+
+    name: Annotated[str, FOLDER]
+    steps: Annotated[int, COUNT]
+    seed: Annotated[int, COUNT_OR_0] = 0
+    eval_every: Annotated[int, COUNT] = 100
+    eval_batches: Annotated[int, COUNT] = 8
+    sample_tokens: Annotated[int, COUNT_OR_0] = 256
+    out: Annotated[str, TEXT] = "runs"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """``[model]``: the factory ``module:callable`` and the keyword arguments it is called with."""
+
+    factory: Annotated[str, FACTORY]
+    args: Annotated[dict[str, Any], TABLE] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """``[data]``: text files and directories (none: the Python standard library), and the batches."""
+
+    context: Annotated[int, COUNT]  # tokens in a sequence
+    batch_size: Annotated[int, COUNT]
+    paths: Annotated[tuple[str, ...], TEXTS] = ()
+    val_fraction: Annotated[float, FRACTION] = 0.05  # of the bytes, held out
+
+
+@dataclass(frozen=True)
+class StreamConfig:
+    """``[stream]``: the arguments of ``streamer.wrap`` of the same names; None is what wrap chooses."""
+
+    layers: Annotated[str | tuple[str, ...] | None, LAYERS] = None
+    num_slots: Annotated[int, COUNT] = 2
+    activations: Annotated[str, TEXT] = "recompute"
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, DTYPE] = None
+    device: Annotated[str | None, TEXT] = None
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """``[optimizer]``: AdamW, clipping (0: none), linear warm-up to lr, then a cosine down to min_lr."""
+
+    lr: Annotated[float, POSITIVE]
+    betas: Annotated[tuple[float, float], BETAS] = (0.9, 0.95)
+    eps: Annotated[float, POSITIVE] = 1e-8
+    weight_decay: Annotated[float, NOT_NEGATIVE] = 0.1
+    grad_clip: Annotated[float, NOT_NEGATIVE] = 1.0
+    warmup_steps: Annotated[int, COUNT_OR_0] = 0
+    min_lr: Annotated[float, NOT_NEGATIVE] = 0.0
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run."""
+
+    run: RunConfig
+    model: ModelConfig
+    data: DataConfig
+    optimizer: OptimizerConfig
+    stream: StreamConfig = field(default_factory=StreamConfig)
+
+
+def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
+    """The config in the TOML file ``path``, with ``overrides`` of the form ``section.key=TOML value``.
+
+    Raises ConfigError, in one line that names the mend, for a file that cannot be read or is not TOML, an
+    unknown or missing section or key, a value of the wrong type or out of range, and a bad override.
+    """
+    path, where = Path(path), " ".join([str(path), *overrides])
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        beside = ", ".join(sorted(map(str, path.parent.glob("*.toml")))) or "none"
+        raise ConfigError(f"{path}: {error.strerror}; configs in its folder: {beside}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: not TOML in UTF-8, mend it there: {error}") from None
+    for override in overrides:
+        _override(tables, override)
+    known = get_type_hints(Config)
+    for name, table in tables.items():
+        if name not in known:
+            raise ConfigError(f"{where}: unknown section [{name}]; {_nearest(name, known)}")
+        if not isinstance(table, dict):
+            raise ConfigError(f"{where}: {name} must be a section: write [{name}] and its keys below")
+    config = Config(**{name: _section(known[name], name, tables.get(name, {}), where) for name in known})
+    if config.optimizer.min_lr > config.optimizer.lr:
+        raise ConfigError(f"{where}: optimizer.min_lr is above optimizer.lr, from which it decays; lower it")
+    return config
+
+
+def _override(tables: dict[str, Any], override: str) -> None:
+    """Put ``section.key=TOML value`` into ``tables``."""
+    name, equals, text = override.partition("=")
+    *path, key = map(str.strip, name.split("."))
+    if not equals or not path:
+        raise ConfigError(f"override {override!r} must be section.key=value, such as run.steps=100")
+    try:
+        (value,) = tomllib.loads(f"value = {text}").values()
+    except ValueError:
+        mend = f"quote a string: '{name}={_toml(text)}'"
+        raise ConfigError(f"override {override!r}: not a TOML value; {mend}") from None
+    for part in path:
+        tables = tables.setdefault(part, {})
+        if not isinstance(tables, dict):
+            raise ConfigError(f"override {override!r}: {part} is not a table; set {part} itself")
+    tables[key] = value
+
+
+def _section(kind: type[Any], section: str, table: dict[str, Any], where: str) -> Any:
+    """The dataclass ``kind`` made of ``table``, whose keys are checked one by one."""
+    hints = get_type_hints(kind, include_extras=True)
+    wanted: dict[str, Kind] = {key: hint.__metadata__[0] for key, hint in hints.items()}
+    values = {}
+    for key, value in table.items():
+        if key not in wanted:
+            raise ConfigError(f"{where}: unknown key {key!r} in [{section}]; {_nearest(key, wanted)}")
+        if not wanted[key].accepts(value):
+            raise ConfigError(f"{where}: {section}.{key} must be {wanted[key].words}, not {_toml(value)}")
+        values[key] = wanted[key].convert(value)
+    for item in fields(kind):
+        if item.default is MISSING and item.default_factory is MISSING and item.name not in values:
+            raise ConfigError(f"{where}: {section}.{item.name} is missing: give {wanted[item.name].words}")
+    return kind(**values)
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}"
+
+
+def dump_config(config: Config) -> str:
+    """``config`` as TOML that ``load_config`` reads back to an equal one; a None is left out."""
+    sections = {section.name: vars(getattr(config, section.name)) for section in fields(config)}
+    return "\n".join("\n".join([f"[{name}]", *_pairs(table), ""]) for name, table in sections.items())
+
+
+def _pairs(table: Mapping[str, Any]) -> list[str]:
+    keys = {key: key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml(key) for key in table}
+    return [f"{keys[key]} = {_toml(value)}" for key, value in table.items() if value is not None]
+
+
+def _toml(value: Any) -> str:
+    """A value of a TOML file, as tomllib gives it, in TOML and on one line."""
+    if isinstance(value, str):  # JSON's escapes are TOML's too, but JSON lets a DEL stand as it is
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, bool | int | float):
+        return repr(value).lower()
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(_pairs(value)) + "}"
+    if isinstance(value, Sequence):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return str(value.isoformat())  # a date, a time or both
+
+
+def import_factory(spec: str) -> Callable[..., Any]:
+    """The callable named by ``spec``, ``module:callable``, found with the working directory importable.
+
+    Raises ConfigError where there is no such module, no such attribute, or it cannot be called. Any other
+    exception of the module while it is imported is the module's own, and comes through as it is.
+    """
+    if not FACTORY.accepts(spec):
+        raise ConfigError(f"the factory must be {FACTORY.words}, not {spec!r}")
+    module_name, _, attribute = spec.partition(":")
+    # In front, as `python -m` has it, and for good: a module may import its neighbours later.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise ConfigError(f"{spec}: no module {error.name!r} in {os.getcwd()} or installed") from None
+    factory: Callable[..., Any] | None = getattr(module, attribute, None)
+    if not callable(factory):
+        mend = _nearest(attribute, [name for name, value in vars(module).items() if callable(value)])
+        raise ConfigError(f"{spec}: {module_name} has no callable {attribute!r}; {mend}")
+    return factory

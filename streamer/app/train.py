@@ -1,0 +1,219 @@
+"""The command `streamer train`: a plain PyTorch loop around a wrapped model, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from tqdm import tqdm
+
+import streamer
+from streamer.app.config import Config, ConfigError, OptimizerConfig, dump_config, import_factory
+from streamer.app.data import ByteData, load_bytes
+from streamer.app.report import Summary, amount, summary_table
+
+#: Bytes of validation text that the sample at the end continues.
+PROMPT_BYTES = 64
+
+
+def train(config: Config) -> Summary:
+    """Train as ``config`` says, printing to the terminal; writes ``config.toml``, ``metrics.jsonl``,
+    ``trace.json`` and ``summary.json`` into the run's directory.
+
+    Raises ConfigError, in one line, for anything in the config that cannot be honoured.
+    """
+    data = load_bytes(config.data.paths, val_fraction=config.data.val_fraction)
+    torch.manual_seed(config.run.seed)
+    model = _build(config)
+    optimizer = streamer.AdamW(
+        model.parameters(),
+        lr=config.optimizer.lr,
+        betas=config.optimizer.betas,
+        eps=config.optimizer.eps,
+        weight_decay=config.optimizer.weight_decay,
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _schedule(config.optimizer, config.run.steps))
+    directory = _run_directory(config)
+    _print_beginning(config, model, data, directory)
+    with (directory / "metrics.jsonl").open("w") as metrics:
+        run = _Run(config, model, optimizer, schedule, data, metrics)
+        summary = run.train()
+    streamer.save_trace(model, directory / "trace.json")
+    (directory / "summary.json").write_text(json.dumps(summary.as_json(), indent=2) + "\n")
+    if config.run.sample_tokens:
+        print(f"\nA sample, after the first {PROMPT_BYTES} bytes of validation text:\n")
+        print(_sample(config, model, data))
+    print(f"\n{summary_table(summary)}\n")
+    print(f"Written to {directory}: config.toml metrics.jsonl trace.json summary.json")
+    return summary
+
+
+@dataclass
+class _Run:
+    config: Config
+    model: nn.Module
+    optimizer: streamer.AdamW
+    schedule: torch.optim.lr_scheduler.LambdaLR
+    data: ByteData
+    metrics: TextIO
+
+    def train(self) -> Summary:
+        """All steps, with validation before, during and after."""
+        run, batch = self.config.run, self.config.data
+        crops = torch.Generator().manual_seed(run.seed)
+        val_loss = first_val_loss = self._validate(0)
+        seconds: list[float] = []
+        # a log file needs a line now and then, a terminal wants to be alive
+        interval = 0.2 if sys.stderr.isatty() else 10.0
+        with tqdm(total=run.steps, unit="step", dynamic_ncols=True, mininterval=interval) as bar:
+            for step in range(1, run.steps + 1):
+                begun = time.perf_counter()
+                tokens, targets = self.data.batch("train", batch.batch_size, batch.context, crops)
+                loss, norm = self._step(tokens, targets)
+                seconds.append(time.perf_counter() - begun)
+                speed = tokens.numel() / seconds[-1]
+                stats = streamer.stats(self.model)
+                self._log(
+                    step,
+                    loss=loss,
+                    grad_norm=norm,
+                    tokens_per_second=speed,
+                    device_bytes=stats.device_bytes_now,
+                    device_bytes_peak=stats.device_bytes_peak,
+                )
+                held = f"device {amount(stats.device_bytes_now)}, peak {amount(stats.device_bytes_peak)}"
+                bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s, {held}", refresh=False)
+                bar.update()
+                if step % run.eval_every == 0 or step == run.steps:
+                    val_loss = self._validate(step)
+                    bar.write(f"step {step:5d}: validation loss {val_loss:.3f}")
+        # the first steps compile the update's kernels
+        steady = sorted(seconds[len(seconds) // 10 :])
+        return Summary.of(
+            self.model,
+            tokens_per_second=batch.batch_size * batch.context / steady[len(steady) // 2],
+            first_val_loss=first_val_loss,
+            last_val_loss=val_loss,
+            unigram_loss=self.data.unigram_entropy(),
+        )
+
+    def _step(self, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[float, float]:
+        loss = _loss(self.model, tokens, targets)
+        loss.backward()
+        # 0 in the config means no clipping, but the norm is worth a look all the same
+        norm = streamer.clip_grad_norm_(self.model, self.config.optimizer.grad_clip or math.inf)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.schedule.step()
+        return loss.item(), norm.item()
+
+    @torch.no_grad()
+    def _validate(self, step: int) -> float:
+        self.model.eval()
+        config = self.config
+        batches = self.data.val_batches(config.run.eval_batches, config.data.batch_size, config.data.context)
+        losses = [_loss(self.model, tokens, targets).item() for tokens, targets in batches]
+        self.model.train()
+        loss = sum(losses) / len(losses)
+        self._log(step, val_loss=loss)
+        return loss
+
+    def _log(self, step: int, **values: float) -> None:
+        rate = self.schedule.get_last_lr()[0]
+        self.metrics.write(json.dumps({"step": step, "lr": rate, **values}) + "\n")
+        self.metrics.flush()
+
+
+def _build(config: Config) -> nn.Module:
+    """The config's model, wrapped."""
+    factory = import_factory(config.model.factory)
+    stream = config.stream
+    try:
+        model = factory(**config.model.args)
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"it returns a {type(model).__name__}, not an nn.Module")
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"model.factory {config.model.factory} with these args: {error}") from error
+    try:
+        return streamer.wrap(
+            model,
+            layers=stream.layers,
+            device=stream.device,
+            dtype=None if stream.dtype is None else getattr(torch, stream.dtype),
+            num_slots=stream.num_slots,
+            activations=stream.activations,
+        )
+    except (ValueError, MemoryError) as error:
+        raise ConfigError(f"[stream]: {error}") from error
+
+
+def _loss(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy in nats per token of logits [batch, time, vocabulary], in fp32."""
+    result: Any = model(tokens)
+    logits: torch.Tensor = getattr(result, "logits", result)
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten().to(logits.device))
+
+
+def _schedule(optimizer: OptimizerConfig, steps: int) -> Callable[[int], float]:
+    """The learning rate as a factor of ``lr``: linear warm-up, then a cosine to ``min_lr`` at ``steps``."""
+
+    def factor(step: int) -> float:
+        if step < optimizer.warmup_steps:
+            return (step + 1) / optimizer.warmup_steps
+        progress = (step - optimizer.warmup_steps) / max(1, steps - optimizer.warmup_steps)
+        least = optimizer.min_lr / optimizer.lr
+        return least + (1 - least) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
+
+    return factor
+
+
+@torch.no_grad()
+def _sample(config: Config, model: nn.Module, data: ByteData) -> str:
+    """Text that the streamed model writes, byte by byte, after the beginning of the validation text."""
+    model.eval()
+    draws = torch.Generator().manual_seed(config.run.seed)
+    text = data.val[:PROMPT_BYTES].long()[None]
+    for _ in range(config.run.sample_tokens):
+        result: Any = model(text[:, -config.data.context :])
+        logits: torch.Tensor = getattr(result, "logits", result)[:, -1].float().cpu()
+        text = torch.cat(
+            [text, torch.multinomial(torch.softmax(logits / 0.8, -1), 1, generator=draws)], dim=1
+        )
+    model.train()
+    return bytes(text[0].tolist()).decode("utf-8", errors="replace")
+
+
+def _run_directory(config: Config) -> Path:
+    """The run's directory with the resolved config in it; an earlier run of that name is replaced."""
+    directory = Path(config.run.out) / config.run.name
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "config.toml").write_text(dump_config(config))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to {directory} ({error.strerror}): set run.out or run.name"
+        ) from error
+    return directory
+
+
+def _print_beginning(config: Config, model: nn.Module, data: ByteData, directory: Path) -> None:
+    held = streamer.stats(model)
+    device = next(iter(model.parameters())).device
+    slots = config.stream.num_slots
+    print(
+        f"{config.run.name}: {sum(p.numel() for p in model.parameters()):,} parameters, of which the device "
+        f"({device.type}) holds {slots} layers at a time: {amount(held.device_bytes_now)} there, "
+        f"{amount(sum(held.host_bytes.values()))} in host memory\n"
+        f"data: {data.train.numel():,} bytes to train on, {data.val.numel():,} to validate; byte frequencies "
+        f"alone give {data.unigram_entropy():.3f} nats per byte\n"
+        f"{config.run.steps} steps of {config.data.batch_size} x {config.data.context} tokens, to {directory}"
+    )

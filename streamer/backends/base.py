@@ -1,0 +1,110 @@
+"""What a backend is: lanes that run work in order, events that say when it is done, and memory.
+
+Only the files of this folder know streams, threads and pinned memory. Everybody else submits work to
+a lane with the events it must wait for, and gets the event of its end.
+"""
+
+from __future__ import annotations
+
+import abc
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class Lane(enum.Enum):
+    """An in-order queue of work."""
+
+    COMPUTE = "compute"  # the caller's own thread (and, on a GPU, its current stream)
+    H2D = "h2d"  # host to device copies
+    D2H = "d2h"  # device to host copies
+    HOST = "host"  # work on host memory: updates, accumulation, norms
+
+
+@dataclass(frozen=True)
+class Span:
+    """When a piece of work ran, in seconds on its backend's clock.
+
+    ``ready`` is when its lane got to it, ``start`` when the last event that it waited for was done.
+    """
+
+    ready: float
+    start: float
+    end: float
+
+
+class Event(abc.ABC):
+    """The end of one piece of work on a lane."""
+
+    lane: Lane
+
+    @abc.abstractmethod
+    def wait(self) -> None:
+        """Block the calling thread until the work is done; raise what the work raised."""
+
+    @abc.abstractmethod
+    def failed(self) -> bool:
+        """Whether the work has raised, or could not run because what it waited for had."""
+
+    @abc.abstractmethod
+    def span(self) -> Span | None:
+        """When the work ran, or None while it is not done."""
+
+
+class Backend(abc.ABC):
+    """Lanes and memory of one device."""
+
+    device: torch.device
+    #: fill slots with NaN when they are given up, so that a stale read cannot pass unseen
+    poison: bool = False
+
+    @abc.abstractmethod
+    def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
+        """Run ``work``, which moves ``nbytes``, after all that is in the lane before it and after ``waits``.
+
+        On COMPUTE, ``work`` is called before this returns (on a GPU that enqueues it) and must not
+        raise. On the other lanes, what ``work`` raises is raised by whoever waits for the event.
+        """
+
+    def on_host(self, work: Callable[[], T]) -> T:
+        """Run ``work`` on HOST after all that is in that lane, wait for it, and return its result.
+
+        Kernels of streamer_native are only called on that lane: OpenMP's settings belong to a thread, and a
+        kernel run in the caller's thread would change the number of threads that PyTorch uses there.
+        """
+        results: list[T] = []
+        self.submit(Lane.HOST, lambda: results.append(work()), (), 0).wait()
+        return results.pop()
+
+    @abc.abstractmethod
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy ``source`` into ``into`` (flat uint8, equal sizes); called by work on H2D and D2H."""
+
+    @abc.abstractmethod
+    def device_buffer(self, nbytes: int) -> torch.Tensor:
+        """A zeroed flat uint8 tensor of ``nbytes`` on the device."""
+
+    @abc.abstractmethod
+    def host_buffer(self, nbytes: int) -> torch.Tensor:
+        """A zeroed flat uint8 tensor of ``nbytes`` in host memory that the copies' lanes can reach."""
+
+    @abc.abstractmethod
+    def device_available(self) -> int:
+        """Bytes free on the device."""
+
+    @abc.abstractmethod
+    def host_available(self) -> int:
+        """Bytes available in host memory."""
+
+    def device_used(self) -> tuple[int, int] | None:
+        """Bytes of all tensors on the device, now and at most, where the device's allocator counts them."""
+        return None
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """End the lanes once their queues are empty, and give up what the backend holds. Idempotent."""

@@ -1,0 +1,80 @@
+"""No data and no hardware: meta tensors and a clock that runs at a machine's rates.
+
+The executor runs on it unchanged, so what it says of bytes and of order is what a real run does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from streamer.backends.base import Backend, Event, Lane, Span
+from streamer.backends.machine import Machine
+
+
+class VirtualEvent(Event):
+    """Work whose time is known as soon as it is submitted."""
+
+    def __init__(self, lane: Lane, span: Span) -> None:
+        self.lane = lane
+        self._span = span
+
+    def wait(self) -> None:
+        return
+
+    def failed(self) -> bool:
+        return False
+
+    def span(self) -> Span:
+        return self._span
+
+
+class VirtualBackend(Backend):
+    """Lanes as clocks. COMPUTE runs its work on meta tensors and counts its FLOPs; the other lanes run
+    nothing and take the time of their bytes."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.device = torch.device("meta")
+        self.machine = machine
+        self._free_at = dict.fromkeys(Lane, 0.0)
+
+    def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
+        if lane is Lane.COMPUTE:
+            with FlopCounterMode(display=False) as counter:
+                work()
+            seconds = counter.get_total_flops() / self.machine.flops_per_second
+        else:
+            seconds = nbytes / self._bytes_per_second(lane)
+        ready = self._free_at[lane]
+        ends = [span.end for event in waits if (span := event.span()) is not None]
+        start = max([ready, *ends])
+        self._free_at[lane] = start + seconds
+        return VirtualEvent(lane, Span(ready, start, start + seconds))
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        raise AssertionError("nothing is copied on the virtual backend")
+
+    def device_buffer(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device="meta")
+
+    def host_buffer(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device="meta")
+
+    def device_available(self) -> int:
+        return self.machine.device_bytes
+
+    def host_available(self) -> int:
+        return self.machine.host_bytes
+
+    def close(self) -> None:
+        return
+
+    def _bytes_per_second(self, lane: Lane) -> float:
+        rates = {
+            Lane.H2D: self.machine.h2d_bytes_per_second,
+            Lane.D2H: self.machine.d2h_bytes_per_second,
+            Lane.HOST: self.machine.host_bytes_per_second,
+        }
+        return rates[lane]

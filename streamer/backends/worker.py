@@ -1,0 +1,82 @@
+"""One thread that runs the work of one lane in order."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from streamer.backends.base import Event, Lane, Span
+
+
+class HostEvent(Event):
+    """An event set by a thread: the work it stands for has been carried out by a worker or its caller."""
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+        self.error: BaseException | None = None
+        self._done = threading.Event()
+        self._span: Span | None = None
+
+    def finish(self, span: Span | None, error: BaseException | None = None) -> None:
+        """Mark the work as done, or as failed with ``error``."""
+        self._span = span
+        self.error = error
+        self._done.set()
+
+    def wait(self) -> None:
+        self._done.wait()
+        if self.error is not None:
+            raise self.error
+
+    def failed(self) -> bool:
+        return self.error is not None
+
+    def span(self) -> Span | None:
+        return self._span
+
+
+Task = tuple[Callable[[], object], Sequence[Event], HostEvent]
+
+
+class Worker:
+    """A daemon thread that runs tasks in order; a task whose waits failed fails with their error."""
+
+    def __init__(self, lane: Lane, *, delay: Callable[[], float] | None = None) -> None:
+        self.lane = lane
+        self._delay = delay
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"streamer-{lane.value}", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], object], waits: Sequence[Event]) -> HostEvent:
+        """Queue ``work``; the returned event is done when it has run."""
+        done = HostEvent(self.lane)
+        self._tasks.put((work, waits, done))
+        return done
+
+    def close(self) -> None:
+        """End the thread after what is queued. May be called again."""
+        self._tasks.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            work, waits, done = task
+            ready = time.perf_counter()
+            try:
+                for event in waits:
+                    event.wait()
+                if self._delay is not None:
+                    time.sleep(self._delay())
+                start = time.perf_counter()
+                work()
+            # the thread must outlive any error: it is kept in the event and raised by whoever waits for it
+            except BaseException as error:  # noqa: BLE001
+                done.finish(None, error)
+            else:
+                done.finish(Span(ready, start, time.perf_counter()))
+            # an idle worker must not keep the last task's tensors alive
+            del task, work, waits, done

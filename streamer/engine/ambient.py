@@ -1,0 +1,65 @@
+"""What a layer's result depends on besides its arguments and weights: random state and autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """The autocast settings of one moment, per device type: (type, enabled, dtype)."""
+
+    settings: tuple[tuple[str, bool, torch.dtype], ...]
+
+    @staticmethod
+    def now(device: torch.device) -> Autocast:
+        """What holds in the calling thread."""
+        types = ("cpu",) if device.type in ("cpu", "meta") else ("cpu", device.type)
+        return Autocast(
+            tuple((type, torch.is_autocast_enabled(type), torch.get_autocast_dtype(type)) for type in types)
+        )
+
+    @contextmanager
+    def uncached(self) -> Iterator[None]:
+        """These settings without autocast's cache of cast weights.
+
+        The cache would keep a cast copy of every layer's weights on the device until autocast ends.
+        """
+        with ExitStack() as stack:
+            for type, enabled, dtype in self.settings:
+                stack.enter_context(
+                    torch.autocast(
+                        type, dtype=dtype if enabled else None, enabled=enabled, cache_enabled=False
+                    )
+                )
+            yield
+
+
+@dataclass(frozen=True)
+class Ambient:
+    """Random state and autocast settings of one moment, to be set up again at another."""
+
+    device: torch.device
+    autocast: Autocast
+    cpu_random_state: torch.Tensor
+    device_random_state: torch.Tensor | None
+
+    @staticmethod
+    def now(device: torch.device) -> Ambient:
+        """What holds in the calling thread."""
+        device_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return Ambient(device, Autocast.now(device), torch.get_rng_state(), device_state)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Set it up inside the block; what held before holds after it, random numbers drawn or not."""
+        devices = [] if self.device_random_state is None else [self.device]
+        with torch.random.fork_rng(devices=devices), self.autocast.uncached():
+            torch.set_rng_state(self.cpu_random_state)
+            if self.device_random_state is not None:
+                torch.cuda.set_rng_state(self.device_random_state, self.device)
+            yield

@@ -1,0 +1,117 @@
+"""Serves whatever unit is asked for next: unshard, run, offload the gradient, update, reshard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+
+from streamer.backends.base import Backend
+from streamer.engine import op as ops
+from streamer.engine.gradients import Gradients
+from streamer.engine.hazards import Hazards
+from streamer.engine.issuer import Issuer
+from streamer.engine.op import ROOT
+from streamer.engine.order import Phase, Visit
+from streamer.engine.saved import SavedBytes
+from streamer.engine.unit import Unit
+from streamer.engine.weights import Weights
+from streamer.memory.host import HostShard, HostStore
+from streamer.memory.slots import BUFFERS, GRAD_SLOTS, ROOT_GRADIENTS, ROOT_WEIGHTS, WEIGHT_SLOTS
+
+T = TypeVar("T")
+
+
+class Executor:
+    """The paging of one wrapped model.
+
+    ``units`` are the layers, numbered from 0 in the order of their lists, and ``root`` all the rest;
+    ``store`` has their shards in the same order, the root's last (so that its index ROOT finds it).
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        units: Sequence[Unit],
+        root: Unit,
+        store: HostStore,
+        *,
+        num_slots: int,
+        hazards: Hazards | None = None,
+    ) -> None:
+        self.backend = backend
+        self.units = units
+        self.root = root
+        self.store = store
+        self.issuer = Issuer(backend, hazards or Hazards())
+        self.weights = Weights(self.issuer, units, root, store, num_slots=num_slots)
+        self.gradients = Gradients(self.issuer, units, root, store, num_slots=num_slots)
+        #: autograd's id of the backward that waits for the gradients when it ends
+        self.backward_task = -1
+        self.saved = SavedBytes()
+        self._root_ready = False
+        self.weights.unshard_root()
+
+    def begin(self) -> None:
+        """Make the root unit's weights on the device those of the last update, before they are read."""
+        if not self._root_ready:
+            self.issuer.issue(ops.root_forward(), lambda: None)
+            self._root_ready = True
+
+    def forward(self, unit: Unit, work: Callable[[torch.Tensor], T], phase: Phase) -> T:
+        """Run ``work`` on the slot (flat uint8) that holds ``unit``'s weights."""
+        self.begin()
+        with self.weights.visited(unit, Visit(unit.index, phase)) as slot:
+            buffer = self.weights.slots.buffers[slot]
+            return self.issuer.compute(ops.forward(unit.index, slot), lambda: work(buffer))
+
+    def backward(self, unit: Unit, work: Callable[[torch.Tensor, torch.Tensor], Sequence[bool]]) -> None:
+        """Run ``work`` on the slot with ``unit``'s weights and on a gradient slot, both flat uint8.
+
+        It returns for which of the trainable parameters it has written a gradient; these leave for the
+        host.
+        """
+        self.begin()
+        self.gradients.settle_scale()
+        into = self.gradients.slots.take() if unit.layout.grad_nbytes else None
+        gradient = self.gradients.root_buffer[:0] if into is None else self.gradients.slots.buffers[into]
+        with self.weights.visited(unit, Visit(unit.index, Phase.BACKWARD)) as slot:
+            buffer = self.weights.slots.buffers[slot]
+            op = ops.backward(unit.index, slot, into)
+            used = self.issuer.compute(op, lambda: work(buffer, gradient))
+            if into is not None and any(used):
+                self.gradients.offload(unit, into, used)
+
+    def step(self, updates: Mapping[int, tuple[Callable[[], None], int]]) -> None:
+        """Queue updates of host shards: by unit, what updates it and the bytes of memory that this moves.
+
+        They run in the order in which the next forward asks for the units, and a unit is unsharded only
+        after its update, so this may return before any of them has begun.
+        """
+        self.weights.refresh()
+        if ROOT in updates:
+            self.gradients.offload_root()
+        for unit in (self.root, *self.units):
+            if unit.index in updates:
+                update, nbytes = updates[unit.index]
+                self.issuer.issue(ops.step(unit.index, nbytes), update)
+                self.weights.updated(unit)
+        self._root_ready = False
+        self.weights.prefetch()
+
+    def device_bytes(self) -> dict[str, int]:
+        """Bytes that the wrapped model holds on the device, by purpose."""
+        buffers = {b.data_ptr(): b.nbytes for unit in (*self.units, self.root) for b in unit.buffers()}
+        nbytes = {
+            WEIGHT_SLOTS: sum(buffer.nbytes for buffer in self.weights.slots.buffers),
+            GRAD_SLOTS: sum(buffer.nbytes for buffer in self.gradients.slots.buffers),
+            ROOT_WEIGHTS: self.weights.root_buffer.nbytes,
+            ROOT_GRADIENTS: self.gradients.root_buffer.nbytes,
+            BUFFERS: sum(buffers.values()),
+        }
+        return {purpose: amount for purpose, amount in nbytes.items() if amount}
+
+    def shard(self, unit: Unit) -> HostShard:
+        """The host shard of ``unit``."""
+        return self.store.shards[unit.index]

@@ -1,0 +1,93 @@
+"""What a layer's ``forward`` becomes: a function of its weights, fetched for the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from streamer.engine.activations import POLICIES, Visit
+from streamer.engine.ambient import Autocast
+from streamer.engine.call import Call
+from streamer.engine.executor import Executor
+from streamer.engine.kvcache import without_caches
+from streamer.engine.order import Phase
+from streamer.engine.tree import fingerprint, flatten
+from streamer.engine.unit import Unit
+
+
+class StreamedLayer:
+    """Stands in for the ``forward`` of the module of ``unit``. ``policy`` is a key of `POLICIES`."""
+
+    def __init__(self, executor: Executor, unit: Unit, policy: str) -> None:
+        self._executor = executor
+        self._unit = unit
+        self._policy = POLICIES[policy]
+        self.plain_forward: Callable[..., Any] = unit.module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._infer(args, kwargs)
+        args, kwargs = without_caches(args, kwargs, self._unit.name)
+        inputs, rebuild = flatten((args, kwargs))
+        if not any(tensor.requires_grad for tensor in (*inputs, *self._unit.params)):
+            return self._infer(args, kwargs)
+        before = fingerprint((args, kwargs))
+        visit = self._policy(self._executor, Call(self._unit, self.plain_forward, rebuild))
+        # without an input that needs a gradient autograd would leave the layer out of the graph
+        anchor = torch.empty(0, device=self._executor.backend.device, requires_grad=True)
+        results: list[Any] = []
+        outputs = _Layer.apply(visit, results, anchor, *inputs)  # type: ignore[no-untyped-call]
+        if fingerprint((args, kwargs)) != before:
+            raise ValueError(
+                f"layer '{self._unit.name}' changes what it is given (a tensor in place, or a list or a "
+                "cache among its arguments), so it cannot run again in backward: let it return the new value"
+            )
+        return results.pop()(outputs)
+
+    def _infer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inputs, rebuild = flatten((args, kwargs))
+        call = Call(self._unit, self.plain_forward, rebuild)
+
+        def work(weights: torch.Tensor) -> Any:
+            with Autocast.now(self._executor.backend.device).uncached():
+                outputs, rebuild_result = call.run(weights, self._unit.leaves(weights), inputs)
+            return rebuild_result(outputs)
+
+        return self._executor.forward(self._unit, work, Phase.INFERENCE)
+
+
+class _Layer(torch.autograd.Function):
+    """A streamed layer in the user's graph: tensors in, tensors out.
+
+    What builds the layer's result around the tensors that come out is appended to ``results``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, visit: Visit, results: list[Any], anchor: torch.Tensor, *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.visit = visit
+        outputs, rebuild = visit.forward(inputs)
+        results.append(rebuild)
+        ctx.save_for_backward(*(inputs if visit.saves_inputs else ()))
+        ctx.mark_non_differentiable(*(out for out in outputs if not out.dtype.is_floating_point))
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        visit: Visit = ctx.visit
+        _finish_with_this_backward(visit.executor)
+        return (None, None, None, *visit.backward(ctx.saved_tensors, gradients))
+
+
+def _finish_with_this_backward(executor: Executor) -> None:
+    """Let the backward that is running end only when all gradients are in host memory."""
+    task = torch._C._current_graph_task_id()
+    if executor.backward_task != task:
+        executor.backward_task = task
+        torch.autograd.Variable._execution_engine.queue_callback(executor.gradients.finish)

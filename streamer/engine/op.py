@@ -1,0 +1,173 @@
+"""A piece of work: its lane, what it reads, what it writes.
+
+An op does not say when it runs. `hazards` derives that from the reads and writes.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from streamer.backends.base import Lane
+
+#: The unit that holds what is in no layer: embeddings, final norm, head. It never leaves the device.
+ROOT = -1
+
+
+class Place(enum.Enum):
+    """A kind of memory that ops read and write."""
+
+    SLOT = "slot"  # a unit's weights on the device
+    GRAD_SLOT = "grad slot"  # a unit's gradient on the device
+    SHARD = "shard"  # a unit's weights and optimizer state on the host
+    GRADIENT = "gradient"  # a unit's gradient on the host
+    STAGING = "staging"  # a gradient that has left the device and is to be added to another
+    SQUARES = "squares"  # the sum of squares of a unit's gradient
+
+
+class Resource(NamedTuple):
+    """One place and which of its kind: a slot's number, or a unit's."""
+
+    place: Place
+    number: int
+
+
+class OpKind(enum.StrEnum):
+    """What an op does, and how it prints."""
+
+    UNSHARD = "UNSHARD"  # host shard -> slot
+    RESHARD = "RESHARD"  # fill a slot that was given up with NaN (only where the backend says so)
+    FORWARD = "F"
+    BACKWARD = "B"
+    COLLECT = "COLLECT"  # bring the root unit's gradients together in their slot
+    SYNC = "SYNC"  # let the caller's thread wait for what it is about to read
+    OFFLOAD_GRAD = "OFFLOAD_GRAD"  # gradient slot -> host gradient, or -> staging
+    ACCUMULATE = "ACCUMULATE"  # host gradient += staging
+    NORM = "NORM"  # sum of squares of a host gradient
+    STEP = "STEP"  # update a host shard from its gradient
+
+
+_LANE = {
+    OpKind.UNSHARD: Lane.H2D,
+    OpKind.RESHARD: Lane.H2D,
+    OpKind.FORWARD: Lane.COMPUTE,
+    OpKind.BACKWARD: Lane.COMPUTE,
+    OpKind.COLLECT: Lane.COMPUTE,
+    OpKind.SYNC: Lane.COMPUTE,
+    OpKind.OFFLOAD_GRAD: Lane.D2H,
+    OpKind.ACCUMULATE: Lane.HOST,
+    OpKind.NORM: Lane.HOST,
+    OpKind.STEP: Lane.HOST,
+}
+
+
+@dataclass(frozen=True)
+class Op:
+    """Work for one unit. ``slot`` is the weight slot or, where gradients move, the gradient slot."""
+
+    kind: OpKind
+    unit: int
+    slot: int | None = None
+    reads: tuple[Resource, ...] = ()
+    writes: tuple[Resource, ...] = ()
+    nbytes: int = field(default=0, compare=False)
+
+    @property
+    def lane(self) -> Lane:
+        """The lane that runs it."""
+        return _LANE[self.kind]
+
+    def __str__(self) -> str:
+        if self.kind is OpKind.SYNC:
+            return "SYNC"
+        unit = "root" if self.unit == ROOT else str(self.unit)
+        slot = "" if self.slot in (None, ROOT) else f"@{self.slot}"
+        return f"{unit}{self.kind.value}{slot}"
+
+
+def weight_slot(slot: int) -> Resource:
+    return Resource(Place.SLOT, slot)
+
+
+def grad_slot(slot: int) -> Resource:
+    return Resource(Place.GRAD_SLOT, slot)
+
+
+def shard(unit: int) -> Resource:
+    return Resource(Place.SHARD, unit)
+
+
+def gradient(unit: int) -> Resource:
+    return Resource(Place.GRADIENT, unit)
+
+
+def staging(slot: int) -> Resource:
+    return Resource(Place.STAGING, slot)
+
+
+def squares(unit: int) -> Resource:
+    return Resource(Place.SQUARES, unit)
+
+
+def unshard(unit: int, slot: int, nbytes: int) -> Op:
+    """Copy a unit's weights into a slot."""
+    return Op(OpKind.UNSHARD, unit, slot, (shard(unit),), (weight_slot(slot),), nbytes)
+
+
+def reshard(unit: int, slot: int) -> Op:
+    """Overwrite a slot that was given up."""
+    return Op(OpKind.RESHARD, unit, slot, (), (weight_slot(slot),))
+
+
+def forward(unit: int, slot: int) -> Op:
+    """Run a unit's forward from a slot."""
+    return Op(OpKind.FORWARD, unit, slot, (weight_slot(slot),))
+
+
+def root_forward() -> Op:
+    """The beginning of a forward: from here on the root unit's weights are read, in forward and backward,
+    and its gradients are written."""
+    return Op(OpKind.FORWARD, ROOT, None, (weight_slot(ROOT),), (grad_slot(ROOT),))
+
+
+def backward(unit: int, slot: int, into: int | None) -> Op:
+    """Run a unit's backward from a slot, its gradient going into gradient slot ``into``."""
+    writes = () if into is None else (grad_slot(into),)
+    return Op(OpKind.BACKWARD, unit, slot, (weight_slot(slot),), writes)
+
+
+def collect() -> Op:
+    """Bring the root unit's gradients into their slot: the end of everything that reads its weights."""
+    return Op(OpKind.COLLECT, ROOT, None, (weight_slot(ROOT),), (grad_slot(ROOT),))
+
+
+def offload_grad(unit: int, slot: int, nbytes: int) -> Op:
+    """Copy a gradient slot to the unit's host gradient."""
+    return Op(OpKind.OFFLOAD_GRAD, unit, slot, (grad_slot(slot),), (gradient(unit),), nbytes)
+
+
+def stage_grad(unit: int, slot: int, nbytes: int) -> Op:
+    """Copy a gradient slot to the staging buffer of the same number."""
+    return Op(OpKind.OFFLOAD_GRAD, unit, slot, (grad_slot(slot),), (staging(slot),), nbytes)
+
+
+def accumulate(unit: int, slot: int, nbytes: int) -> Op:
+    """Add a staged gradient to the unit's host gradient."""
+    reads = (staging(slot), gradient(unit))
+    return Op(OpKind.ACCUMULATE, unit, slot, reads, (gradient(unit),), nbytes)
+
+
+def norm(unit: int, nbytes: int) -> Op:
+    """Take the sum of squares of a unit's host gradient."""
+    return Op(OpKind.NORM, unit, None, (gradient(unit),), (squares(unit),), nbytes)
+
+
+def step(unit: int, nbytes: int) -> Op:
+    """Update a unit's host shard from its host gradient."""
+    return Op(OpKind.STEP, unit, None, (gradient(unit),), (shard(unit),), nbytes)
+
+
+def sync(resources: tuple[Resource, ...]) -> Op:
+    """Wait until ``resources`` may be read by the caller's thread."""
+    return Op(OpKind.SYNC, ROOT, None, resources)

@@ -1,0 +1,87 @@
+"""Tensors taken out of, and put back into, the nested values that layers take and return."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+Rebuild = Callable[[Sequence[torch.Tensor]], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Hole:
+    index: int
+
+
+def flatten(value: object) -> tuple[list[torch.Tensor], Rebuild]:
+    """The tensors in ``value`` and a function that builds the value anew around other tensors.
+
+    Looks into tuples, named tuples, lists, dicts and dataclasses. A tensor that stands in several
+    places comes out once, so that ``query is key`` stays true.
+    """
+    tensors: list[torch.Tensor] = []
+    seen: dict[int, _Hole] = {}
+
+    def take(leaf: object) -> object:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if id(leaf) not in seen:
+            seen[id(leaf)] = _Hole(len(tensors))
+            tensors.append(leaf)
+        return seen[id(leaf)]
+
+    skeleton = _map(take, value)
+
+    def rebuild(replacements: Sequence[torch.Tensor]) -> Any:
+        return _map(lambda leaf: replacements[leaf.index] if isinstance(leaf, _Hole) else leaf, skeleton)
+
+    return tensors, rebuild
+
+
+def fingerprint(value: object, depth: int = 4) -> list[tuple[int, int]]:
+    """Identity and version of every tensor that can be reached from ``value``.
+
+    Two fingerprints of a value differ if a tensor in it was written in place, or if one was added,
+    removed or exchanged, also inside objects that `flatten` does not look into.
+    """
+    if isinstance(value, torch.Tensor):
+        return [(id(value), 0 if value.is_inference() else value._version)]
+    if depth == 0 or value is None or isinstance(value, str | int | float | torch.nn.Module):
+        return []
+    if isinstance(value, list | tuple):
+        children = list(value)
+    elif isinstance(value, dict):
+        children = list(value.values())
+    else:
+        children = list(getattr(value, "__dict__", {}).values())
+    return [mark for child in children for mark in fingerprint(child, depth - 1)]
+
+
+def _map(function: Callable[[Any], object], value: Any) -> Any:
+    """``value`` with ``function`` applied to its leaves; itself, not a copy, where that changes nothing."""
+    if isinstance(value, tuple | list):
+        children = [_map(function, child) for child in value]
+        if all(new is old for new, old in zip(children, value, strict=True)):
+            return value
+        return type(value)(*children) if hasattr(value, "_fields") else type(value)(children)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type | _Hole):
+        items = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif isinstance(value, dict):
+        items = value
+    else:
+        return function(value)
+    changed = {key: new for key, old in items.items() if (new := _map(function, old)) is not old}
+    if not changed:
+        return value
+    result = copy.copy(value)
+    for key, new in changed.items():
+        if items is not value:
+            object.__setattr__(result, key, new)
+        if isinstance(result, dict):
+            # a dataclass that is a dict too (as Hugging Face's outputs) shows its fields both ways
+            dict.__setitem__(result, key, new)
+    return result

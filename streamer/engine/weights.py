@@ -1,0 +1,145 @@
+"""Weights on the device: which unit is in which slot, what is fetched early, what is given up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from streamer.engine import op as ops
+from streamer.engine.issuer import Issuer
+from streamer.engine.op import ROOT
+from streamer.engine.order import Order, Visit, farthest
+from streamer.engine.unit import Unit
+from streamer.memory.host import HostStore
+from streamer.memory.slots import WeightSlots
+
+
+class Weights:
+    """The weight slots of the layers, and the root unit's own buffer, which never holds anything else."""
+
+    def __init__(
+        self, issuer: Issuer, units: Sequence[Unit], root: Unit, store: HostStore, *, num_slots: int
+    ) -> None:
+        self.prefetch_hits = 0
+        self.prefetch_misses = 0
+        nbytes = max(unit.layout.nbytes for unit in units)
+        self.slots = WeightSlots(num_slots, nbytes, issuer.backend.device_buffer)
+        self.root_buffer = issuer.backend.device_buffer(root.layout.nbytes)
+        self._issuer = issuer
+        self._units = units
+        self._root = root
+        self._store = store
+        self._order = Order(range(len(units)))
+        self._busy: set[int] = set()
+        self._written = {unit.index: unit.written() for unit in (*units, root)}
+
+    @contextmanager
+    def visited(self, unit: Unit, visit: Visit) -> Iterator[int]:
+        """The slot that holds ``unit``, which stays there inside the block; what is expected next is
+        unsharded as slots become free before and after it."""
+        self._refresh_layer(unit)
+        self._order.visit(visit)
+        slot = self._unshard(unit)
+        self._busy.add(slot)
+        try:
+            self.prefetch()
+            yield slot
+        finally:
+            self._busy.discard(slot)
+            self.prefetch()
+
+    def prefetch(self) -> None:
+        """Unshard the units that are expected next into the slots that are needed later than they are."""
+        uses = self._order.next_uses()
+        for index, needed_in in uses.items():
+            if self.slots.find(index) is not None:
+                continue
+            slot = self._give_up_slot(uses, needed_in)
+            if slot is None:
+                return
+            self._fill(slot, self._units[index])
+
+    def updated(self, unit: Unit) -> None:
+        """The update of ``unit``'s host shard was issued: its copy on the device is an old one."""
+        # for autograd the weights are written here, as by any optimizer
+        torch.autograd.graph.increment_version(unit.params)
+        self._written[unit.index] = unit.written()
+        if unit.index == ROOT:
+            self.unshard_root()
+        else:
+            self._reshard(unit.index)
+
+    def unshard_root(self) -> None:
+        """Copy the root unit's host shard to its place on the device."""
+        source = self._store.shards[ROOT].weight
+        self._issuer.issue(
+            ops.unshard(ROOT, ROOT, source.numel()),
+            lambda: self._issuer.backend.copy(self.root_buffer, source),
+        )
+
+    def refresh(self) -> None:
+        """Take over what the user has written into parameters: layers on the host, the root on the device."""
+        for unit in self._units:
+            self._refresh_layer(unit)
+        if self._root.written() != self._written[ROOT]:
+            self._issuer.wait((ops.weight_slot(ROOT), ops.shard(ROOT)))
+            self._store.shards[ROOT].weight.copy_(self.root_buffer)
+            self._rebase(self._root)
+
+    def _refresh_layer(self, unit: Unit) -> None:
+        if unit.written() != self._written[unit.index]:
+            self._issuer.wait((ops.shard(unit.index),))
+            self._rebase(unit)
+            self._reshard(unit.index)
+
+    def _rebase(self, unit: Unit) -> None:
+        for slice in unit.layout.slices:
+            self._store.shards[unit.index].rebase(slice)
+        self._written[unit.index] = unit.written()
+
+    def _unshard(self, unit: Unit) -> int:
+        slot = self.slots.find(unit.index)
+        if slot is not None:
+            self.prefetch_hits += 1
+            return slot
+        self.prefetch_misses += 1
+        slot = self._give_up_slot(self._order.next_uses(), needed_in=-1)
+        if slot is None:
+            raise RuntimeError(
+                f"layer '{unit.name}' is called while every slot is in use by a layer around it: "
+                f"wrap with num_slots={len(self.slots.buffers) + 1} or more"
+            )
+        self._fill(slot, unit)
+        return slot
+
+    def _give_up_slot(self, uses: dict[int, int], needed_in: int) -> int | None:
+        """A slot that is empty, or whose unit is needed later than in ``needed_in`` visits."""
+        free = [slot for slot in range(len(self.slots.buffers)) if slot not in self._busy]
+        for slot in free:
+            if self.slots.holder[slot] is None:
+                return slot
+        holders = [unit for slot in free if (unit := self.slots.holder[slot]) is not None]
+        unit = farthest(holders, uses)
+        if unit is None or uses.get(unit, needed_in + 1) <= needed_in:
+            return None
+        return self._reshard(unit)
+
+    def _reshard(self, unit: int) -> int | None:
+        """Give up the slot that holds ``unit``; which one it was."""
+        slot = self.slots.find(unit)
+        if slot is not None:
+            self.slots.holder[slot] = None
+            if self._issuer.backend.poison:
+                buffer = self.slots.buffers[slot]
+                # bytes of ones are NaN in every floating-point format
+                self._issuer.issue(ops.reshard(unit, slot), lambda: buffer.fill_(255))
+        return slot
+
+    def _fill(self, slot: int, unit: Unit) -> None:
+        source = self._store.shards[unit.index].weight
+        into = self.slots.buffers[slot][: source.numel()]
+        op = ops.unshard(unit.index, slot, source.numel())
+        self._issuer.issue(op, lambda: self._issuer.backend.copy(into, source))
+        self.slots.holder[slot] = unit.index

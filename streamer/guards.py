@@ -1,0 +1,99 @@
+"""What a wrapped model does differently from a plain one when it is called, saved, loaded or moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from streamer.engine.executor import Executor
+from streamer.engine.tree import flatten
+
+
+def attach_guards(model: nn.Module, executor: Executor) -> Callable[[], None]:
+    """Put hooks and guards on ``model``; the returned function takes them off."""
+    modules = list(model.modules())
+    root_owners = {module for owners in executor.root.owners for module, _ in owners}
+    handles = [model.register_forward_pre_hook(_move_inputs(executor.backend.device), with_kwargs=True)]
+    for module in root_owners:
+        # user code may call them without calling the model, and an update may be on its way to them
+        handles.append(module.register_forward_pre_hook(lambda *_: executor.begin()))
+    for module in modules:
+        handles.append(module.register_state_dict_pre_hook(_wait_for_updates(executor)))
+        handles.append(module.register_load_state_dict_pre_hook(_wait_before_loading(executor)))
+    handles.append(model.register_state_dict_post_hook(_to_cpu))
+    for module in modules:
+        # .to, .cuda, .half and their like all go through _apply
+        module.__dict__["_apply"] = _refuse_to_move
+    model.__dict__["zero_grad"] = _zero_grad(model, executor)
+    model.__dict__["__deepcopy__"] = model.__dict__["__reduce_ex__"] = _refuse_to_copy
+
+    def take_off() -> None:
+        for handle in handles:
+            handle.remove()
+        for module in modules:
+            del module.__dict__["_apply"]
+        for name in ("zero_grad", "__deepcopy__", "__reduce_ex__"):
+            del model.__dict__[name]
+
+    return take_off
+
+
+def _move_inputs(device: torch.device) -> Callable[..., tuple[Any, Any]]:
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        tensors, rebuild = flatten((args, kwargs))
+        moved: tuple[Any, Any] = rebuild([tensor.to(device, non_blocking=True) for tensor in tensors])
+        return moved
+
+    return hook
+
+
+def _wait_for_updates(executor: Executor) -> Callable[..., None]:
+    def hook(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        executor.issuer.synchronize()
+
+    return hook
+
+
+def _wait_before_loading(executor: Executor) -> Callable[..., None]:
+    def hook(module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise ValueError(
+                "load_state_dict(assign=True) would replace the parameters of a wrapped model: load with "
+                "assign=False, or before streamer.wrap"
+            )
+        executor.issuer.synchronize()
+
+    return hook
+
+
+def _to_cpu(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for key, value in state_dict.items():
+        if key.startswith(prefix) and isinstance(value, torch.Tensor):
+            state_dict[key] = value.cpu()
+
+
+def _zero_grad(model: nn.Module, executor: Executor) -> Callable[..., None]:
+    def zero_grad(set_to_none: bool = True) -> None:
+        if not set_to_none:
+            # updates in flight are reading the gradients
+            executor.issuer.synchronize()
+        type(model).zero_grad(model, set_to_none)
+
+    return zero_grad
+
+
+def _refuse_to_move(*_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError(
+        "a wrapped model cannot be moved or cast (.to, .cuda, .half, ...): choose device and dtype in "
+        "streamer.wrap, or call streamer.unwrap(model) first"
+    )
+
+
+def _refuse_to_copy(*_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError(
+        "a wrapped model cannot be copied or pickled: save model.state_dict(), or call "
+        "streamer.unwrap(model) first"
+    )

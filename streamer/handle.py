@@ -1,0 +1,52 @@
+"""How the public functions find what `wrap` has attached to a model and to its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from streamer.engine.executor import Executor
+from streamer.engine.unit import Unit
+from streamer.memory.layout import Slice
+from streamer.plan.ledger import Ledger
+
+HANDLE, HOME = "_streamer", "_streamer_home"
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where a parameter of a wrapped model lives."""
+
+    executor: Executor
+    unit: Unit
+    slice: Slice
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """What `wrap` has attached to a model. ``take_off`` removes hooks and guards, ``close`` ends lanes."""
+
+    executor: Executor
+    planned: Ledger
+    plain_dtypes: dict[nn.Parameter, torch.dtype]
+    take_off: Callable[[], None]
+    close: Callable[[], object]
+
+
+def wrapped(model: nn.Module) -> Wrapped:
+    """The handle of a wrapped model. Raises ValueError if it is not wrapped."""
+    handle = model.__dict__.get(HANDLE)
+    if not isinstance(handle, Wrapped):
+        raise ValueError(
+            f"this {type(model).__name__} is not wrapped: call streamer.wrap(model, layers=...) first"
+        )
+    return handle
+
+
+def home_of(param: torch.Tensor) -> Home | None:
+    """Where a parameter lives, or None if its model is not wrapped."""
+    home = param.__dict__.get(HOME)
+    return home if isinstance(home, Home) else None

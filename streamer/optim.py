@@ -1,0 +1,154 @@
+"""AdamW for a wrapped model: a PyTorch optimizer whose updates run on the host, one unit at a time."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+
+from streamer.engine.executor import Executor
+from streamer.handle import Home, home_of
+from streamer.host_adam import Hyper, Run, merge, update_bytes, update_shard
+from streamer.memory.host import ADAMW_PURPOSES, EXP_AVG, EXP_AVG_SQ
+
+
+class AdamW(torch.optim.Optimizer):
+    """Adam with decoupled weight decay (Loshchilov & Hutter, 2019, algorithm 2), as `torch.optim.AdamW`.
+
+    ``params`` are parameters, or parameter groups, of models that were wrapped. Updates run in host
+    memory in exact fp32 whatever the dtype of the parameters, with fp32 moments. `step` returns once they
+    are queued: the next forward waits for each layer's update as it comes to it, so nothing is stale.
+
+    ``state[p]`` has ``step`` and, as views of host memory in the shape of ``p``, ``exp_avg`` and
+    ``exp_avg_sq`` (fp32); call `streamer.synchronize` before reading them.
+
+    Raises ValueError for a hyperparameter out of its range, or a parameter whose model is not wrapped.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        self._executors: list[Executor] = []
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, with zero moments."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        _check(group)
+        for param in group["params"]:
+            home = _home(param)
+            if home.executor not in self._executors:
+                self._executors.append(home.executor)
+                home.executor.issuer.synchronize()
+                home.executor.store.add_state(ADAMW_PURPOSES)
+            if home.slice.param.trainable:
+                for moment in self._moments(home).values():
+                    moment.zero_()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Queue the update of every parameter that has a gradient; returns what ``closure`` returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        runs: dict[tuple[Executor, int], list[Run]] = defaultdict(list)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                home = _home(param)
+                state = self.state[param]
+                if not state:
+                    state.update(step=torch.tensor(0.0), **self._moments(home))
+                state["step"] += 1
+                beta1, beta2 = group["betas"]
+                hyper = Hyper(
+                    float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], int(state["step"])
+                )
+                runs[home.executor, home.unit.index].append(Run.of(home.slice, hyper))
+        for executor in self._executors:
+            self._queue(
+                executor, {unit: merge(runs[owner, unit]) for owner, unit in runs if owner is executor}
+            )
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, or set them to zero once the updates that read them are done."""
+        if not set_to_none:
+            self._synchronize()
+        super().zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state once all updates are done; its tensors are views of host memory, as in PyTorch."""
+        self._synchronize()
+        return super().state_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over hyperparameters and moments, the latter in fp32 whatever the parameters' dtype."""
+        self._synchronize()
+        super().load_state_dict(state_dict)
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for index, param in zip(saved, params, strict=True):
+            moments = self._moments(_home(param))
+            values = state_dict["state"].get(index)
+            if values is None:
+                for moment in moments.values():
+                    moment.zero_()
+                continue
+            for name, moment in moments.items():
+                moment.copy_(values[name])
+            step = torch.as_tensor(values["step"], dtype=torch.float32, device="cpu").clone()
+            self.state[param] = {"step": step, **moments}
+
+    def _moments(self, home: Home) -> dict[str, torch.Tensor]:
+        state = home.executor.shard(home.unit).state
+        return {purpose: home.slice.state(state[purpose]) for purpose in (EXP_AVG, EXP_AVG_SQ)}
+
+    def _queue(self, executor: Executor, runs: dict[int, list[Run]]) -> None:
+        scale = executor.gradients.take_scale()
+        updates: dict[int, tuple[Callable[[], None], int]] = {}
+        for unit in (executor.root, *executor.units):
+            if unit.index in runs:
+                if unit is not executor.root:
+                    executor.gradients.adopt(unit)
+                work = partial(update_shard, executor.shard(unit), runs[unit.index], scale)
+                updates[unit.index] = (work, update_bytes(runs[unit.index]))
+        executor.step(updates)
+
+    def _synchronize(self) -> None:
+        for executor in self._executors:
+            executor.issuer.synchronize()
+
+
+def _home(param: torch.Tensor) -> Home:
+    home = home_of(param)
+    if home is None:
+        raise ValueError(
+            f"a parameter of shape {tuple(param.shape)} belongs to no wrapped model: call "
+            "streamer.wrap(model, ...) before streamer.AdamW(model.parameters()), or use torch.optim.AdamW"
+        )
+    return home
+
+
+def _check(group: dict[str, Any]) -> None:
+    beta1, beta2 = group["betas"]
+    for name, value, fits in (
+        ("lr", group["lr"], group["lr"] >= 0),
+        ("betas", group["betas"], 0 <= beta1 < 1 and 0 <= beta2 < 1),
+        ("eps", group["eps"], group["eps"] >= 0),
+        ("weight_decay", group["weight_decay"], group["weight_decay"] >= 0),
+    ):
+        if not fits:
+            raise ValueError(f"{name}={value} is out of range: betas lie in [0, 1), the others are 0 or more")

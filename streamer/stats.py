@@ -1,0 +1,69 @@
+"""What a wrapped model takes and where its time goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+from torch import nn
+
+from streamer.backends.base import Lane
+from streamer.handle import wrapped
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Bytes by purpose, seconds by lane (``"compute"``, ``"h2d"``, ``"d2h"``, ``"host"``), since `wrap`.
+
+    ``device_bytes_now`` and ``device_bytes_peak`` are the buffers of the wrapped model and what its layers
+    have saved for backward; on a GPU they are all that PyTorch has allocated there.
+    ``exposed_seconds`` of a lane are those in which compute stood still for it; ``overlap`` is
+    1 - exposed / busy, NaN for a lane that did nothing.
+    A prefetch hit is a layer that was on the device, or on its way, when it was asked for.
+    """
+
+    host_bytes: Mapping[str, int]
+    device_bytes: Mapping[str, int]
+    device_bytes_now: int
+    device_bytes_peak: int
+    busy_seconds: Mapping[str, float]
+    exposed_seconds: Mapping[str, float]
+    overlap: Mapping[str, float]
+    prefetch_hits: int
+    prefetch_misses: int
+
+
+def stats(model: nn.Module) -> Stats:
+    """Bytes and seconds of a wrapped model; waits for nothing. Raises ValueError if it is not wrapped."""
+    handle = wrapped(model)
+    executor = handle.executor
+    trace = executor.issuer.trace
+    trace.settle()
+    owned = sum(executor.device_bytes().values())
+    now, peak = executor.backend.device_used() or (owned + executor.saved.now, owned + executor.saved.peak)
+    return Stats(
+        host_bytes=executor.store.bytes_by_purpose(),
+        device_bytes=executor.device_bytes(),
+        device_bytes_now=now,
+        device_bytes_peak=peak,
+        busy_seconds={lane.value: trace.busy_seconds[lane] for lane in Lane},
+        exposed_seconds={lane.value: trace.exposed_seconds[lane] for lane in Lane},
+        overlap={lane.value: trace.overlap(lane) for lane in Lane},
+        prefetch_hits=executor.weights.prefetch_hits,
+        prefetch_misses=executor.weights.prefetch_misses,
+    )
+
+
+def synchronize(model: nn.Module) -> None:
+    """Wait until every copy and update of a wrapped model is done, so that its weights and optimizer state
+    may be read. Raises what one of them raised, and ValueError if the model is not wrapped."""
+    wrapped(model).executor.issuer.synchronize()
+
+
+def save_trace(model: nn.Module, path: str | PathLike[str]) -> None:
+    """Write what ran last on each lane as a Chrome trace (JSON), which Perfetto opens; one row per lane."""
+    executor = wrapped(model).executor
+    executor.issuer.synchronize()
+    executor.issuer.trace.save(Path(path))

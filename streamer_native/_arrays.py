@@ -1,0 +1,39 @@
+"""The check that stands before every kernel: compiled code would read past the end of a wrong array."""
+
+import numpy as np
+import numpy.typing as npt
+
+Float32Array = npt.NDArray[np.float32]
+Uint16Array = npt.NDArray[np.uint16]
+
+FLOAT32 = np.dtype(np.float32)
+BFLOAT16 = np.dtype(np.uint16)  # NumPy has no bfloat16: its bits travel as uint16
+
+_MEND = {
+    FLOAT32: "float32",
+    BFLOAT16: "uint16 (of bfloat16, the bits: tensor.view(torch.uint16).numpy())",
+}
+
+
+def check(
+    name: str, array: object, *dtypes: np.dtype[np.generic], size: int | None = None, written: bool = False
+) -> int:
+    """Return the number of elements of `array`, or say how to mend it.
+
+    Raises TypeError if it is not a NumPy array, and ValueError if it is not one-dimensional and contiguous,
+    has none of `dtypes`, has not `size` elements, or is `written` to and read-only.
+    """
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"{name} is a {type(array).__name__}; pass a NumPy array, such as tensor.numpy()")
+    if array.dtype not in dtypes:
+        allowed = " or ".join(_MEND[dtype] for dtype in dtypes)
+        raise ValueError(f"{name} has dtype {array.dtype}; it must be {allowed}")
+    if array.ndim != 1:
+        raise ValueError(f"{name} has shape {array.shape}; pass the flat view, {name}.reshape(-1)")
+    if not array.flags.c_contiguous:
+        raise ValueError(f"{name} is not contiguous; pass the flat buffer, not every k-th element of it")
+    if size is not None and array.size != size:
+        raise ValueError(f"{name} has {array.size} elements and the first array {size}; make them equal")
+    if written and not array.flags.writeable:
+        raise ValueError(f"{name} is read-only and is updated in place; pass an array that can be written")
+    return array.size

@@ -1,0 +1,57 @@
+"""What Numba has no spelling for inside a kernel: bits reinterpreted, and one fused multiply-add."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+_WORD = ir.IntType(32)
+_FLOAT = ir.FloatType()
+
+
+def _float32_bits(_context: Any, value: Any) -> Any:
+    def codegen(_target: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], _WORD)
+
+    return types.uint32(types.float32), codegen
+
+
+def _float32_from_bits(_context: Any, bits: Any) -> Any:
+    def codegen(_target: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], _FLOAT)
+
+    return types.float32(types.uint32), codegen
+
+
+def _to_float32(_context: Any, value: Any) -> Any:
+    def codegen(_target: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        if value == types.float32:
+            return args[0]
+        return builder.bitcast(builder.shl(builder.zext(args[0], _WORD), _WORD(16)), _FLOAT)
+
+    return types.float32(value), codegen
+
+
+def _fused_multiply_add(_context: Any, factor: Any, other_factor: Any, addend: Any) -> Any:
+    def codegen(_target: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.fma(*args)
+
+    return types.float32(types.float32, types.float32, types.float32), codegen
+
+
+# The bits of a float32, as uint32.
+float32_bits = cast(Callable[[np.float32], np.uint32], intrinsic(_float32_bits))
+
+# The float32 with these uint32 bits.
+float32_from_bits = cast(Callable[[np.uint32], np.float32], intrinsic(_float32_from_bits))
+
+# A float32 as it is, a uint16 widened as bfloat16 bits: so one loop serves both gradient dtypes.
+to_float32 = cast(Callable[[np.float32 | np.uint16], np.float32], intrinsic(_to_float32))
+
+# factor * other_factor + addend in float32, rounded once.
+fused_multiply_add = cast(
+    Callable[[np.float32, np.float32, np.float32], np.float32], intrinsic(_fused_multiply_add)
+)

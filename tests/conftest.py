@@ -1,0 +1,34 @@
+"""What every test shares."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+# the tensors are tiny: teams of threads would only wait for one another
+torch.set_num_threads(1)
+
+# the tensors are tiny: teams of threads would only wait for one another
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA GPU, and PyTorch finds none here")
+        for item in items:
+            if "cuda" in item.keywords:
+                item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    """A test that leaves a lane's thread behind has not closed its backend."""
+    before = set(threading.enumerate())
+    yield
+    left = [
+        thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("streamer-")
+    ]
+    assert left == []

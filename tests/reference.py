@@ -1,0 +1,147 @@
+"""Plain PyTorch beside streamer: the same model, data and random numbers through both."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import streamer
+
+VOCAB = 64
+
+
+@dataclass
+class History:
+    """What a training run leaves: losses, gradient norms, the gradients of the first step, final weights."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    first_gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def batch(step: int, *, size: int = 4, time: int = 16) -> torch.Tensor:
+    """Tokens [size, time + 1] of one step."""
+    return torch.randint(0, VOCAB, (size, time + 1), generator=torch.Generator().manual_seed(1000 + step))
+
+
+def language_loss(model: nn.Module, step: int) -> torch.Tensor:
+    tokens = batch(step)
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def wide_loss(model: nn.Module, step: int) -> torch.Tensor:
+    """The same over 16 times as many tokens: in bf16 each token's loss has a rounding error of its own."""
+    tokens = batch(step, size=64)
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+LossOf = Callable[[nn.Module, int], torch.Tensor]
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    clip: Callable[[], torch.Tensor] | None,
+    *,
+    steps: int,
+    loss_of: LossOf = language_loss,
+    schedule: Any = None,
+) -> History:
+    """The plain loop, which is the same for both."""
+    history = History()
+    for step in range(steps):
+        torch.manual_seed(step)
+        loss = loss_of(model, step)
+        loss.backward()
+        if step == 0:
+            history.first_gradients = {
+                name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None
+            }
+        if clip is not None:
+            history.norms.append(clip().item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if schedule is not None:
+            schedule.step()
+        history.losses.append(loss.item())
+    history.weights = {name: value.clone() for name, value in model.state_dict().items()}
+    return history
+
+
+def train_plain(
+    model: nn.Module, *, steps: int = 10, max_norm: float = 1.0, lr: float = 1e-3, **kwargs: Any
+) -> History:
+    """A deep copy of ``model`` trained by PyTorch alone."""
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1)
+    clip = lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)  # noqa: E731
+    return train(model, optimizer, clip, steps=steps, **kwargs)
+
+
+def train_streamed(
+    model: nn.Module,
+    *,
+    steps: int = 10,
+    max_norm: float = 1.0,
+    lr: float = 1e-3,
+    loss_of: LossOf = language_loss,
+    **options: Any,
+) -> History:
+    """A deep copy of ``model``, wrapped with ``options`` and trained by streamer."""
+    with streamed(model, **options) as wrapped:
+        optimizer = streamer.AdamW(wrapped.parameters(), lr=lr, weight_decay=0.1)
+        clip = lambda: streamer.clip_grad_norm_(wrapped, max_norm)  # noqa: E731
+        return train(wrapped, optimizer, clip, steps=steps, loss_of=loss_of)
+
+
+@contextmanager
+def streamed(model: nn.Module, **options: Any) -> Iterator[nn.Module]:
+    """A deep copy of ``model``, wrapped inside the block."""
+    wrapped = streamer.wrap(copy.deepcopy(model), **({"device": "cpu"} | options))
+    try:
+        yield wrapped
+    finally:
+        streamer.unwrap(wrapped)
+
+
+def assert_same(actual: History, expected: History) -> None:
+    """Equal to the bit, all of it."""
+    assert actual.losses == expected.losses
+    assert actual.norms == expected.norms
+    for mine, theirs in (
+        (actual.first_gradients, expected.first_gradients),
+        (actual.weights, expected.weights),
+    ):
+        assert list(mine) == list(theirs)
+        assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
+
+
+def assert_parity(actual: History, expected: History, *, tolerance: float = 1e-5) -> None:
+    """First loss and first gradients to the bit; later losses and final weights within ``tolerance``."""
+    assert actual.losses[0] == expected.losses[0]
+    assert list(actual.first_gradients) == list(expected.first_gradients)
+    for name, gradient in expected.first_gradients.items():
+        assert torch.equal(actual.first_gradients[name], gradient), f"gradient of {name}"
+    torch.testing.assert_close(
+        torch.tensor(actual.losses), torch.tensor(expected.losses), rtol=tolerance, atol=0
+    )
+    torch.testing.assert_close(
+        torch.tensor(actual.norms), torch.tensor(expected.norms), rtol=tolerance, atol=0
+    )
+    assert list(actual.weights) == list(expected.weights)
+    for name, weight in expected.weights.items():
+        torch.testing.assert_close(
+            actual.weights[name],
+            weight,
+            rtol=0,
+            atol=tolerance,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )

@@ -1,0 +1,731 @@
+"""What cannot be honoured is one error that names the mend, and leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import streamer
+from streamer.backends.base import Lane
+from streamer.backends.thread import ThreadBackend
+from streamer.plan.ledger import Ledger
+
+
+class Net(nn.Module):
+    """Three layers of 4x4; every parameter takes 32 elements, 128 bytes in fp32."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
+        self.single = nn.Linear(4, 4)
+        self.empty = nn.ModuleList()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.single(x)
+
+
+KNOWN = re.escape("Found in this model: 'blocks' (3 x Linear)")
+LIST = r"it must be an nn\.ModuleList or nn\.Sequential\. " + KNOWN
+DTYPES = r"use torch\.float32, torch\.bfloat16 or torch\.float16"
+POLICIES = r"use one of 'recompute', 'keep'"
+X = torch.ones(2, 4)
+
+
+def lane_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("streamer-")}
+
+
+def address(tensor: torch.Tensor) -> int | None:
+    return tensor.data_ptr() if tensor.layout is torch.strided else None
+
+
+def snapshot(model: nn.Module) -> list[object]:
+    """All that wrap could change about a model, short of the values."""
+    return [
+        (name, sorted(module.__dict__), dict(module._forward_pre_hooks), dict(module._state_dict_hooks))
+        for name, module in model.named_modules()
+    ] + [
+        (name, id(param), address(param), param.dtype, param._version, dict(param.__dict__))
+        for name, param in model.named_parameters(remove_duplicate=False)
+    ]
+
+
+@contextmanager
+def refused(
+    model: nn.Module, error: type[Exception], match: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """The block raises ``error`` before anything is changed or allocated."""
+
+    def allocate(self: ThreadBackend, nbytes: int) -> torch.Tensor:
+        raise AssertionError(f"{nbytes} bytes are allocated before the input is checked")
+
+    before, threads = snapshot(model), lane_threads()
+    with monkeypatch.context() as patch:
+        patch.setattr(ThreadBackend, "host_buffer", allocate)
+        patch.setattr(ThreadBackend, "device_buffer", allocate)
+        with pytest.raises(error, match=match):
+            yield
+    assert snapshot(model) == before
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert lane_threads() == threads
+
+
+@contextmanager
+def wrapped(model: nn.Module | None = None, **options: Any) -> Iterator[Any]:
+    model = Net() if model is None else model
+    streamer.wrap(model, **({"layers": "blocks", "device": "cpu"} | options))
+    try:
+        yield model
+    finally:
+        streamer.unwrap(model)
+
+
+def step(model: nn.Module) -> None:
+    """One step, to see that a model works."""
+    optimizer = streamer.AdamW(model.parameters())
+    model(X).sum().backward()
+    streamer.clip_grad_norm_(model, 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_the_snapshot_sees_a_wrap() -> None:
+    model = Net()
+    before = snapshot(model)
+    with wrapped(model):
+        assert snapshot(model) != before
+        assert "forward" in model.blocks[0].__dict__
+
+
+# --- options ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"layers": "transformer.h"}, r"'transformer\.h': there is no such module\. " + KNOWN),
+        ({"layers": "blocks.7"}, r"'blocks\.7': there is no such module\. " + KNOWN),
+        ({"layers": "single"}, r"'single' is a Linear; " + LIST),
+        ({"layers": ""}, r"layers='' is a Net; " + LIST),
+        ({"layers": "empty"}, r"'empty' is an empty list\. " + KNOWN),
+        ({"layers": ["blocks", "nowhere"]}, r"'nowhere': there is no such module\. " + KNOWN),
+        ({"layers": []}, r"layers is empty: give the path of a list of layers\. " + KNOWN),
+        ({"num_slots": 0}, r"num_slots=0: it must be an integer of 1 or more"),
+        ({"num_slots": -1}, r"num_slots=-1: it must be an integer of 1 or more"),
+        ({"num_slots": True}, r"num_slots=True: it must be an integer of 1 or more"),
+        ({"num_slots": 1.5}, r"num_slots=1\.5: it must be an integer of 1 or more"),
+        ({"num_slots": "2"}, r"num_slots='2': it must be an integer of 1 or more"),
+        ({"activations": "checkpoint"}, "activations='checkpoint' is unknown: " + POLICIES),
+        ({"activations": None}, "activations=None is unknown: " + POLICIES),
+        ({"dtype": torch.float64}, r"torch\.float64.* " + DTYPES),
+        ({"dtype": torch.int8}, r"torch\.int8.* " + DTYPES),
+        ({"dtype": torch.complex64}, r"complex64.* " + DTYPES),
+        ({"dtype": "bf16"}, r"dtype=bf16.* " + DTYPES),
+        ({"device": "mps"}, r"device='mps' is not supported: use 'cuda' or 'cpu'"),
+        ({"device": "meta"}, r"device='meta' is not supported: use 'cuda' or 'cpu'"),
+        ({"device": "gpu0"}, r"device='gpu0'.* use 'cuda' or 'cpu'"),
+    ],
+)
+def test_options(options: dict[str, Any], match: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net()
+    with refused(model, ValueError, match, monkeypatch):
+        streamer.wrap(model, **({"layers": "blocks", "device": "cpu"} | options))
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"], ids=["any device", "second device"])
+def test_cuda_without_cuda(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    model = Net()
+    match = rf"device='{device}': PyTorch finds no CUDA device here; use device='cpu' or None"
+    with refused(model, ValueError, match, monkeypatch):
+        streamer.wrap(model, layers="blocks", device=device)
+
+
+def test_no_device_means_the_cpu_where_there_is_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with wrapped(device=None) as model:
+        assert model(X).device.type == "cpu"
+
+
+def test_unknown_keyword(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net()
+    with refused(model, TypeError, "unexpected keyword argument 'slots'", monkeypatch):
+        streamer.wrap(model, layers="blocks", slots=2)  # type: ignore[call-arg]
+
+
+def test_no_list_to_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.ModuleDict({"one": nn.Linear(2, 2)})
+    with refused(model, ValueError, "layers=None: .*This model has no list of modules", monkeypatch):
+        streamer.wrap(model, device="cpu")
+    mixed = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    with refused(mixed, ValueError, r"layers=None: no list of like blocks.*'' \(2 x Linear\)", monkeypatch):
+        streamer.wrap(mixed, device="cpu")
+
+
+def test_the_largest_list_is_found() -> None:
+    model = Net()
+    model.small = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
+    with wrapped(model, layers=None):
+        assert all("forward" in block.__dict__ for block in model.blocks)
+        assert not any("forward" in block.__dict__ for block in model.small)
+
+
+# --- parameters ---------------------------------------------------------------------------------------
+
+
+def wrap_is_refused(model: nn.Module, match: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+    with refused(model, ValueError, match, monkeypatch):
+        streamer.wrap(model, **({"layers": "blocks", "device": "cpu"} | options))
+
+
+def test_layer_without_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net()
+    model.blocks.append(nn.Tanh())
+    match = r"layer 'blocks\.3' has no parameters.* put what it does into the layer"
+    wrap_is_refused(model, match, monkeypatch)
+
+
+def test_parameter_shared_between_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net()
+    model.blocks[2].weight = model.blocks[0].weight
+    match = (
+        r"parameter 'blocks\.2\.weight' belongs to layer 'blocks\.0' and to layer 'blocks\.2'; "
+        ".*give each its own copy"
+    )
+    wrap_is_refused(model, match, monkeypatch)
+
+
+def test_parameter_shared_with_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net()
+    model.single.bias = model.blocks[1].bias
+    match = (
+        r"parameter 'single\.bias' belongs to layer 'blocks\.1' and to the rest of the model; "
+        ".*give each its own copy"
+    )
+    wrap_is_refused(model, match, monkeypatch)
+
+
+def parity(model: nn.Module) -> None:
+    """Output and gradients of the wrapped model are those of the plain one, and one step works."""
+    plain = copy.deepcopy(model)
+    plain(X).sum().backward()
+    expected = {name: param.grad for name, param in plain.named_parameters()}
+    with wrapped(model):
+        model(X).sum().backward()
+        actual = {name: param.grad for name, param in model.named_parameters()}
+        assert list(actual) == list(expected)
+        assert [name for name in actual if not torch.equal(actual[name], expected[name])] == []
+        step(model)
+
+
+def test_tie_inside_a_layer_works() -> None:
+    model = Net()
+    for index in range(3):
+        layer = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        layer[1].weight = layer[0].weight
+        model.blocks[index] = layer
+    parity(model)
+    assert model.blocks[1][1].weight is model.blocks[1][0].weight
+
+
+def test_tie_inside_the_rest_works() -> None:
+    model = Net()
+    model.single.weight = model.embed.weight
+    parity(model)
+
+
+def test_same_module_twice_in_a_list_works() -> None:
+    model = Net()
+    model.blocks.append(model.blocks[0])
+    parity(model)
+
+
+@pytest.mark.parametrize("place", ["blocks.1", "single"])
+@pytest.mark.parametrize(
+    ("values", "dtype", "match"),
+    [
+        (torch.eye(4).to_sparse(), None, r"is sparse \(torch\.sparse_coo\): make it dense"),
+        (torch.eye(4, dtype=torch.complex64), None, r"is complex .*: store its real"),
+        (torch.eye(4, dtype=torch.complex64), torch.float32, r"is complex .*: store its real"),
+        (torch.eye(4, dtype=torch.float64), None, r"torch\.float64.*give wrap\(dtype=\.\.\.\)"),
+        (torch.eye(4, dtype=torch.int64), None, r"torch\.int64.*cast the model first"),
+        (torch.eye(4, dtype=torch.int8), torch.bfloat16, r"torch\.int8.*cast the model first"),
+    ],
+)
+def test_parameters_that_cannot_be_streamed(
+    place: str, values: torch.Tensor, dtype: torch.dtype | None, match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Net()
+    trainable = values.is_floating_point() or values.is_complex()
+    model.get_submodule(place).weight = nn.Parameter(values, requires_grad=trainable)
+    wrap_is_refused(model, rf"parameter '{place}\.weight' .*{match}", monkeypatch, dtype=dtype)
+
+
+def test_float64_is_streamed_as_what_is_asked_for() -> None:
+    model = Net().double()
+    with wrapped(model, dtype=torch.float32):
+        assert model(X).dtype == torch.float32
+    assert {param.dtype for param in model.parameters()} == {torch.float64}
+
+
+def test_meta_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        model = Net()
+    match = r"'embed\.weight' is on the meta device and has no values: build the model on the CPU"
+    wrap_is_refused(model, match, monkeypatch)
+
+
+def test_wrapping_twice() -> None:
+    model = Net()
+    whole = nn.Sequential(model, nn.Linear(4, 4))
+    part = model.blocks
+    with wrapped(model):
+        before = snapshot(model)
+        threads = lane_threads()
+        for again, layers in ((model, "blocks"), (part, ""), (whole, "0.blocks"), (model.blocks[0], None)):
+            with pytest.raises(ValueError, match=r"wrapped already: call streamer\.unwrap on it first"):
+                streamer.wrap(again, layers=layers, device="cpu")
+        assert snapshot(model) == before
+        assert lane_threads() == threads
+        step(model)
+
+
+# --- memory -------------------------------------------------------------------------------------------
+
+#: A layer is two parameters of 128 bytes; so is each of the two modules of the rest.
+DEVICE = (
+    "the device needs 2048 bytes (weight slots 512 bytes, gradient slots 512 bytes, root weights 512 bytes, "
+    "root gradients 512 bytes)"
+)
+HOST = (
+    "the host needs 5120 bytes (weights 1280 bytes, gradients 1280 bytes, exp_avg 1280 bytes, "
+    "exp_avg_sq 1280 bytes)"
+)
+
+
+@pytest.mark.parametrize(("device", "host"), [(2047, 10**9), (10**9, 5119), (1000, 100), (7167, 7167)])
+def test_too_little_memory(device: int, host: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ThreadBackend, "device_available", lambda self: device)
+    monkeypatch.setattr(ThreadBackend, "host_available", lambda self: host)
+    model = Net()
+    has = {10**9: "1000000000 bytes (0.93 GiB)"}
+    match = re.escape(
+        f"not enough memory: {DEVICE} and has {has.get(device, f'{device} bytes')}, "
+        f"{HOST} and has {has.get(host, f'{host} bytes')} (the same memory as the device): lower num_slots"
+    )
+    with refused(model, MemoryError, match + ".*dtype=torch.bfloat16", monkeypatch):
+        streamer.wrap(model, layers="blocks", device="cpu")
+
+
+def test_just_enough_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ThreadBackend, "device_available", lambda self: 2048 + 5120)
+    monkeypatch.setattr(ThreadBackend, "host_available", lambda self: 2048 + 5120)
+    with wrapped() as model:
+        step(model)
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "fits"), [(100, 200, True), (99, 10**5, False), (10**5, 199, False)]
+)
+def test_two_memories_are_checked_each_by_itself(device: int, host: int, fits: bool) -> None:
+    ledger = Ledger(device={"weight slots": 60, "gradient slots": 40}, host={"weights": 200})
+    if fits:
+        ledger.check(device_available=device, host_available=host, shared=False)
+        return
+    match = rf"needs 100 bytes .* has {device} bytes, .* needs 200 bytes .* has {host} bytes"
+    with pytest.raises(MemoryError, match=match):
+        ledger.check(device_available=device, host_available=host, shared=False)
+
+
+# --- a wrapped model ----------------------------------------------------------------------------------
+
+MOVES: dict[str, Callable[[nn.Module], object]] = {
+    "to device": lambda module: module.to("cpu"),
+    "to dtype": lambda module: module.to(torch.float16),
+    "cuda": lambda module: module.cuda(),
+    "cpu": lambda module: module.cpu(),
+    "half": lambda module: module.half(),
+    "float": lambda module: module.float(),
+    "double": lambda module: module.double(),
+    "bfloat16": lambda module: module.bfloat16(),
+    "to_empty": lambda module: module.to_empty(device="cpu"),
+}
+
+
+@pytest.mark.parametrize("place", ["", "blocks", "blocks.1", "single"])
+def test_moving_and_casting(place: str) -> None:
+    match = r"cannot be moved or cast.*call streamer\.unwrap\(model\) first"
+    with wrapped() as model:
+        before = snapshot(model)
+        for name, move in MOVES.items():
+            with pytest.raises(RuntimeError, match=match):
+                move(model.get_submodule(place))
+            assert snapshot(model) == before, name
+        whole = nn.Sequential(model)
+        with pytest.raises(RuntimeError, match="cannot be moved or cast"):
+            whole.half()
+        step(model)
+
+
+COPIES: dict[str, Callable[[nn.Module], object]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": pickle.dumps,
+    "deepcopy of a whole": lambda model: copy.deepcopy(nn.Sequential(model)),
+    "pickle of a whole": lambda model: pickle.dumps([model]),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copying_and_pickling(name: str, tmp_path: Path) -> None:
+    match = r"cannot be copied or pickled: save model\.state_dict\(\), or call streamer\.unwrap\(model\)"
+    with wrapped() as model:
+        with pytest.raises(RuntimeError, match=match):
+            COPIES[name](model)
+        with pytest.raises(RuntimeError, match=match):
+            torch.save(model, tmp_path / "model.pt")
+        step(model)
+    copy.deepcopy(model)
+    pickle.dumps(model)
+
+
+@pytest.mark.parametrize("copying", [copy.deepcopy, pickle.dumps])
+@pytest.mark.parametrize("place", ["blocks", "blocks.1", "single"])
+def test_copying_a_part(copying: Callable[[nn.Module], object], place: str) -> None:
+    with wrapped() as model, pytest.raises(RuntimeError, match="cannot be copied or pickled"):
+        copying(model.get_submodule(place))
+
+
+def test_load_with_assign() -> None:
+    with wrapped() as model:
+        before = snapshot(model)
+        state = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+        with pytest.raises(ValueError, match="load with assign=False, or before streamer.wrap"):
+            model.load_state_dict(state, assign=True)
+        assert snapshot(model) == before
+        model.load_state_dict(state)
+        assert not any(value.any() for value in model.state_dict().values())
+        assert torch.equal(model(X), torch.zeros(2, 4)), "what was loaded is what runs"
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_replacing_a_layers_parameter(grad: bool) -> None:
+    match = r"'weight' of a Linear in layer 'blocks\.1' was replaced.*write into it .*or unwrap first"
+    with wrapped() as model, torch.set_grad_enabled(grad):
+        mine = model.blocks[1].weight
+        model.blocks[1].weight = nn.Parameter(torch.zeros(4, 4))
+        with pytest.raises(ValueError, match=match):
+            model(X)
+        model.blocks[1].weight = mine
+        model(X)
+    step_after_unwrap(model)
+
+
+def step_after_unwrap(model: nn.Module) -> None:
+    with wrapped(model):
+        step(model)
+
+
+@pytest.mark.parametrize("change", ["None", "deleted"])
+def test_removing_a_layers_parameter(change: str) -> None:
+    with wrapped() as model:
+        mine = model.blocks[1].bias
+        if change == "None":
+            model.blocks[1].bias = None
+        else:
+            del model.blocks[1].bias
+        try:
+            with pytest.raises(
+                ValueError, match=r"'bias' of a Linear in layer 'blocks\.1' was re(plac|mov)ed"
+            ):
+                model(X)
+        finally:
+            model.blocks[1].bias = mine
+
+
+def test_unfreezing_a_layers_parameter() -> None:
+    model = Net()
+    model.blocks[1].bias.requires_grad_(False)
+    with wrapped(model):
+        step(model)
+        model.blocks[1].bias.requires_grad_(True)
+        with pytest.raises(ValueError, match=r"'blocks\.1\.bias' was frozen.*set requires_grad before"):
+            model(X)
+        model.blocks[1].bias.requires_grad_(False)
+        step(model)
+
+
+@pytest.mark.parametrize("optimize", ["all", "trainable"])
+def test_unfreezing_a_parameter_of_the_rest(optimize: str) -> None:
+    model = Net()
+    for param in model.single.parameters():
+        param.requires_grad_(False)
+    with wrapped(model):
+        params = [p for p in model.parameters() if optimize == "all" or p.requires_grad]
+        optimizer = streamer.AdamW(params)
+        model.single.weight.requires_grad_(True)
+        try:
+            with pytest.raises(ValueError, match=r"'single\.weight' was frozen.*set requires_grad before"):
+                model(X).sum().backward()
+                optimizer.step()
+        finally:
+            model.single.weight.requires_grad_(False)
+            model.zero_grad()
+
+
+def test_freezing_after_wrap_works() -> None:
+    with wrapped() as model:
+        frozen = model.blocks[1].weight
+        frozen.requires_grad_(False)
+        before = frozen.clone()
+        step(model)
+        streamer.synchronize(model)
+        assert torch.equal(frozen, before)
+        assert frozen.grad is None
+
+
+# --- layers that change what they are given -----------------------------------------------------------
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        return self.linear(x)
+
+
+class Collects(nn.Module):
+    """Appends to a list that is handed from layer to layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, collected: list[torch.Tensor]) -> torch.Tensor:
+        collected.append(x)
+        return self.linear(x)
+
+
+class Remembers(Collects):
+    """Puts its input into a dict, as a hand-written key/value cache does."""
+
+    def forward(self, x: torch.Tensor, collected: Any) -> torch.Tensor:
+        collected["x"] = x
+        return self.linear(x)
+
+
+class CollectsDeep(Collects):
+    """Appends to a list in an object in a list in an object, as a cache of layers does."""
+
+    def forward(self, x: torch.Tensor, collected: Any) -> torch.Tensor:
+        collected.layers[0].keys.append(x)
+        return self.linear(x)
+
+
+class Box:
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(values)
+
+
+class Caller(nn.Module):
+    def __init__(self, layer: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(layer() for _ in range(2))
+
+    def forward(self, x: torch.Tensor, *args: Any) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x, *args)
+        return x
+
+
+CHANGES = r"layer 'blocks\.0' changes what it is given.*: let it return the new value"
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_a_layer_that_writes_its_input(activations: str) -> None:
+    with wrapped(Caller(InPlace), activations=activations) as model:
+        with pytest.raises(ValueError, match=CHANGES):
+            model(X)
+        with torch.no_grad():
+            model(X)  # no backward will run it again
+
+
+ARGUMENTS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
+    "empty list": (Collects, list),
+    "list with a tensor": (Collects, lambda: [torch.zeros(1)]),
+    "empty dict": (Remembers, dict),
+    "dict with a tensor": (Remembers, lambda: {"other": torch.zeros(1)}),
+    "cache of layers": (CollectsDeep, lambda: Box(layers=[Box(keys=[torch.zeros(1)])])),
+}
+
+
+@pytest.mark.parametrize("argument", ARGUMENTS)
+def test_a_layer_that_changes_an_argument(argument: str) -> None:
+    layer, make = ARGUMENTS[argument]
+    with wrapped(Caller(layer)) as model, pytest.raises(ValueError, match=CHANGES):
+        model(X, make())
+
+
+@pytest.mark.parametrize("argument", ARGUMENTS)
+def test_without_gradients_a_layer_may_change_an_argument(argument: str) -> None:
+    """As caches do in generation: the change must reach the caller, as it does in plain PyTorch."""
+    layer, make = ARGUMENTS[argument]
+
+    def count(value: Any) -> int:
+        if isinstance(value, Box):
+            return len(value.layers[0].keys)
+        return len(value)
+
+    plain, streamed = make(), make()
+    model = Caller(layer)
+    with torch.no_grad():
+        model(X, plain)
+        with wrapped(model):
+            x = model.embed(X)
+            for block in model.blocks:
+                x = block(x, streamed)
+            again = make()
+            model(X, again)
+    assert (count(streamed), count(again)) == (count(plain), count(plain))
+
+
+# --- optimizer and the other functions ----------------------------------------------------------------
+
+
+def test_optimizer_of_a_plain_model() -> None:
+    model = Net()
+    match = r"belongs to no wrapped model: call streamer\.wrap\(model, \.\.\.\).*or use torch\.optim\.AdamW"
+    with pytest.raises(ValueError, match=match):
+        streamer.AdamW(model.parameters())
+    with wrapped() as mine, pytest.raises(ValueError, match=match):
+        streamer.AdamW([*mine.parameters(), *model.parameters()])
+    with pytest.raises(ValueError, match=match):
+        streamer.AdamW(mine.parameters())  # unwrapped meanwhile
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lr", -1e-3),
+        ("lr", float("nan")),
+        ("betas", (1.0, 0.999)),
+        ("betas", (0.9, 1.0)),
+        ("betas", (-0.1, 0.999)),
+        ("eps", -1e-8),
+        ("weight_decay", -0.1),
+    ],
+)
+def test_bad_hyperparameters(name: str, value: Any) -> None:
+    match = re.escape(f"{name}={value} is out of range: betas lie in [0, 1), the others are 0 or more")
+    with wrapped() as model:
+        with pytest.raises(ValueError, match=match):
+            streamer.AdamW(model.parameters(), **{name: value})
+        with pytest.raises(ValueError, match=match):
+            streamer.AdamW([{"params": list(model.parameters()), name: value}])
+        assert set(streamer.stats(model).host_bytes) == {"weights", "gradients"}, "no moments were allocated"
+
+
+def test_no_parameters_to_optimize() -> None:
+    with pytest.raises(ValueError, match="empty parameter list"):
+        streamer.AdamW([])
+
+
+PUBLIC: dict[str, Callable[[nn.Module], object]] = {
+    "stats": streamer.stats,
+    "synchronize": streamer.synchronize,
+    "unwrap": streamer.unwrap,
+    "clip_grad_norm_": lambda model: streamer.clip_grad_norm_(model, 1.0),
+    "save_trace": lambda model: streamer.save_trace(model, "never-written.json"),
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_functions_on_a_plain_model(name: str) -> None:
+    model = Net()
+    before = snapshot(model)
+    match = r"this Net is not wrapped: call streamer\.wrap\(model, layers=\.\.\.\) first"
+    with pytest.raises(ValueError, match=match):
+        PUBLIC[name](model)
+    assert snapshot(model) == before
+    with wrapped(model):
+        pass
+    with pytest.raises(ValueError, match=match):
+        PUBLIC[name](model)
+    assert not Path("never-written.json").exists()
+
+
+def test_optimizer_state_of_frozen_parameters_loads_again() -> None:
+    model = Net()
+    for param in (model.blocks[1].weight, model.embed.weight):
+        param.requires_grad_(False)
+    with wrapped(model):
+        optimizer = streamer.AdamW(model.parameters())
+        model(X).sum().backward()
+        optimizer.step()
+        state = copy.deepcopy(optimizer.state_dict())
+        optimizer.load_state_dict(state)
+        again = optimizer.state_dict()
+        assert list(again["state"]) == list(state["state"])
+        for index, moments in state["state"].items():
+            for name, value in moments.items():
+                assert torch.equal(again["state"][index][name], value)
+
+
+def test_a_gradient_set_by_hand_waits_for_the_update_that_reads_the_last_one() -> None:
+    """Two updates in a row, the gradients of the second put in place of the first's while that runs."""
+
+    def weights(backend: ThreadBackend, *, synchronize: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Net()
+        with wrapped(model, backend=backend):
+            optimizer = streamer.AdamW(model.parameters(), lr=0.1)
+            model(X).sum().backward()
+            optimizer.step()
+            if synchronize:
+                streamer.synchronize(model)
+            for param in model.parameters():
+                param.grad = torch.full_like(param, -3.0)
+            optimizer.step()
+        return [param.detach() for param in model.parameters()]
+
+    expected = weights(ThreadBackend(), synchronize=True)
+    slow = ThreadBackend(delays={Lane.HOST: lambda: 0.01})
+    actual = weights(slow, synchronize=False)
+    assert [torch.equal(a, b) for a, b in zip(actual, expected, strict=True)] == [True] * len(expected)
+
+
+def test_weights_written_while_their_update_runs_are_not_lost() -> None:
+    """Weight clipping after ``optimizer.step()``: it must count, or be refused with the mend."""
+    slow = ThreadBackend(delays={Lane.HOST: lambda: 0.01})
+    with wrapped(backend=slow) as model:
+        optimizer = streamer.AdamW(model.parameters(), lr=0.1)
+        model(X).sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            for block in model.blocks:
+                block.weight.zero_()
+        try:
+            model(X)
+            streamer.synchronize(model)
+        except (RuntimeError, ValueError) as error:
+            assert "streamer.synchronize" in str(error)
+            return
+        assert not any(block.weight.any() for block in model.blocks)

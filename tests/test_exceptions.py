@@ -1,0 +1,162 @@
+"""Errors and Ctrl-C: nothing hangs, the user sees the error itself, and the next step is right."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import streamer
+from models.gpt2 import GPT
+from streamer.backends.thread import ThreadBackend
+from tests.reference import VOCAB, History, assert_parity, language_loss, streamed, train, train_plain
+
+
+class Trouble(Exception):
+    """What the tests raise."""
+
+
+@cache
+def gpt() -> GPT:
+    torch.manual_seed(0)
+    return GPT(vocab_size=VOCAB, block_size=16, n_layer=4, n_head=2, n_embd=16, dropout=0.1)
+
+
+@cache
+def undisturbed() -> History:
+    return train_plain(gpt(), steps=4)
+
+
+def fail_in_forward(model: nn.Module, error: BaseException) -> None:
+    def hook(*_: Any) -> None:
+        raise error
+
+    handle = model.transformer.h[2].mlp.c_fc.register_forward_hook(hook)
+    try:
+        language_loss(model, 7).backward()
+    finally:
+        handle.remove()
+
+
+def fail_in_loss(model: nn.Module, error: BaseException) -> None:
+    language_loss(model, 7)
+    raise error
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@pytest.mark.parametrize("num_slots", [1, 2])
+@pytest.mark.parametrize("error", [Trouble("in user code"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("fail", [fail_in_forward, fail_in_loss])
+def test_after_an_error_in_user_code_the_next_step_is_right(
+    fail: Any, error: BaseException, num_slots: int, activations: str
+) -> None:
+    with streamed(gpt(), layers="transformer.h", num_slots=num_slots, activations=activations) as model:
+        optimizer = streamer.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+        with pytest.raises(type(error)) as raised:
+            fail(model, error)
+        assert raised.value is error
+        assert fail.__name__ in [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
+        optimizer.zero_grad()
+        clip = lambda: streamer.clip_grad_norm_(model, 1.0)  # noqa: E731
+        assert_parity(train(model, optimizer, clip, steps=4), undisturbed())
+
+
+def test_after_an_error_in_backward_the_next_step_is_right() -> None:
+    with streamed(gpt(), layers="transformer.h") as model:
+        optimizer = streamer.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+        error = Trouble("in backward")
+
+        def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            if torch.is_grad_enabled():
+                raise error
+
+        handle = model.transformer.h[1].mlp.register_forward_hook(hook)
+        with pytest.raises(Trouble) as raised:
+            language_loss(model, 7).backward()
+        handle.remove()
+        assert raised.value is error
+        optimizer.zero_grad()
+        clip = lambda: streamer.clip_grad_norm_(model, 1.0)  # noqa: E731
+        assert_parity(train(model, optimizer, clip, steps=4), undisturbed())
+
+
+def test_an_error_in_a_copy_reaches_the_user_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    with streamed(gpt(), layers="transformer.h") as model:
+        copy = ThreadBackend.copy
+
+        def broken_copy(self: ThreadBackend, into: torch.Tensor, source: torch.Tensor) -> None:
+            raise Trouble("in the H2D lane")
+
+        monkeypatch.setattr(ThreadBackend, "copy", broken_copy)
+        with pytest.raises(Trouble, match="in the H2D lane") as raised:
+            language_loss(model, 0)
+        assert "broken_copy" in [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
+        monkeypatch.setattr(ThreadBackend, "copy", copy)
+
+
+def test_an_error_in_an_update_reaches_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken_update(*_: Any) -> None:
+        raise Trouble("in the HOST lane")
+
+    model = streamer.wrap(GPT(vocab_size=VOCAB, block_size=16, n_layer=3, n_head=2, n_embd=16), device="cpu")
+    optimizer = streamer.AdamW(model.parameters())
+    language_loss(model, 0).backward()
+    monkeypatch.setattr("streamer.optim.update_shard", broken_update)
+    optimizer.step()
+    with pytest.raises(Trouble) as raised:
+        language_loss(model, 1)
+    assert "broken_update" in [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
+    # the master may be half updated: every use of it says so, and only unwrapping by force is left
+    with pytest.raises(Trouble):
+        streamer.synchronize(model)
+    with pytest.raises(Trouble):
+        model.state_dict()
+    model._streamer.close()
+
+
+CHILD = """
+import sys, torch
+sys.path.insert(0, {root!r})
+import streamer
+from models.gpt2 import GPT
+from tests.reference import VOCAB, language_loss
+model = streamer.wrap(GPT(vocab_size=VOCAB, block_size=16, n_layer=3, n_head=2, n_embd=16), device="cpu")
+optimizer = streamer.AdamW(model.parameters())
+step = 0
+while True:
+    language_loss(model, step).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    step += 1
+    print(step, flush=True)
+"""
+
+
+def test_ctrl_c_ends_a_run_at_once() -> None:
+    root = str(Path(__file__).parent.parent)
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD.format(root=root)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONFAULTHANDLER": "1"},
+    )
+    assert child.stdout is not None
+    try:
+        while int(child.stdout.readline()) < 3:
+            pass
+        child.send_signal(signal.SIGINT)
+        _, stderr = child.communicate(timeout=30)
+    finally:
+        child.kill()
+    assert child.returncode == -signal.SIGINT
+    assert stderr.rstrip().endswith("KeyboardInterrupt")

@@ -1,0 +1,218 @@
+"""The house of DESIGN.md, read from the imports: what stands below knows nothing of what stands above it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+HOME = Path(__file__).parent.parent
+
+#: DESIGN.md's table, from the ground up. A module belongs to the longest prefix that fits.
+FLOORS = (
+    "streamer_native",
+    "streamer.backends",
+    "streamer.memory",
+    "streamer.engine",
+    "streamer.plan",
+    "streamer",
+    "streamer.app",
+)
+
+Graph = Mapping[str, frozenset[str]]
+
+
+def source_files(home: Path, package: str) -> dict[str, Path]:
+    """The files of ``package`` by module name."""
+    files: dict[str, Path] = {}
+    for path in sorted((home / package).rglob("*.py")):
+        parts = path.relative_to(home).with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return files
+
+
+def imported(tree: ast.AST, module: str, *, is_package: bool) -> Iterator[str]:
+    """Every name that is imported anywhere in ``tree``, inside functions too, from the root."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = module.split(".") if is_package else module.split(".")[:-1]
+            base = parents[: len(parents) - node.level + 1] if node.level else []
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{source}.{alias.name}" for alias in node.names)
+
+
+def import_graph(home: Path, *packages: str) -> dict[str, frozenset[str]]:
+    """For every module of ``packages``, what it imports: modules of theirs by name, others as written."""
+    files = {name: path for package in packages for name, path in source_files(home, package).items()}
+
+    def resolve(name: str) -> str:
+        # `from streamer.engine import op` is a module, `from streamer.engine.op import Op` is in one
+        parent = name.rpartition(".")[0]
+        return name if name in files else parent if parent in files else name
+
+    return {
+        module: frozenset(
+            resolve(name)
+            for name in imported(ast.parse(path.read_text()), module, is_package=path.stem == "__init__")
+        )
+        for module, path in files.items()
+    }
+
+
+def floor(module: str) -> int | None:
+    """The number of the floor that ``module`` is on, or None for one that is not of this house."""
+    fitting = [name for name in FLOORS if module == name or module.startswith(f"{name}.")]
+    return FLOORS.index(max(fitting, key=len)) if fitting else None
+
+
+def climbing(graph: Graph) -> list[str]:
+    """The imports that go up."""
+    return [
+        f"{module} imports {target}"
+        for module, targets in sorted(graph.items())
+        for target in sorted(targets)
+        if (here := floor(module)) is not None and (there := floor(target)) is not None and there > here
+    ]
+
+
+def circle(graph: Graph) -> list[str]:
+    """The modules of one circle of imports, its first one repeated at the end; empty where there is none."""
+    done: set[str] = set()
+
+    def walk(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in done:
+            return []
+        for target in sorted(graph[module] & graph.keys()):
+            if found := walk(target, [*path, module]):
+                return found
+        done.add(module)
+        return []
+
+    return next((found for module in sorted(graph) if (found := walk(module, []))), [])
+
+
+def foreign(graph: Graph) -> set[str]:
+    """The top names of what is imported from outside ``graph`` and the standard library."""
+    names = {target.split(".")[0] for targets in graph.values() for target in targets - graph.keys()}
+    return names - set(sys.stdlib_module_names) - {module.split(".")[0] for module in graph}
+
+
+@pytest.fixture(scope="module")
+def house() -> dict[str, frozenset[str]]:
+    return import_graph(HOME, "streamer_native", "streamer")
+
+
+def test_every_floor_is_built(house: Graph) -> None:
+    assert {FLOORS[number] for module in house if (number := floor(module)) is not None} == set(FLOORS)
+    assert len(house) > 30, "the files were not found"
+
+
+def test_no_import_climbs(house: Graph) -> None:
+    assert climbing(house) == []
+
+
+def test_no_circle(house: Graph) -> None:
+    assert circle(house) == []
+
+
+def test_native_imports_numpy_and_numba_only() -> None:
+    assert foreign(import_graph(HOME, "streamer_native")) <= {"numpy", "numba", "llvmlite"}
+
+
+def test_streamer_imports_only_what_it_declares(house: Graph) -> None:
+    project = tomllib.loads((HOME / "pyproject.toml").read_text())["project"]
+    declared = {re.split(r"[^\w-]", requirement)[0] for requirement in project["dependencies"]}
+    # llvmlite is numba's own, and the plot extra is asked for by who draws
+    assert foreign(house) - {"llvmlite", "matplotlib"} <= declared
+    below_app = {
+        module: targets for module, targets in house.items() if not module.startswith("streamer.app")
+    }
+    assert foreign(below_app) <= {"numpy", "numba", "llvmlite", "torch", "psutil"}
+
+
+def test_models_know_nothing_of_streamer() -> None:
+    graph = import_graph(HOME, "models")
+    assert graph, "no models were found"
+    assert foreign(graph) <= {"torch"}
+
+
+def test_streams_and_threads_are_known_to_backends_only() -> None:
+    forbidden = {"record_stream", "wait_stream", "wait_event", "current_stream", "Stream", "cudart"}
+    offenders = []
+    for module, path in source_files(HOME, "streamer").items():
+        if floor(module) == FLOORS.index("streamer.backends"):
+            continue
+        tree = ast.parse(path.read_text())
+        names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        modules = {name.split(".")[0] for name in imported(tree, module, is_package=False)}
+        offenders += [
+            (module, name) for name in sorted((names & forbidden) | (modules & {"threading", "mmap"}))
+        ]
+    assert offenders == []
+
+
+def made_up(home: Path, files: Mapping[str, str]) -> dict[str, frozenset[str]]:
+    for name, text in files.items():
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).write_text(text)
+    return import_graph(home, "streamer")
+
+
+GROUND = {
+    "streamer/__init__.py": "from streamer.wrapping import wrap\n",
+    "streamer/wrapping.py": "import torch\nfrom streamer.engine import op as ops\n",
+    "streamer/engine/__init__.py": "",
+    "streamer/engine/op.py": "import enum\nfrom streamer.memory.host import HostShard\n",
+    "streamer/engine/hazards.py": "from streamer.engine.op import Op\n",
+    "streamer/memory/__init__.py": "",
+    "streamer/memory/host.py": "",
+}
+
+
+def test_checker_passes_a_sound_tree(tmp_path: Path) -> None:
+    graph = made_up(tmp_path, GROUND)
+    assert climbing(graph) == []
+    assert circle(graph) == []
+    assert foreign(graph) == {"torch"}
+    assert graph["streamer.wrapping"] == {"torch", "streamer.engine.op"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from streamer.engine.op import Op\n",
+        "from streamer.engine import op\n",
+        "import streamer.engine.op as ops\n",
+        "from ..engine.op import Op\n",
+        "from ..engine import op\n",
+        "def late():\n    from streamer.engine.op import Op\n",
+    ],
+)
+def test_checker_finds_a_climbing_import(tmp_path: Path, text: str) -> None:
+    graph = made_up(tmp_path, GROUND | {"streamer/memory/host.py": text})
+    assert climbing(graph) == ["streamer.memory.host imports streamer.engine.op"]
+
+
+def test_checker_finds_an_import_of_the_roof(tmp_path: Path) -> None:
+    graph = made_up(tmp_path, GROUND | {"streamer/memory/host.py": "import streamer\n"})
+    assert climbing(graph) == ["streamer.memory.host imports streamer"]
+
+
+def test_checker_finds_a_circle(tmp_path: Path) -> None:
+    graph = made_up(tmp_path, GROUND | {"streamer/engine/op.py": "from .hazards import Hazards\n"})
+    assert climbing(graph) == []
+    assert circle(graph) == ["streamer.engine.op", "streamer.engine.hazards", "streamer.engine.op"]
+
+
+def test_checker_finds_a_stranger(tmp_path: Path) -> None:
+    graph = made_up(tmp_path, GROUND | {"streamer/memory/host.py": "import scipy.linalg\n"})
+    assert foreign(graph) == {"torch", "scipy"}

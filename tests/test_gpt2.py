@@ -1,0 +1,171 @@
+"""models/gpt2.py against Hugging Face's GPT-2 with the same weights, and its own promises."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from models.gpt2 import GPT
+
+TINY = {"vocab_size": 61, "block_size": 16, "n_layer": 3, "n_head": 2, "n_embd": 12}
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> Iterator[None]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+
+
+def tokens(batch: int = 2, time: int = 16) -> torch.Tensor:
+    return torch.randint(TINY["vocab_size"], (batch, time), generator=torch.Generator().manual_seed(1))
+
+
+def shaken(model: torch.nn.Module) -> torch.nn.Module:
+    """The model with every parameter moved: as initialised, biases of 0 and norms of 1 hide mistakes."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+    return model
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_hugging_face_weights_give_the_same_logits(tied: bool) -> None:
+    config = GPT2Config(
+        vocab_size=61, n_positions=16, n_layer=3, n_head=2, n_embd=12, tie_word_embeddings=tied,
+        attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    theirs = shaken(GPT2LMHeadModel(config))
+    # Hugging Face keeps the four matrices of a block as [in, out], torch.nn.Linear as [out, in].
+    transposed = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+    ours = GPT(**TINY, tied=tied)
+    ours.load_state_dict(
+        {name: w.T if name.endswith(transposed) else w for name, w in theirs.state_dict().items()}
+    )
+
+    logits = ours(tokens())
+    assert logits.shape == (2, 16, 61)
+    torch.testing.assert_close(logits, theirs(tokens()).logits, rtol=0, atol=1e-5)
+
+
+def test_a_tied_head_is_the_embedding_and_an_untied_one_is_not() -> None:
+    tied, untied = GPT(**TINY), GPT(**TINY, tied=False)
+    assert tied.lm_head.weight is tied.transformer.wte.weight
+    assert untied.lm_head.weight is not untied.transformer.wte.weight
+    count = {model: sum(p.numel() for p in model.parameters()) for model in (tied, untied)}
+    assert count[untied] - count[tied] == 61 * 12
+
+
+def test_a_token_changes_no_logits_before_it() -> None:
+    model = shaken(GPT(**TINY))
+    before = tokens()
+    after = before.clone()
+    after[:, 9] = (after[:, 9] + 1) % 61
+    changed = (model(before) != model(after)).any(-1).any(0)
+    assert changed.tolist() == [False] * 9 + [True] * 7
+
+
+def test_dropout_acts_in_training_only() -> None:
+    model = shaken(GPT(**TINY, dropout=0.5))
+    assert not torch.equal(model(tokens()), model(tokens()))
+    model.eval()
+    plain = GPT(**TINY)
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(model(tokens()), plain(tokens()))
+
+
+def test_attention_weights_are_dropped_too() -> None:
+    attention = GPT(**TINY, dropout=0.5).transformer.h[0].attn
+    attention.resid_dropout.eval()
+    x = torch.randn(2, 16, 12)
+    assert not torch.equal(attention(x), attention(x))
+
+
+def test_initialisation_is_gpt2s() -> None:
+    model = GPT(vocab_size=512, block_size=128, n_layer=8, n_head=4, n_embd=128, tied=False)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            assert not parameter.any(), name
+        elif parameter.dim() == 1:
+            assert parameter.eq(1).all(), name
+        else:
+            std = 0.02 / math.sqrt(16) if name.endswith("c_proj.weight") else 0.02
+            assert parameter.std().item() == pytest.approx(std, rel=0.05), name
+
+
+def test_the_defaults_are_the_124m_model_and_need_no_memory_on_meta() -> None:
+    with torch.device("meta"):
+        model = GPT()
+        logits = model(torch.zeros(1, 1024, dtype=torch.long))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert logits.shape == (1, 1024, 50257)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 124_439_808
+
+
+def test_without_bias_there_is_none() -> None:
+    assert [name for name, _ in GPT(**TINY, bias=False).named_parameters() if name.endswith("bias")] == []
+
+
+def test_generate_is_repeatable_and_slides_over_long_text() -> None:
+    model = shaken(GPT(**TINY)).eval()
+
+    def sample(seed: int) -> torch.Tensor:
+        return model.generate(tokens(time=4), 20, generator=torch.Generator().manual_seed(seed))
+
+    assert sample(3).shape == (2, 24)
+    assert torch.equal(sample(3)[:, :4], tokens(time=4))
+    assert torch.equal(sample(3), sample(3))
+    assert not torch.equal(sample(3), sample(4))
+    assert not sample(3).requires_grad
+
+
+def test_generate_greedily_takes_the_likeliest() -> None:
+    model = shaken(GPT(**TINY)).eval()
+    out = model.generate(tokens(time=4), 8, top_k=1)
+    for time in range(4, 12):
+        assert torch.equal(out[:, time], model(out[:, :time])[:, -1].argmax(-1))
+
+
+def test_top_k_and_temperature_narrow_the_choice() -> None:
+    model = shaken(GPT(**TINY)).eval()
+    prompt = tokens(batch=1, time=4).expand(500, -1)
+    logits = model(prompt[:1])[0, -1]
+
+    def drawn(**how: float) -> set[int]:
+        generator = torch.Generator().manual_seed(0)
+        return set(model.generate(prompt, 1, generator=generator, **how)[:, -1].tolist())
+
+    assert drawn(top_k=3) == set(logits.topk(3).indices.tolist())
+    assert drawn(temperature=1e-4) == {logits.argmax().item()}
+    assert len(drawn(top_k=1000)) > 3
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: GPT(n_embd=100, n_head=12),
+            "n_embd=100 is not divisible by n_head=12; the nearest larger n_embd is 108",
+        ),
+        (
+            lambda: GPT(**TINY)(tokens(time=17)),
+            "a sequence of 17 tokens is longer than block_size=16; shorten it or build GPT(block_size=17)",
+        ),
+        (
+            lambda: GPT(**TINY).generate(tokens(), 1, temperature=0.0),
+            "temperature=0.0 must be above 0; for greedy choice give top_k=1",
+        ),
+        (
+            lambda: GPT(**TINY).generate(tokens(), 1, top_k=0),
+            "top_k=0 must be at least 1; None samples among all tokens",
+        ),
+    ],
+)
+def test_an_error_names_the_mend(call, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        call()
+    assert str(error.value) == message

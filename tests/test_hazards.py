@@ -1,0 +1,310 @@
+"""Waits: each edge by itself, then every interleaving that the waits of real training steps allow."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+import streamer
+from streamer.backends.base import Event, Lane, Span
+from streamer.backends.thread import ThreadBackend
+from streamer.backends.virtual import VirtualEvent
+from streamer.engine import op as ops
+from streamer.engine.hazards import Hazards
+from streamer.engine.issuer import Issuer
+from streamer.engine.op import ROOT, Op, OpKind, Resource
+
+# --- one edge at a time -------------------------------------------------------------------------------
+
+
+def waits_of(program: Sequence[Op], hazards: Hazards | None = None) -> list[list[str]]:
+    """For every op of ``program``, the ops that it waits for, as they print."""
+    hazards = hazards or Hazards()
+    names: dict[Event, str] = {}
+    waits: list[list[str]] = []
+    for op in program:
+        waits.append([names[event] for event in hazards.waits(op)])
+        event = VirtualEvent(op.lane, Span(0, 0, 0))
+        hazards.record(op, event)
+        names[event] = str(op)
+    return waits
+
+
+def test_a_read_waits_for_the_last_write() -> None:
+    assert waits_of([ops.step(0, 1), ops.step(0, 1), ops.unshard(0, 1, 1), ops.forward(0, 1)]) == [
+        [],
+        [],
+        ["0STEP"],
+        ["0UNSHARD@1"],
+    ]
+
+
+def test_a_write_waits_for_the_reads_since_the_last_write() -> None:
+    program = [ops.unshard(0, 0, 1), ops.forward(0, 0), ops.unshard(1, 0, 1), ops.forward(1, 0)]
+    assert waits_of(program) == [[], ["0UNSHARD@0"], ["0F@0"], ["1UNSHARD@0"]]
+
+
+def test_a_write_forgets_the_reads_before_it() -> None:
+    program = [ops.unshard(0, 0, 1), ops.forward(0, 0), ops.unshard(1, 0, 1), ops.unshard(2, 0, 1)]
+    assert waits_of(program)[-1] == [], "nobody has read unit 1, and H2D keeps its own order"
+
+
+def test_the_last_read_of_a_lane_stands_for_all() -> None:
+    program = [ops.unshard(0, 0, 1), ops.forward(0, 0), ops.backward(0, 0, 0), ops.unshard(1, 0, 1)]
+    assert waits_of(program)[-1] == ["0B@0"]
+
+
+def test_reads_on_several_lanes_are_all_waited_for() -> None:
+    program = [
+        ops.offload_grad(0, 0, 1),
+        ops.step(0, 1),
+        ops.sync((ops.gradient(0),)),
+        ops.offload_grad(0, 1, 1),
+    ]
+    assert sorted(waits_of(program)[-1]) == ["0STEP", "SYNC"]
+
+
+def test_no_wait_within_a_lane() -> None:
+    program = [ops.offload_grad(0, 0, 1), ops.norm(0, 1), ops.accumulate(0, 0, 1), ops.norm(0, 1)]
+    assert waits_of(program)[2:] == [["0OFFLOAD_GRAD@0"], []]
+
+
+def test_an_op_waits_for_each_event_once() -> None:
+    # one op wrote both of what another reads
+    program = [ops.root_forward(), Op(OpKind.UNSHARD, 0, 0, (ops.grad_slot(ROOT), ops.grad_slot(ROOT)))]
+    assert waits_of(program)[-1] == ["rootF"]
+
+
+def test_other_resources_and_kinds_do_not_meet() -> None:
+    program = [ops.unshard(0, 0, 1), ops.forward(1, 1), ops.backward(1, 1, 0), ops.unshard(1, 0, 1)]
+    assert waits_of(program) == [[], [], [], []]
+
+
+def test_an_added_gradient_is_waited_for_as_a_read() -> None:
+    """[Note: hazards] the one resource with two writing lanes."""
+    program = [
+        ops.offload_grad(0, 0, 1),
+        ops.stage_grad(0, 1, 1),
+        ops.accumulate(0, 1, 1),
+        ops.offload_grad(0, 0, 1),
+    ]
+    assert waits_of(program)[2] == ["0OFFLOAD_GRAD@1", "0OFFLOAD_GRAD@0"]
+    assert waits_of(program)[3] == ["0ACCUMULATE@1"]
+
+
+def test_the_flags_drop_one_kind_of_wait_each() -> None:
+    program = [ops.unshard(0, 0, 1), ops.forward(0, 0), ops.unshard(1, 0, 1)]
+    assert waits_of(program) == [[], ["0UNSHARD@0"], ["0F@0"]]
+    assert waits_of(program, Hazards(read_after_write=False)) == [[], [], ["0F@0"]]
+    assert waits_of(program, Hazards(write_after_read=False)) == [[], ["0UNSHARD@0"], []]
+
+
+def test_written() -> None:
+    hazards = Hazards()
+    op = ops.unshard(0, 1, 1)
+    hazards.record(op, VirtualEvent(op.lane, Span(0, 0, 0)))
+    assert hazards.written() == [ops.weight_slot(1)], "what was only read has nothing to wait for"
+
+
+# --- real steps ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """An op of a run and the numbers of those that it was made to wait for."""
+
+    op: Op
+    waits: tuple[int, ...]
+
+
+Program = list[Submitted]
+
+
+class Recorder(ThreadBackend):
+    """Notes what is really submitted, with the waits it is really given."""
+
+    def __init__(self) -> None:
+        super().__init__(poison=True)
+        self.ops: list[Op] = []
+        self.program: Program = []
+        self._numbers: dict[Event, int] = {}
+
+    def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
+        op, number = self.ops[-1], len(self.program)
+        assert (op.lane, op.nbytes) == (lane, nbytes)
+        assert len(self.ops) == number + 1, "a backend is given work by the issuer alone"
+        self.program.append(Submitted(op, tuple(self._numbers[event] for event in waits)))
+        event = super().submit(lane, work, waits, nbytes)
+        self._numbers[event] = number
+        return event
+
+
+class Net(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+def record(monkeypatch: pytest.MonkeyPatch, *, num_slots: int, layers: int = 5, steps: int = 3) -> Program:
+    """What three training steps submit: two micro-batches each, clipping, an inference between steps."""
+    backend = Recorder()
+    issue = Issuer.issue
+
+    def noting(self: Issuer, op: Op, work: Callable[[], object]) -> Event:
+        backend.ops.append(op)
+        return issue(self, op, work)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Issuer, "issue", noting)
+        torch.manual_seed(0)
+        model = streamer.wrap(Net(layers), layers="blocks", num_slots=num_slots, backend=backend)
+        optimizer = streamer.AdamW(model.parameters(), lr=1e-3)
+        for _ in range(steps):
+            for _ in range(2):
+                model(torch.randn(2, 4)).sum().backward()
+            streamer.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model(torch.randn(2, 4))
+        streamer.unwrap(model)
+    return backend.program
+
+
+def with_hazards(program: Program, hazards: Hazards) -> Program:
+    """The same ops with the waits that ``hazards`` gives them."""
+    numbers: dict[Event, int] = {}
+    again: Program = []
+    for number, submitted in enumerate(program):
+        op = submitted.op
+        again.append(Submitted(op, tuple(numbers[event] for event in hazards.waits(op))))
+        event = VirtualEvent(op.lane, Span(0, 0, 0))
+        hazards.record(op, event)
+        numbers[event] = number
+    return again
+
+
+def interleaving(program: Program, rng: random.Random) -> list[int]:
+    """One order in which the lanes may run ``program``: theirs kept, and every wait."""
+    queues = {lane: [n for n, s in enumerate(program) if s.op.lane is lane][::-1] for lane in Lane}
+    # some lanes fast, some slow, another mixture every time
+    speeds = {lane: rng.choice((0.01, 0.3, 1.0)) for lane in Lane}
+    done: set[int] = set()
+    order: list[int] = []
+    while any(queues.values()):
+        free = [lane for lane, queue in queues.items() if queue and done.issuperset(program[queue[-1]].waits)]
+        assert free, "the waits of all lanes lock one another"
+        number = queues[rng.choices(free, [speeds[lane] for lane in free])[0]].pop()
+        done.add(number)
+        order.append(number)
+    return order
+
+
+def violations(program: Program, order: Sequence[int]) -> list[str]:
+    """What goes wrong when ``program`` runs in ``order``: a read of another value than in program order, or
+    a write before a read that should have come first.
+
+    Two ops that could overlap could also run in either order, so whole ops one at a time show all races.
+    """
+    expected: dict[tuple[int, Resource], int | None] = {}
+    earlier_reads: dict[tuple[int, Resource], list[int]] = {}
+    writer: dict[Resource, int] = {}
+    readers: dict[Resource, list[int]] = {}
+    for number, submitted in enumerate(program):
+        for resource in submitted.op.reads:
+            expected[number, resource] = writer.get(resource)
+            readers.setdefault(resource, []).append(number)
+        for resource in submitted.op.writes:
+            earlier_reads[number, resource] = [n for n in readers.pop(resource, []) if n != number]
+            writer[resource] = number
+    found: list[str] = []
+    seen: dict[Resource, int] = {}
+    done: set[int] = set()
+    for number in order:
+        op = program[number].op
+        for resource in op.reads:
+            if seen.get(resource) != expected[number, resource]:
+                found.append(f"{number}:{op} reads another {resource}")
+        for resource in op.writes:
+            if not done.issuperset(earlier_reads[number, resource]):
+                found.append(f"{number}:{op} overtakes a read of {resource}")
+            seen[resource] = number
+        done.add(number)
+    return found
+
+
+def all_violations(program: Program, *, count: int = 200) -> list[str]:
+    rng = random.Random(0)
+    return list(
+        itertools.chain.from_iterable(violations(program, interleaving(program, rng)) for _ in range(count))
+    )
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3, 5])
+def program(request: pytest.FixtureRequest) -> Program:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return record(monkeypatch, num_slots=request.param)
+
+
+def test_the_steps_contain_every_kind_of_op(program: Program) -> None:
+    kinds = {submitted.op.kind for submitted in program}
+    # with a slot for every layer none is given up but for its update
+    assert kinds == set(OpKind)
+
+
+def test_program_order_itself_is_sound(program: Program) -> None:
+    assert violations(program, range(len(program))) == []
+
+
+def test_the_submitted_waits_are_those_of_hazards(program: Program) -> None:
+    assert program == with_hazards(program, Hazards())
+
+
+def test_no_interleaving_goes_wrong(program: Program) -> None:
+    assert all_violations(program) == []
+
+
+def test_without_read_after_write_it_goes_wrong(program: Program) -> None:
+    found = all_violations(with_hazards(program, Hazards(read_after_write=False)), count=20)
+    assert any("reads another" in violation for violation in found)
+
+
+def test_without_write_after_read_it_goes_wrong(program: Program) -> None:
+    found = all_violations(with_hazards(program, Hazards(write_after_read=False)), count=20)
+    assert any("overtakes" in violation for violation in found)
+
+
+def test_few_waits_per_op(program: Program) -> None:
+    """They do not grow with the steps, the layers or the slots."""
+    counts = [len(s.waits) for s in program if s.op.kind is not OpKind.SYNC]
+    assert max(counts) <= 3
+    assert sum(counts) / len(counts) < 2
+
+
+def test_waits_reach_back_less_than_two_steps(program: Program) -> None:
+    """Old events are forgotten: what an op waits for was submitted since the last step but one."""
+    steps = [n for n, s in enumerate(program) if s.op.kind is OpKind.STEP and s.op.unit == ROOT]
+    for number, submitted in enumerate(program):
+        passed = [n for n in steps if n < number]
+        if len(passed) >= 2 and submitted.op.kind is not OpKind.SYNC:
+            assert all(wait > passed[-2] for wait in submitted.waits)
+
+
+def test_locked_waits_would_be_seen() -> None:
+    program = [Submitted(ops.unshard(0, 0, 1), (1,)), Submitted(ops.forward(0, 0), (0,))]
+    with pytest.raises(AssertionError, match="lock one another"):
+        interleaving(program, random.Random(0))

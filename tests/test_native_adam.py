@@ -1,0 +1,267 @@
+"""The fused update against torch.optim.AdamW, against float64, and the split layout against the fp32 one."""
+
+import numpy as np
+import pytest
+import torch
+
+import streamer_native
+
+USUAL = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
+BLOCK = 16384
+
+
+class Fp32State:
+    """An fp32 master and its moments, all float32 [n]."""
+
+    def __init__(self, master):
+        self.master = master.copy()
+        self.exp_avg = np.zeros_like(master)
+        self.exp_avg_sq = np.zeros_like(master)
+
+    def step(self, grad, **options):
+        streamer_native.adamw_fp32(self.master, grad, self.exp_avg, self.exp_avg_sq, **options)
+
+
+class SplitState:
+    """The same, the master split."""
+
+    def __init__(self, master):
+        self.weight = np.empty(master.size, dtype=np.uint16)
+        self.remainder = np.empty(master.size, dtype=np.uint16)
+        streamer_native.split(master, self.weight, self.remainder)
+        self.exp_avg = np.zeros_like(master)
+        self.exp_avg_sq = np.zeros_like(master)
+
+    def step(self, grad, **options):
+        streamer_native.adamw_split(
+            self.weight, self.remainder, grad, self.exp_avg, self.exp_avg_sq, **options
+        )
+
+    @property
+    def master(self):
+        joined = np.empty(self.weight.size, dtype=np.float32)
+        streamer_native.join(self.weight, self.remainder, joined)
+        return joined
+
+
+class TorchState:
+    """torch.optim.AdamW, its plain single-tensor loop."""
+
+    def __init__(self, master, *, lr, beta1, beta2, eps, weight_decay):
+        self.parameter = torch.nn.Parameter(torch.from_numpy(master.copy()))
+        self.optimizer = torch.optim.AdamW(
+            [self.parameter], lr, (beta1, beta2), eps, weight_decay, foreach=False, fused=False
+        )
+
+    def step(self, grad):
+        self.parameter.grad = torch.from_numpy(grad)
+        self.optimizer.step()
+
+    @property
+    def master(self):
+        return self.parameter.detach().numpy()
+
+    def moment(self, name):
+        return self.optimizer.state[self.parameter][name].numpy()
+
+
+def normal(size, seed, scale=1.0):
+    return (np.random.default_rng(seed).standard_normal(size) * scale).astype(np.float32)
+
+
+def bfloat16_bits(values):
+    return torch.from_numpy(values).bfloat16().view(torch.uint16).numpy()
+
+
+def assert_same_bits(actual, expected):
+    """Equal to the bit, except that any NaN equals any NaN."""
+    nan = np.isnan(expected)
+    assert np.array_equal(np.isnan(actual), nan)
+    assert np.array_equal(actual.view(np.uint32)[~nan], expected.view(np.uint32)[~nan])
+
+
+@pytest.mark.parametrize("size", [1, 7, BLOCK, 2 * BLOCK + 5])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"lr": 0.0},
+        {"weight_decay": 0.0},
+        {"beta1": 0.0},
+        {"beta2": 0.0},
+        {"beta1": 0.5, "beta2": 0.95, "eps": 1e-3, "lr": 0.03},
+    ],
+    ids=str,
+)
+def test_fp32_follows_torch(size, changed):
+    options = USUAL | changed
+    master = normal(size, seed=1)
+    ours, theirs = Fp32State(master), TorchState(master, **options)
+    for step in range(1, 21):
+        grad = normal(size, seed=step + 100, scale=0.01)
+        ours.step(grad, step=step, **options)
+        theirs.step(grad)
+    # Twenty steps of a few roundings each: of the master's own size, of a step's, and of a moment's.
+    atol = 20 * 2**-23 * max(1.0, options["lr"])
+    np.testing.assert_allclose(ours.master, theirs.master, rtol=20 * 2**-23, atol=atol)
+    np.testing.assert_allclose(ours.exp_avg, theirs.moment("exp_avg"), rtol=1e-5, atol=1e-8)
+    np.testing.assert_allclose(ours.exp_avg_sq, theirs.moment("exp_avg_sq"), rtol=1e-5, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("changed", "torch_errors_allowed"),
+    # Without decay both are at the rounding of the master itself, and which is nearer is chance: 0.1% here.
+    [({}, 0.1), ({"lr": 1e-5}, 0.1), ({"weight_decay": 0.0}, 1.01)],
+    ids=str,
+)
+def test_fp32_is_no_less_accurate_than_torch_over_1000_steps(changed, torch_errors_allowed):
+    size = 1003
+    options = USUAL | changed
+    master = normal(size, seed=2)
+    ours, theirs = Fp32State(master), TorchState(master, **options)
+    exact, exp_avg, exp_avg_sq = master.astype(np.float64), np.zeros(size), np.zeros(size)
+    lr, beta1, beta2, eps, decay = options.values()
+    for step in range(1, 1001):
+        grad = normal(size, seed=step, scale=0.01)
+        ours.step(grad, step=step, **options)
+        theirs.step(grad)
+        g = grad.astype(np.float64)
+        exact *= 1 - lr * decay
+        exp_avg += (g - exp_avg) * (1 - beta1)
+        exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+        denominator = np.sqrt(exp_avg_sq) / np.sqrt(1 - beta2**step) + eps
+        exact -= lr / (1 - beta1**step) * exp_avg / denominator
+    our_error = np.sqrt(np.mean((ours.master - exact) ** 2))
+    torch_error = np.sqrt(np.mean((theirs.master - exact) ** 2))
+    assert np.abs(ours.master - master).max() > 50 * lr, "nothing was learned, so nothing was compared"
+    assert our_error <= torch_error * torch_errors_allowed
+
+
+@pytest.mark.parametrize("grad_dtype", [np.uint16, np.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("changed", [{}, {"lr": 1e-6}, {"weight_decay": 0.0}, {"grad_scale": 0.37}], ids=str)
+def test_split_equals_fp32_to_the_bit(grad_dtype, changed):
+    options = USUAL | changed
+    size = 2 * BLOCK + 45
+    master = normal(size, seed=3)
+    master[:4] = [0.0, -0.0, 1e-40, -1e-45]
+    fp32, split = Fp32State(master), SplitState(master)
+    for step in range(1, 101):
+        grad = normal(size, seed=step % 7, scale=10.0 ** (step % 5 - 4))
+        grad[8:16] = 0.0
+        grad[16:24] = 1e-41
+        if step > 50:  # among other elements, in the vector body and in the last few
+            grad[[30, -1]] = np.nan
+            grad[[31, -2]] = np.inf
+            grad[[32, -3]] = 1e30
+        if grad_dtype == np.uint16:
+            bits = bfloat16_bits(grad)
+            split.step(bits, step=step, **options)
+            grad = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        else:
+            split.step(grad, step=step, **options)
+        fp32.step(grad, step=step, **options)
+    assert_same_bits(split.master, fp32.master)
+    assert_same_bits(split.exp_avg, fp32.exp_avg)
+    assert_same_bits(split.exp_avg_sq, fp32.exp_avg_sq)
+    assert np.isnan(fp32.master).sum() == 4
+    assert not np.array_equal(fp32.master, master)
+
+
+@pytest.mark.parametrize("state_type", [Fp32State, SplitState])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_non_finite_gradient_spoils_its_own_weight_and_no_other(state_type, bad):
+    size, spoiled = 101, [0, 37, 100]
+    master = normal(size, seed=4)
+    good, state = state_type(master), state_type(master)
+    grad = normal(size, seed=5)
+    good.step(grad, step=1, **USUAL)
+    grad[spoiled] = bad
+    state.step(grad, step=1, **USUAL)
+    assert np.flatnonzero(np.isnan(state.master)).tolist() == spoiled
+    rest = np.delete(np.arange(size), spoiled)
+    assert_same_bits(state.master[rest], good.master[rest])
+
+
+def test_the_nan_that_gpus_give_stays_nan_in_the_streamed_weight():
+    size = 33
+    state = SplitState(normal(size, seed=6))
+    grad = np.full(size, 0x7FFFFFFF, dtype=np.uint32).view(np.float32)
+    state.step(grad, step=1, **USUAL)
+    assert np.isnan((state.weight.astype(np.uint32) << np.uint32(16)).view(np.float32)).all()
+
+
+@pytest.mark.parametrize("state_type", [Fp32State, SplitState])
+@pytest.mark.parametrize("changed", [{"lr": 0.0}, {"weight_decay": 0.0}], ids=str)
+def test_a_step_that_should_change_nothing_changes_nothing(state_type, changed):
+    master = normal(1001, seed=7)
+    state = state_type(master)
+    grad = normal(1001, seed=8) if changed == {"lr": 0.0} else np.zeros(1001, dtype=np.float32)
+    for step in range(1, 4):
+        state.step(grad, step=step, **USUAL | changed)
+    assert_same_bits(state.master, master)
+
+
+@pytest.mark.parametrize("state_type", [Fp32State, SplitState])
+def test_grad_scale_multiplies_the_gradient_first(state_type):
+    master, grad = normal(1001, seed=9), normal(1001, seed=10)
+    scaled, beforehand = state_type(master), state_type(master)
+    for step in range(1, 4):
+        scaled.step(grad, step=step, grad_scale=0.25, **USUAL)
+        beforehand.step(grad * np.float32(0.25), step=step, **USUAL)
+    assert_same_bits(scaled.master, beforehand.master)
+    assert_same_bits(scaled.exp_avg_sq, beforehand.exp_avg_sq)
+
+
+@pytest.mark.parametrize("state_type", [Fp32State, SplitState])
+def test_an_empty_array_is_left_alone(state_type):
+    state = state_type(np.empty(0, dtype=np.float32))
+    state.step(np.empty(0, dtype=np.float32), step=1, **USUAL)
+    assert state.master.size == 0
+
+
+FLOATS = np.zeros(4, dtype=np.float32)
+HALVES = np.zeros(4, dtype=np.uint16)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ((FLOATS, HALVES, FLOATS, FLOATS), "grad has dtype uint16; it must be float32"),
+        ((FLOATS, FLOATS[:3], FLOATS, FLOATS), "grad has 3 elements and the first array 4; make them equal"),
+        ((FLOATS, FLOATS, FLOATS.astype(np.float64), FLOATS), "exp_avg has dtype float64"),
+        ((FLOATS, FLOATS, FLOATS, np.zeros(8, np.float32)[::2]), "exp_avg_sq is not contiguous"),
+        ((FLOATS.reshape(4, 1), FLOATS, FLOATS, FLOATS), "master has shape .*; pass the flat view"),
+    ],
+)
+def test_fp32_says_how_to_mend_an_array(arrays, message):
+    with pytest.raises(ValueError, match=message):
+        streamer_native.adamw_fp32(*arrays, step=1, **USUAL)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ((FLOATS, HALVES, HALVES, FLOATS, FLOATS), "weight has dtype float32; it must be uint16"),
+        ((HALVES, HALVES, HALVES.view(np.int16), FLOATS, FLOATS), "grad has dtype int16; it must be uint16"),
+        ((HALVES, HALVES[1:], HALVES, FLOATS, FLOATS), "remainder has 3 elements"),
+        ((HALVES, HALVES, HALVES, FLOATS, HALVES), "exp_avg_sq has dtype uint16; it must be float32"),
+    ],
+)
+def test_split_says_how_to_mend_an_array(arrays, message):
+    with pytest.raises(ValueError, match=message):
+        streamer_native.adamw_split(*arrays, step=1, **USUAL)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"step": 0}, "step=0 must count from 1"),
+        ({"beta1": 1.0}, r"beta1=1.0 must lie in \[0, 1\)"),
+        ({"beta2": -0.1}, "beta2=-0.1 must lie"),
+        ({"lr": -1.0}, "lr=-1.0 must be finite and not negative"),
+        ({"eps": float("nan")}, "eps=nan must be finite"),
+    ],
+)
+def test_a_wrong_hyperparameter_is_named(changed, message):
+    with pytest.raises(ValueError, match=message):
+        streamer_native.adamw_fp32(FLOATS, FLOATS, FLOATS, FLOATS, **USUAL | {"step": 1} | changed)

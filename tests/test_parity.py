@@ -1,0 +1,288 @@
+"""Streamed training equals plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import streamer
+import streamer_native
+from models.gpt2 import GPT
+from tests.reference import (
+    VOCAB,
+    History,
+    assert_parity,
+    assert_same,
+    batch,
+    language_loss,
+    streamed,
+    train,
+    train_plain,
+    train_streamed,
+    wide_loss,
+)
+
+LAYERS = 4
+
+
+@cache
+def gpt(tied: bool = True, dropout: float = 0.1) -> GPT:
+    torch.manual_seed(0)
+    return GPT(
+        vocab_size=VOCAB, block_size=16, n_layer=LAYERS, n_head=2, n_embd=32, dropout=dropout, tied=tied
+    )
+
+
+@cache
+def plain(tied: bool) -> History:
+    return train_plain(gpt(tied), max_norm=0.5)
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3, LAYERS])
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_ten_steps_in_fp32(tied: bool, activations: str, num_slots: int) -> None:
+    expected = plain(tied)
+    assert max(expected.norms) > 0.5, "clipping must have something to do"
+    actual = train_streamed(
+        gpt(tied), layers="transformer.h", activations=activations, num_slots=num_slots, max_norm=0.5
+    )
+    assert_parity(actual, expected)
+
+
+#: In bf16 a gradient that is close to zero is all rounding, and with the usual eps Adam makes a whole step
+#: of it, so that two runs which differ in one last bit part at once. With this eps they do not.
+CALM = {"lr": 3e-4, "weight_decay": 0.1, "eps": 1e-3}
+
+
+class MasterAdamW:
+    """A plain bf16 model with fp32 masters, as people write it: ``update`` on the masters, which are then
+    rounded into the model (to nearest, ties away from zero, as streamer's split master is)."""
+
+    def __init__(self, model: nn.Module, masters: dict[str, torch.Tensor]) -> None:
+        self.params = dict(model.named_parameters())
+        self.masters = {name: nn.Parameter(masters[name].clone()) for name in self.params}
+        self.round()
+
+    @torch.no_grad()
+    def round(self) -> None:
+        for name, master in self.masters.items():
+            bits = (master.view(torch.int32).long() + 0x8000) & 0xFFFF0000
+            exact = bits.where(bits < 1 << 31, bits - (1 << 32)).to(torch.int32).view(torch.float32)
+            self.params[name].copy_(exact)
+
+    def step(self) -> None:
+        for name, master in self.masters.items():
+            grad = self.params[name].grad
+            master.grad = None if grad is None else grad.float()
+        self.update()
+        self.round()
+
+    def zero_grad(self) -> None:
+        for param in self.params.values():
+            param.grad = None
+
+    def update(self) -> None:
+        raise AssertionError("one of the two below")
+
+
+class TorchMasters(MasterAdamW):
+    """Masters that PyTorch updates."""
+
+    def __init__(self, model: nn.Module, masters: dict[str, torch.Tensor], **settings: float) -> None:
+        super().__init__(model, masters)
+        self.update = torch.optim.AdamW(self.masters.values(), **settings).step  # type: ignore[method-assign]
+
+
+class NativeMasters(MasterAdamW):
+    """Masters that the fp32 kernel updates, tensor by tensor."""
+
+    def __init__(self, model: nn.Module, masters: dict[str, torch.Tensor], **settings: float) -> None:
+        super().__init__(model, masters)
+        self.settings = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8} | settings
+        self.moments = {name: np.zeros((2, p.numel()), np.float32) for name, p in self.masters.items()}
+        self.steps = 0
+
+    def update(self) -> None:
+        self.steps += 1
+        for name, master in self.masters.items():
+            flat = master.detach().view(-1).numpy()
+            streamer_native.adamw_fp32(
+                flat, master.grad.view(-1).numpy(), *self.moments[name], step=self.steps, **self.settings
+            )
+
+
+def train_masters(
+    kind: type[MasterAdamW], *, steps: int = 10, **settings: float
+) -> tuple[History, MasterAdamW]:
+    model = gpt()
+    reference = copy.deepcopy(model).bfloat16()
+    masters = kind(reference, dict(model.named_parameters()), **settings)
+    history = train(reference, masters, None, steps=steps, loss_of=wide_loss)  # type: ignore[arg-type]
+    return history, masters
+
+
+def train_bf16(activations: str, *, steps: int = 10, **settings: float) -> tuple[History, nn.Module]:
+    """The history of a streamed bf16 model, and the model unwrapped."""
+    wrapped = streamer.wrap(copy.deepcopy(gpt()), device="cpu", dtype=torch.bfloat16, activations=activations)
+    optimizer = streamer.AdamW(wrapped.parameters(), **settings)
+    history = train(wrapped, optimizer, None, steps=steps, loss_of=wide_loss)
+    return history, streamer.unwrap(wrapped)
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_bf16_equals_a_plain_bf16_model_with_fp32_masters(activations: str) -> None:
+    expected, masters = train_masters(TorchMasters, **CALM)
+    actual, unwrapped = train_bf16(activations, **CALM)
+    # weights that differ in an fp32 rounding may be rounded to different bf16 neighbours: compare the masters
+    actual.weights = {name: param.detach() for name, param in unwrapped.named_parameters()}
+    expected.weights = {name: master.detach() for name, master in masters.masters.items()}
+    assert_parity(actual, expected)
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_bf16_equals_it_to_the_bit_where_the_same_kernel_updates_the_masters(activations: str) -> None:
+    settings = {"lr": 1e-3, "weight_decay": 0.1}
+    expected, masters = train_masters(NativeMasters, **settings)
+    actual, unwrapped = train_bf16(activations, **settings)
+    assert actual.losses == expected.losses
+    for name, param in unwrapped.named_parameters():
+        assert param.dtype == torch.float32
+        assert torch.equal(param, masters.masters[name]), name
+        assert torch.equal(actual.weights[name], expected.weights[name]), name
+
+
+def test_steps_far_below_the_last_bit_of_bf16_are_not_lost() -> None:
+    settings = {"lr": 1e-6, "weight_decay": 0.0}
+    _, masters = train_masters(TorchMasters, steps=20, **settings)
+    actual, unwrapped = train_bf16("recompute", steps=20, **settings)
+    start = dict(gpt().named_parameters())
+    for name, param in unwrapped.named_parameters():
+        torch.testing.assert_close(param, masters.masters[name], rtol=0, atol=1e-7)
+        assert (param - start[name]).abs().max() > 5e-6
+
+
+def test_fp16_holds_an_fp32_master() -> None:
+    model = gpt(tied=True)
+    expected = train_plain(model, max_norm=float("inf"))
+    actual = train_streamed(model, layers="transformer.h", dtype=torch.float16, max_norm=float("inf"))
+    torch.testing.assert_close(torch.tensor(actual.losses), torch.tensor(expected.losses), rtol=2e-3, atol=0)
+
+
+def test_weight_decay_groups_and_a_schedule() -> None:
+    def groups(model: nn.Module) -> list[dict[str, object]]:
+        params = list(model.parameters())
+        return [
+            {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.2, "lr": 2e-3},
+            {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0, "betas": (0.8, 0.99)},
+        ]
+
+    reference = copy.deepcopy(gpt())
+    plain_optimizer = torch.optim.AdamW(groups(reference), lr=1e-3)
+    expected = train(
+        reference,
+        plain_optimizer,
+        lambda: torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5),
+        steps=6,
+        schedule=torch.optim.lr_scheduler.StepLR(plain_optimizer, 2, 0.5),
+    )
+    with streamed(gpt(), layers="transformer.h") as model:
+        optimizer = streamer.AdamW(groups(model), lr=1e-3)
+        actual = train(
+            model,
+            optimizer,
+            lambda: streamer.clip_grad_norm_(model, 0.5),
+            steps=6,
+            schedule=torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
+        )
+    assert_parity(actual, expected)
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_gradients_of_several_backwards_add_up(activations: str) -> None:
+    def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+        for step in range(3):
+            torch.manual_seed(step)
+            language_loss(model, step).backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    expected = gradients(copy.deepcopy(gpt()))
+    with streamed(gpt(), layers="transformer.h", activations=activations) as model:
+        actual = gradients(model)
+        assert streamer.stats(model).host_bytes["gradient staging"] > 0
+    assert list(actual) == list(expected)
+    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
+
+
+def test_torchs_own_clipping_works_on_the_host_gradients() -> None:
+    expected = plain(True)
+    with streamed(gpt(), layers="transformer.h") as model:
+        optimizer = streamer.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+        clip = lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)  # noqa: E731
+        assert_parity(train(model, optimizer, clip, steps=10), expected)
+
+
+def test_inference_equals_the_plain_model_and_does_not_disturb_training() -> None:
+    tokens = batch(99)[:, :-1]
+    reference = copy.deepcopy(gpt()).eval()
+    with torch.no_grad():
+        expected = reference(tokens)
+
+    def loss_with_validation(model: nn.Module, step: int) -> torch.Tensor:
+        model.eval()
+        with torch.no_grad():
+            model(tokens)
+        model.train()
+        return language_loss(model, step)
+
+    with streamed(gpt(), layers="transformer.h") as model, torch.no_grad():
+        assert torch.equal(model.eval()(tokens), expected)
+        before = streamer.stats(model).busy_seconds["d2h"]
+        model(tokens)
+        assert streamer.stats(model).busy_seconds["d2h"] == before
+    with streamed(gpt(), layers="transformer.h") as model, torch.inference_mode():
+        assert torch.equal(model.eval()(tokens), expected)
+    actual = train_streamed(gpt(), layers="transformer.h", max_norm=0.5, loss_of=loss_with_validation)
+    assert_same(actual, train_streamed(gpt(), layers="transformer.h", max_norm=0.5))
+
+
+def test_autocast_gives_the_plain_result() -> None:
+    def loss(model: nn.Module, step: int) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return wide_loss(model, step)
+
+    reference = copy.deepcopy(gpt())
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(reference.parameters(), **CALM)
+    expected = train(reference, optimizer, None, steps=4, loss_of=loss)
+    for activations in ("recompute", "keep"):
+        with streamed(gpt(), activations=activations) as model:
+            optimizer = streamer.AdamW(model.parameters(), **CALM)
+            assert_parity(train(model, optimizer, None, steps=4, loss_of=loss), expected)
+
+
+def test_the_optimizers_state_travels_through_state_dict() -> None:
+    whole = train_streamed(gpt(), layers="transformer.h")
+    with streamed(gpt(), layers="transformer.h") as first:
+        optimizer = streamer.AdamW(first.parameters(), lr=1e-3, weight_decay=0.1)
+        train(first, optimizer, lambda: streamer.clip_grad_norm_(first, 1.0), steps=4)
+        saved = copy.deepcopy((first.state_dict(), optimizer.state_dict()))
+    with streamed(gpt(), layers="transformer.h") as second:
+        optimizer = streamer.AdamW(second.parameters(), lr=0.5)
+        second.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        losses = []
+        for step in range(4, 10):
+            torch.manual_seed(step)
+            loss = language_loss(second, step)
+            loss.backward()
+            streamer.clip_grad_norm_(second, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses == whole.losses[4:]
+        assert all(torch.equal(v, whole.weights[k]) for k, v in second.state_dict().items())

@@ -1,0 +1,69 @@
+"""Whatever the lanes' timing, the result is the same to the bit; and it is the waits that make it so."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from functools import cache, partial
+
+import pytest
+import torch
+
+import streamer.engine.executor
+from models.gpt2 import GPT
+from streamer.backends.base import Lane
+from streamer.backends.thread import Delay, ThreadBackend
+from streamer.engine.hazards import Hazards
+from tests.reference import VOCAB, History, assert_same, train_streamed
+
+STEPS = 3
+
+
+@cache
+def gpt() -> GPT:
+    torch.manual_seed(0)
+    return GPT(vocab_size=VOCAB, block_size=16, n_layer=4, n_head=2, n_embd=16, dropout=0.1)
+
+
+@cache
+def undisturbed(activations: str) -> History:
+    return train_streamed(gpt(), steps=STEPS, activations=activations)
+
+
+def disturbed(activations: str, delays: Mapping[Lane, Delay], num_slots: int = 2) -> History:
+    backend = ThreadBackend(delays=delays, poison=True)
+    return train_streamed(gpt(), steps=STEPS, activations=activations, num_slots=num_slots, backend=backend)
+
+
+def always(seconds: float) -> Delay:
+    return lambda: seconds
+
+
+@pytest.mark.parametrize("lanes", [(lane,) for lane in Lane] + [tuple(Lane)], ids=str)
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_a_slow_lane_changes_nothing(lanes: tuple[Lane, ...], activations: str, num_slots: int) -> None:
+    actual = disturbed(activations, {lane: always(0.003) for lane in lanes}, num_slots)
+    assert_same(actual, undisturbed(activations))
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_delays_change_nothing(seed: int) -> None:
+    draw = random.Random(seed)
+    scale = {lane: draw.choice([0.0, 0.001, 0.004]) for lane in Lane}
+    delays = {lane: partial(lambda lane: draw.random() * scale[lane], lane) for lane in Lane}
+    activations = "keep" if seed % 2 else "recompute"
+    assert_same(disturbed(activations, delays, num_slots=1 + seed % 3), undisturbed(activations))
+
+
+@pytest.mark.parametrize(
+    ("dropped", "slow"),
+    [("read_after_write", Lane.H2D), ("read_after_write", Lane.HOST), ("write_after_read", Lane.D2H)],
+)
+def test_without_either_kind_of_wait_the_result_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, dropped: str, slow: Lane
+) -> None:
+    monkeypatch.setattr(streamer.engine.executor, "Hazards", partial(Hazards, **{dropped: False}))
+    actual = disturbed("recompute", {slow: always(0.02)}, num_slots=1)
+    with pytest.raises(AssertionError):
+        assert_same(actual, undisturbed("recompute"))

@@ -1,0 +1,162 @@
+"""The order of a whole step, and loops that ask for layers in another order than it expects."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import streamer
+from models.gpt2 import GPT
+from streamer.backends.base import Event
+from streamer.engine.issuer import Issuer
+from streamer.engine.op import Op
+from tests.reference import VOCAB, assert_parity, language_loss, streamed, train_plain, train_streamed
+
+
+@pytest.fixture
+def issued(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every op as it is issued."""
+    ops: list[str] = []
+    issue = Issuer.issue
+
+    def record(self: Issuer, op: Op, work: Callable[[], object]) -> Event:
+        ops.append(str(op))
+        return issue(self, op, work)
+
+    monkeypatch.setattr(Issuer, "issue", record)
+    return ops
+
+
+def gpt(layers: int) -> GPT:
+    torch.manual_seed(0)
+    return GPT(vocab_size=VOCAB, block_size=16, n_layer=layers, n_head=2, n_embd=16)
+
+
+def test_golden_of_a_step_of_three_layers_through_two_slots(issued: list[str]) -> None:
+    with streamed(gpt(3), layers="transformer.h") as model:
+        optimizer = streamer.AdamW(model.parameters())
+        for step in range(2):
+            issued.clear()
+            language_loss(model, step).backward()
+            streamer.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        step_ops = " ".join(issued)
+    assert step_ops == (
+        "rootF 0F@0 2UNSHARD@0 1F@1 2F@0 "
+        "2B@0 2OFFLOAD_GRAD@1 0UNSHARD@0 1B@1 1OFFLOAD_GRAD@0 0B@0 0OFFLOAD_GRAD@1 SYNC "
+        "0NORM 1NORM 2NORM SYNC "
+        "rootCOLLECT rootOFFLOAD_GRAD rootSTEP rootUNSHARD 0STEP 1STEP 2STEP 0UNSHARD@0 1UNSHARD@1"
+    )
+
+
+def test_golden_of_the_first_forward(issued: list[str]) -> None:
+    with streamed(gpt(3), layers="transformer.h") as model:
+        issued.clear()
+        language_loss(model, 0)
+        assert " ".join(issued) == "rootF 0UNSHARD@0 1UNSHARD@1 0F@0 2UNSHARD@0 1F@1 2F@0"
+
+
+def test_golden_of_inference(issued: list[str]) -> None:
+    with streamed(gpt(3), layers="transformer.h") as model, torch.no_grad():
+        language_loss(model, 0)
+        issued.clear()
+        language_loss(model, 1)
+        # each layer is fetched once a pass, while the one before it runs
+        assert " ".join(issued) == "0F@1 2UNSHARD@1 1F@0 0UNSHARD@0 2F@1 1UNSHARD@1"
+
+
+class Stack(nn.Module):
+    """Layers called in an order that the step decides."""
+
+    def __init__(self, layers: int = 5) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCAB, 16)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 16))
+            for _ in range(layers)
+        )
+        self.head = nn.Linear(16, VOCAB)
+        self.order = list(range(layers))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens)
+        for index in self.order:
+            hidden = hidden + self.layers[index](hidden)
+        return self.head(hidden)
+
+
+def shuffled(model: nn.Module, step: int) -> torch.Tensor:
+    random.Random(step).shuffle(model.order)
+    return language_loss(model, step)
+
+
+def layer_drop(model: nn.Module, step: int) -> torch.Tensor:
+    draw = random.Random(step)
+    model.order = [index for index in range(5) if draw.random() < 0.6]
+    return language_loss(model, step)
+
+
+def repeated(model: nn.Module, step: int) -> torch.Tensor:
+    model.order = [0, 1, 1, 2, 0, 3, 4]
+    return language_loss(model, step)
+
+
+def two_forwards(model: nn.Module, step: int) -> torch.Tensor:
+    first = language_loss(model, 2 * step)
+    return first + language_loss(model, 2 * step + 1)
+
+
+def two_forwards_two_backwards(model: nn.Module, step: int) -> torch.Tensor:
+    first, second = language_loss(model, 2 * step), language_loss(model, 2 * step + 1)
+    first.backward()
+    return second
+
+
+def an_abandoned_forward(model: nn.Module, step: int) -> torch.Tensor:
+    language_loss(model, step + 100)
+    return language_loss(model, step)
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 4])
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@pytest.mark.parametrize(
+    "loss_of",
+    [shuffled, layer_drop, repeated, two_forwards, two_forwards_two_backwards, an_abandoned_forward],
+)
+def test_an_unexpected_order_costs_time_only(loss_of: Any, activations: str, num_slots: int) -> None:
+    expected = train_plain(Stack(), loss_of=loss_of, steps=6)
+    actual = train_streamed(
+        Stack(), loss_of=loss_of, steps=6, layers="layers", activations=activations, num_slots=num_slots
+    )
+    assert_parity(actual, expected)
+
+
+def test_a_parameter_that_is_not_used_has_no_gradient_and_is_not_updated() -> None:
+    with streamed(Stack(), layers="layers") as model:
+        optimizer = streamer.AdamW(model.parameters(), lr=0.1)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        model.order = [0, 2]
+        language_loss(model, 0).backward()
+        with_gradient = {name for name, param in model.named_parameters() if param.grad is not None}
+        optimizer.step()
+        changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == with_gradient
+    assert {name.split(".")[1] for name in with_gradient if name.startswith("layers")} == {"0", "2"}
+
+
+def test_prefetch_misses_only_before_the_order_is_known() -> None:
+    with streamed(gpt(6), layers="transformer.h") as model:
+        optimizer = streamer.AdamW(model.parameters())
+        for step in range(4):
+            language_loss(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        stats = streamer.stats(model)
+    assert (stats.prefetch_hits, stats.prefetch_misses) == (4 * 12 - 1, 1)

@@ -1,0 +1,172 @@
+"""What is reported of time, on events whose times are made by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import weakref
+from pathlib import Path
+
+import pytest
+
+from streamer.backends.base import Event, Lane, Span
+from streamer.backends.virtual import VirtualEvent
+from streamer.backends.worker import HostEvent
+from streamer.engine import op as ops
+from streamer.engine.op import Op
+from streamer.engine.trace import Interval, Record, Trace
+
+COMPUTE, H2D, D2H, HOST = Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.HOST
+
+
+def ran(trace: Trace, op: Op, ready: float, start: float, end: float, *waits: Event) -> Event:
+    event = VirtualEvent(op.lane, Span(ready, start, end))
+    trace.add(op, event, waits)
+    return event
+
+
+def chain() -> Trace:
+    """COMPUTE waits from 2 to 6 for a copy that waits until 4 for an update."""
+    trace = Trace()
+    step = ran(trace, ops.step(0, 400), 0, 0, 4)
+    unshard = ran(trace, ops.unshard(0, 1, 200), 1, 4, 6, step)
+    ran(trace, ops.forward(0, 1), 2, 6, 9, unshard)
+    return trace
+
+
+def test_busy_is_the_time_of_the_work() -> None:
+    assert chain().busy_seconds == {COMPUTE: 3, H2D: 2, D2H: 0, HOST: 4}
+
+
+def test_blame_goes_through_the_chain() -> None:
+    trace = chain()
+    # not 4 of H2D: for two of the four seconds H2D itself stood still for HOST
+    assert trace.exposed_seconds == {COMPUTE: 0, H2D: 2, D2H: 0, HOST: 2}
+    assert trace.records()[-1] == Record(
+        ops.forward(0, 1), Span(2, 6, 9), (Interval(HOST, 2, 4), Interval(H2D, 4, 6))
+    )
+
+
+def test_overlap() -> None:
+    trace = chain()
+    assert {lane: trace.overlap(lane) for lane in (COMPUTE, H2D, HOST)} == {COMPUTE: 1.0, H2D: 0.0, HOST: 0.5}
+    assert math.isnan(trace.overlap(D2H)), "a lane that did nothing has no overlap"
+
+
+def test_a_lane_that_waits_for_another_is_not_exposed_by_itself() -> None:
+    trace = Trace()
+    step = ran(trace, ops.step(0, 1), 0, 0, 4)
+    ran(trace, ops.unshard(0, 0, 1), 1, 4, 6, step)
+    assert trace.exposed_seconds == dict.fromkeys(Lane, 0)
+
+
+def test_no_wait_no_exposure() -> None:
+    trace = Trace()
+    unshard = ran(trace, ops.unshard(0, 0, 1), 0, 0, 2)
+    ran(trace, ops.forward(0, 0), 5, 5, 6, unshard)
+    assert trace.exposed_seconds == dict.fromkeys(Lane, 0)
+    assert trace.overlap(H2D) == 1.0
+
+
+def test_only_the_part_of_the_wait_is_blamed() -> None:
+    trace = Trace()
+    unshard = ran(trace, ops.unshard(0, 0, 1), 0, 0, 10)
+    ran(trace, ops.forward(0, 0), 7, 10, 11, unshard)
+    assert trace.exposed_seconds == {COMPUTE: 0, H2D: 3, D2H: 0, HOST: 0}
+    assert trace.overlap(H2D) == pytest.approx(0.7)
+
+
+def test_the_last_of_several_waits_is_blamed() -> None:
+    trace = Trace()
+    copy = ran(trace, ops.unshard(0, 0, 1), 0, 0, 3)
+    offload = ran(trace, ops.offload_grad(1, 0, 1), 0, 0, 5)
+    ran(trace, ops.backward(0, 0, 0), 1, 5, 6, copy, offload)
+    assert trace.exposed_seconds == {COMPUTE: 0, H2D: 0, D2H: 4, HOST: 0}
+
+
+def test_queue_before_the_op_is_blamed_on_its_lane() -> None:
+    trace = Trace()
+    ran(trace, ops.unshard(0, 0, 1), 0, 0, 3)
+    second = ran(trace, ops.unshard(1, 1, 1), 3, 3, 5)
+    ran(trace, ops.forward(1, 1), 1, 5, 6, second)
+    assert trace.exposed_seconds == {COMPUTE: 0, H2D: 4, D2H: 0, HOST: 0}
+
+
+def test_exposed_time_is_the_time_compute_stood_still() -> None:
+    """Whatever the blame, its sum is what COMPUTE waited, over a longer chain too."""
+    trace = Trace()
+    forward = ran(trace, ops.backward(1, 0, 0), 0, 0, 2)
+    offload = ran(trace, ops.offload_grad(1, 0, 1), 0, 2, 3, forward)
+    step = ran(trace, ops.step(1, 1), 1, 3, 7, offload)
+    unshard = ran(trace, ops.unshard(1, 0, 1), 2, 7, 8, step)
+    ran(trace, ops.forward(1, 0), 2, 8, 9, unshard)
+    assert trace.exposed_seconds == {COMPUTE: 0, H2D: 1, D2H: 1, HOST: 4}
+
+
+def test_unfinished_work_is_counted_when_it_is_done() -> None:
+    trace = Trace()
+    copy = HostEvent(H2D)
+    trace.add(ops.unshard(0, 0, 1), copy, ())
+    assert trace.busy_seconds[H2D] == 0
+    assert trace.records() == []
+    copy.finish(Span(0, 1, 3))
+    trace.settle()
+    assert trace.busy_seconds[H2D] == 2
+    assert [record.span for record in trace.records()] == [Span(0, 1, 3)]
+
+
+def test_failed_work_is_dropped_and_holds_nothing_up() -> None:
+    trace = Trace()
+    copy = HostEvent(H2D)
+    trace.add(ops.unshard(0, 0, 1), copy, ())
+    copy.finish(None, RuntimeError("the copy failed"))
+    dropped = weakref.ref(copy)
+    del copy
+    ran(trace, ops.forward(1, 1), 0, 0, 2)
+    assert dropped() is None, "it will never have a time"
+    assert trace.busy_seconds == {COMPUTE: 2, H2D: 0, D2H: 0, HOST: 0}
+    assert [str(record.op) for record in trace.records()] == ["1F@1"]
+
+
+def test_totals_outlive_the_records() -> None:
+    trace = Trace(keep=3)
+    for number in range(10):
+        ran(trace, ops.forward(number, 0), number, number, number + 1)
+    assert [record.op.unit for record in trace.records()] == [7, 8, 9]
+    assert trace.busy_seconds[COMPUTE] == 10
+
+
+def test_chrome_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    trace = Trace()
+    step = ran(trace, ops.step(0, 400), 10, 10, 10.004)
+    unshard = ran(trace, ops.unshard(0, 1, 200), 10.001, 10.004, 10.006, step)
+    ran(trace, ops.forward(0, 1), 10.002, 10.006, 10.009, unshard)
+    trace.save(path)
+
+    def row(number: int, name: str) -> dict[str, object]:
+        return {"name": "thread_name", "ph": "M", "pid": 0, "tid": number, "args": {"name": name}}
+
+    def box(name: str, row: int, start: float, duration: float, args: dict[str, object]) -> dict[str, object]:
+        return {"name": name, "ph": "X", "pid": 0, "tid": row, "ts": start, "dur": duration, "args": args}
+
+    assert json.loads(path.read_text()) == {
+        "displayTimeUnit": "ms",
+        "traceEvents": [
+            row(0, "COMPUTE"),
+            row(1, "H2D"),
+            row(2, "D2H"),
+            row(3, "HOST"),
+            box("0STEP", 3, 0.0, 4000.0, {"bytes": 400, "waited_us": 0.0}),
+            box("0UNSHARD@1", 1, 4000.0, 2000.0, {"bytes": 200, "waited_us": 3000.0}),
+            box("0F@1", 0, 6000.0, 3000.0, {"bytes": 0, "waited_us": 4000.0}),
+            box("wait for HOST", 0, 2000.0, 2000.0, {"exposed": "HOST"}),
+            box("wait for H2D", 0, 4000.0, 2000.0, {"exposed": "H2D"}),
+        ],
+    }
+
+
+def test_chrome_trace_of_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    Trace().save(path)
+    assert [event["ph"] for event in json.loads(path.read_text())["traceEvents"]] == ["M"] * 4

@@ -1,0 +1,314 @@
+"""A plain model comes back, with the trained weights."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import streamer
+
+DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.norm(self.linear(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, *, buffers: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(Block() if buffers else nn.Linear(6, 6) for _ in range(3))
+        self.head = nn.Linear(6, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x.to(self.embed.weight.dtype))
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x).float()
+
+
+def net(seed: int = 0, **options: Any) -> Net:
+    torch.manual_seed(seed)
+    return Net(**options)
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+
+
+def wrap(model: Net, **options: Any) -> Net:
+    return streamer.wrap(model, **({"layers": "blocks", "device": "cpu"} | options))
+
+
+def train(model: Net, optimizer: torch.optim.Optimizer, *, steps: int = 3) -> None:
+    for step in range(steps):
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train_wrapped(model: Net, *, steps: int = 3) -> None:
+    train(model, streamer.AdamW(model.parameters(), lr=1e-2), steps=steps)
+
+
+def lane_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("streamer-")}
+
+
+def attached(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
+    """All that hangs on the modules besides parameters, submodules and buffers."""
+    contents = ("_parameters", "_modules", "_buffers")
+    return [
+        (name, {key: copy.copy(value) for key, value in module.__dict__.items() if key not in contents})
+        for name, module in model.named_modules()
+    ]
+
+
+def values(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def differing(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    assert list(actual) == list(expected)
+    return [
+        name
+        for name, value in expected.items()
+        if actual[name].dtype != value.dtype or not torch.equal(actual[name], value)
+    ]
+
+
+@pytest.mark.parametrize("buffers", [False, True])
+def test_everything_that_wrap_attached_is_gone(buffers: bool) -> None:
+    model = net(buffers=buffers)
+    calls: list[str] = []
+    model.blocks[1].register_forward_hook(lambda *_: calls.append("hook"))
+    model.register_forward_pre_hook(lambda *_: calls.append("pre-hook"))
+    before, threads = attached(model), lane_threads()
+    params = list(model.named_parameters(remove_duplicate=False))
+    plain_attributes = [dict(param.__dict__) for _, param in params]
+
+    assert wrap(model) is model
+    assert attached(model) != before
+    train_wrapped(model, steps=1)
+    assert calls == ["pre-hook", "hook"]
+    assert streamer.unwrap(model) is model
+
+    assert attached(model) == before
+    after = list(model.named_parameters(remove_duplicate=False))
+    assert [(name, id(param)) for name, param in after] == [(name, id(param)) for name, param in params]
+    assert [dict(param.__dict__) for _, param in after] == plain_attributes
+    assert [param.grad for param in model.parameters()] == [None] * len(list(model.parameters()))
+    assert model.head.weight is model.embed.weight
+    assert type(model) is Net
+    assert lane_threads() == threads
+    calls.clear()
+    model(batch(0))
+    assert calls == ["pre-hook", "hook"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("use", ["nothing", "inference", "training forward"])
+def test_weights_are_equal_after_no_training(dtype: torch.dtype | None, use: str) -> None:
+    model = net()
+    expected = values(model)
+    wrap(model, dtype=dtype)
+    if use == "inference":
+        with torch.no_grad():
+            model(batch(0))
+    elif use == "training forward":
+        model(batch(0)).sum().backward()
+    streamer.unwrap(model)
+    # the exact fp32 came back, also where bf16 or fp16 was streamed
+    assert differing(values(model), expected) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_model_of_half_precision_gets_its_dtype_back(dtype: torch.dtype) -> None:
+    model = net().to(dtype)
+    expected = values(model)
+    streamer.unwrap(wrap(model))
+    assert differing(values(model), expected) == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_plain_forward_is_the_streamed_one(dtype: torch.dtype | None) -> None:
+    model = wrap(net(), dtype=dtype)
+    train_wrapped(model)
+    with torch.no_grad():
+        streamed = model(batch(9))
+    streamer.unwrap(model)
+    plain = model(batch(9))
+    if dtype in (None, torch.float32):
+        assert torch.equal(plain, streamed)
+    else:
+        torch.testing.assert_close(plain.detach(), streamed, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_unwrap_gives_the_exact_masters(dtype: torch.dtype) -> None:
+    """fp32 masters that saw the same gradients, rounded to the streamed dtype, are where the model is."""
+    model = wrap(net(), dtype=dtype)
+    masters = [param.detach().float().clone() for param in model.parameters()]
+    for master, param in zip(masters, net().parameters(), strict=True):
+        master.copy_(param.detach())
+    reference = torch.optim.AdamW(masters, lr=1e-4)
+    optimizer = streamer.AdamW(model.parameters(), lr=1e-4)
+    for step in range(5):
+        (model(batch(step)).square().mean() * 100).backward()
+        for master, param in zip(masters, model.parameters(), strict=True):
+            assert param.grad is not None and param.grad.dtype == dtype
+            master.grad = param.grad.float()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.step()
+    streamed = values(model)
+    streamer.unwrap(model)
+    for (name, param), master in zip(model.named_parameters(), masters, strict=True):
+        assert param.dtype == torch.float32
+        # an update of rounded weights would be off by the last place of dtype, 1e-3 of the weight
+        torch.testing.assert_close(param.detach(), master, rtol=1e-6, atol=1e-7)
+        assert not torch.equal(param.detach().to(dtype).float(), param.detach()), "the low bits are there"
+        assert torch.equal(param.detach().to(dtype), streamed[name])
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_training_goes_on_after_unwrap_and_after_another_wrap(dtype: torch.dtype | None) -> None:
+    model = wrap(net(), dtype=dtype)
+    train_wrapped(model)
+    streamer.unwrap(model)
+    trained = values(model)
+    assert differing(trained, values(net())) == [name for name in trained if name != "scale"]
+
+    train(model, torch.optim.AdamW(model.parameters()), steps=1)
+    assert "blocks.1.weight" in differing(values(model), trained), "plain PyTorch trains it"
+
+    model.load_state_dict(trained)
+    wrap(model, dtype=dtype, activations="keep", num_slots=3)
+    train_wrapped(model, steps=1)
+    streamer.unwrap(model)
+    assert "blocks.1.weight" in differing(values(model), trained)
+    assert lane_threads() == set()
+
+
+def test_second_wrap_continues_bit_for_bit() -> None:
+    def trained(*, interrupted: bool) -> dict[str, torch.Tensor]:
+        model = wrap(net(), dtype=torch.bfloat16)
+        for step in range(2):
+            if interrupted and step:
+                wrap(streamer.unwrap(model), dtype=torch.bfloat16)
+            train_wrapped(model, steps=1)
+        return values(streamer.unwrap(model))
+
+    assert differing(trained(interrupted=True), trained(interrupted=False)) == []
+
+
+def test_updates_in_flight_are_waited_for() -> None:
+    model, plain = net(), net()
+    optimizer = streamer.AdamW(wrap(model).parameters(), lr=1e-2)
+    model(batch(0)).square().mean().backward()
+    optimizer.step()  # returns while the updates are queued
+    streamer.unwrap(model)
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    plain(batch(0)).square().mean().backward()
+    reference.step()
+    for (name, param), (_, expected) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        torch.testing.assert_close(param, expected, rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("place", ["blocks.1.weight", "embed.weight"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+def test_what_the_user_wrote_is_kept(place: str, dtype: torch.dtype | None) -> None:
+    model = wrap(net(), dtype=dtype)
+    param = model.get_parameter(place)
+    with torch.no_grad():
+        param.fill_(0.5)
+    streamer.unwrap(model)
+    assert torch.equal(model.get_parameter(place), torch.full_like(param, 0.5, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_state_dict_has_the_same_keys_in_the_same_order(dtype: torch.dtype | None) -> None:
+    model = net(buffers=True).eval()  # batch norm refuses to train bf16 weights with fp32 statistics
+    plain = model.state_dict()
+    expected = [(name, tuple(value.shape)) for name, value in plain.items()]
+    part = list(model.blocks[0].state_dict(prefix="x."))
+    wrap(model, dtype=dtype)
+    for _ in range(2):
+        state = model.state_dict()
+        assert [(name, tuple(value.shape)) for name, value in state.items()] == expected
+        assert {value.device.type for value in state.values()} == {"cpu"}
+        assert state._metadata == plain._metadata  # type: ignore[attr-defined]
+        assert list(model.blocks[0].state_dict(prefix="x.")) == part
+        if dtype is None:
+            train_wrapped(model, steps=1)
+    streamer.unwrap(model)
+    assert [(name, tuple(value.shape)) for name, value in model.state_dict().items()] == expected
+
+
+def test_buffers_come_back_as_they_were_left() -> None:
+    model, plain = wrap(net(buffers=True)), net(buffers=True)
+    train_wrapped(model, steps=2)
+    train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), steps=2)
+    streamer.unwrap(model)
+    for (name, buffer), (_, expected) in zip(model.named_buffers(), plain.named_buffers(), strict=True):
+        assert buffer.dtype == expected.dtype
+        torch.testing.assert_close(buffer, expected, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_memory_is_given_back() -> None:
+    model = wrap(net())
+    train_wrapped(model, steps=1)
+    storages = [param.untyped_storage().data_ptr() for param in model.blocks.parameters()]
+    assert len(set(storages)) == 1, "one host buffer for all layers"
+    streamer.unwrap(model)
+    for param in model.parameters():
+        assert param.untyped_storage().nbytes() == param.nbytes, "its own memory, not a piece of the store"
+
+
+def test_a_model_that_is_dropped_ends_its_threads() -> None:
+    threads = lane_threads()
+    model = wrap(net())
+    train_wrapped(model, steps=1)
+    streamer.synchronize(model)  # what is queued still needs the model
+    dropped = weakref.ref(model)
+    del model
+    gc.collect()
+    assert dropped() is None
+    assert lane_threads() == threads
+
+
+def test_an_old_optimizer_does_not_hang_after_unwrap() -> None:
+    model = wrap(net())
+    optimizer = streamer.AdamW(model.parameters())
+    train(model, optimizer, steps=1)
+    streamer.unwrap(model)
+    # the model goes on as a plain one, and the loop still calls the optimizer of before
+    train(model, torch.optim.AdamW(model.parameters()), steps=1)
+    finished = threading.Event()
+
+    def use() -> None:
+        try:
+            optimizer.step()
+            optimizer.state_dict()
+        except (RuntimeError, ValueError):
+            pass
+        finished.set()
+
+    threading.Thread(target=use, daemon=True).start()
+    assert finished.wait(5), "it waits for lanes that have ended"

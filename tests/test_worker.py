@@ -1,0 +1,230 @@
+"""A lane as a thread: order, errors, and what it leaves behind."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from streamer.backends.base import Event, Lane, Span
+from streamer.backends.thread import ThreadBackend
+from streamer.backends.worker import HostEvent, Worker
+
+#: Seconds after which something that should happen at once is said not to happen.
+PATIENCE = 10.0
+
+
+class Oops(Exception):
+    """An error of the work."""
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    worker = Worker(Lane.H2D)
+    yield worker
+    worker.close()
+
+
+@pytest.fixture
+def backend() -> Iterator[ThreadBackend]:
+    backend = ThreadBackend()
+    yield backend
+    backend.close()
+
+
+def raise_oops() -> None:
+    raise Oops("in the work")
+
+
+def lane_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("streamer-")}
+
+
+def test_a_lane_runs_in_order(worker: Worker) -> None:
+    ran: list[int] = []
+    gate = threading.Event()
+    events = [worker.submit(lambda: gate.wait(PATIENCE), ())]
+    events += [worker.submit(lambda i=i: ran.append(i), ()) for i in range(100)]  # type: ignore[misc]
+    assert ran == [], "the gate is shut"
+    gate.set()
+    events[-1].wait()
+    assert ran == list(range(100))
+    spans = [event.span() for event in events]
+    done = [span for span in spans if span is not None]
+    assert len(done) == len(events)
+    assert all(span.ready <= span.start <= span.end for span in done)
+    assert all(a.end <= b.ready for a, b in zip(done, done[1:], strict=False))
+
+
+def test_work_starts_after_what_it_waits_for(backend: ThreadBackend) -> None:
+    ran: list[str] = []
+    gate = HostEvent(Lane.COMPUTE)
+    update = backend.submit(Lane.HOST, lambda: ran.append("update"), [gate], 0)
+    copy = backend.submit(Lane.H2D, lambda: ran.append("copy"), [update], 0)
+    offload = backend.submit(Lane.D2H, lambda: ran.append("offload"), (), 0)
+    offload.wait()
+    assert ran == ["offload"], "another lane is not held up"
+    assert copy.span() is None and update.span() is None
+    gate.finish(Span(0, 0, 0))
+    backend.submit(Lane.COMPUTE, lambda: ran.append("compute"), [copy], 0)
+    assert ran == ["offload", "update", "copy", "compute"]
+    first, second = update.span(), copy.span()
+    assert first is not None and second is not None
+    assert second.ready <= first.end <= second.start, "ready is when the lane got to it"
+
+
+def test_each_lane_is_one_thread_and_compute_the_callers(backend: ThreadBackend) -> None:
+    names: dict[Lane, str] = {}
+
+    def note(lane: Lane) -> Callable[[], None]:
+        return lambda: names.update({lane: threading.current_thread().name})
+
+    for lane in Lane:
+        event = backend.submit(lane, note(lane), (), 0)
+        event.wait()
+        assert event.lane is lane
+        assert event.failed() is False
+    assert names == {
+        Lane.COMPUTE: threading.current_thread().name,
+        Lane.H2D: "streamer-h2d",
+        Lane.D2H: "streamer-d2h",
+        Lane.HOST: "streamer-host",
+    }
+
+
+def test_an_error_reaches_whoever_waits_with_its_own_traceback(worker: Worker) -> None:
+    failed = worker.submit(raise_oops, ())
+    with pytest.raises(Oops, match="in the work") as info:
+        failed.wait()
+    assert "raise_oops" in [frame.name for frame in traceback.extract_tb(info.value.__traceback__)]
+    assert failed.failed()
+    assert failed.span() is None
+
+
+def test_the_original_error_travels_through_waits(backend: ThreadBackend) -> None:
+    ran: list[str] = []
+    first = backend.submit(Lane.HOST, raise_oops, (), 0)
+    second = backend.submit(Lane.H2D, lambda: ran.append("copy"), [first], 0)
+    third = backend.submit(Lane.D2H, lambda: ran.append("offload"), [second], 0)
+    with pytest.raises(Oops) as info:
+        backend.submit(Lane.COMPUTE, lambda: ran.append("compute"), [third], 0)
+    assert ran == [], "nothing runs on what failed"
+    assert "raise_oops" in [frame.name for frame in traceback.extract_tb(info.value.__traceback__)]
+    for event in (first, second, third):
+        assert isinstance(event, HostEvent)
+        assert event.error is info.value
+        assert event.failed()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
+def test_no_error_ends_the_lane(worker: Worker, error: type[BaseException]) -> None:
+    def work() -> None:
+        raise error
+
+    failed = worker.submit(work, ())
+    ran: list[int] = []
+    worker.submit(lambda: ran.append(1), ()).wait()
+    assert ran == [1]
+    with pytest.raises(error):
+        failed.wait()
+
+
+def test_close_runs_what_is_queued_and_ends_the_thread() -> None:
+    before = lane_threads()
+    worker = Worker(Lane.HOST)
+    assert [thread.name for thread in lane_threads() - before] == ["streamer-host"]
+    ran: list[int] = []
+    for i in range(50):
+        worker.submit(lambda i=i: ran.append(i), ())  # type: ignore[misc]
+    worker.close()
+    assert ran == list(range(50))
+    assert lane_threads() == before
+    worker.close()
+
+
+def test_backend_close_ends_every_thread_and_may_be_repeated() -> None:
+    before = lane_threads()
+    backend = ThreadBackend()
+    assert sorted(thread.name for thread in lane_threads() - before) == [
+        "streamer-d2h",
+        "streamer-h2d",
+        "streamer-host",
+    ]
+    backend.close()
+    assert lane_threads() == before
+    backend.close()
+
+
+def test_close_after_an_error_and_from_its_own_thread() -> None:
+    before = lane_threads()
+    worker = Worker(Lane.HOST)
+    worker.submit(raise_oops, ())
+    # as when the last reference to a model is dropped by a task of its own
+    worker.submit(worker.close, ()).wait()
+    worker.close()
+    assert lane_threads() == before
+
+
+def test_work_for_a_closed_lane_is_refused() -> None:
+    """Taken in silence, it would never run, and whoever waited for it would hang for ever."""
+    worker = Worker(Lane.HOST)
+    worker.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        worker.submit(lambda: None, ())
+
+
+def submit_with_a_tensor(worker: Worker, released: threading.Event, *, fail: bool) -> Event:
+    tensor = torch.zeros(8)
+    weakref.finalize(tensor, released.set)
+
+    def work() -> None:
+        tensor.add_(1)
+
+    if fail:
+        gate = HostEvent(Lane.COMPUTE)
+        gate.finish(None, Oops("before it"))
+        return worker.submit(work, [gate])
+    return worker.submit(work, ())
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_an_idle_lane_holds_no_tensors(worker: Worker, fail: bool) -> None:
+    released = threading.Event()
+    event = submit_with_a_tensor(worker, released, fail=fail)
+    # nothing else is submitted: the idle thread itself must let go
+    assert released.wait(PATIENCE)
+    assert event.failed() is fail
+
+
+def test_delay_comes_before_the_work_and_counts_as_waiting() -> None:
+    delays: list[float] = []
+
+    def delay() -> float:
+        delays.append(0.002)
+        return 0.002
+
+    backend = ThreadBackend(delays={Lane.H2D: delay, Lane.COMPUTE: delay})
+    spans = [backend.submit(lane, lambda: None, (), 0) for lane in Lane]
+    for event in spans:
+        event.wait()
+    backend.close()
+    assert len(delays) == 2, "one piece of work on each of the two lanes that are delayed"
+    for event in spans:
+        span = event.span()
+        assert span is not None
+        assert event.lane not in (Lane.H2D, Lane.COMPUTE) or span.start - span.ready >= 0.002
+
+
+def test_buffers_are_zeroed_and_copied(backend: ThreadBackend) -> None:
+    source, into = backend.host_buffer(5), backend.device_buffer(5)
+    assert [(b.dtype, b.tolist(), b.device.type) for b in (source, into)] == [
+        (torch.uint8, [0] * 5, "cpu")
+    ] * 2
+    source.copy_(torch.arange(5))
+    backend.copy(into, source)
+    assert into.tolist() == [0, 1, 2, 3, 4]
+    assert into.data_ptr() != source.data_ptr()
