@@ -16,6 +16,8 @@ def find_layers(model: nn.Module, layers: Layers) -> list[tuple[str, nn.Module]]
     for the list of like blocks with the most parameters. Raises ValueError where a path does not lead to
     a non-empty list, or where none can be found; it names the lists that the model has.
     """
+    if not (layers is None or isinstance(layers, str | Sequence)):
+        raise ValueError(f"layers={layers!r}: it must be a dotted path, several of them, or None")
     paths = _largest_list(model) if layers is None else [layers] if isinstance(layers, str) else list(layers)
     if not paths:
         raise ValueError(f"layers is empty: give the path of a list of layers. {_known_lists(model)}")

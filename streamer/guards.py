@@ -27,16 +27,16 @@ def attach_guards(model: nn.Module, executor: Executor) -> Callable[[], None]:
     for module in modules:
         # .to, .cuda, .half and their like all go through _apply
         module.__dict__["_apply"] = _refuse_to_move
+        module.__dict__["__deepcopy__"] = module.__dict__["__reduce_ex__"] = _refuse_to_copy
     model.__dict__["zero_grad"] = _zero_grad(model, executor)
-    model.__dict__["__deepcopy__"] = model.__dict__["__reduce_ex__"] = _refuse_to_copy
 
     def take_off() -> None:
         for handle in handles:
             handle.remove()
         for module in modules:
-            del module.__dict__["_apply"]
-        for name in ("zero_grad", "__deepcopy__", "__reduce_ex__"):
-            del model.__dict__[name]
+            for name in ("_apply", "__deepcopy__", "__reduce_ex__"):
+                del module.__dict__[name]
+        del model.__dict__["zero_grad"]
 
     return take_off
 
@@ -44,6 +44,9 @@ def attach_guards(model: nn.Module, executor: Executor) -> Callable[[], None]:
 def _move_inputs(device: torch.device) -> Callable[..., tuple[Any, Any]]:
     def hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         tensors, rebuild = flatten((args, kwargs))
+        if all(tensor.device == device for tensor in tensors):
+            # the very same objects: the model may write into a list it is given
+            return args, kwargs
         moved: tuple[Any, Any] = rebuild([tensor.to(device, non_blocking=True) for tensor in tensors])
         return moved
 
@@ -52,7 +55,7 @@ def _move_inputs(device: torch.device) -> Callable[..., tuple[Any, Any]]:
 
 def _wait_for_updates(executor: Executor) -> Callable[..., None]:
     def hook(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        executor.issuer.synchronize()
+        executor.synchronize()
 
     return hook
 
@@ -64,7 +67,7 @@ def _wait_before_loading(executor: Executor) -> Callable[..., None]:
                 "load_state_dict(assign=True) would replace the parameters of a wrapped model: load with "
                 "assign=False, or before streamer.wrap"
             )
-        executor.issuer.synchronize()
+        executor.synchronize()
 
     return hook
 
@@ -79,7 +82,7 @@ def _zero_grad(model: nn.Module, executor: Executor) -> Callable[..., None]:
     def zero_grad(set_to_none: bool = True) -> None:
         if not set_to_none:
             # updates in flight are reading the gradients
-            executor.issuer.synchronize()
+            executor.synchronize()
         type(model).zero_grad(model, set_to_none)
 
     return zero_grad

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -48,7 +49,7 @@ class AdamW(torch.optim.Optimizer):
             home = _home(param)
             if home.executor not in self._executors:
                 self._executors.append(home.executor)
-                home.executor.issuer.synchronize()
+                home.executor.synchronize()
                 home.executor.store.add_state(ADAMW_PURPOSES)
             if home.slice.param.trainable:
                 for moment in self._moments(home).values():
@@ -67,6 +68,7 @@ class AdamW(torch.optim.Optimizer):
                 if param.grad is None:
                     continue
                 home = _home(param)
+                home.unit.written()  # raises for one that was frozen
                 state = self.state[param]
                 if not state:
                     state.update(step=torch.tensor(0.0), **self._moments(home))
@@ -101,7 +103,10 @@ class AdamW(torch.optim.Optimizer):
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
         for index, param in zip(saved, params, strict=True):
-            moments = self._moments(_home(param))
+            home = _home(param)
+            if not home.slice.param.trainable:
+                continue
+            moments = self._moments(home)
             values = state_dict["state"].get(index)
             if values is None:
                 for moment in moments.values():
@@ -129,7 +134,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _synchronize(self) -> None:
         for executor in self._executors:
-            executor.issuer.synchronize()
+            executor.synchronize()
 
 
 def _home(param: torch.Tensor) -> Home:
@@ -143,12 +148,18 @@ def _home(param: torch.Tensor) -> Home:
 
 
 def _check(group: dict[str, Any]) -> None:
-    beta1, beta2 = group["betas"]
-    for name, value, fits in (
-        ("lr", group["lr"], group["lr"] >= 0),
-        ("betas", group["betas"], 0 <= beta1 < 1 and 0 <= beta2 < 1),
-        ("eps", group["eps"], group["eps"] >= 0),
-        ("weight_decay", group["weight_decay"], group["weight_decay"] >= 0),
+    betas = group["betas"]
+    for name, fits in (
+        ("lr", 0 <= group["lr"] < math.inf),
+        (
+            "betas",
+            isinstance(betas, tuple | list) and len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
+        ),
+        ("eps", 0 <= group["eps"] < math.inf),
+        ("weight_decay", 0 <= group["weight_decay"] < math.inf),
     ):
         if not fits:
-            raise ValueError(f"{name}={value} is out of range: betas lie in [0, 1), the others are 0 or more")
+            raise ValueError(
+                f"{name}={group[name]} is out of range: betas are two numbers in [0, 1), the others are "
+                "finite and 0 or more"
+            )

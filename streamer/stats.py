@@ -59,11 +59,11 @@ def stats(model: nn.Module) -> Stats:
 def synchronize(model: nn.Module) -> None:
     """Wait until every copy and update of a wrapped model is done, so that its weights and optimizer state
     may be read. Raises what one of them raised, and ValueError if the model is not wrapped."""
-    wrapped(model).executor.issuer.synchronize()
+    wrapped(model).executor.synchronize()
 
 
 def save_trace(model: nn.Module, path: str | PathLike[str]) -> None:
     """Write what ran last on each lane as a Chrome trace (JSON), which Perfetto opens; one row per lane."""
     executor = wrapped(model).executor
-    executor.issuer.synchronize()
+    executor.synchronize()
     executor.issuer.trace.save(Path(path))

@@ -56,8 +56,16 @@ def _owners(prefix: str, modules: Iterable[tuple[str, nn.Module]]) -> Owners:
 
 def _check_unshared(owners: Sequence[Owners], names: Sequence[str]) -> None:
     home: dict[nn.Parameter, int] = {}
+    at_address: dict[int, nn.Parameter] = {}
     for index, owned in enumerate(owners):
         for param, places in owned.items():
+            # sparse and meta tensors have no address
+            dense = param.layout is torch.strided and not param.is_meta and param.numel()
+            if dense and at_address.setdefault(param.data_ptr(), param) is not param:
+                raise ValueError(
+                    f"parameter '{places[0][2]}' has the same memory as another one: tie them by sharing the "
+                    "nn.Parameter itself, or give each its own copy"
+                )
             if home.setdefault(param, index) != index:
                 raise ValueError(
                     f"parameter '{places[0][2]}' belongs to {names[home[param]]} and to {names[index]}; a "

@@ -50,7 +50,8 @@ def wrap(
         device: ``"cuda"``, ``"cuda:1"`` or ``"cpu"`` (threads stand in for a GPU's copy engines); None
             means CUDA where there is one, else the CPU.
         dtype: what parameters are computed in: float32, bfloat16 or float16; None keeps each as it is.
-            A trained parameter keeps an exact fp32 master in host memory. Buffers keep their dtype.
+            A trained parameter keeps an exact fp32 master in host memory; a frozen one is rounded for good.
+            Buffers keep their dtype.
         num_slots: layers that the device holds at a time: 1 overlaps nothing, 2 is double buffering, as
             many as there are layers keeps all of them there. More than that are not allocated.
         activations: ``"recompute"`` keeps a layer's inputs and runs it again in backward; ``"keep"``
@@ -137,7 +138,10 @@ def unwrap(model: M) -> M:
 def _backend(device: torch.device | str | None) -> Backend:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    place = torch.device(device)
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device='{device}' is not supported: use 'cuda' or 'cpu'") from None
     if place.type == "cpu":
         return ThreadBackend()
     if place.type != "cuda":

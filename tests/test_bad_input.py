@@ -626,6 +626,8 @@ def test_optimizer_of_a_plain_model() -> None:
     [
         ("lr", -1e-3),
         ("lr", float("nan")),
+        ("lr", float("inf")),
+        ("betas", 0.9),
         ("betas", (1.0, 0.999)),
         ("betas", (0.9, 1.0)),
         ("betas", (-0.1, 0.999)),
@@ -634,7 +636,7 @@ def test_optimizer_of_a_plain_model() -> None:
     ],
 )
 def test_bad_hyperparameters(name: str, value: Any) -> None:
-    match = re.escape(f"{name}={value} is out of range: betas lie in [0, 1), the others are 0 or more")
+    match = re.escape(f"{name}={value} is out of range: betas are two numbers in [0, 1), the others are")
     with wrapped() as model:
         with pytest.raises(ValueError, match=match):
             streamer.AdamW(model.parameters(), **{name: value})
@@ -722,10 +724,21 @@ def test_weights_written_while_their_update_runs_are_not_lost() -> None:
         with torch.no_grad():
             for block in model.blocks:
                 block.weight.zero_()
-        try:
+        with pytest.raises(RuntimeError, match=r"weights of 'blocks.0' were written.*streamer.synchronize"):
             model(X)
-            streamer.synchronize(model)
-        except (RuntimeError, ValueError) as error:
-            assert "streamer.synchronize" in str(error)
-            return
-        assert not any(block.weight.any() for block in model.blocks)
+
+
+def test_weights_written_after_synchronize_count() -> None:
+    with wrapped(backend=ThreadBackend(delays={Lane.HOST: lambda: 0.01})) as model:
+        optimizer = streamer.AdamW(model.parameters(), lr=0.1)
+        model(X).sum().backward()
+        optimizer.step()
+        streamer.synchronize(model)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        assert not model(X).any()
+        model(X).sum().backward()
+        optimizer.step()
+        streamer.synchronize(model)
+        assert all(param.any() for param in model.parameters())

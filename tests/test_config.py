@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from streamer.app.config import (
     Config,
@@ -345,3 +346,13 @@ def test_a_factory_that_is_not_there_is_named(user_module: str, spec: str, messa
 def test_an_import_that_fails_inside_the_users_module_is_the_modules_own_error(user_module: str) -> None:
     with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
         import_factory("needs_more:Tiny")
+
+
+@pytest.mark.parametrize("file", sorted((Path(__file__).parent.parent / "configs").glob("*.toml")), ids=str)
+def test_a_config_of_the_project_builds_its_model(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(file.parent.parent)
+    config = load_config(file)
+    with torch.device("meta"):
+        model = import_factory(config.model.factory)(**config.model.args)
+    assert isinstance(model.get_submodule(config.stream.layers), torch.nn.ModuleList)
+    assert model(torch.zeros(1, config.data.context, dtype=torch.long, device="meta")).dim() == 3

@@ -64,6 +64,11 @@ def test_without_either_kind_of_wait_the_result_is_wrong(
     monkeypatch: pytest.MonkeyPatch, dropped: str, slow: Lane
 ) -> None:
     monkeypatch.setattr(streamer.engine.executor, "Hazards", partial(Hazards, **{dropped: False}))
-    actual = disturbed("recompute", {slow: always(0.02)}, num_slots=1)
+    try:
+        actual = disturbed("recompute", {slow: always(0.02)}, num_slots=1)
+    except RuntimeError as error:
+        # autograd itself may notice that a weight was written under it
+        assert "modified by an inplace operation" in str(error)
+        return
     with pytest.raises(AssertionError):
         assert_same(actual, undisturbed("recompute"))

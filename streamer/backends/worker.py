@@ -46,19 +46,30 @@ class Worker:
     def __init__(self, lane: Lane, *, delay: Callable[[], float] | None = None) -> None:
         self.lane = lane
         self._delay = delay
+        self._lock = threading.Lock()
+        self._closed = False
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"streamer-{lane.value}", daemon=True)
         self._thread.start()
 
     def submit(self, work: Callable[[], object], waits: Sequence[Event]) -> HostEvent:
-        """Queue ``work``; the returned event is done when it has run."""
+        """Queue ``work``; the returned event is done when it has run. Raises RuntimeError once closed."""
         done = HostEvent(self.lane)
-        self._tasks.put((work, waits, done))
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(
+                    f"the {self.lane.name} lane is closed: its model was unwrapped, so what was made for the "
+                    "wrapped model (an optimizer, a graph) is of no more use"
+                )
+            self._tasks.put((work, waits, done))
         return done
 
     def close(self) -> None:
         """End the thread after what is queued. May be called again."""
-        self._tasks.put(None)
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._tasks.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 

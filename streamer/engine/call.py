@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from streamer.engine.tree import Rebuild, flatten
+from streamer.engine.tree import Rebuild, fingerprint, flatten
 from streamer.engine.unit import Unit
 
 Tensors = Sequence[torch.Tensor]
@@ -28,13 +28,33 @@ class Call:
         """Run it with ``leaves``, which are views of the slot ``weights``, as parameters.
 
         Returns the tensors of the result and what puts the result together. None of them aliases the
-        slot, which will soon hold another layer.
+        slot, which will soon hold another layer. Raises ValueError if the layer changes its arguments.
         """
         args, kwargs = self.rebuild(inputs)
-        with self.unit.using(leaves):
-            result = self.forward(*args, **kwargs)
-        outputs, rebuild = flatten(result)
-        return [out.clone() if aliases(out, weights) else out for out in outputs], rebuild
+        before = fingerprint((args, kwargs))
+        try:
+            with self.unit.using(leaves):
+                result = self.forward(*args, **kwargs)
+        except RuntimeError as error:
+            # autograd's own refusal, where the graph is built in forward, names no layer
+            if "in-place operation" in str(error):
+                raise self._changes_its_arguments() from error
+            raise
+        if fingerprint((args, kwargs)) != before:
+            raise self._changes_its_arguments()
+        return flatten(without_aliases(result, weights))
+
+    def _changes_its_arguments(self) -> ValueError:
+        return ValueError(
+            f"layer '{self.unit.name}' changes what it is given (a tensor in place, or a list or a cache "
+            "among its arguments), so it cannot run again in backward: let it return the new value"
+        )
+
+
+def without_aliases(result: Any, weights: torch.Tensor) -> Any:
+    """``result`` with copies of the tensors in it that are views of the slot ``weights``."""
+    outputs, rebuild = flatten(result)
+    return rebuild([out.clone() if aliases(out, weights) else out for out in outputs])
 
 
 def aliases(tensor: torch.Tensor, buffer: torch.Tensor) -> bool:

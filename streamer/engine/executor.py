@@ -57,7 +57,14 @@ class Executor:
         """Make the root unit's weights on the device those of the last update, before they are read."""
         if not self._root_ready:
             self.issuer.issue(ops.root_forward(), lambda: None)
+            self.weights.in_flight.discard(ROOT)
             self._root_ready = True
+
+    def synchronize(self) -> None:
+        """Block the caller until every copy and update is done."""
+        self.weights.refresh()
+        self.issuer.synchronize()
+        self.weights.in_flight.clear()
 
     def forward(self, unit: Unit, work: Callable[[torch.Tensor], T], phase: Phase) -> T:
         """Run ``work`` on the slot (flat uint8) that holds ``unit``'s weights."""

@@ -75,7 +75,7 @@ class Gradients:
             view = slice.view(buffer)
             if param.grad.data_ptr() != view.data_ptr():
                 if unit.index != ROOT:
-                    self._issuer.wait((ops.gradient(unit.index),))
+                    self._issuer.wait((ops.gradient(unit.index),), to_write=True)
                 view.copy_(param.grad.to_dense() if param.grad.is_sparse else param.grad)
                 param.grad = view
 
@@ -88,7 +88,7 @@ class Gradients:
         """Apply `scale` to the gradients that are held: others, unscaled, are about to be added to them."""
         if self.scale != 1.0:
             scale = self.take_scale()
-            self._issuer.wait(ops.gradient(unit.index) for unit in self._units)
+            self._issuer.wait((ops.gradient(unit.index) for unit in self._units), to_write=True)
             for unit in (*self._units, self._root):
                 for param in unit.params:
                     if param.grad is not None:

@@ -50,9 +50,9 @@ class Issuer:
             raise errors.pop()
         return results.pop()
 
-    def wait(self, resources: Iterable[Resource]) -> None:
-        """Block the caller until its own thread may read ``resources``."""
-        self.issue(ops.sync(tuple(resources)), lambda: None).wait()
+    def wait(self, resources: Iterable[Resource], *, to_write: bool = False) -> None:
+        """Block the caller until its own thread may read (or write) ``resources``."""
+        self.issue(ops.sync(tuple(resources), to_write=to_write), lambda: None).wait()
 
     def synchronize(self) -> None:
         """Block the caller until everything that was submitted is done."""

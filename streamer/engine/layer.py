@@ -10,11 +10,11 @@ from torch.autograd.function import once_differentiable
 
 from streamer.engine.activations import POLICIES, Visit
 from streamer.engine.ambient import Autocast
-from streamer.engine.call import Call
+from streamer.engine.call import Call, without_aliases
 from streamer.engine.executor import Executor
 from streamer.engine.kvcache import without_caches
 from streamer.engine.order import Phase
-from streamer.engine.tree import fingerprint, flatten
+from streamer.engine.tree import flatten
 from streamer.engine.unit import Unit
 
 
@@ -34,28 +34,22 @@ class StreamedLayer:
         inputs, rebuild = flatten((args, kwargs))
         if not any(tensor.requires_grad for tensor in (*inputs, *self._unit.params)):
             return self._infer(args, kwargs)
-        before = fingerprint((args, kwargs))
         visit = self._policy(self._executor, Call(self._unit, self.plain_forward, rebuild))
         # without an input that needs a gradient autograd would leave the layer out of the graph
         anchor = torch.empty(0, device=self._executor.backend.device, requires_grad=True)
         results: list[Any] = []
         outputs = _Layer.apply(visit, results, anchor, *inputs)  # type: ignore[no-untyped-call]
-        if fingerprint((args, kwargs)) != before:
-            raise ValueError(
-                f"layer '{self._unit.name}' changes what it is given (a tensor in place, or a list or a "
-                "cache among its arguments), so it cannot run again in backward: let it return the new value"
-            )
         return results.pop()(outputs)
 
     def _infer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        inputs, rebuild = flatten((args, kwargs))
-        call = Call(self._unit, self.plain_forward, rebuild)
+        """Run the layer without a graph, on the very objects it was given: it may write into a cache."""
 
         def work(weights: torch.Tensor) -> Any:
-            with Autocast.now(self._executor.backend.device).uncached():
-                outputs, rebuild_result = call.run(weights, self._unit.leaves(weights), inputs)
-            return rebuild_result(outputs)
+            with Autocast.now(self._executor.backend.device).uncached(), self._unit.using(leaves_of(weights)):
+                result = self.plain_forward(*args, **kwargs)
+            return without_aliases(result, weights)
 
+        leaves_of = self._unit.leaves
         return self._executor.forward(self._unit, work, Phase.INFERENCE)
 
 

@@ -168,6 +168,6 @@ def step(unit: int, nbytes: int) -> Op:
     return Op(OpKind.STEP, unit, None, (gradient(unit),), (shard(unit),), nbytes)
 
 
-def sync(resources: tuple[Resource, ...]) -> Op:
-    """Wait until ``resources`` may be read by the caller's thread."""
-    return Op(OpKind.SYNC, ROOT, None, resources)
+def sync(resources: tuple[Resource, ...], *, to_write: bool = False) -> Op:
+    """Wait until ``resources`` may be read, or written, by the caller's thread."""
+    return Op(OpKind.SYNC, ROOT, None, resources, resources if to_write else ())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -42,23 +43,35 @@ def flatten(value: object) -> tuple[list[torch.Tensor], Rebuild]:
     return tensors, rebuild
 
 
-def fingerprint(value: object, depth: int = 4) -> list[tuple[int, int]]:
+def fingerprint(value: object) -> list[tuple[int, int]]:
     """Identity and version of every tensor that can be reached from ``value``.
 
     Two fingerprints of a value differ if a tensor in it was written in place, or if one was added,
     removed or exchanged, also inside objects that `flatten` does not look into.
     """
-    if isinstance(value, torch.Tensor):
-        return [(id(value), 0 if value.is_inference() else value._version)]
-    if depth == 0 or value is None or isinstance(value, str | int | float | torch.nn.Module):
-        return []
-    if isinstance(value, list | tuple):
-        children = list(value)
-    elif isinstance(value, dict):
-        children = list(value.values())
-    else:
-        children = list(getattr(value, "__dict__", {}).values())
-    return [mark for child in children for mark in fingerprint(child, depth - 1)]
+    marks: list[tuple[int, int]] = []
+    seen: set[int] = set()
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, torch.Tensor):
+            marks.append((id(item), 0 if item.is_inference() else item._version))
+        elif id(item) not in seen and not isinstance(item, _OPAQUE):
+            seen.add(id(item))
+            stack.extend(_children(item))
+    return marks
+
+
+#: What holds no argument tensors, or far too many other things.
+_OPAQUE = (str, bytes, int, float, complex, type(None), type, ModuleType, FunctionType, torch.nn.Module)
+
+
+def _children(value: object) -> Iterable[object]:
+    if isinstance(value, list | tuple | set):
+        return value
+    if isinstance(value, dict):
+        return list(value.values())
+    return list(getattr(value, "__dict__", {}).values())
 
 
 def _map(function: Callable[[Any], object], value: Any) -> Any:

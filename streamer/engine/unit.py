@@ -72,11 +72,11 @@ class Unit:
         """Let the unit's modules see ``leaves`` in place of their parameters."""
         for param, owners in zip(self.params, self.owners, strict=True):
             for module, name in owners:
-                if module._parameters[name] is not param:
+                if module._parameters.get(name) is not param:
                     raise ValueError(
                         f"parameter '{name}' of a {type(module).__name__} in layer '{self.name}' was "
-                        "replaced after streamer.wrap: write into it (param.copy_ under torch.no_grad), or "
-                        "unwrap first"
+                        "replaced or removed after streamer.wrap: write into it (param.copy_ under "
+                        "torch.no_grad), or unwrap first"
                     )
         try:
             self._register(leaves)

@@ -33,6 +33,8 @@ class Weights:
         self._store = store
         self._order = Order(range(len(units)))
         self._busy: set[int] = set()
+        #: units whose update was issued and that nobody has waited for since
+        self.in_flight: set[int] = set()
         self._written = {unit.index: unit.written() for unit in (*units, root)}
 
     @contextmanager
@@ -42,6 +44,7 @@ class Weights:
         self._refresh_layer(unit)
         self._order.visit(visit)
         slot = self._unshard(unit)
+        self.in_flight.discard(unit.index)
         self._busy.add(slot)
         try:
             self.prefetch()
@@ -66,6 +69,7 @@ class Weights:
         # for autograd the weights are written here, as by any optimizer
         torch.autograd.graph.increment_version(unit.params)
         self._written[unit.index] = unit.written()
+        self.in_flight.add(unit.index)
         if unit.index == ROOT:
             self.unshard_root()
         else:
@@ -84,20 +88,28 @@ class Weights:
         for unit in self._units:
             self._refresh_layer(unit)
         if self._root.written() != self._written[ROOT]:
-            self._issuer.wait((ops.weight_slot(ROOT), ops.shard(ROOT)))
+            self._issuer.wait((ops.weight_slot(ROOT), ops.shard(ROOT)), to_write=True)
             self._store.shards[ROOT].weight.copy_(self.root_buffer)
             self._rebase(self._root)
 
     def _refresh_layer(self, unit: Unit) -> None:
         if unit.written() != self._written[unit.index]:
-            self._issuer.wait((ops.shard(unit.index),))
+            self._issuer.wait((ops.shard(unit.index),), to_write=True)
             self._rebase(unit)
             self._reshard(unit.index)
 
     def _rebase(self, unit: Unit) -> None:
+        """Make the masters of ``unit`` equal to the weights that the user has written."""
+        self._written[unit.index] = unit.written()
+        if unit.index in self.in_flight:
+            # said once for all units; then the weights are what the updates leave
+            self._written |= {u.index: u.written() for u in (*self._units, self._root)}
+            raise RuntimeError(
+                f"weights of '{unit.name}' were written while their update was still running, and are lost: "
+                "call streamer.synchronize(model) between optimizer.step() and writing weights"
+            )
         for slice in unit.layout.slices:
             self._store.shards[unit.index].rebase(slice)
-        self._written[unit.index] = unit.written()
 
     def _unshard(self, unit: Unit) -> int:
         slot = self.slots.find(unit.index)
