@@ -117,16 +117,18 @@ def unwrap(model: M) -> M:
     # copies to the device may have failed without harm to what is here
     executor.issuer.wait(ops.shard(unit.index) for unit in (*executor.units, executor.root))
     executor.weights.refresh()
+    virtual = executor.backend.device.type == "meta"
     for unit in (*executor.units, executor.root):
         shard = executor.shard(unit)
         for slice, param in zip(unit.layout.slices, unit.params, strict=True):
             param.grad = None
-            exact = executor.backend.on_host(partial(shard.exact, slice))
-            param.data = exact.to(handle.plain_dtypes[param])
+            if not virtual:
+                param.data = executor.backend.on_host(partial(shard.exact, slice))
+            param.data = param.data.to(handle.plain_dtypes[param])
             del param.__dict__[HOME]
         for owner, name in unit.buffer_owners:
             if (buffer := owner._buffers[name]) is not None:
-                owner._buffers[name] = buffer.cpu()
+                owner._buffers[name] = buffer if virtual else buffer.cpu()
         if unit is not executor.root:
             del unit.module.__dict__["forward"]
     handle.take_off()
