@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
 from collections.abc import Sequence
 
@@ -20,13 +22,16 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code: 0, 2 after an error that the user can mend, 130 after Ctrl-C."""
     arguments = _parser().parse_args(argv)
+    # OpenMP's threads spin while they wait, which takes the cores from the lanes' own threads; it is read
+    # when torch is imported
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # torch and numba take seconds to import, which --help need not wait for
     from streamer.app.config import ConfigError, load_config
     from streamer.app.train import train
 
     overrides = list(arguments.set)
     if arguments.data:
-        overrides.append(f"data.paths={arguments.data!r}")
+        overrides.append(f"data.paths={json.dumps(arguments.data, ensure_ascii=False)}")
     try:
         train(load_config(arguments.config, overrides))
     except ConfigError as error:
@@ -66,3 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         help="override a key of the config; the value is TOML",
     )
     return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

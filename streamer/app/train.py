@@ -34,6 +34,14 @@ def train(config: Config) -> Summary:
     data = load_bytes(config.data.paths, val_fraction=config.data.val_fraction)
     torch.manual_seed(config.run.seed)
     model = _build(config)
+    try:
+        return _train(config, model, data)
+    finally:
+        streamer.unwrap(model)
+
+
+def _train(config: Config, model: nn.Module, data: ByteData) -> Summary:
+    """Train the wrapped ``model``; see `train`."""
     optimizer = streamer.AdamW(
         model.parameters(),
         lr=config.optimizer.lr,
@@ -45,8 +53,7 @@ def train(config: Config) -> Summary:
     directory = _run_directory(config)
     _print_beginning(config, model, data, directory)
     with (directory / "metrics.jsonl").open("w") as metrics:
-        run = _Run(config, model, optimizer, schedule, data, metrics)
-        summary = run.train()
+        summary = _Run(config, model, optimizer, schedule, data, metrics).train()
     streamer.save_trace(model, directory / "trace.json")
     (directory / "summary.json").write_text(json.dumps(summary.as_json(), indent=2) + "\n")
     if config.run.sample_tokens:

@@ -1,0 +1,162 @@
+"""The command `streamer train`, run as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import streamer
+from streamer.app.cli import main
+from streamer.app.config import load_config
+
+CONFIG = """
+[run]
+name = "tiny"
+steps = 6
+eval_every = 3
+eval_batches = 1
+sample_tokens = 8
+out = "{out}"
+[model]
+factory = "models.gpt2:GPT"
+args = {{ vocab_size = 256, block_size = 16, n_layer = 3, n_head = 2, n_embd = 16 }}
+[data]
+context = 16
+batch_size = 4
+paths = ["{text}"]
+[stream]
+layers = "transformer.h"
+device = "cpu"
+[optimizer]
+lr = 1e-2
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(Path(__file__).parent.parent)
+    text = tmp_path / "text"
+    text.mkdir()
+    for name in "abc":
+        (text / name).write_text("to be or not to be, that is the question\n" * 40)
+    path = tmp_path / "tiny.toml"
+    path.write_text(CONFIG.format(out=tmp_path / "runs", text=text))
+    return path
+
+
+def test_a_run_leaves_its_files_and_prints_its_table(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(config), "--set", "run.steps=8"]) == 0
+    run = tmp_path / "runs" / "tiny"
+    assert load_config(run / "config.toml") == load_config(config, ["run.steps=8"])
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 9))
+    assert [line["step"] for line in lines if "val_loss" in line] == [0, 3, 6, 8]
+    trace = json.loads((run / "trace.json").read_text())
+    rows = [event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"]
+    assert rows == ["COMPUTE", "H2D", "D2H", "HOST"]
+    assert {event["tid"] for event in trace["traceEvents"] if event["ph"] == "X"} == {0, 1, 2, 3}
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["last_val_loss"] < summary["first_val_loss"]
+    printed = capsys.readouterr().out
+    for words in (
+        "byte frequencies alone give",
+        "the device (cpu) holds 2 layers at a time",
+        "A sample, after the first 64 bytes",
+        f"parameters                {summary['parameters']:,}",
+        "host bytes per parameter  16.",
+        "peak on the device",
+        "exposed s",
+    ):
+        assert words in printed
+
+
+def test_the_same_run_again_gives_the_same_losses(config: Path, tmp_path: Path) -> None:
+    losses = []
+    for _ in range(2):
+        assert main(["train", str(config)]) == 0
+        metrics = (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line).get("loss") for line in metrics])
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "no/such/file"], "no/such/file: no such file or folder"),
+        (["--set", "run.stepz=1"], "unknown key 'stepz' in [run]; did you mean 'steps'?"),
+        (
+            ["--set", "stream.layers='transformer.g'"],
+            "[stream]: layers='transformer.g': there is no such module.",
+        ),
+        (["--set", "stream.activations='keeep'"], "[stream]: activations='keeep' is unknown: use one of"),
+        (["--set", "model.args.n_layers=3"], "model.factory models.gpt2:GPT with these args: "),
+        (
+            ["--set", "model.factory='json:loads'", "--set", "model.args={s='1'}"],
+            "it returns a int, not an nn.Module",
+        ),
+        (["--set", "data.context=4000"], "split has"),
+    ],
+)
+def test_mistakes_end_in_one_line_and_exit_code_2(
+    config: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(config), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("streamer: ")
+    assert error.count("\n") == 1
+    assert message in error
+
+
+def test_too_little_memory_is_one_line_with_both_sides(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("streamer.backends.thread.ThreadBackend.host_available", lambda self: 1000)
+    assert main(["train", str(config)]) == 2
+    error = capsys.readouterr().err
+    assert "not enough memory: the device needs" in error
+    assert "and has 1000 bytes" in error
+    assert error.count("\n") == 1
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for option, words in (
+        ("--version", f"streamer {streamer.__version__}"),
+        ("--help", "streamer train configs/"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main([option])
+        assert ended.value.code == 0
+        assert words in capsys.readouterr().out
+
+
+def test_ctrl_c_ends_the_command_with_its_metrics_on_disk(config: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "streamer.app.cli", "train", str(config), "--set", "run.steps=100000"]
+    child = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
+    )
+    metrics = tmp_path / "runs" / "tiny" / "metrics.jsonl"
+    try:
+        while child.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") > 5):
+            pass
+        child.send_signal(signal.SIGINT)
+        _, stderr = child.communicate(timeout=30)
+    finally:
+        child.kill()
+    assert child.returncode == 130
+    assert "streamer: interrupted" in stderr
+    assert "Traceback" not in stderr
+    assert json.loads(metrics.read_text().splitlines()[4])["step"] > 0
+
+
+def test_the_demos_config_is_valid() -> None:
+    path = Path(__file__).parent.parent / "configs" / "gpt2-demo.toml"
+    assert load_config(path).stream.num_slots == 2
+    assert tomllib.loads(path.read_text())["model"]["args"]["n_layer"] == 8
