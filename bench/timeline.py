@@ -2,7 +2,13 @@
 
     python bench/timeline.py runs/gpt2-demo/trace.json timeline.png --steps 2
 
-Reads the Chrome trace that `streamer train` writes; needs matplotlib (the extra [plot]).
+Reads the Chrome trace that `streamer train` writes; needs matplotlib (the extra [plot]). The picture in the
+README is of layers wide enough for their copies to be seen:
+
+    streamer train configs/gpt2-demo.toml --set 'run.name="wide"' --set run.steps=6 --set run.sample_tokens=0 \\
+        --set model.args.n_embd=1024 --set model.args.n_head=16 --set data.batch_size=2 \\
+        --set optimizer.lr=1e-4 --set optimizer.warmup_steps=0
+    python bench/timeline.py runs/wide/trace.json bench/results/timeline.png
 """
 
 from __future__ import annotations
@@ -67,8 +73,9 @@ def draw(trace: Path, picture: Path, *, steps: int) -> None:
             left=(event["ts"] - begin) / 1e3,
             height=0.5 if waiting else 0.8,
             color=WAITING if waiting else COLOURS[kind][0],
-            edgecolor="white",
-            linewidth=0.3,
+            # an edge would hide an op that is shorter than a pixel
+            edgecolor="white" if event["dur"] > (end - begin) / 500 else None,
+            linewidth=0.3 if event["dur"] > (end - begin) / 500 else 0,
         )
     axes.set_yticks([order[tid] for tid in rows], list(rows.values()))
     axes.set_xlim(0, (end - begin) / 1e3)

@@ -62,11 +62,13 @@ class Summary:
 
 def summary_table(summary: Summary) -> str:
     """The summary as a table for the terminal."""
-    share = summary.device_bytes_peak / summary.weight_bytes
+    # a plain optimizer's two fp32 moments stand beside the weights and their gradients
+    resident = 2 * summary.weight_bytes + 8 * summary.parameters
     rows = [
         ("parameters", f"{summary.parameters:,}"),
         ("weights", amount(summary.weight_bytes)),
-        ("peak on the device", f"{amount(summary.device_bytes_peak)} ({share:.2f} of the weights)"),
+        ("peak on the device", f"{amount(summary.device_bytes_peak)} with the layers' saved inputs"),
+        ("all of it there would be", f"{amount(resident)} before any activation"),
         ("host bytes per parameter", f"{summary.host_bytes_per_parameter:.2f}"),
         ("tokens/s", f"{summary.tokens_per_second:,.0f}"),
         ("validation loss before", f"{summary.first_val_loss:.3f} nats per token"),
