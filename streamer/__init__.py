@@ -1,8 +1,8 @@
 """Train transformers that do not fit on the GPU: `wrap` a model, train it with `AdamW` in a plain loop."""
 
 from streamer.clip import clip_grad_norm_
+from streamer.observe import Stats, save_trace, stats, synchronize
 from streamer.optim import AdamW
-from streamer.stats import Stats, save_trace, stats, synchronize
 from streamer.version import __version__
 from streamer.wrapping import unwrap, wrap
 

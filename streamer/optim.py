@@ -68,7 +68,8 @@ class AdamW(torch.optim.Optimizer):
                 if param.grad is None:
                     continue
                 home = _home(param)
-                home.unit.written()  # raises for one that was frozen
+                if not home.slice.param.trainable:
+                    home.unit.written()  # says that there is no room for it
                 state = self.state[param]
                 if not state:
                     state.update(step=torch.tensor(0.0), **self._moments(home))

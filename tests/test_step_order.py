@@ -151,6 +151,35 @@ def test_a_parameter_that_is_not_used_has_no_gradient_and_is_not_updated() -> No
     assert {name.split(".")[1] for name in with_gradient if name.startswith("layers")} == {"0", "2"}
 
 
+class EncoderDecoder(nn.Module):
+    """Two lists: every layer of the second looks at the output of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCAB, 16)
+        self.encoder = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.decoder = nn.ModuleList(nn.Bilinear(16, 16, 16) for _ in range(2))
+        self.head = nn.Linear(16, VOCAB)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        memory = hidden = self.embed(tokens)
+        for layer in self.encoder:
+            memory = memory + torch.tanh(layer(memory))
+        for layer in self.decoder:
+            hidden = hidden + torch.tanh(layer(hidden, memory))
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_two_lists_of_layers(activations: str, issued: list[str]) -> None:
+    expected = train_plain(EncoderDecoder(), steps=6)
+    actual = train_streamed(EncoderDecoder(), steps=6, layers=["encoder", "decoder"], activations=activations)
+    assert_parity(actual, expected)
+    forwards = [op.partition("@")[0] for op in issued if op.partition("@")[0] in {f"{i}F" for i in range(5)}]
+    assert forwards == ["0F", "1F", "2F", "3F", "4F"] * 6
+
+
 def test_prefetch_misses_only_before_the_order_is_known() -> None:
     with streamed(gpt(6), layers="transformer.h") as model:
         optimizer = streamer.AdamW(model.parameters())

@@ -77,7 +77,9 @@ class _Run:
         """All steps, with validation before, during and after."""
         run, batch = self.config.run, self.config.data
         crops = torch.Generator().manual_seed(run.seed)
+        unigram = self.data.unigram_entropy()
         val_loss = first_val_loss = self._validate(0)
+        print(f"step {0:5d}: validation loss {val_loss:.3f} (byte frequencies alone: {unigram:.3f})")
         seconds: list[float] = []
         # a log file needs a line now and then, a terminal wants to be alive
         interval = 0.2 if sys.stderr.isatty() else 10.0
@@ -102,7 +104,8 @@ class _Run:
                 bar.update()
                 if step % run.eval_every == 0 or step == run.steps:
                     val_loss = self._validate(step)
-                    bar.write(f"step {step:5d}: validation loss {val_loss:.3f}")
+                    line = f"step {step:5d}: validation loss {val_loss:.3f}"
+                    bar.write(f"{line} (byte frequencies alone: {unigram:.3f})")
         # the first steps compile the update's kernels
         steady = sorted(seconds[len(seconds) // 10 :])
         return Summary.of(
@@ -110,7 +113,7 @@ class _Run:
             tokens_per_second=batch.batch_size * batch.context / steady[len(steady) // 2],
             first_val_loss=first_val_loss,
             last_val_loss=val_loss,
-            unigram_loss=self.data.unigram_entropy(),
+            unigram_loss=unigram,
         )
 
     def _step(self, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[float, float]:
