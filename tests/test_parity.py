@@ -251,6 +251,50 @@ def test_inference_equals_the_plain_model_and_does_not_disturb_training() -> Non
     assert_same(actual, train_streamed(gpt(), layers="transformer.h", max_norm=0.5))
 
 
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_switching_to_eval_before_backward_changes_nothing(activations: str) -> None:
+    def gradients(model: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        loss = language_loss(model, 0)
+        model.eval()
+        loss.backward()
+        assert not any(module.training for module in model.modules())
+        return [param.grad.clone() for param in model.parameters() if param.grad is not None]
+
+    expected = gradients(copy.deepcopy(gpt()))
+    with streamed(gpt(), activations=activations) as model:
+        actual = gradients(model)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(actual, expected, strict=True))
+
+
+class BatchNormStack(nn.Module):
+    """Layers whose buffers the forward updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh()) for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_running_statistics_are_updated_once() -> None:
+    def loss(model: nn.Module, step: int) -> torch.Tensor:
+        x = torch.randn(32, 8, generator=torch.Generator().manual_seed(step))
+        return model(x).square().mean()
+
+    expected = train_plain(BatchNormStack(), loss_of=loss, steps=4)
+    for activations in ("recompute", "keep"):
+        assert_parity(
+            train_streamed(BatchNormStack(), loss_of=loss, steps=4, activations=activations), expected
+        )
+
+
 def test_autocast_gives_the_plain_result() -> None:
     def loss(model: nn.Module, step: int) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):

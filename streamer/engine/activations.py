@@ -65,8 +65,8 @@ class Visit(abc.ABC):
 
     def forward(self, inputs: Tensors) -> Outputs:
         """The layer's output tensors, and what puts its result together from them."""
-        work = self.first_run
-        return self.executor.forward(self.call.unit, lambda weights: work(weights, inputs), Phase.FORWARD)
+        unit = self.call.unit
+        return self.executor.forward(unit, lambda weights: self.first_run(weights, inputs), Phase.FORWARD)
 
     def backward(
         self, inputs: Tensors, gradients: Sequence[torch.Tensor | None]
@@ -81,8 +81,6 @@ class Visit(abc.ABC):
         input_gradients: list[torch.Tensor | None] = []
 
         def work(weights: torch.Tensor, gradient: torch.Tensor) -> list[bool]:
-            if self.executor.backend.poison:
-                gradient.fill_(255)
             graph = self.graph(weights, inputs)
             used = _backpropagate(unit, graph, gradients, into=gradient)
             if not _graph_is_retained():
@@ -104,6 +102,7 @@ class Recompute(Visit):
     def first_run(self, weights: torch.Tensor, inputs: Tensors) -> Outputs:
         unit = self.call.unit
         self._ambient = Ambient.now(self.executor.backend.device)
+        self._modes = unit.modes()
         versions = [buffer._version for buffer in unit.buffers()]
         with self._ambient.autocast.uncached():
             outputs = self.call.run(weights, unit.leaves(weights), inputs)
@@ -115,7 +114,12 @@ class Recompute(Visit):
         unit = self.call.unit
         leaves = unit.leaves(weights)
         inner = _detached(inputs)
-        with self._ambient.again(), torch.enable_grad(), unit.buffers_restored(self._wrote_buffers):
+        with (
+            self._ambient.again(),
+            unit.in_modes(self._modes),
+            unit.buffers_restored(self._wrote_buffers),
+            torch.enable_grad(),
+        ):
             outputs, _ = self.call.run(weights, leaves, inner)
         return Graph(inner, leaves, outputs)
 

@@ -86,9 +86,13 @@ class Executor:
         with self.weights.visited(unit, Visit(unit.index, Phase.BACKWARD)) as slot:
             buffer = self.weights.slots.buffers[slot]
             op = ops.backward(unit.index, slot, into)
-            used = self.issuer.compute(op, lambda: work(buffer, gradient))
+            used = self.issuer.compute(op, lambda: work(buffer, self._poisoned(gradient)))
             if into is not None and any(used):
                 self.gradients.offload(unit, into, used)
+
+    def _poisoned(self, gradient: torch.Tensor) -> torch.Tensor:
+        # bytes of ones are NaN in every floating-point format
+        return gradient.fill_(255) if self.backend.poison else gradient
 
     def step(self, updates: Mapping[int, tuple[Callable[[], None], int]]) -> None:
         """Queue updates of host shards: by unit, what updates it and the bytes of memory that this moves.

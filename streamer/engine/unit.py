@@ -55,6 +55,24 @@ class Unit:
         """The unit's buffers (running statistics, masks), which stay on the device."""
         return [buffer for owner, name in self.buffer_owners if (buffer := owner._buffers[name]) is not None]
 
+    def modes(self) -> tuple[bool, ...]:
+        """Which of the unit's modules are in training mode."""
+        return tuple(module.training for module in self.module.modules())
+
+    @contextmanager
+    def in_modes(self, modes: Sequence[bool]) -> Iterator[None]:
+        """Run the block in the training and evaluation modes of another moment."""
+        now = self.modes()
+        try:
+            self._set_modes(modes)
+            yield
+        finally:
+            self._set_modes(now)
+
+    def _set_modes(self, modes: Sequence[bool]) -> None:
+        for module, training in zip(self.module.modules(), modes, strict=True):
+            module.training = training
+
     @contextmanager
     def buffers_restored(self, wanted: bool) -> Iterator[None]:
         """Where ``wanted``, undo what the block does to buffers: a forward run again must not count twice."""
