@@ -123,12 +123,13 @@ class AdamW(torch.optim.Optimizer):
         return {purpose: home.slice.state(state[purpose]) for purpose in (EXP_AVG, EXP_AVG_SQ)}
 
     def _queue(self, executor: Executor, runs: dict[int, list[Run]]) -> None:
-        scale = executor.gradients.take_scale()
+        # first of all: a gradient that is put in place ends what is still to be scaled
+        executor.gradients.adopt_all()
         updates: dict[int, tuple[Callable[[], None], int]] = {}
         for unit in (executor.root, *executor.units):
             if unit.index in runs:
-                if unit is not executor.root:
-                    executor.gradients.adopt(unit)
+                # the root's gradients have been scaled already
+                scale = 1.0 if unit is executor.root else executor.gradients.scale
                 work = partial(update_shard, executor.shard(unit), runs[unit.index], scale)
                 updates[unit.index] = (work, update_bytes(runs[unit.index]))
         executor.step(updates)

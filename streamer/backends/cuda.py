@@ -18,6 +18,9 @@ from streamer.backends.base import Backend, Event, Lane, Span
 from streamer.backends.pinned import PinnedBlocks
 from streamer.backends.worker import Worker
 
+#: Seconds after which a clock's origin is set anew.
+ORIGIN_SECONDS = 10.0
+
 
 class CudaEvent(Event):
     """The end of work that was enqueued on a CUDA stream."""
@@ -27,7 +30,9 @@ class CudaEvent(Event):
         self.error: BaseException | None = None
         self._issued = threading.Event()
         self._clock = clock
+        self._end: torch.cuda.Event | None = None
         self._marks: tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event] | None = None
+        self._span: Span | None = None
 
     def enqueue(self, stream: torch.cuda.Stream, work: Callable[[], object], waits: Sequence[Event]) -> None:
         """Let ``stream`` wait for ``waits``, then run ``work`` with it as the current stream."""
@@ -44,7 +49,7 @@ class CudaEvent(Event):
                 start.record(stream)
                 work()
                 end.record(stream)
-                self._marks = (ready, start, end)
+                self._marks, self._end = (ready, start, end), end
         except BaseException as error:
             self.error = error
             raise
@@ -62,31 +67,49 @@ class CudaEvent(Event):
         return self.error is not None
 
     def span(self) -> Span | None:
-        if not self._issued.is_set() or self._marks is None or not self._marks[-1].query():
-            return None
-        ready, start, end = (self._clock.seconds(mark) for mark in self._marks)
-        return Span(ready, start, end)
+        if self._issued.is_set() and self._marks is not None and self._marks[-1].query():
+            # asked for again and again by whoever waited for this event
+            self._span, self._marks = self._clock.span(*self._marks), None
+        return self._span
 
     def _finished(self) -> torch.cuda.Event:
         self._issued.wait()
-        if self._marks is None:
-            assert self.error is not None, "an event without marks has failed"
+        if self._end is None:
+            assert self.error is not None, "an event that was issued without an end has failed"
             raise self.error
-        return self._marks[-1]
+        return self._end
 
 
 class CudaClock:
-    """CUDA events on the clock of ``time.perf_counter``, so that one trace holds streams and threads."""
+    """CUDA events on the clock of ``time.perf_counter``, so that one trace holds streams and threads.
+
+    CUDA gives the time between two events in fp32 milliseconds, which after an hour is no finer than a
+    quarter of one, and the two clocks drift apart; so the origin is never much more than `ORIGIN_SECONDS`
+    old.
+    """
 
     def __init__(self, device: torch.device) -> None:
+        # on a stream of its own, because setting it anew must not wait for the lanes
+        self._stream = torch.cuda.Stream(device)
+        self._set_origin()
+
+    def span(self, ready: torch.cuda.Event, start: torch.cuda.Event, end: torch.cuda.Event) -> Span:
+        """When the three, all of which have passed, did so."""
+        if time.perf_counter() - self._origin_seconds > ORIGIN_SECONDS:
+            self._set_origin()
+        return Span(self._seconds(ready), self._seconds(start), self._seconds(end))
+
+    def _seconds(self, mark: torch.cuda.Event) -> float:
+        after = float(self._origin.elapsed_time(mark))
+        # CUDA's manual promises no times below zero, so what passed before the origin is measured backwards
+        milliseconds = after if after > 0 else -float(mark.elapsed_time(self._origin))
+        return self._origin_seconds + milliseconds / 1e3
+
+    def _set_origin(self) -> None:
         self._origin = torch.cuda.Event(enable_timing=True)
-        self._origin.record(torch.cuda.current_stream(device))
+        self._origin.record(self._stream)
         self._origin.synchronize()
         self._origin_seconds = time.perf_counter()
-
-    def seconds(self, mark: torch.cuda.Event) -> float:
-        """When ``mark`` passed, in seconds."""
-        return self._origin_seconds + float(self._origin.elapsed_time(mark)) / 1e3
 
 
 class CudaBackend(Backend):
@@ -94,21 +117,32 @@ class CudaBackend(Backend):
 
     def __init__(self, device: torch.device, *, poison: bool = False) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
+        if index >= torch.cuda.device_count():
+            raise ValueError(
+                f"device='cuda:{index}' does not exist: PyTorch finds {torch.cuda.device_count()} CUDA "
+                "device(s) here, counted from 'cuda:0'"
+            )
         self.device = torch.device("cuda", index)
         self.poison = poison
         self._clock = CudaClock(self.device)
-        self._pinned = PinnedBlocks()
+        self._pinned = PinnedBlocks(self.device)
         self._streams = {lane: torch.cuda.Stream(self.device) for lane in (Lane.H2D, Lane.D2H)}
         self._workers = {lane: Worker(lane) for lane in (Lane.H2D, Lane.D2H, Lane.HOST)}
+        self._last_compute: tuple[torch.cuda.Stream, CudaEvent] | None = None
 
     def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
         if lane is Lane.HOST:
             return self._workers[lane].submit(work, waits)
         event = CudaEvent(lane, self._clock)
-        if lane is Lane.COMPUTE:
-            event.enqueue(torch.cuda.current_stream(self.device), work, waits)
-        else:
+        if lane is not Lane.COMPUTE:
             self._workers[lane].submit(lambda: event.enqueue(self._streams[lane], work, waits), ())
+            return event
+        stream = torch.cuda.current_stream(self.device)
+        if self._last_compute is not None and self._last_compute[0] != stream:
+            # the caller has gone over to another stream, and the lane must stay in order
+            waits = (self._last_compute[1], *waits)
+        event.enqueue(stream, work, waits)
+        self._last_compute = stream, event
         return event
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
@@ -121,7 +155,9 @@ class CudaBackend(Backend):
         return buffer
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
-        return self._pinned.allocate(nbytes)
+        # registering makes a context on the thread's current device, if there is none yet
+        with torch.cuda.device(self.device):
+            return self._pinned.allocate(nbytes)
 
     def device_available(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.device)
@@ -137,6 +173,8 @@ class CudaBackend(Backend):
     def close(self) -> None:
         for worker in self._workers.values():
             worker.close()
-        for stream in self._streams.values():
-            stream.synchronize()
-        self._pinned.close()
+        try:
+            # the slots' memory is about to be anybody's, and layers may have run on streams of the caller's
+            torch.cuda.synchronize(self.device)
+        finally:
+            self._pinned.close()

@@ -12,6 +12,7 @@ from streamer.engine import op as ops
 from streamer.engine.gradients import Gradients
 from streamer.engine.hazards import Hazards
 from streamer.engine.issuer import Issuer
+from streamer.engine.norms import Norms, sum_squares
 from streamer.engine.op import ROOT
 from streamer.engine.order import Phase, Visit
 from streamer.engine.saved import SavedBytes
@@ -49,6 +50,7 @@ class Executor:
         self.gradients = Gradients(self.issuer, units, root, store, num_slots=num_slots)
         #: autograd's id of the backward that waits for the gradients when it ends
         self.backward_task = -1
+        self.norms = Norms(self.issuer, units, root, store)
         self.saved = SavedBytes()
         self._root_ready = False
         self.weights.unshard_root()
@@ -86,13 +88,25 @@ class Executor:
         with self.weights.visited(unit, Visit(unit.index, Phase.BACKWARD)) as slot:
             buffer = self.weights.slots.buffers[slot]
             op = ops.backward(unit.index, slot, into)
-            used = self.issuer.compute(op, lambda: work(buffer, self._poisoned(gradient)))
+            used, squares = self.issuer.compute(op, lambda: self._measured(unit, work, buffer, gradient))
             if into is not None and any(used):
-                self.gradients.offload(unit, into, used)
+                if self.gradients.offload(unit, into, used):
+                    self.norms.keep(unit, squares)
+                else:
+                    self.norms.drop(unit)
 
-    def _poisoned(self, gradient: torch.Tensor) -> torch.Tensor:
-        # bytes of ones are NaN in every floating-point format
-        return gradient.fill_(255) if self.backend.poison else gradient
+    def _measured(
+        self,
+        unit: Unit,
+        work: Callable[[torch.Tensor, torch.Tensor], Sequence[bool]],
+        weights: torch.Tensor,
+        gradient: torch.Tensor,
+    ) -> tuple[Sequence[bool], torch.Tensor]:
+        if self.backend.poison:
+            # bytes of ones are NaN in every floating-point format
+            gradient.fill_(255)
+        used = work(weights, gradient)
+        return used, sum_squares(unit.layout, gradient, used)
 
     def step(self, updates: Mapping[int, tuple[Callable[[], None], int]]) -> None:
         """Queue updates of host shards: by unit, what updates it and the bytes of memory that this moves.

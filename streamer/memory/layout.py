@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,6 +80,19 @@ class Layout:
     def trainable(self) -> tuple[Slice, ...]:
         """The slices that have a gradient."""
         return tuple(slice for slice in self.slices if slice.param.trainable)
+
+    def runs(self, used: Sequence[bool]) -> list[tuple[torch.dtype, int, int]]:
+        """Stretches of the gradient buffer, as (dtype, first byte, end), that hold the ``used`` ones of
+        the trainable parameters and nothing else, neighbours without padding between them made one."""
+        runs: list[tuple[torch.dtype, int, int]] = []
+        for slice, is_used in zip(self.trainable, used, strict=True):
+            if not is_used or not slice.numel:
+                continue
+            start, stop = slice.offset, slice.offset + slice.nbytes
+            if runs and runs[-1][0] == slice.param.dtype and runs[-1][2] == start:
+                start = runs.pop()[1]
+            runs.append((slice.param.dtype, start, stop))
+        return runs
 
     @property
     def numel(self) -> int:

@@ -1,0 +1,178 @@
+"""`clip_grad_norm_` returns what PyTorch's does on the gradients as they are, whatever happened to them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+import streamer
+from models.gpt2 import GPT
+from streamer.backends.base import Event
+from streamer.engine.issuer import Issuer
+from streamer.engine.op import Op, OpKind
+from tests.reference import VOCAB, language_loss, streamed
+
+
+@cache
+def gpt() -> GPT:
+    torch.manual_seed(0)
+    # biases of 60, 20 and 80 elements leave padding between parameters
+    return GPT(vocab_size=VOCAB, block_size=16, n_layer=3, n_head=2, n_embd=20)
+
+
+def nothing(model: nn.Module) -> None:
+    pass
+
+
+def second_backward(model: nn.Module) -> None:
+    language_loss(model, 1).backward()
+
+
+def scaled_by_hand(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.transformer.h[1].mlp.c_fc.weight.grad.mul_(100)
+
+
+def dropped(model: nn.Module) -> None:
+    model.transformer.h[1].mlp.c_fc.weight.grad = None
+
+
+def replaced(model: nn.Module) -> None:
+    model.transformer.h[2].mlp.c_fc.weight.grad = torch.full((80, 20), 3.0)
+
+
+def root_scaled(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.lm_head.weight.grad.mul_(100)
+
+
+CHANGES: list[Callable[[nn.Module], None]] = [
+    nothing,
+    second_backward,
+    scaled_by_hand,
+    dropped,
+    replaced,
+    root_scaled,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_the_norm_is_that_of_the_gradients_as_they_are(
+    change: Callable[[nn.Module], None], num_slots: int
+) -> None:
+    with streamed(gpt(), layers="transformer.h", num_slots=num_slots) as model:
+        language_loss(model, 0).backward()
+        untouched = streamer.clip_grad_norm_(model, float("inf"))
+        change(model)
+        expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        actual = streamer.clip_grad_norm_(model, float("inf"))
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
+        assert (actual != untouched) == (change is not nothing)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_dtype(dtype: torch.dtype) -> None:
+    with streamed(gpt(), layers="transformer.h", dtype=dtype) as model:
+        for step in range(2):  # the second adds to the first, and its norm is taken on the host
+            language_loss(model, step).backward()
+            gradients = [p.grad.float() for p in model.parameters() if p.grad is not None]
+            expected = torch.nn.utils.get_total_norm(gradients)
+            torch.testing.assert_close(streamer.clip_grad_norm_(model, 1e9), expected, rtol=1e-6, atol=0)
+
+
+def test_it_passes_over_no_memory_where_nothing_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds: list[OpKind] = []
+    issue = Issuer.issue
+
+    def record(self: Issuer, op: Op, work: Callable[[], object]) -> Event:
+        kinds.append(op.kind)
+        return issue(self, op, work)
+
+    monkeypatch.setattr(Issuer, "issue", record)
+    with streamed(gpt(), layers="transformer.h") as model:
+        language_loss(model, 0).backward()
+        streamer.clip_grad_norm_(model, 1.0)
+        assert OpKind.NORM not in kinds
+        language_loss(model, 1).backward()
+        streamer.clip_grad_norm_(model, 1.0)
+        assert kinds.count(OpKind.NORM) == 3
+
+
+def test_clipping_twice_and_then_adding_is_what_pytorch_gives() -> None:
+    def gradients(model: nn.Module, clip: Callable[[float], torch.Tensor]) -> list[torch.Tensor]:
+        language_loss(model, 0).backward()
+        norms = [clip(1.0), clip(0.5)]
+        language_loss(model, 1).backward()
+        norms.append(clip(1e9))
+        return [*norms, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    reference = copy.deepcopy(gpt())
+    expected = gradients(reference, lambda norm: torch.nn.utils.clip_grad_norm_(reference.parameters(), norm))
+    with streamed(gpt(), layers="transformer.h") as model:
+        actual = gradients(model, lambda norm: streamer.clip_grad_norm_(model, norm))
+        for mine, theirs in zip(actual, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_clipping_reaches_every_optimizer_of_the_model() -> None:
+    def final(
+        model: nn.Module, kind: type[torch.optim.Optimizer], clip: Callable[[float], torch.Tensor]
+    ) -> None:
+        params = list(model.parameters())
+        # with this eps the size of a gradient matters to Adam
+        optimizers = [kind(params[i::2], lr=1e-2, eps=1.0) for i in range(2)]  # type: ignore[call-arg]
+        for step in range(3):
+            language_loss(model, step).backward()
+            clip(1e-2)
+            for optimizer in optimizers:
+                optimizer.step()
+            model.zero_grad()
+
+    reference = copy.deepcopy(gpt())
+    clip = torch.nn.utils.clip_grad_norm_
+    final(reference, torch.optim.AdamW, lambda norm: clip(reference.parameters(), norm))
+    with streamed(gpt(), layers="transformer.h") as model:
+        final(model, streamer.AdamW, lambda norm: streamer.clip_grad_norm_(model, norm))
+        actual = model.state_dict()
+        for name, weight in reference.state_dict().items():
+            torch.testing.assert_close(actual[name], weight, rtol=0, atol=1e-6, msg=name)
+
+
+def test_a_gradient_that_is_put_in_place_after_clipping_is_not_clipped() -> None:
+    def step(
+        model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[float], torch.Tensor]
+    ) -> None:
+        language_loss(model, 0).backward()
+        clip(1e-2)
+        weight = model.transformer.h[1].mlp.c_fc.weight
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+
+    reference = copy.deepcopy(gpt())
+    clip = torch.nn.utils.clip_grad_norm_
+    step(
+        reference,
+        torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1.0),
+        lambda norm: clip(reference.parameters(), norm),
+    )
+    with streamed(gpt(), layers="transformer.h") as model:
+        optimizer = streamer.AdamW(model.parameters(), lr=1e-2, eps=1.0)
+        step(model, optimizer, lambda norm: streamer.clip_grad_norm_(model, norm))
+        actual = model.state_dict()
+        for name, weight in reference.state_dict().items():
+            torch.testing.assert_close(actual[name], weight, rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_norm_that_is_not_finite(value: float) -> None:
+    with streamed(gpt(), layers="transformer.h") as model:
+        (language_loss(model, 0) * value).backward()
+        assert not torch.isfinite(streamer.clip_grad_norm_(model, 1.0))
+        with pytest.raises(RuntimeError, match=r"norm of the gradients is .*error_if_nonfinite=False"):
+            streamer.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
