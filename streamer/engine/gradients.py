@@ -100,13 +100,16 @@ class Gradients:
         An update does not settle it: as in PyTorch, gradients stay clipped until they are dropped.
         """
         scale, self.scale = self.scale, 1.0
-        if scale == 1.0:
-            return
-        self._issuer.wait((ops.gradient(unit.index) for unit in self._units), to_write=True)
-        for unit in self._units:
-            for view, param in self._views(unit):
-                if param.grad is not None and param.grad.data_ptr() == view.data_ptr():
-                    param.grad.mul_(scale)
+        held = [
+            param.grad
+            for unit in self._units
+            for view, param in self._views(unit)
+            if scale != 1.0 and param.grad is not None and param.grad.data_ptr() == view.data_ptr()
+        ]
+        if held:
+            self._issuer.wait((ops.gradient(unit.index) for unit in self._units), to_write=True)
+            for gradient in held:
+                gradient.mul_(scale)
 
     def finish(self) -> None:
         """Block until the gradients of all layers are in host memory, where ``p.grad`` shows them."""

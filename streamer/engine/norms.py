@@ -69,7 +69,8 @@ class Norms:
             if param.grad is not None:
                 grad = param.grad.to_dense() if param.grad.is_sparse else param.grad
                 of_root.append(torch.linalg.vector_norm(grad, dtype=torch.float32).square())
-        self._issuer.wait(ops.squares(index) for index in on_host)
+        if on_host:
+            self._issuer.wait(ops.squares(index) for index in on_host)
         values = torch.stack([*on_device, *of_root]).tolist() if on_device or of_root else []
         layers = math.fsum(values[: len(on_device)]) + math.fsum(on_host.values())
         return layers_scale**2 * layers + math.fsum(values[len(on_device) :])
