@@ -21,6 +21,7 @@ class Stats:
     have saved for backward; on a GPU they are all that PyTorch has allocated there.
     ``exposed_seconds`` of a lane are those in which compute stood still for it; ``overlap`` is
     1 - exposed / busy, NaN for a lane that did nothing.
+    ``skipped_steps`` are those in which a gradient was not finite.
     A prefetch hit is a layer that was on the device, or on its way, when it was asked for.
     """
 
@@ -33,6 +34,7 @@ class Stats:
     overlap: Mapping[str, float]
     prefetch_hits: int
     prefetch_misses: int
+    skipped_steps: int
 
 
 def stats(model: nn.Module) -> Stats:
@@ -53,6 +55,7 @@ def stats(model: nn.Module) -> Stats:
         overlap={lane.value: trace.overlap(lane) for lane in Lane},
         prefetch_hits=executor.weights.prefetch_hits,
         prefetch_misses=executor.weights.prefetch_misses,
+        skipped_steps=executor.skipped_steps,
     )
 
 

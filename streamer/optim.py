@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -26,6 +27,9 @@ class AdamW(torch.optim.Optimizer):
     ``state[p]`` has ``step`` and, as views of host memory in the shape of ``p``, ``exp_avg`` and
     ``exp_avg_sq`` (fp32); call `streamer.synchronize` before reading them.
 
+    A step whose gradients are not all finite changes nothing: with ``skip_nonfinite`` it warns and counts in
+    ``streamer.stats(model).skipped_steps``, without it raises RuntimeError.
+
     Raises ValueError for a hyperparameter out of its range, or a parameter whose model is not wrapped.
     """
 
@@ -36,7 +40,10 @@ class AdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        *,
+        skip_nonfinite: bool = True,
     ) -> None:
+        self._skip_nonfinite = skip_nonfinite
         self._executors: list[Executor] = []
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
@@ -62,6 +69,8 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if not self._is_finite():
+            return loss
         runs: dict[tuple[Executor, int], list[Run]] = defaultdict(list)
         for group in self.param_groups:
             for param in group["params"]:
@@ -118,13 +127,27 @@ class AdamW(torch.optim.Optimizer):
             step = torch.as_tensor(values["step"], dtype=torch.float32, device="cpu").clone()
             self.state[param] = {"step": step, **moments}
 
+    def _is_finite(self) -> bool:
+        """Whether all gradients are; if not, counts and warns, or raises."""
+        for executor in self._executors:
+            executor.gradients.adopt_all()
+        # meta tensors have no values
+        real = [executor for executor in self._executors if executor.backend.device.type != "meta"]
+        if all(math.isfinite(executor.norms.total(executor.gradients.scale)) for executor in real):
+            return True
+        message = "a gradient is NaN or infinite, or the square of the norm of all is beyond fp32"
+        if not self._skip_nonfinite:
+            raise RuntimeError(f"{message}: nothing was updated; AdamW(skip_nonfinite=True) skips such steps")
+        for executor in real:
+            executor.skipped_steps += 1
+        warnings.warn(f"{message}: this step is skipped, nothing was updated", stacklevel=4)
+        return False
+
     def _moments(self, home: Home) -> dict[str, torch.Tensor]:
         state = home.executor.shard(home.unit).state
         return {purpose: home.slice.state(state[purpose]) for purpose in (EXP_AVG, EXP_AVG_SQ)}
 
     def _queue(self, executor: Executor, runs: dict[int, list[Run]]) -> None:
-        # first of all: a gradient that is put in place ends what is still to be scaled
-        executor.gradients.adopt_all()
         updates: dict[int, tuple[Callable[[], None], int]] = {}
         for unit in (executor.root, *executor.units):
             if unit.index in runs:

@@ -100,7 +100,8 @@ def test_it_passes_over_no_memory_where_nothing_has_changed(monkeypatch: pytest.
         streamer.clip_grad_norm_(model, 1.0)
         assert OpKind.NORM not in kinds
         language_loss(model, 1).backward()
-        streamer.clip_grad_norm_(model, 1.0)
+        for _ in range(2):
+            streamer.clip_grad_norm_(model, 1.0)
         assert kinds.count(OpKind.NORM) == 3
 
 
@@ -176,3 +177,28 @@ def test_a_norm_that_is_not_finite(value: float) -> None:
         assert not torch.isfinite(streamer.clip_grad_norm_(model, 1.0))
         with pytest.raises(RuntimeError, match=r"norm of the gradients is .*error_if_nonfinite=False"):
             streamer.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", ["a layer", "the root"])
+def test_a_step_that_is_not_finite_changes_nothing(value: float, where: str) -> None:
+    with streamed(gpt(), layers="transformer.h", dtype=torch.bfloat16) as model:
+        optimizer = streamer.AdamW(model.parameters(), lr=1e-2)
+        language_loss(model, 0).backward()
+        optimizer.step()
+        before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
+        weight = model.transformer.h[1].ln_1.weight if where == "a layer" else model.lm_head.weight
+        weight.grad.view(-1)[3] = value
+        with pytest.warns(UserWarning, match="this step is skipped, nothing was updated"):
+            optimizer.step()
+        after = model.state_dict(), optimizer.state_dict()["state"]
+        torch.testing.assert_close(after, before, rtol=0, atol=0)
+        assert streamer.stats(model).skipped_steps == 1
+        strict = streamer.AdamW(model.parameters(), lr=1e-2, skip_nonfinite=False)
+        with pytest.raises(RuntimeError, match="nothing was updated; AdamW.skip_nonfinite=True"):
+            strict.step()
+        torch.testing.assert_close(model.state_dict(), before[0], rtol=0, atol=0)
+        optimizer.zero_grad()
+        language_loss(model, 1).backward()
+        optimizer.step()
+        assert not torch.equal(model.state_dict()["lm_head.weight"], before[0]["lm_head.weight"])

@@ -52,6 +52,7 @@ class Executor:
         self.backward_task = -1
         self.norms = Norms(self.issuer, units, root, store)
         self.saved = SavedBytes()
+        self.skipped_steps = 0
         self._root_ready = False
         self.weights.unshard_root()
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -25,9 +26,12 @@ from streamer.memory.layout import Layout
 
 @dataclass(frozen=True)
 class _Measured:
-    squares: torch.Tensor  # a scalar on the device
-    holders: tuple[bool, ...]
-    version: int
+    squares: torch.Tensor | float  # a scalar on the device, or a number taken on the host
+    state: _State
+
+
+#: Which parameters hold a gradient, and how often the user has written the unit's host gradient.
+_State = tuple[tuple[bool, ...], int]
 
 
 class Norms:
@@ -42,8 +46,7 @@ class Norms:
 
     def keep(self, unit: Unit, squares: torch.Tensor) -> None:
         """``squares``, as from `sum_squares`, belongs to the gradient that ``unit`` now holds."""
-        version = self._store.shards[unit.index].gradient._version
-        self._measured[unit.index] = _Measured(squares, _holders(unit), version)
+        self._measured[unit.index] = _Measured(squares, self._state(unit))
 
     def drop(self, unit: Unit) -> None:
         """What was measured is not the whole gradient of ``unit``."""
@@ -52,39 +55,37 @@ class Norms:
     def total(self, layers_scale: float) -> float:
         """The sum of squares of all gradients that are held, those of layers multiplied by ``layers_scale``
         first; NaN or Inf if one of them is."""
-        on_device: list[torch.Tensor] = []
-        of_root: list[torch.Tensor] = []
-        on_host: dict[int, float] = {}
-        for unit in self._units:
-            holders = _holders(unit)
-            if not any(holders):
-                continue
-            measured = self._measured.get(unit.index)
-            version = self._store.shards[unit.index].gradient._version
-            if measured is not None and (measured.holders, measured.version) == (holders, version):
-                on_device.append(measured.squares)
-            else:
-                self._measure_on_host(unit, on_host)
-        for param in self._root.params:
-            if param.grad is not None:
-                grad = param.grad.to_dense() if param.grad.is_sparse else param.grad
-                of_root.append(torch.linalg.vector_norm(grad, dtype=torch.float32).square())
-        if on_host:
-            self._issuer.wait(ops.squares(index) for index in on_host)
-        values = torch.stack([*on_device, *of_root]).tolist() if on_device or of_root else []
-        layers = math.fsum(values[: len(on_device)]) + math.fsum(on_host.values())
-        return layers_scale**2 * layers + math.fsum(values[len(on_device) :])
+        holding = [unit for unit in self._units if any(param.grad is not None for param in unit.params)]
+        self._measure_on_host([unit for unit in holding if not self._is_measured(unit)])
+        layers = [self._measured[unit.index].squares for unit in holding]
+        root = [_squares(param.grad) for param in self._root.params if param.grad is not None]
+        return layers_scale**2 * _sum(layers) + _sum(root)
 
-    def _measure_on_host(self, unit: Unit, totals: dict[int, float]) -> None:
-        gradients = [param.grad for param in unit.params if param.grad is not None]
+    def _state(self, unit: Unit) -> _State:
+        holders = tuple(param.grad is not None for param in unit.params)
+        return holders, self._store.shards[unit.index].gradient._version
 
-        def measure() -> None:
+    def _is_measured(self, unit: Unit) -> bool:
+        measured = self._measured.get(unit.index)
+        return measured is not None and measured.state == self._state(unit)
+
+    def _measure_on_host(self, units: Sequence[Unit]) -> None:
+        totals: dict[int, float] = {}
+
+        def measure(index: int, gradients: Sequence[torch.Tensor]) -> None:
             # the kernels have no fp16
             widened = (grad.float() if grad.dtype == torch.float16 else grad for grad in gradients)
-            totals[unit.index] = math.fsum(native.sum_squares(array(grad)) for grad in widened)
+            totals[index] = math.fsum(native.sum_squares(array(grad)) for grad in widened)
 
-        totals[unit.index] = math.nan
-        self._issuer.issue(ops.norm(unit.index, sum(grad.nbytes for grad in gradients)), measure)
+        for unit in units:
+            gradients = [param.grad for param in unit.params if param.grad is not None]
+            op = ops.norm(unit.index, sum(grad.nbytes for grad in gradients))
+            self._issuer.issue(op, partial(measure, unit.index, gradients))
+        if units:
+            self._issuer.wait(ops.squares(unit.index) for unit in units)
+        for unit in units:
+            # on the virtual backend nothing was measured
+            self._measured[unit.index] = _Measured(totals.get(unit.index, 0.0), self._state(unit))
 
 
 def sum_squares(layout: Layout, gradient: torch.Tensor, used: Sequence[bool]) -> torch.Tensor:
@@ -96,5 +97,14 @@ def sum_squares(layout: Layout, gradient: torch.Tensor, used: Sequence[bool]) ->
     return total
 
 
-def _holders(unit: Unit) -> tuple[bool, ...]:
-    return tuple(param.grad is not None for param in unit.params)
+def _squares(gradient: torch.Tensor) -> torch.Tensor:
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    norm: torch.Tensor = torch.linalg.vector_norm(dense, dtype=torch.float32)
+    return norm.square()
+
+
+def _sum(squares: Sequence[torch.Tensor | float]) -> float:
+    """Their sum, those on the device brought over in one copy."""
+    on_device = [value for value in squares if isinstance(value, torch.Tensor)]
+    values: list[float] = torch.stack(on_device).tolist() if on_device else []
+    return math.fsum([*values, *(value for value in squares if not isinstance(value, torch.Tensor))])
