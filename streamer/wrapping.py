@@ -169,7 +169,8 @@ def _move_in(
     for unit, shard in zip((*units, root), store.shards, strict=True):
         for slice, param in zip(unit.layout.slices, unit.params, strict=True):
             if not virtual:
-                backend.on_host(partial(shard.load, slice, param.detach()))
+                # brought here on the caller's own stream, which knows when it was written
+                backend.on_host(partial(shard.load, slice, param.detach().cpu()))
             param.grad = None
             if unit is not root:
                 param.data = slice.view(shard.weight)

@@ -26,6 +26,7 @@ from models.gpt2 import GPT
 from streamer.backends.base import Event, Lane
 from streamer.backends.cuda import CudaBackend
 from streamer.engine.hazards import Hazards
+from streamer.engine.op import OpKind
 from streamer.handle import wrapped
 from tests.reference import VOCAB, History, assert_parity, assert_same, batch, streamed, train
 from tests.test_parity import TorchMasters
@@ -309,6 +310,19 @@ def test_lanes_are_in_order_on_the_clock_of_the_host(
             assert span.ready <= span.start <= span.end, str(record.op)
             before = span.end
         assert before <= end + 0.02
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_copies_are_no_writes_of_the_user(activations: str) -> None:
+    with streamed(gpt(), device="cuda", activations=activations) as model:
+        versions = [param._version for param in model.parameters()]
+        loss_of(model, 0).backward()
+        assert [param._version for param in model.parameters()] == versions
+        streamer.clip_grad_norm_(model, 0.5)
+        streamer.synchronize(model)
+        records = wrapped(model).executor.issuer.trace.records()
+    # norms were taken on the device; one that is out of date would have been taken anew on the host
+    assert [str(record.op) for record in records if record.op.kind is OpKind.NORM] == []
 
 
 # Errors

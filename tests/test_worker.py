@@ -26,7 +26,7 @@ class Oops(Exception):
 def worker() -> Iterator[Worker]:
     worker = Worker(Lane.H2D)
     yield worker
-    worker.close()
+    Worker.close_all([worker])
 
 
 @pytest.fixture
@@ -140,10 +140,10 @@ def test_close_runs_what_is_queued_and_ends_the_thread() -> None:
     ran: list[int] = []
     for i in range(50):
         worker.submit(lambda i=i: ran.append(i), ())  # type: ignore[misc]
-    worker.close()
+    Worker.close_all([worker])
     assert ran == list(range(50))
     assert lane_threads() == before
-    worker.close()
+    Worker.close_all([worker])
 
 
 def test_backend_close_ends_every_thread_and_may_be_repeated() -> None:
@@ -165,14 +165,14 @@ def test_close_after_an_error_and_from_its_own_thread() -> None:
     worker.submit(raise_oops, ())
     # as when the last reference to a model is dropped by a task of its own
     worker.submit(worker.close, ()).wait()
-    worker.close()
+    Worker.close_all([worker])
     assert lane_threads() == before
 
 
 def test_work_for_a_closed_lane_is_refused() -> None:
     """Taken in silence, it would never run, and whoever waited for it would hang for ever."""
     worker = Worker(Lane.HOST)
-    worker.close()
+    Worker.close_all([worker])
     with pytest.raises(RuntimeError, match="closed"):
         worker.submit(lambda: None, ())
 

@@ -146,7 +146,8 @@ class CudaBackend(Backend):
         return event
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
-        into.copy_(source, non_blocking=True)
+        # .data has a version counter of its own: that of ``into`` counts what the user writes
+        into.data.copy_(source, non_blocking=True)
 
     def device_buffer(self, nbytes: int) -> torch.Tensor:
         buffer = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
@@ -171,8 +172,7 @@ class CudaBackend(Backend):
         return torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
 
     def close(self) -> None:
-        for worker in self._workers.values():
-            worker.close()
+        Worker.close_all(self._workers.values())
         try:
             # the slots' memory is about to be anybody's, and layers may have run on streams of the caller's
             torch.cuda.synchronize(self.device)

@@ -65,5 +65,4 @@ class ThreadBackend(Backend):
         return int(psutil.virtual_memory().available)
 
     def close(self) -> None:
-        for worker in self._workers.values():
-            worker.close()
+        Worker.close_all(self._workers.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from streamer.backends.base import Event, Lane, Span
 
@@ -64,14 +64,24 @@ class Worker:
             self._tasks.put((work, waits, done))
         return done
 
-    def close(self) -> None:
-        """End the thread after what is queued. May be called again."""
+    @staticmethod
+    def close_all(workers: Collection[Worker]) -> None:
+        """End the threads after what is queued, and wait for that. May be called again.
+
+        The garbage collector may call this in one of the threads; that one then ends later, and nobody
+        waits for it or for those that may be waiting for it.
+        """
+        for worker in workers:
+            worker._end()
+        if threading.current_thread() not in {worker._thread for worker in workers}:
+            for worker in workers:
+                worker._thread.join()
+
+    def _end(self) -> None:
         with self._lock:
             if not self._closed:
                 self._closed = True
                 self._tasks.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:

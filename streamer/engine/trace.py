@@ -56,11 +56,14 @@ class Trace:
     def settle(self) -> None:
         """Take the times of the ops that are done, in the order of their submission."""
         still: deque[tuple[Op, Event, Sequence[Event]]] = deque()
+        stuck: set[Lane] = set()
         for op, event, waits in self._pending:
-            span = event.span()
+            # a lane runs in order: what comes after its first unfinished op need not be asked
+            span = None if op.lane in stuck else event.span()
             if span is None or any(wait not in self._blame and wait.span() is None for wait in waits):
                 if not event.failed():
                     still.append((op, event, waits))
+                    stuck.add(op.lane)
                 continue
             self._settle_one(op, event, span, waits)
         self._pending = still
