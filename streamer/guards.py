@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from streamer.engine.executor import Executor
 from streamer.engine.tree import flatten
+from streamer.handle import home_of
 
 
 def attach_guards(model: nn.Module, executor: Executor) -> Callable[[], None]:
@@ -39,6 +42,39 @@ def attach_guards(model: nn.Module, executor: Executor) -> Callable[[], None]:
         del model.__dict__["zero_grad"]
 
     return take_off
+
+
+def serve_other_optimizers(executor: Executor) -> Callable[[], None]:
+    """Let optimizers of PyTorch work on a wrapped model; the returned function ends that.
+
+    They read and write ``p.grad`` and weights in place, and a fused one does not tell autograd that it
+    does. Before such a step updates and clipping are settled, after it the weights count as written.
+    """
+    weakly = weakref.ref(executor)
+
+    def touched(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        if getattr(optimizer, "updates_host_shards", False):
+            return []
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        homes = ((param, home_of(param)) for param in params)
+        return [param for param, home in homes if home is not None and home.executor is weakly()]
+
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        running = weakly()
+        if running is not None and touched(optimizer):
+            running.synchronize()
+            running.gradients.settle_scale()
+
+    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        torch.autograd.graph.increment_version(touched(optimizer))
+
+    handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+
+    def end() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return end
 
 
 def _move_inputs(device: torch.device) -> Callable[..., tuple[Any, Any]]:

@@ -38,6 +38,8 @@ class Wrapped:
 
 def wrapped(model: nn.Module) -> Wrapped:
     """The handle of a wrapped model. Raises ValueError if it is not wrapped."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"give the wrapped model itself, not a {type(model).__name__}")
     handle = model.__dict__.get(HANDLE)
     if not isinstance(handle, Wrapped):
         raise ValueError(

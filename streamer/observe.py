@@ -20,7 +20,8 @@ class Stats:
     ``device_bytes_now`` and ``device_bytes_peak`` are the buffers of the wrapped model and what its layers
     have saved for backward; on a GPU they are all that PyTorch has allocated there.
     ``exposed_seconds`` of a lane are those in which compute stood still for it; ``overlap`` is
-    1 - exposed / busy, NaN for a lane that did nothing.
+    1 - exposed / busy: NaN for a lane that did nothing, below zero where compute waited longer for its
+    work to begin than the work took.
     ``skipped_steps`` are those in which a gradient was not finite.
     A prefetch hit is a layer that was on the device, or on its way, when it was asked for.
     """

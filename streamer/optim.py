@@ -33,6 +33,9 @@ class AdamW(torch.optim.Optimizer):
     Raises ValueError for a hyperparameter out of its range, or a parameter whose model is not wrapped.
     """
 
+    #: its updates do not run where and when PyTorch's own do
+    updates_host_shards = True
+
     def __init__(
         self,
         params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
@@ -18,7 +19,7 @@ from streamer.engine.executor import Executor
 from streamer.engine.layer import StreamedLayer
 from streamer.engine.unit import Unit
 from streamer.find import Layers, find_layers
-from streamer.guards import attach_guards
+from streamer.guards import attach_guards, serve_other_optimizers
 from streamer.handle import HANDLE, HOME, Home, Wrapped, home_of, wrapped
 from streamer.memory.host import HostStore
 from streamer.plan.ledger import ledger
@@ -63,6 +64,8 @@ def wrap(
         MemoryError: if the device or the host has too little memory, with what each needs and has.
             Both are raised before anything is allocated or changed.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"wrap takes an nn.Module, not a {type(model).__name__}")
     if any(home_of(param) is not None for param in model.parameters()):
         raise ValueError("this model, or a part of it, is wrapped already: call streamer.unwrap on it first")
     if not isinstance(num_slots, int) or isinstance(num_slots, bool) or num_slots < 1:
@@ -75,7 +78,7 @@ def wrap(
         )
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(
-            f"dtype={dtype} cannot be streamed: use torch.float32, torch.bfloat16 or torch.float16"
+            f"dtype={dtype!r} cannot be streamed: use torch.float32, torch.bfloat16 or torch.float16"
         )
     units, root = make_units(model, find_layers(model, layers), dtype)
     num_slots = min(num_slots, len(units))
@@ -99,7 +102,7 @@ def wrap(
         # an instance attribute: __call__ and the user's hooks run around it as before
         unit.module.forward = StreamedLayer(executor, unit, activations)
     take_off = attach_guards(model, executor)
-    close = weakref.finalize(model, backend.close)
+    close = weakref.finalize(model, _close, backend, serve_other_optimizers(executor))
     model.__dict__[HANDLE] = Wrapped(executor, planned, plain_dtypes, take_off, close)
     return model
 
@@ -135,6 +138,11 @@ def unwrap(model: M) -> M:
     handle.close()
     del model.__dict__[HANDLE]
     return model
+
+
+def _close(backend: Backend, end_service: Callable[[], None]) -> None:
+    end_service()
+    backend.close()
 
 
 def _backend(device: torch.device | str | None) -> Backend:

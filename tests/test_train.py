@@ -81,9 +81,9 @@ def test_a_run_leaves_its_files_and_prints_its_table(
 
 def test_the_same_run_again_gives_the_same_losses(config: Path, tmp_path: Path) -> None:
     losses = []
-    for _ in range(2):
+    for directory in ("tiny", "tiny-2"):
         assert main(["train", str(config)]) == 0
-        metrics = (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()
+        metrics = (tmp_path / "runs" / directory / "metrics.jsonl").read_text().splitlines()
         losses.append([json.loads(line).get("loss") for line in metrics])
     assert losses[0] == losses[1]
 
@@ -104,6 +104,8 @@ def test_the_same_run_again_gives_the_same_losses(config: Path, tmp_path: Path) 
             "it returns a int, not an nn.Module",
         ),
         (["--set", "data.context=4000"], "split has"),
+        (["--set", "data.context=17"], "a sequence of 17 tokens is longer than block_size=16"),
+        (["--set", "model.args.vocab_size=100"], "(tokens 0 to 255): index out of range"),
     ],
 )
 def test_mistakes_end_in_one_line_and_exit_code_2(
@@ -114,6 +116,7 @@ def test_mistakes_end_in_one_line_and_exit_code_2(
     assert error.startswith("streamer: ")
     assert error.count("\n") == 1
     assert message in error
+    assert not (config.parent / "runs").exists(), "a run that has not begun leaves nothing"
 
 
 def test_too_little_memory_is_one_line_with_both_sides(

@@ -14,7 +14,7 @@ EXAMPLES = """\
 examples:
   streamer train configs/gpt2-demo.toml
       a small GPT on the source of the Python standard library
-  streamer train configs/gpt2-demo.toml --data notes.txt books/ --set run.steps=500
+  streamer train configs/gpt2-demo.toml --data notes.txt books/ --set run.steps=2000
       the same model on your own text, for longer
 """
 

@@ -12,7 +12,7 @@ import streamer
 
 @dataclass(frozen=True)
 class Summary:
-    """One run in figures: losses in nats per token, sizes in bytes, times in seconds."""
+    """One run in figures: losses in nats per byte, sizes in bytes, times in seconds."""
 
     parameters: int
     weight_bytes: int
@@ -68,10 +68,10 @@ def summary_table(summary: Summary) -> str:
         ("parameters", f"{summary.parameters:,}"),
         ("weights", amount(summary.weight_bytes)),
         ("peak on the device", f"{amount(summary.device_bytes_peak)} with the layers' saved inputs"),
-        ("all of it there would be", f"{amount(resident)} before any activation"),
+        ("if all were held there", f"{amount(resident)} of weights, gradients and moments"),
         ("host bytes per parameter", f"{summary.host_bytes_per_parameter:.2f}"),
         ("tokens/s", f"{summary.tokens_per_second:,.0f}"),
-        ("validation loss before", f"{summary.first_val_loss:.3f} nats per token"),
+        ("validation loss before", f"{summary.first_val_loss:.3f} nats per byte"),
         ("validation loss after", f"{summary.last_val_loss:.3f}"),
         ("byte frequencies alone", f"{summary.unigram_loss:.3f}"),
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import math
 import sys
@@ -27,7 +29,7 @@ PROMPT_BYTES = 64
 
 def train(config: Config) -> Summary:
     """Train as ``config`` says, printing to the terminal; writes ``config.toml``, ``metrics.jsonl``,
-    ``trace.json`` and ``summary.json`` into the run's directory.
+    ``trace.json`` (of the last 20,000 ops) and ``summary.json`` into a new directory.
 
     Raises ConfigError, in one line, for anything in the config that cannot be honoured.
     """
@@ -50,17 +52,20 @@ def _train(config: Config, model: nn.Module, data: ByteData) -> Summary:
         weight_decay=config.optimizer.weight_decay,
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _schedule(config.optimizer, config.run.steps))
+    run = _Run(config, model, optimizer, schedule, data)
+    # a model that cannot run on this data says so before there is a directory
+    first_val_loss = run.validate()
     directory = _run_directory(config)
     _print_beginning(config, model, data, directory)
     with (directory / "metrics.jsonl").open("w") as metrics:
-        summary = _Run(config, model, optimizer, schedule, data, metrics).train()
+        summary = run.train(first_val_loss, metrics)
     streamer.save_trace(model, directory / "trace.json")
     (directory / "summary.json").write_text(json.dumps(summary.as_json(), indent=2) + "\n")
     if config.run.sample_tokens:
         print(f"\nA sample, after the first {PROMPT_BYTES} bytes of validation text:\n")
         print(_sample(config, model, data))
     print(f"\n{summary_table(summary)}\n")
-    print(f"Written to {directory}: config.toml metrics.jsonl trace.json summary.json")
+    print(f"Written to {directory}: config.toml metrics.jsonl summary.json, and trace.json of the last steps")
     return summary
 
 
@@ -71,14 +76,14 @@ class _Run:
     optimizer: streamer.AdamW
     schedule: torch.optim.lr_scheduler.LambdaLR
     data: ByteData
-    metrics: TextIO
 
-    def train(self) -> Summary:
-        """All steps, with validation before, during and after."""
+    def train(self, first_val_loss: float, metrics: TextIO) -> Summary:
+        """All steps, with validation during and after; a line of JSON for each step and each validation."""
         run, batch = self.config.run, self.config.data
         crops = torch.Generator().manual_seed(run.seed)
         unigram = self.data.unigram_entropy()
-        val_loss = first_val_loss = self._validate(0)
+        val_loss = first_val_loss
+        self._log(metrics, 0, val_loss=val_loss)
         print(f"step {0:5d}: validation loss {val_loss:.3f} (byte frequencies alone: {unigram:.3f})")
         seconds: list[float] = []
         # a log file needs a line now and then, a terminal wants to be alive
@@ -92,6 +97,7 @@ class _Run:
                 speed = tokens.numel() / seconds[-1]
                 stats = streamer.stats(self.model)
                 self._log(
+                    metrics,
                     step,
                     loss=loss,
                     grad_norm=norm,
@@ -103,7 +109,8 @@ class _Run:
                 bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s, {held}", refresh=False)
                 bar.update()
                 if step % run.eval_every == 0 or step == run.steps:
-                    val_loss = self._validate(step)
+                    val_loss = self.validate()
+                    self._log(metrics, step, val_loss=val_loss)
                     line = f"step {step:5d}: validation loss {val_loss:.3f}"
                     bar.write(f"{line} (byte frequencies alone: {unigram:.3f})")
         # the first steps compile the update's kernels
@@ -127,20 +134,28 @@ class _Run:
         return loss.item(), norm.item()
 
     @torch.no_grad()
-    def _validate(self, step: int) -> float:
+    def validate(self) -> float:
+        """The loss on the validation batches, in nats per byte.
+
+        Raises ConfigError where the model cannot take tokens 0 to 255 in sequences of ``data.context``.
+        """
         self.model.eval()
         config = self.config
         batches = self.data.val_batches(config.run.eval_batches, config.data.batch_size, config.data.context)
-        losses = [_loss(self.model, tokens, targets).item() for tokens, targets in batches]
+        try:
+            losses = [_loss(self.model, tokens, targets).item() for tokens, targets in batches]
+        except (ValueError, IndexError) as error:
+            raise ConfigError(
+                f"the model cannot run on sequences of data.context = {config.data.context} bytes "
+                f"(tokens 0 to 255): {error}; mend model.args or data.context"
+            ) from error
         self.model.train()
-        loss = sum(losses) / len(losses)
-        self._log(step, val_loss=loss)
-        return loss
+        return sum(losses) / len(losses)
 
-    def _log(self, step: int, **values: float) -> None:
+    def _log(self, metrics: TextIO, step: int, **values: float) -> None:
         rate = self.schedule.get_last_lr()[0]
-        self.metrics.write(json.dumps({"step": step, "lr": rate, **values}) + "\n")
-        self.metrics.flush()
+        metrics.write(json.dumps({"step": step, "lr": rate, **values}) + "\n")
+        metrics.flush()
 
 
 def _build(config: Config) -> nn.Module:
@@ -203,15 +218,19 @@ def _sample(config: Config, model: nn.Module, data: ByteData) -> str:
 
 
 def _run_directory(config: Config) -> Path:
-    """The run's directory with the resolved config in it; an earlier run of that name is replaced."""
-    directory = Path(config.run.out) / config.run.name
+    """A new directory for the run with the resolved config in it: ``name`` or, where there has been a run of
+    that name, ``name-2`` and so on."""
+    wanted = Path(config.run.out) / config.run.name
+    names = itertools.chain([wanted], (wanted.with_name(f"{wanted.name}-{n}") for n in itertools.count(2)))
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        wanted.parent.mkdir(parents=True, exist_ok=True)
+        for directory in names:
+            with contextlib.suppress(FileExistsError):
+                directory.mkdir()
+                break
         (directory / "config.toml").write_text(dump_config(config))
     except OSError as error:
-        raise ConfigError(
-            f"cannot write to {directory} ({error.strerror}): set run.out or run.name"
-        ) from error
+        raise ConfigError(f"cannot write to {wanted} ({error.strerror}): set run.out or run.name") from error
     return directory
 
 
