@@ -134,7 +134,7 @@ def test_the_snapshot_sees_a_wrap() -> None:
         ({"dtype": torch.float64}, r"torch\.float64.* " + DTYPES),
         ({"dtype": torch.int8}, r"torch\.int8.* " + DTYPES),
         ({"dtype": torch.complex64}, r"complex64.* " + DTYPES),
-        ({"dtype": "bf16"}, r"dtype=bf16.* " + DTYPES),
+        ({"dtype": "bf16"}, r"dtype='bf16'.* " + DTYPES),
         ({"device": "mps"}, r"device='mps' is not supported: use 'cuda' or 'cpu'"),
         ({"device": "meta"}, r"device='meta' is not supported: use 'cuda' or 'cpu'"),
         ({"device": "gpu0"}, r"device='gpu0'.* use 'cuda' or 'cpu'"),
