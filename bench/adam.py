@@ -8,14 +8,19 @@ a round, with its quartiles.
 """
 
 import argparse
+import ctypes
 import datetime
 import json
 import os
 import platform
 import random
+import shutil
 import statistics
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numba
@@ -23,10 +28,13 @@ import numpy as np
 import torch
 
 import streamer_native
+from streamer_native import adam
 
 HYPERPARAMETERS = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
 BASELINE = "torch fused fp32"
 WHOLE_JOB = "torch widen, fused, narrow"
+DEEPSPEED = "widen, DeepSpeed, narrow"
+LOOP = "same traffic"
 
 
 def processor() -> str:
@@ -37,22 +45,65 @@ def processor() -> str:
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
+C_LOOP = """
+#include <stddef.h>
+#include <stdint.h>
+uint64_t move(uint64_t *changed, size_t num_changed, const uint64_t *read, size_t num_read) {
+    /* block by block, as a step does; every word of one array loaded and stored, of the other loaded */
+    uint64_t sum = 0;
+    const size_t block = 4096;
+    size_t blocks = (num_changed + block - 1) / block;
+    for (size_t b = 0; b < blocks; b++) {
+        size_t end = (b + 1) * block < num_changed ? (b + 1) * block : num_changed;
+        for (size_t i = b * block; i < end; i++) changed[i] += 0x0101010101010101u;
+        for (size_t i = num_read * b / blocks; i < num_read * (b + 1) / blocks; i++) sum += read[i];
+    }
+    return sum;
+}
+"""
+
+
 @numba.njit(nogil=True)
-def _flip_block(values):
-    for i in range(values.size):
-        values[i] = -values[i]
+def _move(changed, read):
+    total = np.uint64(0)
+    for i in range(changed.size):
+        changed[i] += np.uint64(1)
+    for i in range(read.size):
+        total += read[i]
+    return total
 
 
-@numba.njit(parallel=True, nogil=True)
-def _flip_in_place(streams):
-    """Load and store every element of each row, block by block: a step's traffic and hardly any arithmetic.
+def compile_mover() -> tuple[str, Callable[[np.ndarray, np.ndarray], object]]:
+    """The loop that moves a step's bytes with hardly any arithmetic: in C, or in Numba without a compiler."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        return "Numba loop (no C compiler)", _move
+    folder = Path(tempfile.mkdtemp())
+    (folder / "move.c").write_text(C_LOOP)
+    flags = ["-O3", "-march=native", "-shared", "-fPIC"]
+    subprocess.run([compiler, *flags, "-o", str(folder / "move.so"), str(folder / "move.c")], check=True)
+    function = ctypes.CDLL(str(folder / "move.so")).move
+    function.restype = ctypes.c_uint64
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t] * 2
 
-    In place, as the step is: a copy to another array would also read the lines that it overwrites.
-    """
-    block = 16384
-    for b in numba.prange((streams.shape[1] + block - 1) // block):
-        for row in range(streams.shape[0]):
-            _flip_block(streams[row, b * block : (b + 1) * block])
+    def move(changed: np.ndarray, read: np.ndarray) -> None:
+        function(changed.ctypes.data, changed.size, read.ctypes.data, read.size)
+
+    return f"C loop ({Path(compiler).name} {' '.join(flags[:2])})", move
+
+
+class Mover:
+    """A step's traffic on all cores: `changed` bytes per parameter loaded and stored, `read` bytes loaded."""
+
+    def __init__(self, size: int, changed: int, read: int, move: Callable[..., object]) -> None:
+        self.pool = ThreadPoolExecutor(numba.get_num_threads())
+        arrays = [torch.ones(size * count // 8, dtype=torch.int64).numpy() for count in (changed, read)]
+        parts = [np.array_split(array.view(np.uint64), numba.get_num_threads()) for array in arrays]
+        self.parts = list(zip(*parts, strict=True))
+        self.move = move
+
+    def step(self, _: int) -> None:
+        list(self.pool.map(lambda part: self.move(*part), self.parts))
 
 
 class TorchFused:
@@ -76,45 +127,97 @@ class TorchFused:
         weight.copy_(self.parameter.detach())
 
 
-def contenders(size: int) -> dict[str, tuple[int, Callable[[int], object]]]:
-    """Name -> (bytes of traffic per parameter, a function of the step number that runs one step)."""
-    master = torch.randn(size)
-    grad = torch.randn(size) * 0.01
-    grad_bf16 = grad.bfloat16()
-    weight_bf16 = master.bfloat16()
-    fp32 = [t.numpy() for t in (master.clone(), grad.clone(), torch.zeros(size), torch.zeros(size))]
-    weight, remainder = np.empty(size, np.uint16), np.empty(size, np.uint16)
-    streamer_native.split(fp32[0], weight, remainder)
-    moments = [np.zeros(size, np.float32) for _ in range(2)]
-    split = [weight, remainder, grad_bf16.view(torch.uint16).numpy(), *moments]
-    split_fp32_grad = [*(array.copy() for array in split[:2]), fp32[1], *(np.zeros_like(m) for m in moments)]
-    plain, around = TorchFused(master, grad), TorchFused(master, grad)
-    # 13 bytes read and 13 written per parameter, in three streams: as many as a split step.
-    streams = np.ones((3, (size * 13 + 11) // 12), np.float32)
-    h = HYPERPARAMETERS
-    return {
-        "adamw_fp32": (28, lambda step: streamer_native.adamw_fp32(*fp32, step=step, **h)),
-        "adamw_split": (26, lambda step: streamer_native.adamw_split(*split, step=step, **h)),
-        "adamw_split, fp32 grad": (
-            28,
-            lambda step: streamer_native.adamw_split(*split_fp32_grad, step=step, **h),
+class DeepSpeed:
+    """The whole job around DeepSpeed's CPU Adam. Raises ImportError where it is not installed."""
+
+    def __init__(self, master: torch.Tensor) -> None:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        self.parameter = torch.nn.Parameter(master.clone())
+        self.parameter.grad = torch.zeros_like(master)
+        h = HYPERPARAMETERS
+        self.optimizer = DeepSpeedCPUAdam(
+            [self.parameter],
+            h["lr"],
+            betas=(h["beta1"], h["beta2"]),
+            eps=h["eps"],
+            weight_decay=h["weight_decay"],
+            adamw_mode=True,
+        )
+
+    def whole_job(self, grad: torch.Tensor, weight: torch.Tensor) -> None:
+        self.parameter.grad.copy_(grad)
+        self.optimizer.step()
+        weight.copy_(self.parameter.detach())
+
+
+# Bytes per parameter that a step loads and stores, and that it only loads.
+TRAFFIC = {"fp32": (12, 4), "fp16": (13, 2), "split": (12, 2), "split + bf16": (8, 2), "split + int8": (6, 2)}
+
+
+def layouts(size: int, master: torch.Tensor, grad: torch.Tensor) -> dict[str, Callable[[int], object]]:
+    """A function of the step number for each state layout, one step of it."""
+    zeros = {
+        dtype: lambda n=size, dtype=dtype: torch.zeros(n, dtype=dtype).numpy()
+        for dtype in (torch.float32, torch.float16, torch.uint16, torch.int8, torch.uint8)
+    }
+    floats, halves = zeros[torch.float32], zeros[torch.uint16]
+
+    def masters() -> tuple[np.ndarray, np.ndarray]:
+        weight, remainder = halves(), halves()
+        streamer_native.split(master.numpy(), weight, remainder)
+        return weight, remainder
+
+    bits = grad.bfloat16().view(torch.uint16).numpy()
+    scales = -(-size // streamer_native.QUANTUM)
+    eight_bits = zeros[torch.int8](), zeros[torch.uint8](), floats(scales), floats(scales)
+    arrays = {
+        "fp32": (adam.adamw_fp32, (master.clone().numpy(), grad.numpy(), floats(), floats())),
+        "fp16": (
+            adam.adamw_fp16,
+            (zeros[torch.float16](), master.clone().numpy(), grad.half().numpy(), floats(), floats()),
         ),
-        BASELINE: (28, lambda step: plain.step()),
-        # Widening reads 2 and writes 4, narrowing reads 4 and writes 2.
-        WHOLE_JOB: (40, lambda step: around.whole_job(grad_bf16, weight_bf16)),
-        "flip signs in place": (26, lambda step: _flip_in_place(streams)),
+        "split": (adam.adamw_split, (*masters(), bits, floats(), floats())),
+        "split + bf16": (adam.adamw_split_bf16, (*masters(), bits, halves(), halves())),
+        "split + int8": (adam.adamw_split_int8, (*masters(), bits, *eight_bits)),
     }
 
+    def stepper(function: Callable[..., None], state: tuple[np.ndarray, ...]) -> Callable[[int], object]:
+        def step(number: int) -> None:
+            function(*state, [streamer_native.Segment(0, size, **HYPERPARAMETERS, step=number)])
 
-def measure(size: int, rounds: int) -> dict[str, list[float]]:
+        return step
+
+    return {name: stepper(*entry) for name, entry in arrays.items()}
+
+
+def contenders(size: int) -> tuple[str, dict[str, Callable[[int], object]]]:
+    """The name of the loop, and for each contender a function of the step number that runs one step."""
+    torch.manual_seed(0)
+    master, grad = torch.randn(size), torch.randn(size) * 0.01
+    grad_bf16, weight_bf16 = grad.bfloat16(), master.bfloat16()
+    loop, move = compile_mover()
+    plain, around = TorchFused(master, grad), TorchFused(master, grad)
+    runs = layouts(size, master, grad)
+    runs |= {f"{name}: {LOOP}": Mover(size, *TRAFFIC[name], move).step for name in TRAFFIC}
+    runs[BASELINE] = lambda _: plain.step()
+    runs[WHOLE_JOB] = lambda _: around.whole_job(grad_bf16, weight_bf16)
+    try:
+        deepspeed = DeepSpeed(master)
+        runs[DEEPSPEED] = lambda _: deepspeed.whole_job(grad_bf16, weight_bf16)
+    except ImportError as error:
+        print(f"DeepSpeed is left out: {error} (pip install deepspeed ninja, DS_ACCELERATOR=cpu)")
+    return loop, runs
+
+
+def measure(runs: dict[str, Callable[[int], object]], rounds: int) -> dict[str, list[float]]:
     """Seconds per step of each contender, one per round; two rounds of warming up are not kept."""
-    runs = contenders(size)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     order = random.Random(0)
     for step in range(1, rounds + 3):
         for name in order.sample(list(runs), len(runs)):
             started = time.perf_counter()
-            runs[name][1](step)
+            runs[name](step)
             seconds[name].append(time.perf_counter() - started)
     return {name: values[2:] for name, values in seconds.items()}
 
@@ -132,18 +235,28 @@ def main() -> None:
     options = parser.parse_args()
     size = options.parameters
     load_before = os.getloadavg()[0]
-    seconds = measure(size, options.rounds)
-    traffic = {name: count for name, (count, _) in contenders(1).items()}
+    loop, runs = contenders(size)
+    seconds = measure(runs, options.rounds)
     rows = {}
     for name, values in seconds.items():
         lower, median, upper = (q / size * 1e9 for q in statistics.quantiles(values, n=4))
         rows[name] = {
-            "ns_per_parameter": {"lower_quartile": lower, "median": median, "upper_quartile": upper},
-            "bytes_per_parameter": traffic[name],
-            "gb_per_second": traffic[name] / median,
-            "times_faster_than_torch_fused": ratio(seconds[BASELINE], values),
-            "times_faster_than_whole_job": ratio(seconds[WHOLE_JOB], values),
+            "ns_per_parameter": {"lower_quartile": lower, "median": median, "upper_quartile": upper}
         }
+        layout = name.removesuffix(f": {LOOP}")
+        if layout in TRAFFIC:
+            changed, read = TRAFFIC[layout]
+            rows[name]["bytes_per_parameter"] = 2 * changed + read
+            rows[name]["gb_per_second"] = (2 * changed + read) / median
+        if name in TRAFFIC:
+            baselines = {LOOP: f"{name}: {LOOP}", BASELINE: BASELINE}
+            if name.startswith("split"):
+                baselines |= {WHOLE_JOB: WHOLE_JOB, DEEPSPEED: DEEPSPEED}
+            rows[name]["times_faster_than"] = {
+                label: ratio(seconds[baseline], values)
+                for label, baseline in baselines.items()
+                if baseline in seconds
+            }
     report = {
         "script": "bench/adam.py",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -153,6 +266,7 @@ def main() -> None:
             "processor": processor(),
             "machine": platform.machine(),
             "cores": os.cpu_count(),
+            "load_average_after": os.getloadavg()[0],
             "load_average_before": load_before,  # well above 0: others were using the cores and the memory
         },
         "threads": {
@@ -166,24 +280,23 @@ def main() -> None:
             "numpy": np.__version__,
             "torch": torch.__version__,
         },
+        "same_traffic": loop,
         "contenders": rows,
     }
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(report, indent=2) + "\n")
 
     print(f"{size:,} parameters, {options.rounds} rounds; {processor()}; threads: {report['threads']}")
-    print(f"{'':28}{'ns/param':>9}{'quartiles':>16}{'GB/s':>7}  {'vs ' + BASELINE:>20}  {'vs whole job':>20}")
+    print(f"same traffic: {loop}; load average before {load_before:.1f}")
     for name, row in rows.items():
         ns = row["ns_per_parameter"]
-        compared = [
-            f"{r['median']:.2f} ({r['lower_quartile']:.2f}-{r['upper_quartile']:.2f})"
-            for r in (row["times_faster_than_torch_fused"], row["times_faster_than_whole_job"])
-        ]
-        spread = f"{ns['lower_quartile']:.3f}-{ns['upper_quartile']:.3f}"
-        print(
-            f"{name:28}{ns['median']:9.3f}{spread:>16}{row['gb_per_second']:7.1f}"
-            f"  {compared[0]:>20}  {compared[1]:>20}"
-        )
+        spread = f"({ns['lower_quartile']:.3f}-{ns['upper_quartile']:.3f})"
+        print(f"{name:27}{ns['median']:7.3f} ns {spread:15}{row.get('gb_per_second', 0):6.1f} GB/s", end="")
+        for label, r in row.get("times_faster_than", {}).items():
+            print(
+                f"  {label} x{r['median']:.2f} ({r['lower_quartile']:.2f}-{r['upper_quartile']:.2f})", end=""
+            )
+        print()
     print(f"written: {options.json}")
 
 

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from streamer.engine import op as ops
 from streamer.engine.executor import Executor
 from streamer.engine.tree import flatten
+from streamer.engine.unit import OWN_HOOK, Unit
 from streamer.handle import home_of
 
 
@@ -23,6 +25,10 @@ def attach_guards(model: nn.Module, executor: Executor) -> Callable[[], None]:
     for module in root_owners:
         # user code may call them without calling the model, and an update may be on its way to them
         handles.append(module.register_forward_pre_hook(lambda *_: executor.begin()))
+    for unit in executor.units:
+        for param in unit.params:
+            if param.requires_grad:
+                handles.append(param.register_hook(_wait_for_gradient(executor, unit)))
     for module in modules:
         handles.append(module.register_state_dict_pre_hook(_wait_for_updates(executor)))
         handles.append(module.register_load_state_dict_pre_hook(_wait_before_loading(executor)))
@@ -31,15 +37,14 @@ def attach_guards(model: nn.Module, executor: Executor) -> Callable[[], None]:
         # .to, .cuda, .half and their like all go through _apply
         module.__dict__["_apply"] = _refuse_to_move
         module.__dict__["__deepcopy__"] = module.__dict__["__reduce_ex__"] = _refuse_to_copy
-    model.__dict__["zero_grad"] = _zero_grad(model, executor)
+        module.__dict__["zero_grad"] = _zero_grad(module, executor)
 
     def take_off() -> None:
         for handle in handles:
             handle.remove()
         for module in modules:
-            for name in ("_apply", "__deepcopy__", "__reduce_ex__"):
+            for name in ("_apply", "__deepcopy__", "__reduce_ex__", "zero_grad"):
                 del module.__dict__[name]
-        del model.__dict__["zero_grad"]
 
     return take_off
 
@@ -89,6 +94,18 @@ def _move_inputs(device: torch.device) -> Callable[..., tuple[Any, Any]]:
     return hook
 
 
+def _wait_for_gradient(executor: Executor, unit: Unit) -> Callable[[torch.Tensor], None]:
+    """A hook for a layer's parameter that is used outside of its layer (a penalty on weights): autograd is
+    about to add to its gradient on the host."""
+
+    def hook(gradient: torch.Tensor) -> None:
+        executor.gradients.settle_scale()
+        executor.issuer.wait((ops.gradient(unit.index),), to_write=True)
+
+    setattr(hook, OWN_HOOK, True)
+    return hook
+
+
 def _wait_for_updates(executor: Executor) -> Callable[..., None]:
     def hook(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         executor.synchronize()
@@ -114,12 +131,12 @@ def _to_cpu(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata
             state_dict[key] = value.cpu()
 
 
-def _zero_grad(model: nn.Module, executor: Executor) -> Callable[..., None]:
+def _zero_grad(module: nn.Module, executor: Executor) -> Callable[..., None]:
     def zero_grad(set_to_none: bool = True) -> None:
         if not set_to_none:
             # updates in flight are reading the gradients
             executor.synchronize()
-        type(model).zero_grad(model, set_to_none)
+        type(module).zero_grad(module, set_to_none)
 
     return zero_grad
 

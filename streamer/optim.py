@@ -48,6 +48,8 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         self._skip_nonfinite = skip_nonfinite
         self._executors: list[Executor] = []
+        # not the optimizer itself, which its parameters shall not keep alive
+        self._token = object()
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -61,6 +63,7 @@ class AdamW(torch.optim.Optimizer):
                 self._executors.append(home.executor)
                 home.executor.synchronize()
                 home.executor.store.add_state(ADAMW_PURPOSES)
+            home.executor.updated_by[home.slice.param.name] = self._token
             if home.slice.param.trainable:
                 for moment in self._moments(home).values():
                     moment.zero_()
@@ -76,10 +79,16 @@ class AdamW(torch.optim.Optimizer):
             return loss
         runs: dict[tuple[Executor, int], list[Run]] = defaultdict(list)
         for group in self.param_groups:
+            _check(group)
             for param in group["params"]:
                 if param.grad is None:
                     continue
                 home = _home(param)
+                if home.executor.updated_by[home.slice.param.name] is not self._token:
+                    raise RuntimeError(
+                        f"'{home.slice.param.name}' now belongs to an optimizer that was made later and has "
+                        "begun with moments of its own: use that one"
+                    )
                 if not home.slice.param.trainable:
                     home.unit.written()  # says that there is no room for it
                 state = self.state[param]

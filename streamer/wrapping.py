@@ -123,6 +123,7 @@ def unwrap(model: M) -> M:
     virtual = executor.backend.device.type == "meta"
     for unit in (*executor.units, executor.root):
         shard = executor.shard(unit)
+        unit.restore()
         for slice, param in zip(unit.layout.slices, unit.params, strict=True):
             param.grad = None
             if not virtual:

@@ -5,8 +5,28 @@ the threads that `set_num_threads` allows.
 """
 
 from streamer_native._compile import set_num_threads
-from streamer_native.adam import adamw_fp32, adamw_split
+from streamer_native.adam import (
+    adamw_fp16,
+    adamw_fp32,
+    adamw_split,
+    adamw_split_bf16,
+    adamw_split_int8,
+)
 from streamer_native.bfloat16 import join, split
 from streamer_native.reduce import accumulate, sum_squares
+from streamer_native.segments import QUANTUM, Segment
 
-__all__ = ["accumulate", "adamw_fp32", "adamw_split", "join", "set_num_threads", "split", "sum_squares"]
+__all__ = [
+    "QUANTUM",
+    "Segment",
+    "accumulate",
+    "adamw_fp16",
+    "adamw_fp32",
+    "adamw_split",
+    "adamw_split_bf16",
+    "adamw_split_int8",
+    "join",
+    "set_num_threads",
+    "split",
+    "sum_squares",
+]

@@ -5,13 +5,24 @@ import numpy.typing as npt
 
 Float32Array = npt.NDArray[np.float32]
 Uint16Array = npt.NDArray[np.uint16]
+Float16Array = npt.NDArray[np.float16]
+Int8Array = npt.NDArray[np.int8]
+Uint8Array = npt.NDArray[np.uint8]
+Uint32Array = npt.NDArray[np.uint32]
+Int64Array = npt.NDArray[np.int64]
 
 FLOAT32 = np.dtype(np.float32)
 BFLOAT16 = np.dtype(np.uint16)  # NumPy has no bfloat16: its bits travel as uint16
+FLOAT16 = np.dtype(np.float16)
+INT8 = np.dtype(np.int8)
+UINT8 = np.dtype(np.uint8)
 
 _MEND = {
     FLOAT32: "float32",
     BFLOAT16: "uint16 (of bfloat16, the bits: tensor.view(torch.uint16).numpy())",
+    FLOAT16: "float16",
+    INT8: "int8",
+    UINT8: "uint8",
 }
 
 

@@ -10,6 +10,7 @@ from numba.extending import intrinsic
 
 _WORD = ir.IntType(32)
 _FLOAT = ir.FloatType()
+_HALF = ir.HalfType()
 
 
 def _float32_bits(_context: Any, value: Any) -> Any:
@@ -35,6 +36,20 @@ def _to_float32(_context: Any, value: Any) -> Any:
     return types.float32(value), codegen
 
 
+def _widen_half(_context: Any, bits: Any) -> Any:
+    def codegen(_target: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.fpext(builder.bitcast(args[0], _HALF), _FLOAT)
+
+    return types.float32(types.uint16), codegen
+
+
+def _narrow_half(_context: Any, value: Any) -> Any:
+    def codegen(_target: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(args[0], _HALF), ir.IntType(16))
+
+    return types.uint16(types.float32), codegen
+
+
 def _fused_multiply_add(_context: Any, factor: Any, other_factor: Any, addend: Any) -> Any:
     def codegen(_target: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.fma(*args)
@@ -50,6 +65,12 @@ float32_from_bits = cast(Callable[[np.uint32], np.float32], intrinsic(_float32_f
 
 # A float32 as it is, a uint16 widened as bfloat16 bits: so one loop serves both gradient dtypes.
 to_float32 = cast(Callable[[np.float32 | np.uint16], np.float32], intrinsic(_to_float32))
+
+# The float32 that these float16 bits stand for: exact.
+widen_half = cast(Callable[[np.uint16], np.float32], intrinsic(_widen_half))
+
+# The float16 bits nearest to a float32, ties to even; beyond 65504 Inf, a NaN stays one.
+narrow_half = cast(Callable[[np.float32], np.uint16], intrinsic(_narrow_half))
 
 # factor * other_factor + addend in float32, rounded once.
 fused_multiply_add = cast(

@@ -1,134 +1,41 @@
 """AdamW with decoupled weight decay on the host: one fused pass over memory per state layout.
 
 The formula is Algorithm 2 of Loshchilov & Hutter, Decoupled Weight Decay Regularization (ICLR 2019), with
-epsilon added after the bias correction, as `torch.optim.AdamW` does. Both layouts call the same scalar
-function, so they give the same master to the bit.
+epsilon added after the bias correction, as `torch.optim.AdamW` does.
 
 One step is written differently, for accuracy. `p *= 1 - lr * weight_decay` rounds that factor to fp32, whose
 last place near 1 is 6e-8: at lr 1e-5 and weight_decay 0.1 the decay is 3% off, in the same direction at every
 step. Here decay and update are added up first and leave the master in one rounding; over 1,000 steps that is
 20 to 30 times nearer to float64 than PyTorch's fp32.
+
+What all functions share: arrays are flat, [n]; only the elements of `segments` are read or written, and each
+segment has hyperparameters of its own. The gradient is widened and multiplied by `grad_scale` first.
+Arithmetic is fp32 throughout, with fused multiply-adds. A NaN or Inf, in the gradient or in the master, gives
+a NaN master. TypeError or ValueError, naming the mend, if arrays or segments do not fit their contract.
+`seed` (any integer) chooses the random bits of stochastic rounding: they follow from it, the segment's step
+and the element's index, and from nothing else.
 """
 
-import math
-from typing import NamedTuple
+from collections.abc import Sequence
 
-import numpy as np
-from numba import prange
-
-from streamer_native._arrays import BFLOAT16, FLOAT32, Float32Array, Uint16Array, check
-from streamer_native._compile import BLOCK, exclusive, inline, kernel
-from streamer_native._llvm import float32_from_bits, fused_multiply_add, to_float32
-from streamer_native.bfloat16 import join_bits, split_bits
-
-
-class _Coefficients(NamedTuple):
-    """What one step multiplies by, the same for all elements: computed in float64, then rounded once."""
-
-    decay: np.float32  # lr * weight_decay
-    one_minus_beta1: np.float32
-    beta2: np.float32
-    one_minus_beta2: np.float32
-    root_correction: np.float32  # 1 / sqrt(1 - beta2 ** step)
-    eps: np.float32
-    step_size: np.float32  # lr / (1 - beta1 ** step)
-    grad_scale: np.float32
-
-
-def _coefficients(
-    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int, grad_scale: float
-) -> _Coefficients:
-    if step < 1:
-        raise ValueError(f"step={step} must count from 1: increase it before the update, not after")
-    for name, beta in (("beta1", beta1), ("beta2", beta2)):
-        if not 0.0 <= beta < 1.0:
-            raise ValueError(f"{name}={beta} must lie in [0, 1); the usual value is 0.9 to 0.999")
-    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-        if not 0.0 <= value < math.inf:
-            raise ValueError(f"{name}={value} must be finite and not negative")
-    return _Coefficients(
-        decay=np.float32(lr * weight_decay),
-        one_minus_beta1=np.float32(1.0 - beta1),
-        beta2=np.float32(beta2),
-        one_minus_beta2=np.float32(1.0 - beta2),
-        root_correction=np.float32(1.0 / math.sqrt(1.0 - beta2**step)),
-        eps=np.float32(eps),
-        step_size=np.float32(lr / (1.0 - beta1**step)),
-        grad_scale=np.float32(grad_scale),
-    )
-
-
-@inline
-def _update(
-    master: np.float32, grad: np.float32, exp_avg: np.float32, exp_avg_sq: np.float32, c: _Coefficients
-) -> tuple[np.float32, np.float32, np.float32]:
-    """One element: the new (master, exp_avg, exp_avg_sq)."""
-    grad = grad * c.grad_scale
-    exp_avg = fused_multiply_add(c.one_minus_beta1, grad - exp_avg, exp_avg)
-    exp_avg_sq = fused_multiply_add(c.one_minus_beta2 * grad, grad, c.beta2 * exp_avg_sq)
-    denominator = fused_multiply_add(c.root_correction, np.sqrt(exp_avg_sq), c.eps)
-    master = master - fused_multiply_add(c.decay, master, c.step_size * (exp_avg / denominator))
-    # A GPU's own NaN, 0x7fffffff, would be split into a weight of -0 (see [Note: split master]), and the next
-    # forward would run on zeros. The plain quiet NaN stays one when split.
-    master = float32_from_bits(np.uint32(0x7FC00000)) if master != master else master
-    return master, exp_avg, exp_avg_sq
-
-
-@inline
-def _fp32_block(
-    master: Float32Array,
-    grad: Float32Array,
-    exp_avg: Float32Array,
-    exp_avg_sq: Float32Array,
-    c: _Coefficients,
-) -> None:
-    for i in range(master.size):
-        master[i], exp_avg[i], exp_avg_sq[i] = _update(master[i], grad[i], exp_avg[i], exp_avg_sq[i], c)
-
-
-@kernel
-def _fp32(
-    master: Float32Array,
-    grad: Float32Array,
-    exp_avg: Float32Array,
-    exp_avg_sq: Float32Array,
-    c: _Coefficients,
-) -> None:
-    for block in prange((master.size + BLOCK - 1) // BLOCK):
-        lo, hi = block * BLOCK, (block + 1) * BLOCK
-        _fp32_block(master[lo:hi], grad[lo:hi], exp_avg[lo:hi], exp_avg_sq[lo:hi], c)
-
-
-@inline
-def _split_block(
-    weight: Uint16Array,
-    remainder: Uint16Array,
-    grad: Uint16Array | Float32Array,
-    exp_avg: Float32Array,
-    exp_avg_sq: Float32Array,
-    c: _Coefficients,
-) -> None:
-    for i in range(weight.size):
-        master, exp_avg[i], exp_avg_sq[i] = _update(
-            join_bits(weight[i], remainder[i]), to_float32(grad[i]), exp_avg[i], exp_avg_sq[i], c
-        )
-        both = split_bits(master)
-        weight[i] = np.uint16(both >> np.uint32(16))
-        remainder[i] = np.uint16(both & np.uint32(0xFFFF))
-
-
-@kernel
-def _split(
-    weight: Uint16Array,
-    remainder: Uint16Array,
-    grad: Uint16Array | Float32Array,
-    exp_avg: Float32Array,
-    exp_avg_sq: Float32Array,
-    c: _Coefficients,
-) -> None:
-    for block in prange((weight.size + BLOCK - 1) // BLOCK):
-        lo, hi = block * BLOCK, (block + 1) * BLOCK
-        _split_block(weight[lo:hi], remainder[lo:hi], grad[lo:hi], exp_avg[lo:hi], exp_avg_sq[lo:hi], c)
+from streamer_native import _kernels_adam as kernels
+from streamer_native._arrays import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    INT8,
+    UINT8,
+    Float16Array,
+    Float32Array,
+    Int8Array,
+    Uint8Array,
+    Uint16Array,
+    check,
+)
+from streamer_native._compile import exclusive
+from streamer_native._kernels_bf16 import split_bf16
+from streamer_native._kernels_int8 import split_int8
+from streamer_native.segments import Segment, check_scales, pieces_of
 
 
 def adamw_fp32(
@@ -136,30 +43,49 @@ def adamw_fp32(
     grad: Float32Array,
     exp_avg: Float32Array,
     exp_avg_sq: Float32Array,
+    segments: Sequence[Segment],
     *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
     grad_scale: float = 1.0,
 ) -> None:
     """One AdamW step on an fp32 master, in place.
 
-    `master`, `exp_avg` and `exp_avg_sq`, [n] float32, are updated; `grad` [n] float32 is read and multiplied
-    by `grad_scale` first. `step` counts from 1. Elements are fp32 throughout, with fused multiply-adds.
-    Traffic: 28 bytes per parameter. A NaN or Inf, in the gradient or in the master, gives a NaN master.
-
-    Raises TypeError or ValueError, naming the mend, if arrays or hyperparameters do not fit this contract.
+    `master`, `exp_avg` and `exp_avg_sq`, [n] float32, are updated; `grad` [n] float32 is read.
+    Held: 12 bytes per parameter beside the gradient. Traffic: 28 bytes.
     """
     size = check("master", master, FLOAT32, written=True)
     check("grad", grad, FLOAT32, size=size)
     check("exp_avg", exp_avg, FLOAT32, size=size, written=True)
     check("exp_avg_sq", exp_avg_sq, FLOAT32, size=size, written=True)
-    coefficients = _coefficients(lr, beta1, beta2, eps, weight_decay, step, grad_scale)
+    pieces = pieces_of(segments, size, grad_scale)
     with exclusive():
-        _fp32(master, grad, exp_avg, exp_avg_sq, coefficients)
+        kernels.fp32(master, grad, exp_avg, exp_avg_sq, pieces)
+
+
+def adamw_fp16(
+    weight: Float16Array,
+    master: Float32Array,
+    grad: Float16Array,
+    exp_avg: Float32Array,
+    exp_avg_sq: Float32Array,
+    segments: Sequence[Segment],
+    *,
+    grad_scale: float = 1.0,
+) -> None:
+    """One AdamW step on an fp32 master beside the fp16 weight that is streamed, in place.
+
+    `master`, `exp_avg` and `exp_avg_sq`, [n] float32, are updated as by `adamw_fp32`, to the bit; `weight`
+    [n] float16 is written: the master rounded to nearest, ties to even, Inf beyond 65,504. `grad` [n] float16
+    is read. Held: 14 bytes per parameter beside the gradient. Traffic: 28 bytes.
+    """
+    size = check("weight", weight, FLOAT16, written=True)
+    check("master", master, FLOAT32, size=size, written=True)
+    check("grad", grad, FLOAT16, size=size)
+    check("exp_avg", exp_avg, FLOAT32, size=size, written=True)
+    check("exp_avg_sq", exp_avg_sq, FLOAT32, size=size, written=True)
+    pieces = pieces_of(segments, size, grad_scale)
+    bits = weight.view(BFLOAT16), master, grad.view(BFLOAT16)
+    with exclusive():
+        kernels.fp16(*bits, exp_avg, exp_avg_sq, pieces)
 
 
 def adamw_split(
@@ -168,30 +94,95 @@ def adamw_split(
     grad: Uint16Array | Float32Array,
     exp_avg: Float32Array,
     exp_avg_sq: Float32Array,
+    segments: Sequence[Segment],
     *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
     grad_scale: float = 1.0,
 ) -> None:
     """One AdamW step on a split master, in place: equal to `adamw_fp32` on the joined master, to the bit.
 
     `weight` [n] uint16 (bfloat16 bits) and `remainder` [n] uint16 together are the fp32 master (see
     `bfloat16.split`); they, `exp_avg` and `exp_avg_sq` ([n] float32) are updated. `grad` [n] is uint16
-    (bfloat16 bits) or float32; it is read, widened, and multiplied by `grad_scale` first. `step` counts
-    from 1. Traffic: 26 bytes per parameter, 28 with an fp32 gradient. A NaN or Inf, in the
-    gradient or in the master, gives a NaN weight.
-
-    Raises TypeError or ValueError, naming the mend, if arrays or hyperparameters do not fit this contract.
+    (bfloat16 bits) or float32, and is read.
+    Held: 12 bytes per parameter beside the gradient. Traffic: 26 bytes, 28 with an fp32 gradient.
     """
+    size = _check_split(weight, remainder, grad)
+    check("exp_avg", exp_avg, FLOAT32, size=size, written=True)
+    check("exp_avg_sq", exp_avg_sq, FLOAT32, size=size, written=True)
+    pieces = pieces_of(segments, size, grad_scale)
+    with exclusive():
+        kernels.split(weight, remainder, grad, exp_avg, exp_avg_sq, pieces)
+
+
+def adamw_split_bf16(
+    weight: Uint16Array,
+    remainder: Uint16Array,
+    grad: Uint16Array | Float32Array,
+    exp_avg: Uint16Array,
+    exp_avg_sq: Uint16Array,
+    segments: Sequence[Segment],
+    *,
+    grad_scale: float = 1.0,
+    seed: int = 0,
+) -> None:
+    """One AdamW step on a split master with bfloat16 moments, in place.
+
+    As `adamw_split`, with `exp_avg` and `exp_avg_sq` [n] uint16 (bfloat16 bits). The update uses the new
+    moments before they are rounded: the first to nearest, ties to even, the second with stochastic rounding.
+    (To nearest, a second moment at beta2 = 0.999 could move by less than half its last place at a step, and
+    would stay where it is.) Held: 8 bytes per parameter beside the gradient. Traffic: 18 bytes, 20 with an
+    fp32 gradient.
+    """
+    size = _check_split(weight, remainder, grad)
+    check("exp_avg", exp_avg, BFLOAT16, size=size, written=True)
+    check("exp_avg_sq", exp_avg_sq, BFLOAT16, size=size, written=True)
+    pieces = pieces_of(segments, size, grad_scale, seed)
+    with exclusive():
+        split_bf16(weight, remainder, grad, exp_avg, exp_avg_sq, pieces)
+
+
+def adamw_split_int8(
+    weight: Uint16Array,
+    remainder: Uint16Array,
+    grad: Uint16Array | Float32Array,
+    exp_avg: Int8Array,
+    exp_avg_sq_root: Uint8Array,
+    exp_avg_scales: Float32Array,
+    exp_avg_sq_root_scales: Float32Array,
+    segments: Sequence[Segment],
+    *,
+    grad_scale: float = 1.0,
+    seed: int = 0,
+) -> None:
+    """One AdamW step on a split master with 8-bit moments in blocks of 256, in place.
+
+    As `adamw_split`, with `exp_avg` [n] int8, the square root of exp_avg_sq `exp_avg_sq_root` [n] uint8, and
+    the scales of both [number of blocks] float32: value = code * scale (see [Note: 8-bit moments]). All zero
+    to begin with. Blocks are counted from the start of each segment, the last may be short, and
+    `Segment.first_scale` says where its scales lie. The update uses the new moments before they are rounded.
+    Held: 6.03 bytes per parameter beside the gradient. Traffic: 14 bytes, 16 with an fp32 gradient.
+    """
+    size = _check_split(weight, remainder, grad)
+    check("exp_avg", exp_avg, INT8, size=size, written=True)
+    check("exp_avg_sq_root", exp_avg_sq_root, UINT8, size=size, written=True)
+    scales = check("exp_avg_scales", exp_avg_scales, FLOAT32, written=True)
+    check("exp_avg_sq_root_scales", exp_avg_sq_root_scales, FLOAT32, size=scales, written=True)
+    check_scales(segments, scales)
+    pieces = pieces_of(segments, size, grad_scale, seed)
+    with exclusive():
+        split_int8(
+            weight,
+            remainder,
+            grad,
+            exp_avg,
+            exp_avg_sq_root,
+            exp_avg_scales,
+            exp_avg_sq_root_scales,
+            pieces,
+        )
+
+
+def _check_split(weight: Uint16Array, remainder: Uint16Array, grad: Uint16Array | Float32Array) -> int:
     size = check("weight", weight, BFLOAT16, written=True)
     check("remainder", remainder, BFLOAT16, size=size, written=True)
     check("grad", grad, BFLOAT16, FLOAT32, size=size)
-    check("exp_avg", exp_avg, FLOAT32, size=size, written=True)
-    check("exp_avg_sq", exp_avg_sq, FLOAT32, size=size, written=True)
-    coefficients = _coefficients(lr, beta1, beta2, eps, weight_decay, step, grad_scale)
-    with exclusive():
-        _split(weight, remainder, grad, exp_avg, exp_avg_sq, coefficients)
+    return size

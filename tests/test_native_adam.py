@@ -10,6 +10,11 @@ USUAL = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 
 BLOCK = 16384
 
 
+def whole(size, **hyper):
+    """One segment over all of `size` elements."""
+    return [streamer_native.Segment(0, size, **hyper)]
+
+
 class Fp32State:
     """An fp32 master and its moments, all float32 [n]."""
 
@@ -18,8 +23,11 @@ class Fp32State:
         self.exp_avg = np.zeros_like(master)
         self.exp_avg_sq = np.zeros_like(master)
 
-    def step(self, grad, **options):
-        streamer_native.adamw_fp32(self.master, grad, self.exp_avg, self.exp_avg_sq, **options)
+    def step(self, grad, *, grad_scale=1.0, **hyper):
+        self.step_segments(grad, whole(grad.size, **hyper), grad_scale=grad_scale)
+
+    def step_segments(self, grad, segments, **options):
+        streamer_native.adamw_fp32(self.master, grad, self.exp_avg, self.exp_avg_sq, segments, **options)
 
 
 class SplitState:
@@ -32,9 +40,12 @@ class SplitState:
         self.exp_avg = np.zeros_like(master)
         self.exp_avg_sq = np.zeros_like(master)
 
-    def step(self, grad, **options):
+    def step(self, grad, *, grad_scale=1.0, **hyper):
+        self.step_segments(grad, whole(grad.size, **hyper), grad_scale=grad_scale)
+
+    def step_segments(self, grad, segments, **options):
         streamer_native.adamw_split(
-            self.weight, self.remainder, grad, self.exp_avg, self.exp_avg_sq, **options
+            self.weight, self.remainder, grad, self.exp_avg, self.exp_avg_sq, segments, **options
         )
 
     @property
@@ -235,7 +246,7 @@ HALVES = np.zeros(4, dtype=np.uint16)
 )
 def test_fp32_says_how_to_mend_an_array(arrays, message):
     with pytest.raises(ValueError, match=message):
-        streamer_native.adamw_fp32(*arrays, step=1, **USUAL)
+        streamer_native.adamw_fp32(*arrays, whole(4, step=1, **USUAL))
 
 
 @pytest.mark.parametrize(
@@ -249,7 +260,7 @@ def test_fp32_says_how_to_mend_an_array(arrays, message):
 )
 def test_split_says_how_to_mend_an_array(arrays, message):
     with pytest.raises(ValueError, match=message):
-        streamer_native.adamw_split(*arrays, step=1, **USUAL)
+        streamer_native.adamw_split(*arrays, whole(4, step=1, **USUAL))
 
 
 @pytest.mark.parametrize(
@@ -264,4 +275,4 @@ def test_split_says_how_to_mend_an_array(arrays, message):
 )
 def test_a_wrong_hyperparameter_is_named(changed, message):
     with pytest.raises(ValueError, match=message):
-        streamer_native.adamw_fp32(FLOATS, FLOATS, FLOATS, FLOATS, **USUAL | {"step": 1} | changed)
+        streamer_native.adamw_fp32(FLOATS, FLOATS, FLOATS, FLOATS, whole(4, **USUAL | {"step": 1} | changed))

@@ -113,7 +113,10 @@ class NativeMasters(MasterAdamW):
         for name, master in self.masters.items():
             flat = master.detach().view(-1).numpy()
             streamer_native.adamw_fp32(
-                flat, master.grad.view(-1).numpy(), *self.moments[name], step=self.steps, **self.settings
+                flat,
+                master.grad.view(-1).numpy(),
+                *self.moments[name],
+                [streamer_native.Segment(0, flat.size, step=self.steps, **self.settings)],
             )
 
 

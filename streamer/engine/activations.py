@@ -18,7 +18,8 @@ it, so that the whole gradient leaves as one copy, and so that it is known which
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,6 +44,42 @@ class Graph(NamedTuple):
     outputs: Tensors
 
 
+class _Gate:
+    """Refuses gradients that come to a layer's private graph from anywhere but the layer's own backward.
+
+    A tensor that leaves a layer through an attribute, a hook or a recorder is not connected to the user's
+    graph: what flows back through it would be lost.
+    """
+
+    def __init__(self, layer: str) -> None:
+        self._layer = layer
+        self._is_open = False
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Let gradients through inside the block."""
+        self._is_open = True
+        try:
+            yield
+        finally:
+            self._is_open = False
+
+    def check(self, *_: object) -> None:
+        """Raise RuntimeError unless open."""
+        if not self._is_open:
+            raise RuntimeError(
+                f"a tensor that layer '{self._layer}' computed reached the loss by another way than the "
+                "layer's return value (an attribute, a hook, recorded outputs such as router logits), where "
+                "its gradient would be lost: return it, detach it, or do not stream this list of layers"
+            )
+
+    def guard(self, tensors: Tensors) -> None:
+        """Check whenever a gradient comes to one of these leaves."""
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(self.check)
+
+
 class Visit(abc.ABC):
     """One forward of a layer and the backward that belongs to it. [Note: activation policies]"""
 
@@ -52,6 +89,9 @@ class Visit(abc.ABC):
     def __init__(self, executor: Executor, call: Call) -> None:
         self.executor = executor
         self.call = call
+        #: whether the backward that is running asks for gradients of weights
+        self.wants_weights = True
+        self._gate = _Gate(call.unit.name)
         self._release: Callable[[], object] = lambda: None
         self._written = call.unit.written()
 
@@ -82,7 +122,8 @@ class Visit(abc.ABC):
 
         def work(weights: torch.Tensor, gradient: torch.Tensor) -> list[bool]:
             graph = self.graph(weights, inputs)
-            used = _backpropagate(unit, graph, gradients, into=gradient)
+            with self._gate.opened():
+                used = _backpropagate(unit, graph, gradients, into=gradient if self.wants_weights else None)
             if not _graph_is_retained():
                 self._release()
             for tensor in graph.inputs:
@@ -103,21 +144,34 @@ class Recompute(Visit):
         unit = self.call.unit
         self._ambient = Ambient.now(self.executor.backend.device)
         self._modes = unit.modes()
-        versions = [buffer._version for buffer in unit.buffers()]
-        with self._ambient.autocast.uncached():
-            outputs = self.call.run(weights, unit.leaves(weights), inputs)
+        buffers = unit.buffers_now()
+        inner, leaves = _detached(inputs), unit.leaves(weights)
+        self._gate.guard([*inner, *leaves])
+
+        def refuse(_: None) -> torch.Tensor:
+            self._gate.check()
+            raise AssertionError("a graph that has saved nothing is not gone through")
+
+        with (
+            self._ambient.autocast.uncached(),
+            # a graph that saves nothing, only to find out who goes back through it
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(lambda _: None, refuse),
+        ):
+            outputs, rebuild = self.call.run(weights, leaves, inner)
         self._release = self.executor.saved.hold(self, storages(inputs))
-        self._wrote_buffers = versions != [buffer._version for buffer in unit.buffers()]
-        return outputs
+        self._buffers = unit.buffers_changed(buffers)
+        return [output.detach() for output in outputs], rebuild
 
     def graph(self, weights: torch.Tensor, inputs: Tensors) -> Graph:
         unit = self.call.unit
         leaves = unit.leaves(weights)
         inner = _detached(inputs)
+        self._gate.guard([*inner, *leaves])
         with (
             self._ambient.again(),
             unit.in_modes(self._modes),
-            unit.buffers_restored(self._wrote_buffers),
+            unit.with_buffers(self._buffers),
             torch.enable_grad(),
         ):
             outputs, _ = self.call.run(weights, leaves, inner)
@@ -141,6 +195,21 @@ class _Place:
         return weights.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
 
 
+class _Saved(NamedTuple):
+    """Any other saved tensor. PyTorch leaves it to the hooks to see that it has not been written since."""
+
+    tensor: torch.Tensor
+    version: int
+
+    def unchanged(self) -> torch.Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: a tensor of shape {tuple(self.tensor.shape)} that a streamed layer has saved"
+            )
+        return self.tensor
+
+
 class _Slot:
     """Where the weights are: an object of its own, so that what the graph saves does not own the graph."""
 
@@ -159,14 +228,18 @@ class Keep(Visit):
 
         held: dict[int, int] = {}
 
-        def pack(saved: torch.Tensor) -> torch.Tensor | _Place:
+        gate = self._gate
+        gate.guard([*inner, *leaves])
+
+        def pack(saved: torch.Tensor) -> _Saved | _Place:
             if aliases(saved, weights):
                 return _Place.of(saved)
             held.update(storages([saved]))
-            return saved
+            return _Saved(saved, saved._version)
 
-        def unpack(saved: torch.Tensor | _Place) -> torch.Tensor:
-            return saved.view(slot.weights) if isinstance(saved, _Place) else saved
+        def unpack(saved: _Saved | _Place) -> torch.Tensor:
+            gate.check()
+            return saved.view(slot.weights) if isinstance(saved, _Place) else saved.unchanged()
 
         with (
             Autocast.now(self.executor.backend.device).uncached(),
@@ -196,18 +269,20 @@ POLICIES: dict[str, type[Visit]] = {"recompute": Recompute, "keep": Keep}
 
 
 def _backpropagate(
-    unit: Unit, graph: Graph, gradients: Sequence[torch.Tensor | None], *, into: torch.Tensor
+    unit: Unit, graph: Graph, gradients: Sequence[torch.Tensor | None], *, into: torch.Tensor | None
 ) -> list[bool]:
-    """Go back through ``graph``; which trainable parameters now have their gradient in ``into``."""
+    """Go back through ``graph``; which trainable parameters now have their gradient in ``into``, if that
+    is given."""
     used = [False] * len(unit.layout.trainable)
 
     def take(leaf: torch.Tensor) -> None:
         assert leaf.grad is not None, "the hook runs after autograd has set it"
-        index = places[id(leaf)]
-        view = unit.layout.trainable[index].view(into)
-        view.copy_(leaf.grad.to_dense() if leaf.grad.is_sparse else leaf.grad)
+        if into is not None:
+            index = places[id(leaf)]
+            view = unit.layout.trainable[index].view(into)
+            view.copy_(leaf.grad.to_dense() if leaf.grad.is_sparse else leaf.grad)
+            used[index] = True
         leaf.grad = None
-        used[index] = True
 
     trained = [leaf for leaf in graph.leaves[: len(used)] if leaf.requires_grad]
     places = {id(leaf): index for index, leaf in enumerate(graph.leaves)}

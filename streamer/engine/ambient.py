@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -45,6 +48,8 @@ class Ambient:
 
     device: torch.device
     autocast: Autocast
+    python_random_state: Any
+    numpy_random_state: Any
     cpu_random_state: torch.Tensor
     device_random_state: torch.Tensor | None
 
@@ -52,7 +57,14 @@ class Ambient:
     def now(device: torch.device) -> Ambient:
         """What holds in the calling thread."""
         device_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return Ambient(device, Autocast.now(device), torch.get_rng_state(), device_state)
+        return Ambient(
+            device,
+            Autocast.now(device),
+            random.getstate(),
+            np.random.get_state(),
+            torch.get_rng_state(),
+            device_state,
+        )
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -62,4 +74,11 @@ class Ambient:
             torch.set_rng_state(self.cpu_random_state)
             if self.device_random_state is not None:
                 torch.cuda.set_rng_state(self.device_random_state, self.device)
-            yield
+            now = random.getstate(), np.random.get_state()
+            try:
+                random.setstate(self.python_random_state)
+                np.random.set_state(self.numpy_random_state)
+                yield
+            finally:
+                random.setstate(now[0])
+                np.random.set_state(now[1])

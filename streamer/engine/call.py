@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from streamer.engine.tree import Rebuild, fingerprint, flatten
+from streamer.engine.tree import Rebuild, fingerprint, flatten, reachable
 from streamer.engine.unit import Unit
 
 Tensors = Sequence[torch.Tensor]
@@ -31,10 +31,11 @@ class Call:
         slot, which will soon hold another layer. Raises ValueError if the layer changes its arguments.
         """
         args, kwargs = self.rebuild(inputs)
+        given = reachable((args, kwargs))
+        self._check_seen(given, inputs, "is given", lambda tensor: tensor.requires_grad)
         before = fingerprint((args, kwargs))
         try:
-            with self.unit.using(leaves):
-                result = self.forward(*args, **kwargs)
+            result = run_on_slot(self.unit, self.forward, weights, leaves, args, kwargs)
         except RuntimeError as error:
             # autograd's own refusal, where the graph is built in forward, names no layer
             if "in-place operation" in str(error):
@@ -42,7 +43,24 @@ class Call:
             raise
         if fingerprint((args, kwargs)) != before:
             raise self._changes_its_arguments()
-        return flatten(without_aliases(result, weights))
+        outputs, rebuild = flatten(result)
+        self._check_seen(reachable(result), outputs, "returns", lambda tensor: tensor.is_floating_point())
+        return outputs, rebuild
+
+    def _check_seen(
+        self,
+        tensors: Tensors,
+        seen: Tensors,
+        verb: str,
+        matters: Callable[[torch.Tensor], bool],
+    ) -> None:
+        """Refuse tensors inside objects that `flatten` does not open: they would lose their gradients."""
+        known = {id(tensor) for tensor in seen}
+        if any(id(tensor) not in known and matters(tensor) for tensor in tensors):
+            raise ValueError(
+                f"layer '{self.unit.name}' {verb} a tensor inside an object of its own class, where its "
+                "gradient would be lost: use a tuple, a list, a dict or a dataclass"
+            )
 
     def _changes_its_arguments(self) -> ValueError:
         return ValueError(
@@ -51,8 +69,24 @@ class Call:
         )
 
 
-def without_aliases(result: Any, weights: torch.Tensor) -> Any:
-    """``result`` with copies of the tensors in it that are views of the slot ``weights``."""
+def run_on_slot(
+    unit: Unit,
+    forward: Callable[..., Any],
+    weights: torch.Tensor,
+    leaves: Tensors,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """``forward`` with ``leaves``, views of the slot ``weights``, as parameters; the result does not alias
+    the slot. Raises ValueError if it writes its weights: the slot is a copy."""
+    before = weights._version
+    with unit.using(leaves):
+        result = forward(*args, **kwargs)
+    if weights._version != before:
+        raise ValueError(
+            f"layer '{unit.name}' writes its own weights in its forward, which would be lost: write them "
+            "between steps, after streamer.synchronize(model)"
+        )
     outputs, rebuild = flatten(result)
     return rebuild([out.clone() if aliases(out, weights) else out for out in outputs])
 

@@ -53,6 +53,8 @@ class Executor:
         self.norms = Norms(self.issuer, units, root, store)
         self.saved = SavedBytes()
         self.skipped_steps = 0
+        #: by the name of a parameter, what stands for the optimizer that updates it
+        self.updated_by: dict[str, object] = {}
         self._root_ready = False
         self.weights.unshard_root()
 
@@ -60,6 +62,7 @@ class Executor:
         """Make the root unit's weights on the device those of the last update, before they are read."""
         if not self._root_ready:
             self.issuer.issue(ops.root_forward(), lambda: None)
+            self.weights.refresh_root()
             self.weights.in_flight.discard(ROOT)
             self._root_ready = True
 
@@ -108,6 +111,11 @@ class Executor:
             gradient.fill_(255)
         used = work(weights, gradient)
         return used, sum_squares(unit.layout, gradient, used)
+
+    def finish_backward(self) -> None:
+        """Block until the gradients of all layers are in host memory, where ``p.grad`` shows them."""
+        self.gradients.finish()
+        self.norms.landed()
 
     def step(self, updates: Mapping[int, tuple[Callable[[], None], int]]) -> None:
         """Queue updates of host shards: by unit, what updates it and the bytes of memory that this moves.

@@ -8,8 +8,8 @@ Lanes run their work in order and know nothing of one another. An op must wait
 
 A wait on the op's own lane is implied by the lane's order, and of several reads on one lane the last
 one stands for all. A write never has to wait for an earlier write alone: each resource has one writing
-lane, except for a host gradient, which D2H writes first and HOST then adds to; that addition reads the
-gradient too, so it waits for the write and is itself waited for as a read.
+lane, and what else writes it (HOST adding to a gradient that D2H has brought, the caller's thread) reads
+it in the same op, so that it waits for the write and is itself waited for as a read.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from streamer.engine.activations import POLICIES, Visit
 from streamer.engine.ambient import Autocast
-from streamer.engine.call import Call, without_aliases
+from streamer.engine.call import Call, run_on_slot
 from streamer.engine.executor import Executor
 from streamer.engine.kvcache import without_caches
 from streamer.engine.order import Phase
@@ -44,12 +44,12 @@ class StreamedLayer:
     def _infer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer without a graph, on the very objects it was given: it may write into a cache."""
 
-        def work(weights: torch.Tensor) -> Any:
-            with Autocast.now(self._executor.backend.device).uncached(), self._unit.using(leaves_of(weights)):
-                result = self.plain_forward(*args, **kwargs)
-            return without_aliases(result, weights)
+        unit = self._unit
 
-        leaves_of = self._unit.leaves
+        def work(weights: torch.Tensor) -> Any:
+            with Autocast.now(self._executor.backend.device).uncached():
+                return run_on_slot(unit, self.plain_forward, weights, unit.leaves(weights), args, kwargs)
+
         return self._executor.forward(self._unit, work, Phase.INFERENCE)
 
 
@@ -65,18 +65,25 @@ class _Layer(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.visit = visit
+        ctx.anchor_node = torch.autograd.graph.get_gradient_edge(anchor).node
         outputs, rebuild = visit.forward(inputs)
         results.append(rebuild)
         ctx.save_for_backward(*(inputs if visit.saves_inputs else ()))
-        ctx.mark_non_differentiable(*(out for out in outputs if not out.dtype.is_floating_point))
+        ctx.mark_non_differentiable(*(out for out in outputs if not _is_differentiable(out.dtype)))
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         visit: Visit = ctx.visit
+        # false for torch.autograd.grad with respect to other tensors than weights
+        visit.wants_weights = torch._C._will_engine_execute_node(ctx.anchor_node)
         _finish_with_this_backward(visit.executor)
         return (None, None, None, *visit.backward(ctx.saved_tensors, gradients))
+
+
+def _is_differentiable(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _finish_with_this_backward(executor: Executor) -> None:
@@ -84,4 +91,4 @@ def _finish_with_this_backward(executor: Executor) -> None:
     task = torch._C._current_graph_task_id()
     if executor.backward_task != task:
         executor.backward_task = task
-        torch.autograd.Variable._execution_engine.queue_callback(executor.gradients.finish)
+        torch.autograd.Variable._execution_engine.queue_callback(executor.finish_backward)

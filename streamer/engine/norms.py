@@ -4,14 +4,15 @@
 A unit's sum of squares is taken on the device while its gradient is in a slot, so that the global norm is
 known when backward ends and costs no pass over memory. It stands for the host gradient only as long as
 that is what left the device: where a second backward has added to it, where the user has written it or
-dropped a part of it, a pass over host memory on the HOST lane takes it anew.
+dropped a part of it, a pass over host memory on the HOST lane takes it anew. Some writers do not tell
+autograd (gradient scalers, collectives, ``.data``), so a sample of the gradient is compared too.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -28,6 +29,7 @@ from streamer.memory.layout import Layout
 class _Measured:
     squares: torch.Tensor | float  # a scalar on the device, or a number taken on the host
     state: _State
+    sample: torch.Tensor | None = None  # of the host gradient, once that has landed
 
 
 #: Which parameters hold a gradient, and how often the user has written the unit's host gradient.
@@ -48,6 +50,12 @@ class Norms:
         """``squares``, as from `sum_squares`, belongs to the gradient that ``unit`` now holds."""
         self._measured[unit.index] = _Measured(squares, self._state(unit))
 
+    def landed(self) -> None:
+        """The gradients have arrived on the host: sample those whose squares were taken on the device."""
+        for index, measured in self._measured.items():
+            if measured.sample is None:
+                self._measured[index] = replace(measured, sample=self._sample(self._units[index]))
+
     def drop(self, unit: Unit) -> None:
         """What was measured is not the whole gradient of ``unit``."""
         self._measured.pop(unit.index, None)
@@ -67,7 +75,15 @@ class Norms:
 
     def _is_measured(self, unit: Unit) -> bool:
         measured = self._measured.get(unit.index)
-        return measured is not None and measured.state == self._state(unit)
+        if measured is None or measured.state != self._state(unit) or measured.sample is None:
+            return False
+        return measured.sample.is_meta or torch.equal(measured.sample, self._sample(unit))
+
+    def _sample(self, unit: Unit) -> torch.Tensor:
+        """The first four bytes of each parameter's gradient, and four of every 4 KiB."""
+        gradient = self._store.shards[unit.index].gradient.view(torch.int32)
+        firsts = [slice.offset // 4 for slice in unit.layout.trainable if slice.numel]
+        return torch.cat([gradient[::1024], gradient[firsts]])
 
     def _measure_on_host(self, units: Sequence[Unit]) -> None:
         totals: dict[int, float] = {}
@@ -85,7 +101,8 @@ class Norms:
             self._issuer.wait(ops.squares(unit.index) for unit in units)
         for unit in units:
             # on the virtual backend nothing was measured
-            self._measured[unit.index] = _Measured(totals.get(unit.index, 0.0), self._state(unit))
+            squares = totals.get(unit.index, 0.0)
+            self._measured[unit.index] = _Measured(squares, self._state(unit), self._sample(unit))
 
 
 def sum_squares(layout: Layout, gradient: torch.Tensor, used: Sequence[bool]) -> torch.Tensor:

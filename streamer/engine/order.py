@@ -42,6 +42,7 @@ class Order:
         self._training: Cycle = (*forward, *backward)
         self._inference: Cycle = tuple(Visit(unit, Phase.INFERENCE) for unit in units)
         self._now: list[Visit] = []
+        self._longest = 64 * len(units)
         #: where in the remembered cycle the next visit is expected
         self._position = 0
 
@@ -77,6 +78,9 @@ class Order:
         if not self._now:
             return False
         last = self._now[-1].phase
+        if len(self._now) >= self._longest:
+            # forwards that no backward follows
+            return True
         if visit.phase is Phase.INFERENCE:
             return last is not Phase.INFERENCE or visit in self._now
         return last is Phase.INFERENCE or (visit.phase is Phase.FORWARD and last is Phase.BACKWARD)

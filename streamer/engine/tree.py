@@ -49,17 +49,23 @@ def fingerprint(value: object) -> list[tuple[int, int]]:
     Two fingerprints of a value differ if a tensor in it was written in place, or if one was added,
     removed or exchanged, also inside objects that `flatten` does not look into.
     """
-    marks: list[tuple[int, int]] = []
+    return [(id(item), 0 if item.is_inference() else item._version) for item in reachable(value)]
+
+
+def reachable(value: object) -> list[torch.Tensor]:
+    """The tensors that can be reached from ``value``, also through the attributes of any object, each as
+    often as it occurs."""
+    tensors: list[torch.Tensor] = []
     seen: set[int] = set()
     stack = [value]
     while stack:
         item = stack.pop()
         if isinstance(item, torch.Tensor):
-            marks.append((id(item), 0 if item.is_inference() else item._version))
+            tensors.append(item)
         elif id(item) not in seen and not isinstance(item, _OPAQUE):
             seen.add(id(item))
             stack.extend(_children(item))
-    return marks
+    return tensors
 
 
 #: What holds no argument tensors, or far too many other things.

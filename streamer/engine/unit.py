@@ -11,6 +11,11 @@ from torch import nn
 
 from streamer.memory.layout import Layout
 
+#: Marks a hook on a parameter as streamer's own.
+OWN_HOOK = "_streamer_hook"
+
+BufferPlace = tuple[nn.Module, str]
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -46,10 +51,13 @@ class Unit:
 
     def leaves(self, weights: torch.Tensor) -> list[torch.Tensor]:
         """The parameters as autograd leaves that are views of a flat uint8 buffer of weights."""
-        return [
-            slice.view(weights).detach().requires_grad_(param.requires_grad)
-            for slice, param in zip(self.layout.slices, self.params, strict=True)
-        ]
+        leaves = []
+        for slice, param in zip(self.layout.slices, self.params, strict=True):
+            leaf = slice.view(weights).detach().requires_grad_(param.requires_grad)
+            if leaf.requires_grad:
+                _carry_hooks(slice.param.name, param, leaf)
+            leaves.append(leaf)
+        return leaves
 
     def buffers(self) -> list[torch.Tensor]:
         """The unit's buffers (running statistics, masks), which stay on the device."""
@@ -73,16 +81,39 @@ class Unit:
         for module, training in zip(self.module.modules(), modes, strict=True):
             module.training = training
 
+    def buffers_now(self) -> dict[BufferPlace, tuple[torch.Tensor, int, torch.Tensor]]:
+        """The buffers as they are: each with its version and a copy of its values."""
+        return {
+            (owner, name): (buffer, buffer._version, buffer.clone())
+            for owner, name in self.buffer_owners
+            if (buffer := owner._buffers[name]) is not None
+        }
+
+    def buffers_changed(
+        self, before: dict[BufferPlace, tuple[torch.Tensor, int, torch.Tensor]]
+    ) -> dict[BufferPlace, torch.Tensor]:
+        """All the values ``before``, if one of the buffers was written or exchanged since, else none.
+
+        All of them, because batch normalisation writes its statistics without saying so, and only its
+        counter tells.
+        """
+        changed = any(
+            owner._buffers[name] is not buffer or buffer._version != version
+            for (owner, name), (buffer, version, _) in before.items()
+        )
+        return {place: values for place, (_, _, values) in before.items()} if changed else {}
+
     @contextmanager
-    def buffers_restored(self, wanted: bool) -> Iterator[None]:
-        """Where ``wanted``, undo what the block does to buffers: a forward run again must not count twice."""
-        saved = {place: place[0]._buffers[place[1]] for place in self.buffer_owners} if wanted else {}
+    def with_buffers(self, values: dict[BufferPlace, torch.Tensor]) -> Iterator[None]:
+        """Run the block with copies of ``values`` as buffers: a forward run again starts from what the first
+        one started from, and does not count twice."""
+        now = {(owner, name): owner._buffers[name] for owner, name in values}
         try:
-            for (owner, name), buffer in saved.items():
-                owner._buffers[name] = None if buffer is None else buffer.clone()
+            for (owner, name), value in values.items():
+                owner._buffers[name] = value.clone()
             yield
         finally:
-            for (owner, name), buffer in saved.items():
+            for (owner, name), buffer in now.items():
                 owner._buffers[name] = buffer
 
     @contextmanager
@@ -102,8 +133,24 @@ class Unit:
         finally:
             self._register(self.params)
 
+    def restore(self) -> None:
+        """Let the unit's modules see their own parameters, should an interrupt have prevented it."""
+        self._register(self.params)
+
     def _register(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor, owners in zip(tensors, self.owners, strict=True):
             for module, name in owners:
                 # as torch.func.functional_call does: the module's own __setattr__ takes only Parameters
                 module._parameters[name] = tensor  # type: ignore[assignment]
+
+
+def _carry_hooks(name: str, param: nn.Parameter, leaf: torch.Tensor) -> None:
+    """Let the hooks that the user has put on ``param`` see the gradients of ``leaf``."""
+    if param._post_accumulate_grad_hooks:
+        raise ValueError(
+            f"'{name}' has a post-accumulate-grad hook, which would not run: use param.register_hook, or "
+            "look at p.grad after backward"
+        )
+    for hook in (param._backward_hooks or {}).values():
+        if not getattr(hook, OWN_HOOK, False):
+            leaf.register_hook(hook)

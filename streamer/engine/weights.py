@@ -87,6 +87,10 @@ class Weights:
         """Take over what the user has written into parameters: layers on the host, the root on the device."""
         for unit in self._units:
             self._refresh_layer(unit)
+        self.refresh_root()
+
+    def refresh_root(self) -> None:
+        """`refresh` for the root alone."""
         if self._root.written() != self._written[ROOT]:
             self._issuer.wait((ops.weight_slot(ROOT), ops.shard(ROOT)), to_write=True)
             self._store.shards[ROOT].weight.copy_(self.root_buffer)

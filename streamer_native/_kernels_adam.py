@@ -1,0 +1,119 @@
+"""The kernels of AdamW with fp32 moments: fp32, fp16 and split masters.
+
+Every layout, those of the other kernel files too, calls the same scalar function, so all give the same master
+to the bit where they hold the same state. `adam.py` has the formula and the contracts.
+"""
+
+import numpy as np
+from numba import prange
+
+from streamer_native._arrays import Float32Array, Uint16Array
+from streamer_native._compile import inline, kernel
+from streamer_native._llvm import (
+    float32_from_bits,
+    fused_multiply_add,
+    narrow_half,
+    to_float32,
+    widen_half,
+)
+from streamer_native.bfloat16 import join_bits, split_bits
+from streamer_native.segments import Coefficients, Pieces, coefficients_of
+
+
+@inline
+def update(
+    master: np.float32, grad: np.float32, exp_avg: np.float32, exp_avg_sq: np.float32, c: Coefficients
+) -> tuple[np.float32, np.float32, np.float32, np.float32]:
+    """One element: the new (master, exp_avg, exp_avg_sq), and the square root of the last."""
+    grad = grad * c.grad_scale
+    exp_avg = fused_multiply_add(c.one_minus_beta1, grad - exp_avg, exp_avg)
+    exp_avg_sq = fused_multiply_add(c.one_minus_beta2 * grad, grad, c.beta2 * exp_avg_sq)
+    root = np.sqrt(exp_avg_sq)
+    denominator = fused_multiply_add(c.root_correction, root, c.eps)
+    master = master - fused_multiply_add(c.decay, master, c.step_size * (exp_avg / denominator))
+    # A GPU's own NaN, 0x7fffffff, would be split into a weight of -0 (see [Note: split master]), and the next
+    # forward would run on zeros. The plain quiet NaN stays one when split.
+    master = float32_from_bits(np.uint32(0x7FC00000)) if master != master else master
+    return master, exp_avg, exp_avg_sq, root
+
+
+@inline
+def _fp32_piece(
+    master: Float32Array, grad: Float32Array, exp_avg: Float32Array, exp_avg_sq: Float32Array, c: Coefficients
+) -> None:
+    for i in range(master.size):
+        master[i], exp_avg[i], exp_avg_sq[i], _ = update(master[i], grad[i], exp_avg[i], exp_avg_sq[i], c)
+
+
+@kernel
+def fp32(
+    master: Float32Array, grad: Float32Array, exp_avg: Float32Array, exp_avg_sq: Float32Array, pieces: Pieces
+) -> None:
+    for piece in prange(len(pieces.bounds)):
+        lo, hi, segment, _ = pieces.bounds[piece]
+        c = coefficients_of(pieces.coefficients[segment])
+        _fp32_piece(master[lo:hi], grad[lo:hi], exp_avg[lo:hi], exp_avg_sq[lo:hi], c)
+
+
+@inline
+def _fp16_piece(
+    weight: Uint16Array,
+    master: Float32Array,
+    grad: Uint16Array,
+    exp_avg: Float32Array,
+    exp_avg_sq: Float32Array,
+    c: Coefficients,
+) -> None:
+    for i in range(master.size):
+        master[i], exp_avg[i], exp_avg_sq[i], _ = update(
+            master[i], widen_half(grad[i]), exp_avg[i], exp_avg_sq[i], c
+        )
+        weight[i] = narrow_half(master[i])
+
+
+@kernel
+def fp16(
+    weight: Uint16Array,
+    master: Float32Array,
+    grad: Uint16Array,
+    exp_avg: Float32Array,
+    exp_avg_sq: Float32Array,
+    pieces: Pieces,
+) -> None:
+    for piece in prange(len(pieces.bounds)):
+        lo, hi, segment, _ = pieces.bounds[piece]
+        c = coefficients_of(pieces.coefficients[segment])
+        _fp16_piece(weight[lo:hi], master[lo:hi], grad[lo:hi], exp_avg[lo:hi], exp_avg_sq[lo:hi], c)
+
+
+@inline
+def _split_piece(
+    weight: Uint16Array,
+    remainder: Uint16Array,
+    grad: Uint16Array | Float32Array,
+    exp_avg: Float32Array,
+    exp_avg_sq: Float32Array,
+    c: Coefficients,
+) -> None:
+    for i in range(weight.size):
+        master, exp_avg[i], exp_avg_sq[i], _ = update(
+            join_bits(weight[i], remainder[i]), to_float32(grad[i]), exp_avg[i], exp_avg_sq[i], c
+        )
+        both = split_bits(master)
+        weight[i] = np.uint16(both >> np.uint32(16))
+        remainder[i] = np.uint16(both & np.uint32(0xFFFF))
+
+
+@kernel
+def split(
+    weight: Uint16Array,
+    remainder: Uint16Array,
+    grad: Uint16Array | Float32Array,
+    exp_avg: Float32Array,
+    exp_avg_sq: Float32Array,
+    pieces: Pieces,
+) -> None:
+    for piece in prange(len(pieces.bounds)):
+        lo, hi, segment, _ = pieces.bounds[piece]
+        c = coefficients_of(pieces.coefficients[segment])
+        _split_piece(weight[lo:hi], remainder[lo:hi], grad[lo:hi], exp_avg[lo:hi], exp_avg_sq[lo:hi], c)
