@@ -14,9 +14,9 @@ from streamer.backends.base import Backend
 from streamer.backends.cuda import CudaBackend
 from streamer.backends.thread import ThreadBackend
 from streamer.engine import op as ops
-from streamer.engine.activations import POLICIES
 from streamer.engine.executor import Executor
 from streamer.engine.layer import StreamedLayer
+from streamer.engine.policies import POLICIES
 from streamer.engine.unit import Unit
 from streamer.find import Layers, find_layers
 from streamer.guards import attach_guards, serve_other_optimizers

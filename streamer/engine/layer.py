@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from streamer.engine.activations import POLICIES, Visit
+from streamer.engine.activations import Visit
 from streamer.engine.ambient import Autocast
 from streamer.engine.call import Call, run_on_slot
 from streamer.engine.executor import Executor
 from streamer.engine.kvcache import without_caches
 from streamer.engine.order import Phase
+from streamer.engine.policies import POLICIES
 from streamer.engine.tree import flatten
 from streamer.engine.unit import Unit
 

@@ -1,0 +1,150 @@
+"""The activation policies. [Note: activation policies]"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from streamer.engine.activations import Graph, Outputs, Visit, graph_is_retained
+from streamer.engine.ambient import Ambient, Autocast
+from streamer.engine.call import Tensors, aliases
+from streamer.engine.saved import storages
+
+
+class Recompute(Visit):
+    """Keep the inputs, run the forward again in backward."""
+
+    saves_inputs = True
+
+    def first_run(self, weights: torch.Tensor, inputs: Tensors) -> Outputs:
+        unit = self.call.unit
+        self._ambient = Ambient.now(self.executor.backend.device)
+        self._modes = unit.modes()
+        buffers = unit.buffers_now()
+        inner, leaves = _detached(inputs), unit.leaves(weights)
+        self.gate.guard([*inner, *leaves])
+
+        def refuse(_: None) -> torch.Tensor:
+            self.gate.check()
+            raise AssertionError("a graph that has saved nothing is not gone through")
+
+        with (
+            self._ambient.autocast.uncached(),
+            # a graph that saves nothing, only to find out who goes back through it
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(lambda _: None, refuse),
+        ):
+            outputs, rebuild = self.call.run(weights, leaves, inner)
+        self.release = self.executor.saved.hold(self, storages(inputs))
+        self._buffers = unit.buffers_changed(buffers)
+        return [output.detach() for output in outputs], rebuild
+
+    def graph(self, weights: torch.Tensor, inputs: Tensors) -> Graph:
+        unit = self.call.unit
+        leaves = unit.leaves(weights)
+        inner = _detached(inputs)
+        self.gate.guard([*inner, *leaves])
+        with (
+            self._ambient.again(),
+            unit.in_modes(self._modes),
+            unit.with_buffers(self._buffers),
+            torch.enable_grad(),
+        ):
+            outputs, _ = self.call.run(weights, leaves, inner)
+        return Graph(inner, leaves, outputs)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A saved tensor that is a view of a slot, by its place in it (in elements, as torch counts)."""
+
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> _Place:
+        return _Place(tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+
+    def view(self, weights: torch.Tensor) -> torch.Tensor:
+        return weights.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
+
+
+class _Saved(NamedTuple):
+    """Any other saved tensor. PyTorch leaves it to the hooks to see that it has not been written since."""
+
+    tensor: torch.Tensor
+    version: int
+
+    def unchanged(self) -> torch.Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: a tensor of shape {tuple(self.tensor.shape)} that a streamed layer has saved"
+            )
+        return self.tensor
+
+
+class _Slot:
+    """Where the weights are: an object of its own, so that what the graph saves does not own the graph."""
+
+    weights: torch.Tensor
+
+
+class Keep(Visit):
+    """Build the graph in forward and keep it, with saved weights as places in the slot."""
+
+    saves_inputs = False
+
+    def first_run(self, weights: torch.Tensor, inputs: Tensors) -> Outputs:
+        leaves = self.call.unit.leaves(weights)
+        inner = _detached(inputs)
+        self._slot = slot = _Slot()
+
+        held: dict[int, int] = {}
+
+        gate = self.gate
+        gate.guard([*inner, *leaves])
+
+        def pack(saved: torch.Tensor) -> _Saved | _Place:
+            if aliases(saved, weights):
+                return _Place.of(saved)
+            held.update(storages([saved]))
+            return _Saved(saved, saved._version)
+
+        def unpack(saved: _Saved | _Place) -> torch.Tensor:
+            gate.check()
+            return saved.view(slot.weights) if isinstance(saved, _Place) else saved.unchanged()
+
+        with (
+            Autocast.now(self.executor.backend.device).uncached(),
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(pack, unpack),
+        ):
+            outputs, rebuild = self.call.run(weights, leaves, inner)
+        self.release = self.executor.saved.hold(self, held)
+        self._graph: Graph | None = Graph(inner, leaves, outputs)
+        return [output.detach() for output in outputs], rebuild
+
+    def graph(self, weights: torch.Tensor, inputs: Tensors) -> Graph:
+        if self._graph is None:
+            raise RuntimeError(
+                f"layer '{self.call.unit.name}' is gone through backward a second time: "
+                "call backward(retain_graph=True) the first time"
+            )
+        graph = self._graph
+        self._slot.weights = weights
+        if not graph_is_retained():
+            self._graph = None
+        return graph
+
+
+#: The values of ``wrap(activations=...)``.
+POLICIES: dict[str, type[Visit]] = {"recompute": Recompute, "keep": Keep}
+
+
+def _detached(inputs: Tensors) -> list[torch.Tensor]:
+    return [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs]
