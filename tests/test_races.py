@@ -66,9 +66,9 @@ def test_without_either_kind_of_wait_the_result_is_wrong(
     monkeypatch.setattr(streamer.engine.executor, "Hazards", partial(Hazards, **{dropped: False}))
     try:
         actual = disturbed("recompute", {slow: always(0.02)}, num_slots=1)
-    except RuntimeError as error:
-        # autograd itself may notice that a weight was written under it
-        assert "modified by an inplace operation" in str(error)
+    except (RuntimeError, ValueError) as error:
+        # autograd, or the layer's own check, may notice that a slot was written while it was in use
+        assert "modified by an inplace operation" in str(error) or "writes its own weights" in str(error)
         return
     with pytest.raises(AssertionError):
         assert_same(actual, undisturbed("recompute"))
