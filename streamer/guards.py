@@ -12,9 +12,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from streamer.engine import op as ops
 from streamer.engine.executor import Executor
+from streamer.engine.op import ROOT
 from streamer.engine.tree import flatten
 from streamer.engine.unit import OWN_HOOK, Unit
 from streamer.handle import home_of
+from streamer.memory.layout import Slice
 
 
 def attach_guards(model: nn.Module, executor: Executor) -> Callable[[], None]:
@@ -25,10 +27,9 @@ def attach_guards(model: nn.Module, executor: Executor) -> Callable[[], None]:
     for module in root_owners:
         # user code may call them without calling the model, and an update may be on its way to them
         handles.append(module.register_forward_pre_hook(lambda *_: executor.begin()))
-    for unit in executor.units:
-        for param in unit.params:
-            if param.requires_grad:
-                handles.append(param.register_hook(_wait_for_gradient(executor, unit)))
+    for unit in (*executor.units, executor.root):
+        for slice, param in executor.gradients.held[unit.index].pairs():
+            handles.append(param.register_hook(_before_adding(executor, unit, slice, param)))
     for module in modules:
         handles.append(module.register_state_dict_pre_hook(_wait_for_updates(executor)))
         handles.append(module.register_load_state_dict_pre_hook(_wait_before_loading(executor)))
@@ -67,8 +68,15 @@ def serve_other_optimizers(executor: Executor) -> Callable[[], None]:
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         running = weakly()
         if running is not None and touched(optimizer):
+            if running.landing is not None:
+                raise RuntimeError(
+                    f"update='backward' updates layers by streamer.AdamW, not {type(optimizer).__name__}: "
+                    "wrap with update='step' to use another optimizer"
+                )
             running.synchronize()
             running.gradients.settle_scale()
+            for held in running.gradients.held.values():
+                held.narrow()
 
     def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         torch.autograd.graph.increment_version(touched(optimizer))
@@ -94,13 +102,18 @@ def _move_inputs(device: torch.device) -> Callable[..., tuple[Any, Any]]:
     return hook
 
 
-def _wait_for_gradient(executor: Executor, unit: Unit) -> Callable[[torch.Tensor], None]:
-    """A hook for a layer's parameter that is used outside of its layer (a penalty on weights): autograd is
-    about to add to its gradient on the host."""
+def _before_adding(
+    executor: Executor, unit: Unit, slice: Slice, param: nn.Parameter
+) -> Callable[[torch.Tensor], None]:
+    """A hook for a parameter to whose ``grad`` autograd is about to add by itself: the root's, and a layer's
+    that is used outside of its layer (a penalty on weights)."""
 
     def hook(gradient: torch.Tensor) -> None:
-        executor.gradients.settle_scale()
-        executor.issuer.wait((ops.gradient(unit.index),), to_write=True)
+        if unit.index != ROOT:
+            executor.gradients.held[unit.index].place(slice, summed=False)  # says so where there is none
+            executor.gradients.settle_scale()
+            executor.issuer.wait((ops.gradient(unit.index),), to_write=True)
+        executor.gradients.held[unit.index].widen(slice, param)
 
     setattr(hook, OWN_HOOK, True)
     return hook

@@ -2,39 +2,56 @@
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from streamer.engine.executor import Executor
+from streamer.engine.held import is_summed
+from streamer.engine.landing import Update
+from streamer.engine.unit import Unit
+from streamer.finite import may_step
+from streamer.groups import check_group, hyper_of
 from streamer.handle import Home, home_of
-from streamer.host_adam import Hyper, Run, merge, update_bytes, update_shard
-from streamer.memory.host import ADAMW_PURPOSES, EXP_AVG, EXP_AVG_SQ
+from streamer.host_adam import Run, all_finite, check_state_dtype, merge, update_bytes, update_shard, warm_up
+from streamer.memory.purposes import FP32, MOMENTS
+from streamer.moments import check_moments, make_room, parse_state_dtype
 
 
 class AdamW(torch.optim.Optimizer):
     """Adam with decoupled weight decay (Loshchilov & Hutter, 2019, algorithm 2), as `torch.optim.AdamW`.
 
     ``params`` are parameters, or parameter groups, of models that were wrapped. Updates run in host
-    memory in exact fp32 whatever the dtype of the parameters, with fp32 moments. `step` returns once they
-    are queued: the next forward waits for each layer's update as it comes to it, so nothing is stale.
+    memory in exact fp32 whatever the dtype of the parameters. `step` returns once they are queued: the next
+    forward waits for each layer's update as it comes to it, so nothing is stale.
 
-    ``state[p]`` has ``step`` and, as views of host memory in the shape of ``p``, ``exp_avg`` and
-    ``exp_avg_sq`` (fp32); call `streamer.synchronize` before reading them.
+    ``state_dtype`` is how the moments of bfloat16 parameters are kept: ``torch.float32`` (8 bytes for each
+    parameter), ``torch.bfloat16`` (4; the second moment rounded stochastically) or ``"int8"`` (2, in blocks
+    of 256 with fp32 scales, rounded stochastically). Other parameters need float32. ``state[p]`` has ``step``
+    and, as views of host memory, ``exp_avg`` and ``exp_avg_sq`` in the shape of ``p``; in 8 bits the codes
+    ``exp_avg`` and ``exp_avg_sq_root`` (of the square root of the second moment), each to be multiplied by
+    its block's ``exp_avg_scale`` or ``exp_avg_sq_root_scale``. Call `streamer.synchronize` before reading
+    them.
 
     A step whose gradients are not all finite changes nothing: with ``skip_nonfinite`` it warns and counts in
-    ``streamer.stats(model).skipped_steps``, without it raises RuntimeError.
+    ``streamer.stats(model).skipped_steps``, without it raises RuntimeError. `torch.amp.GradScaler` works: its
+    scale is taken out in the pass that updates, and a step that it finds to overflow changes nothing.
 
-    Raises ValueError for a hyperparameter out of its range, or a parameter whose model is not wrapped.
+    Raises ValueError for a hyperparameter out of its range, a ``state_dtype`` that a parameter cannot have,
+    or a parameter whose model is not wrapped, and MemoryError if there is no room for the moments, before
+    they are allocated.
     """
 
     #: its updates do not run where and when PyTorch's own do
     updates_host_shards = True
+    #: tells GradScaler to leave the unscaling, and the decision to skip, to `step`
+    _step_supports_amp_scaling = True
+    #: what GradScaler sets around `step`: whether an element was not finite, and the scale, or None
+    found_inf: torch.Tensor | None = None
+    grad_scale: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -44,8 +61,10 @@ class AdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
+        state_dtype: torch.dtype | str = torch.float32,
         skip_nonfinite: bool = True,
     ) -> None:
+        self._state_dtype = parse_state_dtype(state_dtype)
         self._skip_nonfinite = skip_nonfinite
         self._executors: list[Executor] = []
         # not the optimizer itself, which its parameters shall not keep alive
@@ -55,18 +74,33 @@ class AdamW(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, with zero moments."""
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        _check(group)
-        for param in group["params"]:
-            home = _home(param)
-            if home.executor not in self._executors:
-                self._executors.append(home.executor)
-                home.executor.synchronize()
-                home.executor.store.add_state(ADAMW_PURPOSES)
+        try:
+            homes = self._admit(self.param_groups[-1])
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        for home in homes:
             home.executor.updated_by[home.slice.param.name] = self._token
             if home.slice.param.trainable:
                 for moment in self._moments(home).values():
                     moment.zero_()
+
+    def _admit(self, group: dict[str, Any]) -> list[Home]:
+        """The homes of a group's parameters, for which there then is room; raises where that cannot be."""
+        check_group(group)
+        homes = [_home(param) for param in group["params"]]
+        for home in homes:
+            check_state_dtype(home.slice.param, self._state_dtype)
+        for executor in dict.fromkeys(home.executor for home in homes):
+            if executor not in self._executors:
+                executor.synchronize()
+                make_room(executor, self._state_dtype)
+                self._executors.append(executor)
+                layouts = [shard.layout for shard in executor.store.shards]
+                executor.prepare(partial(warm_up, layouts, self._state_dtype))
+                if executor.landing is not None:
+                    executor.landing.add_updater(self._update_on_landing)
+        return homes
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -75,36 +109,65 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._is_finite():
+        if not may_step(self._executors, skip_nonfinite=self._skip_nonfinite, found_inf=self.found_inf):
             return loss
+        unscale = 1.0 if self.grad_scale is None else 1.0 / float(self.grad_scale)
         runs: dict[tuple[Executor, int], list[Run]] = defaultdict(list)
-        for group in self.param_groups:
-            _check(group)
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
+        for param, group in self._group_of().items():
+            if param.grad is not None:
                 home = _home(param)
-                if home.executor.updated_by[home.slice.param.name] is not self._token:
-                    raise RuntimeError(
-                        f"'{home.slice.param.name}' now belongs to an optimizer that was made later and has "
-                        "begun with moments of its own: use that one"
-                    )
-                if not home.slice.param.trainable:
-                    home.unit.written()  # says that there is no room for it
-                state = self.state[param]
-                if not state:
-                    state.update(step=torch.tensor(0.0), **self._moments(home))
-                state["step"] += 1
-                beta1, beta2 = group["betas"]
-                hyper = Hyper(
-                    float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], int(state["step"])
-                )
-                runs[home.executor, home.unit.index].append(Run.of(home.slice, hyper))
+                runs[home.executor, home.unit.index].append(self._run(param, group))
         for executor in self._executors:
-            self._queue(
-                executor, {unit: merge(runs[owner, unit]) for owner, unit in runs if owner is executor}
-            )
+            mine = {unit: merge(runs[owner, unit]) for owner, unit in runs if owner is executor}
+            self._queue(executor, mine, unscale)
         return loss
+
+    def _update_on_landing(self, unit: Unit, used: Sequence[bool]) -> Update | None:
+        """The update of ``unit`` from a gradient that has just landed. [Note: landing]"""
+        groups = self._group_of()
+        mine = [p for p, is_used in zip(unit.params, used, strict=False) if is_used and p in groups]
+        if not mine:
+            return None
+        executor = _home(mine[0]).executor
+        landing, shard = executor.landing, executor.shard(unit)
+        runs = merge([self._run(param, groups[param]) for param in mine])
+        steps = [self.state[param]["step"] for param in mine]
+        stretches = unit.layout.stretches(used)
+
+        def update(gradient: torch.Tensor) -> None:
+            if all_finite(gradient, stretches):
+                seed = _seed(unit)
+                update_shard(shard, runs, self_dtype, 1.0, seed=seed, gradient=gradient)
+                return
+            for step in steps:
+                step -= 1
+            assert landing is not None, "it has called"
+            landing.not_finite.append(unit.name)
+
+        self_dtype = self._state_dtype  # and not self, which a queued update shall not keep alive
+        return update, update_bytes(runs, self._state_dtype)
+
+    def _group_of(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """The group of each parameter."""
+        for group in self.param_groups:
+            check_group(group)
+        return {param: group for group in self.param_groups for param in group["params"]}
+
+    def _run(self, param: torch.Tensor, group: dict[str, Any]) -> Run:
+        """The next update of one parameter, which counts it."""
+        home = _home(param)
+        if home.executor.updated_by.get(home.slice.param.name) is not self._token:
+            raise RuntimeError(
+                f"'{home.slice.param.name}' now belongs to an optimizer that was made later and has begun "
+                "with moments of its own, or keeps those of its model in another state_dtype: use that one"
+            )
+        if not home.slice.param.trainable:
+            home.unit.written()  # says that there is no room for it
+        state = self.state[param]
+        if not state:
+            state.update(step=torch.tensor(0.0), **self._moments(home))
+        state["step"] += 1
+        return Run.of(home.slice, hyper_of(group, int(state["step"])), summed=is_summed(param))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or set them to zero once the updates that read them are done."""
@@ -119,59 +182,51 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over hyperparameters and moments, the latter in fp32 whatever the parameters' dtype."""
+        """Take over hyperparameters and moments, the latter as they are held.
+
+        Raises ValueError, and changes nothing, if they were saved with another ``state_dtype``.
+        """
         self._synchronize()
-        super().load_state_dict(state_dict)
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
-        for index, param in zip(saved, params, strict=True):
-            home = _home(param)
-            if not home.slice.param.trainable:
-                continue
+        pairs = [(p, state_dict["state"].get(index)) for p, index in zip(params, saved, strict=False)]
+        trained = [(p, _home(p), values) for p, values in pairs if _home(p).slice.param.trainable]
+        for _, home, values in trained:
+            if values is not None:
+                check_moments(home.slice.param.name, values, self._moments(home))
+        # without the state, of which PyTorch would make a copy in the parameters' dtype
+        super().load_state_dict({**state_dict, "state": {}})
+        for param, home, values in trained:
             moments = self._moments(home)
-            values = state_dict["state"].get(index)
-            if values is None:
-                for moment in moments.values():
-                    moment.zero_()
-                continue
             for name, moment in moments.items():
-                moment.copy_(values[name])
-            step = torch.as_tensor(values["step"], dtype=torch.float32, device="cpu").clone()
-            self.state[param] = {"step": step, **moments}
-
-    def _is_finite(self) -> bool:
-        """Whether all gradients are; if not, counts and warns, or raises."""
-        for executor in self._executors:
-            executor.gradients.adopt_all()
-        # meta tensors have no values
-        real = [executor for executor in self._executors if executor.backend.device.type != "meta"]
-        if all(math.isfinite(executor.norms.total(executor.gradients.scale)) for executor in real):
-            return True
-        message = "a gradient is NaN or infinite, or the square of the norm of all is beyond fp32"
-        if not self._skip_nonfinite:
-            raise RuntimeError(f"{message}: nothing was updated; AdamW(skip_nonfinite=True) skips such steps")
-        for executor in real:
-            executor.skipped_steps += 1
-        warnings.warn(f"{message}: this step is skipped, nothing was updated", stacklevel=4)
-        return False
+                moment.zero_() if values is None else moment.copy_(values[name])
+            if values is not None:
+                step = torch.as_tensor(values["step"], dtype=FP32, device="cpu").clone()
+                self.state[param] = {"step": step, **moments}
 
     def _moments(self, home: Home) -> dict[str, torch.Tensor]:
-        state = home.executor.shard(home.unit).state
-        return {purpose: home.slice.state(state[purpose]) for purpose in (EXP_AVG, EXP_AVG_SQ)}
+        shard = home.executor.shard(home.unit)
+        return {p.name: p.part(home.slice, shard[p]) for p in MOMENTS[self._state_dtype]}
 
-    def _queue(self, executor: Executor, runs: dict[int, list[Run]]) -> None:
+    def _queue(self, executor: Executor, runs: dict[int, list[Run]], unscale: float) -> None:
         updates: dict[int, tuple[Callable[[], None], int]] = {}
         for unit in (executor.root, *executor.units):
             if unit.index in runs:
-                # the root's gradients have been scaled already
-                scale = 1.0 if unit is executor.root else executor.gradients.scale
-                work = partial(update_shard, executor.shard(unit), runs[unit.index], scale)
-                updates[unit.index] = (work, update_bytes(runs[unit.index]))
+                # clipping has scaled the root's gradients already
+                scale = unscale if unit is executor.root else unscale * executor.gradients.scale
+                shard, of_unit = executor.shard(unit), runs[unit.index]
+                work = partial(update_shard, shard, of_unit, self._state_dtype, scale, seed=_seed(unit))
+                updates[unit.index] = (work, update_bytes(of_unit, self._state_dtype))
         executor.step(updates)
 
     def _synchronize(self) -> None:
         for executor in self._executors:
             executor.synchronize()
+
+
+def _seed(unit: Unit) -> int:
+    """Chooses the random bits of a unit's rounding; the root's index is -1."""
+    return unit.index + 1
 
 
 def _home(param: torch.Tensor) -> Home:
@@ -182,21 +237,3 @@ def _home(param: torch.Tensor) -> Home:
             "streamer.wrap(model, ...) before streamer.AdamW(model.parameters()), or use torch.optim.AdamW"
         )
     return home
-
-
-def _check(group: dict[str, Any]) -> None:
-    betas = group["betas"]
-    for name, fits in (
-        ("lr", 0 <= group["lr"] < math.inf),
-        (
-            "betas",
-            isinstance(betas, tuple | list) and len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
-        ),
-        ("eps", 0 <= group["eps"] < math.inf),
-        ("weight_decay", 0 <= group["weight_decay"] < math.inf),
-    ):
-        if not fits:
-            raise ValueError(
-                f"{name}={group[name]} is out of range: betas are two numbers in [0, 1), the others are "
-                "finite and 0 or more"
-            )

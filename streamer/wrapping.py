@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import nn
 
+import streamer_native as native
 from streamer.backends.base import Backend
 from streamer.backends.cuda import CudaBackend
 from streamer.backends.thread import ThreadBackend
 from streamer.engine import op as ops
 from streamer.engine.executor import Executor
 from streamer.engine.layer import StreamedLayer
-from streamer.engine.policies import POLICIES
 from streamer.engine.unit import Unit
 from streamer.find import Layers, find_layers
 from streamer.guards import attach_guards, serve_other_optimizers
 from streamer.handle import HANDLE, HOME, Home, Wrapped, home_of, wrapped
 from streamer.memory.host import HostStore
-from streamer.plan.ledger import ledger
-from streamer.units import DTYPES, make_units
+from streamer.memory.purposes import GRADIENTS
+from streamer.options import check_dtypes_for_backward, check_options
+from streamer.plan.ledger import least_moments, ledger
+from streamer.units import make_units
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -36,6 +39,9 @@ def wrap(
     dtype: torch.dtype | None = None,
     num_slots: int = 2,
     activations: str = "recompute",
+    update: str = "step",
+    grad_dtype: torch.dtype | None = torch.float32,
+    host_threads: int | None = None,
     backend: Backend | None = None,
 ) -> M:
     """Stream the layers of ``model`` from host memory. Changes the model in place and returns it.
@@ -57,6 +63,14 @@ def wrap(
             many as there are layers keeps all of them there. More than that are not allocated.
         activations: ``"recompute"`` keeps a layer's inputs and runs it again in backward; ``"keep"``
             keeps all that its backward needs.
+        update: ``"step"`` updates when ``optimizer.step()`` is called, under the next forward; ``"backward"``
+            updates each layer as soon as its gradient has landed, so that host memory holds the gradients of
+            four layers instead of all, and there is no clipping and no accumulation.
+        grad_dtype: what several backward calls before a step are added up in: ``torch.float32``, which takes
+            4 bytes per parameter of host memory from the second one on where parameters are shorter, or
+            None for the parameters' own dtype, as PyTorch does.
+        host_threads: threads that update the weights; None means one for each core, less one where there
+            is a GPU to feed.
         backend: runs on this backend in place of the device's own.
 
     Raises:
@@ -68,33 +82,48 @@ def wrap(
         raise ValueError(f"wrap takes an nn.Module, not a {type(model).__name__}")
     if any(home_of(param) is not None for param in model.parameters()):
         raise ValueError("this model, or a part of it, is wrapped already: call streamer.unwrap on it first")
-    if not isinstance(num_slots, int) or isinstance(num_slots, bool) or num_slots < 1:
-        raise ValueError(
-            f"num_slots={num_slots!r}: it must be an integer of 1 or more; 2 overlaps copies and compute"
-        )
-    if activations not in POLICIES:
-        raise ValueError(
-            f"activations={activations!r} is unknown: use one of {', '.join(map(repr, POLICIES))}"
-        )
-    if dtype is not None and dtype not in DTYPES:
-        raise ValueError(
-            f"dtype={dtype!r} cannot be streamed: use torch.float32, torch.bfloat16 or torch.float16"
-        )
+    check_options(
+        dtype=dtype,
+        num_slots=num_slots,
+        activations=activations,
+        update=update,
+        grad_dtype=grad_dtype,
+        host_threads=host_threads,
+    )
     units, root = make_units(model, find_layers(model, layers), dtype)
+    in_backward = update == "backward"
+    if in_backward:
+        check_dtypes_for_backward([unit.layout for unit in (*units, root)])
     num_slots = min(num_slots, len(units))
     if backend is None:
         _check_materialised(model)
         backend = _backend(device)
     try:
-        planned = ledger(units, root, num_slots=num_slots)
-        planned.check(
+        if host_threads is None and backend.device.type == "cuda":
+            # the kernels of a GPU are launched by this process too
+            host_threads = max(1, native.num_threads_available() - 1)
+        if host_threads is not None:
+            backend.on_host(partial(native.set_num_threads, host_threads))
+        planned = ledger(units, root, num_slots=num_slots, update_in_backward=in_backward)
+        replace(planned, host={**planned.host, **least_moments(units, root)}).check(
             device_available=backend.device_available(),
             host_available=backend.host_available(),
             shared=backend.device.type == "cpu",
         )
         plain_dtypes = {param: param.dtype for param in model.parameters()}
         store = HostStore([unit.layout for unit in (*units, root)], backend.host_buffer)
-        executor = _move_in(backend, units, root, store, num_slots=num_slots)
+        store.add([GRADIENTS], only=store.shards[-1:] if in_backward else None)
+        _move_in(backend, units, root, store)
+        executor = Executor(
+            backend,
+            units,
+            root,
+            store,
+            num_slots=num_slots,
+            sum_in_fp32=grad_dtype is not None,
+            update_in_backward=in_backward,
+        )
+        _settle_in(executor)
     except BaseException:
         backend.close()
         raise
@@ -129,6 +158,7 @@ def unwrap(model: M) -> M:
             if not virtual:
                 param.data = executor.backend.on_host(partial(shard.exact, slice))
             param.data = param.data.to(handle.plain_dtypes[param])
+            param.grad_dtype = param.dtype
             del param.__dict__[HOME]
         for owner, name in unit.buffer_owners:
             if (buffer := owner._buffers[name]) is not None:
@@ -170,9 +200,7 @@ def _check_materialised(model: nn.Module) -> None:
             )
 
 
-def _move_in(
-    backend: Backend, units: list[Unit], root: Unit, store: HostStore, *, num_slots: int
-) -> Executor:
+def _move_in(backend: Backend, units: list[Unit], root: Unit, store: HostStore) -> None:
     """Copy the weights into the host store, releasing each unit's own storage as it is done."""
     virtual = backend.device.type == "meta"
     for unit, shard in zip((*units, root), store.shards, strict=True):
@@ -186,11 +214,13 @@ def _move_in(
         for owner, name in unit.buffer_owners:
             if (buffer := owner._buffers[name]) is not None:
                 owner._buffers[name] = buffer.to(backend.device)
-    executor = Executor(backend, units, root, store, num_slots=num_slots)
+
+
+def _settle_in(executor: Executor) -> None:
+    """Let the root's parameters be those on the device, and every parameter know where it lives."""
     executor.issuer.synchronize()
-    for slice, param in zip(root.layout.slices, root.params, strict=True):
+    for slice, param in zip(executor.root.layout.slices, executor.root.params, strict=True):
         param.data = slice.view(executor.weights.root_buffer)
-    for unit in (*units, root):
+    for unit in (*executor.units, executor.root):
         for slice, param in zip(unit.layout.slices, unit.params, strict=True):
             param.__dict__[HOME] = Home(executor, unit, slice)
-    return executor

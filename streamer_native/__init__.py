@@ -1,10 +1,10 @@
 """Host kernels for streamer, compiled by Numba: NumPy arrays in, NumPy arrays updated in place.
 
-bfloat16 arrays are passed as their bits, uint16. Any thread may call; calls run one at a time, each on all
-the threads that `set_num_threads` allows.
+bfloat16 arrays are passed as their bits, uint16. Any thread may call; calls run one at a time, each on as
+many threads as its caller has set with `set_num_threads`.
 """
 
-from streamer_native._compile import set_num_threads
+from streamer_native._compile import num_threads_available, set_num_threads
 from streamer_native.adam import (
     adamw_fp16,
     adamw_fp32,
@@ -13,19 +13,22 @@ from streamer_native.adam import (
     adamw_split_int8,
 )
 from streamer_native.bfloat16 import join, split
-from streamer_native.reduce import accumulate, sum_squares
-from streamer_native.segments import QUANTUM, Segment
+from streamer_native.reduce import accumulate, add, sum_squares
+from streamer_native.segments import QUANTUM, Hyper, Segment
 
 __all__ = [
     "QUANTUM",
+    "Hyper",
     "Segment",
     "accumulate",
+    "add",
     "adamw_fp16",
     "adamw_fp32",
     "adamw_split",
     "adamw_split_bf16",
     "adamw_split_int8",
     "join",
+    "num_threads_available",
     "set_num_threads",
     "split",
     "sum_squares",

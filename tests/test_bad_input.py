@@ -312,8 +312,8 @@ DEVICE = (
     "root gradients 512 bytes)"
 )
 HOST = (
-    "the host needs 5120 bytes (weights 1280 bytes, gradients 1280 bytes, exp_avg 1280 bytes, "
-    "exp_avg_sq 1280 bytes)"
+    "the host needs 5120 bytes (weights 1280 bytes, gradients 1280 bytes, moments of AdamW at least 2560 "
+    "bytes)"
 )
 
 

@@ -104,7 +104,7 @@ def test_an_error_in_a_copy_reaches_the_user_with_its_traceback(monkeypatch: pyt
 
 
 def test_an_error_in_an_update_reaches_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken_update(*_: Any) -> None:
+    def broken_update(*_: Any, **__: Any) -> None:
         raise Trouble("in the HOST lane")
 
     model = streamer.wrap(GPT(vocab_size=VOCAB, block_size=16, n_layer=3, n_head=2, n_embd=16), device="cpu")

@@ -90,7 +90,7 @@ def test_an_added_gradient_is_waited_for_as_a_read() -> None:
     """[Note: hazards] the one resource with two writing lanes."""
     program = [
         ops.offload_grad(0, 0, 1),
-        ops.stage_grad(0, 1, 1),
+        ops.stage_grad(0, 1, 1, 1),
         ops.accumulate(0, 1, 1),
         ops.offload_grad(0, 0, 1),
     ]
@@ -164,7 +164,8 @@ class Net(nn.Module):
 
 
 def record(monkeypatch: pytest.MonkeyPatch, *, num_slots: int, layers: int = 5, steps: int = 3) -> Program:
-    """What three training steps submit: two micro-batches each, clipping, an inference between steps."""
+    """What three training steps submit: two micro-batches each, a gradient
+    written by hand, clipping, an inference between steps."""
     backend = Recorder()
     issue = Issuer.issue
 
@@ -180,6 +181,7 @@ def record(monkeypatch: pytest.MonkeyPatch, *, num_slots: int, layers: int = 5, 
         for _ in range(steps):
             for _ in range(2):
                 model(torch.randn(2, 4)).sum().backward()
+            model.blocks[0].weight.grad.mul_(2.0)  # so that the norm is taken anew
             streamer.clip_grad_norm_(model, 1.0)
             optimizer.step()
             optimizer.zero_grad()

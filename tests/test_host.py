@@ -5,20 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from streamer.memory.host import (
-    ADAMW_PURPOSES,
-    EXP_AVG,
-    EXP_AVG_SQ,
+from streamer.memory.host import HostShard, HostStore
+from streamer.memory.layout import Layout, Param
+from streamer.memory.purposes import (
     GRADIENTS,
     MASTERS,
-    MODEL_PURPOSES,
+    MODEL,
+    MOMENTS,
     REMAINDERS,
     STAGING,
+    SUMS,
     WEIGHTS,
-    HostStore,
     host_bytes,
 )
-from streamer.memory.layout import Layout, Param
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = (FP32, BF16, FP16)
@@ -35,7 +34,9 @@ def layout_of(*dtypes: torch.dtype, shape: tuple[int, ...] = (40, 50), frozen: i
 
 
 def store_of(*layouts: Layout) -> HostStore:
-    return HostStore(layouts, zeros)
+    store = HostStore(layouts, zeros)
+    store.add([GRADIENTS])
+    return store
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -123,9 +124,8 @@ def test_double_precision_is_rounded_once() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_frozen_parameter_has_no_master(dtype: torch.dtype) -> None:
     layout = layout_of(dtype, frozen=1)
-    assert host_bytes([layout], (REMAINDERS, MASTERS, GRADIENTS, EXP_AVG)) == dict.fromkeys(
-        (REMAINDERS, MASTERS, GRADIENTS, EXP_AVG), 0
-    )
+    purposes = (REMAINDERS, MASTERS, GRADIENTS, SUMS, *MOMENTS[torch.int8])
+    assert host_bytes([layout], purposes) == {purpose.name: 0 for purpose in purposes}
     shard = store_of(layout).shards[0]
     (slice,) = layout.slices
     values = finite_values()
@@ -165,40 +165,41 @@ MANY = (
 )
 
 
-def test_bytes_by_purpose_are_the_planned_ones() -> None:
+@pytest.mark.parametrize("state_dtype", MOMENTS, ids=str)
+def test_bytes_by_purpose_are_the_planned_ones(state_dtype: torch.dtype) -> None:
     store = store_of(*MANY)
-    assert store.bytes_by_purpose() == host_bytes(MANY, MODEL_PURPOSES)
-    store.add_state(ADAMW_PURPOSES)
-    assert store.bytes_by_purpose() == host_bytes(MANY, (*MODEL_PURPOSES, *ADAMW_PURPOSES))
-    store.staging(2)
-    largest = max(layout.grad_nbytes for layout in MANY)
-    assert store.bytes_by_purpose() == host_bytes(MANY, (*MODEL_PURPOSES, *ADAMW_PURPOSES)) | {
-        STAGING: 2 * largest
-    }
+    assert store.bytes_by_purpose() == host_bytes(MANY, (*MODEL, GRADIENTS))
+    store.add(MOMENTS[state_dtype])
+    assert store.bytes_by_purpose() == host_bytes(MANY, (*MODEL, GRADIENTS, *MOMENTS[state_dtype]))
+    store.staging(2, 4096)
+    assert store.bytes_by_purpose()[STAGING] == 2 * 4096
 
 
-def test_twelve_bytes_a_parameter_and_two_of_gradient() -> None:
-    numel = 64 * 64
-    assert host_bytes([layout_of(BF16, shape=(64, 64))], (*MODEL_PURPOSES, *ADAMW_PURPOSES)) == {
-        WEIGHTS: 2 * numel,
-        REMAINDERS: 2 * numel,
-        MASTERS: 0,
-        GRADIENTS: 2 * numel,
-        EXP_AVG: 4 * numel,
-        EXP_AVG_SQ: 4 * numel,
-    }
+@pytest.mark.parametrize(
+    ("state_dtype", "held"), [(FP32, 12.0), (BF16, 8.0), (torch.int8, 6 + 8 / 256)], ids=str
+)
+def test_bytes_of_a_bf16_parameter_beside_its_gradient(state_dtype: torch.dtype, held: float) -> None:
+    layout = layout_of(BF16, shape=(64, 64))
+    assert sum(host_bytes([layout], (*MODEL, *MOMENTS[state_dtype])).values()) == held * 64 * 64
+    assert host_bytes([layout], [GRADIENTS, SUMS]) == {"gradients": 2 * 64 * 64, "gradient sums": 4 * 64 * 64}
 
 
 def test_purposes_that_take_nothing_are_left_out() -> None:
-    assert list(store_of(layout_of(FP32)).bytes_by_purpose()) == [WEIGHTS, GRADIENTS]
-    assert list(store_of(layout_of(FP16)).bytes_by_purpose()) == [WEIGHTS, MASTERS, GRADIENTS]
+    assert list(store_of(layout_of(FP32)).bytes_by_purpose()) == ["weights", "gradients"]
+    assert list(store_of(layout_of(FP16)).bytes_by_purpose()) == ["weights", "fp32 masters", "gradients"]
+    assert WEIGHTS.name == "weights"
 
 
 def test_shards_are_aligned_and_apart() -> None:
     store = store_of(*MANY)
-    store.add_state(ADAMW_PURPOSES)
+    store.add([SUMS, *MOMENTS[torch.int8]])
+
+    def pieces(shard: HostShard) -> list[torch.Tensor]:
+        assert len(shard.held) == 9
+        return list(shard.held.values())
+
     for number, shard in enumerate(store.shards, start=1):
-        for tensor in (shard.weight, shard.gradient, shard.remainder, shard.master, *shard.state.values()):
+        for tensor in pieces(shard):
             assert tensor.numel() == 0 or tensor.data_ptr() % 64 == 0
             tensor.view(torch.uint8).fill_(number)
         assert (shard.weight.numel(), shard.gradient.numel()) == (
@@ -206,23 +207,22 @@ def test_shards_are_aligned_and_apart() -> None:
             shard.layout.grad_nbytes,
         )
     for number, shard in enumerate(store.shards, start=1):
-        for tensor in (shard.weight, shard.gradient, shard.remainder, shard.master, *shard.state.values()):
+        for tensor in pieces(shard):
             assert bool((tensor.view(torch.uint8) == number).all())
 
 
-def test_state_is_given_once() -> None:
-    store = store_of(layout_of(FP32))
-    store.add_state(ADAMW_PURPOSES)
-    store.shards[0].state[EXP_AVG].fill_(3.0)
-    store.add_state(ADAMW_PURPOSES)
-    state = store.shards[0].state
-    assert sorted(state) == sorted(ADAMW_PURPOSES)
-    assert bool((state[EXP_AVG] == 3).all())
-    assert not state[EXP_AVG_SQ].any()
-
-
-def test_staging_holds_any_gradient() -> None:
+def test_moments_of_one_kind_make_room_for_another() -> None:
     store = store_of(*MANY)
-    largest = max(layout.grad_nbytes for layout in MANY)
-    assert [buffer.numel() for buffer in store.staging(3)] == [largest] * 3
-    assert store_of(layout_of(FP32, frozen=1)).staging(2) == []
+    for state_dtype in MOMENTS:
+        assert not store.holds(MOMENTS[state_dtype])
+        store.add(MOMENTS[state_dtype])
+        assert [other for other in MOMENTS if store.holds(MOMENTS[other])] == [state_dtype]
+        store.drop(MOMENTS[state_dtype])
+    assert store.bytes_by_purpose() == host_bytes(MANY, (*MODEL, GRADIENTS))
+
+
+def test_gradients_of_some_shards_alone() -> None:
+    store = HostStore(MANY, zeros)
+    store.add([GRADIENTS], only=store.shards[-1:])
+    assert [shard.gradient.numel() for shard in store.shards] == [0, 0, 0, 0, MANY[-1].grad_nbytes]
+    assert store.bytes_by_purpose()["gradients"] == host_bytes(MANY[-1:], [GRADIENTS])["gradients"]

@@ -1,6 +1,7 @@
 """One shard's update: every parameter as if it were alone, in one launch, whatever the moments' dtype."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -8,23 +9,14 @@ import pytest
 import torch
 
 import streamer_native as native
-from streamer.host_adam import (
-    EXP_AVG_SCALES,
-    EXP_AVG_SQ_SCALES,
-    Hyper,
-    Run,
-    first_scales,
-    merge,
-    num_scales,
-    update_bytes,
-    update_shard,
-)
-from streamer.memory.host import EXACT_REMAINDER, EXP_AVG, EXP_AVG_SQ, HostShard
-from streamer.memory.layout import Layout, Param
+from streamer.host_adam import Run, check_state_dtype, merge, update_bytes, update_shard
+from streamer.memory.host import HostShard, HostStore
+from streamer.memory.layout import Layout, Param, Slice, Stretch
+from streamer.memory.purposes import GRADIENTS, MOMENTS, SUMS
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SIZES = (300, 5, 4096, 33, 257, 1000)
-CALM = Hyper(1e-3, 0.9, 0.999, 1e-8, 0.1, 1)
+CALM = native.Hyper(1e-3, 0.9, 0.999, 1e-8, 0.1, 1)
 OTHERS = [CALM, CALM, CALM._replace(lr=1e-2), CALM._replace(step=7), CALM._replace(beta1=0.8), CALM]
 
 
@@ -35,21 +27,9 @@ def shard_of(
     layout = Layout.of(
         Param(str(i), (n,), dtype, True) for i, (n, dtype) in enumerate(zip(sizes, dtypes, strict=True))
     )
-    numel = layout.state_numel
-    second_dtype = torch.uint8 if state_dtype == torch.int8 else state_dtype
-    shard = HostShard(
-        layout,
-        weight=torch.zeros(layout.nbytes, dtype=torch.uint8),
-        gradient=torch.zeros(layout.grad_nbytes, dtype=torch.uint8),
-        remainder=torch.full((numel,), EXACT_REMAINDER - (1 << 16), dtype=torch.int16).view(torch.uint16),
-        master=torch.zeros(numel),
-        state={
-            EXP_AVG: torch.zeros(numel, dtype=state_dtype),
-            EXP_AVG_SQ: torch.zeros(numel, dtype=second_dtype),
-        },
-    )
-    for name in (EXP_AVG_SCALES, EXP_AVG_SQ_SCALES):
-        shard.state[name] = torch.zeros(num_scales(layout))
+    store = HostStore([layout], lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
+    store.add([GRADIENTS, SUMS, *MOMENTS[state_dtype]])
+    (shard,) = store.shards
     for slice in layout.slices:
         generator = torch.Generator().manual_seed(slice.numel)
         shard.load(slice, torch.randn(slice.numel, generator=generator))
@@ -57,11 +37,13 @@ def shard_of(
     return shard
 
 
+def moments(shard: HostShard, slice: Slice, state_dtype: torch.dtype) -> list[torch.Tensor]:
+    """One parameter's moments, and its scales in 8 bits."""
+    return [purpose.part(slice, shard[purpose]).clone() for purpose in MOMENTS[state_dtype]]
+
+
 def bits(shard: HostShard) -> list[torch.Tensor]:
-    return [
-        t.clone().view(torch.uint8)
-        for t in (shard.weight, shard.remainder, shard.master, *shard.state.values())
-    ]
+    return [piece.clone().view(torch.uint8) for piece in shard.held.values()]
 
 
 @pytest.fixture
@@ -98,49 +80,60 @@ def test_one_launch_updates_each_parameter_as_if_alone_and_skips_the_rest(
         for slice, hyper in zip(shard.layout.slices, OTHERS, strict=True)
         if slice.numel != 33
     ]
-    update_shard(shard, merge(runs), 0.5)
+    update_shard(shard, merge(runs), state_dtype, 0.5)
     assert launches == [function]
     for slice, hyper in zip(shard.layout.slices, OTHERS, strict=True):
+        after = moments(shard, slice, state_dtype)
         if slice.numel == 33:
             assert torch.equal(shard.exact(slice), before.exact(slice))
-            assert not slice.state(shard.state[EXP_AVG]).any()
+            assert not any(bool(moment.any()) for moment in after)
             continue
         alone = shard_of([dtype], state_dtype, (slice.numel,))
         (only,) = alone.layout.slices
-        update_shard(alone, [Run.of(only, hyper)], 0.5)
+        update_shard(alone, [Run.of(only, hyper)], state_dtype, 0.5)
         assert torch.equal(shard.exact(slice), alone.exact(only))
         assert not torch.equal(shard.exact(slice), before.exact(slice))
-        if state_dtype == FP32:
-            assert torch.equal(slice.state(shard.state[EXP_AVG_SQ]), only.state(alone.state[EXP_AVG_SQ]))
-        if state_dtype == torch.int8:
-            blocks = -(-slice.numel // native.QUANTUM)
-            first = first_scales(shard.layout)[slice.index]
-            for name in (EXP_AVG_SCALES, EXP_AVG_SQ_SCALES):
-                assert torch.equal(shard.state[name][first : first + blocks], alone.state[name][:blocks])
+        # what is rounded stochastically depends on the place in the shard, the rest does not
+        for purpose, mine, theirs in zip(
+            MOMENTS[state_dtype], after, moments(alone, only, state_dtype), strict=True
+        ):
+            if purpose.dtype == FP32:
+                assert torch.equal(mine, theirs)
+
+
+def test_an_fp32_sum_takes_the_place_of_the_gradient() -> None:
+    for dtype, state_dtype in ((FP16, FP32), (BF16, FP32), (BF16, BF16), (BF16, torch.int8)):
+        plain, summed = (shard_of([dtype] * len(SIZES), state_dtype) for _ in range(2))
+        for slice in plain.layout.slices:
+            slice.state(summed.sums).copy_(slice.view(summed.gradient))
+            if slice.numel != 4096:  # one parameter has no sum
+                slice.view(summed.gradient).fill_(9.0)
+        slices = plain.layout.slices
+        update_shard(plain, merge([Run.of(slice, CALM) for slice in slices]), state_dtype, 0.5)
+        runs = merge([Run.of(slice, CALM, summed=slice.numel != 4096) for slice in slices])
+        update_shard(summed, runs, state_dtype, 0.5)
+        for slice in slices:
+            assert torch.equal(plain.exact(slice), summed.exact(slice)), (dtype, state_dtype, slice.numel)
 
 
 def test_a_parameter_that_is_skipped_keeps_its_8_bit_moments() -> None:
     shard = shard_of([BF16] * len(SIZES), torch.int8)
     slices = shard.layout.slices
-    update_shard(shard, merge([Run.of(slice, CALM) for slice in slices]), 1.0)
-    skipped, first = slices[2], first_scales(shard.layout)[slices[2].index]
-    kept = [
-        skipped.state(shard.state[EXP_AVG]).clone(),
-        skipped.state(shard.state[EXP_AVG_SQ]).clone(),
-        shard.state[EXP_AVG_SCALES][first : first + 16].clone(),
-    ]
+    update_shard(shard, merge([Run.of(slice, CALM) for slice in slices]), torch.int8, 1.0)
+    kept = moments(shard, slices[2], torch.int8)
     assert all(bool(tensor.any()) for tensor in kept)
-    update_shard(shard, merge([Run.of(s, CALM._replace(step=2)) for s in slices if s is not skipped]), 9.0)
-    assert torch.equal(skipped.state(shard.state[EXP_AVG]), kept[0])
-    assert torch.equal(skipped.state(shard.state[EXP_AVG_SQ]), kept[1])
-    assert torch.equal(shard.state[EXP_AVG_SCALES][first : first + 16], kept[2])
+    others = [Run.of(s, CALM._replace(step=2)) for s in slices if s is not slices[2]]
+    update_shard(shard, merge(others), torch.int8, 9.0)
+    for now, before in zip(moments(shard, slices[2], torch.int8), kept, strict=True):
+        assert torch.equal(now, before)
 
 
 def test_garbage_in_the_padding_of_a_gradient_spoils_no_scale() -> None:
     clean, dirty = shard_of([BF16], torch.int8, (5,)), shard_of([BF16], torch.int8, (5,))
     dirty.gradient.view(BF16)[5:].fill_(1e9)
     for shard in (clean, dirty):
-        update_shard(shard, [Run.of(shard.layout.slices[0], CALM)], 1.0)
+        update_shard(shard, [Run.of(shard.layout.slices[0], CALM)], torch.int8, 1.0)
+    dirty.gradient.copy_(clean.gradient)
     assert all(torch.equal(a, b) for a, b in zip(bits(clean), bits(dirty), strict=True))
 
 
@@ -156,39 +149,39 @@ def test_a_unit_of_mixed_dtypes_takes_a_launch_for_each(
     dtypes: list[torch.dtype], expected: list[str], launches: list[str]
 ) -> None:
     shard = shard_of(dtypes, FP32)
-    update_shard(shard, merge([Run.of(slice, CALM) for slice in shard.layout.slices]), 1.0)
+    update_shard(shard, merge([Run.of(slice, CALM) for slice in shard.layout.slices]), FP32, 1.0)
     assert launches == expected
     for slice in shard.layout.slices:
         alone = shard_of([slice.param.dtype], FP32, (slice.numel,))
-        update_shard(alone, [Run.of(alone.layout.slices[0], CALM)], 1.0)
+        update_shard(alone, [Run.of(alone.layout.slices[0], CALM)], FP32, 1.0)
         assert torch.equal(shard.exact(slice), alone.exact(alone.layout.slices[0]))
 
 
 def test_the_seed_reaches_the_rounding() -> None:
     shards = [shard_of([BF16] * len(SIZES), BF16) for _ in range(3)]
     for shard, seed in zip(shards, (1, 1, 2), strict=True):
-        update_shard(shard, [Run.of(slice, CALM) for slice in shard.layout.slices], 1.0, seed)
-    second = [shard.state[EXP_AVG_SQ] for shard in shards]
+        update_shard(shard, [Run.of(slice, CALM) for slice in shard.layout.slices], BF16, 1.0, seed=seed)
+    second = [shard.held["exp_avg_sq"] for shard in shards]
     assert torch.equal(second[0], second[1])
     assert not torch.equal(second[0], second[2])
 
 
-def test_short_moments_of_fp32_parameters_are_refused() -> None:
-    shard = shard_of([FP32], BF16, (5,))
-    with pytest.raises(ValueError, match="leave state_dtype at float32"):
-        update_shard(shard, [Run.of(shard.layout.slices[0], CALM)], 1.0)
+def test_short_moments_of_other_parameters_are_refused() -> None:
+    for dtype in (FP32, FP16):
+        with pytest.raises(ValueError, match="'w' is torch.float.*leave state_dtype at torch.float32"):
+            check_state_dtype(Param("w", (5,), dtype, True), BF16)
+        check_state_dtype(Param("w", (5,), dtype, False), BF16)
+        check_state_dtype(Param("w", (5,), dtype, True), FP32)
 
 
 @pytest.mark.parametrize("sizes", [(1,) * 50, (256, 256), (255, 257, 1), (10_000, 33, 31, 513), SIZES])
 def test_scales_of_parameters_are_apart_and_fit(sizes: tuple[int, ...]) -> None:
     layout = Layout.of(Param(str(i), (n,), BF16, i != 1) for i, n in enumerate(sizes))
-    taken: list[int] = []
+    scales = torch.zeros(layout.state_blocks)
     for slice in layout.trainable:
-        first = first_scales(layout)[slice.index]
-        taken.extend(range(first, first - (-slice.numel // native.QUANTUM)))
-    assert len(set(taken)) == len(taken)
-    assert min(taken) >= 0
-    assert max(taken) < num_scales(layout)
+        assert slice.blocks(scales).numel() == -(-slice.numel // native.QUANTUM)
+        slice.blocks(scales).add_(1)
+    assert bool((scales == 1).all())
 
 
 def test_update_bytes_by_layout() -> None:
@@ -199,4 +192,7 @@ def test_update_bytes_by_layout() -> None:
         (BF16, BF16, 18),
         (BF16, torch.int8, 14),
     ):
-        assert update_bytes([Run(dtype, 0, 0, 64, CALM)], state_dtype) == 64 * expected
+        run = Run(Stretch(dtype, 0, 0, 64), CALM)
+        assert update_bytes([run], state_dtype) == 64 * expected
+        if dtype != FP32:
+            assert update_bytes([replace(run, summed=True)], state_dtype) == 64 * (expected + 2)

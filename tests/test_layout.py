@@ -31,12 +31,13 @@ def test_places() -> None:
     layout = Layout.of([param("weight", (4, 5)), param("bias", (40,))])
     assert layout == Layout(
         slices=(
-            Slice(param("weight", (4, 5)), numel=20, offset=0, index=0),
-            Slice(param("bias", (40,)), numel=40, offset=32 * 4, index=32),
+            Slice(param("weight", (4, 5)), numel=20, offset=0, index=0, block=0),
+            Slice(param("bias", (40,)), numel=40, offset=32 * 4, index=32, block=1),
         ),
         nbytes=(32 + 64) * 4,
         grad_nbytes=(32 + 64) * 4,
         state_numel=32 + 64,
+        state_blocks=2,
     )
     assert layout.numel == 60
 
@@ -76,7 +77,7 @@ def test_nothing_trainable() -> None:
 
 
 def test_no_parameters() -> None:
-    assert Layout.of([]) == Layout((), 0, 0, 0)
+    assert Layout.of([]) == Layout((), 0, 0, 0, 0)
 
 
 def test_views_share_the_buffer() -> None:

@@ -1,11 +1,12 @@
 """Segments, in all layouts; the fp16 layout; and moments of 16 and 8 bits, whose rounding must not drift."""
 
+import numba
 import numpy as np
 import pytest
 import torch
 
 import streamer_native
-from streamer_native import QUANTUM, Segment
+from streamer_native import QUANTUM, Hyper, Segment
 from tests.test_native_adam import USUAL, Fp32State, SplitState, assert_same_bits, normal, whole
 
 
@@ -18,7 +19,6 @@ class Fp16State(Fp32State):
 
     def step_segments(self, grad, segments, **options):
         moments = self.exp_avg, self.exp_avg_sq
-        grad = grad.astype(np.float16)
         streamer_native.adamw_fp16(self.weight, self.master, grad, *moments, segments, **options)
 
 
@@ -73,20 +73,21 @@ class Int8State(Bf16State):
 @pytest.fixture
 def one_thread():
     """For thousands of launches over few elements: waking the threads would take longer than the work."""
+    before = numba.get_num_threads()
     streamer_native.set_num_threads(1)
     yield
-    streamer_native.set_num_threads(None)
+    streamer_native.set_num_threads(before)
 
 
 ALL = [Fp32State, Fp16State, SplitState, Bf16State, Int8State]
 ROUNDED = [Bf16State, Int8State]
 N = 60_001
 SEGMENTS = [
-    Segment(3, 3, 1e-3, 0.9, 0.999, 1e-8, 0.1, 1, first_scale=7),
-    Segment(33, 300, 1e-2, 0.9, 0.999, 1e-8, 0.0, 1, first_scale=100),
-    Segment(300, 555, 1e-4, 0.8, 0.95, 1e-6, 0.1, 4, first_scale=102),
-    Segment(50_007, N, 1e-3, 0.9, 0.99, 1e-8, 0.1, 9, first_scale=110),
-    Segment(601, 40_000, 3e-3, 0.9, 0.99, 1e-8, 0.1, 7, first_scale=151),
+    Segment(3, 3, Hyper(1e-3, 0.9, 0.999, 1e-8, 0.1, 1), first_scale=7),
+    Segment(33, 300, Hyper(1e-2, 0.9, 0.999, 1e-8, 0.0, 1), first_scale=100),
+    Segment(300, 555, Hyper(1e-4, 0.8, 0.95, 1e-6, 0.1, 4), first_scale=102),
+    Segment(50_007, N, Hyper(1e-3, 0.9, 0.99, 1e-8, 0.1, 9), first_scale=110),
+    Segment(601, 40_000, Hyper(3e-3, 0.9, 0.99, 1e-8, 0.1, 7), first_scale=151),
 ]
 SEGMENTS[4] = SEGMENTS[4]._replace(stop=20_000)
 
@@ -126,11 +127,11 @@ def test_segments_at_once_are_segments_one_by_one_and_gaps_are_left_alone(kind):
     alone = kind(normal(N, 1))
     for segment in SEGMENTS[1:]:
         fresh = Fp32State(normal(N, 1))
-        fresh.step_segments(grad, [segment._replace(step=1)])
-        alone.step_segments(grad, [segment._replace(step=1)])
+        fresh.step_segments(grad, [segment._replace(hyper=segment.hyper._replace(step=1))])
+        alone.step_segments(grad, [segment._replace(hyper=segment.hyper._replace(step=1))])
         moved = np.abs(alone.master - normal(N, 1))[segment.start : segment.stop]
         expected = np.abs(fresh.master - normal(N, 1))[segment.start : segment.stop]
-        np.testing.assert_allclose(moved, expected, rtol=0.01, atol=3e-5 * segment.lr / 1e-4)
+        np.testing.assert_allclose(moved, expected, rtol=0.01, atol=3e-5 * segment.hyper.lr / 1e-4)
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -138,7 +139,7 @@ def test_no_segments_change_nothing(kind):
     state = started(kind, 100)
     before = arrays_of(state)
     state.step_segments(normal(100, 3), [])
-    state.step_segments(normal(100, 3), [Segment(100, 100, 1e-3, 0.9, 0.999, 1e-8, 0.1, 2)])
+    state.step_segments(normal(100, 3), [Segment(100, 100, Hyper(1e-3, 0.9, 0.999, 1e-8, 0.1, 2))])
     assert same(arrays_of(state), before)
 
 
@@ -153,27 +154,28 @@ def test_no_segments_change_nothing(kind):
 )
 def test_a_segment_out_of_place_is_named(bounds, message):
     arrays = [np.zeros(4, np.float32) for _ in range(4)]
-    segments = [Segment(start, stop, 1e-3, 0.9, 0.999, 1e-8, 0.1, 1) for start, stop in bounds]
+    segments = [Segment(start, stop, Hyper(1e-3, 0.9, 0.999, 1e-8, 0.1, 1)) for start, stop in bounds]
     with pytest.raises(ValueError, match=message):
         streamer_native.adamw_fp32(*arrays, segments)
 
 
 def test_scales_that_are_not_there_or_taken_are_named():
     state = Int8State(normal(1000, 1))
-    hyper = (1e-3, 0.9, 0.999, 1e-8, 0.1, 1)
+    hyper = Hyper(1e-3, 0.9, 0.999, 1e-8, 0.1, 1)
     with pytest.raises(ValueError, match="has scales 8 to 12; they must lie within the 11"):
-        state.step_segments(normal(1000, 2), [Segment(0, 1000, *hyper, first_scale=8)])
+        state.step_segments(normal(1000, 2), [Segment(0, 1000, hyper, first_scale=8)])
     with pytest.raises(ValueError, match="has scales 1 to 2; .* begin at or after 2"):
-        halves = [Segment(0, 257, *hyper), Segment(257, 300, *hyper, first_scale=1)]
+        halves = [Segment(0, 257, hyper), Segment(257, 300, hyper, first_scale=1)]
         state.step_segments(normal(1000, 2), halves)
 
 
-def test_fp16_equals_fp32_to_the_bit_and_streams_the_nearest_half():
+@pytest.mark.parametrize("grad_dtype", [np.float16, np.float32], ids=["fp16", "fp32"])
+def test_fp16_equals_fp32_to_the_bit_and_streams_the_nearest_half(grad_dtype):
     master = normal(N, seed=1)
     master[:4] = [1e-7, 6e-8, 7e4, -0.0]
     fp16, fp32 = Fp16State(master), Fp32State(master)
     for step in range(1, 21):
-        grad = normal(N, seed=step, scale=0.01).astype(np.float16)
+        grad = normal(N, seed=step, scale=0.01).astype(grad_dtype)
         grad[10], grad[-1] = np.nan, np.inf
         fp16.step(grad, step=step, grad_scale=2.0**-10, **USUAL)
         fp32.step(grad.astype(np.float32), step=step, grad_scale=2.0**-10, **USUAL)
@@ -186,6 +188,8 @@ def test_fp16_equals_fp32_to_the_bit_and_streams_the_nearest_half():
 
 @pytest.mark.parametrize("kind", ROUNDED)
 def test_rounding_follows_the_seed_and_the_step_and_not_the_threads(kind):
+    most = numba.get_num_threads()
+
     def run(seed, threads):
         state = kind(normal(N, 1))
         streamer_native.set_num_threads(threads)
@@ -193,10 +197,10 @@ def test_rounding_follows_the_seed_and_the_step_and_not_the_threads(kind):
             for step in range(1, 4):
                 state.step(normal(N, step), step=step, seed=seed, **USUAL)
         finally:
-            streamer_native.set_num_threads(None)
+            streamer_native.set_num_threads(most)
         return arrays_of(state)
 
-    assert same(run(5, 1), run(5, None))
+    assert same(run(5, 1), run(5, most))
     assert np.mean(run(5, 1)["exp_avg_sq"] != run(6, 1)["exp_avg_sq"]) > 0.2
 
 

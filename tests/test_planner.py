@@ -66,9 +66,16 @@ def test_busy_seconds_are_the_work() -> None:
 def test_what_does_not_fit_is_refused_with_both_sides() -> None:
     with torch.device("meta"):
         model = GPT(n_layer=50, n_head=32, n_embd=4096)
-    needs = r"the host needs 14\d{10} bytes .*weights 20558094336 bytes .* and has 137438953472 bytes"
+    options = {"layers": "transformer.h", "dtype": torch.bfloat16}
+    needs = r"the host needs 8\d{10} bytes .*weights 20558094336 bytes .* and has 64424509440 bytes"
     with pytest.raises(MemoryError, match=needs):
-        predict(model, H200, torch.empty(0), layers="transformer.h", dtype=torch.bfloat16)
+        streamer.wrap(model, backend=VirtualBackend(replace(H200, host_bytes=60 * GIB)), **options)
+    streamer.wrap(model, backend=VirtualBackend(H200), **options)
+    with pytest.raises(
+        MemoryError, match=r"moments: they take 82232377344 bytes .* choose a smaller state_dtype"
+    ):
+        streamer.AdamW(model.parameters())
+    streamer.AdamW(model.parameters(), state_dtype="int8")
 
 
 def test_a_large_batch_hides_every_copy_of_ten_billion_parameters() -> None:

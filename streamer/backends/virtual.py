@@ -38,6 +38,7 @@ class VirtualBackend(Backend):
     def __init__(self, machine: Machine) -> None:
         self.device = torch.device("meta")
         self.machine = machine
+        self._host_taken = self._device_taken = 0
         self._free_at = dict.fromkeys(Lane, 0.0)
 
     def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
@@ -57,16 +58,18 @@ class VirtualBackend(Backend):
         raise AssertionError("nothing is copied on the virtual backend")
 
     def device_buffer(self, nbytes: int) -> torch.Tensor:
+        self._device_taken += nbytes
         return torch.empty(nbytes, dtype=torch.uint8, device="meta")
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
+        self._host_taken += nbytes
         return torch.empty(nbytes, dtype=torch.uint8, device="meta")
 
     def device_available(self) -> int:
-        return self.machine.device_bytes
+        return self.machine.device_bytes - self._device_taken
 
     def host_available(self) -> int:
-        return self.machine.host_bytes
+        return self.machine.host_bytes - self._host_taken
 
     def close(self) -> None:
         return

@@ -7,11 +7,12 @@ from typing import TypeVar
 
 import torch
 
-from streamer.backends.base import Backend
+from streamer.backends.base import Backend, Lane
 from streamer.engine import op as ops
 from streamer.engine.gradients import Gradients
 from streamer.engine.hazards import Hazards
 from streamer.engine.issuer import Issuer
+from streamer.engine.landing import RING, Landing
 from streamer.engine.norms import Norms, sum_squares
 from streamer.engine.op import ROOT
 from streamer.engine.order import Phase, Visit
@@ -39,6 +40,8 @@ class Executor:
         store: HostStore,
         *,
         num_slots: int,
+        sum_in_fp32: bool = True,
+        update_in_backward: bool = False,
         hazards: Hazards | None = None,
     ) -> None:
         self.backend = backend
@@ -47,7 +50,14 @@ class Executor:
         self.store = store
         self.issuer = Issuer(backend, hazards or Hazards())
         self.weights = Weights(self.issuer, units, root, store, num_slots=num_slots)
-        self.gradients = Gradients(self.issuer, units, root, store, num_slots=num_slots)
+        self.gradients = Gradients(
+            self.issuer, units, root, store, num_slots=num_slots, sum_in_fp32=sum_in_fp32
+        )
+        #: updates each layer as its gradient lands, if that was asked for
+        self.landing: Landing | None = None
+        if update_in_backward:
+            nbytes = max(unit.layout.grad_nbytes for unit in units)
+            self.landing = Landing(self.issuer, store.staging(RING, nbytes))
         #: autograd's id of the backward that waits for the gradients when it ends
         self.backward_task = -1
         self.norms = Norms(self.issuer, units, root, store)
@@ -86,6 +96,8 @@ class Executor:
         host.
         """
         self.begin()
+        if self.landing is not None:
+            self.landing.check(unit)
         self.gradients.settle_scale()
         into = self.gradients.slots.take() if unit.layout.grad_nbytes else None
         gradient = self.gradients.root_buffer[:0] if into is None else self.gradients.slots.buffers[into]
@@ -94,10 +106,13 @@ class Executor:
             op = ops.backward(unit.index, slot, into)
             used, squares = self.issuer.compute(op, lambda: self._measured(unit, work, buffer, gradient))
             if into is not None and any(used):
-                if self.gradients.offload(unit, into, used):
-                    self.norms.keep(unit, squares)
+                if self.landing is None:
+                    self.norms.keep(unit, self.gradients.offload(unit, into, used, squares))
                 else:
-                    self.norms.drop(unit)
+                    self.landing.land(unit, into, gradient, used)
+        if self.landing is not None and any(used):
+            self.weights.updated(unit)
+            self.weights.prefetch()
 
     def _measured(
         self,
@@ -111,6 +126,10 @@ class Executor:
             gradient.fill_(255)
         used = work(weights, gradient)
         return used, sum_squares(unit.layout, gradient, used)
+
+    def prepare(self, work: Callable[[], None]) -> None:
+        """Let HOST do ``work`` that touches nothing here (load kernels, say) while others go on."""
+        self.backend.submit(Lane.HOST, work, (), 0)
 
     def finish_backward(self) -> None:
         """Block until the gradients of all layers are in host memory, where ``p.grad`` shows them."""
@@ -141,7 +160,7 @@ class Executor:
             WEIGHT_SLOTS: sum(buffer.nbytes for buffer in self.weights.slots.buffers),
             GRAD_SLOTS: sum(buffer.nbytes for buffer in self.gradients.slots.buffers),
             ROOT_WEIGHTS: self.weights.root_buffer.nbytes,
-            ROOT_GRADIENTS: self.gradients.root_buffer.nbytes,
+            ROOT_GRADIENTS: self.gradients.root_buffer.nbytes + self.gradients.root_sums.nbytes,
             BUFFERS: sum(buffers.values()),
         }
         return {purpose: amount for purpose, amount in nbytes.items() if amount}

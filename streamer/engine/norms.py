@@ -1,11 +1,11 @@
 """Squared norms of gradients, taken before they leave the device.
 
 [Note: norms]
-A unit's sum of squares is taken on the device while its gradient is in a slot, so that the global norm is
-known when backward ends and costs no pass over memory. It stands for the host gradient only as long as
-that is what left the device: where a second backward has added to it, where the user has written it or
-dropped a part of it, a pass over host memory on the HOST lane takes it anew. Some writers do not tell
-autograd (gradient scalers, collectives, ``.data``), so a sample of the gradient is compared too.
+A unit's sum of squares is taken on the device while its gradient is in a slot, or in the pass that adds
+another gradient to it on the host, so that the global norm is known when backward ends and costs no pass
+over memory. It stands for the host gradient only as long as nobody else writes that: where the user has
+written it or dropped a part of it, a pass over host memory on the HOST lane takes it anew. Some writers do
+not tell autograd (gradient scalers, collectives, ``.data``), so a sample of the gradient is compared too.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 
 import streamer_native as native
 from streamer.engine import op as ops
+from streamer.engine.gradients import Squares
 from streamer.engine.issuer import Issuer
 from streamer.engine.unit import Unit
 from streamer.memory.host import HostStore, array
@@ -27,13 +28,13 @@ from streamer.memory.layout import Layout
 
 @dataclass(frozen=True)
 class _Measured:
-    squares: torch.Tensor | float  # a scalar on the device, or a number taken on the host
+    squares: Squares | float  # a scalar on the device, or taken on the host
     state: _State
     sample: torch.Tensor | None = None  # of the host gradient, once that has landed
 
 
-#: Which parameters hold a gradient, and how often the user has written the unit's host gradient.
-_State = tuple[tuple[bool, ...], int]
+#: Which parameters hold a gradient, and how often the user has written the unit's gradient and sums.
+_State = tuple[tuple[bool, ...], int, int]
 
 
 class Norms:
@@ -46,32 +47,34 @@ class Norms:
         self._store = store
         self._measured: dict[int, _Measured] = {}
 
-    def keep(self, unit: Unit, squares: torch.Tensor) -> None:
-        """``squares``, as from `sum_squares`, belongs to the gradient that ``unit`` now holds."""
-        self._measured[unit.index] = _Measured(squares, self._state(unit))
+    def keep(self, unit: Unit, squares: Squares | None) -> None:
+        """``squares`` belong to the gradient that ``unit`` now holds; None if they are not known."""
+        self._measured.pop(unit.index, None)
+        if squares is not None:
+            self._measured[unit.index] = _Measured(squares, self._state(unit))
 
     def landed(self) -> None:
-        """The gradients have arrived on the host: sample those whose squares were taken on the device."""
+        """The gradients have arrived on the host: sample those whose squares were taken on the way."""
         for index, measured in self._measured.items():
             if measured.sample is None:
-                self._measured[index] = replace(measured, sample=self._sample(self._units[index]))
-
-    def drop(self, unit: Unit) -> None:
-        """What was measured is not the whole gradient of ``unit``."""
-        self._measured.pop(unit.index, None)
+                squares = measured.squares() if callable(measured.squares) else measured.squares
+                self._measured[index] = replace(
+                    measured, squares=squares, sample=self._sample(self._units[index])
+                )
 
     def total(self, layers_scale: float) -> float:
         """The sum of squares of all gradients that are held, those of layers multiplied by ``layers_scale``
         first; NaN or Inf if one of them is."""
         holding = [unit for unit in self._units if any(param.grad is not None for param in unit.params)]
         self._measure_on_host([unit for unit in holding if not self._is_measured(unit)])
-        layers = [self._measured[unit.index].squares for unit in holding]
+        layers = [squares for u in holding if not callable(squares := self._measured[u.index].squares)]
         root = [_squares(param.grad) for param in self._root.params if param.grad is not None]
         return layers_scale**2 * _sum(layers) + _sum(root)
 
     def _state(self, unit: Unit) -> _State:
         holders = tuple(param.grad is not None for param in unit.params)
-        return holders, self._store.shards[unit.index].gradient._version
+        shard = self._store.shards[unit.index]
+        return holders, shard.gradient._version, shard.sums._version
 
     def _is_measured(self, unit: Unit) -> bool:
         measured = self._measured.get(unit.index)
@@ -81,17 +84,18 @@ class Norms:
 
     def _sample(self, unit: Unit) -> torch.Tensor:
         """The first four bytes of each parameter's gradient, and four of every 4 KiB."""
-        gradient = self._store.shards[unit.index].gradient.view(torch.int32)
-        firsts = [slice.offset // 4 for slice in unit.layout.trainable if slice.numel]
-        return torch.cat([gradient[::1024], gradient[firsts]])
+        shard, trainable = self._store.shards[unit.index], unit.layout.trainable
+        gradient, sums = shard.gradient.view(torch.int32), shard.sums.view(torch.int32)
+        samples = [gradient[::1024], gradient[[slice.offset // 4 for slice in trainable if slice.numel]]]
+        if sums.numel():
+            samples += [sums[::1024], sums[[slice.index for slice in trainable if slice.numel]]]
+        return torch.cat(samples)
 
     def _measure_on_host(self, units: Sequence[Unit]) -> None:
         totals: dict[int, float] = {}
 
         def measure(index: int, gradients: Sequence[torch.Tensor]) -> None:
-            # the kernels have no fp16
-            widened = (grad.float() if grad.dtype == torch.float16 else grad for grad in gradients)
-            totals[index] = math.fsum(native.sum_squares(array(grad)) for grad in widened)
+            totals[index] = math.fsum(native.sum_squares(array(grad)) for grad in gradients)
 
         for unit in units:
             gradients = [param.grad for param in unit.params if param.grad is not None]
@@ -108,9 +112,9 @@ class Norms:
 def sum_squares(layout: Layout, gradient: torch.Tensor, used: Sequence[bool]) -> torch.Tensor:
     """The sum of squares (an fp32 scalar) of the ``used`` parameters' gradients in a flat uint8 buffer."""
     total = torch.zeros((), dtype=torch.float32, device=gradient.device)
-    for dtype, start, stop in layout.runs(used):
-        # padding between runs may hold anything
-        total += torch.linalg.vector_norm(gradient[start:stop].view(dtype), dtype=torch.float32).square()
+    for stretch in layout.stretches(used):
+        # padding between stretches may hold anything
+        total += torch.linalg.vector_norm(stretch.view(gradient), dtype=torch.float32).square()
     return total
 
 

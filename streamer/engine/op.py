@@ -147,9 +147,9 @@ def offload_grad(unit: int, slot: int, nbytes: int) -> Op:
     return Op(OpKind.OFFLOAD_GRAD, unit, slot, (grad_slot(slot),), (gradient(unit),), nbytes)
 
 
-def stage_grad(unit: int, slot: int, nbytes: int) -> Op:
-    """Copy a gradient slot to the staging buffer of the same number."""
-    return Op(OpKind.OFFLOAD_GRAD, unit, slot, (grad_slot(slot),), (staging(slot),), nbytes)
+def stage_grad(unit: int, slot: int, into: int, nbytes: int) -> Op:
+    """Copy a gradient slot to staging buffer ``into``."""
+    return Op(OpKind.OFFLOAD_GRAD, unit, slot, (grad_slot(slot),), (staging(into),), nbytes)
 
 
 def accumulate(unit: int, slot: int, nbytes: int) -> Op:
@@ -166,6 +166,11 @@ def norm(unit: int, nbytes: int) -> Op:
 def step(unit: int, nbytes: int) -> Op:
     """Update a unit's host shard from its host gradient."""
     return Op(OpKind.STEP, unit, None, (gradient(unit),), (shard(unit),), nbytes)
+
+
+def step_on_landing(unit: int, place: int, nbytes: int) -> Op:
+    """Update a host shard from staging buffer ``place``."""
+    return Op(OpKind.STEP, unit, None, (staging(place),), (shard(unit),), nbytes)
 
 
 def sync(resources: tuple[Resource, ...], *, to_write: bool = False) -> Op:

@@ -6,65 +6,66 @@ pinned in no time, thousands of small ones are not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 import streamer_native as native
 from streamer.memory.layout import Layout, Slice
+from streamer.memory.purposes import (
+    GRADIENTS,
+    MASTERS,
+    MODEL,
+    REMAINDERS,
+    STAGING,
+    SUMS,
+    WEIGHTS,
+    Purpose,
+)
 
-#: Every shard starts at a multiple of this many bytes in its buffer, as every parameter does in a shard.
-SHARD_ALIGN = 64
 #: The remainder of a bf16 weight that is its own master: see streamer_native.bfloat16.
 EXACT_REMAINDER = 0x8000
-
-WEIGHTS, REMAINDERS, MASTERS, GRADIENTS = "weights", "remainders", "fp32 masters", "gradients"
-EXP_AVG, EXP_AVG_SQ, STAGING = "exp_avg", "exp_avg_sq", "gradient staging"
 
 Allocate = Callable[[int], torch.Tensor]
 
 
-def shard_nbytes(layout: Layout, purpose: str) -> int:
-    """Bytes that a unit takes in the buffer of ``purpose``, padding included."""
-    trainable_dtypes = {slice.param.dtype for slice in layout.trainable}
-    nbytes = {
-        WEIGHTS: layout.nbytes,
-        REMAINDERS: 2 * layout.state_numel if torch.bfloat16 in trainable_dtypes else 0,
-        MASTERS: 4 * layout.state_numel if torch.float16 in trainable_dtypes else 0,
-        GRADIENTS: layout.grad_nbytes,
-        EXP_AVG: 4 * layout.state_numel,
-        EXP_AVG_SQ: 4 * layout.state_numel,
-    }[purpose]
-    return -(-nbytes // SHARD_ALIGN) * SHARD_ALIGN
-
-
-def host_bytes(layouts: Sequence[Layout], purposes: Sequence[str]) -> dict[str, int]:
-    """Bytes of host memory by purpose for units of these layouts."""
-    return {purpose: sum(shard_nbytes(layout, purpose) for layout in layouts) for purpose in purposes}
-
-
-#: What `wrap` allocates, and what AdamW adds.
-MODEL_PURPOSES = (WEIGHTS, REMAINDERS, MASTERS, GRADIENTS)
-ADAMW_PURPOSES = (EXP_AVG, EXP_AVG_SQ)
-
-
-@dataclass
 class HostShard:
-    """The pieces of the host buffers that belong to one unit, as flat tensors.
+    """The pieces of the host buffers that belong to one unit, as flat tensors by the name of their purpose.
 
-    ``weight`` and ``gradient`` are uint8, laid out by ``layout``; ``remainder`` (uint16, bf16 weights)
-    and ``master`` (fp32, fp16 weights) have one element per trainable parameter element, padding
-    included, or none where the dtype needs none. ``state`` holds what an optimizer asked for.
+    ``weight`` and ``gradient`` are uint8, laid out by ``layout``; ``remainder`` (uint16, bf16 weights),
+    ``master`` (fp32, fp16 weights) and ``sums`` (fp32, of gradients in bf16 or fp16) have one element per
+    trainable parameter element, padding included. What the unit does not hold has no elements.
     """
 
-    layout: Layout
-    weight: torch.Tensor
-    gradient: torch.Tensor
-    remainder: torch.Tensor
-    master: torch.Tensor
-    state: dict[str, torch.Tensor]
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.held: dict[str, torch.Tensor] = {}
+
+    def __getitem__(self, purpose: Purpose) -> torch.Tensor:
+        """The piece for ``purpose``, empty if the unit holds none."""
+        piece = self.held.get(purpose.name)
+        return torch.empty(0, dtype=purpose.dtype) if piece is None else piece
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self[WEIGHTS]
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        return self[GRADIENTS]
+
+    @property
+    def remainder(self) -> torch.Tensor:
+        return self[REMAINDERS]
+
+    @property
+    def master(self) -> torch.Tensor:
+        return self[MASTERS]
+
+    @property
+    def sums(self) -> torch.Tensor:
+        return self[SUMS]
 
     def load(self, slice: Slice, values: torch.Tensor) -> None:
         """Set the weight, and the exact fp32 master where the parameter is trained, from ``values``."""
@@ -111,40 +112,40 @@ class HostStore:
     """The host buffers of all units, by purpose."""
 
     def __init__(self, layouts: Sequence[Layout], allocate: Allocate) -> None:
-        self._layouts = tuple(layouts)
+        self.shards = [HostShard(layout) for layout in layouts]
         self._allocate = allocate
         self._buffers: dict[str, torch.Tensor] = {}
-        pieces = {purpose: self._pieces(purpose) for purpose in MODEL_PURPOSES}
-        self.shards = [
-            HostShard(
-                layout,
-                weight=pieces[WEIGHTS][i][: layout.nbytes],
-                gradient=pieces[GRADIENTS][i][: layout.grad_nbytes],
-                remainder=pieces[REMAINDERS][i].view(torch.uint16),
-                master=pieces[MASTERS][i].view(torch.float32),
-                state={},
-            )
-            for i, layout in enumerate(self._layouts)
-        ]
+        self.add(MODEL)
 
-    def add_state(self, purposes: Sequence[str]) -> None:
-        """Give every shard an fp32 buffer of zeros for each of ``purposes`` that it has not yet."""
+    def add(self, purposes: Iterable[Purpose], *, only: Sequence[HostShard] | None = None) -> None:
+        """Give every shard (or ``only`` these) a zeroed piece for each of ``purposes``."""
+        shards = self.shards if only is None else only
         for purpose in purposes:
-            if purpose not in self._buffers:
-                for shard, piece in zip(self.shards, self._pieces(purpose), strict=True):
-                    shard.state[purpose] = piece.view(torch.float32)
+            sizes = [purpose.nbytes(shard.layout) for shard in shards]
+            buffer = self._buffers[purpose.name] = self._allocate(sum(sizes))
+            for shard, piece in zip(shards, buffer.split(sizes), strict=True):
+                shard.held[purpose.name] = piece.view(purpose.dtype)[: purpose.numel(shard.layout)]
 
-    def staging(self, count: int) -> list[torch.Tensor]:
-        """``count`` buffers that each hold any unit's gradient, for gradients that are added to others."""
-        nbytes = max((layout.grad_nbytes for layout in self._layouts), default=0)
+    def holds(self, purposes: Iterable[Purpose]) -> bool:
+        """Whether there is a buffer for each of ``purposes``, in its dtype."""
+        return all(
+            (piece := shard.held.get(purpose.name)) is not None and piece.dtype == purpose.dtype
+            for purpose in purposes
+            for shard in self.shards
+        )
+
+    def drop(self, purposes: Iterable[Purpose]) -> None:
+        """Give up the buffers for ``purposes``."""
+        for purpose in purposes:
+            self._buffers.pop(purpose.name, None)
+            for shard in self.shards:
+                shard.held.pop(purpose.name, None)
+
+    def staging(self, count: int, nbytes: int) -> list[torch.Tensor]:
+        """``count`` buffers of ``nbytes`` for gradients that are used up when they have landed."""
         self._buffers[STAGING] = self._allocate(count * nbytes)
         return list(self._buffers[STAGING].split(nbytes)) if nbytes else []
 
     def bytes_by_purpose(self) -> dict[str, int]:
         """Bytes allocated, by purpose; purposes that take none are left out."""
         return {purpose: buffer.numel() for purpose, buffer in self._buffers.items() if buffer.numel()}
-
-    def _pieces(self, purpose: str) -> list[torch.Tensor]:
-        sizes = [shard_nbytes(layout, purpose) for layout in self._layouts]
-        self._buffers[purpose] = self._allocate(sum(sizes))
-        return list(self._buffers[purpose].split(sizes))

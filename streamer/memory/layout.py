@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+from streamer_native import QUANTUM
 
 #: Elements to which every parameter is aligned: 64 bytes or more, as PyTorch aligns its own tensors,
 #: so that the same kernels run on a slot as on a plain parameter.
@@ -25,12 +27,14 @@ class Param:
 @dataclass(frozen=True)
 class Slice:
     """A parameter and its place: ``offset`` in bytes in the weight and gradient buffers, ``index`` in
-    elements in the buffers of optimizer state."""
+    elements in the buffers of optimizer state, ``block`` in those that hold one value for every 256 elements
+    begun."""
 
     param: Param
     numel: int
     offset: int
     index: int
+    block: int
 
     @property
     def nbytes(self) -> int:
@@ -46,6 +50,37 @@ class Slice:
         """The parameter's elements in a unit's flat buffer of optimizer state, in the parameter's shape."""
         return buffer[self.index : self.index + self.numel].view(self.param.shape)
 
+    def blocks(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The parameter's values in a unit's flat buffer of one value per block."""
+        return buffer[self.block : self.block + num_blocks(self.numel)]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Elements of one dtype that lie side by side: ``offset`` in bytes in the weight and gradient buffers,
+    ``index`` in elements in the buffers of optimizer state."""
+
+    dtype: torch.dtype
+    offset: int
+    index: int
+    numel: int
+
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The elements in a flat uint8 buffer of weights or gradients, in their dtype."""
+        return buffer[self.offset : self.offset + self.numel * self.dtype.itemsize].view(self.dtype)
+
+    def state(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The elements in a flat buffer of optimizer state."""
+        return buffer[self.index : self.index + self.numel]
+
+    def follows(self, other: Stretch) -> bool:
+        """Whether this begins where ``other`` ends, in both kinds of buffer."""
+        return (
+            self.dtype == other.dtype
+            and self.index == other.index + other.numel
+            and self.offset == other.offset + other.numel * other.dtype.itemsize
+        )
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -59,42 +94,50 @@ class Layout:
     nbytes: int
     grad_nbytes: int
     state_numel: int
+    state_blocks: int
 
     @staticmethod
     def of(params: Iterable[Param]) -> Layout:
         """Lay out ``params`` in order, the trainable ones first."""
         slices: list[Slice] = []
-        offset = index = grad_nbytes = state_numel = 0
+        offset = index = block = grad_nbytes = state_numel = state_blocks = 0
         for param in sorted(params, key=lambda param: not param.trainable):
             numel = torch.Size(param.shape).numel()
             padded = -(-numel // ALIGN) * ALIGN
             offset = -(-offset // (ALIGN * param.dtype.itemsize)) * (ALIGN * param.dtype.itemsize)
-            slices.append(Slice(param, numel, offset, index))
+            slices.append(Slice(param, numel, offset, index, block))
             offset += padded * param.dtype.itemsize
             index += padded
+            block += num_blocks(numel)
             if param.trainable:
-                grad_nbytes, state_numel = offset, index
-        return Layout(tuple(slices), offset, grad_nbytes, state_numel)
+                grad_nbytes, state_numel, state_blocks = offset, index, block
+        return Layout(tuple(slices), offset, grad_nbytes, state_numel, state_blocks)
 
     @property
     def trainable(self) -> tuple[Slice, ...]:
         """The slices that have a gradient."""
         return tuple(slice for slice in self.slices if slice.param.trainable)
 
-    def runs(self, used: Sequence[bool]) -> list[tuple[torch.dtype, int, int]]:
-        """Stretches of the gradient buffer, as (dtype, first byte, end), that hold the ``used`` ones of
-        the trainable parameters and nothing else, neighbours without padding between them made one."""
-        runs: list[tuple[torch.dtype, int, int]] = []
+    def stretches(self, used: Sequence[bool]) -> list[Stretch]:
+        """Stretches that hold the ``used`` ones of the trainable parameters and nothing else, no padding,
+        neighbours made one."""
+        stretches: list[Stretch] = []
         for slice, is_used in zip(self.trainable, used, strict=True):
             if not is_used or not slice.numel:
                 continue
-            start, stop = slice.offset, slice.offset + slice.nbytes
-            if runs and runs[-1][0] == slice.param.dtype and runs[-1][2] == start:
-                start = runs.pop()[1]
-            runs.append((slice.param.dtype, start, stop))
-        return runs
+            stretch = Stretch(slice.param.dtype, slice.offset, slice.index, slice.numel)
+            if stretches and stretch.follows(stretches[-1]):
+                last = stretches.pop()
+                stretch = replace(last, numel=last.numel + stretch.numel)
+            stretches.append(stretch)
+        return stretches
 
     @property
     def numel(self) -> int:
         """Parameters, without padding."""
         return sum(slice.numel for slice in self.slices)
+
+
+def num_blocks(numel: int) -> int:
+    """Blocks of 256 elements that ``numel`` elements begin."""
+    return -(-numel // QUANTUM)

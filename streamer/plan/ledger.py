@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from streamer.engine.gradients import num_grad_slots
+from streamer.engine.landing import RING
 from streamer.engine.unit import Unit
-from streamer.memory.host import ADAMW_PURPOSES, MODEL_PURPOSES, host_bytes
+from streamer.memory.purposes import BF16, FP32, GRADIENTS, INT8, MODEL, MOMENTS, STAGING, SUMS, host_bytes
 from streamer.memory.slots import BUFFERS, GRAD_SLOTS, ROOT_GRADIENTS, ROOT_WEIGHTS, WEIGHT_SLOTS
 
 
@@ -38,8 +39,8 @@ class Ledger:
         )
 
 
-def ledger(units: Sequence[Unit], root: Unit, *, num_slots: int) -> Ledger:
-    """What streaming ``units`` through ``num_slots`` slots takes, an AdamW for them included."""
+def ledger(units: Sequence[Unit], root: Unit, *, num_slots: int, update_in_backward: bool = False) -> Ledger:
+    """What streaming ``units`` through ``num_slots`` slots takes; an optimizer's state comes on top."""
     layouts = [unit.layout for unit in (*units, root)]
     buffers = {buffer.data_ptr(): buffer.nbytes for unit in (*units, root) for buffer in unit.buffers()}
     device = {
@@ -49,8 +50,31 @@ def ledger(units: Sequence[Unit], root: Unit, *, num_slots: int) -> Ledger:
         ROOT_GRADIENTS: root.layout.grad_nbytes,
         BUFFERS: sum(buffers.values()),
     }
-    host = host_bytes(layouts, (*MODEL_PURPOSES, *ADAMW_PURPOSES))
+    host = host_bytes(layouts, MODEL)
+    if update_in_backward:
+        host |= host_bytes([root.layout], [GRADIENTS])
+        host[STAGING] = RING * max(unit.layout.grad_nbytes for unit in units)
+    else:
+        host |= host_bytes(layouts, [GRADIENTS])
     return Ledger(_nonzero(device), _nonzero(host))
+
+
+def accumulation_bytes(
+    units: Sequence[Unit], root: Unit, *, num_slots: int, sum_in_fp32: bool
+) -> dict[str, int]:
+    """The bytes of host memory that a second backward before a step takes on top."""
+    layouts = [unit.layout for unit in (*units, root)]
+    staging = num_grad_slots(num_slots) * max(unit.layout.grad_nbytes for unit in units)
+    sums = host_bytes(layouts, [SUMS]) if sum_in_fp32 else {}
+    return _nonzero({STAGING: staging, **sums})
+
+
+def least_moments(units: Sequence[Unit], root: Unit) -> dict[str, int]:
+    """The bytes of host memory that no AdamW of theirs can do without."""
+    layouts = [unit.layout for unit in (*units, root)]
+    dtypes = {slice.param.dtype for layout in layouts for slice in layout.trainable}
+    smallest = INT8 if dtypes <= {BF16} else FP32
+    return _nonzero({"moments of AdamW at least": sum(host_bytes(layouts, MOMENTS[smallest]).values())})
 
 
 def _nonzero(amounts: Mapping[str, int]) -> dict[str, int]:

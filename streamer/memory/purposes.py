@@ -1,0 +1,74 @@
+"""What host memory is for: for each purpose one buffer, and how much of it a unit takes. Pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from streamer.memory.layout import Layout, Slice
+
+#: Every shard starts at a multiple of this many bytes in its buffer, as every parameter does in a shard.
+SHARD_ALIGN = 64
+
+
+@dataclass(frozen=True)
+class Purpose:
+    """A kind of host buffer: its name in ledgers, its dtype, its elements for a unit, a parameter's part."""
+
+    name: str
+    dtype: torch.dtype
+    numel: Callable[[Layout], int]
+    part: Callable[[Slice, torch.Tensor], torch.Tensor] = Slice.state
+
+    def nbytes(self, layout: Layout) -> int:
+        """Bytes that a unit takes, padding included."""
+        return -(-self.numel(layout) * self.dtype.itemsize // SHARD_ALIGN) * SHARD_ALIGN
+
+
+def _state(layout: Layout) -> int:
+    return layout.state_numel
+
+
+def _state_of(*dtypes: torch.dtype) -> Callable[[Layout], int]:
+    """One element for each trainable one, in units that have trainable parameters of one of ``dtypes``."""
+
+    def numel(layout: Layout) -> int:
+        trainable = {slice.param.dtype for slice in layout.trainable}
+        return layout.state_numel if trainable.intersection(dtypes) else 0
+
+    return numel
+
+
+FP32, BF16, FP16, INT8 = torch.float32, torch.bfloat16, torch.float16, torch.int8
+
+#: The streamed weights, laid out by `Layout`.
+WEIGHTS = Purpose("weights", torch.uint8, lambda layout: layout.nbytes, Slice.view)
+#: What rounding to bf16 took from the masters, and the masters of fp16 weights: see `HostShard`.
+REMAINDERS = Purpose("remainders", torch.uint16, _state_of(BF16))
+MASTERS = Purpose("fp32 masters", FP32, _state_of(FP16))
+#: Gradients as they leave the device, and the fp32 sums of several of them where their dtype is shorter.
+GRADIENTS = Purpose("gradients", torch.uint8, lambda layout: layout.grad_nbytes, Slice.view)
+SUMS = Purpose("gradient sums", FP32, _state_of(BF16, FP16))
+#: Gradients that have left the device and are used up at once: a ring of buffers, each for any layer's.
+STAGING = "gradient staging"
+
+#: What a model takes beside its gradients.
+MODEL = (WEIGHTS, REMAINDERS, MASTERS)
+#: Adam's moments by how they are kept; in 8 bits with one scale for every block of 256 elements.
+MOMENTS = {
+    FP32: (Purpose("exp_avg", FP32, _state), Purpose("exp_avg_sq", FP32, _state)),
+    BF16: (Purpose("exp_avg", BF16, _state), Purpose("exp_avg_sq", BF16, _state)),
+    INT8: (
+        Purpose("exp_avg", INT8, _state),
+        Purpose("exp_avg_sq_root", torch.uint8, _state),
+        Purpose("exp_avg_scale", FP32, lambda layout: layout.state_blocks, Slice.blocks),
+        Purpose("exp_avg_sq_root_scale", FP32, lambda layout: layout.state_blocks, Slice.blocks),
+    ),
+}
+
+
+def host_bytes(layouts: Sequence[Layout], purposes: Iterable[Purpose]) -> dict[str, int]:
+    """Bytes of host memory by purpose for units of these layouts."""
+    return {purpose.name: sum(purpose.nbytes(layout) for layout in layouts) for purpose in purposes}
