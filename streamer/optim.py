@@ -49,9 +49,6 @@ class AdamW(torch.optim.Optimizer):
     updates_host_shards = True
     #: tells GradScaler to leave the unscaling, and the decision to skip, to `step`
     _step_supports_amp_scaling = True
-    #: what GradScaler sets around `step`: whether an element was not finite, and the scale, or None
-    found_inf: torch.Tensor | None = None
-    grad_scale: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -109,9 +106,11 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not may_step(self._executors, skip_nonfinite=self._skip_nonfinite, found_inf=self.found_inf):
+        # a GradScaler sets both, and deletes them: whether an element was not finite, the scale to take out
+        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if not may_step(self._executors, skip_nonfinite=self._skip_nonfinite, found_inf=found_inf):
             return loss
-        unscale = 1.0 if self.grad_scale is None else 1.0 / float(self.grad_scale)
+        unscale = 1.0 if scale is None else 1.0 / float(scale)
         runs: dict[tuple[Executor, int], list[Run]] = defaultdict(list)
         for param, group in self._group_of().items():
             if param.grad is not None:

@@ -155,7 +155,7 @@ def test_ctrl_c_ends_a_run_at_once() -> None:
         while int(child.stdout.readline()) < 3:
             pass
         child.send_signal(signal.SIGINT)
-        _, stderr = child.communicate(timeout=30)
+        _, stderr = child.communicate(timeout=120)
     finally:
         child.kill()
     assert child.returncode == -signal.SIGINT

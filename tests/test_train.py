@@ -151,7 +151,7 @@ def test_ctrl_c_ends_the_command_with_its_metrics_on_disk(config: Path, tmp_path
         while child.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") > 5):
             pass
         child.send_signal(signal.SIGINT)
-        _, stderr = child.communicate(timeout=30)
+        _, stderr = child.communicate(timeout=120)
     finally:
         child.kill()
     assert child.returncode == 130

@@ -89,6 +89,11 @@ class Executor:
             buffer = self.weights.slots.buffers[slot]
             return self.issuer.compute(ops.forward(unit.index, slot), lambda: work(buffer))
 
+    def check_backward(self, unit: Unit) -> None:
+        """Raise RuntimeError if a gradient of ``unit`` cannot be taken now."""
+        if self.landing is not None:
+            self.landing.check(unit)
+
     def backward(self, unit: Unit, work: Callable[[torch.Tensor, torch.Tensor], Sequence[bool]]) -> None:
         """Run ``work`` on the slot with ``unit``'s weights and on a gradient slot, both flat uint8.
 
@@ -96,8 +101,6 @@ class Executor:
         host.
         """
         self.begin()
-        if self.landing is not None:
-            self.landing.check(unit)
         self.gradients.settle_scale()
         into = self.gradients.slots.take() if unit.layout.grad_nbytes else None
         gradient = self.gradients.root_buffer[:0] if into is None else self.gradients.slots.buffers[into]

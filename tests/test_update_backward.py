@@ -1,0 +1,265 @@
+"""``update="backward"``: the plain result, gradients of a few layers, and errors where it ends."""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import streamer
+from models.gpt2 import GPT
+from streamer.backends.base import Event, Lane
+from streamer.backends.thread import ThreadBackend
+from streamer.engine.issuer import Issuer
+from streamer.engine.op import Op
+from streamer.handle import wrapped
+from tests.reference import VOCAB, History, assert_parity, assert_same, language_loss, streamed, train
+
+
+@cache
+def gpt(layers: int = 4) -> GPT:
+    torch.manual_seed(0)
+    return GPT(vocab_size=VOCAB, block_size=16, n_layer=layers, n_head=2, n_embd=20, dropout=0.1)
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    params = list(model.parameters())
+    return [
+        {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.2, "lr": 2e-3},
+        {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0, "betas": (0.8, 0.99)},
+    ]
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 6) -> History:
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    history = train(model, optimizer, None, steps=steps, schedule=schedule)
+    history.first_gradients = {}  # nobody sees those of layers
+    return history
+
+
+def run(update: str = "backward", *, state_dtype: Any = torch.float32, **options: Any) -> History:
+    with streamed(gpt(), layers="transformer.h", update=update, **options) as model:
+        return trained(model, streamer.AdamW(groups(model), lr=1e-3, state_dtype=state_dtype))
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@pytest.mark.parametrize("num_slots", [1, 2, 4])
+def test_it_is_the_plain_result(activations: str, num_slots: int) -> None:
+    reference = copy.deepcopy(gpt())
+    expected = trained(reference, torch.optim.AdamW(groups(reference), lr=1e-3))
+    assert_parity(run(activations=activations, num_slots=num_slots), expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "state_dtype"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, "int8"),
+    ],
+    ids=str,
+)
+def test_it_equals_the_update_in_step_to_the_bit(dtype: torch.dtype, state_dtype: Any) -> None:
+    options = {"dtype": dtype, "state_dtype": state_dtype}
+    assert_same(run("backward", **options), run("step", **options))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_delays_change_nothing(seed: int) -> None:
+    draw = random.Random(seed)
+    scale = {lane: draw.choice([0.0, 0.001, 0.004]) for lane in Lane}
+    delays = {lane: partial(lambda lane: draw.random() * scale[lane], lane) for lane in Lane}
+    backend = ThreadBackend(delays=delays, poison=True)
+    activations = "keep" if seed % 2 else "recompute"
+    assert_same(run(backend=backend, num_slots=1 + seed % 3, activations=activations), undisturbed())
+
+
+@cache
+def undisturbed() -> History:
+    return run("step")
+
+
+def test_gradient_memory_does_not_grow_with_depth() -> None:
+    layer = sum(param.nbytes for param in gpt().transformer.h[0].parameters())
+    padded = {}
+    for layers in (4, 8, 16):
+        with streamed(gpt(layers), layers="transformer.h", update="backward") as model:
+            optimizer = streamer.AdamW(model.parameters())
+            language_loss(model, 0).backward()
+            optimizer.step()
+            held = streamer.stats(model).host_bytes
+            padded[layers] = held["gradient staging"]
+            root = wrapped(model).executor.root.layout
+            assert held["gradients"] == root.grad_nbytes
+            assert {k: v for k, v in held.items() if not k.startswith("exp")} == wrapped(model).planned.host
+            assert all(param.grad is None for param in model.transformer.h.parameters())
+    assert len(set(padded.values())) == 1
+    assert 4 * layer <= padded[4] < 4.5 * layer
+
+
+@pytest.fixture
+def issued(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every op as it is issued."""
+    ops: list[str] = []
+    issue = Issuer.issue
+
+    def record(self: Issuer, op: Op, work: Callable[[], object]) -> Event:
+        ops.append(str(op))
+        return issue(self, op, work)
+
+    monkeypatch.setattr(Issuer, "issue", record)
+    return ops
+
+
+def test_golden_of_a_step_of_three_layers_through_two_slots(issued: list[str]) -> None:
+    with streamed(gpt(3), layers="transformer.h", update="backward") as model:
+        optimizer = streamer.AdamW(model.parameters())
+        for step in range(2):
+            issued.clear()
+            language_loss(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        step_ops = " ".join(issued)
+    assert step_ops == (
+        "rootF 0F@0 2UNSHARD@0 1F@1 2F@0 "
+        "2B@0 2OFFLOAD_GRAD@1 2STEP 0UNSHARD@0 1B@1 1OFFLOAD_GRAD@0 1STEP 1UNSHARD@1 "
+        "0B@0 0OFFLOAD_GRAD@1 0STEP 0UNSHARD@0 SYNC rootCOLLECT rootOFFLOAD_GRAD rootSTEP rootUNSHARD"
+    )
+
+
+class Repeating(nn.Module):
+    """Its first layer is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[1](self.layers[0](self.layers[0](x)))
+
+
+def test_what_it_cannot_do_is_said() -> None:
+    def model_of(**options: Any) -> Any:
+        return streamed(gpt(), layers="transformer.h", update="backward", **options)
+
+    with model_of() as model:
+        loss = language_loss(model, 0)
+        with pytest.raises(RuntimeError, match="needs its optimizer before backward"):
+            loss.backward()
+        optimizer = streamer.AdamW(model.parameters())
+        before = copy.deepcopy(model.state_dict())
+        language_loss(model, 0).backward()
+        with pytest.raises(RuntimeError, match=r"needs all gradients before.*wrap with update='step'"):
+            streamer.clip_grad_norm_(model, 1.0)
+        with pytest.raises(RuntimeError, match=r"'transformer.h.3' was updated already .*update='step'"):
+            language_loss(model, 1).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        language_loss(model, 2).backward()
+        optimizer.step()
+        after = model.state_dict()
+        assert not any(torch.equal(after[name], before[name]) for name in before)
+        with pytest.raises(RuntimeError, match="updates layers by streamer.AdamW, not SGD"):
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        with pytest.raises(RuntimeError, match=r"'transformer.h.1.*from outside of its layer.*update='step'"):
+            model.transformer.h[1].mlp.c_fc.weight.square().sum().backward()
+    with streamed(Repeating(), layers="layers", update="backward") as repeating:
+        optimizer = streamer.AdamW(repeating.parameters())
+        with pytest.raises(RuntimeError, match=r"'layers.0' was updated already .*takes part once in each"):
+            repeating(torch.randn(2, 4)).sum().backward()
+    with pytest.raises(ValueError, match=r"without which float16 overflows: .*dtype=torch.bfloat16"):
+        model_of(dtype=torch.float16).__enter__()
+    with pytest.raises(ValueError, match="update='later' is unknown: use 'step' or 'backward'"):
+        streamer.wrap(gpt(), layers="transformer.h", device="cpu", update="later")
+
+
+def test_a_gradient_put_into_a_layer_by_hand_is_refused() -> None:
+    with streamed(gpt(), layers="transformer.h", update="backward") as model:
+        optimizer = streamer.AdamW(model.parameters())
+        weight = model.transformer.h[1].mlp.c_fc.weight
+        weight.grad = torch.ones_like(weight)
+        with pytest.raises(RuntimeError, match=r"update='backward' has no room"):
+            optimizer.step()
+
+
+def test_an_optimizer_that_is_gone_updates_nothing() -> None:
+    with streamed(gpt(), layers="transformer.h", update="backward") as model:
+        optimizer = streamer.AdamW(model.parameters())
+        language_loss(model, 0).backward()
+        optimizer.step()
+        del optimizer
+        with pytest.raises(RuntimeError, match="needs its optimizer"):
+            language_loss(model, 1).backward()
+
+
+def spoiled(model: nn.Module, step: int, layer: int) -> torch.Tensor:
+    """A loss whose gradient is infinite in ``layer`` and, from there on, in all layers before it."""
+    handle = model.transformer.h[layer].register_forward_hook(lambda m, i, out: _Infinite.apply(out))
+    loss = language_loss(model, step)
+    handle.remove()
+    return loss
+
+
+class _Infinite(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * torch.inf
+
+
+@pytest.mark.parametrize("skip_nonfinite", [True, False])
+def test_layers_whose_gradient_is_not_finite_are_left_alone(skip_nonfinite: bool) -> None:
+    with streamed(gpt(), layers="transformer.h", update="backward", dtype=torch.bfloat16) as model:
+        optimizer = streamer.AdamW(model.parameters(), lr=1e-2, skip_nonfinite=skip_nonfinite)
+        language_loss(model, 0).backward()
+        optimizer.step()
+        before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
+        spoiled(model, 1, layer=2).backward()
+        streamer.synchronize(model)
+        names = "transformer.h.2, transformer.h.1, transformer.h.0"
+        message = f"the gradient of {names} is NaN or infinite: not updated"
+        if skip_nonfinite:
+            with pytest.warns(UserWarning) as said:
+                optimizer.step()
+            texts = [str(warning.message) for warning in said]
+            assert texts[0] == message
+            assert said[0].filename == __file__
+            assert "this step is skipped" in texts[1], "the embeddings' gradient was not finite either"
+            assert streamer.stats(model).skipped_steps == 2
+        else:
+            with pytest.raises(RuntimeError, match=message):
+                optimizer.step()
+        after = model.state_dict()
+        changed = {name for name in after if not torch.equal(after[name], before[0][name])}
+        assert changed and all(name.startswith("transformer.h.3.") for name in changed)
+        state = optimizer.state_dict()["state"]
+        for number, (name, _) in enumerate(model.named_parameters()):
+            assert state[number]["step"] == (2 if name.startswith("transformer.h.3.") else 1), name
+        optimizer.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            language_loss(model, 3).backward()
+            optimizer.step()
+        assert streamer.stats(model).skipped_steps == (2 if skip_nonfinite else 0)
+
+
+def test_frozen_and_unused_parameters() -> None:
+    plain = copy.deepcopy(gpt())
+    plain.transformer.h[1].requires_grad_(False)
+    plain.transformer.h[2].mlp.c_fc.bias.requires_grad_(False)
+    reference = copy.deepcopy(plain)
+    expected = trained(reference, torch.optim.AdamW(reference.parameters(), lr=1e-3))
+    with streamed(plain, layers="transformer.h", update="backward") as model:
+        actual = trained(model, streamer.AdamW(model.parameters(), lr=1e-3))
+    assert_parity(actual, expected)
