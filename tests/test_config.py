@@ -70,14 +70,17 @@ val_fraction = 0.5
 layers = ["encoder.h", "decoder.h"]
 num_slots = 3
 activations = "keep"
+update = "backward"
 dtype = "bfloat16"
 device = "cpu"
+host_threads = 1
 [optimizer]
 lr = 2e-3
 betas = [0, 0.999]
 eps = 1e-6
 weight_decay = 0
 grad_clip = 0
+state_dtype = "int8"
 warmup_steps = 2
 min_lr = 2e-3
 """
@@ -100,8 +103,10 @@ FULL_CONFIG = Config(
         },
     ),
     data=DataConfig(context=16, batch_size=4, paths=("src", "notes.txt"), val_fraction=0.5),
-    optimizer=OptimizerConfig(2e-3, (0.0, 0.999), 1e-6, 0.0, grad_clip=0.0, warmup_steps=2, min_lr=2e-3),
-    stream=StreamConfig(("encoder.h", "decoder.h"), 3, "keep", "bfloat16", "cpu"),
+    optimizer=OptimizerConfig(
+        2e-3, (0.0, 0.999), 1e-6, 0.0, grad_clip=0.0, state_dtype="int8", warmup_steps=2, min_lr=2e-3
+    ),
+    stream=StreamConfig(("encoder.h", "decoder.h"), 3, "keep", "backward", "bfloat16", "cpu", 1),
 )
 
 
@@ -140,8 +145,9 @@ def test_a_dump_is_the_whole_config(path: Path) -> None:
         '[model]\nfactory = "models.gpt2:GPT"\nargs = {}\n\n'
         "[data]\ncontext = 8\nbatch_size = 2\npaths = []\nval_fraction = 0.05\n\n"
         "[optimizer]\nlr = 1.0\nbetas = [0.9, 0.95]\neps = 1e-08\nweight_decay = 0.1\ngrad_clip = 1.0\n"
+        'state_dtype = "float32"\n'
         "warmup_steps = 0\nmin_lr = 0.0\n\n"
-        '[stream]\nnum_slots = 2\nactivations = "recompute"\n'
+        '[stream]\nnum_slots = 2\nactivations = "recompute"\nupdate = "step"\n'
     )
 
 

@@ -79,6 +79,22 @@ def test_a_run_leaves_its_files_and_prints_its_table(
         assert words in printed
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["stream.dtype='bfloat16'", "optimizer.state_dtype='int8'", "stream.host_threads=1"],
+        ["stream.update='backward'", "optimizer.grad_clip=0"],
+    ],
+)
+def test_a_run_with_other_ways_to_update(options: list[str], config: Path, tmp_path: Path) -> None:
+    arguments = [part for option in options for part in ("--set", option)]
+    assert main(["train", str(config), *arguments]) == 0
+    metrics = (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()
+    values = [json.loads(line) for line in metrics]
+    assert values[-1]["val_loss"] < values[0]["val_loss"]
+    assert any("grad_norm" in value for value in values) == ("stream.update='backward'" not in options)
+
+
 def test_the_same_run_again_gives_the_same_losses(config: Path, tmp_path: Path) -> None:
     losses = []
     for directory in ("tiny", "tiny-2"):
@@ -98,6 +114,15 @@ def test_the_same_run_again_gives_the_same_losses(config: Path, tmp_path: Path) 
             "[stream]: layers='transformer.g': there is no such module.",
         ),
         (["--set", "stream.activations='keeep'"], "[stream]: activations='keeep' is unknown: use one of"),
+        (
+            ["--set", "optimizer.state_dtype='int8'"],
+            "[optimizer]: moments in torch.int8 need bfloat16 parameters",
+        ),
+        (["--set", "stream.update='backward'"], "set optimizer.grad_clip = 0"),
+        (
+            ["--set", "stream.host_threads=1000000"],
+            "[stream]: host_threads=1000000: it must be an integer from 1",
+        ),
         (["--set", "model.args.n_layers=3"], "model.factory models.gpt2:GPT with these args: "),
         (
             ["--set", "model.factory='json:loads'", "--set", "model.args={s='1'}"],

@@ -9,61 +9,33 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from math import inf
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
+
+from streamer.app.kinds import (
+    BETAS,
+    COUNT,
+    COUNT_OR_0,
+    DTYPE,
+    FACTORY,
+    FOLDER,
+    FRACTION,
+    LAYERS,
+    NOT_NEGATIVE,
+    POSITIVE,
+    STATE_DTYPE,
+    TABLE,
+    TEXT,
+    TEXTS,
+    UPDATE,
+    Kind,
+)
 
 
 class ConfigError(ValueError):
     """A config that cannot be used: one line with the file, the key and the mend."""
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What a key may hold: the words for it in an error, the test, and how it leaves TOML's types."""
-
-    words: str
-    accepts: Callable[[Any], bool]
-    convert: Callable[[Any], Any] = lambda value: value
-
-
-def _integer(low: int) -> Kind:
-    return Kind(f"an integer of {low} or more", lambda x: type(x) is int and x >= low)  # a bool is no int
-
-
-def _number(words: str, within: Callable[[float], bool]) -> Kind:
-    return Kind(f"a number {words}", lambda value: type(value) in (int, float) and within(value), float)
-
-
-def _string(words: str, pattern: str) -> Kind:
-    return Kind(words, lambda value: isinstance(value, str) and bool(re.fullmatch(pattern, value)))
-
-
-def _array(words: str, of: Kind, sizes: Container[int]) -> Kind:
-    def accepts(value: Any) -> bool:
-        return isinstance(value, list) and len(value) in sizes and all(map(of.accepts, value))
-
-    return Kind(words, accepts, lambda value: tuple(map(of.convert, value)))
-
-
-COUNT, COUNT_OR_0 = _integer(1), _integer(0)
-POSITIVE = _number("above 0", lambda x: 0 < x < inf)
-NOT_NEGATIVE = _number("of 0 or more", lambda x: 0 <= x < inf)
-FRACTION, BETA = _number("in (0, 1)", lambda x: 0 < x < 1), _number("in [0, 1)", lambda x: 0 <= x < 1)
-BETAS = _array("an array of two numbers in [0, 1)", BETA, sizes=[2])
-TEXT = _string("a string that is not empty", r"(?s).+")
-FOLDER = _string("a string that can name a folder", r"\w[\w.+-]*")
-FACTORY = _string('a module and a callable in it, such as "models.gpt2:GPT"', r"\w[\w.]*:\w+")
-DTYPE = _string('"float32", "bfloat16" or "float16"', "float32|bfloat16|float16")
-TEXTS = _array("an array of strings, none empty", TEXT, sizes=range(sys.maxsize))
-LAYERS = Kind(
-    "a string or an array of strings, none empty",
-    lambda value: TEXT.accepts(value) or TEXTS.accepts(value),
-    lambda value: value if isinstance(value, str) else tuple(value),
-)
-TABLE = Kind("a table", lambda value: isinstance(value, dict))
 
 
 @dataclass(frozen=True)
@@ -104,8 +76,10 @@ class StreamConfig:
     layers: Annotated[str | tuple[str, ...] | None, LAYERS] = None
     num_slots: Annotated[int, COUNT] = 2
     activations: Annotated[str, TEXT] = "recompute"
+    update: Annotated[str, UPDATE] = "step"
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, DTYPE] = None
     device: Annotated[str | None, TEXT] = None
+    host_threads: Annotated[int | None, COUNT] = None
 
 
 @dataclass(frozen=True)
@@ -117,6 +91,7 @@ class OptimizerConfig:
     eps: Annotated[float, POSITIVE] = 1e-8
     weight_decay: Annotated[float, NOT_NEGATIVE] = 0.1
     grad_clip: Annotated[float, NOT_NEGATIVE] = 1.0
+    state_dtype: Annotated[str, STATE_DTYPE] = "float32"
     warmup_steps: Annotated[int, COUNT_OR_0] = 0
     min_lr: Annotated[float, NOT_NEGATIVE] = 0.0
 
@@ -157,6 +132,10 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     config = Config(**{name: _section(known[name], name, tables.get(name, {}), where) for name in known})
     if config.optimizer.min_lr > config.optimizer.lr:
         raise ConfigError(f"{where}: optimizer.min_lr is above optimizer.lr, from which it decays; lower it")
+    if config.stream.update == "backward" and config.optimizer.grad_clip:
+        raise ConfigError(
+            f'{where}: stream.update = "backward" has no norm to clip by: set optimizer.grad_clip = 0'
+        )
     return config
 
 

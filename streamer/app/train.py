@@ -8,7 +8,6 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,7 +18,8 @@ from torch import nn
 from tqdm import tqdm
 
 import streamer
-from streamer.app.config import Config, ConfigError, OptimizerConfig, dump_config, import_factory
+from streamer.app.build import build_model, build_optimizer, schedule
+from streamer.app.config import Config, ConfigError, dump_config
 from streamer.app.data import ByteData, load_bytes
 from streamer.app.report import Summary, amount, summary_table
 
@@ -35,7 +35,7 @@ def train(config: Config) -> Summary:
     """
     data = load_bytes(config.data.paths, val_fraction=config.data.val_fraction)
     torch.manual_seed(config.run.seed)
-    model = _build(config)
+    model = build_model(config)
     try:
         return _train(config, model, data)
     finally:
@@ -44,15 +44,9 @@ def train(config: Config) -> Summary:
 
 def _train(config: Config, model: nn.Module, data: ByteData) -> Summary:
     """Train the wrapped ``model``; see `train`."""
-    optimizer = streamer.AdamW(
-        model.parameters(),
-        lr=config.optimizer.lr,
-        betas=config.optimizer.betas,
-        eps=config.optimizer.eps,
-        weight_decay=config.optimizer.weight_decay,
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _schedule(config.optimizer, config.run.steps))
-    run = _Run(config, model, optimizer, schedule, data)
+    optimizer = build_optimizer(config.optimizer, model)
+    rates = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(config.optimizer, config.run.steps))
+    run = _Run(config, model, optimizer, rates, data)
     # a model that cannot run on this data says so before there is a directory
     first_val_loss = run.validate()
     directory = _run_directory(config)
@@ -92,7 +86,7 @@ class _Run:
             for step in range(1, run.steps + 1):
                 begun = time.perf_counter()
                 tokens, targets = self.data.batch("train", batch.batch_size, batch.context, crops)
-                loss, norm = self._step(tokens, targets)
+                loss, measured = self._step(tokens, targets)
                 seconds.append(time.perf_counter() - begun)
                 speed = tokens.numel() / seconds[-1]
                 stats = streamer.stats(self.model)
@@ -100,7 +94,7 @@ class _Run:
                     metrics,
                     step,
                     loss=loss,
-                    grad_norm=norm,
+                    **measured,
                     tokens_per_second=speed,
                     device_bytes=stats.device_bytes_now,
                     device_bytes_peak=stats.device_bytes_peak,
@@ -123,15 +117,19 @@ class _Run:
             unigram_loss=unigram,
         )
 
-    def _step(self, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[float, float]:
+    def _step(self, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[float, dict[str, float]]:
+        """The loss, and the gradient's norm where there is one to be had."""
+        measured = {}
         loss = _loss(self.model, tokens, targets)
         loss.backward()
-        # 0 in the config means no clipping, but the norm is worth a look all the same
-        norm = streamer.clip_grad_norm_(self.model, self.config.optimizer.grad_clip or math.inf)
+        if self.config.stream.update == "step":
+            # 0 in the config means no clipping, but the norm is worth a look all the same
+            norm = streamer.clip_grad_norm_(self.model, self.config.optimizer.grad_clip or math.inf)
+            measured["grad_norm"] = norm.item()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.schedule.step()
-        return loss.item(), norm.item()
+        return loss.item(), measured
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -158,47 +156,11 @@ class _Run:
         metrics.flush()
 
 
-def _build(config: Config) -> nn.Module:
-    """The config's model, wrapped."""
-    factory = import_factory(config.model.factory)
-    stream = config.stream
-    try:
-        model = factory(**config.model.args)
-        if not isinstance(model, nn.Module):
-            raise ValueError(f"it returns a {type(model).__name__}, not an nn.Module")
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"model.factory {config.model.factory} with these args: {error}") from error
-    try:
-        return streamer.wrap(
-            model,
-            layers=stream.layers,
-            device=stream.device,
-            dtype=None if stream.dtype is None else getattr(torch, stream.dtype),
-            num_slots=stream.num_slots,
-            activations=stream.activations,
-        )
-    except (ValueError, MemoryError) as error:
-        raise ConfigError(f"[stream]: {error}") from error
-
-
 def _loss(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Mean cross-entropy in nats per token of logits [batch, time, vocabulary], in fp32."""
     result: Any = model(tokens)
     logits: torch.Tensor = getattr(result, "logits", result)
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten().to(logits.device))
-
-
-def _schedule(optimizer: OptimizerConfig, steps: int) -> Callable[[int], float]:
-    """The learning rate as a factor of ``lr``: linear warm-up, then a cosine to ``min_lr`` at ``steps``."""
-
-    def factor(step: int) -> float:
-        if step < optimizer.warmup_steps:
-            return (step + 1) / optimizer.warmup_steps
-        progress = (step - optimizer.warmup_steps) / max(1, steps - optimizer.warmup_steps)
-        least = optimizer.min_lr / optimizer.lr
-        return least + (1 - least) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
-
-    return factor
 
 
 @torch.no_grad()

@@ -1,0 +1,65 @@
+"""What a config asks for: the wrapped model, its optimizer, and the learning rates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+import streamer
+from streamer.app.config import Config, ConfigError, OptimizerConfig, import_factory
+
+
+def build_model(config: Config) -> nn.Module:
+    """The config's model, wrapped."""
+    factory = import_factory(config.model.factory)
+    stream = config.stream
+    try:
+        model = factory(**config.model.args)
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"it returns a {type(model).__name__}, not an nn.Module")
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"model.factory {config.model.factory} with these args: {error}") from error
+    try:
+        return streamer.wrap(
+            model,
+            layers=stream.layers,
+            device=stream.device,
+            dtype=None if stream.dtype is None else getattr(torch, stream.dtype),
+            num_slots=stream.num_slots,
+            activations=stream.activations,
+            update=stream.update,
+            host_threads=stream.host_threads,
+        )
+    except (ValueError, MemoryError) as error:
+        raise ConfigError(f"[stream]: {error}") from error
+
+
+def build_optimizer(config: OptimizerConfig, model: nn.Module) -> streamer.AdamW:
+    """The config's optimizer of the wrapped model."""
+    try:
+        return streamer.AdamW(
+            model.parameters(),
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            state_dtype=config.state_dtype,
+        )
+    except (ValueError, MemoryError) as error:
+        raise ConfigError(f"[optimizer]: {error}") from error
+
+
+def schedule(optimizer: OptimizerConfig, steps: int) -> Callable[[int], float]:
+    """The learning rate as a factor of ``lr``: linear warm-up, then a cosine to ``min_lr`` at ``steps``."""
+
+    def factor(step: int) -> float:
+        if step < optimizer.warmup_steps:
+            return (step + 1) / optimizer.warmup_steps
+        progress = (step - optimizer.warmup_steps) / max(1, steps - optimizer.warmup_steps)
+        least = optimizer.min_lr / optimizer.lr
+        return least + (1 - least) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
+
+    return factor
