@@ -9,7 +9,7 @@ import math
 import os
 import platform
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,13 @@ def quartiles(values: Iterable[float]) -> dict[str, float]:
     """The lower quartile, the median and the upper quartile of two or more values."""
     names = ("lower_quartile", "median", "upper_quartile")
     return dict(zip(names, statistics.quantiles(values, n=4), strict=True))
+
+
+def mean_and_std(values: Sequence[float]) -> dict[str, float]:
+    """The mean and the sample's standard deviation, NaN for a single value."""
+    # NumPy, for it takes NaN and Inf as they come
+    std = float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
+    return {"mean": float(np.mean(values)), "std": std}
 
 
 def write_json(path: Path, report: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.roundings import linear, second_moment_to_bf16, to_linear_codes, to_root_codes
+from bench.roundings import RoundedMoments, linear, second_moment_to_bf16, to_linear_codes, to_root_codes
 
 SHAPES = [(1,), (255,), (256,), (257,), (3, 200)]
 
@@ -66,3 +66,21 @@ def test_the_first_moment_is_left_when_the_second_goes_to_bf16():
     second_moment_to_bf16(first, second)
     assert torch.equal(first, exp_avg)
     assert torch.equal(second, exp_avg_sq.bfloat16().float())
+
+
+def test_rounded_moments_know_what_they_would_be_unrounded():
+    params = [torch.nn.Parameter(torch.ones(300)) for _ in range(2)]
+    optimizers = [torch.optim.AdamW([param], betas=(0.9, 0.99)) for param in params]
+    moments = RoundedMoments(optimizers[0], second_moment_to_bf16)
+    draws = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        gradient = torch.randn(300, generator=draws)
+        for param, optimizer in zip(params, optimizers, strict=True):
+            param.grad = gradient.clone()
+            optimizer.step()
+        moments.after_step()
+    rounded, exact = (optimizers[i].state[params[i]]["exp_avg_sq"] for i in range(2))
+    assert torch.equal(rounded, rounded.bfloat16().float())
+    assert not torch.allclose(rounded, exact, rtol=1e-3)
+    percentiles = np.percentile((rounded / exact).numpy(), [5, 25, 50, 75, 95])
+    assert list(moments.second_moment_ratios().values()) == pytest.approx(percentiles, rel=1e-4)
