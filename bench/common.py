@@ -72,9 +72,14 @@ def host_threads(number: int) -> dict[str, int]:
     return {}
 
 
-def today() -> str:
-    """Date and time, UTC, as in ISO 8601."""
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+def provenance(script: str, *, load_before: float, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """What a result begins with: its script, the date (UTC), the hardware and the versions."""
+    return {
+        "script": script,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "hardware": hardware(load_before=load_before, device=device),
+        "versions": versions(),
+    }
 
 
 def quartiles(values: Iterable[float]) -> dict[str, float]:

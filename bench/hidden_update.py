@@ -38,7 +38,7 @@ import torch
 import torch.nn.functional as F
 
 import streamer
-from bench.common import RESULTS, hardware, host_threads, load_average, quartiles, today, versions, write_json
+from bench.common import RESULTS, host_threads, load_average, provenance, quartiles, write_json
 from models.gpt2 import GPT
 
 QUEUED, WAITED, NONE = MODES = ("queued", "waited", "none")
@@ -209,14 +209,11 @@ def main() -> None:
         name: value for name, value in vars(options).items() if name not in ("json", "rounds", "steps")
     }
     report = {
-        "script": "bench/hidden_update.py",
-        "date": today(),
+        **provenance("bench/hidden_update.py", load_before=load_before, device=device),
         "rounds": options.rounds,
         "steps_per_block": options.steps,
         "parameters": loop.num_parameters,
         "settings": settings | {"device": str(device)},
-        "hardware": hardware(load_before=load_before, device=device),
-        "versions": versions(),
         "forward_seconds": forward,
         **found,
     }

@@ -46,16 +46,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import streamer
 from bench import roundings
-from bench.common import (
-    RESULTS,
-    hardware,
-    host_threads,
-    load_average,
-    mean_and_std,
-    today,
-    versions,
-    write_json,
-)
+from bench.common import RESULTS, host_threads, load_average, mean_and_std, provenance, write_json
 from models.gpt2 import GPT
 from streamer.app.data import VOCAB_SIZE, load_bytes
 
@@ -188,7 +179,6 @@ def draw(runs: Sequence[Run], picture: Path, *, limit: float) -> None:
     figure = Figure(figsize=(11, 3.4), layout="constrained")
     curves, ends = figure.subplots(1, 2)
     shown = [loss for run in runs for loss in run.losses.values() if loss <= limit] or [limit]
-    edge = max([run.final for run in runs if run.final <= limit], default=limit)
     for number, variant in enumerate(variants):
         own = [run for run in runs if run.variant == variant]
         means = {step: statistics.fmean(run.losses[step] for run in own) for step in own[0].losses}
@@ -196,7 +186,8 @@ def draw(runs: Sequence[Run], picture: Path, *, limit: float) -> None:
         inside = [run.final for run in own if run.final <= limit]
         ends.plot(inside, [number] * len(inside), "o", color=f"C{number}", alpha=0.7)
         if outside := [f"{run.final:.3g}" for run in own if not run.final <= limit]:
-            ends.text(edge, number, f"{', '.join(outside)} \N{RIGHTWARDS ARROW}", ha="right", va="center")
+            far, at_edge = f"{', '.join(outside)} \N{RIGHTWARDS ARROW}", ends.get_yaxis_transform()
+            ends.text(0.98, number, far, transform=at_edge, ha="right", va="center")
     if fp32 := [run.final for run in runs if run.variant == "fp32"]:
         ends.axvspan(min(fp32), max(fp32), color="0.9", zorder=0)
     curves.set(xlabel="step", ylabel="validation loss, nats per byte", title="mean over seeds")
@@ -224,14 +215,11 @@ def main() -> None:
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
         for run in pool.map(train, *zip(*asked, strict=True)):
             runs.append(run)
-            ratios = {percent: round(ratio, 2) for percent, ratio in run.second_moment_ratios.items()}
-            print(
-                f"{run.variant} {run.seed}: {run.final:.4f} in {run.seconds:.0f} s", ratios or "", flush=True
-            )
+            ratios = "".join(f", {ratio:.2f} at {at}" for at, ratio in run.second_moment_ratios.items())
+            print(f"{run.variant} {run.seed}: {run.final:.4f} in {run.seconds:.0f} s{ratios}", flush=True)
     rows, alone = summary(runs), load_bytes().unigram_entropy()
     report = {
-        "script": "bench/moments.py",
-        "date": today(),
+        **provenance("bench/moments.py", load_before=load_before),
         "steps": options.steps,
         "tokens_per_step": BATCH_SIZE * CONTEXT,
         "model": MODEL,
@@ -239,8 +227,6 @@ def main() -> None:
         "byte_frequencies_alone": alone,
         "seconds": time.perf_counter() - began,
         "threads_per_run": threads,
-        "hardware": hardware(load_before=load_before),
-        "versions": versions(),
         "variants": rows,
         "runs": [vars(run) for run in runs],
     }
