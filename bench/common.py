@@ -1,0 +1,111 @@
+"""What the bench scripts share: the machine and the versions behind a figure, quartiles, the JSON file."""
+
+from __future__ import annotations
+
+import datetime
+import inspect
+import json
+import math
+import os
+import platform
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+
+import streamer
+import streamer_native
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def processor() -> str:
+    """The processor's name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def load_average() -> float:
+    """Of the last minute. Well above 0 before a measurement: others are using the cores and the memory."""
+    return os.getloadavg()[0]
+
+
+def hardware(*, load_before: float, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """The machine that a figure was measured on; ``load_before`` is `load_average` before it was."""
+    found = {
+        "processor": processor(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "load_average_after": load_average(),
+        "load_average_before": load_before,
+    }
+    if torch.device(device).type == "cuda":
+        found["gpu"] = torch.cuda.get_device_name(device)
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Of what computes."""
+    return {
+        "python": platform.python_version(),
+        "numba": numba.__version__,
+        "numpy": np.__version__,
+        "torch": torch.__version__,
+    }
+
+
+def host_threads(number: int) -> dict[str, int]:
+    """Keywords for `wrap` that give the host kernels this many threads.
+
+    Where `wrap` has none for it, the number is set for the whole process.
+    """
+    if "host_threads" in inspect.signature(streamer.wrap).parameters:
+        return {"host_threads": number}
+    streamer_native.set_num_threads(number)
+    return {}
+
+
+def provenance(script: str, *, load_before: float, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """What a result begins with: its script, the date (UTC), the hardware and the versions."""
+    return {
+        "script": script,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "hardware": hardware(load_before=load_before, device=device),
+        "versions": versions(),
+    }
+
+
+def quartiles(values: Iterable[float]) -> dict[str, float]:
+    """The lower quartile, the median and the upper quartile of two or more values."""
+    names = ("lower_quartile", "median", "upper_quartile")
+    return dict(zip(names, statistics.quantiles(values, n=4), strict=True))
+
+
+def mean_and_std(values: Sequence[float]) -> dict[str, float]:
+    """The mean and the sample's standard deviation, NaN for a single value."""
+    # NumPy, for it takes NaN and Inf as they come
+    std = float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
+    return {"mean": float(np.mean(values)), "std": std}
+
+
+def write_json(path: Path, report: Mapping[str, Any]) -> None:
+    """Write ``report`` into ``path``, making its folder where there is none; NaN and Inf become null."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(_in_json(report), indent=2, allow_nan=False) + "\n")
+    print(f"written: {path}")
+
+
+def _in_json(value: Any) -> Any:
+    """``value`` without the numbers that JSON lacks."""
+    if isinstance(value, Mapping):
+        return {key: _in_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_in_json(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

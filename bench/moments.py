@@ -1,0 +1,239 @@
+"""Does keeping Adam's moments in fewer bits change where training ends?
+
+    python -m bench.moments    # some 25 minutes on two cores
+
+Trains a small GPT on the bytes of the Python standard library, as `streamer train` does, in bf16 weights
+with exact masters, once for each variant and seed. A seed is the same initial weights and the same data in
+the same order, so that only the moments differ; fp32's spread over seeds is the yardstick.
+
+    fp32           both moments in fp32
+    bf16, int8     streamer.AdamW(state_dtype=...): stochastic rounding; 8 bits code the second moment's root
+    bf16-nearest   the second moment in bf16, rounded to nearest
+    int8-nearest   the codes of int8, rounded to nearest
+    int8-linear    both moments in 8-bit codes to nearest, without the root
+
+The last three are there to show why the rounding of the two before them is as it is. The script rounds the
+fp32 state in place after each step, which is what storing it rounded would do: the update itself uses the new
+moments before they are rounded. beta2 is 0.999, where to nearest has most to lose: a second moment falls by
+at most a thousandth of itself in a step, and bf16 to nearest drops any change below 1/512 of it, so that it
+rises with large gradients and never falls again. Without the root, a second moment below 1/510 of its block's
+largest becomes 0, and the next step there up to thirty times too large. For these three, percentiles over all
+elements tell how many times too large the second moment was at the end.
+
+Losses are in nats per byte on fixed validation crops. `within` says whether a variant's mean lies between
+fp32's best and worst seed; differences are taken seed by seed. Needs matplotlib (the extra [plot]).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import streamer
+from bench import roundings
+from bench.common import RESULTS, host_threads, load_average, mean_and_std, provenance, write_json
+from models.gpt2 import GPT
+from streamer.app.data import VOCAB_SIZE, load_bytes
+
+CONTEXT, BATCH_SIZE = 64, 16
+MODEL = {"n_layer": 4, "n_head": 4, "n_embd": 96}
+OPTIMIZER = {"lr": 4e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+WARMUP, MAX_NORM = 0.1, 1.0  # the part of the steps in which the rate rises; clipping
+EVALUATIONS, VAL_CROPS, VAL_BATCH_SIZE = 12, 1024, 64
+
+
+class Variant(NamedTuple):
+    """How the moments are kept: by the optimizer as its ``options`` say, then rounded by ``rounding``."""
+
+    options: Mapping[str, Any] = {}
+    rounding: roundings.Rounding | None = None
+
+
+VARIANTS = {
+    "fp32": Variant(),
+    "bf16": Variant({"state_dtype": torch.bfloat16}),
+    "int8": Variant({"state_dtype": "int8"}),
+    "bf16-nearest": Variant(rounding=roundings.second_moment_to_bf16),
+    "int8-nearest": Variant(rounding=roundings.to_root_codes),
+    "int8-linear": Variant(rounding=roundings.to_linear_codes),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one training left; ``losses`` are on validation text, by step."""
+
+    variant: str
+    seed: int
+    losses: dict[int, float]
+    skipped_steps: int
+    second_moment_ratios: dict[str, float]
+    seconds: float
+
+    @property
+    def final(self) -> float:
+        return list(self.losses.values())[-1]
+
+
+def schedule(step: int, steps: int) -> float:
+    """The learning rate as a factor: a linear rise, then a cosine to 0 at ``steps``."""
+    warmup = max(1, round(WARMUP * steps))
+    if step < warmup:
+        return (step + 1) / warmup
+    return (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup))) / 2
+
+
+def loss_of(model: GPT, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
+
+
+def train(variant: str, seed: int, steps: int, threads: int) -> Run:
+    """Train from the weights and on the crops of ``seed``."""
+    began = time.perf_counter()
+    torch.set_num_threads(threads)
+    warnings.filterwarnings("ignore", "a gradient is NaN or infinite")  # counted in skipped_steps
+    data = load_bytes()
+    val_batches = data.val_batches(VAL_CROPS // VAL_BATCH_SIZE, VAL_BATCH_SIZE, CONTEXT)
+    crops = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
+    model = streamer.wrap(
+        GPT(vocab_size=VOCAB_SIZE, block_size=CONTEXT, tied=False, **MODEL),
+        layers="transformer.h",
+        device="cpu",
+        dtype=torch.bfloat16,
+        activations="keep",
+        **host_threads(threads),
+    )
+    how = VARIANTS[variant]
+    optimizer = streamer.AdamW(model.parameters(), **OPTIMIZER, **how.options)
+    rounded = how.rounding and roundings.RoundedMoments(optimizer, how.rounding)
+    rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, steps))
+    losses: dict[int, float] = {}
+    evaluate_every = math.ceil(steps / EVALUATIONS)
+    # PyTorch's fused bf16 attention spends half of a step in its backward on a CPU
+    with sdpa_kernel(SDPBackend.MATH):
+        for step in range(1, steps + 1):
+            loss_of(model, *data.batch("train", BATCH_SIZE, CONTEXT, crops)).backward()
+            streamer.clip_grad_norm_(model, MAX_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+            rates.step()
+            if rounded:
+                streamer.synchronize(model)
+                rounded.after_step()
+            if step % evaluate_every == 0 or step == steps:
+                with torch.no_grad():
+                    losses[step] = statistics.fmean(loss_of(model, *batch).item() for batch in val_batches)
+    skipped, ratios = streamer.stats(model).skipped_steps, rounded.second_moment_ratios() if rounded else {}
+    return Run(variant, seed, losses, skipped, ratios, time.perf_counter() - began)
+
+
+def summary(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
+    """By variant: its final losses over seeds, their spread, and the difference to fp32 of the same seeds."""
+    finals: dict[str, dict[int, float]] = {}
+    for run in runs:
+        finals.setdefault(run.variant, {})[run.seed] = run.final
+    rows: dict[str, dict[str, Any]] = {}
+    for variant, by_seed in finals.items():
+        losses = list(by_seed.values())
+        rows[variant] = {"final": by_seed, "max_minus_min": max(losses) - min(losses), **mean_and_std(losses)}
+        if (fp32 := finals.get("fp32")) is not None:
+            rows[variant]["minus_fp32"] = mean_and_std([by_seed[seed] - fp32[seed] for seed in by_seed])
+            rows[variant]["within"] = min(fp32.values()) <= statistics.fmean(losses) <= max(fp32.values())
+    return rows
+
+
+def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """``summary`` in Markdown."""
+    seeds = list(next(iter(rows.values()))["final"])
+    titles = ["moments", *(f"seed {seed}" for seed in seeds), "mean", "max - min", "std"]
+    lines = [[*titles, "minus fp32 (std)", "within fp32's seeds"], ["---"] * (len(titles) + 2)]
+    for variant, row in rows.items():
+        losses = [*row["final"].values(), row["mean"], row["max_minus_min"], row["std"]]
+        line = [variant, *(f"{loss:.4f}" for loss in losses)]
+        if "minus_fp32" in row:
+            line.append("{mean:+.4f} ({std:.4f})".format(**row["minus_fp32"]))
+            line.append("yes" if row["within"] else "no")
+        lines.append(line)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def draw(runs: Sequence[Run], picture: Path, *, limit: float) -> None:
+    """Losses by step, and where each seed ended; those above ``limit`` are beyond the axes, as numbers."""
+    variants = list(dict.fromkeys(run.variant for run in runs))
+    figure = Figure(figsize=(11, 3.4), layout="constrained")
+    curves, ends = figure.subplots(1, 2)
+    shown = [loss for run in runs for loss in run.losses.values() if loss <= limit] or [limit]
+    for number, variant in enumerate(variants):
+        own = [run for run in runs if run.variant == variant]
+        means = {step: statistics.fmean(run.losses[step] for run in own) for step in own[0].losses}
+        curves.plot(means.keys(), means.values(), ".-", color=f"C{number}", label=variant, linewidth=1)
+        inside = [run.final for run in own if run.final <= limit]
+        ends.plot(inside, [number] * len(inside), "o", color=f"C{number}", alpha=0.7)
+        if outside := [f"{run.final:.3g}" for run in own if not run.final <= limit]:
+            far, at_edge = f"{', '.join(outside)} \N{RIGHTWARDS ARROW}", ends.get_yaxis_transform()
+            ends.text(0.98, number, far, transform=at_edge, ha="right", va="center")
+    if fp32 := [run.final for run in runs if run.variant == "fp32"]:
+        ends.axvspan(min(fp32), max(fp32), color="0.9", zorder=0)
+    curves.set(xlabel="step", ylabel="validation loss, nats per byte", title="mean over seeds")
+    curves.set_ylim(min(shown) * 0.98, max(shown) * 1.02)
+    curves.legend(frameon=False)
+    ends.set(xlabel="final validation loss", title="a dot per seed; grey: from fp32's best to its worst")
+    ends.set_yticks(range(len(variants)), variants)
+    ends.set_ylim(len(variants) - 0.5, -0.5)
+    figure.savefig(picture, dpi=130)
+
+
+def main() -> None:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="one has no spread (0 1 2)")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time, cores shared out")
+    parser.add_argument("--json", type=Path, default=RESULTS / "moments.json", help="the picture goes beside")
+    options = parser.parse_args()
+    load_before, began = load_average(), time.perf_counter()
+    threads = max(1, (os.cpu_count() or 1) // options.jobs)
+    asked = [(v, seed, options.steps, threads) for seed in options.seeds for v in options.variants]
+    runs: list[Run] = []
+    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
+        for run in pool.map(train, *zip(*asked, strict=True)):
+            runs.append(run)
+            ratios = "".join(f", {ratio:.2f} at {at}" for at, ratio in run.second_moment_ratios.items())
+            print(f"{run.variant} {run.seed}: {run.final:.4f} in {run.seconds:.0f} s{ratios}", flush=True)
+    rows, alone = summary(runs), load_bytes().unigram_entropy()
+    report = {
+        **provenance("bench/moments.py", load_before=load_before),
+        "steps": options.steps,
+        "tokens_per_step": BATCH_SIZE * CONTEXT,
+        "model": MODEL,
+        "optimizer": OPTIMIZER,
+        "byte_frequencies_alone": alone,
+        "seconds": time.perf_counter() - began,
+        "threads_per_run": threads,
+        "variants": rows,
+        "runs": [vars(run) for run in runs],
+    }
+    print(f"{table(rows)}\nbyte frequencies alone: {alone:.4f}")
+    write_json(options.json, report)
+    draw(runs, options.json.with_suffix(".png"), limit=alone)
+
+
+if __name__ == "__main__":
+    main()
