@@ -304,6 +304,13 @@ def test_wrapping_twice() -> None:
         step(model)
 
 
+@pytest.mark.parametrize("host_threads", [0, -1, 2.0, True, "2", 100_000], ids=str)
+def test_an_impossible_number_of_host_threads(host_threads: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net()
+    with refused(model, ValueError, f"host_threads={host_threads!r}: it must be", monkeypatch):
+        streamer.wrap(model, layers="blocks", device="cpu", host_threads=host_threads)
+
+
 # --- memory -------------------------------------------------------------------------------------------
 
 #: A layer is two parameters of 128 bytes; so is each of the two modules of the rest.

@@ -15,6 +15,7 @@ from models.gpt2 import GPT
 from streamer.backends.base import Event
 from streamer.engine.issuer import Issuer
 from streamer.engine.op import Op, OpKind
+from streamer.handle import wrapped
 from tests.reference import VOCAB, language_loss, streamed
 
 
@@ -107,6 +108,30 @@ def test_it_passes_over_no_memory_where_nothing_has_changed(monkeypatch: pytest.
         for _ in range(2):
             streamer.clip_grad_norm_(model, 1.0)
         assert kinds.count(OpKind.NORM) == 3
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 3.0, 0.5, float("inf"), -float("inf"), 0.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_norms_other_than_the_second(norm_type: float, dtype: torch.dtype) -> None:
+    with streamed(gpt(), layers="transformer.h", dtype=dtype) as model:
+        language_loss(model, 0).backward()
+        for scale in (1.0, 0.25):  # what an earlier clipping has left to be applied counts
+            wrapped(model).executor.gradients.rescale(scale)
+            factors = [1.0 if "transformer.h." not in name else scale for name, _ in model.named_parameters()]
+            gradients = [p.grad.float() * f for p, f in zip(model.parameters(), factors, strict=True)]
+            expected = torch.nn.utils.get_total_norm(gradients, norm_type)
+            actual = streamer.clip_grad_norm_(model, 1e9, norm_type)
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0)
+    reference = copy.deepcopy(gpt())
+    language_loss(reference, 0).backward()
+    expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1e-3, norm_type)
+    with streamed(gpt(), layers="transformer.h") as model:
+        language_loss(model, 0).backward()
+        actual = streamer.clip_grad_norm_(model, 1e-3, norm_type)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0)
+        wrapped(model).executor.gradients.settle_scale()
+        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-12)
 
 
 def test_clipping_twice_and_then_adding_is_what_pytorch_gives() -> None:

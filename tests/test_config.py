@@ -103,9 +103,7 @@ FULL_CONFIG = Config(
         },
     ),
     data=DataConfig(context=16, batch_size=4, paths=("src", "notes.txt"), val_fraction=0.5),
-    optimizer=OptimizerConfig(
-        2e-3, (0.0, 0.999), 1e-6, 0.0, grad_clip=0.0, state_dtype="int8", warmup_steps=2, min_lr=2e-3
-    ),
+    optimizer=OptimizerConfig(2e-3, (0.0, 0.999), 1e-6, 0.0, 0.0, "int8", warmup_steps=2, min_lr=2e-3),
     stream=StreamConfig(("encoder.h", "decoder.h"), 3, "keep", "backward", "bfloat16", "cpu", 1),
 )
 
@@ -238,7 +236,7 @@ def test_a_bad_override_is_named(path: Path, override: str, message: str) -> Non
          'such as "models.gpt2:GPT", not "models/gpt2.py:GPT"'),
         # unknown keys
         ("optimizer.learning_rate", "1", "unknown key 'learning_rate' in [optimizer]; there are: "
-         "lr, betas, eps, weight_decay, grad_clip, warmup_steps, min_lr"),
+         "lr, betas, eps, weight_decay, grad_clip, state_dtype, warmup_steps, min_lr"),
         ("stream.slots", "2", "unknown key 'slots' in [stream]; did you mean 'num_slots'?"),
     ],
 )  # fmt: skip
