@@ -241,6 +241,13 @@ def test_gradients_written_between_backwards_count() -> None:
         backwards(model, range(2, 3))
         half = 0.5 * (singles[0][name].float() + singles[1][name].float())
         assert torch.equal(weight.grad, half + singles[2][name].float())
+        # also where nothing is added afterwards, and the sums' own norm is no longer true
+        streamer.clip_grad_norm_(model, float("inf"))
+        with torch.no_grad():
+            weight.grad[3:].mul_(64.0)
+        norm = streamer.clip_grad_norm_(model, float("inf"))
+        expected = torch.nn.utils.get_total_norm([param.grad for param in model.parameters()])
+        torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
         weight.grad = torch.ones_like(weight, dtype=torch.float32)
         backwards(model, range(1))
         assert torch.equal(weight.grad, 1 + singles[0][name].float())

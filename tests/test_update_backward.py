@@ -44,9 +44,16 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 6) 
     return history
 
 
-def run(update: str = "backward", *, state_dtype: Any = torch.float32, **options: Any) -> History:
-    with streamed(gpt(), layers="transformer.h", update=update, **options) as model:
-        return trained(model, streamer.AdamW(groups(model), lr=1e-3, state_dtype=state_dtype))
+def run(
+    update: str = "backward",
+    *,
+    layers: int = 4,
+    steps: int = 6,
+    state_dtype: Any = torch.float32,
+    **options: Any,
+) -> History:
+    with streamed(gpt(layers), layers="transformer.h", update=update, **options) as model:
+        return trained(model, streamer.AdamW(groups(model), lr=1e-3, state_dtype=state_dtype), steps)
 
 
 @pytest.mark.parametrize("activations", ["recompute", "keep"])
@@ -72,19 +79,31 @@ def test_it_equals_the_update_in_step_to_the_bit(dtype: torch.dtype, state_dtype
     assert_same(run("backward", **options), run("step", **options))
 
 
-@pytest.mark.parametrize("seed", range(8))
+def always(seconds: float) -> Callable[[], float]:
+    return lambda: seconds
+
+
+@pytest.mark.parametrize("lane", Lane, ids=str)
+def test_a_slow_lane_changes_nothing(lane: Lane) -> None:
+    """With more layers than the ring has buffers, so that each is used twice in a backward."""
+    backend = ThreadBackend(delays={lane: always(0.004)}, poison=True)
+    assert_same(run(backend=backend, layers=7, steps=3), undisturbed(7, 3))
+
+
+@pytest.mark.parametrize("seed", range(6))
 def test_random_delays_change_nothing(seed: int) -> None:
     draw = random.Random(seed)
     scale = {lane: draw.choice([0.0, 0.001, 0.004]) for lane in Lane}
     delays = {lane: partial(lambda lane: draw.random() * scale[lane], lane) for lane in Lane}
     backend = ThreadBackend(delays=delays, poison=True)
     activations = "keep" if seed % 2 else "recompute"
-    assert_same(run(backend=backend, num_slots=1 + seed % 3, activations=activations), undisturbed())
+    actual = run(backend=backend, num_slots=1 + seed % 3, activations=activations, layers=7, steps=3)
+    assert_same(actual, undisturbed(7, 3))
 
 
 @cache
-def undisturbed() -> History:
-    return run("step")
+def undisturbed(layers: int, steps: int) -> History:
+    return run("step", layers=layers, steps=steps)
 
 
 def test_gradient_memory_does_not_grow_with_depth() -> None:
