@@ -12,7 +12,7 @@ import torch
 import streamer_native as native
 from streamer.memory.host import HostShard, HostStore, array
 from streamer.memory.layout import ALIGN, Layout, Param, Slice, Stretch
-from streamer.memory.purposes import BF16, FP16, FP32, GRADIENTS, MOMENTS
+from streamer.memory.purposes import BF16, FP16, FP32, GRADIENTS, MOMENTS, SUMS
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,22 @@ def check_state_dtype(param: Param, state_dtype: torch.dtype) -> None:
 
 
 def warm_up(layouts: Sequence[Layout], state_dtype: torch.dtype) -> None:
-    """Load, or compile, the kernels that models of these layouts will need, on a parameter of one element."""
+    """Load, or compile, the kernels that models of these layouts may need, on parameters of one element."""
     dtypes = {slice.param.dtype for layout in layouts for slice in layout.trainable}
     small = Layout.of(Param("", (1,), dtype, True) for dtype in dtypes)
     store = HostStore([small], lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
-    store.add([GRADIENTS, *MOMENTS[state_dtype]])
+    store.add([GRADIENTS, SUMS, *MOMENTS[state_dtype]])
+    (shard,) = store.shards
     hyper = native.Hyper(0.0, 0.0, 0.0, 1.0, 0.0, 1)
-    update_shard(store.shards[0], [Run.of(slice, hyper) for slice in small.slices], state_dtype, 1.0)
+    for slice in small.slices:
+        gradient, total = array(slice.view(shard.gradient)), array(slice.state(shard.sums))
+        update_shard(shard, [Run.of(slice, hyper)], state_dtype, 1.0)
+        native.sum_squares(gradient)
+        native.accumulate(gradient, gradient.copy())
+        if slice.param.dtype != FP32:
+            native.add(total, gradient, gradient)
+            native.accumulate(total, gradient)
+            update_shard(shard, [Run.of(slice, hyper, summed=True)], state_dtype, 1.0)
 
 
 def update_shard(

@@ -132,19 +132,18 @@ class AdamW(torch.optim.Optimizer):
         runs = merge([self._run(param, groups[param]) for param in mine])
         steps = [self.state[param]["step"] for param in mine]
         stretches = unit.layout.stretches(used)
+        state_dtype = self._state_dtype  # not self: a queued update shall not keep the optimizer alive
 
         def update(gradient: torch.Tensor) -> None:
             if all_finite(gradient, stretches):
-                seed = _seed(unit)
-                update_shard(shard, runs, self_dtype, 1.0, seed=seed, gradient=gradient)
+                update_shard(shard, runs, state_dtype, 1.0, seed=_seed(unit), gradient=gradient)
                 return
             for step in steps:
                 step -= 1
             assert landing is not None, "it has called"
             landing.not_finite.append(unit.name)
 
-        self_dtype = self._state_dtype  # and not self, which a queued update shall not keep alive
-        return update, update_bytes(runs, self._state_dtype)
+        return update, update_bytes(runs, state_dtype)
 
     def _group_of(self) -> dict[torch.Tensor, dict[str, Any]]:
         """The group of each parameter."""
