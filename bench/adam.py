@@ -184,7 +184,8 @@ def layouts(size: int, master: torch.Tensor, grad: torch.Tensor) -> dict[str, Ca
 
     def stepper(function: Callable[..., None], state: tuple[np.ndarray, ...]) -> Callable[[int], object]:
         def step(number: int) -> None:
-            function(*state, [streamer_native.Segment(0, size, **HYPERPARAMETERS, step=number)])
+            hyper = streamer_native.Hyper(**HYPERPARAMETERS, step=number)
+            function(*state, [streamer_native.Segment(0, size, hyper)])
 
         return step
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -14,17 +13,6 @@ from streamer.memory.host import EXP_AVG, EXP_AVG_SQ, HostShard, array
 from streamer.memory.layout import ALIGN, Layout, Slice
 
 EXP_AVG_SCALES, EXP_AVG_SQ_SCALES = "exp_avg scales", "exp_avg_sq scales"
-
-
-class Hyper(NamedTuple):
-    """Hyperparameters of one update; ``step`` counts from 1."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    step: int
 
 
 @dataclass(frozen=True)
@@ -36,10 +24,10 @@ class Run:
     offset: int
     index: int
     numel: int
-    hyper: Hyper
+    hyper: native.Hyper
 
     @staticmethod
-    def of(slice: Slice, hyper: Hyper) -> Run:
+    def of(slice: Slice, hyper: native.Hyper) -> Run:
         """One parameter, padding included."""
         padded = -(-slice.numel // ALIGN) * ALIGN
         return Run(slice.param.dtype, slice.offset, slice.index, padded, hyper)
@@ -127,7 +115,7 @@ def _launch(shard: HostShard, whole: Run, runs: Sequence[Run], grad_scale: float
     exp_avg, exp_avg_sq = (array(whole.state(shard.state[name])) for name in (EXP_AVG, EXP_AVG_SQ))
     moments = exp_avg, exp_avg_sq
     segments = [
-        native.Segment(run.index - whole.index, run.index - whole.index + run.numel, *run.hyper)
+        native.Segment(run.index - whole.index, run.index - whole.index + run.numel, run.hyper)
         for run in runs
     ]
     if whole.dtype != torch.bfloat16 and state_dtype != torch.float32:
@@ -160,7 +148,7 @@ def _segments_by_parameter(layout: Layout, whole: Run, runs: Sequence[Run]) -> l
         native.Segment(
             slice.index - whole.index,
             slice.index - whole.index + slice.numel,
-            *run.hyper,
+            run.hyper,
             first_scale=firsts[slice.index],
         )
         for run in runs

@@ -13,8 +13,9 @@ import torch
 
 from streamer.engine.executor import Executor
 from streamer.handle import Home, home_of
-from streamer.host_adam import Hyper, Run, merge, update_bytes, update_shard
+from streamer.host_adam import Run, merge, update_bytes, update_shard
 from streamer.memory.host import ADAMW_PURPOSES, EXP_AVG, EXP_AVG_SQ
+from streamer_native import Hyper
 
 
 class AdamW(torch.optim.Optimizer):

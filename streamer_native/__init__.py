@@ -14,10 +14,11 @@ from streamer_native.adam import (
 )
 from streamer_native.bfloat16 import join, split
 from streamer_native.reduce import accumulate, sum_squares
-from streamer_native.segments import QUANTUM, Segment
+from streamer_native.segments import QUANTUM, Hyper, Segment
 
 __all__ = [
     "QUANTUM",
+    "Hyper",
     "Segment",
     "accumulate",
     "adamw_fp16",

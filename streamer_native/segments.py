@@ -19,22 +19,28 @@ from streamer_native._rounding import key
 QUANTUM = 256
 
 
-class Segment(NamedTuple):
-    """Elements `start` to `stop` (exclusive) of the flat arrays, and the hyperparameters of their update.
+class Hyper(NamedTuple):
+    """Hyperparameters of one update; `step` counts from 1."""
 
-    `step` counts from 1. `first_scale` matters to 8-bit moments only: the blocks of 256 elements are counted
-    from `start`, and block k of the segment has its scales at `first_scale + k`. There a segment is always
-    the same parameter, from its first element, whatever else is updated at that step.
-    """
-
-    start: int
-    stop: int
     lr: float
     beta1: float
     beta2: float
     eps: float
     weight_decay: float
     step: int
+
+
+class Segment(NamedTuple):
+    """Elements `start` to `stop` (exclusive) of the flat arrays, and the hyperparameters of their update.
+
+    `first_scale` matters to 8-bit moments only: the blocks of 256 elements are counted
+    from `start`, and block k of the segment has its scales at `first_scale + k`. There a segment is always
+    the same parameter, from its first element, whatever else is updated at that step.
+    """
+
+    start: int
+    stop: int
+    hyper: Hyper
     first_scale: int = 0
 
 
@@ -85,8 +91,8 @@ def pieces_of(segments: Sequence[Segment], size: int, grad_scale: float, seed: i
         for number, segment in enumerate(segments)
         for lo in range(segment.start, segment.stop, BLOCK)
     ]
-    rows = [_coefficients(segment, grad_scale) for segment in segments]
-    keys = [key(seed, segment.step) for segment in segments]
+    rows = [_coefficients(segment.hyper, grad_scale) for segment in segments]
+    keys = [key(seed, segment.hyper.step) for segment in segments]
     return Pieces(
         np.array(bounds, np.int64).reshape(-1, 4),
         np.array(rows, np.float32).reshape(-1, len(Coefficients._fields)),
@@ -110,8 +116,8 @@ def check_scales(segments: Sequence[Segment], num_scales: int) -> None:
         previous_stop = stop
 
 
-def _coefficients(segment: Segment, grad_scale: float) -> Coefficients:
-    _, _, lr, beta1, beta2, eps, weight_decay, step, _ = segment
+def _coefficients(hyper: Hyper, grad_scale: float) -> Coefficients:
+    lr, beta1, beta2, eps, weight_decay, step = hyper
     if step < 1:
         raise ValueError(f"step={step} must count from 1: increase it before the update, not after")
     for name, beta in (("beta1", beta1), ("beta2", beta2)):

@@ -11,7 +11,6 @@ import streamer_native as native
 from streamer.host_adam import (
     EXP_AVG_SCALES,
     EXP_AVG_SQ_SCALES,
-    Hyper,
     Run,
     first_scales,
     merge,
@@ -24,7 +23,7 @@ from streamer.memory.layout import Layout, Param
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SIZES = (300, 5, 4096, 33, 257, 1000)
-CALM = Hyper(1e-3, 0.9, 0.999, 1e-8, 0.1, 1)
+CALM = native.Hyper(1e-3, 0.9, 0.999, 1e-8, 0.1, 1)
 OTHERS = [CALM, CALM, CALM._replace(lr=1e-2), CALM._replace(step=7), CALM._replace(beta1=0.8), CALM]
 
 

@@ -12,7 +12,7 @@ BLOCK = 16384
 
 def whole(size, **hyper):
     """One segment over all of `size` elements."""
-    return [streamer_native.Segment(0, size, **hyper)]
+    return [streamer_native.Segment(0, size, streamer_native.Hyper(**hyper))]
 
 
 class Fp32State:

@@ -42,7 +42,8 @@ def steps(arrays):
     master, grad, exp_avg, exp_avg_sq = arrays
     grad[:] = 1
     for step in range(1, 301):
-        segments = [streamer_native.Segment(0, 70_000, 0.01, 0.9, 0.99, 1e-8, 0.0, step)]
+        hyper = streamer_native.Hyper(0.01, 0.9, 0.99, 1e-8, 0.0, step)
+        segments = [streamer_native.Segment(0, 70_000, hyper)]
         streamer_native.adamw_fp32(master, grad, exp_avg, exp_avg_sq, segments)
         streamer_native.sum_squares(grad)
 threads = [threading.Thread(target=steps, args=(a,)) for a in arrays]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import streamer_native
-from streamer_native import QUANTUM, Segment
+from streamer_native import QUANTUM, Hyper, Segment
 from tests.test_native_adam import USUAL, Fp32State, SplitState, assert_same_bits, normal, whole
 
 
@@ -82,11 +82,11 @@ ALL = [Fp32State, Fp16State, SplitState, Bf16State, Int8State]
 ROUNDED = [Bf16State, Int8State]
 N = 60_001
 SEGMENTS = [
-    Segment(3, 3, 1e-3, 0.9, 0.999, 1e-8, 0.1, 1, first_scale=7),
-    Segment(33, 300, 1e-2, 0.9, 0.999, 1e-8, 0.0, 1, first_scale=100),
-    Segment(300, 555, 1e-4, 0.8, 0.95, 1e-6, 0.1, 4, first_scale=102),
-    Segment(50_007, N, 1e-3, 0.9, 0.99, 1e-8, 0.1, 9, first_scale=110),
-    Segment(601, 40_000, 3e-3, 0.9, 0.99, 1e-8, 0.1, 7, first_scale=151),
+    Segment(3, 3, Hyper(1e-3, 0.9, 0.999, 1e-8, 0.1, 1), first_scale=7),
+    Segment(33, 300, Hyper(1e-2, 0.9, 0.999, 1e-8, 0.0, 1), first_scale=100),
+    Segment(300, 555, Hyper(1e-4, 0.8, 0.95, 1e-6, 0.1, 4), first_scale=102),
+    Segment(50_007, N, Hyper(1e-3, 0.9, 0.99, 1e-8, 0.1, 9), first_scale=110),
+    Segment(601, 40_000, Hyper(3e-3, 0.9, 0.99, 1e-8, 0.1, 7), first_scale=151),
 ]
 SEGMENTS[4] = SEGMENTS[4]._replace(stop=20_000)
 
@@ -126,11 +126,11 @@ def test_segments_at_once_are_segments_one_by_one_and_gaps_are_left_alone(kind):
     alone = kind(normal(N, 1))
     for segment in SEGMENTS[1:]:
         fresh = Fp32State(normal(N, 1))
-        fresh.step_segments(grad, [segment._replace(step=1)])
-        alone.step_segments(grad, [segment._replace(step=1)])
+        fresh.step_segments(grad, [segment._replace(hyper=segment.hyper._replace(step=1))])
+        alone.step_segments(grad, [segment._replace(hyper=segment.hyper._replace(step=1))])
         moved = np.abs(alone.master - normal(N, 1))[segment.start : segment.stop]
         expected = np.abs(fresh.master - normal(N, 1))[segment.start : segment.stop]
-        np.testing.assert_allclose(moved, expected, rtol=0.01, atol=3e-5 * segment.lr / 1e-4)
+        np.testing.assert_allclose(moved, expected, rtol=0.01, atol=3e-5 * segment.hyper.lr / 1e-4)
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -138,7 +138,7 @@ def test_no_segments_change_nothing(kind):
     state = started(kind, 100)
     before = arrays_of(state)
     state.step_segments(normal(100, 3), [])
-    state.step_segments(normal(100, 3), [Segment(100, 100, 1e-3, 0.9, 0.999, 1e-8, 0.1, 2)])
+    state.step_segments(normal(100, 3), [Segment(100, 100, Hyper(1e-3, 0.9, 0.999, 1e-8, 0.1, 2))])
     assert same(arrays_of(state), before)
 
 
@@ -153,18 +153,18 @@ def test_no_segments_change_nothing(kind):
 )
 def test_a_segment_out_of_place_is_named(bounds, message):
     arrays = [np.zeros(4, np.float32) for _ in range(4)]
-    segments = [Segment(start, stop, 1e-3, 0.9, 0.999, 1e-8, 0.1, 1) for start, stop in bounds]
+    segments = [Segment(start, stop, Hyper(1e-3, 0.9, 0.999, 1e-8, 0.1, 1)) for start, stop in bounds]
     with pytest.raises(ValueError, match=message):
         streamer_native.adamw_fp32(*arrays, segments)
 
 
 def test_scales_that_are_not_there_or_taken_are_named():
     state = Int8State(normal(1000, 1))
-    hyper = (1e-3, 0.9, 0.999, 1e-8, 0.1, 1)
+    hyper = Hyper(1e-3, 0.9, 0.999, 1e-8, 0.1, 1)
     with pytest.raises(ValueError, match="has scales 8 to 12; they must lie within the 11"):
-        state.step_segments(normal(1000, 2), [Segment(0, 1000, *hyper, first_scale=8)])
+        state.step_segments(normal(1000, 2), [Segment(0, 1000, hyper, first_scale=8)])
     with pytest.raises(ValueError, match="has scales 1 to 2; .* begin at or after 2"):
-        halves = [Segment(0, 257, *hyper), Segment(257, 300, *hyper, first_scale=1)]
+        halves = [Segment(0, 257, hyper), Segment(257, 300, hyper, first_scale=1)]
         state.step_segments(normal(1000, 2), halves)
 
 

@@ -116,7 +116,11 @@ class NativeMasters(MasterAdamW):
                 flat,
                 master.grad.view(-1).numpy(),
                 *self.moments[name],
-                [streamer_native.Segment(0, flat.size, step=self.steps, **self.settings)],
+                [
+                    streamer_native.Segment(
+                        0, flat.size, streamer_native.Hyper(step=self.steps, **self.settings)
+                    )
+                ],
             )
 
 
