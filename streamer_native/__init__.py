@@ -13,7 +13,7 @@ from streamer_native.adam import (
     adamw_split_int8,
 )
 from streamer_native.bfloat16 import join, split
-from streamer_native.reduce import accumulate, sum_squares
+from streamer_native.reduce import accumulate, add, sum_squares
 from streamer_native.segments import QUANTUM, Hyper, Segment
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Hyper",
     "Segment",
     "accumulate",
+    "add",
     "adamw_fp16",
     "adamw_fp32",
     "adamw_split",

@@ -1,11 +1,14 @@
 """The check that stands before every kernel: compiled code would read past the end of a wrong array."""
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
 Float32Array = npt.NDArray[np.float32]
 Uint16Array = npt.NDArray[np.uint16]
 Float16Array = npt.NDArray[np.float16]
+Int16Array = npt.NDArray[np.int16]
 Int8Array = npt.NDArray[np.int8]
 Uint8Array = npt.NDArray[np.uint8]
 Uint32Array = npt.NDArray[np.uint32]
@@ -48,3 +51,8 @@ def check(
     if written and not array.flags.writeable:
         raise ValueError(f"{name} is read-only and is updated in place; pass an array that can be written")
     return array.size
+
+
+def for_kernel(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """`array` as kernels take it: float16 as its bits, int16, for Numba does not compute with it."""
+    return array.view(np.int16) if array.dtype == FLOAT16 else array

@@ -7,14 +7,13 @@ to the bit where they hold the same state. `adam.py` has the formula and the con
 import numpy as np
 from numba import prange
 
-from streamer_native._arrays import Float32Array, Uint16Array
+from streamer_native._arrays import Float32Array, Int16Array, Uint16Array
 from streamer_native._compile import inline, kernel
 from streamer_native._llvm import (
     float32_from_bits,
     fused_multiply_add,
     narrow_half,
     to_float32,
-    widen_half,
 )
 from streamer_native.bfloat16 import join_bits, split_bits
 from streamer_native.segments import Coefficients, Pieces, coefficients_of
@@ -57,25 +56,25 @@ def fp32(
 
 @inline
 def _fp16_piece(
-    weight: Uint16Array,
+    weight: Int16Array,
     master: Float32Array,
-    grad: Uint16Array,
+    grad: Int16Array | Float32Array,
     exp_avg: Float32Array,
     exp_avg_sq: Float32Array,
     c: Coefficients,
 ) -> None:
     for i in range(master.size):
         master[i], exp_avg[i], exp_avg_sq[i], _ = update(
-            master[i], widen_half(grad[i]), exp_avg[i], exp_avg_sq[i], c
+            master[i], to_float32(grad[i]), exp_avg[i], exp_avg_sq[i], c
         )
         weight[i] = narrow_half(master[i])
 
 
 @kernel
 def fp16(
-    weight: Uint16Array,
+    weight: Int16Array,
     master: Float32Array,
-    grad: Uint16Array,
+    grad: Int16Array | Float32Array,
     exp_avg: Float32Array,
     exp_avg_sq: Float32Array,
     pieces: Pieces,

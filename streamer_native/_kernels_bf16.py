@@ -7,13 +7,12 @@ from streamer_native._arrays import Float32Array, Uint16Array, Uint32Array
 from streamer_native._compile import inline, kernel
 from streamer_native._kernels_adam import update
 from streamer_native._llvm import float32_from_bits, to_float32
-from streamer_native._pairs import join_even, join_odd, pair_of, pairs
+from streamer_native._pairs import even_of, join_even, join_odd, odd_of, pair_of, pairs
 from streamer_native._rounding import RUN, TABLE, draw, narrow_randomly
 from streamer_native.bfloat16 import narrow_to_even, split_bits
 from streamer_native.segments import Coefficients, Pieces, coefficients_of
 
 _HALF = np.uint32(0x8000)
-_UPPER = np.uint32(0xFFFF0000)
 _16 = np.uint32(16)
 
 
@@ -31,15 +30,15 @@ def _update_pairs(
         master0, m0, v0, _ = update(
             float32_from_bits(np.uint32(join_even(weight[i], remainder[i]) - _HALF)),
             to_float32(grad[2 * i]),
-            float32_from_bits(np.uint32(exp_avg[i] << _16)),
-            float32_from_bits(np.uint32(exp_avg_sq[i] << _16)),
+            even_of(exp_avg[i]),
+            even_of(exp_avg_sq[i]),
             c,
         )
         master1, m1, v1, _ = update(
             float32_from_bits(np.uint32(join_odd(weight[i], remainder[i]) - _HALF)),
             to_float32(grad[2 * i + 1]),
-            float32_from_bits(np.uint32(exp_avg[i] & _UPPER)),
-            float32_from_bits(np.uint32(exp_avg_sq[i] & _UPPER)),
+            odd_of(exp_avg[i]),
+            odd_of(exp_avg_sq[i]),
             c,
         )
         exp_avg[i] = pair_of(np.uint32(narrow_to_even(m0)), np.uint32(narrow_to_even(m1)))

@@ -3,8 +3,7 @@
 Each store that narrows sixteen 32-bit lanes to 16 bits costs AVX-512 several cycles (Zen 4: 0.07 ns for each
 element); shifting two results into one lane costs next to nothing. With four such arrays, weight, remainder
 and both moments, that is a quarter of the time. The element with the even index is the lower half, on any
-machine that
-counts bytes from the little end.
+machine that counts bytes from the little end.
 
 An odd last element is copied out to buffers with a neighbour of zero bits, updated there, and copied back.
 
@@ -17,6 +16,7 @@ import numpy as np
 
 from streamer_native._arrays import Uint16Array, Uint32Array
 from streamer_native._compile import inline
+from streamer_native._llvm import float32_from_bits
 
 if sys.byteorder != "little":
     raise ImportError("streamer_native needs a little-endian machine: see [Note: pairs] in _pairs.py")
@@ -26,6 +26,18 @@ if sys.byteorder != "little":
 def pair_of(even: np.uint32, odd: np.uint32) -> np.uint32:
     """Two elements of 16 bits each as one."""
     return np.uint32(even | np.uint32(odd << np.uint32(16)))
+
+
+@inline
+def even_of(pair: np.uint32) -> np.float32:
+    """Of a pair of bfloat16, the element with the even index, widened."""
+    return float32_from_bits(np.uint32(pair << np.uint32(16)))
+
+
+@inline
+def odd_of(pair: np.uint32) -> np.float32:
+    """Of a pair of bfloat16, the element with the odd index, widened."""
+    return float32_from_bits(np.uint32(pair & np.uint32(0xFFFF0000)))
 
 
 @inline

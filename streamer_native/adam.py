@@ -31,6 +31,7 @@ from streamer_native._arrays import (
     Uint8Array,
     Uint16Array,
     check,
+    for_kernel,
 )
 from streamer_native._compile import exclusive
 from streamer_native._kernels_bf16 import split_bf16
@@ -64,7 +65,7 @@ def adamw_fp32(
 def adamw_fp16(
     weight: Float16Array,
     master: Float32Array,
-    grad: Float16Array,
+    grad: Float16Array | Float32Array,
     exp_avg: Float32Array,
     exp_avg_sq: Float32Array,
     segments: Sequence[Segment],
@@ -74,18 +75,18 @@ def adamw_fp16(
     """One AdamW step on an fp32 master beside the fp16 weight that is streamed, in place.
 
     `master`, `exp_avg` and `exp_avg_sq`, [n] float32, are updated as by `adamw_fp32`, to the bit; `weight`
-    [n] float16 is written: the master rounded to nearest, ties to even, Inf beyond 65,504. `grad` [n] float16
-    is read. Held: 14 bytes per parameter beside the gradient. Traffic: 28 bytes.
+    [n] float16 is written: the master rounded to nearest, ties to even, Inf beyond 65,504. `grad` [n] is
+    float16 or float32, and is read.
+    Held: 14 bytes per parameter beside the gradient. Traffic: 28 bytes, 30 with an fp32 gradient.
     """
     size = check("weight", weight, FLOAT16, written=True)
     check("master", master, FLOAT32, size=size, written=True)
-    check("grad", grad, FLOAT16, size=size)
+    check("grad", grad, FLOAT16, FLOAT32, size=size)
     check("exp_avg", exp_avg, FLOAT32, size=size, written=True)
     check("exp_avg_sq", exp_avg_sq, FLOAT32, size=size, written=True)
     pieces = pieces_of(segments, size, grad_scale)
-    bits = weight.view(BFLOAT16), master, grad.view(BFLOAT16)
     with exclusive():
-        kernels.fp16(*bits, exp_avg, exp_avg_sq, pieces)
+        kernels.fp16(for_kernel(weight), master, for_kernel(grad), exp_avg, exp_avg_sq, pieces)
 
 
 def adamw_split(

@@ -11,12 +11,16 @@ other sign, below 0x7f808000 it is cut to Inf, and whoever looks at weights alon
 Numba widens uint32 arithmetic to 64 bits, hence the cast after every operation.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
-from numba import prange
+from numba import prange, types
+from numba.extending import overload
 
 from streamer_native._arrays import BFLOAT16, FLOAT32, Float32Array, Uint16Array, check
 from streamer_native._compile import BLOCK, exclusive, inline, kernel
-from streamer_native._llvm import float32_bits, float32_from_bits
+from streamer_native._llvm import float32_bits, float32_from_bits, narrow_half
 
 
 @inline
@@ -27,6 +31,20 @@ def narrow_to_even(value: np.float32) -> np.uint16:
     rounded = np.uint32(bits + np.uint32(np.uint32(0x7FFF) + last_kept))
     # A NaN whose payload lies in the lower half would be cut to Inf, or carried into the sign.
     return np.uint16(0x7FC0) if value != value else np.uint16(rounded >> np.uint32(16))
+
+
+def narrow_like(value: np.float32, like: np.float32 | np.uint16 | np.int16) -> Any:
+    """In a kernel: `value` in the dtype of `like`, the inverse of `to_float32`; ties to even."""
+    raise NotImplementedError("only for compiled code")
+
+
+@overload(narrow_like, strict=False)  # strictly, even the annotations would have to be the same
+def _narrow_like(value: Any, like: Any) -> Callable[..., Any]:
+    if like == types.float32:
+        return lambda value, like: value
+    if like == types.int16:
+        return lambda value, like: narrow_half(value)
+    return lambda value, like: narrow_to_even(value)
 
 
 @inline

@@ -1,4 +1,10 @@
-"""What is done to gradients besides the update: the sum of their squares, and adding one to another."""
+"""What is done to gradients besides the update: the sum of their squares, and adding one to another.
+
+Whatever writes a gradient returns the sum of the squares of what it wrote: the elements are at hand, and to
+read them again would cost as much as to add them. Sums are taken block by block in float64, and then over the
+blocks, so they do not depend on the number of threads. The square of a finite float32 never overflows a
+float64: a sum is finite exactly when every element is. bfloat16 is taken in pairs: see [Note: pairs].
+"""
 
 from collections.abc import Callable
 
@@ -6,82 +12,171 @@ import numpy as np
 import numpy.typing as npt
 from numba import prange
 
-from streamer_native._arrays import BFLOAT16, FLOAT32, Float32Array, Uint16Array, check
-from streamer_native._compile import BLOCK, exclusive, inline, kernel, reduction
+from streamer_native._arrays import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    Float16Array,
+    Float32Array,
+    Int16Array,
+    Uint16Array,
+    Uint32Array,
+    check,
+    for_kernel,
+)
+from streamer_native._compile import BLOCK, exclusive, kernel, reduction
 from streamer_native._llvm import to_float32
-from streamer_native.bfloat16 import narrow_to_even
+from streamer_native._pairs import even_of, odd_of, pair_of, pairs
+from streamer_native.bfloat16 import narrow_like, narrow_to_even
+
+Gradient = Float32Array | Uint16Array | Float16Array
+_InKernel = Float32Array | Uint16Array | Int16Array
+_Sums = npt.NDArray[np.float64]
 
 
 @reduction
-def _sum_squares_block(grad: Uint16Array | Float32Array) -> float:
+def _sum_squares_block(grad: _InKernel) -> float:
     total = 0.0
     for i in range(grad.size):
-        # The square of a finite float32 never overflows a float64, and memory is still the limit.
         value = np.float64(to_float32(grad[i]))
         total += value * value
     return total
 
 
 @kernel
-def _sum_squares(grad: Uint16Array | Float32Array, partial: npt.NDArray[np.float64]) -> None:
-    for block in prange(partial.size):
-        partial[block] = _sum_squares_block(grad[block * BLOCK : (block + 1) * BLOCK])
+def _sum_squares(grad: _InKernel, sums: _Sums) -> None:
+    for block in prange(sums.size):
+        sums[block] = _sum_squares_block(grad[block * BLOCK : (block + 1) * BLOCK])
 
 
-@inline
-def _accumulate_fp32_block(into: Float32Array, grad: Uint16Array | Float32Array) -> None:
-    for i in range(into.size):
-        into[i] = into[i] + to_float32(grad[i])
-
-
-@kernel
-def _accumulate_fp32(into: Float32Array, grad: Uint16Array | Float32Array) -> None:
-    for block in prange((into.size + BLOCK - 1) // BLOCK):
-        lo, hi = block * BLOCK, (block + 1) * BLOCK
-        _accumulate_fp32_block(into[lo:hi], grad[lo:hi])
-
-
-@inline
-def _accumulate_bf16_block(into: Uint16Array, grad: Uint16Array) -> None:
-    for i in range(into.size):
-        into[i] = narrow_to_even(to_float32(into[i]) + to_float32(grad[i]))
+@reduction
+def _sum_squares_pairs(grad: Uint32Array) -> float:
+    total = 0.0
+    for i in range(grad.size):
+        even, odd = np.float64(even_of(grad[i])), np.float64(odd_of(grad[i]))
+        total += even * even + odd * odd
+    return total
 
 
 @kernel
-def _accumulate_bf16(into: Uint16Array, grad: Uint16Array) -> None:
-    for block in prange((into.size + BLOCK - 1) // BLOCK):
+def _sum_squares_bf16(grad: Uint16Array, sums: _Sums) -> None:
+    for block in prange(sums.size):
+        part = grad[block * BLOCK : (block + 1) * BLOCK]
+        even = part.size - part.size % 2
+        sums[block] = _sum_squares_pairs(pairs(part[:even])) + _sum_squares_block(part[even:])
+
+
+@reduction
+def _accumulate_block(into: _InKernel, grad: _InKernel) -> float:
+    total = 0.0
+    for i in range(into.size):
+        new = narrow_like(to_float32(into[i]) + to_float32(grad[i]), into[i])
+        into[i] = new
+        value = np.float64(to_float32(new))
+        total += value * value
+    return total
+
+
+@kernel
+def _accumulate(into: _InKernel, grad: _InKernel, sums: _Sums) -> None:
+    for block in prange(sums.size):
         lo, hi = block * BLOCK, (block + 1) * BLOCK
-        _accumulate_bf16_block(into[lo:hi], grad[lo:hi])
+        sums[block] = _accumulate_block(into[lo:hi], grad[lo:hi])
 
 
-def sum_squares(grad: Uint16Array | Float32Array) -> float:
-    """The sum of the squares of a gradient, in float64.
+@reduction
+def _accumulate_pairs(into: Uint32Array, grad: Uint32Array) -> float:
+    total = 0.0
+    for i in range(into.size):
+        new = pair_of(
+            np.uint32(narrow_to_even(even_of(into[i]) + even_of(grad[i]))),
+            np.uint32(narrow_to_even(odd_of(into[i]) + odd_of(grad[i]))),
+        )
+        into[i] = new
+        even, odd = np.float64(even_of(new)), np.float64(odd_of(new))
+        total += even * even + odd * odd
+    return total
 
-    `grad` [n] is float32 or uint16 (bfloat16 bits), read once. The result is finite exactly when every
-    element is: a NaN or Inf gives NaN or Inf, and finite float32 cannot overflow the float64 sum. It does not
-    depend on the number of threads.
+
+@kernel
+def _accumulate_bf16(into: Uint16Array, grad: Uint16Array, sums: _Sums) -> None:
+    for block in prange(sums.size):
+        lo, hi = block * BLOCK, min((block + 1) * BLOCK, into.size)
+        even = hi - (hi - lo) % 2
+        sums[block] = _accumulate_pairs(pairs(into[lo:even]), pairs(grad[lo:even]))
+        sums[block] += _accumulate_block(into[even:hi], grad[even:hi])
+
+
+@reduction
+def _add_block(into: Float32Array, first: _InKernel, second: _InKernel) -> float:
+    total = 0.0
+    for i in range(into.size):
+        new = to_float32(first[i]) + to_float32(second[i])
+        into[i] = new
+        total += np.float64(new) * np.float64(new)
+    return total
+
+
+@kernel
+def _add(into: Float32Array, first: _InKernel, second: _InKernel, sums: _Sums) -> None:
+    for block in prange(sums.size):
+        lo, hi = block * BLOCK, (block + 1) * BLOCK
+        sums[block] = _add_block(into[lo:hi], first[lo:hi], second[lo:hi])
+
+
+def sum_squares(grad: Gradient) -> float:
+    """The sum of the squares of a gradient, in float64: finite exactly when every element is.
+
+    `grad` [n] is float32, uint16 (bfloat16 bits) or float16, and is read once. The result does not depend on
+    the number of threads.
 
     Raises TypeError or ValueError, naming the mend, if `grad` does not fit this contract.
     """
-    size = check("grad", grad, FLOAT32, BFLOAT16)
-    partial = np.empty((size + BLOCK - 1) // BLOCK, dtype=np.float64)
+    sums = _sums(check("grad", grad, FLOAT32, BFLOAT16, FLOAT16))
+    add_up: Callable[..., None] = _sum_squares_bf16 if grad.dtype == BFLOAT16 else _sum_squares
     with exclusive():
-        _sum_squares(grad, partial)
-    return float(partial.sum())
+        add_up(for_kernel(grad), sums)
+    return float(sums.sum())
 
 
-def accumulate(into: Uint16Array | Float32Array, grad: Uint16Array | Float32Array) -> None:
-    """Add a gradient to another, in place: `into += grad`.
+def accumulate(into: Gradient, grad: Gradient) -> float:
+    """Add a gradient to another, in place, `into += grad`; return the sum of the squares of the new `into`.
 
-    `into` [n] and `grad` [n] are float32 or uint16 (bfloat16 bits); into bfloat16 only bfloat16 can be added.
-    Two bfloat16 are widened, added in float32 and rounded to nearest, ties to even, as PyTorch adds them; a
-    NaN becomes 0x7fc0 (PyTorch's own NaN bits differ between its vectorised loop and the rest).
+    `into` [n] and `grad` [n] are float32, uint16 (bfloat16 bits) or float16; into 16 bits only their like can
+    be added. Such two are widened, added in float32 and rounded to nearest, ties to even, as PyTorch adds
+    them; a NaN in bfloat16 becomes 0x7fc0 (PyTorch's own NaN bits differ between its vectorised loop and the
+    rest). The sum does not depend on the number of threads.
 
     Raises TypeError or ValueError, naming the mend, if the arrays do not fit this contract.
     """
-    size = check("into", into, FLOAT32, BFLOAT16, written=True)
-    into_fp32 = into.dtype == FLOAT32
-    check("grad", grad, *((FLOAT32, BFLOAT16) if into_fp32 else (BFLOAT16,)), size=size)
-    add: Callable[..., None] = _accumulate_fp32 if into_fp32 else _accumulate_bf16
+    size = check("into", into, FLOAT32, BFLOAT16, FLOAT16, written=True)
+    check(
+        "grad", grad, *((FLOAT32, BFLOAT16, FLOAT16) if into.dtype == FLOAT32 else (into.dtype,)), size=size
+    )
+    sums = _sums(size)
+    run: Callable[..., None] = _accumulate_bf16 if into.dtype == BFLOAT16 else _accumulate
     with exclusive():
-        add(into, grad)
+        run(for_kernel(into), for_kernel(grad), sums)
+    return float(sums.sum())
+
+
+def add(into: Float32Array, first: Uint16Array | Float16Array, second: Uint16Array | Float16Array) -> float:
+    """Begin an fp32 gradient with two of 16 bits, `into = first + second`; return the sum of its squares.
+
+    `into` [n] float32 is written and never read. `first` [n] and `second` [n], both uint16 (bfloat16 bits) or
+    both float16, are widened and added in float32. The sum does not depend on the number of
+    threads.
+
+    Raises TypeError or ValueError, naming the mend, if the arrays do not fit this contract.
+    """
+    size = check("into", into, FLOAT32, written=True)
+    check("first", first, BFLOAT16, FLOAT16, size=size)
+    check("second", second, first.dtype, size=size)
+    sums = _sums(size)
+    with exclusive():
+        _add(into, for_kernel(first), for_kernel(second), sums)
+    return float(sums.sum())
+
+
+def _sums(size: int) -> _Sums:
+    return np.empty((size + BLOCK - 1) // BLOCK, dtype=np.float64)

@@ -18,7 +18,6 @@ class Fp16State(Fp32State):
 
     def step_segments(self, grad, segments, **options):
         moments = self.exp_avg, self.exp_avg_sq
-        grad = grad.astype(np.float16)
         streamer_native.adamw_fp16(self.weight, self.master, grad, *moments, segments, **options)
 
 
@@ -168,12 +167,13 @@ def test_scales_that_are_not_there_or_taken_are_named():
         state.step_segments(normal(1000, 2), halves)
 
 
-def test_fp16_equals_fp32_to_the_bit_and_streams_the_nearest_half():
+@pytest.mark.parametrize("grad_dtype", [np.float16, np.float32], ids=["fp16", "fp32"])
+def test_fp16_equals_fp32_to_the_bit_and_streams_the_nearest_half(grad_dtype):
     master = normal(N, seed=1)
     master[:4] = [1e-7, 6e-8, 7e4, -0.0]
     fp16, fp32 = Fp16State(master), Fp32State(master)
     for step in range(1, 21):
-        grad = normal(N, seed=step, scale=0.01).astype(np.float16)
+        grad = normal(N, seed=step, scale=0.01).astype(grad_dtype)
         grad[10], grad[-1] = np.nan, np.inf
         fp16.step(grad, step=step, grad_scale=2.0**-10, **USUAL)
         fp32.step(grad.astype(np.float32), step=step, grad_scale=2.0**-10, **USUAL)

@@ -1,4 +1,4 @@
-"""sum_squares against float64, accumulate against PyTorch's additions."""
+"""sum_squares against float64; accumulate and add against PyTorch's additions, and what they return."""
 
 import numba
 import numpy as np
@@ -9,28 +9,47 @@ import streamer_native
 
 BLOCK = 16384
 SIZES = [0, 1, 5, BLOCK, BLOCK + 1, 5 * BLOCK + 123]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+HALVES = DTYPES[1:]
 
 
-def normal(size, seed=0):
-    return np.random.default_rng(seed).standard_normal(size).astype(np.float32)
+def normal(size, seed=0, scale=1.0):
+    return (np.random.default_rng(seed).standard_normal(size) * scale).astype(np.float32)
 
 
-def bfloat16_bits(values):
-    return torch.from_numpy(values).bfloat16().view(torch.uint16).numpy()
+def as_torch(values, dtype):
+    return torch.from_numpy(values).to(dtype)
 
 
-def widened(bits):
-    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+def as_native(tensor):
+    """The NumPy array that shares the memory of `tensor`; of bfloat16, the bits."""
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def exact_sum(tensor):
+    return float(tensor.double().square().sum())
+
+
+def every_pattern(dtype, seed):
+    """Every bit pattern of a 16-bit dtype, twenty times, in an order of its own."""
+    every = np.arange(1 << 16, dtype=np.uint16)
+    rng = np.random.default_rng(seed)
+    return torch.from_numpy(np.concatenate([rng.permutation(every) for _ in range(20)])).view(dtype)
+
+
+def assert_same(actual, expected):
+    """Equal to the bit, except that any NaN equals any NaN."""
+    assert torch.equal(actual.isnan(), expected.isnan())
+    bits = torch.int32 if actual.dtype == torch.float32 else torch.int16
+    finite = ~expected.isnan()
+    assert torch.equal(actual.view(bits)[finite], expected.view(bits)[finite])
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_sum_squares_agrees_with_float64(size):
-    grad = normal(size)
-    bits = bfloat16_bits(grad)
-    expected = np.sum(grad.astype(np.float64) ** 2)
-    expected_bf16 = np.sum(widened(bits).astype(np.float64) ** 2)
-    assert streamer_native.sum_squares(grad) == pytest.approx(expected, rel=1e-12)
-    assert streamer_native.sum_squares(bits) == pytest.approx(expected_bf16, rel=1e-12)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sum_squares_agrees_with_float64(size, dtype):
+    grad = as_torch(normal(size), dtype)
+    assert streamer_native.sum_squares(as_native(grad)) == pytest.approx(exact_sum(grad), rel=1e-12)
 
 
 @pytest.mark.parametrize("value", [3e38, 1e-30, 1e-42], ids=["square overflows", "underflows", "denormal"])
@@ -38,86 +57,111 @@ def test_a_square_outside_float32_is_summed_all_the_same(value):
     grad = np.full(BLOCK + 3, value, dtype=np.float32)
     expected = grad.size * float(grad[0]) ** 2
     assert streamer_native.sum_squares(grad) == pytest.approx(expected, rel=1e-12)
+    assert streamer_native.accumulate(grad, np.zeros_like(grad)) == pytest.approx(expected, rel=1e-12)
     assert expected > 0
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("position", [0, 17, BLOCK - 1, BLOCK, 2 * BLOCK + 6])
-def test_one_non_finite_element_is_never_lost(bad, position):
-    grad = normal(2 * BLOCK + 7)
-    grad[position] = bad
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_non_finite_element_is_never_lost(bad, position, dtype):
+    values = normal(2 * BLOCK + 7)
+    values[position] = bad
+    grad = as_native(as_torch(values, dtype))
     assert not np.isfinite(streamer_native.sum_squares(grad))
-    assert not np.isfinite(streamer_native.sum_squares(bfloat16_bits(grad)))
+    clean = as_native(as_torch(normal(2 * BLOCK + 7), dtype))
+    assert not np.isfinite(streamer_native.accumulate(clean, grad))
+    if dtype in HALVES:
+        assert not np.isfinite(streamer_native.add(np.empty_like(values), grad, clean.view(grad.dtype)))
 
 
-def test_a_bfloat16_of_any_exponent_is_squared_or_reported():
-    every_exponent = [upper | lower for upper in range(0, 1 << 16, 1 << 7) for lower in (0, 1, 0x55, 0x7F)]
-    for bits in every_exponent:
-        value = float(widened(np.array([bits], dtype=np.uint16))[0])
-        total = streamer_native.sum_squares(np.array([bits], dtype=np.uint16))
+@pytest.mark.parametrize("dtype", HALVES)
+def test_an_element_of_any_exponent_is_squared_or_reported(dtype):
+    for one in every_pattern(dtype, 0)[: 1 << 16 : 31].split(1):
+        total = streamer_native.sum_squares(as_native(one))
+        value = float(one)
         assert total == value * value if np.isfinite(value) else not np.isfinite(total)
 
 
+def test_an_addition_that_overflows_is_reported_by_its_sum():
+    largest = torch.tensor([torch.finfo(torch.bfloat16).max], dtype=torch.bfloat16)
+    assert streamer_native.accumulate(as_native(largest.clone()), as_native(largest)) == np.inf
+    largest = torch.tensor([65504.0], dtype=torch.float16)
+    assert streamer_native.accumulate(as_native(largest.clone()), as_native(largest)) == np.inf
+    assert streamer_native.accumulate(np.array([65504], np.float32), as_native(largest)) == 131008.0**2
+
+
 @pytest.mark.skipif(numba.config.NUMBA_NUM_THREADS < 2, reason="Numba has one thread here")
-def test_sum_squares_does_not_depend_on_the_number_of_threads():
+def test_sums_do_not_depend_on_the_number_of_threads():
     grad = normal(50 * BLOCK + 1)
+    before = numba.get_num_threads()
+    sums = []
     try:
-        streamer_native.set_num_threads(1)
-        alone = streamer_native.sum_squares(grad)
-        streamer_native.set_num_threads(2)
-        assert streamer_native.sum_squares(grad) == alone
+        for threads in (1, 2):
+            streamer_native.set_num_threads(threads)
+            sums.append((streamer_native.sum_squares(grad), streamer_native.accumulate(grad.copy(), grad)))
     finally:
-        streamer_native.set_num_threads(None)
+        streamer_native.set_num_threads(before)
+    assert sums[0] == sums[1]
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("grad_dtype", ["fp32", "bf16"])
-def test_accumulate_into_fp32(size, grad_dtype):
-    into, grad = normal(size, seed=1), normal(size, seed=2)
-    if grad_dtype == "bf16":
-        bits = bfloat16_bits(grad)
-        expected = into + widened(bits)
-        streamer_native.accumulate(into, bits)
-    else:
-        expected = into + grad
-        streamer_native.accumulate(into, grad)
-    assert np.array_equal(into.view(np.uint32), expected.view(np.uint32))
+@pytest.mark.parametrize(
+    ("into_dtype", "dtype"),
+    [(torch.float32, dtype) for dtype in DTYPES] + [(dtype, dtype) for dtype in HALVES],
+)
+def test_accumulate_is_torchs_addition_and_returns_the_sum_of_squares(size, into_dtype, dtype):
+    into, grad = as_torch(normal(size, 1), into_dtype), as_torch(normal(size, 2, 0.1), dtype)
+    expected = into + grad
+    total = streamer_native.accumulate(as_native(into), as_native(grad))
+    assert_same(into, expected)
+    assert total == pytest.approx(exact_sum(expected), rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_accumulate_into_16_bits_over_all_kinds_of_patterns(dtype):
+    into, grad = every_pattern(dtype, 1), every_pattern(dtype, 2)
+    # Near in exponent, so that many sums lie half-way between two neighbours.
+    near = torch.from_numpy(np.random.default_rng(3).integers(0, 1 << 9, 10 << 16).astype(np.int16))
+    grad.view(torch.int16)[: 10 << 16] = into.view(torch.int16)[: 10 << 16] ^ near
+    expected = (into.float() + grad.float()).to(dtype)
+    assert expected.isnan().any() and expected.isinf().any()
+    streamer_native.accumulate(as_native(into), as_native(grad))
+    assert_same(into, expected)
+    if dtype == torch.bfloat16:
+        assert (as_native(into)[expected.isnan().numpy()] == 0x7FC0).all()
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_accumulate_into_bf16_is_torchs_addition(size):
-    into, grad = bfloat16_bits(normal(size, seed=1)), bfloat16_bits(normal(size, seed=2))
-    expected = torch.from_numpy(into).view(torch.bfloat16) + torch.from_numpy(grad).view(torch.bfloat16)
-    streamer_native.accumulate(into, grad)
-    assert np.array_equal(into, expected.view(torch.uint16).numpy())
+@pytest.mark.parametrize("dtype", HALVES)
+def test_add_writes_the_sum_of_two_whatever_was_there(size, dtype):
+    first, second = every_pattern(dtype, 1)[:size], every_pattern(dtype, 2)[:size]
+    into = torch.full((size + 2,), torch.nan)
+    streamer_native.add(into[1:-1].numpy(), as_native(first), as_native(second))
+    assert_same(into[1:-1], first.float() + second.float())
+    assert into[[0, -1]].isnan().all(), "written outside the slice"
 
 
-def test_accumulate_into_bf16_over_all_kinds_of_patterns():
-    every = np.arange(1 << 16, dtype=np.uint16)
-    rng = np.random.default_rng(3)
-    into = np.concatenate([rng.permutation(every) for _ in range(20)])
-    grad = np.concatenate([rng.permutation(every) for _ in range(20)])
-    # Near in exponent, so that many sums lie half-way between two bfloat16.
-    grad[: 10 * every.size] = (into[: 10 * every.size] ^ rng.integers(0, 1 << 10, 10 * every.size)).astype(
-        np.uint16
-    )
-    sums = torch.from_numpy(into).view(torch.bfloat16) + torch.from_numpy(grad).view(torch.bfloat16)
-    expected = sums.view(torch.uint16).numpy()
-    nan = sums.isnan().numpy()
-    streamer_native.accumulate(into, grad)
-    assert np.array_equal(into[~nan], expected[~nan])
-    assert nan.any()
-    assert (into[nan] == 0x7FC0).all()
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_add_returns_the_sum_of_squares(size, dtype):
+    first, second = as_torch(normal(size, 1), dtype), as_torch(normal(size, 2), dtype)
+    into = torch.empty(size)
+    total = streamer_native.add(into.numpy(), as_native(first), as_native(second))
+    assert total == pytest.approx(exact_sum(first.float() + second.float()), rel=1e-12)
 
 
 FLOATS = np.zeros(4, dtype=np.float32)
-HALVES = np.zeros(4, dtype=np.uint16)
+BF16 = np.zeros(4, dtype=np.uint16)
+FP16 = np.zeros(4, dtype=np.float16)
 
 
 @pytest.mark.parametrize(
     ("into", "grad", "message"),
     [
-        (HALVES, FLOATS, "grad has dtype float32; it must be uint16"),
+        (BF16, FLOATS, "grad has dtype float32; it must be uint16"),
+        (BF16, FP16, "grad has dtype float16; it must be uint16"),
+        (FP16, BF16, "grad has dtype uint16; it must be float16"),
         (FLOATS, FLOATS[:2], "grad has 2 elements and the first array 4"),
         (FLOATS.astype(np.float64), FLOATS, "into has dtype float64; it must be float32 or uint16"),
         (FLOATS, np.zeros(8, dtype=np.uint16)[::2], "grad is not contiguous"),
@@ -128,6 +172,20 @@ def test_accumulate_says_how_to_mend_an_array(into, grad, message):
         streamer_native.accumulate(into, grad)
 
 
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ((BF16, BF16, BF16), "into has dtype uint16; it must be float32"),
+        ((FLOATS, FLOATS, FLOATS), "first has dtype float32; it must be uint16"),
+        ((FLOATS, BF16, FP16), "second has dtype float16; it must be uint16"),
+        ((FLOATS, FP16, FP16[1:]), "second has 3 elements"),
+    ],
+)
+def test_add_says_how_to_mend_an_array(arrays, message):
+    with pytest.raises(ValueError, match=message):
+        streamer_native.add(*arrays)
+
+
 def test_sum_squares_says_how_to_mend_an_array():
-    with pytest.raises(ValueError, match="grad has dtype float16"):
-        streamer_native.sum_squares(np.zeros(4, dtype=np.float16))
+    with pytest.raises(ValueError, match="grad has dtype float64; it must be float32 or uint16"):
+        streamer_native.sum_squares(np.zeros(4))
