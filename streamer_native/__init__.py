@@ -1,7 +1,7 @@
 """Host kernels for streamer, compiled by Numba: NumPy arrays in, NumPy arrays updated in place.
 
-bfloat16 arrays are passed as their bits, uint16. Any thread may call; calls run one at a time, each on all
-the threads that `set_num_threads` allows.
+bfloat16 arrays are passed as their bits, uint16. Any thread may call; calls run one at a time, each on as
+many threads as its caller has set with `set_num_threads`.
 """
 
 from streamer_native._compile import set_num_threads

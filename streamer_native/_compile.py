@@ -7,14 +7,17 @@ hands slices to an `inline` function, whose own loop counts from 0. A signed `ra
 """
 
 import hashlib
+import logging
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
+from numba.core import event
+
+_log = logging.getLogger("streamer_native")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -67,37 +70,57 @@ def reduction(function: Function) -> Function:
 
 
 _door = threading.Lock()
-_num_threads: int | None = None
 
 
-def set_num_threads(num_threads: int | None) -> None:
-    """Set how many threads every kernel of this process uses, whichever Python thread calls it.
+def set_num_threads(num_threads: int) -> None:
+    """Set how many threads the kernels use that the calling thread enters; other threads have settings of
+    their own, the most there are to begin with.
 
-    `None`, the default, leaves it to Numba (`NUMBA_NUM_THREADS`, or `numba.set_num_threads` in the calling
-    thread). Raises ValueError if `num_threads` is not between 1 and the number Numba was started with.
+    Raises ValueError if `num_threads` is not between 1 and the number Numba was started with.
     """
-    global _num_threads
     most = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]  # config fills itself at run time
-    if num_threads is not None and not 1 <= num_threads <= most:
+    if not 1 <= num_threads <= most:
         raise ValueError(
-            f"num_threads={num_threads} must be None or between 1 and {most}; "
+            f"num_threads={num_threads} must be between 1 and {most}; "
             "for more, set the environment variable NUMBA_NUM_THREADS before Python starts"
         )
-    _num_threads = num_threads
+    numba.set_num_threads(num_threads)
 
 
-@contextmanager
-def exclusive() -> Iterator[None]:
-    """Hold the door for one kernel call: one Python thread at a time, with the number of threads set.
+def exclusive() -> threading.Lock:
+    """The door, to be held for one kernel call: one Python thread at a time.
 
     Numba's work-queue threading layer, which is what remains where no OpenMP is installed, aborts the process
     when two Python threads are inside kernels; two models in one process have two worker threads.
     """
-    with _door:
-        callers_own = numba.get_num_threads()
-        # Numba keeps this number per thread, so it must be set by the thread that is about to call.
-        numba.set_num_threads(callers_own if _num_threads is None else _num_threads)
-        try:
-            yield
-        finally:
-            numba.set_num_threads(callers_own)
+    return _door
+
+
+class _FirstCompile(event.Listener):
+    """Says once in a process why it stands still: a kernel is compiled that no cache had.
+
+    Numba tells of a compilation only after it has looked in vain in the cache on disk.
+    """
+
+    def __init__(self) -> None:
+        self.said = False
+
+    def on_start(self, compilation: Any) -> None:
+        dispatcher = compilation.data["dispatcher"]
+        # The inlined functions are compiled too, and have no cache of their own.
+        if self.said or not dispatcher.py_func.__qualname__.endswith(_FINGERPRINT):
+            return
+        self.said = True
+        folder = dispatcher.stats.cache_path
+        _log.warning(
+            "compiling the host update, once for each dtype and state layout: some seconds. %s",
+            f"It is kept in {folder}"
+            if folder
+            else "No cache directory can be written, so every process will do it again: set NUMBA_CACHE_DIR",
+        )
+
+    def on_end(self, compilation: Any) -> None:
+        pass
+
+
+event.register("numba:compile", _FirstCompile())  # type: ignore[no-untyped-call]

@@ -8,12 +8,13 @@ import threading
 from pathlib import Path
 
 import numba
+import numpy as np
 import pytest
 
 import streamer_native
-from streamer_native._compile import exclusive
 
 PACKAGE = Path(streamer_native.__file__).parent
+MOST = numba.config.NUMBA_NUM_THREADS
 
 
 def run_python(code: str, *, folder: Path, **environment: str) -> str:
@@ -56,37 +57,28 @@ print(arrays[0][0][0].round(2))
     assert run_python(code, folder=PACKAGE.parent, NUMBA_THREADING_LAYER="workqueue") == "-3.0"
 
 
-def test_the_number_of_threads_is_set_in_whichever_thread_calls():
-    most = numba.config.NUMBA_NUM_THREADS
-    inside = []
+@pytest.mark.skipif(MOST < 2, reason="Numba has one thread here")
+def test_the_number_of_threads_is_that_of_the_thread_that_calls():
+    seen = {}
 
-    def call():
-        with exclusive():
-            inside.append(numba.get_num_threads())
+    def call(number):
+        streamer_native.set_num_threads(number)
+        both_have_set.wait()
+        streamer_native.sum_squares(np.ones(100_000, np.float32))
+        seen[number] = numba.get_num_threads()
 
-    try:
-        for setting in (1, None):
-            streamer_native.set_num_threads(setting)
-            worker = threading.Thread(target=call)
-            worker.start()
-            worker.join()
-    finally:
-        streamer_native.set_num_threads(None)
-    assert inside == [1, most]
-
-
-def test_the_callers_own_number_of_threads_is_left_as_it_was():
     before = numba.get_num_threads()
-    try:
-        streamer_native.set_num_threads(1)
-        with exclusive():
-            pass
-    finally:
-        streamer_native.set_num_threads(None)
+    both_have_set = threading.Barrier(2, timeout=60)
+    workers = [threading.Thread(target=call, args=(number,)) for number in (1, 2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert seen == {1: 1, 2: 2}
     assert numba.get_num_threads() == before
 
 
-@pytest.mark.parametrize("num_threads", [0, -1, 100_000])
+@pytest.mark.parametrize("num_threads", [0, -1, MOST + 1])
 def test_an_impossible_number_of_threads_is_refused(num_threads):
     with pytest.raises(ValueError, match="set the environment variable NUMBA_NUM_THREADS"):
         streamer_native.set_num_threads(num_threads)
@@ -110,7 +102,7 @@ def test_a_cached_kernel_notices_an_edit_to_a_file_it_calls(tmp_path):
     code = """
 import numpy as np, streamer_native, streamer_native.reduce as reduce
 total = streamer_native.sum_squares(np.array([0x4000], np.uint16))
-print(total, sum(reduce._sum_squares.stats.cache_hits.values()))
+print(total, sum(reduce._sum_squares_bf16.stats.cache_hits.values()))
 """
     environment = {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
     assert run_python(code, folder=tmp_path, **environment) == "4.0 0"
@@ -118,3 +110,31 @@ print(total, sum(reduce._sum_squares.stats.cache_hits.values()))
     called = package / "_llvm.py"
     called.write_text(called.read_text().replace("_WORD(16)", "_WORD(15)"))
     assert run_python(code, folder=tmp_path, **environment) != "4.0 1"
+
+
+SAYS_WHAT_IT_COMPILES = """
+import logging, sys
+logging.basicConfig(stream=sys.stdout, format="%(name)s %(levelname)s %(message)s")
+import numpy as np, streamer_native
+for dtype in (np.float32, np.uint16):
+    streamer_native.sum_squares(np.ones(5, dtype))
+"""
+
+
+def test_the_first_compilation_of_a_process_is_said_once_and_a_cached_kernel_is_not(tmp_path):
+    package = copy_of_the_package(tmp_path)
+    cache = {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    printed = run_python(SAYS_WHAT_IT_COMPILES, folder=tmp_path, **cache)
+    (line,) = printed.splitlines()
+    assert line.startswith("streamer_native WARNING compiling the host update")
+    assert f"some seconds. It is kept in {tmp_path / 'cache'}" in line
+    assert package.is_dir() and any((tmp_path / "cache").iterdir())
+    assert run_python(SAYS_WHAT_IT_COMPILES, folder=tmp_path, **cache) == ""
+
+
+def test_where_nothing_can_be_cached_the_compilation_says_so(tmp_path):
+    (copy_of_the_package(tmp_path) / "__pycache__").write_text("")
+    nowhere = {name: "/proc/nowhere" for name in ("NUMBA_CACHE_DIR", "HOME", "XDG_CACHE_HOME")}
+    for _ in range(2):
+        (line,) = run_python(SAYS_WHAT_IT_COMPILES, folder=tmp_path, **nowhere).splitlines()
+        assert "No cache directory can be written, so every process will do it again" in line

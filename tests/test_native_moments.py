@@ -1,5 +1,6 @@
 """Segments, in all layouts; the fp16 layout; and moments of 16 and 8 bits, whose rounding must not drift."""
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -72,9 +73,10 @@ class Int8State(Bf16State):
 @pytest.fixture
 def one_thread():
     """For thousands of launches over few elements: waking the threads would take longer than the work."""
+    before = numba.get_num_threads()
     streamer_native.set_num_threads(1)
     yield
-    streamer_native.set_num_threads(None)
+    streamer_native.set_num_threads(before)
 
 
 ALL = [Fp32State, Fp16State, SplitState, Bf16State, Int8State]
@@ -186,6 +188,8 @@ def test_fp16_equals_fp32_to_the_bit_and_streams_the_nearest_half(grad_dtype):
 
 @pytest.mark.parametrize("kind", ROUNDED)
 def test_rounding_follows_the_seed_and_the_step_and_not_the_threads(kind):
+    most = numba.get_num_threads()
+
     def run(seed, threads):
         state = kind(normal(N, 1))
         streamer_native.set_num_threads(threads)
@@ -193,10 +197,10 @@ def test_rounding_follows_the_seed_and_the_step_and_not_the_threads(kind):
             for step in range(1, 4):
                 state.step(normal(N, step), step=step, seed=seed, **USUAL)
         finally:
-            streamer_native.set_num_threads(None)
+            streamer_native.set_num_threads(most)
         return arrays_of(state)
 
-    assert same(run(5, 1), run(5, None))
+    assert same(run(5, 1), run(5, most))
     assert np.mean(run(5, 1)["exp_avg_sq"] != run(6, 1)["exp_avg_sq"]) > 0.2
 
 
