@@ -20,20 +20,33 @@ from streamer_native.segments import Coefficients, Pieces, coefficients_of
 
 
 @inline
-def update(
-    master: np.float32, grad: np.float32, exp_avg: np.float32, exp_avg_sq: np.float32, c: Coefficients
-) -> tuple[np.float32, np.float32, np.float32, np.float32]:
-    """One element: the new (master, exp_avg, exp_avg_sq), and the square root of the last."""
+def moments(
+    grad: np.float32, exp_avg: np.float32, exp_avg_sq: np.float32, c: Coefficients
+) -> tuple[np.float32, np.float32, np.float32]:
+    """One element: the new (exp_avg, exp_avg_sq), and the square root of the last."""
     grad = grad * c.grad_scale
     exp_avg = fused_multiply_add(c.one_minus_beta1, grad - exp_avg, exp_avg)
     exp_avg_sq = fused_multiply_add(c.one_minus_beta2 * grad, grad, c.beta2 * exp_avg_sq)
-    root = np.sqrt(exp_avg_sq)
+    return exp_avg, exp_avg_sq, np.sqrt(exp_avg_sq)
+
+
+@inline
+def moved(master: np.float32, exp_avg: np.float32, root: np.float32, c: Coefficients) -> np.float32:
+    """One element: the new master, from the new moments."""
     denominator = fused_multiply_add(c.root_correction, root, c.eps)
     master = master - fused_multiply_add(c.decay, master, c.step_size * (exp_avg / denominator))
     # A GPU's own NaN, 0x7fffffff, would be split into a weight of -0 (see [Note: split master]), and the next
     # forward would run on zeros. The plain quiet NaN stays one when split.
-    master = float32_from_bits(np.uint32(0x7FC00000)) if master != master else master
-    return master, exp_avg, exp_avg_sq, root
+    return float32_from_bits(np.uint32(0x7FC00000)) if master != master else master
+
+
+@inline
+def update(
+    master: np.float32, grad: np.float32, exp_avg: np.float32, exp_avg_sq: np.float32, c: Coefficients
+) -> tuple[np.float32, np.float32, np.float32]:
+    """One element: the new (master, exp_avg, exp_avg_sq)."""
+    exp_avg, exp_avg_sq, root = moments(grad, exp_avg, exp_avg_sq, c)
+    return moved(master, exp_avg, root, c), exp_avg, exp_avg_sq
 
 
 @inline
@@ -41,7 +54,7 @@ def _fp32_piece(
     master: Float32Array, grad: Float32Array, exp_avg: Float32Array, exp_avg_sq: Float32Array, c: Coefficients
 ) -> None:
     for i in range(master.size):
-        master[i], exp_avg[i], exp_avg_sq[i], _ = update(master[i], grad[i], exp_avg[i], exp_avg_sq[i], c)
+        master[i], exp_avg[i], exp_avg_sq[i] = update(master[i], grad[i], exp_avg[i], exp_avg_sq[i], c)
 
 
 @kernel
@@ -64,7 +77,7 @@ def _fp16_piece(
     c: Coefficients,
 ) -> None:
     for i in range(master.size):
-        master[i], exp_avg[i], exp_avg_sq[i], _ = update(
+        master[i], exp_avg[i], exp_avg_sq[i] = update(
             master[i], to_float32(grad[i]), exp_avg[i], exp_avg_sq[i], c
         )
         weight[i] = narrow_half(master[i])
@@ -95,7 +108,7 @@ def _split_piece(
     c: Coefficients,
 ) -> None:
     for i in range(weight.size):
-        master, exp_avg[i], exp_avg_sq[i], _ = update(
+        master, exp_avg[i], exp_avg_sq[i] = update(
             join_bits(weight[i], remainder[i]), to_float32(grad[i]), exp_avg[i], exp_avg_sq[i], c
         )
         both = split_bits(master)

@@ -27,14 +27,14 @@ def _update_pairs(
     shared: np.uint32,
 ) -> None:
     for i in range(weight.size):
-        master0, m0, v0, _ = update(
+        master0, m0, v0 = update(
             float32_from_bits(np.uint32(join_even(weight[i], remainder[i]) - _HALF)),
             to_float32(grad[2 * i]),
             even_of(exp_avg[i]),
             even_of(exp_avg_sq[i]),
             c,
         )
-        master1, m1, v1, _ = update(
+        master1, m1, v1 = update(
             float32_from_bits(np.uint32(join_odd(weight[i], remainder[i]) - _HALF)),
             to_float32(grad[2 * i + 1]),
             odd_of(exp_avg[i]),

@@ -346,3 +346,29 @@ def test_scales_follow_the_largest_moment_down():
     assert (state.exp_avg_scales[:2] < before / 100).all()
     assert np.abs(state.exp_avg.astype(int)).reshape(2, 256).max(axis=1).tolist() == [127, 127]
     assert not state.exp_avg_scales[2:].any()
+
+
+def test_8_bit_codes_are_right_on_average_and_no_root_is_lost():
+    roots = np.array([255, 0, 1e-20, 0.3, 1, 1.5, 1.9, 2.25, 3.7, 10.4, 100.1, 254.6], np.float32)
+    blocks, seeds = 500, 40
+    grad = np.tile(np.resize(roots, QUANTUM), blocks)
+    # At beta2 = 0 the root is the gradient's size, and so is the first moment at beta1 = 0.
+    hyper = Hyper(lr=0.0, beta1=0.0, beta2=0.0, eps=1e-8, weight_decay=0.0, step=1)
+    codes, squares = np.zeros(grad.size), np.zeros(grad.size)
+    for seed in range(seeds):
+        state = Int8State(np.zeros(grad.size, np.float32))
+        state.step_segments(grad, [Segment(0, grad.size, hyper)], seed=seed)
+        np.testing.assert_allclose(state.root_scales[:blocks], 1, rtol=1e-6)
+        codes += state.first_moment
+        squares += state.exp_avg_sq.astype(np.float64) ** 2
+        assert np.array_equal(state.exp_avg_sq > 0, grad > 0)
+        assert (np.abs(state.exp_avg_sq - np.maximum(grad, grad > 0)) <= 1).all()
+
+    def means(sums):
+        by_root = sums.reshape(blocks, QUANTUM)[:, : QUANTUM // roots.size * roots.size]
+        return by_root.reshape(-1, roots.size).mean(axis=0) / seeds
+
+    # Places of the table are tied over a block: 500 blocks and 40 seeds are some 20,000 draws.
+    expected = np.where(roots > 0, np.maximum(roots, 1), 0)
+    np.testing.assert_allclose(means(squares), expected**2, rtol=0.002)
+    np.testing.assert_allclose(means(codes), roots, atol=0.05)
