@@ -7,18 +7,18 @@ with exact masters, once for each variant and seed. A seed is the same initial w
 the same order, so that only the moments differ; fp32's spread over seeds is the yardstick.
 
     fp32           both moments in fp32
-    bf16, int8     streamer.AdamW(state_dtype=...): stochastic rounding; 8 bits code the second moment's root
+    bf16, int8     streamer.AdamW(state_dtype=...): stochastic rounding; in 8 bits the second is a float
     bf16-nearest   the second moment in bf16, rounded to nearest
     int8-nearest   the codes of int8, rounded to nearest
-    int8-linear    both moments in 8-bit codes to nearest, without the root
+    int8-linear    both moments in evenly spaced 8-bit codes, to nearest
 
 The last three are there to show why the rounding of the two before them is as it is. The script rounds the
 fp32 state in place after each step, which is what storing it rounded would do: the update itself uses the new
 moments before they are rounded. beta2 is 0.999, where to nearest has most to lose: a second moment falls by
 at most a thousandth of itself in a step, and bf16 to nearest drops any change below 1/512 of it, so that it
-rises with large gradients and never falls again. Without the root, a second moment below 1/510 of its block's
-largest becomes 0, and the next step there up to thirty times too large. For these three, percentiles over all
-elements tell how many times too large the second moment was at the end.
+rises with large gradients and never falls again. In evenly spaced codes, a second moment below 1/510 of its
+block's largest becomes 0, and the next step there up to thirty times too large. For these three, percentiles
+over all elements tell how many times too large the second moment was at the end.
 
 Losses are in nats per byte on fixed validation crops. `within` says whether a variant's mean lies between
 fp32's best and worst seed; differences are taken seed by seed. Needs matplotlib (the extra [plot]).
@@ -69,7 +69,7 @@ VARIANTS = {
     "bf16": Variant({"state_dtype": torch.bfloat16}),
     "int8": Variant({"state_dtype": "int8"}),
     "bf16-nearest": Variant(rounding=roundings.second_moment_to_bf16),
-    "int8-nearest": Variant(rounding=roundings.to_root_codes),
+    "int8-nearest": Variant(rounding=roundings.to_float_codes),
     "int8-linear": Variant(rounding=roundings.to_linear_codes),
 }
 

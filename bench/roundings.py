@@ -54,27 +54,27 @@ def second_moment_to_bf16(exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> No
     exp_avg_sq.copy_(exp_avg_sq.to(torch.bfloat16))
 
 
-def to_root_codes(exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
-    """The first moment and the root of the second to the nearest 8-bit code: those of streamer_native, where
-    rounding is stochastic. As there, a root above 0 gets no code below 1."""
+def to_float_codes(exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
+    """Both moments to the nearest 8-bit code of those that streamer_native has, where rounding is stochastic:
+    evenly spaced for the first, five bits of exponent and three of fraction for the second."""
     exp_avg.copy_(linear(exp_avg, codes=127))
-    exp_avg_sq.copy_(linear(exp_avg_sq.sqrt(), codes=255, least=1).square())
+    bits = (exp_avg_sq.view(torch.int32) + (1 << 19)) >> 20 << 20
+    exp_avg_sq.copy_(bits.view(torch.float32))
 
 
 def to_linear_codes(exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
-    """Both moments themselves, without a root, to the nearest 8-bit code."""
+    """Both moments to the nearest of evenly spaced 8-bit codes."""
     exp_avg.copy_(linear(exp_avg, codes=127))
     exp_avg_sq.copy_(linear(exp_avg_sq, codes=255))
 
 
-def linear(values: torch.Tensor, *, codes: int, least: int = 0) -> torch.Tensor:
+def linear(values: torch.Tensor, *, codes: int) -> torch.Tensor:
     """``values`` as the nearest of -codes .. codes times a scale, the largest of each 256 over ``codes``.
 
-    Values above 0 get no code below ``least``. A block whose scale would not be a normal number becomes 0.
+    A block whose scale would not be a normal number becomes 0.
     """
     flat = values.flatten()
     blocks = F.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
     scales = blocks.abs().amax(dim=1, keepdim=True) / codes
-    rounded = torch.where(scales >= torch.finfo(torch.float32).tiny, blocks / scales, 0).round_()
-    rounded = torch.where((blocks > 0) & (rounded < least), least, rounded) * scales
+    rounded = torch.where(scales >= torch.finfo(torch.float32).tiny, blocks / scales, 0).round_() * scales
     return rounded.flatten()[: len(flat)].view_as(values)

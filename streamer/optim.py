@@ -31,10 +31,9 @@ class AdamW(torch.optim.Optimizer):
     ``state_dtype`` is how the moments of bfloat16 parameters are kept: ``torch.float32`` (8 bytes for each
     parameter), ``torch.bfloat16`` (4; the second moment rounded stochastically) or ``"int8"`` (2, in blocks
     of 256 with fp32 scales, rounded stochastically). Other parameters need float32. ``state[p]`` has ``step``
-    and, as views of host memory, ``exp_avg`` and ``exp_avg_sq`` in the shape of ``p``; in 8 bits the codes
-    ``exp_avg`` and ``exp_avg_sq_root`` (of the square root of the second moment), each to be multiplied by
-    its block's ``exp_avg_scale`` or ``exp_avg_sq_root_scale``. Call `streamer.synchronize` before reading
-    them.
+    and, as views of host memory, ``exp_avg`` and ``exp_avg_sq`` in the shape of ``p``; in 8 bits these are
+    codes, and ``exp_avg_scale`` and ``exp_avg_sq_scale`` the scales of their blocks (streamer_native's
+    [Note: 8-bit moments] says what they stand for). Call `streamer.synchronize` before reading them.
 
     A step whose gradients are not all finite changes nothing: with ``skip_nonfinite`` it warns and counts in
     ``streamer.stats(model).skipped_steps``, without it raises RuntimeError. `torch.amp.GradScaler` works: its

@@ -146,9 +146,9 @@ def adamw_split_int8(
     remainder: Uint16Array,
     grad: Uint16Array | Float32Array,
     exp_avg: Int8Array,
-    exp_avg_sq_root: Uint8Array,
+    exp_avg_sq: Uint8Array,
     exp_avg_scales: Float32Array,
-    exp_avg_sq_root_scales: Float32Array,
+    exp_avg_sq_scales: Float32Array,
     segments: Sequence[Segment],
     *,
     grad_scale: float = 1.0,
@@ -156,30 +156,22 @@ def adamw_split_int8(
 ) -> None:
     """One AdamW step on a split master with 8-bit moments in blocks of 256, in place.
 
-    As `adamw_split`, with `exp_avg` [n] int8, the square root of exp_avg_sq `exp_avg_sq_root` [n] uint8, and
-    the scales of both [number of blocks] float32: value = code * scale (see [Note: 8-bit moments]). All zero
-    to begin with. Blocks are counted from the start of each segment, the last may be short, and
-    `Segment.first_scale` says where its scales lie. The update uses the new moments before they are rounded.
+    As `adamw_split`, with the codes `exp_avg` [n] int8 and `exp_avg_sq` [n] uint8, and the scales of both
+    [number of blocks] float32 (what they stand for: [Note: 8-bit moments]). All zero to begin with. Blocks
+    are counted from the start of each segment, the last may be short, and `Segment.first_scale` says where
+    their scales lie. The update uses the new moments before they are rounded.
     Held: 6.03 bytes per parameter beside the gradient. Traffic: 14 bytes, 16 with an fp32 gradient.
     """
     size = _check_split(weight, remainder, grad)
     check("exp_avg", exp_avg, INT8, size=size, written=True)
-    check("exp_avg_sq_root", exp_avg_sq_root, UINT8, size=size, written=True)
+    check("exp_avg_sq", exp_avg_sq, UINT8, size=size, written=True)
     scales = check("exp_avg_scales", exp_avg_scales, FLOAT32, written=True)
-    check("exp_avg_sq_root_scales", exp_avg_sq_root_scales, FLOAT32, size=scales, written=True)
+    check("exp_avg_sq_scales", exp_avg_sq_scales, FLOAT32, size=scales, written=True)
     check_scales(segments, scales)
     pieces = pieces_of(segments, size, grad_scale, seed)
+    state = exp_avg, exp_avg_sq, exp_avg_scales, exp_avg_sq_scales
     with exclusive():
-        split_int8(
-            weight,
-            remainder,
-            grad,
-            exp_avg,
-            exp_avg_sq_root,
-            exp_avg_scales,
-            exp_avg_sq_root_scales,
-            pieces,
-        )
+        split_int8(weight, remainder, grad, *state, pieces)
 
 
 def _check_split(weight: Uint16Array, remainder: Uint16Array, grad: Uint16Array | Float32Array) -> int:

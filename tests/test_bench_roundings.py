@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from bench.roundings import RoundedMoments, linear, second_moment_to_bf16, to_linear_codes, to_root_codes
+from bench.roundings import RoundedMoments, linear, second_moment_to_bf16, to_float_codes, to_linear_codes
 
 SHAPES = [(1,), (255,), (256,), (257,), (3, 200)]
 
 
-def linear_one_by_one(values: torch.Tensor, codes: int, least: int) -> torch.Tensor:
+def linear_one_by_one(values: torch.Tensor, codes: int) -> torch.Tensor:
     """`linear` as a loop over blocks and elements, in fp32 throughout."""
     flat = values.flatten().numpy()
     result = np.zeros_like(flat)
@@ -22,8 +22,7 @@ def linear_one_by_one(values: torch.Tensor, codes: int, least: int) -> torch.Ten
         scale = np.abs(block).max() / np.float32(codes)
         for place, value in enumerate(block, begin):
             if scale > 0:
-                code = np.float32(round(float(value / scale)))
-                result[place] = (max(code, np.float32(least)) if value > 0 else code) * scale
+                result[place] = np.float32(round(float(value / scale))) * scale
     return torch.from_numpy(result).view_as(values)
 
 
@@ -37,27 +36,28 @@ def moments(shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("codes", "least"), [(127, 0), (255, 1)])
-def test_linear_is_what_a_loop_does(shape, codes, least):
+@pytest.mark.parametrize("codes", [127, 255])
+def test_linear_is_what_a_loop_does(shape, codes):
     values, _ = moments(shape)
-    assert torch.equal(linear(values, codes=codes, least=least), linear_one_by_one(values, codes, least))
+    assert torch.equal(linear(values, codes=codes), linear_one_by_one(values, codes))
 
 
 def test_zeros_stay_zeros():
-    assert torch.equal(linear(torch.zeros(300), codes=255, least=1), torch.zeros(300))
+    assert torch.equal(linear(torch.zeros(300), codes=255), torch.zeros(300))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_no_root_is_lost_in_its_code_and_a_second_moment_without_one_is(shape):
+def test_no_second_moment_is_lost_as_a_float_and_many_are_in_evenly_spaced_codes(shape):
     exp_avg, exp_avg_sq = moments(shape)
-    with_root, without = exp_avg_sq.clone(), exp_avg_sq.clone()
-    to_root_codes(exp_avg.clone(), with_root)
-    to_linear_codes(exp_avg.clone(), without)
-    assert torch.equal(with_root > 0, exp_avg_sq > 0)
+    as_float, evenly = exp_avg_sq.clone(), exp_avg_sq.clone()
+    to_float_codes(exp_avg.clone(), as_float)
+    to_linear_codes(exp_avg.clone(), evenly)
+    assert torch.equal(as_float > 0, exp_avg_sq > 0)
+    assert ((as_float - exp_avg_sq).abs() <= exp_avg_sq / 16).all()
     # 255 codes: a second moment below 1/510 of the largest is nearer to 0 than to the first of them
     blocks = torch.nn.functional.pad(exp_avg_sq.flatten(), (0, -exp_avg_sq.numel() % 256)).view(-1, 256)
     lost = (blocks / blocks.amax(dim=1, keepdim=True) < 1 / 511).flatten()[: exp_avg_sq.numel()]
-    assert not without.flatten()[lost].any()
+    assert not evenly.flatten()[lost].any()
 
 
 def test_the_first_moment_is_left_when_the_second_goes_to_bf16():

@@ -62,9 +62,9 @@ MOMENTS = {
     BF16: (Purpose("exp_avg", BF16, _state), Purpose("exp_avg_sq", BF16, _state)),
     INT8: (
         Purpose("exp_avg", INT8, _state),
-        Purpose("exp_avg_sq_root", torch.uint8, _state),
+        Purpose("exp_avg_sq", torch.uint8, _state),
         Purpose("exp_avg_scale", FP32, lambda layout: layout.state_blocks, Slice.blocks),
-        Purpose("exp_avg_sq_root_scale", FP32, lambda layout: layout.state_blocks, Slice.blocks),
+        Purpose("exp_avg_sq_scale", FP32, lambda layout: layout.state_blocks, Slice.blocks),
     ),
 }
 
