@@ -32,6 +32,41 @@ def test_device_bytes_do_not_grow_with_depth() -> None:
 
 
 @pytest.mark.parametrize(
+    ("state_dtype", "update", "bytes_per_parameter"),
+    [
+        # weight, remainder, both moments, gradient
+        (torch.float32, "step", 2 + 2 + 8 + 2),
+        (torch.bfloat16, "step", 2 + 2 + 4 + 2),
+        ("int8", "step", 2 + 2 + 2 + 2),
+        ("int8", "backward", 2 + 2 + 2),
+    ],
+    ids=str,
+)
+def test_bytes_of_bf16_by_moments_and_update(
+    state_dtype: torch.dtype | str, update: str, bytes_per_parameter: int
+) -> None:
+    options = {"layers": "transformer.h", "dtype": torch.bfloat16, "update": update}
+    with streamed(gpt(12, width=64), **options) as model:
+        streamer.AdamW(model.parameters(), state_dtype=state_dtype)
+        held = dict(streamer.stats(model).host_bytes)
+        # the ring of update="backward", and the gradient of what is in no layer
+        fixed = held.pop("gradient staging", 0) + (held.pop("gradients") if update == "backward" else 0)
+        scales = sum(nbytes for name, nbytes in held.items() if name.endswith("scale"))
+        parameters = sum(param.numel() for param in model.parameters())
+        assert sum(held.values()) - scales == bytes_per_parameter * parameters
+        # two scales of 4 bytes for every 256 elements begun, each unit's rounded up to 64 bytes
+        units = len(model.transformer.h) + 1
+        assert state_dtype != "int8" or 8 * blocks(model) <= scales < 8 * blocks(model) + 2 * 64 * units
+        layer = sum(param.numel() for param in model.transformer.h[0].parameters())
+        assert fixed < (2 * (4 * layer + 16 * 64 + 64 * 64) if update == "backward" else 1)
+
+
+def blocks(model: torch.nn.Module) -> int:
+    return sum(-(-param.numel() // 256) for param in model.parameters())
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+@pytest.mark.parametrize(
     ("dtype", "bytes_per_parameter"),
     [
         # weight, both moments; then the gradient
@@ -43,7 +78,6 @@ def test_device_bytes_do_not_grow_with_depth() -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("num_slots", [1, 2, 3])
 def test_planned_bytes_are_allocated_bytes(
     dtype: torch.dtype, bytes_per_parameter: int, num_slots: int
 ) -> None:
