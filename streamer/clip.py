@@ -24,8 +24,9 @@ def clip_grad_norm_(
     Returns the norm before clipping as an fp32 scalar on the CPU, as
     `torch.nn.utils.clip_grad_norm_` does. The coefficient ``max_norm / (norm + 1e-6)``, where it is below
     1, is applied to layers by the next `AdamW.step`, in the pass that reads their gradients anyway, so that
-    their ``p.grad`` shows them unclipped until then. The 2-norm is known when backward ends; any other
-    ``norm_type`` (``math.inf`` for the largest element) costs a pass over the gradients in host memory.
+    their ``p.grad`` shows them unclipped until then: write gradients before clipping, not after. The 2-norm
+    is known when backward ends; any other ``norm_type`` (``math.inf`` for the largest element) costs a pass
+    over the gradients in host memory.
 
     ``grad_scale`` is what the loss was multiplied by, for fp16 parameters whose gradients no
     `torch.amp.GradScaler` can unscale: ``grad_scale=scaler.get_scale()``.
@@ -40,7 +41,7 @@ def clip_grad_norm_(
             "as its gradient lands: wrap with update='step' to clip"
         )
     executor.gradients.adopt_all()
-    norm = _norm(executor, norm_type) / grad_scale
+    norm = _norm(executor, float(norm_type)) / grad_scale
     if error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(
             f"the norm of the gradients is {norm}: look for the first layer whose gradient is not finite, "

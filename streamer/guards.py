@@ -10,9 +10,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from streamer.engine import op as ops
 from streamer.engine.executor import Executor
-from streamer.engine.op import ROOT
 from streamer.engine.tree import flatten
 from streamer.engine.unit import OWN_HOOK, Unit
 from streamer.handle import home_of
@@ -75,8 +73,9 @@ def serve_other_optimizers(executor: Executor) -> Callable[[], None]:
                 )
             running.synchronize()
             running.gradients.settle_scale()
+            theirs = set(touched(optimizer))
             for held in running.gradients.held.values():
-                held.narrow()
+                held.narrow(theirs)
 
     def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         torch.autograd.graph.increment_version(touched(optimizer))
@@ -109,11 +108,9 @@ def _before_adding(
     that is used outside of its layer (a penalty on weights)."""
 
     def hook(gradient: torch.Tensor) -> None:
-        if unit.index != ROOT:
-            executor.gradients.held[unit.index].place(slice, summed=False)  # says so where there is none
-            executor.gradients.settle_scale()
-            executor.issuer.wait((ops.gradient(unit.index),), to_write=True)
-        executor.gradients.held[unit.index].widen(slice, param)
+        held = executor.gradients.held[unit.index]
+        held.place(slice, summed=False)  # says so where there is none
+        held.widen(slice, param)
 
     setattr(hook, OWN_HOOK, True)
     return hook
@@ -149,6 +146,7 @@ def _zero_grad(module: nn.Module, executor: Executor) -> Callable[..., None]:
         if not set_to_none:
             # updates in flight are reading the gradients
             executor.synchronize()
+        executor.zero_grad()
         type(module).zero_grad(module, set_to_none)
 
     return zero_grad

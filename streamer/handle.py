@@ -52,3 +52,14 @@ def home_of(param: torch.Tensor) -> Home | None:
     """Where a parameter lives, or None if its model is not wrapped."""
     home = param.__dict__.get(HOME)
     return home if isinstance(home, Home) else None
+
+
+def require_home(param: torch.Tensor) -> Home:
+    """Where a parameter lives. Raises ValueError if its model is not wrapped."""
+    home = home_of(param)
+    if home is None:
+        raise ValueError(
+            f"a parameter of shape {tuple(param.shape)} belongs to no wrapped model: call "
+            "streamer.wrap(model, ...) before streamer.AdamW(model.parameters()), or use torch.optim.AdamW"
+        )
+    return home

@@ -74,7 +74,7 @@ def warm_up(layouts: Sequence[Layout], state_dtype: torch.dtype) -> None:
     """Load, or compile, the kernels that models of these layouts may need, on parameters of one element."""
     dtypes = {slice.param.dtype for layout in layouts for slice in layout.trainable}
     small = Layout.of(Param("", (1,), dtype, True) for dtype in dtypes)
-    store = HostStore([small], lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
+    store = HostStore([small], lambda nbytes, *, pinned: torch.zeros(nbytes, dtype=torch.uint8))
     store.add([GRADIENTS, SUMS, *MOMENTS[state_dtype]])
     (shard,) = store.shards
     hyper = native.Hyper(0.0, 0.0, 0.0, 1.0, 0.0, 1)

@@ -1,13 +1,18 @@
-"""How an optimizer gets host memory for its moments, and whether what was saved fits there."""
+"""An optimizer's moments: who has them, where in host memory they are, whether what was saved fits there."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from streamer.engine.executor import Executor
+from streamer.handle import Home, require_home
 from streamer.memory.purposes import BF16, FP32, INT8, MOMENTS, host_bytes
+
+#: A parameter, where it lives, and its saved state.
+Saved = tuple[torch.Tensor, Home, dict[str, Any] | None]
 
 
 def parse_state_dtype(given: torch.dtype | str) -> torch.dtype:
@@ -18,18 +23,15 @@ def parse_state_dtype(given: torch.dtype | str) -> torch.dtype:
     raise ValueError(f"state_dtype={given!r} is unknown: use torch.float32, torch.bfloat16 or 'int8'")
 
 
-def make_room(executor: Executor, state_dtype: torch.dtype) -> None:
-    """Allocate zeroed moments for a model, unless it has them in that dtype already.
-
-    Raises MemoryError if there is no room, before anything is allocated.
-    """
+def check_room(executor: Executor, state_dtype: torch.dtype) -> None:
+    """Raise MemoryError if there is no room for a model's moments, those that it has now being given up."""
     store, purposes = executor.store, MOMENTS[state_dtype]
     if store.holds(purposes):
         return
-    store.drop(purpose for kept in MOMENTS.values() for purpose in kept)
-    executor.updated_by.clear()
-    wanted = host_bytes([shard.layout for shard in store.shards], purposes)
-    needed, available = sum(wanted.values()), executor.backend.host_available()
+    layouts = [shard.layout for shard in store.shards]
+    wanted, held = host_bytes(layouts, purposes), store.bytes_by_purpose()
+    given_up = sum(held.get(name, 0) for name in {p.name for kept in MOMENTS.values() for p in kept})
+    needed, available = sum(wanted.values()), executor.backend.host_available() + given_up
     if needed > available:
         parts = ", ".join(f"{name} {nbytes}" for name, nbytes in wanted.items())
         raise MemoryError(
@@ -37,10 +39,84 @@ def make_room(executor: Executor, state_dtype: torch.dtype) -> None:
             "free: choose a smaller state_dtype (torch.bfloat16 or 'int8', with bfloat16 parameters), or "
             "freeze parameters"
         )
-    store.add(purposes)
 
 
-def check_moments(name: str, saved: dict[str, Any], moments: dict[str, torch.Tensor]) -> None:
+def take_over(
+    homes: Sequence[Home], models: Iterable[Executor], state_dtype: torch.dtype, owner: object
+) -> None:
+    """Let ``owner`` update these parameters from now on, with zero moments; ``models`` are those that it has
+    not updated yet. Raises MemoryError, before anything is changed, if one of them has no room."""
+    for executor in models:
+        check_room(executor, state_dtype)
+    for executor in models:
+        executor.synchronize()
+        if not executor.store.holds(MOMENTS[state_dtype]):
+            executor.store.drop(purpose for kept in MOMENTS.values() for purpose in kept)
+            executor.updated_by.clear()
+            executor.store.add(MOMENTS[state_dtype])
+    for home in homes:
+        home.executor.updated_by[home.slice.param.name] = owner
+        if home.slice.param.trainable:
+            for moment in moments_of(home, state_dtype).values():
+                moment.zero_()
+
+
+def is_owner(home: Home, owner: object) -> bool:
+    """Whether it is ``owner`` who updates a parameter."""
+    return home.executor.updated_by.get(home.slice.param.name) is owner
+
+
+def check_owner(home: Home, owner: object) -> None:
+    """Raise RuntimeError if somebody else updates a parameter, ValueError if there is no room for that."""
+    if not is_owner(home, owner):
+        raise RuntimeError(
+            f"'{home.slice.param.name}' now belongs to an optimizer that was made later and has begun with "
+            "moments of its own, or keeps those of its model in another state_dtype: use that one"
+        )
+    if not home.slice.param.trainable:
+        home.unit.written()  # says so
+
+
+def moments_of(home: Home, state_dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """A parameter's moments in host memory, by name."""
+    shard = home.executor.shard(home.unit)
+    return {purpose.name: purpose.part(home.slice, shard[purpose]) for purpose in MOMENTS[state_dtype]}
+
+
+def pair_saved(
+    state_dict: dict[str, Any], groups: Sequence[dict[str, Any]], state_dtype: torch.dtype
+) -> list[Saved]:
+    """Each trainable parameter of ``groups`` with what ``state_dict`` has saved for it, None for nothing.
+
+    Raises ValueError if that is not laid out as ``state_dtype`` has it.
+    """
+    indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+    params = [param for group in groups for param in group["params"]]
+    saved = [
+        (param, require_home(param), state_dict["state"].get(index))
+        for param, index in zip(params, indices, strict=False)
+    ]
+    trained = [(param, home, values) for param, home, values in saved if home.slice.param.trainable]
+    for _, home, values in trained:
+        if values is not None:
+            _check_moments(home.slice.param.name, values, moments_of(home, state_dtype))
+    return trained
+
+
+def load_moments(saved: Sequence[Saved], state_dtype: torch.dtype) -> dict[torch.Tensor, dict[str, Any]]:
+    """Copy what was saved into host memory, zeros for nothing; the optimizer's state that shows it."""
+    state = {}
+    for param, home, values in saved:
+        moments = moments_of(home, state_dtype)
+        for name, moment in moments.items():
+            moment.zero_() if values is None else moment.copy_(values[name])
+        if values is not None:
+            step = torch.as_tensor(values["step"], dtype=FP32, device="cpu").clone()
+            state[param] = {"step": step, **moments}
+    return state
+
+
+def _check_moments(name: str, saved: dict[str, Any], moments: dict[str, torch.Tensor]) -> None:
     """Raise ValueError if what was ``saved`` for a parameter is not laid out as its ``moments`` are."""
 
     def described(values: dict[str, Any]) -> dict[str, tuple[Any, ...]]:

@@ -56,7 +56,8 @@ def stats(model: nn.Module) -> Stats:
         overlap={lane.value: trace.overlap(lane) for lane in Lane},
         prefetch_hits=executor.weights.prefetch_hits,
         prefetch_misses=executor.weights.prefetch_misses,
-        skipped_steps=executor.skipped_steps,
+        # layers that were not updated on landing are counted as one step, by its step() or here
+        skipped_steps=executor.skipped_steps + bool(executor.landing and executor.landing.not_finite),
     )
 
 

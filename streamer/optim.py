@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -13,12 +13,20 @@ from streamer.engine.executor import Executor
 from streamer.engine.held import is_summed
 from streamer.engine.landing import Update
 from streamer.engine.unit import Unit
-from streamer.finite import may_step
+from streamer.finite import take_step
 from streamer.groups import check_group, hyper_of
-from streamer.handle import Home, home_of
+from streamer.handle import Home, require_home
 from streamer.host_adam import Run, all_finite, check_state_dtype, merge, update_bytes, update_shard, warm_up
-from streamer.memory.purposes import FP32, MOMENTS
-from streamer.moments import check_moments, make_room, parse_state_dtype
+from streamer.moments import (
+    check_owner,
+    is_owner,
+    load_moments,
+    moments_of,
+    pair_saved,
+    parse_state_dtype,
+    take_over,
+)
+from streamer_native import Hyper
 
 
 class AdamW(torch.optim.Optimizer):
@@ -63,40 +71,41 @@ class AdamW(torch.optim.Optimizer):
         self._state_dtype = parse_state_dtype(state_dtype)
         self._skip_nonfinite = skip_nonfinite
         self._executors: list[Executor] = []
+        #: by the identity of a group, the hyperparameters with which layers were updated on landing
+        self._landed_with: dict[int, Hyper] = {}
         # not the optimizer itself, which its parameters shall not keep alive
         self._token = object()
+        self._is_made = False
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        # for all groups at once: what cannot be made must leave an earlier optimizer's moments alone
+        self._take_over([require_home(param) for param in self._group_of()])
+        self._is_made = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, with zero moments."""
         super().add_param_group(param_group)
+        group = self.param_groups[-1]
         try:
-            homes = self._admit(self.param_groups[-1])
+            check_group(group)
+            homes = [require_home(param) for param in group["params"]]
+            for home in homes:
+                check_state_dtype(home.slice.param, self._state_dtype)
+            if self._is_made:
+                self._take_over(homes)
         except BaseException:
             self.param_groups.pop()
             raise
-        for home in homes:
-            home.executor.updated_by[home.slice.param.name] = self._token
-            if home.slice.param.trainable:
-                for moment in self._moments(home).values():
-                    moment.zero_()
 
-    def _admit(self, group: dict[str, Any]) -> list[Home]:
-        """The homes of a group's parameters, for which there then is room; raises where that cannot be."""
-        check_group(group)
-        homes = [_home(param) for param in group["params"]]
-        for home in homes:
-            check_state_dtype(home.slice.param, self._state_dtype)
-        for executor in dict.fromkeys(home.executor for home in homes):
-            if executor not in self._executors:
-                executor.synchronize()
-                make_room(executor, self._state_dtype)
-                self._executors.append(executor)
-                layouts = [shard.layout for shard in executor.store.shards]
-                executor.prepare(partial(warm_up, layouts, self._state_dtype))
-                if executor.landing is not None:
-                    executor.landing.add_updater(self._update_on_landing)
-        return homes
+    def _take_over(self, homes: Sequence[Home]) -> None:
+        """Begin with zero moments for these parameters, whoever has updated them before."""
+        new = [e for e in dict.fromkeys(home.executor for home in homes) if e not in self._executors]
+        take_over(homes, new, self._state_dtype, self._token)
+        self._executors += new
+        for executor in new:
+            layouts = [shard.layout for shard in executor.store.shards]
+            executor.prepare(partial(warm_up, layouts, self._state_dtype))
+            if executor.landing is not None:
+                executor.landing.add_updater(self._update_on_landing)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -105,15 +114,25 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        groups = self._group_of()
+        for param in groups:
+            if param.grad is not None:
+                check_owner(require_home(param), self._token)
+        self._check_landed_with()
         # a GradScaler sets both, and deletes them: whether an element was not finite, the scale to take out
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        if not may_step(self._executors, skip_nonfinite=self._skip_nonfinite, found_inf=found_inf):
-            return loss
+        try:
+            if not take_step(self._executors, skip_nonfinite=self._skip_nonfinite, found_inf=found_inf):
+                return loss
+        except BaseException:
+            self.__dict__.pop("found_inf", None)
+            self.__dict__.pop("grad_scale", None)
+            raise
         unscale = 1.0 if scale is None else 1.0 / float(scale)
         runs: dict[tuple[Executor, int], list[Run]] = defaultdict(list)
-        for param, group in self._group_of().items():
+        for param, group in groups.items():
             if param.grad is not None:
-                home = _home(param)
+                home = require_home(param)
                 runs[home.executor, home.unit.index].append(self._run(param, group))
         for executor in self._executors:
             mine = {unit: merge(runs[owner, unit]) for owner, unit in runs if owner is executor}
@@ -123,12 +142,17 @@ class AdamW(torch.optim.Optimizer):
     def _update_on_landing(self, unit: Unit, used: Sequence[bool]) -> Update | None:
         """The update of ``unit`` from a gradient that has just landed. [Note: landing]"""
         groups = self._group_of()
-        mine = [p for p, is_used in zip(unit.params, used, strict=False) if is_used and p in groups]
+        mine = [
+            param
+            for param, is_used in zip(unit.params, used, strict=False)
+            if is_used and param in groups and is_owner(require_home(param), self._token)
+        ]
         if not mine:
             return None
-        executor = _home(mine[0]).executor
+        executor = require_home(mine[0]).executor
         landing, shard = executor.landing, executor.shard(unit)
         runs = merge([self._run(param, groups[param]) for param in mine])
+        self._landed_with |= {id(groups[param]): hyper_of(groups[param], 1) for param in mine}
         steps = [self.state[param]["step"] for param in mine]
         stretches = unit.layout.stretches(used)
         state_dtype = self._state_dtype  # not self: a queued update shall not keep the optimizer alive
@@ -152,25 +176,36 @@ class AdamW(torch.optim.Optimizer):
 
     def _run(self, param: torch.Tensor, group: dict[str, Any]) -> Run:
         """The next update of one parameter, which counts it."""
-        home = _home(param)
-        if home.executor.updated_by.get(home.slice.param.name) is not self._token:
-            raise RuntimeError(
-                f"'{home.slice.param.name}' now belongs to an optimizer that was made later and has begun "
-                "with moments of its own, or keeps those of its model in another state_dtype: use that one"
-            )
-        if not home.slice.param.trainable:
-            home.unit.written()  # says that there is no room for it
+        home = require_home(param)
         state = self.state[param]
         if not state:
-            state.update(step=torch.tensor(0.0), **self._moments(home))
+            state.update(step=torch.tensor(0.0), **moments_of(home, self._state_dtype))
         state["step"] += 1
         return Run.of(home.slice, hyper_of(group, int(state["step"])), summed=is_summed(param))
+
+    def _check_landed_with(self) -> None:
+        """Raise RuntimeError if layers were updated, as gradients landed, with other hyperparameters."""
+        landed_with, self._landed_with = self._landed_with, {}
+        for group in self.param_groups:
+            if landed_with.get(id(group), hyper_of(group, 1)) != hyper_of(group, 1):
+                raise RuntimeError(
+                    "hyperparameters of a group (lr?) were changed between backward and step(), but "
+                    "update='backward' has updated layers with the old ones: change them before backward"
+                )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or set them to zero once the updates that read them are done."""
         if not set_to_none:
             self._synchronize()
+        for executor in self._executors:
+            executor.zero_grad()
         super().zero_grad(set_to_none)
+
+    def __getstate__(self) -> NoReturn:
+        raise RuntimeError(
+            "this optimizer cannot be copied or pickled, its state is that of a wrapped model: save "
+            "optimizer.state_dict()"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The state once all updates are done; its tensors are views of host memory, as in PyTorch."""
@@ -184,26 +219,10 @@ class AdamW(torch.optim.Optimizer):
         Raises ValueError, and changes nothing, if they were saved with another ``state_dtype``.
         """
         self._synchronize()
-        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-        params = [param for group in self.param_groups for param in group["params"]]
-        pairs = [(p, state_dict["state"].get(index)) for p, index in zip(params, saved, strict=False)]
-        trained = [(p, _home(p), values) for p, values in pairs if _home(p).slice.param.trainable]
-        for _, home, values in trained:
-            if values is not None:
-                check_moments(home.slice.param.name, values, self._moments(home))
+        saved = pair_saved(state_dict, self.param_groups, self._state_dtype)
         # without the state, of which PyTorch would make a copy in the parameters' dtype
         super().load_state_dict({**state_dict, "state": {}})
-        for param, home, values in trained:
-            moments = self._moments(home)
-            for name, moment in moments.items():
-                moment.zero_() if values is None else moment.copy_(values[name])
-            if values is not None:
-                step = torch.as_tensor(values["step"], dtype=FP32, device="cpu").clone()
-                self.state[param] = {"step": step, **moments}
-
-    def _moments(self, home: Home) -> dict[str, torch.Tensor]:
-        shard = home.executor.shard(home.unit)
-        return {p.name: p.part(home.slice, shard[p]) for p in MOMENTS[self._state_dtype]}
+        self.state.update(load_moments(saved, self._state_dtype))
 
     def _queue(self, executor: Executor, runs: dict[int, list[Run]], unscale: float) -> None:
         updates: dict[int, tuple[Callable[[], None], int]] = {}
@@ -224,13 +243,3 @@ class AdamW(torch.optim.Optimizer):
 def _seed(unit: Unit) -> int:
     """Chooses the random bits of a unit's rounding; the root's index is -1."""
     return unit.index + 1
-
-
-def _home(param: torch.Tensor) -> Home:
-    home = home_of(param)
-    if home is None:
-        raise ValueError(
-            f"a parameter of shape {tuple(param.shape)} belongs to no wrapped model: call "
-            "streamer.wrap(model, ...) before streamer.AdamW(model.parameters()), or use torch.optim.AdamW"
-        )
-    return home

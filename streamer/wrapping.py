@@ -158,7 +158,6 @@ def unwrap(model: M) -> M:
             if not virtual:
                 param.data = executor.backend.on_host(partial(shard.exact, slice))
             param.data = param.data.to(handle.plain_dtypes[param])
-            param.grad_dtype = param.dtype
             del param.__dict__[HOME]
         for owner, name in unit.buffer_owners:
             if (buffer := owner._buffers[name]) is not None:
@@ -209,6 +208,8 @@ def _move_in(backend: Backend, units: list[Unit], root: Unit, store: HostStore) 
                 # brought here on the caller's own stream, which knows when it was written
                 backend.on_host(partial(shard.load, slice, param.detach().cpu()))
             param.grad = None
+            if slice.param.trainable:
+                param.grad_dtype = None  # its own or fp32: [Note: sums]
             if unit is not root:
                 param.data = slice.view(shard.weight)
         for owner, name in unit.buffer_owners:

@@ -337,12 +337,51 @@ def test_another_grad_dtype_is_refused(grad_dtype: object) -> None:
         streamer.wrap(copy.deepcopy(gpt()), layers="transformer.h", device="cpu", grad_dtype=grad_dtype)
 
 
-def test_unwrap_leaves_no_grad_dtype_behind() -> None:
+def test_unwrap_leaves_parameters_that_take_gradients_of_their_dtype() -> None:
     model = streamer.wrap(copy.deepcopy(gpt()), layers="transformer.h", device="cpu", dtype=torch.bfloat16)
     backwards(model, range(2))
     model.zero_grad()
     backwards(model, range(1))
-    assert all(param.grad_dtype == torch.bfloat16 for param in model.parameters())
     streamer.unwrap(model)
-    assert all(param.grad_dtype == param.dtype == torch.float32 for param in model.parameters())
-    backwards(model, range(1))
+    for dtype in (torch.float32, torch.bfloat16):
+        model.to(dtype).zero_grad()
+        backwards(model, range(1))
+        assert all(param.grad.dtype == dtype for param in model.parameters())
+        torch.optim.AdamW(model.parameters()).step()
+
+
+@pytest.mark.parametrize("where", ["transformer.h.1.mlp.c_fc.weight", "lm_head.weight"])
+def test_gradients_of_either_dtype_can_be_put_in_place(where: str) -> None:
+    with streamed(gpt(), layers="transformer.h", dtype=torch.bfloat16) as model:
+        weight = model.get_parameter(where)
+        for _ in range(2):
+            backwards(model, range(2))
+            assert weight.grad.dtype == torch.float32
+            weight.grad = weight.grad.to(torch.bfloat16)
+            streamer.clip_grad_norm_(model, 1.0)
+            model.zero_grad()
+            backwards(model, range(1))
+            assert weight.grad.dtype == torch.bfloat16, "a lone gradient is as it was, whatever was before"
+            weight.grad = torch.ones_like(weight)
+            backwards(model, range(1, 2))
+            assert weight.grad.dtype == torch.float32
+            model.zero_grad()
+
+
+def test_gradients_that_show_one_anothers_places() -> None:
+    def swapped(model: nn.Module) -> dict[str, torch.Tensor]:
+        backwards(model, range(1))
+        mlps = [layer.mlp.c_fc.weight for layer in model.transformer.h]
+        mlps[0].grad, mlps[1].grad = mlps[1].grad, mlps[0].grad
+        one, other = model.transformer.h[2].ln_1.weight, model.transformer.h[2].ln_2.weight
+        one.grad, other.grad = other.grad, one.grad
+        square = model.transformer.h[2].attn.c_proj.weight
+        square.grad = square.grad.T
+        return gradients(model)
+
+    expected = swapped(copy.deepcopy(gpt()))
+    with streamed(gpt(), layers="transformer.h") as model:
+        swapped(model)
+        streamer.clip_grad_norm_(model, float("inf"))  # which takes them over
+        actual = gradients(model)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)

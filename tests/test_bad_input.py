@@ -70,7 +70,7 @@ def refused(
 ) -> Iterator[None]:
     """The block raises ``error`` before anything is changed or allocated."""
 
-    def allocate(self: ThreadBackend, nbytes: int) -> torch.Tensor:
+    def allocate(self: ThreadBackend, nbytes: int, **_: Any) -> torch.Tensor:
         raise AssertionError(f"{nbytes} bytes are allocated before the input is checked")
 
     before, threads = snapshot(model), lane_threads()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch import nn
 
 import streamer
 from models.gpt2 import GPT
-from streamer.backends.base import Event
+from streamer.backends.base import Event, Lane
+from streamer.backends.thread import ThreadBackend
 from streamer.engine.issuer import Issuer
 from streamer.engine.op import Op, OpKind
 from streamer.handle import wrapped
@@ -101,7 +103,7 @@ def test_it_passes_over_no_memory_where_nothing_has_changed(monkeypatch: pytest.
         streamer.clip_grad_norm_(model, 1.0)
         assert OpKind.NORM not in kinds
         language_loss(model, 1).backward()
-        streamer.clip_grad_norm_(model, 1.0)
+        streamer.clip_grad_norm_(model, 1e9)
         assert OpKind.NORM not in kinds, "the sum was measured in the pass that made it"
         with torch.no_grad():
             model.transformer.h[0].mlp.c_fc.weight.grad.mul_(2)
@@ -110,16 +112,78 @@ def test_it_passes_over_no_memory_where_nothing_has_changed(monkeypatch: pytest.
         assert kinds.count(OpKind.NORM) == 3
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 3.0, 0.5, float("inf"), -float("inf"), 0.0])
+@pytest.mark.parametrize("how", ["in place", "by .data"])
+def test_gradients_written_after_clipping_are_an_error(how: str) -> None:
+    with streamed(gpt(), layers="transformer.h") as model:
+        optimizer = streamer.AdamW(model.parameters())
+        before = copy.deepcopy(model.state_dict())
+        language_loss(model, 0).backward()
+        streamer.clip_grad_norm_(model, 1e-3)
+        gradient = model.transformer.h[1].mlp.c_fc.weight.grad
+        with torch.no_grad():
+            (gradient if how == "in place" else gradient.data).add_(1.0)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="gradients were written after clip_grad_norm_"):
+                optimizer.step()
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        optimizer.zero_grad()
+        language_loss(model, 1).backward()
+        streamer.clip_grad_norm_(model, 1e-3)
+        model.transformer.h[1].mlp.c_fc.weight.grad = None
+        optimizer.step()
+
+
+def test_clipping_after_a_step_does_not_reach_the_update_under_way() -> None:
+    """The root's gradient is still being read when it is clipped for a second use."""
+
+    def trained(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[float], object]) -> None:
+        for step in range(2):
+            language_loss(model, step).backward()
+            optimizer.step()
+            clip(1e-2)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    reference = copy.deepcopy(gpt())
+    settings = {"lr": 1e-2, "eps": 1.0}
+    clip = torch.nn.utils.clip_grad_norm_
+    plain = torch.optim.AdamW(reference.parameters(), **settings)
+    trained(reference, plain, lambda norm: clip(reference.parameters(), norm))
+    backend = ThreadBackend(delays={lane: lambda: 0.004 for lane in Lane})
+    with streamed(gpt(), layers="transformer.h", backend=backend) as model:
+        optimizer = streamer.AdamW(model.parameters(), **settings)
+        trained(model, optimizer, lambda norm: streamer.clip_grad_norm_(model, norm))
+        actual = model.state_dict()
+        for name, weight in reference.state_dict().items():
+            torch.testing.assert_close(actual[name], weight, rtol=0, atol=1e-6, msg=name)
+
+
+def test_a_coefficient_that_is_not_a_number_is_gone_with_its_gradients() -> None:
+    with streamed(gpt(), layers="transformer.h") as model:
+        optimizer = streamer.AdamW(model.parameters())
+        (language_loss(model, 0) * float("nan")).backward()
+        streamer.clip_grad_norm_(model, 1.0)
+        with pytest.warns(UserWarning, match="this step is skipped"):
+            optimizer.step()
+        optimizer.zero_grad()
+        before = model.lm_head.weight.detach().clone()
+        model.lm_head(torch.ones(1, 20)).sum().backward()  # no layer takes part
+        optimizer.step()
+        streamer.synchronize(model)
+        assert not torch.equal(model.lm_head.weight, before)
+        assert streamer.stats(model).skipped_steps == 1
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 3, 0.5, "inf", float("inf"), -float("inf"), 0.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_norms_other_than_the_second(norm_type: float, dtype: torch.dtype) -> None:
+def test_norms_other_than_the_second(norm_type: Any, dtype: torch.dtype) -> None:
     with streamed(gpt(), layers="transformer.h", dtype=dtype) as model:
         language_loss(model, 0).backward()
         for scale in (1.0, 0.25):  # what an earlier clipping has left to be applied counts
             wrapped(model).executor.gradients.rescale(scale)
             factors = [1.0 if "transformer.h." not in name else scale for name, _ in model.named_parameters()]
             gradients = [p.grad.float() * f for p, f in zip(model.parameters(), factors, strict=True)]
-            expected = torch.nn.utils.get_total_norm(gradients, norm_type)
+            expected = torch.nn.utils.get_total_norm(gradients, float(norm_type))
             actual = streamer.clip_grad_norm_(model, 1e9, norm_type)
             torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0)
     reference = copy.deepcopy(gpt())

@@ -23,7 +23,7 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = (FP32, BF16, FP16)
 
 
-def zeros(nbytes: int) -> torch.Tensor:
+def zeros(nbytes: int, *, pinned: bool) -> torch.Tensor:
     return torch.zeros(nbytes, dtype=torch.uint8)
 
 

@@ -27,7 +27,7 @@ def shard_of(
     layout = Layout.of(
         Param(str(i), (n,), dtype, True) for i, (n, dtype) in enumerate(zip(sizes, dtypes, strict=True))
     )
-    store = HostStore([layout], lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
+    store = HostStore([layout], lambda nbytes, *, pinned: torch.zeros(nbytes, dtype=torch.uint8))
     store.add([GRADIENTS, SUMS, *MOMENTS[state_dtype]])
     (shard,) = store.shards
     for slice in layout.slices:

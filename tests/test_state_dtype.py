@@ -77,7 +77,7 @@ def test_each_unit_is_updated_as_its_shard_alone(state_dtype: torch.dtype | str)
                     assert bool(ours.any())
 
 
-def zeros(nbytes: int) -> torch.Tensor:
+def zeros(nbytes: int, *, pinned: bool) -> torch.Tensor:
     return torch.zeros(nbytes, dtype=torch.uint8)
 
 
@@ -241,6 +241,38 @@ def test_moments_that_do_not_fit_are_refused_with_the_mend(monkeypatch: pytest.M
         assert "exp_avg" not in streamer.stats(model).host_bytes
         optimizer = streamer.AdamW(model.parameters(), state_dtype=torch.bfloat16)
         losses(model, optimizer, range(2))
+
+
+def test_an_optimizer_that_cannot_be_made_leaves_the_one_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    with streamed(gpt(), layers="transformer.h", dtype=torch.bfloat16) as model:
+        first = streamer.AdamW(model.parameters(), lr=1e-2, state_dtype="int8")
+        losses(model, first, range(2))
+        with monkeypatch.context() as patch:
+            patch.setattr(ThreadBackend, "host_available", lambda self: 0)
+            with pytest.raises(MemoryError, match="not enough host memory for the moments"):
+                streamer.AdamW(model.parameters())
+            # in place of what is there it fits
+            streamer.AdamW(streamed_again := list(model.parameters()), state_dtype="int8")
+            del streamed_again
+        first = streamer.AdamW(model.parameters(), lr=1e-2, state_dtype="int8")
+        losses(model, first, range(2))
+        stranger = torch.nn.Parameter(torch.zeros(3))
+        for groups in (
+            [{"params": model.parameters()}, {"params": [stranger]}],
+            [{"params": list(model.parameters())[:3]}, {"params": list(model.parameters())[3:], "lr": -1.0}],
+        ):
+            with pytest.raises(ValueError, match=r"belongs to no wrapped model|lr=-1.0"):
+                streamer.AdamW(groups)
+        streamer.synchronize(model)
+        assert all(state["exp_avg"].any() for state in first.state.values())
+        losses(model, first, range(2, 3))
+
+
+def test_an_optimizer_cannot_be_copied() -> None:
+    with streamed(gpt(), layers="transformer.h") as model:
+        optimizer = streamer.AdamW(model.parameters())
+        with pytest.raises(RuntimeError, match=r"cannot be copied or pickled.*save optimizer.state_dict"):
+            copy.deepcopy(optimizer)
 
 
 def test_a_group_that_is_refused_leaves_the_optimizer_as_it_was() -> None:

@@ -50,7 +50,8 @@ def test_golden_of_a_step_of_three_layers_through_two_slots(issued: list[str]) -
     assert step_ops == (
         "rootF 0F@0 2UNSHARD@0 1F@1 2F@0 "
         "2B@0 2OFFLOAD_GRAD@1 0UNSHARD@0 1B@1 1OFFLOAD_GRAD@0 0B@0 0OFFLOAD_GRAD@1 SYNC "
-        "rootCOLLECT rootOFFLOAD_GRAD rootSTEP rootUNSHARD 0STEP 1STEP 2STEP 0UNSHARD@0 1UNSHARD@1"
+        # before the root's gradients are clipped, and before they are brought together
+        "SYNC SYNC rootCOLLECT rootOFFLOAD_GRAD rootSTEP rootUNSHARD 0STEP 1STEP 2STEP 0UNSHARD@0 1UNSHARD@1"
     )
 
 

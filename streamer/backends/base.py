@@ -90,8 +90,9 @@ class Backend(abc.ABC):
         """A zeroed flat uint8 tensor of ``nbytes`` on the device."""
 
     @abc.abstractmethod
-    def host_buffer(self, nbytes: int) -> torch.Tensor:
-        """A zeroed flat uint8 tensor of ``nbytes`` in host memory that the copies' lanes can reach."""
+    def host_buffer(self, nbytes: int, *, pinned: bool = True) -> torch.Tensor:
+        """A zeroed flat uint8 tensor of ``nbytes`` in host memory; ``pinned`` if copies are to run to or
+        from it."""
 
     @abc.abstractmethod
     def device_available(self) -> int:

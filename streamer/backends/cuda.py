@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from streamer.backends.base import Backend, Event, Lane, Span
-from streamer.backends.pinned import PinnedBlocks
+from streamer.backends.pinned import PinnedBlocks, mapped
 from streamer.backends.worker import Worker
 
 #: Seconds after which a clock's origin is set anew.
@@ -155,7 +155,9 @@ class CudaBackend(Backend):
         torch.cuda.current_stream(self.device).synchronize()
         return buffer
 
-    def host_buffer(self, nbytes: int) -> torch.Tensor:
+    def host_buffer(self, nbytes: int, *, pinned: bool = True) -> torch.Tensor:
+        if not pinned:
+            return mapped(nbytes)
         # registering makes a context on the thread's current device, if there is none yet
         with torch.cuda.device(self.device):
             return self._pinned.allocate(nbytes)

@@ -37,13 +37,10 @@ class PinnedBlocks:
         then block their lane and run slower, and nothing else changes. A process that is forked from
         this one does not have the memory.
         """
-        if not nbytes:
-            return torch.zeros(0, dtype=torch.uint8)
-        array = np.frombuffer(_mapping(nbytes), dtype=np.uint8)
-        _touch(array)
-        if self._pinning:
-            self._register(array.ctypes.data, nbytes)
-        return torch.from_numpy(array)
+        block = mapped(nbytes)
+        if self._pinning and nbytes:
+            self._register(block.data_ptr(), nbytes)
+        return block
 
     def close(self) -> None:
         """Unregister every block; the memory itself goes when its last tensor does. Idempotent."""
@@ -65,6 +62,16 @@ class PinnedBlocks:
             "will be slower. Raise it with 'ulimit -l unlimited', or '--ulimit memlock=-1' for a container.",
             stacklevel=4,
         )
+
+
+def mapped(nbytes: int) -> torch.Tensor:
+    """A zeroed flat uint8 tensor of ``nbytes`` in a mapping of its own, in huge pages where the system has
+    them, every page of it made; given back when the last tensor that shows it goes."""
+    if not nbytes:
+        return torch.zeros(0, dtype=torch.uint8)
+    array = np.frombuffer(_mapping(nbytes), dtype=np.uint8)
+    _touch(array)
+    return torch.from_numpy(array)
 
 
 def _mapping(nbytes: int) -> mmap.mmap:

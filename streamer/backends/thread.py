@@ -55,7 +55,7 @@ class ThreadBackend(Backend):
     def device_buffer(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)
 
-    def host_buffer(self, nbytes: int) -> torch.Tensor:
+    def host_buffer(self, nbytes: int, *, pinned: bool = True) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)
 
     def device_available(self) -> int:

@@ -61,7 +61,7 @@ class VirtualBackend(Backend):
         self._device_taken += nbytes
         return torch.empty(nbytes, dtype=torch.uint8, device="meta")
 
-    def host_buffer(self, nbytes: int) -> torch.Tensor:
+    def host_buffer(self, nbytes: int, *, pinned: bool = True) -> torch.Tensor:
         self._host_taken += nbytes
         return torch.empty(nbytes, dtype=torch.uint8, device="meta")
 

@@ -130,6 +130,11 @@ class Executor:
         used = work(weights, gradient)
         return used, sum_squares(unit.layout, gradient, used)
 
+    def zero_grad(self) -> None:
+        """Gradients are about to be dropped."""
+        if self.landing is not None:
+            self.landing.zero_grad()
+
     def prepare(self, work: Callable[[], None]) -> None:
         """Let HOST do ``work`` that touches nothing here (load kernels, say) while others go on."""
         self.backend.submit(Lane.HOST, work, (), 0)
@@ -138,6 +143,8 @@ class Executor:
         """Block until the gradients of all layers are in host memory, where ``p.grad`` shows them."""
         self.gradients.finish()
         self.norms.landed()
+        if self.landing is not None:
+            self.landing.finish_backward()
 
     def step(self, updates: Mapping[int, tuple[Callable[[], None], int]]) -> None:
         """Queue updates of host shards: by unit, what updates it and the bytes of memory that this moves.

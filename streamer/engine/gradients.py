@@ -69,7 +69,7 @@ class Gradients:
             root,
             self.root_buffer,
             make_sums=self._sums_of_root if sum_in_fp32 else None,
-            before_write=lambda: None,  # a forward has waited for the last offload: `ops.root_forward`
+            before_write=self._before_writing_root,
         )
 
     def offload(self, unit: Unit, slot: int, used: Sequence[bool], squares: torch.Tensor) -> Squares | None:
@@ -80,7 +80,8 @@ class Gradients:
         the sum of squares of what ``p.grad`` then is, or None where that is not known.
         """
         held = self.held[unit.index]
-        held.adopt()
+        if held.foreign():
+            self.adopt_all()
         has_grad = [param.grad is not None for _, param in held.pairs()]
         if any(has_grad):
             return self._accumulate(unit, slot, used, has_grad)
@@ -94,10 +95,12 @@ class Gradients:
 
     def offload_root(self) -> None:
         """Page out the root unit's gradient."""
-        self._issuer.compute(ops.collect(), self.held[ROOT].adopt)
+        root = self.held[ROOT]
+        root.adopt(root.foreign())
+        self._issuer.compute(ops.collect(), lambda: None)
         shard = self._store.shards[ROOT]
         pairs = [(shard.gradient, self.root_buffer)]
-        if self.root_sums.numel():
+        if any(is_summed(param) for param in self._root.params):
             pairs.append((shard.sums.view(torch.uint8), self.root_sums))
 
         def copy() -> None:
@@ -107,9 +110,10 @@ class Gradients:
         self._issuer.issue(ops.offload_grad(ROOT, ROOT, sum(into.nbytes for into, _ in pairs)), copy)
 
     def adopt_all(self) -> None:
-        """`Held.adopt` for all layers."""
-        for unit in self._units:
-            self.held[unit.index].adopt()
+        """`Held.adopt` for all layers, none written before all are read: they may have been exchanged."""
+        foreign = {unit.index: self.held[unit.index].foreign() for unit in self._units}
+        for index, gradients in foreign.items():
+            self.held[index].adopt(gradients)
 
     def rescale(self, factor: float) -> None:
         """Multiply all gradients by ``factor``: the root's at once, the layers' when they are next used.
@@ -117,9 +121,11 @@ class Gradients:
         The root's cannot wait, since autograd adds to them before any layer's backward is asked for.
         """
         self.scale *= factor
-        for param in self._root.params:
-            if param.grad is not None:
-                param.grad.mul_(factor)
+        held = [param.grad for param in self._root.params if param.grad is not None]
+        if held:
+            self._before_writing_root()
+        for gradient in held:
+            gradient.mul_(factor)
 
     def settle_scale(self) -> None:
         """Apply `scale` to the gradients that are held: others, unscaled, are about to join them.
@@ -149,8 +155,10 @@ class Gradients:
         held = self.held[unit.index]
         pairs = list(held.pairs())
         both = [is_used and has for is_used, has in zip(used, has_grad, strict=True)]
-        begin = [b and held.sums(p) and not is_summed(p) for b, (_, p) in zip(both, pairs, strict=True)]
-        add_to_sum = [b and is_summed(param) for b, (_, param) in zip(both, pairs, strict=True)]
+        summed = [is_summed(param) for _, param in pairs]
+        short = [held.sums_in_fp32(param) for _, param in pairs]
+        begin = [b and s and not already for b, s, already in zip(both, short, summed, strict=True)]
+        add_to_sum = [b and already for b, already in zip(both, summed, strict=True)]
         in_place = [b and not x and not y for b, x, y in zip(both, begin, add_to_sum, strict=True)]
         new = [is_used and not has for is_used, has in zip(used, has_grad, strict=True)]
 
@@ -204,8 +212,10 @@ class Gradients:
         """The fp32 sums of ``unit`` in host memory, for which all units get room when the first needs it."""
         shard = self._store.shards[unit.index]
         if SUMS.name not in shard.held:
-            self._check_host(host_bytes([shard.layout for shard in self._store.shards], [SUMS]))
-            self._store.add([SUMS])
+            # without gradients of layers on the host there is nothing to add to them either
+            holders = [shard for shard in self._store.shards if shard.gradient.numel()]
+            self._check_host(host_bytes([shard.layout for shard in holders], [SUMS]))
+            self._store.add([SUMS], only=holders)
         return shard.sums
 
     def _sums_of_root(self) -> torch.Tensor:
@@ -223,6 +233,10 @@ class Gradients:
                 f"({', '.join(wanted)}) and {available} are free: wrap with grad_dtype=None to add gradients "
                 "up in the parameters' own dtype, or with a larger batch in place of several"
             )
+
+    def _before_writing_root(self) -> None:
+        # no need to block: what the caller's thread does on the device comes after
+        self._issuer.issue(ops.sync((ops.grad_slot(ROOT),), to_write=True), lambda: None)
 
     def _before_write(self, unit: Unit) -> None:
         self.settle_scale()

@@ -3,13 +3,13 @@
 [Note: sums]
 A gradient is held as it left the device. Where a second one is to be added to it, and its dtype is
 bfloat16 or float16, both go into an fp32 sum: thousands of additions in eight bits of precision would lose
-most of what is small. ``p.grad`` is then fp32, which PyTorch allows (``Tensor.grad_dtype``), until it is
-dropped. A gradient that stays alone never takes those four bytes.
+most of what is small. ``p.grad`` is then fp32, which PyTorch allows where ``Tensor.grad_dtype`` is None,
+until it is dropped. A gradient that stays alone never takes those four bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -19,12 +19,15 @@ from streamer.memory.layout import Slice
 
 FP32 = torch.float32
 
+#: A parameter, its place, and a gradient for it.
+Foreign = tuple[Slice, nn.Parameter, torch.Tensor]
+
 
 class Held:
     """The gradients of one unit: ``gradient`` (flat uint8, in the parameters' dtypes) and, once there is a
     use for them, the fp32 sums that ``make_sums`` returns, both laid out by the unit's layout. [Note: sums]
 
-    ``before_write`` blocks until the caller's thread may write them.
+    ``before_write`` returns when what the caller does next may write them.
     """
 
     def __init__(
@@ -44,7 +47,7 @@ class Held:
         """Each trainable parameter and its place."""
         return zip(self._unit.layout.trainable, self._unit.params, strict=False)
 
-    def sums(self, param: nn.Parameter) -> bool:
+    def sums_in_fp32(self, param: nn.Parameter) -> bool:
         """Whether a second gradient of ``param`` is to be added in fp32, beside its own dtype."""
         return self._make_sums is not None and param.dtype != FP32
 
@@ -62,43 +65,58 @@ class Held:
 
     def show(self, slice: Slice, param: nn.Parameter, *, summed: bool) -> None:
         """Let ``p.grad`` be what is in that place."""
-        param.grad = None
-        param.grad_dtype = FP32 if summed else param.dtype
         param.grad = self.place(slice, summed=summed)
 
     def is_ours(self, slice: Slice, param: nn.Parameter) -> bool:
         """Whether ``p.grad`` is there and in one of our places."""
         grad = param.grad
-        return grad is not None and grad.data_ptr() == self.place(slice, summed=is_summed(param)).data_ptr()
+        if grad is None or grad.is_sparse:
+            return False
+        place = self.place(slice, summed=is_summed(param))
+        return (grad.data_ptr(), grad.stride()) == (place.data_ptr(), place.stride())
 
-    def adopt(self) -> None:
-        """Bring gradients that were put in place of ours (``p.grad = ...``) into our buffers."""
-        for slice, param in self.pairs():
-            if param.grad is not None and not self.is_ours(slice, param):
-                grad = param.grad.to_dense() if param.grad.is_sparse else param.grad
-                summed = is_summed(param)
-                self._before_write()
-                self.place(slice, summed=summed).copy_(grad)
-                self.show(slice, param, summed=summed)
+    def foreign(self) -> list[Foreign]:
+        """Gradients that were put in place of ours (``p.grad = ...``), apart from our buffers."""
+        return [
+            (slice, param, self._apart(param.grad))
+            for slice, param in self.pairs()
+            if param.grad is not None and not self.is_ours(slice, param)
+        ]
+
+    def adopt(self, foreign: Sequence[Foreign]) -> None:
+        """Bring gradients into our buffers, where ``p.grad`` shows them again."""
+        if foreign:
+            self._before_write()
+        for slice, param, grad in foreign:
+            summed = is_summed(param)
+            self.place(slice, summed=summed).copy_(grad)
+            self.show(slice, param, summed=summed)
+
+    def _apart(self, grad: torch.Tensor) -> torch.Tensor:
+        """``grad``, or a copy of it if it shows another parameter's place, which may be written first."""
+        if grad.is_sparse:
+            return grad.to_dense()
+        ours = self._gradient.untyped_storage().data_ptr()
+        return grad.clone() if grad.untyped_storage().data_ptr() == ours else grad
 
     def widen(self, slice: Slice, param: nn.Parameter) -> None:
         """Autograd is about to add to ``p.grad`` by itself: let it be fp32 where it is to be summed."""
-        if param.grad is None:
-            param.grad_dtype = param.dtype
-        elif self.sums(param) and not is_summed(param):
-            grad = param.grad
-            self._before_write()
+        grad = param.grad
+        if grad is None:
+            return
+        self._before_write()
+        if self.sums_in_fp32(param) and not is_summed(param):
             self.place(slice, summed=True).copy_(grad.to_dense() if grad.is_sparse else grad)
             self.show(slice, param, summed=True)
 
-    def narrow(self) -> None:
-        """Let every ``p.grad`` have its parameter's dtype, as other optimizers than ours expect."""
+    def narrow(self, params: Container[torch.Tensor]) -> None:
+        """Let the gradients of ``params`` have the dtypes of those, as other optimizers than ours expect."""
         for slice, param in self.pairs():
-            if is_summed(param):
-                sum_ = param.grad
-                assert sum_ is not None
+            if param in params and is_summed(param):
+                total = param.grad
+                assert total is not None
                 self._before_write()
-                self.place(slice, summed=False).copy_(sum_)
+                self.place(slice, summed=False).copy_(total)
                 self.show(slice, param, summed=False)
 
 

@@ -32,6 +32,7 @@ class Landing:
     def __init__(self, issuer: Issuer, ring: Sequence[torch.Tensor]) -> None:
         #: names of layers whose update was skipped because their gradient was not finite
         self.not_finite: list[str] = []
+        self._is_whole = True
         self._issuer = issuer
         self._ring = ring
         self._next = 0
@@ -53,8 +54,8 @@ class Landing:
         if unit.index in self._updated:
             raise RuntimeError(
                 f"layer '{unit.name}' was updated already since the last optimizer.step(): with "
-                "update='backward' a layer takes part once in each backward, and a step follows each; wrap "
-                "with update='step' to add several gradients up"
+                "update='backward' a layer takes part once in each backward, and a step follows each (or "
+                "zero_grad, where backward has failed); wrap with update='step' to add several gradients up"
             )
 
     def land(self, unit: Unit, slot: int, source: torch.Tensor, used: Sequence[bool]) -> None:
@@ -65,12 +66,23 @@ class Landing:
         stage = ops.stage_grad(unit.index, slot, place, nbytes)
         self._issuer.issue(stage, lambda: self._issuer.backend.copy(landed, source[:nbytes]))
         self._updated.add(unit.index)
+        self._is_whole = False
         for reference in self._updaters:
             updater = reference()
             update = None if updater is None else updater(unit, used)
             if update is not None:
                 work, moved = update
                 self._issuer.issue(ops.step_on_landing(unit.index, place, moved), _bound(work, landed))
+
+    def finish_backward(self) -> None:
+        """Backward has gone through all layers that it was to go through."""
+        self._is_whole = True
+
+    def zero_grad(self) -> None:
+        """Gradients are dropped: after a backward that has failed, the next one begins anew."""
+        if not self._is_whole:
+            self._updated.clear()
+            self._is_whole = True
 
     def next_step(self) -> list[str]:
         """A step has been made; the names of layers that were not updated since the last one."""

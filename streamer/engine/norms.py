@@ -66,10 +66,19 @@ class Norms:
         """The sum of squares of all gradients that are held, those of layers multiplied by ``layers_scale``
         first; NaN or Inf if one of them is."""
         holding = [unit for unit in self._units if any(param.grad is not None for param in unit.params)]
-        self._measure_on_host([unit for unit in holding if not self._is_measured(unit)])
-        layers = [squares for u in holding if not callable(squares := self._measured[u.index].squares)]
+        anew = [unit for unit in holding if not self._is_measured(unit)]
+        if layers_scale != 1:
+            for unit in anew:
+                self._check_unwritten(unit)
+        self._measure_on_host(anew)
+        layers = []
+        for unit in holding:
+            squares = self._measured[unit.index].squares
+            assert not callable(squares), "what the host was adding up has landed"
+            layers.append(squares)
         root = [_squares(param.grad) for param in self._root.params if param.grad is not None]
-        return layers_scale**2 * _sum(layers) + _sum(root)
+        # the scale may be NaN, which is nothing to the root where there are no layers
+        return (layers_scale**2 * _sum(layers) if layers else 0.0) + _sum(root)
 
     def _state(self, unit: Unit) -> _State:
         holders = tuple(param.grad is not None for param in unit.params)
@@ -81,6 +90,19 @@ class Norms:
         if measured is None or measured.state != self._state(unit) or measured.sample is None:
             return False
         return measured.sample.is_meta or torch.equal(measured.sample, self._sample(unit))
+
+    def _check_unwritten(self, unit: Unit) -> None:
+        """Raise RuntimeError if the gradient of ``unit`` was written since it was clipped, which is still to
+        be applied and would be applied to what was written."""
+        measured = self._measured.get(unit.index)
+        if measured is None or measured.sample is None:
+            return
+        versions_now, versions_then = self._state(unit)[1:], measured.state[1:]
+        if versions_now != versions_then or not torch.equal(measured.sample, self._sample(unit)):
+            raise RuntimeError(
+                "gradients were written after clip_grad_norm_, whose coefficient step() applies when it reads "
+                "them: write gradients before clipping"
+            )
 
     def _sample(self, unit: Unit) -> torch.Tensor:
         """The first four bytes of each parameter's gradient, and four of every 4 KiB."""

@@ -6,8 +6,8 @@ pinned in no time, thousands of small ones are not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -27,7 +27,11 @@ from streamer.memory.purposes import (
 #: The remainder of a bf16 weight that is its own master: see streamer_native.bfloat16.
 EXACT_REMAINDER = 0x8000
 
-Allocate = Callable[[int], torch.Tensor]
+
+class Allocate(Protocol):
+    """What gives a `HostStore` its memory: see `Backend.host_buffer`."""
+
+    def __call__(self, nbytes: int, *, pinned: bool) -> torch.Tensor: ...
 
 
 class HostShard:
@@ -122,7 +126,7 @@ class HostStore:
         shards = self.shards if only is None else only
         for purpose in purposes:
             sizes = [purpose.nbytes(shard.layout) for shard in shards]
-            buffer = self._buffers[purpose.name] = self._allocate(sum(sizes))
+            buffer = self._buffers[purpose.name] = self._allocate(sum(sizes), pinned=purpose.pinned)
             for shard, piece in zip(shards, buffer.split(sizes), strict=True):
                 shard.held[purpose.name] = piece.view(purpose.dtype)[: purpose.numel(shard.layout)]
 
@@ -143,7 +147,7 @@ class HostStore:
 
     def staging(self, count: int, nbytes: int) -> list[torch.Tensor]:
         """``count`` buffers of ``nbytes`` for gradients that are used up when they have landed."""
-        self._buffers[STAGING] = self._allocate(count * nbytes)
+        self._buffers[STAGING] = self._allocate(count * nbytes, pinned=True)
         return list(self._buffers[STAGING].split(nbytes)) if nbytes else []
 
     def bytes_by_purpose(self) -> dict[str, int]:

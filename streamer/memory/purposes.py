@@ -15,12 +15,14 @@ SHARD_ALIGN = 64
 
 @dataclass(frozen=True)
 class Purpose:
-    """A kind of host buffer: its name in ledgers, its dtype, its elements for a unit, a parameter's part."""
+    """A kind of host buffer: its name in ledgers, its dtype, its elements for a unit, a parameter's part;
+    ``pinned`` if it is copied to or from the device."""
 
     name: str
     dtype: torch.dtype
     numel: Callable[[Layout], int]
     part: Callable[[Slice, torch.Tensor], torch.Tensor] = Slice.state
+    pinned: bool = False
 
     def nbytes(self, layout: Layout) -> int:
         """Bytes that a unit takes, padding included."""
@@ -44,13 +46,13 @@ def _state_of(*dtypes: torch.dtype) -> Callable[[Layout], int]:
 FP32, BF16, FP16, INT8 = torch.float32, torch.bfloat16, torch.float16, torch.int8
 
 #: The streamed weights, laid out by `Layout`.
-WEIGHTS = Purpose("weights", torch.uint8, lambda layout: layout.nbytes, Slice.view)
+WEIGHTS = Purpose("weights", torch.uint8, lambda layout: layout.nbytes, Slice.view, pinned=True)
 #: What rounding to bf16 took from the masters, and the masters of fp16 weights: see `HostShard`.
 REMAINDERS = Purpose("remainders", torch.uint16, _state_of(BF16))
 MASTERS = Purpose("fp32 masters", FP32, _state_of(FP16))
 #: Gradients as they leave the device, and the fp32 sums of several of them where their dtype is shorter.
-GRADIENTS = Purpose("gradients", torch.uint8, lambda layout: layout.grad_nbytes, Slice.view)
-SUMS = Purpose("gradient sums", FP32, _state_of(BF16, FP16))
+GRADIENTS = Purpose("gradients", torch.uint8, lambda layout: layout.grad_nbytes, Slice.view, pinned=True)
+SUMS = Purpose("gradient sums", FP32, _state_of(BF16, FP16), pinned=True)  # the root's come as sums
 #: Gradients that have left the device and are used up at once: a ring of buffers, each for any layer's.
 STAGING = "gradient staging"
 
