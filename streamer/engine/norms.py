@@ -100,8 +100,8 @@ class Norms:
         versions_now, versions_then = self._state(unit)[1:], measured.state[1:]
         if versions_now != versions_then or not torch.equal(measured.sample, self._sample(unit)):
             raise RuntimeError(
-                "gradients were written after clip_grad_norm_, whose coefficient step() applies when it reads "
-                "them: write gradients before clipping"
+                "gradients were written after clip_grad_norm_, whose coefficient step() applies when it "
+                "reads them: write gradients before clipping"
             )
 
     def _sample(self, unit: Unit) -> torch.Tensor:
