@@ -1,6 +1,6 @@
 """How near is the host update to the speed of memory, and to PyTorch's own?
 
-    python bench/adam.py [--parameters 40e6] [--rounds 31] [--json bench/results/adam.json]
+    python -m bench.adam [--parameters 40e6] [--rounds 31] [--json bench/results/adam.json]
 
 Each round runs every contender once, in an order drawn anew, so that whatever else the machine does meets all
 alike. Times are nanoseconds per parameter; the ratio is the median over rounds of baseline / contender within
@@ -8,20 +8,15 @@ a round, with its quartiles.
 """
 
 import argparse
-import datetime
-import json
-import os
-import platform
 import random
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numba
-import numpy as np
 import torch
-from adam_contenders import (
+
+from bench.adam_contenders import (
     ACCUMULATE,
     BASELINE,
     DEEPSPEED,
@@ -33,14 +28,7 @@ from adam_contenders import (
     WHOLE_JOB,
     contenders,
 )
-
-
-def processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
+from bench.common import RESULTS, load_average, processor, provenance, quartiles, write_json
 
 
 def measure(runs: dict[str, Callable[[int], object]], rounds: int) -> dict[str, list[float]]:
@@ -56,31 +44,27 @@ def measure(runs: dict[str, Callable[[int], object]], rounds: int) -> dict[str, 
 
 
 def ratio(baseline: list[float], contender: list[float]) -> dict[str, float]:
-    quartiles = statistics.quantiles([b / c for b, c in zip(baseline, contender, strict=True)], n=4)
-    return dict(zip(("lower_quartile", "median", "upper_quartile"), quartiles, strict=True))
+    return quartiles(b / c for b, c in zip(baseline, contender, strict=True))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parameters", type=lambda text: int(float(text)), default=40_000_000)
     parser.add_argument("--rounds", type=int, default=31)
-    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "adam.json")
+    parser.add_argument("--json", type=Path, default=RESULTS / "adam.json")
     options = parser.parse_args()
     size = options.parameters
-    load_before = os.getloadavg()[0]
+    load_before = load_average()
     loop, runs = contenders(size)
     seconds = measure(runs, options.rounds)
     rows = {}
     for name, values in seconds.items():
-        lower, median, upper = (q / size * 1e9 for q in statistics.quantiles(values, n=4))
-        rows[name] = {
-            "ns_per_parameter": {"lower_quartile": lower, "median": median, "upper_quartile": upper}
-        }
+        rows[name] = {"ns_per_parameter": (ns := quartiles(value / size * 1e9 for value in values))}
         layout = name.removesuffix(f": {LOOP}")
         if layout in TRAFFIC:
             changed, read = TRAFFIC[layout]
             rows[name]["bytes_per_parameter"] = 2 * changed + read
-            rows[name]["gb_per_second"] = (2 * changed + read) / median
+            rows[name]["gb_per_second"] = (2 * changed + read) / ns["median"]
         if name in (SUM_SQUARES, ACCUMULATE):
             theirs = {SUM_SQUARES: TORCH_SUM_SQUARES, ACCUMULATE: TORCH_ACCUMULATE}[name]
             rows[name]["times_faster_than"] = {theirs: ratio(seconds[theirs], values)}
@@ -93,34 +77,17 @@ def main() -> None:
                 for label, baseline in baselines.items()
                 if baseline in seconds
             }
-    report = {
-        "script": "bench/adam.py",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    report = provenance("bench/adam.py", load_before=load_before) | {
         "parameters": size,
         "rounds": options.rounds,
-        "hardware": {
-            "processor": processor(),
-            "machine": platform.machine(),
-            "cores": os.cpu_count(),
-            "load_average_after": os.getloadavg()[0],
-            "load_average_before": load_before,  # well above 0: others were using the cores and the memory
-        },
         "threads": {
             "numba": numba.get_num_threads(),
             "torch": torch.get_num_threads(),
             "numba_threading_layer": numba.threading_layer(),
         },
-        "versions": {
-            "python": platform.python_version(),
-            "numba": numba.__version__,
-            "numpy": np.__version__,
-            "torch": torch.__version__,
-        },
         "same_traffic": loop,
         "contenders": rows,
     }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(report, indent=2) + "\n")
 
     print(f"{size:,} parameters, {options.rounds} rounds; {processor()}; threads: {report['threads']}")
     print(f"same traffic: {loop}; load average before {load_before:.1f}")
@@ -133,7 +100,7 @@ def main() -> None:
                 f"  {label} x{r['median']:.2f} ({r['lower_quartile']:.2f}-{r['upper_quartile']:.2f})", end=""
             )
         print()
-    print(f"written: {options.json}")
+    write_json(options.json, report)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import inspect
 import json
 import math
 import os
@@ -16,9 +15,6 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-
-import streamer
-import streamer_native
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -59,17 +55,6 @@ def versions() -> dict[str, str]:
         "numpy": np.__version__,
         "torch": torch.__version__,
     }
-
-
-def host_threads(number: int) -> dict[str, int]:
-    """Keywords for `wrap` that give the host kernels this many threads.
-
-    Where `wrap` has none for it, the number is set for the whole process.
-    """
-    if "host_threads" in inspect.signature(streamer.wrap).parameters:
-        return {"host_threads": number}
-    streamer_native.set_num_threads(number)
-    return {}
 
 
 def provenance(script: str, *, load_before: float, device: torch.device | str = "cpu") -> dict[str, Any]:

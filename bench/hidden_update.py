@@ -38,7 +38,7 @@ import torch
 import torch.nn.functional as F
 
 import streamer
-from bench.common import RESULTS, host_threads, load_average, provenance, quartiles, write_json
+from bench.common import RESULTS, load_average, provenance, quartiles, write_json
 from models.gpt2 import GPT
 
 QUEUED, WAITED, NONE = MODES = ("queued", "waited", "none")
@@ -73,7 +73,7 @@ class Loop:
             layers="transformer.h",
             device=options.device,
             dtype=getattr(torch, options.dtype),
-            **host_threads(options.host_threads),
+            host_threads=options.host_threads,
         )
         # a rate so small that 200 steps on the same tokens leave the gradients what they are
         self.optimizer = streamer.AdamW(self.model.parameters(), lr=1e-6)

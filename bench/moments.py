@@ -46,7 +46,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import streamer
 from bench import roundings
-from bench.common import RESULTS, host_threads, load_average, mean_and_std, provenance, write_json
+from bench.common import RESULTS, load_average, mean_and_std, provenance, write_json
 from models.gpt2 import GPT
 from streamer.app.data import VOCAB_SIZE, load_bytes
 
@@ -117,7 +117,7 @@ def train(variant: str, seed: int, steps: int, threads: int) -> Run:
         device="cpu",
         dtype=torch.bfloat16,
         activations="keep",
-        **host_threads(threads),
+        host_threads=threads,
     )
     how = VARIANTS[variant]
     optimizer = streamer.AdamW(model.parameters(), **OPTIMIZER, **how.options)

@@ -368,6 +368,38 @@ def test_gradients_of_either_dtype_can_be_put_in_place(where: str) -> None:
             model.zero_grad()
 
 
+def test_an_fp32_gradient_where_none_are_summed_is_rounded() -> None:
+    with streamed(gpt(), layers="transformer.h", dtype=torch.bfloat16, grad_dtype=None) as model:
+        backwards(model, range(1))
+        weight = model.transformer.h[1].mlp.c_fc.weight
+        weight.grad = torch.full_like(weight, 1 / 3, dtype=torch.float32)
+        streamer.clip_grad_norm_(model, float("inf"))
+        assert torch.equal(weight.grad, torch.full_like(weight, 1 / 3))
+
+
+def test_the_roots_sums_cross_the_bus_only_while_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[int] = []
+    copy_ = ThreadBackend.copy
+
+    def note(self: ThreadBackend, into: torch.Tensor, source: torch.Tensor) -> None:
+        moved.append(into.numel())
+        copy_(self, into, source)
+
+    with streamed(gpt(), layers="transformer.h", dtype=torch.bfloat16) as model:
+        optimizer = streamer.AdamW(model.parameters())
+        executor = wrapped(model).executor
+        sums = 4 * executor.root.layout.state_numel
+        for count, expected in ((1, 0), (3, 1), (1, 0)):
+            backwards(model, range(count))
+            with monkeypatch.context() as patch:
+                patch.setattr(ThreadBackend, "copy", note)
+                optimizer.step()
+                optimizer.zero_grad()
+                streamer.synchronize(model)
+            assert moved.count(sums) == expected
+            moved.clear()
+
+
 def test_gradients_that_show_one_anothers_places() -> None:
     def swapped(model: nn.Module) -> dict[str, torch.Tensor]:
         backwards(model, range(1))

@@ -226,3 +226,18 @@ def test_gradients_of_some_shards_alone() -> None:
     store.add([GRADIENTS], only=store.shards[-1:])
     assert [shard.gradient.numel() for shard in store.shards] == [0, 0, 0, 0, MANY[-1].grad_nbytes]
     assert store.bytes_by_purpose()["gradients"] == host_bytes(MANY[-1:], [GRADIENTS])["gradients"]
+
+
+def test_only_what_crosses_the_bus_is_pinned() -> None:
+    asked: dict[bool, int] = {True: 0, False: 0}
+
+    def allocate(nbytes: int, *, pinned: bool) -> torch.Tensor:
+        asked[pinned] += nbytes
+        return zeros(nbytes, pinned=pinned)
+
+    store = HostStore(MANY, allocate)
+    store.add([GRADIENTS, SUMS, *MOMENTS[FP32]])
+    store.staging(2, 4096)
+    crossing = host_bytes(MANY, [WEIGHTS, GRADIENTS, SUMS])
+    staying = host_bytes(MANY, [REMAINDERS, MASTERS, *MOMENTS[FP32]])
+    assert asked == {True: sum(crossing.values()) + 2 * 4096, False: sum(staying.values())}

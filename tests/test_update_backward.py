@@ -204,9 +204,10 @@ def test_a_gradient_put_into_a_layer_by_hand_is_refused() -> None:
     with streamed(gpt(), layers="transformer.h", update="backward") as model:
         optimizer = streamer.AdamW(model.parameters())
         weight = model.transformer.h[1].mlp.c_fc.weight
-        weight.grad = torch.ones_like(weight)
-        with pytest.raises(RuntimeError, match=r"update='backward' has no room"):
-            optimizer.step()
+        for dtype in (torch.float32, torch.bfloat16):
+            weight.grad = torch.ones_like(weight, dtype=dtype)
+            with pytest.raises(RuntimeError, match=r"update='backward' has no room"):
+                optimizer.step()
 
 
 def test_an_optimizer_that_is_gone_updates_nothing() -> None:

@@ -53,15 +53,14 @@ class Held:
 
     def place(self, slice: Slice, *, summed: bool) -> torch.Tensor:
         """The place of a parameter's gradient."""
-        if not summed:
-            if slice.nbytes > self._gradient.numel():
-                raise RuntimeError(
-                    f"'{slice.param.name}' has a gradient from outside of its layer, for which "
-                    "update='backward' has no room: wrap with update='step'"
-                )
-            return slice.view(self._gradient)
-        assert self._make_sums is not None, "only gradients that may be summed are"
-        return slice.state(self._make_sums())
+        if slice.nbytes > self._gradient.numel():
+            raise RuntimeError(
+                f"'{slice.param.name}' has a gradient from outside of its layer, for which "
+                "update='backward' has no room: wrap with update='step'"
+            )
+        if summed and self._make_sums is not None:
+            return slice.state(self._make_sums())
+        return slice.view(self._gradient)
 
     def show(self, slice: Slice, param: nn.Parameter, *, summed: bool) -> None:
         """Let ``p.grad`` be what is in that place."""
