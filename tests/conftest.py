@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-# the tensors are tiny: teams of threads would only wait for one another
-torch.set_num_threads(1)
+from streamer.backends.base import Event
+from streamer.engine.issuer import Issuer
+from streamer.engine.op import Op
 
 # the tensors are tiny: teams of threads would only wait for one another
 torch.set_num_threads(1)
@@ -32,3 +33,17 @@ def no_thread_is_left() -> Iterator[None]:
         thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("streamer-")
     ]
     assert left == []
+
+
+@pytest.fixture
+def issued(monkeypatch: pytest.MonkeyPatch) -> list[Op]:
+    """Every op as it is issued."""
+    ops: list[Op] = []
+    issue = Issuer.issue
+
+    def record(self: Issuer, op: Op, work: Callable[[], object]) -> Event:
+        ops.append(op)
+        return issue(self, op, work)
+
+    monkeypatch.setattr(Issuer, "issue", record)
+    return ops
