@@ -12,8 +12,8 @@ What all functions share: arrays are flat, [n]; only the elements of `segments` 
 segment has hyperparameters of its own. The gradient is widened and multiplied by `grad_scale` first.
 Arithmetic is fp32 throughout, with fused multiply-adds. A NaN or Inf, in the gradient or in the master, gives
 a NaN master. TypeError or ValueError, naming the mend, if arrays or segments do not fit their contract.
-`seed` (any integer) chooses the random bits of stochastic rounding: they follow from it, the segment's step and
-start, and the element's index, and from nothing else.
+`seed` (any integer) chooses the random bits of stochastic rounding: they follow from it, the segment's step
+and start, and the element's index, and from nothing else.
 """
 
 from collections.abc import Sequence

@@ -11,7 +11,7 @@ from torch import nn
 
 import streamer
 from models.gpt2 import GPT
-from streamer.engine.op import Op
+from streamer.engine.op import ROOT, Op, OpKind
 from tests.reference import VOCAB, assert_parity, language_loss, streamed, train_plain, train_streamed
 
 
@@ -159,10 +159,8 @@ def test_two_lists_of_layers(activations: str, issued: list[Op]) -> None:
     expected = train_plain(EncoderDecoder(), steps=6)
     actual = train_streamed(EncoderDecoder(), steps=6, layers=["encoder", "decoder"], activations=activations)
     assert_parity(actual, expected)
-    forwards = [
-        op.partition("@")[0] for op in map(str, issued) if op.partition("@")[0] in {f"{i}F" for i in range(5)}
-    ]
-    assert forwards == ["0F", "1F", "2F", "3F", "4F"] * 6
+    forwards = [op.unit for op in issued if op.kind is OpKind.FORWARD and op.unit != ROOT]
+    assert forwards == [0, 1, 2, 3, 4] * 6
 
 
 def test_prefetch_misses_only_before_the_order_is_known() -> None:
