@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 import streamer_native
+from streamer.backends.mapping import mapped
 from streamer_native import adam
 
 HYPERPARAMETERS = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
@@ -76,7 +77,7 @@ class Mover:
 
     def __init__(self, size: int, changed: int, read: int, move: Callable[..., object]) -> None:
         self.pool = ThreadPoolExecutor(numba.get_num_threads())
-        arrays = [torch.ones(size * count // 8, dtype=torch.int64).numpy() for count in (changed, read)]
+        arrays = [mapped(size * count // 8 * 8, in_forks=True).numpy() for count in (changed, read)]
         parts = [np.array_split(array.view(np.uint64), numba.get_num_threads()) for array in arrays]
         self.parts = list(zip(*parts, strict=True))
         self.move = move
@@ -135,29 +136,35 @@ TRAFFIC = {"fp32": (12, 4), "fp16": (13, 2), "split": (12, 2), "split + bf16": (
 
 
 def layouts(size: int, master: torch.Tensor, grad: torch.Tensor) -> dict[str, Callable[[int], object]]:
-    """A function of the step number for each state layout, one step of it."""
-    zeros = {
-        dtype: lambda n=size, dtype=dtype: torch.zeros(n, dtype=dtype).numpy()
-        for dtype in (torch.float32, torch.float16, torch.uint16, torch.int8, torch.uint8)
-    }
-    floats, halves = zeros[torch.float32], zeros[torch.uint16]
+    """A function of the step number for each state layout, one step of it, in memory as the backends have."""
+
+    def held(values: torch.Tensor) -> np.ndarray:
+        block = mapped(values.nbytes, in_forks=True).view(values.dtype)
+        return block.copy_(values).numpy()
+
+    def zeros(dtype: torch.dtype, count: int = size) -> np.ndarray:
+        return mapped(count * dtype.itemsize, in_forks=True).view(dtype).numpy()
 
     def masters() -> tuple[np.ndarray, np.ndarray]:
-        weight, remainder = halves(), halves()
+        weight, remainder = zeros(torch.uint16), zeros(torch.uint16)
         streamer_native.split(master.numpy(), weight, remainder)
         return weight, remainder
 
-    bits = grad.bfloat16().view(torch.uint16).numpy()
+    def moments(dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
+        return zeros(dtype), zeros(dtype)
+
+    floats, halves = torch.float32, torch.uint16
+    bits = held(grad.bfloat16().view(torch.uint16))
     scales = -(-size // streamer_native.QUANTUM)
-    eight_bits = zeros[torch.int8](), zeros[torch.uint8](), floats(scales), floats(scales)
+    eight_bits = zeros(torch.int8), zeros(torch.uint8), zeros(floats, scales), zeros(floats, scales)
     arrays = {
-        "fp32": (adam.adamw_fp32, (master.clone().numpy(), grad.numpy(), floats(), floats())),
+        "fp32": (adam.adamw_fp32, (held(master), held(grad), *moments(floats))),
         "fp16": (
             adam.adamw_fp16,
-            (zeros[torch.float16](), master.clone().numpy(), grad.half().numpy(), floats(), floats()),
+            (zeros(torch.float16), held(master), held(grad.half()), *moments(floats)),
         ),
-        "split": (adam.adamw_split, (*masters(), bits, floats(), floats())),
-        "split + bf16": (adam.adamw_split_bf16, (*masters(), bits, halves(), halves())),
+        "split": (adam.adamw_split, (*masters(), bits, *moments(floats))),
+        "split + bf16": (adam.adamw_split_bf16, (*masters(), bits, *moments(halves))),
         "split + int8": (adam.adamw_split_int8, (*masters(), bits, *eight_bits)),
     }
 

@@ -15,7 +15,8 @@ import psutil
 import torch
 
 from streamer.backends.base import Backend, Event, Lane, Span
-from streamer.backends.pinned import PinnedBlocks, mapped
+from streamer.backends.mapping import mapped
+from streamer.backends.pinned import PinnedBlocks
 from streamer.backends.worker import Worker
 
 #: Seconds after which a clock's origin is set anew.
@@ -157,7 +158,8 @@ class CudaBackend(Backend):
 
     def host_buffer(self, nbytes: int, *, pinned: bool = True) -> torch.Tensor:
         if not pinned:
-            return mapped(nbytes)
+            # a data loader that is forked shall not make a copy of every page that an update then writes
+            return mapped(nbytes, in_forks=False)
         # registering makes a context on the thread's current device, if there is none yet
         with torch.cuda.device(self.device):
             return self._pinned.allocate(nbytes)

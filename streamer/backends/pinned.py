@@ -1,23 +1,19 @@
 """Page-locked host memory of the exact size.
 
 PyTorch's pinned allocator rounds every block up to a power of two. Here a block is one anonymous
-mapping, touched by several threads (the first touch is what costs), then registered with CUDA.
+mapping, registered with CUDA.
 """
 
 from __future__ import annotations
 
 import contextlib
-import mmap
-import os
 import resource
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import torch
 
-#: What one thread touches at a time, in bytes.
-TOUCH_BYTES = 1 << 28
+from streamer.backends.mapping import mapped
+
 #: From CUDA's runtime API: page-locked for every CUDA context, not only for the one that is current.
 REGISTER_PORTABLE = 1
 
@@ -37,7 +33,7 @@ class PinnedBlocks:
         then block their lane and run slower, and nothing else changes. A process that is forked from
         this one does not have the memory.
         """
-        block = mapped(nbytes)
+        block = mapped(nbytes, in_forks=False)
         if self._pinning and nbytes:
             self._register(block.data_ptr(), nbytes)
         return block
@@ -62,39 +58,6 @@ class PinnedBlocks:
             "will be slower. Raise it with 'ulimit -l unlimited', or '--ulimit memlock=-1' for a container.",
             stacklevel=4,
         )
-
-
-def mapped(nbytes: int) -> torch.Tensor:
-    """A zeroed flat uint8 tensor of ``nbytes`` in a mapping of its own, in huge pages where the system has
-    them, every page of it made; given back when the last tensor that shows it goes."""
-    if not nbytes:
-        return torch.zeros(0, dtype=torch.uint8)
-    array = np.frombuffer(_mapping(nbytes), dtype=np.uint8)
-    _touch(array)
-    return torch.from_numpy(array)
-
-
-def _mapping(nbytes: int) -> mmap.mmap:
-    # a shared mapping, Python's default, gets no huge pages as most systems are set up
-    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # a fork would copy page-locked memory at once, all of it, or let the next write move it away from
-    # where the GPU looks for it; so a forked data loader must not get it
-    for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
-        # a kernel built without the feature refuses the advice
-        with contextlib.suppress(OSError):
-            mapping.madvise(advice)
-    return mapping
-
-
-def _touch(array: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> None:
-    """Have every page of ``array`` made, which the kernel fills with zeros."""
-
-    def touch(start: int) -> None:
-        array[start : start + TOUCH_BYTES : mmap.PAGESIZE] = 0
-
-    # these are the cores that the process may use, where os.cpu_count has all of the machine's
-    with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
-        list(pool.map(touch, range(0, array.size, TOUCH_BYTES)))
 
 
 def _forget_error(device: torch.device) -> None:

@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from streamer.backends.base import Backend, Event, Lane, Span
+from streamer.backends.mapping import mapped
 from streamer.backends.worker import HostEvent, Worker
 
 Delay = Callable[[], float]
@@ -56,7 +57,7 @@ class ThreadBackend(Backend):
         return torch.zeros(nbytes, dtype=torch.uint8)
 
     def host_buffer(self, nbytes: int, *, pinned: bool = True) -> torch.Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8)
+        return mapped(nbytes, in_forks=True)
 
     def device_available(self) -> int:
         return self.host_available()

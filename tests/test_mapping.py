@@ -1,0 +1,43 @@
+"""Large blocks of host memory: all there, zeroed, and in a forked process only where that was asked for."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from streamer.backends.mapping import TOUCH_BYTES, mapped
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4096, 100_001, TOUCH_BYTES + 5])
+def test_a_block_is_of_the_size_asked_for_and_zero(nbytes: int) -> None:
+    block = mapped(nbytes, in_forks=True)
+    assert (block.dtype, tuple(block.shape)) == (torch.uint8, (nbytes,))
+    assert not block.any()
+    assert block.data_ptr() % 4096 == 0 or not nbytes
+    block.fill_(7)
+    assert int(block[-1:].sum()) == (7 if nbytes else 0)
+
+
+CHILD = """
+import os
+from streamer.backends.mapping import mapped
+block = mapped(10_000, in_forks={in_forks})
+block.fill_(3)
+child = os.fork()
+if child == 0:
+    os._exit(int(block[9_999]))
+_, status = os.waitpid(child, 0)
+print(os.waitstatus_to_exitcode(status))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux can keep memory from a fork")
+@pytest.mark.parametrize(("in_forks", "code"), [(True, 3), (False, -signal.SIGSEGV)])
+def test_a_forked_process_has_it_where_it_may(in_forks: bool, code: int) -> None:
+    program = CHILD.format(in_forks=in_forks)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == code
