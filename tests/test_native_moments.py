@@ -389,3 +389,12 @@ def test_second_moments_of_any_size_come_back(largest):
     # below 2^-126 a step of the codes is no longer a part of the value but 2^-129
     np.testing.assert_allclose(state.second_moment, square, rtol=0.126, atol=2.0**-128)
     assert np.isfinite(state.second_moment).all()
+
+
+def test_a_second_moment_of_zero_stays_zero_beside_large_ones():
+    state, grad = Int8State(np.zeros(300, np.float32)), normal(300, seed=1)
+    grad[5:9] = 0
+    for step in range(1, 4):
+        state.step(grad, step=step, **USUAL)
+        assert np.flatnonzero(state.exp_avg_sq == 0).tolist() == [5, 6, 7, 8]
+        assert not state.exp_avg[5:9].any()
