@@ -57,6 +57,7 @@ def _norm(executor: Executor, norm_type: float) -> float:
     scale = executor.gradients.scale
     if norm_type == 2.0:
         return math.sqrt(executor.norms.total(scale))
+    executor.norms.forget_outdated()
     norms = []
     for unit in (*executor.units, executor.root):
         for param in unit.params:

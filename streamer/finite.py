@@ -34,16 +34,16 @@ def take_step(executors: Sequence[Executor], *, skip_nonfinite: bool, found_inf:
     if not_updated or any(executor.landing is not None for executor in executors):
         names = [*not_updated, *(() if finite else ("what is in no layer",))]
         message = f"the gradient of {', '.join(names)} is NaN or infinite: not updated"
-        mend = "AdamW(skip_nonfinite=True) goes on without"
+        skipped, mend = "", "AdamW(skip_nonfinite=True) goes on without"
     else:
         message = "a gradient is NaN or infinite, or the square of the norm of all is beyond fp32"
+        skipped = ": this step is skipped, nothing was updated"
         mend = "nothing was updated; AdamW(skip_nonfinite=True) skips such steps"
     if not skip_nonfinite and found_inf is None:
         raise RuntimeError(f"{message}: {mend}")
     for executor in real:
         executor.skipped_steps += 1
     if found_inf is None:
-        skipped = "" if not_updated else ": this step is skipped, nothing was updated"
         warnings.warn(message + skipped, stacklevel=_CALLER)
     return finite
 

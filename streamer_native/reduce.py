@@ -164,8 +164,7 @@ def add(into: Float32Array, first: Uint16Array | Float16Array, second: Uint16Arr
     """Begin an fp32 gradient with two of 16 bits, `into = first + second`; return the sum of its squares.
 
     `into` [n] float32 is written and never read. `first` [n] and `second` [n], both uint16 (bfloat16 bits) or
-    both float16, are widened and added in float32. The sum does not depend on the number of
-    threads.
+    both float16, are widened and added in float32. The sum does not depend on the number of threads.
 
     Raises TypeError or ValueError, naming the mend, if the arrays do not fit this contract.
     """

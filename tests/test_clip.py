@@ -127,6 +127,40 @@ def test_gradients_written_after_clipping_are_an_error(how: str) -> None:
         optimizer.step()
 
 
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_gradients_written_before_clipping_are_not_taken_for_later_writes(norm_type: float) -> None:
+    def step(
+        model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[float, float], torch.Tensor]
+    ) -> None:
+        language_loss(model, 0).backward()
+        with torch.no_grad():
+            model.transformer.h[1].mlp.c_fc.weight.grad.add_(1.0)
+        clip(1e-2, norm_type)
+        optimizer.step()
+
+    reference, settings = copy.deepcopy(gpt()), {"lr": 1e-2, "eps": 1.0}
+    clip = torch.nn.utils.clip_grad_norm_
+    plain = torch.optim.AdamW(reference.parameters(), **settings)
+    step(reference, plain, lambda *norm: clip(reference.parameters(), *norm))
+    with streamed(gpt(), layers="transformer.h") as model:
+        optimizer = streamer.AdamW(model.parameters(), **settings)
+        step(model, optimizer, lambda *norm: streamer.clip_grad_norm_(model, *norm))
+        actual = model.state_dict()
+        for name, weight in reference.state_dict().items():
+            torch.testing.assert_close(actual[name], weight, rtol=0, atol=1e-6, msg=name)
+
+
+def test_a_backward_through_the_root_alone_is_no_write_to_layers() -> None:
+    with streamed(gpt(), layers="transformer.h", dtype=torch.bfloat16) as model:
+        optimizer = streamer.AdamW(model.parameters())
+        language_loss(model, 0).backward()
+        streamer.clip_grad_norm_(model, 1e-3)
+        # adds to the root's gradients, for which the first sums are made
+        model.lm_head(torch.ones(1, 20, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        assert streamer.stats(model).host_bytes["gradient sums"] > 0
+
+
 def test_clipping_after_a_step_does_not_reach_the_update_under_way() -> None:
     """The root's gradient is still being read when it is clipped for a second use."""
 

@@ -258,6 +258,21 @@ def test_layers_whose_gradient_is_not_finite_are_left_alone(skip_nonfinite: bool
         assert streamer.stats(model).skipped_steps == int(skip_nonfinite)
 
 
+def test_only_what_is_in_no_layer_is_not_finite() -> None:
+    with streamed(gpt(), layers="transformer.h", update="backward") as model:
+        optimizer = streamer.AdamW(model.parameters(), lr=1e-2)
+        before = copy.deepcopy(model.state_dict())
+        language_loss(model, 0).backward()
+        model.lm_head.weight.grad.view(-1)[3] = torch.nan
+        with pytest.warns(UserWarning) as said:
+            optimizer.step()
+        expected = "the gradient of what is in no layer is NaN or infinite: not updated"
+        assert [str(warning.message) for warning in said] == [expected]
+        after = model.state_dict()
+        changed = {name for name in after if not torch.equal(after[name], before[name])}
+        assert changed == {name for name in after if name.startswith("transformer.h.")}
+
+
 def test_hyperparameters_changed_between_backward_and_step_are_an_error() -> None:
     with streamed(gpt(), layers="transformer.h", update="backward") as model:
         optimizer = streamer.AdamW(model.parameters(), lr=1e-3)

@@ -33,6 +33,8 @@ class PinnedBlocks:
         then block their lane and run slower, and nothing else changes. A process that is forked from
         this one does not have the memory.
         """
+        # a fork would copy page-locked memory at once, all of it, or let the next write move it away from
+        # where the GPU looks for it; so a forked data loader must not get it
         block = mapped(nbytes, in_forks=False)
         if self._pinning and nbytes:
             self._register(block.data_ptr(), nbytes)

@@ -20,6 +20,7 @@ import torch
 import streamer_native as native
 from streamer.engine import op as ops
 from streamer.engine.gradients import Squares
+from streamer.engine.held import is_summed
 from streamer.engine.issuer import Issuer
 from streamer.engine.unit import Unit
 from streamer.memory.host import HostStore, array
@@ -80,6 +81,14 @@ class Norms:
         # the scale may be NaN, which is nothing to the root where there are no layers
         return (layers_scale**2 * _sum(layers) if layers else 0.0) + _sum(root)
 
+    def forget_outdated(self) -> None:
+        """Gradients are clipped by another norm than these: what was written until now was clipped too."""
+        self._measured = {
+            index: measured
+            for index, measured in self._measured.items()
+            if self._is_measured(self._units[index])
+        }
+
     def _state(self, unit: Unit) -> _State:
         holders = tuple(param.grad is not None for param in unit.params)
         shard = self._store.shards[unit.index]
@@ -109,7 +118,7 @@ class Norms:
         shard, trainable = self._store.shards[unit.index], unit.layout.trainable
         gradient, sums = shard.gradient.view(torch.int32), shard.sums.view(torch.int32)
         samples = [gradient[::1024], gradient[[slice.offset // 4 for slice in trainable if slice.numel]]]
-        if sums.numel():
+        if any(is_summed(param) for param in unit.params):
             samples += [sums[::1024], sums[[slice.index for slice in trainable if slice.numel]]]
         return torch.cat(samples)
 
