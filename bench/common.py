@@ -8,6 +8,7 @@ import math
 import os
 import platform
 import statistics
+import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,19 @@ def hardware(*, load_before: float, device: torch.device | str = "cpu") -> dict[
     }
     if torch.device(device).type == "cuda":
         found["gpu"] = torch.cuda.get_device_name(device)
+        found["gpu_bytes"] = torch.cuda.get_device_properties(device).total_memory
+        found["driver"] = driver_version()
     return found
+
+
+def driver_version() -> str:
+    """Of the GPU's driver, as nvidia-smi tells it; "unknown" where there is no nvidia-smi."""
+    try:
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return output.split("\n")[0].strip()
 
 
 def versions() -> dict[str, str]:
@@ -54,6 +67,7 @@ def versions() -> dict[str, str]:
         "numba": numba.__version__,
         "numpy": np.__version__,
         "torch": torch.__version__,
+        **({} if torch.version.cuda is None else {"cuda": torch.version.cuda}),
     }
 
 

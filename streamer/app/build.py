@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 
@@ -10,14 +11,21 @@ from torch import nn
 
 import streamer
 from streamer.app.config import Config, ConfigError, OptimizerConfig, import_factory
+from streamer.backends.base import Backend
 
 
-def build_model(config: Config) -> nn.Module:
-    """The config's model, wrapped."""
+def build_model(config: Config, *, backend: Backend | None = None) -> nn.Module:
+    """The config's model, wrapped; on ``backend`` in place of that of ``stream.device``, if it is given.
+
+    Raises ConfigError for what the factory or `streamer.wrap` refuses.
+    """
     factory = import_factory(config.model.factory)
     stream = config.stream
+    # a virtual machine has no use for values
+    on_meta = backend is not None and backend.device.type == "meta"
     try:
-        model = factory(**config.model.args)
+        with torch.device("meta") if on_meta else contextlib.nullcontext():
+            model = factory(**config.model.args)
         if not isinstance(model, nn.Module):
             raise ValueError(f"it returns a {type(model).__name__}, not an nn.Module")
     except (TypeError, ValueError) as error:
@@ -32,6 +40,7 @@ def build_model(config: Config) -> nn.Module:
             activations=stream.activations,
             update=stream.update,
             host_threads=stream.host_threads,
+            backend=backend,
         )
     except (ValueError, MemoryError) as error:
         raise ConfigError(f"[stream]: {error}") from error
