@@ -104,20 +104,25 @@ class GPT(nn.Module):
             }
         )
         self.lm_head = nn.Linear(n_embd, vocab_size, bias=False)
+        self.n_layer = n_layer
+        self.apply(self.init_weights)
         if tied:
             self.lm_head.weight = self.transformer.wte.weight
-        self._init_weights(n_layer)
 
-    def _init_weights(self, n_layer: int) -> None:
-        """GPT-2's initialisation (section 2.3 of the paper): N(0, 0.02), and the projections that end a
-        residual branch scaled by 1/sqrt(2 * n_layer), so that the sum of all branches keeps its variance."""
-        for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            elif name.endswith("c_proj.weight"):
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * n_layer))
-            elif parameter.dim() == 2:  # the vectors left are layer norms, already ones
-                nn.init.normal_(parameter, std=0.02)
+    @torch.no_grad()
+    def init_weights(self, module: nn.Module) -> None:
+        """Give one of this model's modules its first values, those in it having theirs: for `apply`.
+
+        GPT-2's initialisation (section 2.3 of the paper): N(0, 0.02), and the projections that end a residual
+        branch scaled by 1/sqrt(2 * n_layer), so that the sum of all branches keeps its variance."""
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        elif isinstance(module, nn.LayerNorm):
+            nn.init.ones_(module.weight)
+        elif isinstance(module, Attention | MLP):
+            module.c_proj.weight.mul_(1 / math.sqrt(2 * self.n_layer))
+        if isinstance(module, nn.Linear | nn.LayerNorm) and module.bias is not None:
+            nn.init.zeros_(module.bias)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [batch, time, vocab_size] of the next token, for int64 ``tokens`` [batch, time].

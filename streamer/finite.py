@@ -16,10 +16,16 @@ _CALLER = 5
 
 def take_step(executors: Sequence[Executor], *, skip_nonfinite: bool, found_inf: torch.Tensor | None) -> bool:
     """Whether the gradients of these models are all finite; if not, count and warn, or raise RuntimeError.
+    That is also raised for a model that was unwrapped.
 
     ``found_inf`` is what a GradScaler has found, None where there is none. It looks for the scale at which
     steps overflow and expects some to, so those are counted without a warning.
     """
+    if any(executor.released for executor in executors):
+        raise RuntimeError(
+            "the model that this optimizer updates was unwrapped: make a new optimizer, of torch.optim for a "
+            "plain model"
+        )
     not_updated = _not_updated_on_landing(executors, skip_nonfinite, found_inf)
     for executor in executors:
         executor.gradients.adopt_all()

@@ -16,15 +16,17 @@ from streamer.backends.base import Backend
 from streamer.backends.cuda import CudaBackend
 from streamer.backends.thread import ThreadBackend
 from streamer.engine import op as ops
+from streamer.engine.compiled import CompileBackend, Compiler
 from streamer.engine.executor import Executor
 from streamer.engine.layer import StreamedLayer
-from streamer.engine.unit import Unit
 from streamer.find import Layers, find_layers
 from streamer.guards import attach_guards, serve_other_optimizers
 from streamer.handle import HANDLE, HOME, Home, Wrapped, home_of, wrapped
+from streamer.initialising import Init, Initialiser, check_init
 from streamer.memory.host import HostStore
-from streamer.memory.purposes import GRADIENTS
-from streamer.options import check_dtypes_for_backward, check_options
+from streamer.memory.purposes import GRADIENTS, MODEL
+from streamer.moving import MoveIn, releasable_bytes, take_out
+from streamer.options import check_dtypes_for_backward, check_options, parse_bytes
 from streamer.plan.ledger import least_moments, ledger
 from streamer.units import make_units
 
@@ -42,12 +44,16 @@ def wrap(
     update: str = "step",
     grad_dtype: torch.dtype | None = torch.float32,
     host_threads: int | None = None,
+    init: Init | None = None,
+    compile: bool | CompileBackend = False,
+    device_memory: int | str | None = None,
     backend: Backend | None = None,
 ) -> M:
     """Stream the layers of ``model`` from host memory. Changes the model in place and returns it.
 
-    The weights move to host memory; ``num_slots`` buffers on the device, each as large as the largest
-    layer, take them in turn. What is in no layer (embeddings, final norm, head) stays on the device.
+    The weights move to host memory, a layer at a time, and the storage that they had is given up;
+    ``num_slots`` buffers on the device, each as large as the largest layer, take them in turn. What is in no
+    layer (embeddings, final norm, head) stays on the device.
     Inputs are moved to the device. Class, parameter objects, parameter names and ``state_dict`` keys
     stay as they are. Train it with `streamer.AdamW`.
 
@@ -71,12 +77,24 @@ def wrap(
             None for the parameters' own dtype, as PyTorch does.
         host_threads: threads that update the weights; None means one for each core, less one where there
             is a GPU to feed.
-        backend: runs on this backend in place of the device's own.
+        init: gives a model that was built under ``torch.device("meta")`` its values, a layer at a time, so
+            that it is never whole anywhere else. Called with one module after another, children before their
+            parents, as ``model.apply(init)`` would, on the device and without gradients; it sets all of the
+            module's own parameters and buffers in place. Each layer has a seed of its own, made of its name
+            and of one draw from PyTorch's generator.
+        compile: True passes the layers through ``torch.compile``, once for all that have one structure; a
+            string or a function is the backend that it uses. A layer that cannot be compiled runs as it is,
+            with a warning.
+        device_memory: bytes, or a text such as ``"16GiB"``: what this process may take of a GPU (PyTorch's
+            allocator refuses more, until `unwrap`), and what is planned on the device.
+        backend: runs on this backend in place of the device's own. A virtual one has no values and compiles
+            nothing.
 
     Raises:
         ValueError: for a path, an option or a parameter that cannot be honoured, naming the mend.
         MemoryError: if the device or the host has too little memory, with what each needs and has.
-            Both are raised before anything is allocated or changed.
+            Both are raised before anything is allocated or changed, but for what ``init`` does wrong; then,
+            as with any other error, the model is what it was.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"wrap takes an nn.Module, not a {type(model).__name__}")
@@ -89,31 +107,41 @@ def wrap(
         update=update,
         grad_dtype=grad_dtype,
         host_threads=host_threads,
+        compile=compile,
     )
+    limit = parse_bytes("device_memory", device_memory)
     units, root = make_units(model, find_layers(model, layers), dtype)
     in_backward = update == "backward"
     if in_backward:
         check_dtypes_for_backward([unit.layout for unit in (*units, root)])
     num_slots = min(num_slots, len(units))
+    virtual = backend is not None and backend.device.type == "meta"
+    if not virtual:
+        check_init((*units, root), init)
     if backend is None:
-        _check_materialised(model)
         backend = _backend(device)
+    move: MoveIn | None = None
     try:
+        if limit is not None:
+            backend.limit_device(limit)
         if host_threads is None and backend.device.type == "cuda":
             # the kernels of a GPU are launched by this process too
             host_threads = max(1, native.num_threads_available() - 1)
         if host_threads is not None:
             backend.on_host(partial(native.set_num_threads, host_threads))
+        params = plain_dtypes = {param: param.dtype for param in model.parameters()}
         planned = ledger(units, root, num_slots=num_slots, update_in_backward=in_backward)
         replace(planned, host={**planned.host, **least_moments(units, root)}).check(
-            device_available=backend.device_available(),
+            device_available=backend.device_available() + releasable_bytes(params, "cuda"),
             host_available=backend.host_available(),
             shared=backend.device.type == "cpu",
+            given_back=releasable_bytes(params, "cpu"),
         )
-        plain_dtypes = {param: param.dtype for param in model.parameters()}
-        store = HostStore([unit.layout for unit in (*units, root)], backend.host_buffer)
+        store = HostStore([unit.layout for unit in (*units, root)], backend.host_buffer, backend.host_reserve)
+        initialise = None if init is None or virtual else Initialiser(init, backend.device, units)
+        move = MoveIn(backend, (*units, root), store, initialise)
+        move.run()
         store.add([GRADIENTS], only=store.shards[-1:] if in_backward else None)
-        _move_in(backend, units, root, store)
         executor = Executor(
             backend,
             units,
@@ -125,11 +153,16 @@ def wrap(
         )
         _settle_in(executor)
     except BaseException:
+        if move is not None:
+            move.undo()
         backend.close()
         raise
+    compiler = None
+    if compile and not virtual:
+        compiler = Compiler() if compile is True else Compiler(compile)
     for unit in units:
         # an instance attribute: __call__ and the user's hooks run around it as before
-        unit.module.forward = StreamedLayer(executor, unit, activations)
+        unit.module.forward = StreamedLayer(executor, unit, activations, compiler)
     take_off = attach_guards(model, executor)
     close = weakref.finalize(model, _close, backend, serve_other_optimizers(executor))
     model.__dict__[HANDLE] = Wrapped(executor, planned, plain_dtypes, take_off, close)
@@ -149,23 +182,21 @@ def unwrap(model: M) -> M:
     # copies to the device may have failed without harm to what is here
     executor.issuer.wait(ops.shard(unit.index) for unit in (*executor.units, executor.root))
     executor.weights.refresh()
-    virtual = executor.backend.device.type == "meta"
+    # room for the weights that come out
+    executor.store.keep_only(MODEL)
     for unit in (*executor.units, executor.root):
-        shard = executor.shard(unit)
         unit.restore()
-        for slice, param in zip(unit.layout.slices, unit.params, strict=True):
-            param.grad = None
-            if not virtual:
-                param.data = executor.backend.on_host(partial(shard.exact, slice))
-            param.data = param.data.to(handle.plain_dtypes[param])
+        take_out(executor.backend, unit, executor.shard(unit), handle.plain_dtypes)
+        for param in unit.params:
             del param.__dict__[HOME]
         for owner, name in unit.buffer_owners:
-            if (buffer := owner._buffers[name]) is not None:
-                owner._buffers[name] = buffer if virtual else buffer.cpu()
+            if (buffer := owner._buffers[name]) is not None and not buffer.is_meta:
+                owner._buffers[name] = buffer.cpu()
         if unit is not executor.root:
             del unit.module.__dict__["forward"]
     handle.take_off()
     handle.close()
+    executor.release()
     del model.__dict__[HANDLE]
     return model
 
@@ -189,32 +220,6 @@ def _backend(device: torch.device | str | None) -> Backend:
     if not torch.cuda.is_available():
         raise ValueError(f"device='{place}': PyTorch finds no CUDA device here; use device='cpu' or None")
     return CudaBackend(place)
-
-
-def _check_materialised(model: nn.Module) -> None:
-    for name, param in model.named_parameters():
-        if param.is_meta:
-            raise ValueError(
-                f"parameter '{name}' is on the meta device and has no values: build the model on the CPU"
-            )
-
-
-def _move_in(backend: Backend, units: list[Unit], root: Unit, store: HostStore) -> None:
-    """Copy the weights into the host store, releasing each unit's own storage as it is done."""
-    virtual = backend.device.type == "meta"
-    for unit, shard in zip((*units, root), store.shards, strict=True):
-        for slice, param in zip(unit.layout.slices, unit.params, strict=True):
-            if not virtual:
-                # brought here on the caller's own stream, which knows when it was written
-                backend.on_host(partial(shard.load, slice, param.detach().cpu()))
-            param.grad = None
-            if slice.param.trainable:
-                param.grad_dtype = None  # its own or fp32: [Note: sums]
-            if unit is not root:
-                param.data = slice.view(shard.weight)
-        for owner, name in unit.buffer_owners:
-            if (buffer := owner._buffers[name]) is not None:
-                owner._buffers[name] = buffer.to(backend.device)
 
 
 def _settle_in(executor: Executor) -> None:

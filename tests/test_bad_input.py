@@ -18,6 +18,7 @@ from torch import nn
 import streamer
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
+from streamer.options import parse_bytes
 from streamer.plan.ledger import Ledger
 
 
@@ -285,7 +286,7 @@ def test_float64_is_streamed_as_what_is_asked_for() -> None:
 def test_meta_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         model = Net()
-    match = r"'embed\.weight' is on the meta device and has no values: build the model on the CPU"
+    match = r"'blocks\.0\.weight' is on the meta device and has no values: give wrap\(init="
     wrap_is_refused(model, match, monkeypatch)
 
 
@@ -324,7 +325,7 @@ HOST = (
 )
 
 
-@pytest.mark.parametrize(("device", "host"), [(2047, 10**9), (10**9, 5119), (1000, 100), (7167, 7167)])
+@pytest.mark.parametrize(("device", "host"), [(2047, 10**9), (10**9, 5119), (1000, 100), (7167, 6767)])
 def test_too_little_memory(device: int, host: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ThreadBackend, "device_available", lambda self: device)
     monkeypatch.setattr(ThreadBackend, "host_available", lambda self: host)
@@ -332,16 +333,50 @@ def test_too_little_memory(device: int, host: int, monkeypatch: pytest.MonkeyPat
     has = {10**9: "1000000000 bytes (0.93 GiB)"}
     match = re.escape(
         f"not enough memory: {DEVICE} and has {has.get(device, f'{device} bytes')}, "
-        f"{HOST} and has {has.get(host, f'{host} bytes')} (the same memory as the device): lower num_slots"
+        f"{HOST} and has {has.get(host, f'{host} bytes')} and gets 400 bytes from the model's own weights "
+        "(the same memory as the device): lower num_slots"
     )
     with refused(model, MemoryError, match + ".*dtype=torch.bfloat16", monkeypatch):
         streamer.wrap(model, layers="blocks", device="cpu")
 
 
 def test_just_enough_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ThreadBackend, "device_available", lambda self: 2048 + 5120)
-    monkeypatch.setattr(ThreadBackend, "host_available", lambda self: 2048 + 5120)
+    # the model's own weights, of 400 bytes, are given up
+    monkeypatch.setattr(ThreadBackend, "device_available", lambda self: 2048)
+    monkeypatch.setattr(ThreadBackend, "host_available", lambda self: 2048 + 5120 - 400)
     with wrapped() as model:
+        step(model)
+
+
+@pytest.mark.parametrize(
+    ("given", "nbytes"),
+    [
+        (None, None),
+        (1, 1),
+        (17179869184, 1 << 34),
+        ("16GiB", 1 << 34),
+        ("16 GB", 16 * 10**9),
+        (" 1.5KiB ", 1536),
+        ("0.5MB", 500_000),
+        ("7B", 7),
+        ("2TiB", 1 << 41),
+    ],
+)
+def test_amounts_of_memory(given: int | str | None, nbytes: int | None) -> None:
+    assert parse_bytes("device_memory", given) == nbytes
+
+
+@pytest.mark.parametrize("given", [0, -1, 1.5, True, "", "16", "GiB", "16G", "-1GB", "0.1B", "1e3B", b"1GB"])
+def test_no_amounts_of_memory(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    match = re.escape(f"device_memory={given!r}: give it in bytes, or as a text such as '16GiB'")
+    wrap_is_refused(Net(), match, monkeypatch, device_memory=given)
+
+
+def test_a_limit_of_device_memory_is_held_against_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    match = re.escape(f"not enough memory: {DEVICE} and has 2047 bytes, ")
+    with refused(model := Net(), MemoryError, match, monkeypatch):
+        streamer.wrap(model, layers="blocks", device="cpu", device_memory=2047)
+    with wrapped(device_memory=2048) as model:
         step(model)
 
 

@@ -54,6 +54,7 @@ sample_tokens = 0
 out = "else where"
 [model]
 factory = "package.module:make"
+init = "first_values"
 [model.args]
 n_layer = 3
 scale = 1e-5
@@ -74,6 +75,8 @@ update = "backward"
 dtype = "bfloat16"
 device = "cpu"
 host_threads = 1
+compile = true
+device_memory = "1.5GiB"
 [optimizer]
 lr = 2e-3
 betas = [0, 0.999]
@@ -101,10 +104,13 @@ FULL_CONFIG = Config(
             },
             "word": '\x7f " \\ é 🐍',
         },
+        init="first_values",
     ),
     data=DataConfig(context=16, batch_size=4, paths=("src", "notes.txt"), val_fraction=0.5),
     optimizer=OptimizerConfig(2e-3, (0.0, 0.999), 1e-6, 0.0, 0.0, "int8", warmup_steps=2, min_lr=2e-3),
-    stream=StreamConfig(("encoder.h", "decoder.h"), 3, "keep", "backward", "bfloat16", "cpu", 1),
+    stream=StreamConfig(
+        ("encoder.h", "decoder.h"), 3, "keep", "backward", "bfloat16", "cpu", 1, True, "1.5GiB"
+    ),
 )
 
 
@@ -145,7 +151,7 @@ def test_a_dump_is_the_whole_config(path: Path) -> None:
         "[optimizer]\nlr = 1.0\nbetas = [0.9, 0.95]\neps = 1e-08\nweight_decay = 0.1\ngrad_clip = 1.0\n"
         'state_dtype = "float32"\n'
         "warmup_steps = 0\nmin_lr = 0.0\n\n"
-        '[stream]\nnum_slots = 2\nactivations = "recompute"\nupdate = "step"\n'
+        '[stream]\nnum_slots = 2\nactivations = "recompute"\nupdate = "step"\ncompile = false\n'
     )
 
 

@@ -136,7 +136,8 @@ def test_streamer_imports_only_what_it_declares(house: Graph) -> None:
     below_app = {
         module: targets for module, targets in house.items() if not module.startswith("streamer.app")
     }
-    assert foreign(below_app) <= {"numpy", "numba", "llvmlite", "torch", "psutil"}
+    # wrap shows how far it is
+    assert foreign(below_app) <= {"numpy", "numba", "llvmlite", "torch", "psutil", "tqdm"}
 
 
 def test_models_know_nothing_of_streamer() -> None:

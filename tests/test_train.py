@@ -84,6 +84,7 @@ def test_a_run_leaves_its_files_and_prints_its_table(
     [
         ["stream.dtype='bfloat16'", "optimizer.state_dtype='int8'", "stream.host_threads=1"],
         ["stream.update='backward'", "optimizer.grad_clip=0"],
+        ["model.init='init_weights'", "stream.device_memory='64 MiB'"],
     ],
 )
 def test_a_run_with_other_ways_to_update(options: list[str], config: Path, tmp_path: Path) -> None:
@@ -123,6 +124,13 @@ def test_the_same_run_again_gives_the_same_losses(config: Path, tmp_path: Path) 
             ["--set", "stream.host_threads=1000000"],
             "[stream]: host_threads=1000000: it must be an integer from 1",
         ),
+        (
+            ["--set", "stream.device_memory='1kB'"],
+            "[stream]: not enough memory: the device needs",
+        ),
+        (["--set", "stream.device_memory='much'"], "stream.device_memory must be a string such as "),
+        (["--set", "stream.compile=1"], "stream.compile must be true or false, not 1"),
+        (["--set", "model.init='initialise'"], "model.init = 'initialise': GPT has no such method"),
         (["--set", "model.args.n_layers=3"], "model.factory models.gpt2:GPT with these args: "),
         (
             ["--set", "model.factory='json:loads'", "--set", "model.args={s='1'}"],

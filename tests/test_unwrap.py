@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import mmap
 import threading
 import weakref
 from typing import Any
@@ -301,14 +302,45 @@ def test_an_old_optimizer_does_not_hang_after_unwrap() -> None:
     # the model goes on as a plain one, and the loop still calls the optimizer of before
     train(model, torch.optim.AdamW(model.parameters()), steps=1)
     finished = threading.Event()
+    errors: list[str] = []
 
     def use() -> None:
         try:
+            optimizer.zero_grad()
+            assert optimizer.state_dict()["state"][0]["exp_avg"].any(), "what it held can still be read"
             optimizer.step()
-            optimizer.state_dict()
-        except (RuntimeError, ValueError):
-            pass
+        except RuntimeError as error:
+            errors.append(str(error))
         finished.set()
 
     threading.Thread(target=use, daemon=True).start()
     assert finished.wait(5), "it waits for lanes that have ended"
+    assert errors == [
+        "the model that this optimizer updates was unwrapped: make a new optimizer, of torch.optim for a "
+        "plain model"
+    ]
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_all_memory_is_given_back_at_once(monkeypatch: pytest.MonkeyPatch, update: str) -> None:
+    """Not when garbage is collected, and also where an optimizer lives on."""
+    mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+
+    class Mapping(mmap.mmap):
+        def __init__(self, *_: Any, **__: Any) -> None:
+            mappings.add(self)
+
+    monkeypatch.setattr(mmap, "mmap", Mapping)
+    model = wrap(net(), update=update)
+    optimizer = streamer.AdamW(model.parameters())
+    for _ in range(2 if update == "step" else 1):  # the second one makes room for sums
+        model(batch(0)).square().mean().backward()
+    optimizer.step()
+    assert len(mappings) > 8
+    gc.disable()
+    try:
+        streamer.unwrap(model)
+        optimizer.state.clear()
+        assert len(mappings) == 0
+    finally:
+        gc.enable()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import streamer
-from streamer.app.config import Config, ConfigError, OptimizerConfig, import_factory
+from streamer.app.config import Config, ConfigError, ModelConfig, OptimizerConfig, import_factory
 from streamer.backends.base import Backend
 
 
@@ -22,7 +22,7 @@ def build_model(config: Config, *, backend: Backend | None = None) -> nn.Module:
     factory = import_factory(config.model.factory)
     stream = config.stream
     # a virtual machine has no use for values
-    on_meta = backend is not None and backend.device.type == "meta"
+    on_meta = config.model.init is not None or (backend is not None and backend.device.type == "meta")
     try:
         with torch.device("meta") if on_meta else contextlib.nullcontext():
             model = factory(**config.model.args)
@@ -40,10 +40,22 @@ def build_model(config: Config, *, backend: Backend | None = None) -> nn.Module:
             activations=stream.activations,
             update=stream.update,
             host_threads=stream.host_threads,
+            init=_init(config.model, model),
+            compile=stream.compile,
+            device_memory=stream.device_memory,
             backend=backend,
         )
     except (ValueError, MemoryError) as error:
         raise ConfigError(f"[stream]: {error}") from error
+
+
+def _init(config: ModelConfig, model: nn.Module) -> Callable[[nn.Module], object] | None:
+    if config.init is None:
+        return None
+    init: Callable[[nn.Module], object] | None = getattr(model, config.init, None)
+    if not callable(init):
+        raise ConfigError(f"model.init = {config.init!r}: {type(model).__name__} has no such method")
+    return init
 
 
 def build_optimizer(config: OptimizerConfig, model: nn.Module) -> streamer.AdamW:

@@ -16,13 +16,16 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from streamer.app.kinds import (
     BETAS,
+    BYTES,
     COUNT,
     COUNT_OR_0,
     DTYPE,
     FACTORY,
+    FLAG,
     FOLDER,
     FRACTION,
     LAYERS,
+    METHOD,
     NOT_NEGATIVE,
     POSITIVE,
     STATE_DTYPE,
@@ -53,10 +56,15 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """``[model]``: the factory ``module:callable`` and the keyword arguments it is called with."""
+    """``[model]``: the factory ``module:callable`` and the keyword arguments it is called with.
+
+    ``init`` names the model's method that gives one of its modules first values. With it the model is built
+    without any and gets them a layer at a time: see ``streamer.wrap(init=...)``.
+    """
 
     factory: Annotated[str, FACTORY]
     args: Annotated[dict[str, Any], TABLE] = field(default_factory=dict)
+    init: Annotated[str | None, METHOD] = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +88,8 @@ class StreamConfig:
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, DTYPE] = None
     device: Annotated[str | None, TEXT] = None
     host_threads: Annotated[int | None, COUNT] = None
+    compile: Annotated[bool, FLAG] = False
+    device_memory: Annotated[str | None, BYTES] = None
 
 
 @dataclass(frozen=True)

@@ -55,4 +55,7 @@ LAYERS = Kind(
 )
 STATE_DTYPE = _string('"float32", "bfloat16" or "int8"', "float32|bfloat16|int8")
 UPDATE = _string('"step" or "backward"', "step|backward")
+METHOD = _string("a string that can name a method", r"[A-Za-z_]\w*")
+BYTES = _string('a string such as "16GiB"', r"\d+(\.\d+)?\s*(k|[KMGT]i?)?B")
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 TABLE = Kind("a table", lambda value: isinstance(value, dict))

@@ -22,6 +22,7 @@ from streamer.app.build import build_model, build_optimizer, schedule
 from streamer.app.config import Config, ConfigError, dump_config
 from streamer.app.data import ByteData, load_bytes
 from streamer.app.report import Summary, amount, summary_table
+from streamer.handle import wrapped
 
 #: Bytes of validation text that the sample at the end continues.
 PROMPT_BYTES = 64
@@ -39,7 +40,8 @@ def train(config: Config) -> Summary:
     try:
         return _train(config, model, data)
     finally:
-        streamer.unwrap(model)
+        # the weights end here, so they need not be taken out, for which there may be no room
+        wrapped(model).close()
 
 
 def _train(config: Config, model: nn.Module, data: ByteData) -> Summary:

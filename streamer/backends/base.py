@@ -62,6 +62,8 @@ class Backend(abc.ABC):
     device: torch.device
     #: fill slots with NaN when they are given up, so that a stale read cannot pass unseen
     poison: bool = False
+    #: bytes of the device that may be used, if they are limited
+    device_limit: int | None = None
 
     @abc.abstractmethod
     def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
@@ -95,8 +97,20 @@ class Backend(abc.ABC):
         from it."""
 
     @abc.abstractmethod
+    def host_reserve(self, nbytes: int) -> torch.Tensor:
+        """A zeroed flat uint8 tensor of ``nbytes`` that takes host memory only as it is written."""
+
+    def pin(self, buffer: torch.Tensor) -> None:
+        """Make a buffer of `host_reserve` ready for copies to and from the device, once it is written."""
+        return
+
+    @abc.abstractmethod
     def device_available(self) -> int:
-        """Bytes free on the device."""
+        """Bytes free on the device, within its limit if there is one."""
+
+    def limit_device(self, nbytes: int) -> None:
+        """Let the device have no more than ``nbytes``."""
+        self.device_limit = nbytes
 
     @abc.abstractmethod
     def host_available(self) -> int:

@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from streamer.backends.base import Backend, Event, Lane, Span
-from streamer.backends.mapping import mapped
+from streamer.backends.mapping import mapped, reserved
 from streamer.backends.pinned import PinnedBlocks
 from streamer.backends.worker import Worker
 
@@ -130,6 +130,7 @@ class CudaBackend(Backend):
         self._streams = {lane: torch.cuda.Stream(self.device) for lane in (Lane.H2D, Lane.D2H)}
         self._workers = {lane: Worker(lane) for lane in (Lane.H2D, Lane.D2H, Lane.HOST)}
         self._last_compute: tuple[torch.cuda.Stream, CudaEvent] | None = None
+        self._own_fraction: float | None = None
 
     def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
         if lane is Lane.HOST:
@@ -164,10 +165,24 @@ class CudaBackend(Backend):
         with torch.cuda.device(self.device):
             return self._pinned.allocate(nbytes)
 
+    def host_reserve(self, nbytes: int) -> torch.Tensor:
+        return reserved(nbytes, in_forks=False)
+
+    def pin(self, buffer: torch.Tensor) -> None:
+        with torch.cuda.device(self.device):
+            self._pinned.pin(buffer)
+
     def device_available(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.device)
-        reserved_unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return int(free) + reserved_unused
+        allocated = torch.cuda.memory_allocated(self.device)
+        available = int(free) + torch.cuda.memory_reserved(self.device) - allocated
+        return available if self.device_limit is None else min(available, self.device_limit - allocated)
+
+    def limit_device(self, nbytes: int) -> None:
+        super().limit_device(nbytes)
+        _, total = torch.cuda.mem_get_info(self.device)
+        self._own_fraction = torch.cuda.get_per_process_memory_fraction(self.device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), self.device)
 
     def host_available(self) -> int:
         return int(psutil.virtual_memory().available)
@@ -181,4 +196,7 @@ class CudaBackend(Backend):
             # the slots' memory is about to be anybody's, and layers may have run on streams of the caller's
             torch.cuda.synchronize(self.device)
         finally:
+            if self._own_fraction is not None:
+                torch.cuda.set_per_process_memory_fraction(self._own_fraction, self.device)
+                self._own_fraction = None
             self._pinned.close()

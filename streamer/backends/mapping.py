@@ -1,15 +1,18 @@
 """Large blocks of host memory: one anonymous mapping each, in huge pages where the system has them.
 
-Every page is made at once, by several threads, since the first touch is what costs; so the memory is taken
-when it is asked for and not in the middle of the first step.
+The first touch of a page is what costs. `mapped` has every page made at once, by several threads, so that
+the memory is taken when it is asked for and not in the middle of the first step; `reserved` takes none yet,
+for what is filled bit by bit while the memory that it comes from is given back.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,8 +22,15 @@ TOUCH_BYTES = 1 << 28
 
 
 def mapped(nbytes: int, *, in_forks: bool) -> torch.Tensor:
+    """`reserved`, with all of its memory taken."""
+    block = reserved(nbytes, in_forks=in_forks)
+    _touch(block.numpy())
+    return block
+
+
+def reserved(nbytes: int, *, in_forks: bool) -> torch.Tensor:
     """A zeroed flat uint8 tensor of ``nbytes`` in a mapping of its own, given back when the last tensor that
-    shows it goes.
+    shows it goes. It takes memory as it is written.
 
     A process that is forked from this one has the memory only if ``in_forks``; then the next write to a page
     copies it, for as long as that process lives.
@@ -34,9 +44,31 @@ def mapped(nbytes: int, *, in_forks: bool) -> torch.Tensor:
         with contextlib.suppress(OSError):
             if hasattr(mmap, advice):
                 mapping.madvise(getattr(mmap, advice))
-    array = np.frombuffer(mapping, dtype=np.uint8)
-    _touch(array)
-    return torch.from_numpy(array)
+    return torch.from_numpy(np.frombuffer(mapping, dtype=np.uint8))
+
+
+def file_mappings() -> list[tuple[int, int]]:
+    """The addresses, each from first to one past the last, at which this process has files (shared memory is
+    one) rather than memory of its own. Only Linux tells; elsewhere there are none."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    # first-last permissions offset device inode path
+    mappings = (line.split(maxsplit=5) for line in lines)
+    return [
+        (int(start, 16), int(stop, 16))
+        for addresses, _, _, _, inode, *_ in mappings
+        if inode != "0"
+        for start, stop in [addresses.split("-")]
+    ]
+
+
+def give_back_freed() -> None:
+    """Give the system the freed memory that the C library keeps for later, where there is a call for that."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _touch(array: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> None:

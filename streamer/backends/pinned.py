@@ -36,9 +36,13 @@ class PinnedBlocks:
         # a fork would copy page-locked memory at once, all of it, or let the next write move it away from
         # where the GPU looks for it; so a forked data loader must not get it
         block = mapped(nbytes, in_forks=False)
-        if self._pinning and nbytes:
-            self._register(block.data_ptr(), nbytes)
+        self.pin(block)
         return block
+
+    def pin(self, block: torch.Tensor) -> None:
+        """Page-lock all of a flat uint8 tensor in a mapping of its own, as `allocate` does."""
+        if self._pinning and block.numel():
+            self._register(block.data_ptr(), block.numel())
 
     def close(self) -> None:
         """Unregister every block; the memory itself goes when its last tensor does. Idempotent."""
@@ -58,7 +62,7 @@ class PinnedBlocks:
             f"could not page-lock {nbytes} bytes of host memory (CUDA error {int(error)}: "
             f"{torch.cuda.cudart().cudaGetErrorString(error)}; the locked-memory limit is {limit}): copies "
             "will be slower. Raise it with 'ulimit -l unlimited', or '--ulimit memlock=-1' for a container.",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

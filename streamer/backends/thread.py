@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from streamer.backends.base import Backend, Event, Lane, Span
-from streamer.backends.mapping import mapped
+from streamer.backends.mapping import mapped, reserved
 from streamer.backends.worker import HostEvent, Worker
 
 Delay = Callable[[], float]
@@ -54,13 +54,18 @@ class ThreadBackend(Backend):
         np.copyto(into.numpy(), source.numpy())
 
     def device_buffer(self, nbytes: int) -> torch.Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8)
+        # not from the C library's heap, which keeps what is freed
+        return mapped(nbytes, in_forks=True)
 
     def host_buffer(self, nbytes: int, *, pinned: bool = True) -> torch.Tensor:
         return mapped(nbytes, in_forks=True)
 
+    def host_reserve(self, nbytes: int) -> torch.Tensor:
+        return reserved(nbytes, in_forks=True)
+
     def device_available(self) -> int:
-        return self.host_available()
+        available = self.host_available()
+        return available if self.device_limit is None else min(available, self.device_limit)
 
     def host_available(self) -> int:
         return int(psutil.virtual_memory().available)

@@ -65,8 +65,13 @@ class VirtualBackend(Backend):
         self._host_taken += nbytes
         return torch.empty(nbytes, dtype=torch.uint8, device="meta")
 
+    def host_reserve(self, nbytes: int) -> torch.Tensor:
+        return self.host_buffer(nbytes)
+
     def device_available(self) -> int:
-        return self.machine.device_bytes - self._device_taken
+        limit = self.device_limit
+        there = self.machine.device_bytes if limit is None else min(limit, self.machine.device_bytes)
+        return there - self._device_taken
 
     def host_available(self) -> int:
         return self.machine.host_bytes - self._host_taken

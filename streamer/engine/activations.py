@@ -83,10 +83,21 @@ class Visit(abc.ABC):
             )
         input_gradients: list[torch.Tensor | None] = []
 
-        def work(weights: torch.Tensor, gradient: torch.Tensor) -> list[bool]:
+        def go_back(weights: torch.Tensor, gradient: torch.Tensor) -> tuple[Graph, list[bool]]:
             graph = self.graph(weights, inputs)
             with self.gate.opened():
-                used = _backpropagate(unit, graph, gradients, into=gradient if self.wants_weights else None)
+                into = gradient if self.wants_weights else None
+                return graph, _backpropagate(unit, graph, gradients, into=into)
+
+        def work(weights: torch.Tensor, gradient: torch.Tensor) -> list[bool]:
+            try:
+                graph, used = go_back(weights, gradient)
+            except self.call.compile_failures as error:
+                # a backward is compiled when it runs for the first time
+                self.call.give_up_compiling(error)
+                if not self.saves_inputs:
+                    raise  # the graph cannot be built again
+                graph, used = go_back(weights, gradient)
             if not graph_is_retained():
                 self.release()
             for tensor in graph.inputs:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from streamer.engine.compiled import CompiledForward
 from streamer.engine.tree import Rebuild, fingerprint, flatten, reachable
 from streamer.engine.unit import Unit
 
@@ -21,6 +22,16 @@ class Call:
     unit: Unit
     forward: Callable[..., Any]
     rebuild: Rebuild
+
+    @property
+    def compile_failures(self) -> tuple[type[BaseException], ...]:
+        """The exceptions that say that compiling the forward has failed; none where it is not compiled."""
+        return (self.forward.failure,) if isinstance(self.forward, CompiledForward) else ()
+
+    def give_up_compiling(self, error: BaseException) -> None:
+        """Run the forward as it is from now on, because of ``error``, one of `compile_failures`."""
+        assert isinstance(self.forward, CompiledForward)
+        self.forward.give_up(error)
 
     def run(
         self, weights: torch.Tensor, leaves: Tensors, inputs: Tensors

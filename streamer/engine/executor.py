@@ -63,6 +63,7 @@ class Executor:
         self.norms = Norms(self.issuer, units, root, store)
         self.saved = SavedBytes()
         self.skipped_steps = 0
+        self.released = False
         #: by the name of a parameter, what stands for the optimizer that updates it
         self.updated_by: dict[str, object] = {}
         self._root_ready = False
@@ -78,6 +79,8 @@ class Executor:
 
     def synchronize(self) -> None:
         """Block the caller until every copy and update is done."""
+        if self.released:
+            return
         self.weights.refresh()
         self.issuer.synchronize()
         self.weights.in_flight.clear()
@@ -162,6 +165,17 @@ class Executor:
                 self.weights.updated(unit)
         self._root_ready = False
         self.weights.prefetch()
+
+    def release(self) -> None:
+        """Give up all memory: the weights have been taken out, and nothing is to run any more.
+
+        Whoever still holds the executor, an optimizer say, does not hold that.
+        """
+        self.released = True
+        self.store.keep_only(())
+        self.weights.release()
+        self.gradients.release()
+        self.landing = None
 
     def device_bytes(self) -> dict[str, int]:
         """Bytes that the wrapped model holds on the device, by purpose."""

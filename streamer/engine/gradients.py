@@ -17,15 +17,10 @@ from streamer.engine.unit import Unit
 from streamer.memory.host import HostStore, array
 from streamer.memory.layout import Stretch
 from streamer.memory.purposes import SUMS, host_bytes
-from streamer.memory.slots import GradientSlots
+from streamer.memory.slots import GradientSlots, num_grad_slots
 
 #: The sum of squares of a unit's gradient: on the device, or known when the host has added it up.
 Squares = torch.Tensor | Callable[[], float]
-
-
-def num_grad_slots(num_slots: int) -> int:
-    """Gradient slots beside ``num_slots`` weight slots: one is filled while another leaves."""
-    return min(num_slots, 2)
 
 
 class Gradients:
@@ -92,6 +87,13 @@ class Gradients:
         self._issuer.issue(op, lambda: self._issuer.backend.copy(gradient, source))
         self._show(unit, used)
         return squares
+
+    def release(self) -> None:
+        """Give up all gradients and their slots."""
+        self.slots.buffers.clear()
+        self.root_buffer = self.root_sums = torch.empty(0, dtype=torch.uint8)
+        self._staging.clear()
+        self.held.clear()
 
     def offload_root(self) -> None:
         """Page out the root unit's gradient."""

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from streamer.engine.activations import Visit
 from streamer.engine.ambient import Autocast
 from streamer.engine.call import Call, run_on_slot
+from streamer.engine.compiled import Compiler
 from streamer.engine.executor import Executor
 from streamer.engine.kvcache import without_caches
 from streamer.engine.order import Phase
@@ -22,11 +23,13 @@ from streamer.engine.unit import Unit
 class StreamedLayer:
     """Stands in for the ``forward`` of the module of ``unit``. ``policy`` is a key of `POLICIES`."""
 
-    def __init__(self, executor: Executor, unit: Unit, policy: str) -> None:
+    def __init__(self, executor: Executor, unit: Unit, policy: str, compiler: Compiler | None = None) -> None:
         self._executor = executor
         self._unit = unit
         self._policy = POLICIES[policy]
-        self.plain_forward: Callable[..., Any] = unit.module.forward
+        self._forward: Callable[..., Any] = (
+            unit.module.forward if compiler is None else compiler.compile(unit.module)
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -35,7 +38,7 @@ class StreamedLayer:
         inputs, rebuild = flatten((args, kwargs))
         if not any(tensor.requires_grad for tensor in (*inputs, *self._unit.params)):
             return self._infer(args, kwargs)
-        visit = self._policy(self._executor, Call(self._unit, self.plain_forward, rebuild))
+        visit = self._policy(self._executor, Call(self._unit, self._forward, rebuild))
         # without an input that needs a gradient autograd would leave the layer out of the graph
         anchor = torch.empty(0, device=self._executor.backend.device, requires_grad=True)
         results: list[Any] = []
@@ -49,7 +52,7 @@ class StreamedLayer:
 
         def work(weights: torch.Tensor) -> Any:
             with Autocast.now(self._executor.backend.device).uncached():
-                return run_on_slot(unit, self.plain_forward, weights, unit.leaves(weights), args, kwargs)
+                return run_on_slot(unit, self._forward, weights, unit.leaves(weights), args, kwargs)
 
         return self._executor.forward(self._unit, work, Phase.INFERENCE)
 

@@ -64,6 +64,11 @@ class Weights:
                 return
             self._fill(slot, self._units[index])
 
+    def release(self) -> None:
+        """Give up the slots and the root's buffer."""
+        self.slots.buffers.clear()
+        self.root_buffer = torch.empty(0, dtype=torch.uint8)
+
     def updated(self, unit: Unit) -> None:
         """The update of ``unit``'s host shard was issued: its copy on the device is an old one."""
         # for autograd the weights are written here, as by any optimizer

@@ -6,7 +6,7 @@ pinned in no time, thousands of small ones are not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -115,20 +115,41 @@ def array(tensor: torch.Tensor) -> Any:
 class HostStore:
     """The host buffers of all units, by purpose."""
 
-    def __init__(self, layouts: Sequence[Layout], allocate: Allocate) -> None:
+    def __init__(
+        self,
+        layouts: Sequence[Layout],
+        allocate: Allocate,
+        reserve: Callable[[int], torch.Tensor] | None = None,
+    ) -> None:
+        """With ``reserve`` (see `Backend.host_reserve`), what a model takes beside its gradients takes memory
+        as it is written, and is to be pinned by `pin` when all of it is."""
         self.shards = [HostShard(layout) for layout in layouts]
         self._allocate = allocate
         self._buffers: dict[str, torch.Tensor] = {}
-        self.add(MODEL)
+        for purpose in MODEL:
+            nbytes = sum(purpose.nbytes(layout) for layout in layouts)
+            buffer = reserve(nbytes) if reserve else allocate(nbytes, pinned=purpose.pinned)
+            self._deal(purpose, buffer, self.shards)
+
+    def pin(self, pin: Callable[[torch.Tensor], None]) -> None:
+        """Let ``pin`` make those of the model's buffers that are copied to the device ready for that."""
+        for purpose in MODEL:
+            if purpose.pinned:
+                pin(self._buffers[purpose.name])
 
     def add(self, purposes: Iterable[Purpose], *, only: Sequence[HostShard] | None = None) -> None:
         """Give every shard (or ``only`` these) a zeroed piece for each of ``purposes``."""
         shards = self.shards if only is None else only
         for purpose in purposes:
-            sizes = [purpose.nbytes(shard.layout) for shard in shards]
-            buffer = self._buffers[purpose.name] = self._allocate(sum(sizes), pinned=purpose.pinned)
-            for shard, piece in zip(shards, buffer.split(sizes), strict=True):
-                shard.held[purpose.name] = piece.view(purpose.dtype)[: purpose.numel(shard.layout)]
+            nbytes = sum(purpose.nbytes(shard.layout) for shard in shards)
+            self._deal(purpose, self._allocate(nbytes, pinned=purpose.pinned), shards)
+
+    def _deal(self, purpose: Purpose, buffer: torch.Tensor, shards: Sequence[HostShard]) -> None:
+        """Let each of ``shards`` have its piece of ``buffer``."""
+        self._buffers[purpose.name] = buffer
+        sizes = [purpose.nbytes(shard.layout) for shard in shards]
+        for shard, piece in zip(shards, buffer.split(sizes), strict=True):
+            shard.held[purpose.name] = piece.view(purpose.dtype)[: purpose.numel(shard.layout)]
 
     def holds(self, purposes: Iterable[Purpose]) -> bool:
         """Whether there is a buffer for each of ``purposes``, in its dtype."""
@@ -144,6 +165,13 @@ class HostStore:
             self._buffers.pop(purpose.name, None)
             for shard in self.shards:
                 shard.held.pop(purpose.name, None)
+
+    def keep_only(self, purposes: Iterable[Purpose]) -> None:
+        """Give up the buffers for all but ``purposes``."""
+        kept = {purpose.name for purpose in purposes}
+        self._buffers = {name: buffer for name, buffer in self._buffers.items() if name in kept}
+        for shard in self.shards:
+            shard.held = {name: piece for name, piece in shard.held.items() if name in kept}
 
     def staging(self, count: int, nbytes: int) -> list[torch.Tensor]:
         """``count`` buffers of ``nbytes`` for gradients that are used up when they have landed."""

@@ -13,6 +13,11 @@ ROOT_WEIGHTS, ROOT_GRADIENTS, BUFFERS = "root weights", "root gradients", "buffe
 Allocate = Callable[[int], torch.Tensor]
 
 
+def num_grad_slots(num_slots: int) -> int:
+    """Gradient slots beside ``num_slots`` weight slots: one is filled while another leaves."""
+    return min(num_slots, 2)
+
+
 class WeightSlots:
     """``count`` device buffers of ``nbytes``, and which unit's weights each of them holds."""
 

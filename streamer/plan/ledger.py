@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from streamer.engine.gradients import num_grad_slots
 from streamer.engine.landing import RING
 from streamer.engine.unit import Unit
 from streamer.memory.purposes import BF16, FP32, GRADIENTS, INT8, MODEL, MOMENTS, STAGING, SUMS, host_bytes
-from streamer.memory.slots import BUFFERS, GRAD_SLOTS, ROOT_GRADIENTS, ROOT_WEIGHTS, WEIGHT_SLOTS
+from streamer.memory.slots import (
+    BUFFERS,
+    GRAD_SLOTS,
+    ROOT_GRADIENTS,
+    ROOT_WEIGHTS,
+    WEIGHT_SLOTS,
+    num_grad_slots,
+)
 
 
 @dataclass(frozen=True)
@@ -19,22 +25,21 @@ class Ledger:
     device: Mapping[str, int]
     host: Mapping[str, int]
 
-    def check(self, *, device_available: int, host_available: int, shared: bool) -> None:
+    def check(self, *, device_available: int, host_available: int, shared: bool, given_back: int = 0) -> None:
         """Raise MemoryError, with what each side needs and has, if either has too little.
 
-        ``shared`` says that both sides draw on the same memory, as where the CPU stands in for a GPU.
+        ``shared`` says that both sides draw on the same memory, as where the CPU stands in for a GPU;
+        ``given_back`` bytes of the host's are taken now and will be free.
         """
         device, host = sum(self.device.values()), sum(self.host.values())
-        if shared:
-            fits = device + host <= min(device_available, host_available)
-        else:
-            fits = device <= device_available and host <= host_available
-        if fits:
+        on_host = device + host if shared else host
+        if device <= device_available and on_host <= host_available + given_back:
             return
+        more = f" and gets {_amount(given_back)} from the model's own weights" if given_back else ""
         raise MemoryError(
             f"not enough memory: the device needs {_amount(device)} ({_parts(self.device)}) and has "
             f"{_amount(device_available)}, the host needs {_amount(host)} ({_parts(self.host)}) and has "
-            f"{_amount(host_available)}{' (the same memory as the device)' if shared else ''}: lower "
+            f"{_amount(host_available)}{more}{' (the same memory as the device)' if shared else ''}: lower "
             "num_slots if it is the device, use dtype=torch.bfloat16 or freeze parameters if it is the host"
         )
 

@@ -1,0 +1,186 @@
+"""`torch.compile` of the layers: once for all of one structure, with the same numbers, never in the way."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.exc import InductorError
+
+import streamer
+from models.gpt2 import GPT
+from streamer.backends.thread import ThreadBackend
+from tests.reference import VOCAB, assert_parity, assert_same, train_plain, train_streamed
+
+LAYERS = {"layers": "transformer.h"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before() -> Iterator[None]:
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        # of the compiler's own modules, when they are imported
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+    torch._dynamo.reset()
+
+
+def gpt(layers: int = 4, dropout: float = 0.0) -> GPT:
+    torch.manual_seed(0)
+    return GPT(vocab_size=VOCAB, block_size=16, n_layer=layers, n_head=2, n_embd=32, dropout=dropout)
+
+
+@pytest.mark.parametrize("num_slots", [1, 2])
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_one_compilation_serves_all_layers_with_the_same_numbers(activations: str, num_slots: int) -> None:
+    compiled = CompileCounterWithBackend("aot_eager")
+    actual = train_streamed(
+        gpt(),
+        steps=4,
+        compile=compiled,
+        activations=activations,
+        num_slots=num_slots,
+        backend=ThreadBackend(poison=True),
+        **LAYERS,
+    )
+    assert compiled.frame_count == 1
+    assert_parity(actual, train_plain(gpt(), steps=4))
+    assert_same(actual, train_streamed(gpt(), steps=4, activations=activations, **LAYERS))
+
+
+def test_dropout_is_the_same_when_a_layer_runs_again() -> None:
+    options = {"steps": 3, "compile": "aot_eager", **LAYERS}
+    kept = train_streamed(gpt(dropout=0.2), activations="keep", **options)
+    assert_same(train_streamed(gpt(dropout=0.2), activations="recompute", **options), kept)
+    assert_parity(kept, train_plain(gpt(dropout=0.2), steps=3))
+
+
+def test_inference_is_compiled_too() -> None:
+    tokens = torch.arange(16)[None]
+    expected = gpt().eval()(tokens)
+    compiled = CompileCounterWithBackend("aot_eager")
+    model = streamer.wrap(gpt().eval(), device="cpu", compile=compiled, **LAYERS)
+    with torch.no_grad():
+        assert torch.equal(model(tokens), expected)
+    assert compiled.frame_count == 1
+    streamer.unwrap(model)
+
+
+class Mixed(nn.Module):
+    """Layers of two widths inside and of two classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = (8, 16, 8, 16)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 4)) for width in shapes
+        )
+        self.layers.append(nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_layers_of_several_structures_are_compiled_each_once() -> None:
+    compiled = CompileCounterWithBackend("aot_eager")
+    torch.manual_seed(0)
+    model, plain = Mixed(), Mixed()
+    plain.load_state_dict(model.state_dict())
+    streamer.wrap(model, layers="layers", device="cpu", compile=compiled)
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    for _ in range(2):
+        actual, expected = model(x), plain(x)
+        assert torch.equal(actual, expected)
+        actual.sum().backward()
+        expected.sum().backward()
+    assert compiled.frame_count == 3
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-6, atol=1e-6)
+    streamer.unwrap(model)
+
+
+def test_the_default_backend_gives_the_same_training() -> None:
+    actual = train_streamed(gpt(layers=2), steps=3, compile=True, **LAYERS)
+    expected = train_plain(gpt(layers=2), steps=3)
+    assert torch.tensor(actual.losses).allclose(torch.tensor(expected.losses), rtol=1e-5, atol=0)
+    assert torch.tensor(actual.norms).allclose(torch.tensor(expected.norms), rtol=1e-5, atol=0)
+    for name, gradient in expected.first_gradients.items():
+        torch.testing.assert_close(actual.first_gradients[name], gradient, rtol=1e-4, atol=1e-7)
+
+
+# What cannot be compiled
+
+
+def no_forward(graph: Any, inputs: Any) -> Any:
+    raise InductorError(RuntimeError("no working C++ compiler"), None)
+
+
+def no_backward(graph: Any, inputs: Any) -> Any:
+    raise InductorError(RuntimeError("no backward of this"), None)
+
+
+FAILS = "torch.compile fails on Block, whose layers run as they are from now on .*: .*"
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_without_a_compiler_layers_run_as_they_are_which_is_said_once(activations: str) -> None:
+    options = {"steps": 3, "activations": activations, **LAYERS}
+    with pytest.warns(UserWarning, match=FAILS + "no working C") as caught:
+        actual = train_streamed(gpt(), compile=no_forward, **options)
+    assert len(caught) == 1
+    assert_same(actual, train_streamed(gpt(), **options))
+
+
+def test_a_backward_that_cannot_be_compiled_is_run_as_it_is() -> None:
+    backend = aot_autograd(fw_compiler=lambda graph, inputs: graph, bw_compiler=no_backward)
+    with pytest.warns(UserWarning, match=FAILS + "no backward of this") as caught:
+        actual = train_streamed(gpt(dropout=0.1), steps=3, compile=backend, **LAYERS)
+    assert len(caught) == 1
+    assert_same(actual, train_streamed(gpt(dropout=0.1), steps=3, **LAYERS))
+
+
+def test_a_kept_graph_whose_backward_cannot_be_compiled_says_so_and_the_next_step_works() -> None:
+    backend = aot_autograd(fw_compiler=lambda graph, inputs: graph, bw_compiler=no_backward)
+    model = streamer.wrap(gpt(), device="cpu", compile=backend, activations="keep", **LAYERS)
+    tokens = torch.arange(16)[None]
+    with (
+        pytest.warns(UserWarning, match=FAILS),
+        pytest.raises(InductorError, match="no backward of this"),
+    ):
+        model(tokens).sum().backward()
+    model.zero_grad()
+    model(tokens).sum().backward()
+    plain = gpt()
+    plain(tokens).sum().backward()
+    gradients = dict(plain.named_parameters())
+    assert all(torch.equal(param.grad, gradients[name].grad) for name, param in model.named_parameters())
+    streamer.unwrap(model)
+
+
+def test_an_error_of_the_layer_itself_comes_through() -> None:
+    class Picky(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.shape[0] > 2:
+                raise ValueError("at most two rows")
+            return super().forward(x)
+
+    model = nn.Sequential(Picky(4, 4), Picky(4, 4))
+    streamer.wrap(model, layers="", device="cpu", compile="aot_eager")
+    with pytest.raises(ValueError, match="at most two rows"):
+        model(torch.ones(3, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    streamer.unwrap(model)
+
+
+@pytest.mark.parametrize("compile", [3, None, [True]])
+def test_what_is_no_backend_is_refused(compile: Any) -> None:
+    with pytest.raises(ValueError, match="compile=.*: use True, False, or a backend of torch.compile"):
+        streamer.wrap(gpt(), device="cpu", compile=compile, **LAYERS)

@@ -1,0 +1,275 @@
+"""A model built on the meta device gets its values a layer at a time, the same in whatever order."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import streamer
+from models.gpt2 import GPT
+from streamer.find import find_layers
+from streamer.initialising import Initialiser
+from streamer.units import make_units
+from tests.reference import VOCAB, assert_parity, train
+
+
+def shape(layers: int = 3, **options: object) -> GPT:
+    sizes = {"vocab_size": VOCAB, "block_size": 16, "n_head": 2, "n_embd": 32, "n_layer": layers}
+    with torch.device("meta"):
+        return GPT(**(sizes | options))
+
+
+def built(layers: int = 3, seed: int = 0, **options: object) -> GPT:
+    """Initialised by wrap, and unwrapped."""
+    model = shape(layers)
+    torch.manual_seed(seed)
+    options = {"layers": "transformer.h", "device": "cpu", "init": model.init_weights} | options
+    return streamer.unwrap(streamer.wrap(model, **options))
+
+
+def test_parameters_are_the_same_objects_and_have_values() -> None:
+    model = shape()
+    objects = list(model.parameters())
+    objects[0].marked = True
+    streamer.wrap(model, layers="transformer.h", device="cpu", init=model.init_weights)
+    assert all(new is old for new, old in zip(model.parameters(), objects, strict=True))
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert objects[0].marked
+    assert {(param.device.type, param.requires_grad) for param in objects} == {("cpu", True)}
+    assert all(param.isfinite().all() for param in objects)
+    streamer.unwrap(model)
+
+
+def test_the_values_have_the_distribution_that_init_gives() -> None:
+    model = built(layers=4)
+    block = model.transformer.h[2]
+    for weight, std in (
+        (block.attn.c_attn.weight, 0.02),
+        (block.mlp.c_proj.weight, 0.02 / math.sqrt(8)),
+        (model.transformer.wte.weight, 0.02),
+    ):
+        # the standard error of a standard deviation is 1 / sqrt(2 n) of it
+        assert weight.std().item() == pytest.approx(std, rel=5 / math.sqrt(2 * weight.numel()))
+        assert weight.mean().item() == pytest.approx(0, abs=5 * std / math.sqrt(weight.numel()))
+    assert torch.equal(block.ln_1.weight, torch.ones(32))
+    assert not block.mlp.c_fc.bias.any()
+    weights = [layer.attn.c_attn.weight for layer in model.transformer.h]
+    assert not any(torch.equal(a, b) for a in weights for b in weights if a is not b)
+
+
+def test_the_seed_decides_and_the_number_of_layers_does_not() -> None:
+    three, again, five, other = built(3), built(3), built(5), built(3, seed=1)
+    for name, value in three.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+        if "c_proj.weight" not in name:  # is scaled by the depth
+            assert torch.equal(five.state_dict()[name], value), name
+        if value.dim() == 2:
+            assert not torch.equal(other.state_dict()[name], value), name
+
+
+def test_the_order_of_units_does_not_matter() -> None:
+    values = []
+    for order in ("forwards", "backwards"):
+        model = shape()
+        units, root = make_units(model, find_layers(model, "transformer.h"), None)
+        torch.manual_seed(3)
+        initialise = Initialiser(model.init_weights, torch.device("cpu"), units)
+        for unit in (*units, root) if order == "forwards" else (root, *units[::-1]):
+            initialise(unit)
+        values.append({name: value.clone() for name, value in model.state_dict().items()})
+    assert all(torch.equal(values[1][name], value) for name, value in values[0].items())
+
+
+def test_a_second_model_is_another_one_and_random_numbers_go_on() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    python_state = random.getstate()
+    first, second = (
+        streamer.unwrap(streamer.wrap(model, layers="transformer.h", device="cpu", init=model.init_weights))
+        for model in (shape(), shape())
+    )
+    drawn = torch.rand(3)
+    assert not torch.equal(first.lm_head.weight, second.lm_head.weight)
+    torch.manual_seed(0)
+    for _ in range(2):
+        torch.randint(2**62, ())  # one draw for each model
+    assert torch.equal(torch.rand(3), drawn)
+    assert random.getstate() == python_state
+
+
+def test_training_goes_on_from_the_values_as_from_any_others() -> None:
+    plain, model = built(), shape()
+    torch.manual_seed(0)
+    streamer.wrap(model, layers="transformer.h", device="cpu", init=model.init_weights)
+    actual = train(model, streamer.AdamW(model.parameters()), None, steps=3)
+    streamer.unwrap(model)
+    reference = torch.optim.AdamW(plain.parameters(), weight_decay=0.01)
+    assert_parity(actual, train(plain, reference, None, steps=3))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_masters_are_the_values_before_rounding(dtype: torch.dtype) -> None:
+    expected = built().state_dict()
+    assert not torch.equal(expected["lm_head.weight"].to(dtype).float(), expected["lm_head.weight"])
+    actual = built(dtype=dtype).state_dict()
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
+
+
+def test_buffers_on_meta_get_values_too() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.norm = nn.BatchNorm1d(4)
+            self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.linear(x)) + self.table
+
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.BatchNorm1d):
+            module.reset_parameters()
+        if isinstance(module, Layer):
+            module.table = torch.arange(4.0)
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.ModuleList([Layer(), Layer()]))
+    streamer.wrap(model, layers="1", device="cpu", init=init)
+    layer = model[1][0]
+    x = torch.randn(8, 4)
+    out = layer(x)
+    assert out.isfinite().all()
+    assert layer.norm.num_batches_tracked == 1
+    assert torch.equal(layer.table, torch.arange(4.0))
+    streamer.unwrap(model)
+
+
+def test_each_module_is_given_once_children_first_on_the_device_without_gradients() -> None:
+    model = shape(layers=2)
+    seen: list[nn.Module] = []
+
+    def init(module: nn.Module) -> None:
+        assert not torch.is_grad_enabled()
+        assert torch.empty(0).device.type == "cpu"
+        seen.append(module)
+        model.init_weights(module)
+
+    streamer.wrap(model, layers="transformer.h", device="cpu", init=init)
+    streamer.unwrap(model)
+    assert len(seen) == len(set(seen)) == len(list(model.modules()))
+    place = {module: index for index, module in enumerate(seen)}
+    for parent in model.modules():
+        for child in parent.children():
+            if parent not in (model.transformer, model.transformer.h):
+                assert place[child] < place[parent]
+    # what is in no layer comes last, the model itself at the very end
+    assert seen[-1] is model
+    blocks = set(model.transformer.h.modules()) - {model.transformer.h}
+    assert set(seen[: len(blocks)]) == blocks
+
+
+# What is refused
+
+
+def forget_norms(model: GPT) -> Callable[[nn.Module], None]:
+    def init(module: nn.Module) -> None:
+        if not isinstance(module, nn.LayerNorm):
+            model.init_weights(module)
+
+    return init
+
+
+def replace_weights(model: GPT) -> Callable[[nn.Module], None]:
+    def init(module: nn.Module) -> None:
+        model.init_weights(module)
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(torch.zeros_like(module.weight))
+
+    return init
+
+
+def fail_at_the_end(model: GPT) -> Callable[[nn.Module], None]:
+    def init(module: nn.Module) -> None:
+        if isinstance(module, GPT):
+            raise KeyError("in init")
+        model.init_weights(module)
+
+    return init
+
+
+@pytest.mark.parametrize(
+    ("make_init", "error", "match"),
+    [
+        (
+            forget_norms,
+            ValueError,
+            r"init= has given 'weight' of a LayerNorm in 'transformer\.h\.0' no",
+        ),
+        (replace_weights, ValueError, r"init= has replaced parameter 'weight' of a Linear .*: write into it"),
+        (fail_at_the_end, KeyError, "in init"),
+    ],
+)
+def test_an_init_that_goes_wrong_leaves_the_model_as_it_was(
+    make_init: Callable[[GPT], Callable[[nn.Module], None]], error: type[Exception], match: str
+) -> None:
+    model = shape()
+    objects = list(model.parameters())
+    with pytest.raises(error, match=match):
+        streamer.wrap(model, layers="transformer.h", device="cpu", init=make_init(model))
+    assert all(new is old and new.is_meta for new, old in zip(model.parameters(), objects, strict=True))
+    torch.manual_seed(0)
+    streamer.wrap(model, layers="transformer.h", device="cpu", init=model.init_weights)
+    streamer.unwrap(model)
+    expected = built().state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+
+
+def test_what_is_written_through_data_counts() -> None:
+    model = shape()
+
+    def init(module: nn.Module) -> None:
+        for param in module.parameters(recurse=False):
+            param.data.fill_(0.5)
+
+    streamer.wrap(model, layers="transformer.h", device="cpu", init=init)
+    streamer.unwrap(model)
+    assert all(torch.equal(param, torch.full_like(param, 0.5)) for param in model.parameters())
+
+
+def with_attribute(model: GPT) -> None:
+    model.transformer.h[1].attn.table = torch.empty(3, device="meta")
+
+
+def in_part(model: GPT) -> None:
+    model.transformer.h[1].ln_1.weight = nn.Parameter(torch.ones(32))
+
+
+def with_hook(model: GPT) -> None:
+    model.lm_head.weight.register_hook(lambda gradient: None)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (with_attribute, r"attribute 'table' of a Attention in 'transformer\.h\.1' is a tensor on the meta"),
+        (in_part, r"h\.1' is on the meta device in part only \('transformer\.h\.1\.ln_1\.bias' is"),
+        (with_hook, r"parameter 'transformer\.wte\.weight' is on the meta device and has a hook"),
+    ],
+)
+def test_what_cannot_be_given_values_is_named(change: Callable[[GPT], None], match: str) -> None:
+    model = shape()
+    change(model)
+    with pytest.raises(ValueError, match=match):
+        streamer.wrap(model, layers="transformer.h", device="cpu", init=model.init_weights)
+
+
+def test_init_is_refused_where_there_is_nothing_to_do_and_where_it_is_no_function() -> None:
+    with pytest.raises(ValueError, match="init= is for a model on the meta device, and this one has values"):
+        streamer.wrap(built(), device="cpu", init=lambda module: None)
+    with pytest.raises(ValueError, match="init='normal': it must be a function of a module"):
+        streamer.wrap(shape(), device="cpu", init="normal")
