@@ -358,6 +358,7 @@ def test_just_enough_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         ("16 GB", 16 * 10**9),
         (" 1.5KiB ", 1536),
         ("0.5MB", 500_000),
+        ("3kB", 3000),
         ("7B", 7),
         ("2TiB", 1 << 41),
     ],

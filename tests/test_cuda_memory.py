@@ -1,0 +1,200 @@
+"""On a GPU: models that were never whole, memory that is limited, taken once, and given back."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import streamer
+from models.gpt2 import GPT
+from streamer.backends.pinned import PinnedBlocks
+from tests.reference import VOCAB, batch
+
+pytestmark = pytest.mark.cuda
+
+LAYERS = {"layers": "transformer.h", "device": "cuda"}
+MIB = 1 << 20
+
+
+def shape(layers: int = 4, width: int = 128) -> GPT:
+    with torch.device("meta"):
+        return GPT(vocab_size=VOCAB, block_size=16, n_layer=layers, n_head=2, n_embd=width)
+
+
+@contextmanager
+def built(layers: int = 4, width: int = 128, **options: object) -> Iterator[GPT]:
+    model = shape(layers, width)
+    streamer.wrap(model, init=model.init_weights, **(LAYERS | options))
+    try:
+        yield model
+    finally:
+        streamer.unwrap(model)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> torch.Tensor:
+    tokens = batch(number).cuda()
+    loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+    loss.backward()
+    streamer.clip_grad_norm_(model, 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+# Values from the meta device
+
+
+def test_values_are_made_on_the_gpu_from_seeds_of_their_own() -> None:
+    values, drawn, devices = [], [], set()
+    for _ in range(2):
+        torch.manual_seed(5)
+        model = shape()
+
+        def init(module: nn.Module, model: GPT = model) -> None:
+            devices.update(param.device.type for param in module.parameters(recurse=False))
+            devices.add(torch.empty(0).device.type)
+            model.init_weights(module)
+
+        streamer.unwrap(streamer.wrap(model, init=init, **LAYERS))
+        values.append(model.state_dict())
+        drawn.append((torch.rand(3), torch.rand(3, device="cuda").cpu()))
+    assert devices == {"cuda"}
+    assert all(torch.equal(values[1][name], value) for name, value in values[0].items())
+    assert {value.device.type for value in values[0].values()} == {"cpu"}
+    assert torch.equal(drawn[0][0], drawn[1][0])
+    # the GPU's generator goes on as if nothing had been drawn
+    torch.manual_seed(5)
+    assert torch.equal(torch.rand(3, device="cuda").cpu(), drawn[0][1])
+    weights = values[0]["transformer.h.1.attn.c_attn.weight"]
+    assert weights.std().item() == pytest.approx(0.02, rel=0.02)
+
+
+def test_beside_the_buffers_the_gpu_never_holds_more_than_one_unit() -> None:
+    with built():  # what CUDA takes for good
+        pass
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with built(layers=12, width=512) as model:
+        peak = torch.cuda.max_memory_allocated() - before
+        owned = sum(streamer.stats(model).device_bytes.values())
+        layer = sum(param.numel() * 4 for param in model.transformer.h[0].parameters())
+    assert peak <= max(owned, layer) + 2 * MIB
+
+
+# Limits
+
+
+def test_a_limit_holds_until_unwrap() -> None:
+    fraction = torch.cuda.get_per_process_memory_fraction()
+    with built(device_memory="256MiB") as model:
+        total = torch.cuda.get_device_properties(0).total_memory
+        assert torch.cuda.get_per_process_memory_fraction() == pytest.approx(256 * MIB / total)
+        step(model, streamer.AdamW(model.parameters()), 0)
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(512 * MIB, dtype=torch.uint8, device="cuda")
+    assert torch.cuda.get_per_process_memory_fraction() == fraction
+    del model
+    torch.empty(512 * MIB, dtype=torch.uint8, device="cuda")
+
+
+def test_what_is_beyond_the_limit_is_refused_before_anything_is_allocated() -> None:
+    before = torch.cuda.memory_allocated()
+    model = shape(width=1024)
+    with pytest.raises(MemoryError, match="lower num_slots if it is the device"):
+        streamer.wrap(model, init=model.init_weights, device_memory="16MiB", **LAYERS)
+    assert torch.cuda.memory_allocated() == before
+    assert all(param.is_meta for param in model.parameters())
+
+
+# Steady state
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_after_the_second_step_nothing_is_allocated(
+    activations: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registered: list[int] = []
+    pin = PinnedBlocks.pin
+    monkeypatch.setattr(PinnedBlocks, "pin", lambda self, block: registered.append(pin(self, block)) or None)
+    with built(activations=activations) as model:
+        optimizer = streamer.AdamW(model.parameters())
+        taken = []
+        for number in range(6):
+            step(model, optimizer, number)
+            streamer.synchronize(model)
+            device, host = torch.cuda.memory_stats(), torch.cuda.host_memory_stats()
+            taken.append((device["num_device_alloc"], host["num_host_alloc"], len(registered)))
+    assert registered
+    assert taken[2:] == [taken[1]] * 4
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_a_step_reads_the_gpu_once_for_clipping(activations: str) -> None:
+    with built(activations=activations) as model:
+        optimizer = streamer.AdamW(model.parameters())
+        for number in range(2):
+            step(model, optimizer, number)
+        torch.cuda.synchronize()
+        tokens = batch(2).cuda()
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                logits = model(tokens[:, :-1])
+                F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
+                streamer.clip_grad_norm_(model, 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    said = [str(warning.message) for warning in caught if "synchroniz" in str(warning.message)]
+    assert len(said) == 1, said
+
+
+# The end
+
+
+def test_host_memory_comes_back_at_unwrap() -> None:
+    def resident() -> int:
+        return psutil.Process().memory_info().rss
+
+    def once() -> tuple[int, int]:
+        with built(layers=8, width=1024) as model:
+            streamer.AdamW(model.parameters())
+            held = resident()
+        weights = sum(param.nbytes for param in model.parameters())
+        return held, weights
+
+    once()  # what CUDA and the threads take for good
+    before = resident()
+    held, weights = once()
+    assert held - before > 4 * weights * 0.98  # weights, gradients and moments in fp32
+    assert resident() - before <= 0.02 * (held - before)
+
+
+# Compiled layers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_layers_give_the_same_gradients(dtype: torch.dtype) -> None:
+    gradients = []
+    for compile in (False, True):
+        torch.manual_seed(0)
+        with built(compile=compile, dtype=dtype) as model:
+            tokens = batch(0).cuda()
+            loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+            loss.backward()
+            gradients.append({name: param.grad.float().cpu() for name, param in model.named_parameters()})
+    error = {torch.float32: 1e-4, torch.bfloat16: 2e-2}[dtype]
+    for name, expected in gradients[0].items():
+        difference = (gradients[1][name] - expected).norm()
+        assert difference <= error * expected.norm(), name
