@@ -2,7 +2,7 @@
 
 A step begins at the root's forward, the first op of every forward. To it belong the ops that are issued from
 there to the next one, but for the copies of weights: these belong to the visit that they serve, the next
-forward or backward of their unit in their slot, since the first ones of a forward are issued by the step
+forward or backward of their unit, since the first ones of a forward are issued by the step
 before. So every step in a steady state has the same ops, whatever ran under what.
 
 What one layer takes is given as medians, over copies or over steps. Busy and exposed seconds are means per
@@ -79,16 +79,14 @@ def place(records: Sequence[Record]) -> list[Placed]:
     begins = (Placed(record, 0).begins_step for record in records)
     steps = [number - 1 for number in itertools.accumulate(begins, initial=0)][1:]
     placed: list[Placed] = []
-    next_visit: dict[tuple[int, int | None], tuple[int, str]] = {}
+    next_visit: dict[int, tuple[int, str]] = {}  # by unit, which is never in two slots
     for record, step in zip(reversed(records), reversed(steps), strict=True):
         op = record.op
-        # the root has one place, which its forward does not name
-        holder = (op.unit, None if op.unit == ROOT else op.slot)
         purpose = None
         if op.kind in _VISITS:
-            next_visit[holder] = step, _VISITS[op.kind]
+            next_visit[op.unit] = step, _VISITS[op.kind]
         elif op.kind is OpKind.UNSHARD:
-            step, purpose = next_visit.pop(holder, (step, UNUSED))
+            step, purpose = next_visit.pop(op.unit, (step, UNUSED))
         elif op.kind is OpKind.OFFLOAD_GRAD:
             purpose = GRADIENT
         placed.append(Placed(record, step, purpose))

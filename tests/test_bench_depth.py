@@ -24,13 +24,13 @@ def test_a_straight_line() -> None:
 
 
 def test_a_line_that_is_not_straight() -> None:
-    # the best line is y = x + 1/3: residuals 1/3 - 2/3 + 1/3 below and above, of a variation of 8/3
-    found = line_through([0, 1, 2], [0.5, 1.0, 2.5])
+    # the best line is y = x + 4/3: the residuals are 1/6, -1/3 and 1/6
+    found = line_through([0, 1, 2], [1.5, 2.0, 3.5])
     assert found["slope"] == pytest.approx(1.0)
-    assert found["intercept"] == pytest.approx(1 / 3)
-    variation = (0.5 - 4 / 3) ** 2 + (1 - 4 / 3) ** 2 + (2.5 - 4 / 3) ** 2
-    assert found["r_squared"] == pytest.approx(1 - (1 + 4 + 1) / 36 / variation)
-    assert found["largest_relative_residual"] == pytest.approx((1 / 3) / 1.0)
+    assert found["intercept"] == pytest.approx(4 / 3)
+    variation = sum((y - 7 / 3) ** 2 for y in (1.5, 2.0, 3.5))
+    assert found["r_squared"] == pytest.approx(1 - (1 / 6**2 + 1 / 3**2 + 1 / 6**2) / variation)
+    assert found["largest_relative_residual"] == pytest.approx((1 / 3) / 2.0)
 
 
 def test_a_flat_line_has_no_r_squared() -> None:
