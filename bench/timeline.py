@@ -50,16 +50,29 @@ def step_bounds(events: list[dict[str, Any]], steps: int) -> tuple[float, float]
     return begin, next((ts for ts in forwards if ts > updates[-1]), max(e["ts"] + e["dur"] for e in events))
 
 
+def boxes(trace: Path) -> list[dict[str, Any]]:
+    """What has run, and what has waited, in ``trace``."""
+    return [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+
+
+def forwards(trace: Path) -> list[float]:
+    """When each forward in ``trace`` began, in microseconds."""
+    return sorted(event["ts"] for event in boxes(trace) if event["name"] == "rootF")
+
+
 def draw(trace: Path, picture: Path, *, steps: int) -> None:
     """Draw the last ``steps`` steps of ``trace``."""
+    draw_between(trace, picture, *step_bounds(boxes(trace), steps))
+
+
+def draw_between(trace: Path, picture: Path, begin: float, end: float) -> None:
+    """Draw what ``trace`` shows from ``begin`` to ``end``, in microseconds."""
     everything = json.loads(trace.read_text())["traceEvents"]
     rows = {event["tid"]: event["args"]["name"] for event in everything if event["ph"] == "M"}
-    events = [event for event in everything if event["ph"] == "X"]
-    begin, end = step_bounds(events, steps)
     figure, axes = plt.subplots(figsize=(12, 2.8), layout="constrained")
     order = {tid: len(rows) - 1 - row for row, tid in enumerate(rows)}
     seen: set[str] = set()
-    for event in events:
+    for event in boxes(trace):
         if event["ts"] + event["dur"] < begin or event["ts"] > end:
             continue
         kind = kind_of(event["name"])

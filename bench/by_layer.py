@@ -1,0 +1,205 @@
+"""The ops of training steps sorted by step and by layer, and what they add up to. Knows no clock or device.
+
+A step begins at the root's forward, the first op of every forward. To it belong the ops that are issued from
+there to the next one, but for the copies of weights: these belong to the visit that they serve, the next
+forward or backward of their unit, since the first ones of a forward are issued by the step
+before. So every step in a steady state has the same ops, whatever ran under what.
+
+What one layer takes is given as medians, over copies or over steps. Busy and exposed seconds are means per
+step, so that those of the rows add up to those of the lanes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench.common import quartiles
+from streamer.backends.base import Event, Lane
+from streamer.engine.op import ROOT, Op, OpKind
+from streamer.engine.trace import Record, Trace
+
+#: What a copy is for. UNUSED is an UNSHARD whose slot was given up before anybody came to it.
+FOR_FORWARD, FOR_BACKWARD, GRADIENT, UNUSED = (
+    "weights_for_forward",
+    "weights_for_backward",
+    "gradient",
+    "weights_unused",
+)
+PURPOSES = (FOR_FORWARD, FOR_BACKWARD, GRADIENT, UNUSED)
+_VISITS = {OpKind.FORWARD: FOR_FORWARD, OpKind.BACKWARD: FOR_BACKWARD}
+
+#: Seconds that a plain copy of so many bytes takes on a lane (H2D or D2H), with nothing beside it.
+RawSeconds = Callable[[Lane, int], float]
+
+
+class CompleteTrace(Trace):
+    """A trace that forgets no op, and knows in which order they were issued, which starts do not tell."""
+
+    def __init__(self) -> None:
+        super().__init__(keep=sys.maxsize)
+        self._issued: list[Op] = []
+
+    def add(self, op: Op, event: Event, waits: Sequence[Event]) -> None:
+        self._issued.append(op)
+        super().add(op, event, waits)
+
+    def in_order_of_issue(self) -> list[Record]:
+        """Every op; all of them must be done, so call `streamer.synchronize` first."""
+        # equal ops are issued in every step, so it is the object that tells them apart
+        records = {id(record.op): record for record in self.records()}
+        return [records[id(op)] for op in self._issued]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """An op that has run, the step it belongs to (-1 before the first), and, of a copy, what it is for."""
+
+    record: Record
+    step: int
+    purpose: str | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.record.span.end - self.record.span.start
+
+    @property
+    def begins_step(self) -> bool:
+        return self.record.op.kind is OpKind.FORWARD and self.record.op.unit == ROOT
+
+
+def place(records: Sequence[Record]) -> list[Placed]:
+    """Every one of ``records``, which are in the order of issue, with its step and purpose."""
+    begins = (Placed(record, 0).begins_step for record in records)
+    steps = [number - 1 for number in itertools.accumulate(begins, initial=0)][1:]
+    placed: list[Placed] = []
+    next_visit: dict[int, tuple[int, str]] = {}  # by unit, which is never in two slots
+    for record, step in zip(reversed(records), reversed(steps), strict=True):
+        op = record.op
+        purpose = None
+        if op.kind in _VISITS:
+            next_visit[op.unit] = step, _VISITS[op.kind]
+        elif op.kind is OpKind.UNSHARD:
+            step, purpose = next_visit.pop(op.unit, (step, UNUSED))
+        elif op.kind is OpKind.OFFLOAD_GRAD:
+            purpose = GRADIENT
+        placed.append(Placed(record, step, purpose))
+    return placed[::-1]
+
+
+def step_seconds(placed: Iterable[Placed], steps: range) -> list[float]:
+    """From the moment that compute got to the beginning of each of ``steps`` to that of the step after it."""
+    begin = {one.step: one.record.span.ready for one in placed if one.begins_step}
+    return [begin[step + 1] - begin[step] for step in steps]
+
+
+def rows(placed: Iterable[Placed], steps: range, raw_seconds: RawSeconds) -> dict[str, Any]:
+    """Figures of ``"layers"``, of the ``"root"`` unit, and of the ``"caller"`` who waits for gradients."""
+    of_row: dict[int | None, list[Placed]] = defaultdict(list)
+    for one in placed:
+        if one.step in steps:
+            op = one.record.op
+            of_row[None if op.kind is OpKind.SYNC else op.unit].append(one)
+    caller, root = of_row.pop(None, []), of_row.pop(ROOT, [])
+    return {
+        "layers": [{"unit": unit} | _row(of_row[unit], steps, raw_seconds) for unit in sorted(of_row)],
+        "root": _row(root, steps, raw_seconds),
+        "caller": _row(caller, steps, raw_seconds),
+    }
+
+
+def _row(mine: Sequence[Placed], steps: range, raw_seconds: RawSeconds) -> dict[str, Any]:
+    copies: dict[str | None, list[Placed]] = defaultdict(list)
+    for one in mine:
+        copies[one.purpose].append(one)
+    return {
+        **{purpose: _copies(copies[purpose], steps, raw_seconds) for purpose in PURPOSES},
+        "forward_seconds": _median_per_step(mine, OpKind.FORWARD, steps),
+        "backward_seconds": _median_per_step(mine, OpKind.BACKWARD, steps),
+        "busy_seconds": _busy(mine, steps),
+        "exposed_seconds": _exposed(mine, steps),
+    }
+
+
+def _copies(copies: Sequence[Placed], steps: range, raw_seconds: RawSeconds) -> dict[str, Any]:
+    """Of copies for one purpose; without one there is nothing but the 0."""
+    if not copies:
+        return {"copies": 0, "copies_per_step": 0.0}
+    (nbytes,) = {one.record.op.nbytes for one in copies}
+    lane = copies[0].record.op.lane
+    seconds = statistics.median(one.seconds for one in copies)
+    found = {
+        "copies": len(copies),
+        "copies_per_step": len(copies) / len(steps),
+        "bytes": nbytes,
+        "seconds": seconds,
+    }
+    if not seconds:
+        return found
+    return found | {"bytes_per_second": nbytes / seconds, "of_raw": raw_seconds(lane, nbytes) / seconds}
+
+
+def _median_per_step(mine: Iterable[Placed], kind: OpKind, steps: range) -> float | None:
+    """The median over steps of the seconds that ops of ``kind`` take in one, None where there are none."""
+    by_step = dict.fromkeys(steps, 0.0)
+    count = 0
+    for one in mine:
+        if one.record.op.kind is kind:
+            by_step[one.step] += one.seconds
+            count += 1
+    return statistics.median(by_step.values()) if count else None
+
+
+def _busy(placed: Iterable[Placed], steps: range) -> dict[str, float]:
+    """By lane, seconds per step."""
+    seconds: dict[Lane, list[float]] = {lane: [] for lane in Lane}
+    for one in placed:
+        seconds[one.record.op.lane].append(one.seconds)
+    return {lane.value: math.fsum(spent) / len(steps) for lane, spent in seconds.items()}
+
+
+def _exposed(placed: Iterable[Placed], steps: range) -> dict[str, float]:
+    """By the lane that was waited for, seconds per step."""
+    seconds: dict[Lane, list[float]] = {lane: [] for lane in Lane}
+    for one in placed:
+        for interval in one.record.exposed:
+            seconds[interval.lane].append(interval.end - interval.start)
+    return {lane.value: math.fsum(spent) / len(steps) for lane, spent in seconds.items()}
+
+
+def totals(placed: Sequence[Placed], steps: range, *, tokens: int, parameters: int) -> dict[str, Any]:
+    """Of all ops together. ``tokens`` are those of a step; arithmetic is 6 FLOP per parameter and token."""
+    mine = [one for one in placed if one.step in steps]
+    seconds = step_seconds(placed, steps)
+    mean = math.fsum(seconds) / len(steps)
+    median = statistics.median(seconds)
+    busy, exposed = _busy(mine, steps), _exposed(mine, steps)
+    copied = {
+        lane: sum(one.record.op.nbytes for one in mine if one.record.op.lane is lane)
+        for lane in (Lane.H2D, Lane.D2H)
+    }
+    transfer_busy, transfer_exposed = (of["h2d"] + of["d2h"] for of in (busy, exposed))
+    return {
+        "step_seconds": quartiles(seconds),
+        "mean_step_seconds": mean,
+        "bytes_per_step": {lane.value: nbytes / len(steps) for lane, nbytes in copied.items()},
+        "busy_seconds": busy,
+        "exposed_seconds": exposed,
+        "overlap": {lane: overlap(busy[lane], exposed[lane]) for lane in ("h2d", "d2h", "host")},
+        "other_seconds": mean - busy["compute"] - sum(exposed.values()),
+        "exposed_transfer_of_step": transfer_exposed / mean,
+        "transfer_overlap": overlap(transfer_busy, transfer_exposed),
+        "tokens_per_second": tokens / median,
+        "flops_per_second": 6 * parameters * tokens / median,
+    }
+
+
+def overlap(busy: float, exposed: float) -> float:
+    """The part of a lane's work that compute did not stand still for; NaN for a lane that did nothing."""
+    return 1 - exposed / busy if busy else math.nan

@@ -1,0 +1,179 @@
+"""Does a step take as much longer as there are more layers, and the device as much memory as for few?
+
+    python -m bench.depth --n-embd 256 --n-head 4 --batch-size 2 --context 64
+    python -m bench.depth --device cuda --dtype bfloat16 --n-embd 2048 --n-head 16 --batch-size 8 \\
+        --context 1024 --one-at-a-time
+
+GPT-2 of one width and several depths, two slots each. Every round runs a block of steps of each depth, in an
+order drawn anew, so that whatever else the machine does meets all alike. A block begins with nothing under
+way, takes one step that is not timed, and then those that are; its figure is the median. As in
+`bench.hidden_update`, the clock starts with an update just queued and stops with another just queued. A line
+is laid by least squares through the medians over rounds: its slope is what a layer costs, its intercept what
+is in no layer; R^2 and the largest residual, as a share of the time measured, say how straight it is.
+
+Of device memory there are two figures. *Owned* are the wrapped model's buffers: slots, gradient slots, and
+all that is in no layer. They should not depend on depth, and the report says whether they do. *Peak* is the
+most that was there during a block: on CUDA all tensors, as PyTorch counts them, less those of other models;
+on the CPU the owned ones and what layers have saved for backward. It grows by each layer's saved inputs.
+
+All depths are built at first and stay in memory, unless ``--one-at-a-time`` wraps each anew in every round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import random
+import statistics
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+import streamer
+from bench.common import RESULTS, load_average, provenance, write_json
+from bench.depth_report import Block, draw, print_table, summary
+from models.gpt2 import GPT
+from streamer.handle import wrapped
+
+VOCAB_SIZE, NUM_SLOTS = 256, 2
+
+
+class Loop:
+    """A training loop of one depth on random tokens."""
+
+    def __init__(self, options: argparse.Namespace, n_layer: int) -> None:
+        torch.manual_seed(0)
+        sizes = {"n_layer": n_layer, "n_head": options.n_head, "n_embd": options.n_embd}
+        model = GPT(vocab_size=VOCAB_SIZE, block_size=options.context, tied=False, **sizes)
+        self.model = streamer.wrap(
+            model,
+            layers="transformer.h",
+            device=options.device,
+            dtype=getattr(torch, options.dtype),
+            num_slots=NUM_SLOTS,
+            host_threads=options.host_threads,
+        )
+        self.device = next(self.model.parameters()).device
+        # a rate so small that hundreds of steps on the same tokens leave the gradients what they are
+        self.optimizer = streamer.AdamW(self.model.parameters(), lr=1e-6)
+        shape = (2, options.batch_size, options.context)
+        self.tokens, self.targets = torch.randint(VOCAB_SIZE, shape).to(self.device)
+
+    def step(self) -> None:
+        logits = self.model(self.tokens)
+        F.cross_entropy(logits.flatten(0, 1).float(), self.targets.flatten()).backward()
+        streamer.clip_grad_norm_(self.model, 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def block(self, steps: int) -> Block:
+        """One step without the clock, ``steps`` with it."""
+        streamer.synchronize(self.model)
+        others = self._begin_peak()
+        self.step()
+        ends = [time.perf_counter()]
+        for _ in range(steps):
+            self.step()
+            ends.append(time.perf_counter())
+        streamer.synchronize(self.model)
+        stats = streamer.stats(self.model)
+        return Block(
+            seconds=statistics.median(end - begin for begin, end in itertools.pairwise(ends)),
+            owned=dict(stats.device_bytes),
+            peak=stats.device_bytes_peak - others,
+        )
+
+    def _begin_peak(self) -> int:
+        """Begin a new peak; bytes on the device that are not the model's own, nor made by its steps."""
+        if self.device.type != "cuda":
+            return 0  # counted by each model for itself
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return torch.cuda.memory_allocated(self.device) - sum(
+            streamer.stats(self.model).device_bytes.values()
+        )
+
+    def close(self) -> None:
+        """End the lanes and give the memory back, but not the weights, which nobody wants."""
+        wrapped(self.model).close()
+
+
+def measure(options: argparse.Namespace) -> dict[int, list[Block]]:
+    """By depth, a block of every round."""
+    order = random.Random(0)
+    found: dict[int, list[Block]] = {n_layer: [] for n_layer in options.layers}
+    loops: dict[int, Loop] = {}
+    try:
+        for n_layer in () if options.one_at_a_time else options.layers:
+            loops[n_layer] = Loop(options, n_layer)
+            # the lanes of one model must be idle when the next is made: both run parallel kernels
+            loops[n_layer].block(1)
+        for _ in range(options.rounds):
+            for n_layer in order.sample(options.layers, len(options.layers)):
+                block = loops[n_layer].block if loops else partial(block_of_new_loop, options, n_layer)
+                found[n_layer].append(block(options.steps))
+    finally:
+        for loop in loops.values():
+            loop.close()
+    return found
+
+
+def block_of_new_loop(options: argparse.Namespace, n_layer: int, steps: int) -> Block:
+    gc.collect()  # the last model is full of circles
+    loop = Loop(options, n_layer)
+    try:
+        loop.block(1)
+        return loop.block(steps)
+    finally:
+        loop.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--layers", type=int, nargs="+", default=[4, 8, 16, 32, 64], help="two or more depths"
+    )
+    parser.add_argument("--n-embd", type=int, default=256)
+    parser.add_argument("--n-head", type=int, default=4)
+    parser.add_argument("--batch-size", type=int, default=2)
+    parser.add_argument("--context", type=int, default=64)
+    parser.add_argument("--dtype", default="float32", help="of the weights (float32)")
+    parser.add_argument("--device", help="cpu or cuda (CUDA where there is one)")
+    parser.add_argument("--compute-threads", type=int, help="of PyTorch (its own choice)")
+    parser.add_argument("--host-threads", type=int, help="of the update (that of streamer.wrap)")
+    parser.add_argument("--rounds", type=int, default=10, help="two or more (10)")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of a block (3)")
+    parser.add_argument("--one-at-a-time", action="store_true", help="where all depths do not fit together")
+    parser.add_argument("--json", type=Path, default=RESULTS / "depth.json")
+    parser.add_argument("--png", type=Path, default=RESULTS / "depth.png")
+    options = parser.parse_args()
+    if len(set(options.layers)) != len(options.layers) or len(options.layers) < 2 or options.rounds < 2:
+        parser.error("--layers must be two or more different depths, and --rounds 2 or more")
+    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    load_before = load_average()
+    if options.compute_threads is not None:
+        torch.set_num_threads(options.compute_threads)
+    try:
+        found = summary(measure(options))
+    except MemoryError as error:
+        raise SystemExit(f"{error}; --one-at-a-time holds one depth at a time") from None
+    settings = {name: value for name, value in vars(options).items() if name not in ("json", "png")}
+    report = {
+        **provenance("bench/depth.py", load_before=load_before, device=options.device),
+        "settings": settings | {"num_slots": NUM_SLOTS, "vocab_size": VOCAB_SIZE},
+        **found,
+    }
+    tokens = f"{options.batch_size} x {options.context} tokens on {options.device}"
+    print(f"width {options.n_embd} in {options.dtype}, {tokens}; load before {load_before:.1f}")
+    print_table(found)
+    draw(found, options.png)
+    write_json(options.json, report)
+
+
+if __name__ == "__main__":
+    main()

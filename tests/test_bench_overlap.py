@@ -1,0 +1,384 @@
+"""bench/overlap.py: a step cut out of a trace and added up, exactly by hand where the clock is virtual."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import streamer
+from bench import overlap
+from bench.by_layer import (
+    FOR_BACKWARD,
+    FOR_FORWARD,
+    GRADIENT,
+    PURPOSES,
+    UNUSED,
+    CompleteTrace,
+    Placed,
+    place,
+    rows,
+    step_seconds,
+    totals,
+)
+from bench.overlap_table import COLUMNS, figure, table
+from bench.raw_copies import RawCopies
+from models.gpt2 import GPT
+from streamer.app.config import load_config
+from streamer.backends.base import Backend, Lane, Span
+from streamer.backends.machine import Machine
+from streamer.backends.thread import ThreadBackend
+from streamer.backends.virtual import VirtualBackend
+from streamer.engine import op as ops
+from streamer.engine.op import Op
+from streamer.engine.trace import Record
+from streamer.handle import wrapped
+from tests.reference import VOCAB
+
+#: Powers of two, so that every second is exact.
+ROUND = Machine(
+    "round",
+    flops_per_second=16.0,
+    h2d_bytes_per_second=2.0,
+    d2h_bytes_per_second=4.0,
+    host_bytes_per_second=8.0,
+    device_bytes=1 << 40,
+    host_bytes=1 << 40,
+)
+TOKENS, MATRIX, STEPS = 64, 32 * 32, 4
+#: Seconds on ROUND of one 32 x 32 matrix in fp32: each way over the bus, its update, its product with TOKENS.
+IN, OUT, UPDATE, PRODUCT = 4 * MATRIX / 2, 4 * MATRIX / 4, 28 * MATRIX / 8, 2 * TOKENS * MATRIX / 16
+
+DEMO = "configs/gpt2-demo.toml"
+TINY = [
+    "model.args.n_embd=64",
+    "model.args.n_head=2",
+    "model.args.n_layer=3",
+    "model.args.block_size=8",
+    "data.context=8",
+    "data.batch_size=2",
+]
+
+
+class Stack(nn.Module):
+    """Three layers of one 32 x 32 matrix each, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def trained(model: nn.Module, inputs: torch.Tensor, steps: int, **options: object) -> CompleteTrace:
+    streamer.wrap(model, **options)
+    optimizer = streamer.AdamW(model.parameters())
+    trace = wrapped(model).executor.issuer.trace = CompleteTrace()
+    for _ in range(steps):
+        model(inputs).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    streamer.synchronize(model)
+    wrapped(model).close()
+    return trace
+
+
+def stack() -> list[Placed]:
+    """STEPS + 2 steps of a Stack on ROUND: one to warm up, and one after those of MEASURED."""
+    with torch.device("meta"):
+        model, inputs = Stack(), torch.empty(TOKENS, 32)
+    options = {"layers": "layers", "num_slots": 2, "backend": VirtualBackend(ROUND)}
+    return place(trained(model, inputs, STEPS + 2, **options).in_order_of_issue())
+
+
+MEASURED = range(1, STEPS + 1)
+
+
+def raw_on_round(lane: Lane, nbytes: int) -> float:
+    """As if a raw copy were four times as fast as one on ROUND into the device, and twice as fast out."""
+    return nbytes / 8.0
+
+
+def gpt(backend: Backend, steps: int, **options: object) -> CompleteTrace:
+    with torch.device(backend.device):
+        model = GPT(vocab_size=VOCAB, block_size=8, n_layer=5, n_head=2, n_embd=16)
+        inputs = torch.zeros(2, 8, dtype=torch.long)
+    return trained(model, inputs, steps, layers="transformer.h", backend=backend, **options)
+
+
+def test_every_op_of_a_step_has_its_place() -> None:
+    step = [(str(one.record.op), one.purpose) for one in stack() if one.step == 2]
+    assert step == [
+        # issued when the step before was queued, and again when a slot became free
+        ("0UNSHARD@0", FOR_FORWARD),
+        ("1UNSHARD@1", FOR_FORWARD),
+        ("rootF", None),
+        ("0F@0", None),
+        ("2UNSHARD@0", FOR_FORWARD),
+        ("1F@1", None),
+        ("2F@0", None),
+        ("2B@0", None),
+        ("2OFFLOAD_GRAD@0", GRADIENT),
+        ("0UNSHARD@0", FOR_BACKWARD),
+        ("1B@1", None),
+        ("1OFFLOAD_GRAD@1", GRADIENT),
+        ("0B@0", None),
+        ("0OFFLOAD_GRAD@0", GRADIENT),
+        ("SYNC", None),
+        ("0STEP", None),
+        ("1STEP", None),
+        ("2STEP", None),
+    ]
+
+
+def test_figures_by_hand() -> None:
+    found = rows(stack(), MEASURED, raw_on_round)
+    arriving = {"copies": STEPS, "copies_per_step": 1.0, "bytes": 4 * MATRIX, "seconds": IN} | {
+        "bytes_per_second": 2.0,
+        "of_raw": 0.25,
+    }
+    leaving = {**arriving, "seconds": OUT, "bytes_per_second": 4.0, "of_raw": 0.5}
+    none = {"copies": 0, "copies_per_step": 0.0}
+    nothing = dict.fromkeys(("compute", "h2d", "d2h", "host"), 0.0)
+
+    def layer(unit: int, *, again: bool, products: int, exposed: dict[str, float]) -> dict[str, Any]:
+        busy = {"compute": (1 + products) * PRODUCT, "h2d": (1 + again) * IN, "d2h": OUT, "host": UPDATE}
+        return {
+            "unit": unit,
+            FOR_FORWARD: arriving,
+            FOR_BACKWARD: arriving if again else none,
+            GRADIENT: leaving,
+            UNUSED: none,
+            "forward_seconds": PRODUCT,
+            "backward_seconds": products * PRODUCT,
+            "busy_seconds": busy,
+            "exposed_seconds": nothing | exposed,
+        }
+
+    assert found["layers"] == [
+        # forward asks for it at once: it waits for its update, then for the copy. Nobody needs the gradient
+        # of the first layer's input, and its slot was taken by layer 2, so that it comes again for backward
+        layer(0, again=True, products=2, exposed={"host": UPDATE, "h2d": IN}),
+        layer(1, again=False, products=3, exposed={}),
+        layer(2, again=False, products=3, exposed={}),
+    ]
+    idle = {purpose: none for purpose in PURPOSES} | {"busy_seconds": nothing, "backward_seconds": None}
+    assert found["root"] == {**idle, "forward_seconds": 0.0, "exposed_seconds": nothing}
+    # the last gradient has to land
+    assert found["caller"] == {**idle, "forward_seconds": None, "exposed_seconds": nothing | {"d2h": OUT}}
+
+
+def test_totals_by_hand() -> None:
+    seconds = 11 * PRODUCT + UPDATE + IN + OUT
+    assert totals(stack(), MEASURED, tokens=TOKENS, parameters=3 * MATRIX) == {
+        "step_seconds": dict.fromkeys(("lower_quartile", "median", "upper_quartile"), seconds),
+        "mean_step_seconds": seconds,
+        "bytes_per_step": {"h2d": 4 * 4 * MATRIX, "d2h": 3 * 4 * MATRIX},
+        "busy_seconds": {"compute": 11 * PRODUCT, "h2d": 4 * IN, "d2h": 3 * OUT, "host": 3 * UPDATE},
+        "exposed_seconds": {"compute": 0.0, "h2d": IN, "d2h": OUT, "host": UPDATE},
+        "overlap": {"h2d": 1 - 1 / 4, "d2h": 1 - 1 / 3, "host": 1 - 1 / 3},
+        "other_seconds": 0.0,
+        "exposed_transfer_of_step": (IN + OUT) / seconds,
+        "transfer_overlap": 1 - (IN + OUT) / (4 * IN + 3 * OUT),
+        "tokens_per_second": TOKENS / seconds,
+        "flops_per_second": 6 * 3 * MATRIX * TOKENS / seconds,
+    }
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+@pytest.mark.parametrize("num_slots", [1, 2, 3, 5])
+@pytest.mark.parametrize("virtual", [True, False])
+def test_rows_add_up_to_the_totals_and_to_the_trace(update: str, num_slots: int, virtual: bool) -> None:
+    backend = VirtualBackend(ROUND) if virtual else ThreadBackend()
+    steps = 3
+    trace = gpt(backend, steps, num_slots=num_slots, update=update)
+    placed = place(trace.in_order_of_issue())
+    # all of it: also the first steps, and what was fetched for a forward that never came
+    every = range(steps)
+    assert {one.step for one in placed} == set(every)
+    assert [one.record for one in sorted(placed, key=lambda one: one.record.span.start)] == trace.records()
+    found = rows(placed, every, lambda lane, nbytes: 1.0)
+    of_all = [*found["layers"], found["root"], found["caller"]]
+    assert [row["unit"] for row in found["layers"]] == list(range(5))
+    for purpose, lane in ((FOR_FORWARD, Lane.H2D), (GRADIENT, Lane.D2H)):
+        kinds = (FOR_FORWARD, FOR_BACKWARD, UNUSED) if lane is Lane.H2D else (GRADIENT,)
+        copied = [row[kind] for row in of_all for kind in kinds if row[kind]["copies"]]
+        issued = [record.op for record in trace.records() if record.op.lane is lane]
+        assert sum(copy["copies"] for copy in copied) == len(issued), purpose
+        assert sum(copy["copies"] * copy["bytes"] for copy in copied) == sum(op.nbytes for op in issued)
+    for key, of_lane in (("busy_seconds", trace.busy_seconds), ("exposed_seconds", trace.exposed_seconds)):
+        for lane in Lane:
+            added = math.fsum(row[key][lane.value] for row in of_all) * steps
+            assert added == (of_lane[lane] if virtual else pytest.approx(of_lane[lane]))
+
+
+@pytest.mark.parametrize(("num_slots", "again"), [(1, 4), (2, 3), (3, 2), (5, 0)])
+def test_what_is_still_in_a_slot_is_not_copied_again(num_slots: int, again: int) -> None:
+    placed = place(gpt(VirtualBackend(ROUND), 3, num_slots=num_slots).in_order_of_issue())
+    found = rows(placed, range(1, 2), raw_on_round)
+    assert [row[FOR_FORWARD]["copies"] for row in found["layers"]] == [1] * 5
+    # with one slot the last layer's weights are still there when its backward begins
+    assert [row[FOR_BACKWARD]["copies"] for row in found["layers"]].count(1) == again
+    assert sum(row[UNUSED]["copies"] for row in found["layers"]) == 0
+
+
+def test_a_step_begins_when_compute_gets_to_it() -> None:
+    """So that what its first op waits for is its own."""
+    issued = [ops.root_forward(), ops.root_forward(), ops.root_forward()]
+    spans = [Span(1, 2, 3), Span(10, 15, 16), Span(30, 31, 32)]
+    placed = place([Record(op, span, ()) for op, span in zip(issued, spans, strict=True)])
+    assert step_seconds(placed, range(2)) == [9, 20]
+
+
+def test_a_copy_nobody_came_for_is_unused() -> None:
+    def ran(op: Op, start: float) -> Record:
+        return Record(op, Span(start, start, start + 1), ())
+
+    issued = [ops.root_forward(), ops.unshard(0, 0, 8), ops.unshard(1, 0, 8), ops.unshard(0, 0, 8)]
+    issued += [ops.forward(0, 0), ops.root_forward(), ops.backward(0, 0, None)]
+    placed = place([ran(op, start) for start, op in enumerate(issued)])
+    assert [(one.step, one.purpose) for one in placed] == [
+        (0, None),
+        (0, UNUSED),
+        (0, UNUSED),
+        (0, FOR_FORWARD),
+        (0, None),
+        (1, None),
+        (1, None),
+    ]
+
+
+def test_raw_copies_on_a_clock_are_the_machine() -> None:
+    raw = RawCopies(VirtualBackend(ROUND))
+    assert raw.seconds(Lane.H2D, 4096) == 2048
+    assert raw.seconds(Lane.D2H, 4096) == 1024
+    assert raw.measured == {
+        4096: {
+            "h2d_seconds": 2048,
+            "d2h_seconds": 1024,
+            "h2d_beside_d2h_seconds": 2048,
+            "d2h_beside_h2d_seconds": 1024,
+        }
+    }
+
+
+def test_raw_copies_of_threads_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = ThreadBackend()
+    copied: list[tuple[int, int]] = []
+    copy = backend.copy
+
+    def noted(into: torch.Tensor, source: torch.Tensor) -> None:
+        copied.append((into.numel(), source.numel()))
+        copy(into, source)
+
+    monkeypatch.setattr(backend, "copy", noted)
+    raw = RawCopies(backend)
+    assert raw.seconds(Lane.H2D, 4096) > 0
+    count = len(copied)
+    assert raw.seconds(Lane.D2H, 4096) > 0
+    assert set(copied) == {(4096, 4096)}
+    assert len(copied) == count, "both directions are measured at once"
+    backend.close()
+
+
+def test_figures_in_a_table() -> None:
+    assert [figure(value) for value in (None, math.nan, 0.0, 2e-5, 0.0123, 1.234, 12.34, 1234.5, 2e6)] == [
+        "-",
+        "-",
+        "0",
+        "2e-05",
+        "0.012",
+        "1.23",
+        "12.3",
+        "1234",
+        "2e+06",
+    ]
+
+
+def test_many_layers_are_summed_up() -> None:
+    found = rows(stack(), MEASURED, raw_on_round)
+    first, second, third = found["layers"]
+    assert [line.split()[0] for line in table(found)[2:]] == ["0", "1", "2", "root", "caller"]
+    many = {**found, "layers": [{**second, "unit": unit} for unit in range(20)] + [{**first, "unit": 20}]}
+    lines = table(many)[2:]
+    names = ["0", "1", "2", "...", "18", "19", "20", "median", "worst", "root", "caller"]
+    assert [line.split()[0] for line in lines] == names
+    by_name = {line.split()[0]: line.split()[1:] for line in lines if line != "..."}
+    headers = [f"{column.group} {column.header}" for column in COLUMNS]
+    waited = headers.index("ms waited for host")
+    assert by_name["1"][headers.index("for backward ms")] == "-"
+    # what has no copy is not counted as a fast one, and what waits is the exception
+    assert by_name["median"][headers.index("for backward ms")] == figure(IN * 1e3)
+    assert by_name["median"][waited] == "0"
+    assert by_name["worst"][waited] == figure(UPDATE * 1e3)
+    slow = {**second, FOR_FORWARD: {**second[FOR_FORWARD], "bytes_per_second": 1e9, "of_raw": 0.125}}
+    worst = table({**many, "layers": [*many["layers"], slow]})[-3].split()[1:]
+    assert worst[headers.index("for forward /raw")] == "0.125"
+    assert worst[headers.index("for forward GB/s")] == figure(2e-9)
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> dict[str, Any]:
+    report, picture, trace = (folder / name for name in ("overlap.json", "overlap.png", "trace.json"))
+    overrides = [word for override in TINY for word in ("--set", override)]
+    outputs = ["--json", str(report), "--png", str(picture), "--trace", str(trace)]
+    monkeypatch.setattr(
+        sys, "argv", ["overlap", DEMO, *overrides, "--steps", "3", "--warmup", "1", *outputs, *arguments]
+    )
+    overlap.main()
+    assert any(event["name"] == "rootF" for event in json.loads(trace.read_text())["traceEvents"])
+    return json.loads(report.read_text())
+
+
+@pytest.mark.parametrize("backend", ["thread", "virtual", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_a_run(
+    backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = run_main(monkeypatch, tmp_path, "--backend", backend)
+    assert found["backend"] == backend
+    assert found["config"]["model"]["args"]["n_layer"] == 3
+    assert [row["unit"] for row in found["layers"]] == [0, 1, 2]
+    # 12 n^2 + 13 n parameters of 4 bytes, each way
+    nbytes = 4 * (12 * 64**2 + 13 * 64)
+    for row in found["layers"]:
+        assert row[FOR_FORWARD]["copies"] == row[GRADIENT]["copies"] == 3
+        assert row[FOR_FORWARD]["bytes"] == row[GRADIENT]["bytes"] == nbytes
+        assert row[FOR_FORWARD]["of_raw"] > 0
+    assert [row[FOR_BACKWARD]["copies"] for row in found["layers"]] == [3, 0, 0]
+    assert [found["root"][purpose]["copies"] for purpose in PURPOSES] == [3, 0, 3, 0]
+    assert found["totals"]["step_seconds"]["median"] > 0
+    assert nbytes in [raw["bytes"] for raw in found["raw_copies"]]
+    if backend == "virtual":
+        assert [row[FOR_FORWARD]["of_raw"] for row in found["layers"]] == pytest.approx([1, 1, 1])
+    assert (tmp_path / "overlap.png").read_bytes().startswith(b"\x89PNG")
+    assert "raw copy of 0.20 MB" in capsys.readouterr().out
+
+
+def test_without_matplotlib_there_is_no_picture_and_all_the_rest(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import bench
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "bench.timeline", raising=False)
+    monkeypatch.delattr(bench, "timeline", raising=False)
+    run_main(monkeypatch, tmp_path, "--backend", "virtual")
+    assert "not drawn: import of matplotlib" in capsys.readouterr().out
+    assert not (tmp_path / "overlap.png").exists()
+
+
+def test_a_step_that_was_skipped_is_no_step(tmp_path: Path) -> None:
+    config = load_config(DEMO, [*TINY, "optimizer.lr=1e30", "optimizer.min_lr=0.0"])
+    with (
+        pytest.warns(UserWarning, match="this step is skipped"),
+        pytest.raises(RuntimeError, match="a step was skipped"),
+    ):
+        overlap.measure(config, ThreadBackend(), steps=2, warmup=1, trace=tmp_path / "trace.json")
