@@ -1,0 +1,226 @@
+"""Does a config train within its memory, and how fast is it with more tokens a step?
+
+    python -m bench.fits configs/gpt2-demo.toml --host-memory 4GiB --batch-sizes 32 64        # a CPU will do
+    python -m bench.fits configs/gpt2-10b.toml --host-memory 120GiB --batch-sizes 16 32 64 \\
+        --set optimizer.warmup_steps=2                                                        # a GPU
+
+First the config as it is, on the text that it names, with the GPU held to ``stream.device_memory``: the loss
+on validation text before and after ``--steps`` steps, each step's loss, norm and seconds, and the most that
+was taken of the GPU and of host memory (the process's largest resident set; page-locked memory is in it). How
+often a GPU's allocator asks the driver for memory is counted from the second step on: it should be never.
+
+Then, the limit lifted, larger batches on the same model: tokens/s, the part of a step that compute waited for
+copies, and the rate of copies over that of raw ones, as `bench.overlap` takes them. A batch that is too large
+is said to be.
+
+Exits with 1, the JSON written, where the loss did not fall, or more was taken than there was to be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import streamer
+from bench.by_layer import CompleteTrace, place, totals
+from bench.common import RESULTS, load_average, provenance, write_json
+from bench.fits_report import failures, print_report
+from bench.raw_copies import RawCopies
+from streamer.app.build import build_model, build_optimizer, schedule
+from streamer.app.config import Config, ConfigError, load_config
+from streamer.app.data import load_bytes
+from streamer.backends.base import Lane
+from streamer.engine.executor import Executor
+from streamer.handle import wrapped
+from streamer.options import parse_bytes
+
+WARMUP, MEASURED = 2, 3
+
+
+class Run:
+    """A config's model in a plain loop on the config's text."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.data = load_bytes(config.data.paths, val_fraction=config.data.val_fraction)
+        torch.manual_seed(config.run.seed)
+        self.crops = torch.Generator().manual_seed(config.run.seed)
+        self.model = build_model(config)
+        self.optimizer = build_optimizer(config.optimizer, self.model)
+        self.raw = RawCopies(self.executor.backend)
+        self.rates = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, schedule(config.optimizer, config.run.steps)
+        )
+
+    @property
+    def executor(self) -> Executor:
+        return wrapped(self.model).executor
+
+    def step(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """One step; its loss, still on the device, and the norm of its gradient."""
+        tokens, targets = self.data.batch("train", batch_size, self.config.data.context, self.crops)
+        loss = _loss(self.model, tokens, targets)
+        loss.backward()
+        norm = streamer.clip_grad_norm_(self.model, self.config.optimizer.grad_clip or math.inf)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.rates.step()
+        return loss.detach(), norm
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """The mean loss of a few batches of validation text, in nats per byte."""
+        run, data = self.config.run, self.config.data
+        batches = self.data.val_batches(run.eval_batches, data.batch_size, data.context)
+        self.model.eval()
+        losses = [_loss(self.model, tokens, targets).item() for tokens, targets in batches]
+        self.model.train()
+        return statistics.fmean(losses)
+
+
+def _loss(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    result: Any = model(tokens)
+    logits: torch.Tensor = getattr(result, "logits", result)
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten().to(logits.device))
+
+
+def within_limits(run: Run, steps: int) -> dict[str, Any]:
+    """The config as it is: losses, seconds, and the most memory taken."""
+    first = run.validate()
+    losses, norms, seconds, asked = [], [], [], []
+    for _ in range(steps):
+        begun = time.perf_counter()
+        loss, norm = run.step(run.config.data.batch_size)
+        losses.append(loss.item())
+        norms.append(norm.item())
+        seconds.append(time.perf_counter() - begun)
+        asked.append(asked_of_driver(run.executor))
+    last = run.validate()
+    stats = streamer.stats(run.model)
+    tokens = run.config.data.batch_size * run.config.data.context
+    return {
+        "tokens_per_step": tokens,
+        "validation_loss": [first, last],
+        "losses": losses,
+        "gradient_norms": norms,
+        "step_seconds": seconds,
+        # the first steps compile and allocate
+        "tokens_per_second": tokens / statistics.median(seconds[len(seconds) // 3 :]),
+        "device_allocations_after_second_step": None if asked[-1] is None else asked[-1] - asked[1],
+        "device_bytes": dict(stats.device_bytes),
+        "device_bytes_peak": stats.device_bytes_peak,
+        "device_bytes_reserved_peak": reserved_peak(run.executor),
+        "host_bytes": dict(stats.host_bytes),
+        "host_bytes_peak": resident_peak(),
+    }
+
+
+def with_batch(run: Run, batch_size: int) -> dict[str, Any]:
+    """Steps of another batch size, traced."""
+    tokens = batch_size * run.config.data.context
+    found: dict[str, Any] = {"batch_size": batch_size, "tokens_per_step": tokens}
+    try:
+        # after a step, a forward begins with the root's op, by which steps are told apart
+        run.step(batch_size)
+        streamer.synchronize(run.model)
+        run.executor.issuer.trace = trace = CompleteTrace()
+        for _ in range(WARMUP + MEASURED + 1):
+            run.step(batch_size)
+        streamer.synchronize(run.model)
+    except torch.OutOfMemoryError:
+        run.model.zero_grad()
+        return found | {"skipped": "out of device memory"}
+    parameters = sum(param.numel() for param in run.model.parameters())
+    steps = range(WARMUP, WARMUP + MEASURED)
+    placed = place(trace.in_order_of_issue())
+    found |= totals(placed, steps, tokens=tokens, parameters=parameters)
+    arriving = [one for one in placed if one.step in steps and one.record.op.lane is Lane.H2D]
+    largest = max(one.record.op.nbytes for one in arriving)
+    copy = statistics.median(one.seconds for one in arriving if one.record.op.nbytes == largest)
+    return found | {
+        "h2d_bytes_per_second": largest / copy,
+        "h2d_of_raw": run.raw.seconds(Lane.H2D, largest) / copy,
+        "device_bytes_peak": streamer.stats(run.model).device_bytes_peak,
+    }
+
+
+def asked_of_driver(executor: Executor) -> int | None:
+    """How often PyTorch has asked the driver for device or page-locked memory; None where there is no GPU."""
+    if executor.backend.device.type != "cuda":
+        return None
+    device, host = torch.cuda.memory_stats(executor.backend.device), torch.cuda.host_memory_stats()
+    return int(device["num_device_alloc"] + host["num_host_alloc"])
+
+
+def reserved_peak(executor: Executor) -> int | None:
+    """The most that PyTorch's allocator has had of the GPU, what it keeps for later included."""
+    device = executor.backend.device
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
+
+
+def resident_peak() -> int:
+    """The largest resident set that this process has had, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
+    parser.add_argument("--steps", type=int, default=16, help="on text, 3 or more (16)")
+    parser.add_argument("--host-memory", help='at most, such as "120GiB" (not checked)')
+    parser.add_argument("--batch-sizes", type=int, nargs="*", default=[], help="larger ones, in sequences")
+    parser.add_argument("--json", type=Path, default=RESULTS / "fits.json")
+    options = parser.parse_args(arguments)
+    if options.steps < 3:
+        parser.error("--steps must be 3 or more")
+    load_before = load_average()
+    try:
+        host_bytes = parse_bytes("--host-memory", options.host_memory)
+        config = load_config(options.config, options.overrides)
+        begun = time.perf_counter()
+        run = Run(config)
+    except (ConfigError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from None
+    streamer.synchronize(run.model)
+    report: dict[str, Any] = {
+        **provenance("bench/fits.py", load_before=load_before, device=run.executor.backend.device),
+        "config": {"file": str(options.config), "set": options.overrides} | asdict(config),
+        "parameters": sum(param.numel() for param in run.model.parameters()),
+        "build_seconds": time.perf_counter() - begun,
+        "limits": {
+            "device_bytes": parse_bytes("stream.device_memory", config.stream.device_memory),
+            "host_bytes": host_bytes,
+        },
+        "within_limits": within_limits(run, options.steps),
+        "with_batch": [],
+    }
+    report["failures"] = failures(report)
+    write_json(options.json, report)  # what follows may yet fail
+    if run.executor.backend.device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(1.0, run.executor.backend.device)
+    for batch_size in options.batch_sizes:
+        report["with_batch"].append(with_batch(run, batch_size))
+        write_json(options.json, report)
+    wrapped(run.model).close()
+    print_report(report)
+    return 1 if report["failures"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
