@@ -46,7 +46,7 @@ from streamer.engine.executor import Executor
 from streamer.handle import wrapped
 from streamer.options import parse_bytes
 
-WARMUP, MEASURED = 2, 3
+WARMUP, MEASURED = 1, 2
 
 
 class Run:

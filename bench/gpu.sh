@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# All that a machine with a GPU should measure, in order of value, in 8 minutes at most:
+#
+#     bash bench/gpu.sh [FOLDER] && python -m bench.report
+#
+# Each part has a time limit of its own, and what fails or runs out of time does not keep the others from
+# running. FOLDER (bench/results/gpu) gets their JSON and pictures, and gpu.txt with all that they print.
+# PYTHON is what runs them: .venv/bin/python where there is one, else python3; it needs torch with CUDA, numba,
+# psutil, tqdm and pytest. Exits with 1 if a part failed, with 2 where there is no GPU.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+folder=${1:-bench/results/gpu}
+mkdir -p "$folder"
+python=${PYTHON:-python3}
+[ -z "${PYTHON:-}" ] && [ -x .venv/bin/python ] && python=.venv/bin/python
+export PYTHONUNBUFFERED=1 OMP_WAIT_POLICY=PASSIVE
+export PYTHONPATH=".${PYTHONPATH:+:$PYTHONPATH}"
+
+if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+  echo "$python finds no CUDA GPU here: nothing was measured"
+  exit 2
+fi
+
+deadline=$((SECONDS + 480))
+outcomes=()
+
+part() { # NAME SECONDS COMMAND...: run it for as long, and for as long as there is time at all
+  local name=$1 limit=$2 left=$((deadline - SECONDS)) begun=$SECONDS
+  shift 2
+  if [ "$left" -lt 15 ]; then
+    outcomes+=("$name: not begun, no time left")
+    return
+  fi
+  [ "$limit" -gt "$left" ] && limit=$left
+  echo "=== $name, at most $limit s: $*"
+  timeout --kill-after=5 "$limit" "$@"
+  local code=$?
+  case $code in
+    0) outcomes+=("$name: done in $((SECONDS - begun)) s") ;;
+    124 | 137) outcomes+=("$name: FAILED, stopped after $limit s") ;;
+    *) outcomes+=("$name: FAILED with $code after $((SECONDS - begun)) s") ;;
+  esac
+}
+
+measure() {
+  nvidia-smi || true
+  part "10 billion parameters in 16 GiB" 220 "$python" -m bench.fits configs/gpt2-10b.toml \
+    --steps 12 --set optimizer.warmup_steps=2 --host-memory 120GiB --batch-sizes 32 64 \
+    --json "$folder/fits.json"
+  part "tests" 120 "$python" -m pytest -q -m cuda -p no:cacheprovider --durations=5
+  part "beside others, 1.5 billion parameters" 120 "$python" -m bench.versus --device cuda \
+    --n-layer 48 --n-head 25 --n-embd 1600 --vocab-size 50257 --context 1024 --batch-size 32 \
+    --lr 1e-5 --rounds 5 --steps 2 --seconds 70 --json "$folder/versus.json"
+  part "by depth" 40 "$python" -m bench.depth --device cuda --dtype bfloat16 --n-embd 1024 --n-head 16 \
+    --context 512 --batch-size 8 --rounds 5 --json "$folder/depth.json" --png "$folder/depth.png"
+  part "by layer" 60 "$python" -m bench.overlap configs/gpt2-1.5b.toml --steps 5 \
+    --json "$folder/overlap.json" --png "$folder/overlap.png"
+  part "hidden update" 40 "$python" -m bench.hidden_update --device cuda --n-layer 24 --n-head 16 \
+    --n-embd 2048 --batch-size 8 --context 1024 --dtype bfloat16 --compute-threads 4 --host-threads 12 \
+    --rounds 5 --json "$folder/hidden_update.json"
+  echo "=== $folder"
+  printf '%s\n' "${outcomes[@]}"
+  [[ "${outcomes[*]}" != *FAILED* && "${outcomes[*]}" != *"not begun"* ]]
+}
+
+measure 2>&1 | tee "$folder/gpu.txt"
