@@ -98,13 +98,20 @@ def chosen(options: argparse.Namespace, names: Sequence[str]) -> list[list[str]]
     return [[name for name in names if name in PLAIN or name in group] for group in asked]
 
 
+def start_cuda(device: torch.device) -> None:
+    """Let CUDA and cuBLAS take what they need, forward and backward, before anybody is charged with it."""
+    layer = torch.nn.Linear(64, 64, device=device)
+    layer(torch.ones(64, 64, device=device)).sum().backward()
+    torch.cuda.synchronize(device)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     load_before = load_average()
     device = torch.device(options.device)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-        torch.zeros(1, device=device)  # what CUDA takes for itself is nobody's
+        start_cuda(device)
     sizes = {name: getattr(options, name) for name in ("n_layer", "n_head", "n_embd", "vocab_size")}
     with contextlib.ExitStack() as exits:
         task = Task(

@@ -105,7 +105,6 @@ def measure(
             left_out[name] = first_line(error)
         # only here are the error and its frames gone, with the tensors that they held
         print(f"{name} is left out: {left_out[name]}", flush=True)
-        results.pop(name, None)
         if name in entries:
             entries.pop(name).discard()
         free(task.device, pinned=True)

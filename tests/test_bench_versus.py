@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from bench import versus
 from bench.versus_contenders import FSDP2, PLAIN_BF16, PLAIN_FP32, Contender, Plain, Streamer, contenders
@@ -42,6 +44,23 @@ def _neither_torchao_nor_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
         # so that what is set meanwhile is taken back
         monkeypatch.setenv(name, "0")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+@pytest.fixture(autouse=True)
+def _collected() -> Iterator[None]:
+    """A streamed model's threads end with it."""
+    yield
+    gc.collect()
+
+
+def outputs(contender: Contender, path: str, batch: torch.Tensor) -> list[torch.Tensor]:
+    """What the module at ``path`` of each layer returns in one step, in order."""
+    seen: list[torch.Tensor] = []
+    for layer in contender.model.transformer.h:
+        layer.get_submodule(path).register_forward_hook(lambda _, __, output: seen.append(output.detach()))
+    contender.step(batch)
+    contender.close()
+    return seen
 
 
 def result(losses: Losses = FELL, seconds: tuple[float, ...] = (1.0, 1.0), **traits: object) -> Result:
@@ -277,6 +296,34 @@ def test_a_broken_contender_is_caught(task: Task) -> None:
     assert "its loss ends at" in found["unclipped"]["refused"]
 
 
+def test_layers_run_again_in_backward(task: Task) -> None:
+    for build in (lambda: Plain(task, exact=True), lambda: Streamer(task, num_slots=2), lambda: FSDP2(task)):
+        assert len(outputs(build(), "ln_1", task.batch(0))) == 2 * SIZES["n_layer"]
+
+
+def test_fsdp2_has_weights_and_moments_on_the_host_and_a_group_for_each_layer(task: Task) -> None:
+    contender = FSDP2(task)
+    layers = list(contender.model.transformer.h)
+    assert all(isinstance(module, FSDPModule) for module in (*layers, contender.model))
+    contender.step(task.batch(0))
+    for param in contender.model.parameters():
+        assert isinstance(param, DTensor)
+        assert param.device.type == contender.optimizer.state[param]["exp_avg"].device.type == "cpu"
+
+
+def test_bf16_is_computed_in_by_all_and_masters_are_as_they_say(task: Task) -> None:
+    in_bf16 = Task(task.device, torch.bfloat16, SIZES, batch_size=8, lr=1e-2, exits=task.exits)
+    for name, build in contenders(in_bf16, num_slots=2).items():
+        if name.startswith(("torchao", "deepspeed")):
+            continue
+        contender = build()
+        computed = outputs(contender, "mlp.c_fc", in_bf16.batch(0))
+        assert {output.dtype for output in computed} == {torch.bfloat16}, name
+        if not name.startswith("streamer"):  # which keeps what bf16 has lost beside it
+            masters = {param.dtype for param in contender.model.parameters()}
+            assert masters == {torch.float32 if contender.exact else torch.bfloat16}, name
+
+
 def test_in_fp32_there_is_one_plain_contender_and_two_streamers(task: Task) -> None:
     names = ["streamer-2", "streamer-3", "torchao-fp32", "fsdp2", "deepspeed"]
     assert list(contenders(task, num_slots=3)) == [PLAIN_FP32, *names]
@@ -334,6 +381,29 @@ def test_all_of_it_once(tmp_path: Path, capsys) -> None:
     assert rows["streamer-2"]["host_bytes"]["counted"] >= 16 * report["parameters"]
     printed = capsys.readouterr().out
     assert "deepspeed      left out: CannotRun: deepspeed is not installed" in printed
+
+
+@pytest.mark.cuda
+# what PyTorch says of NCCL and of one process is not ours
+@pytest.mark.filterwarnings("default")
+def test_all_of_it_once_on_a_gpu(tmp_path: Path) -> None:
+    path = tmp_path / "versus.json"
+    large = ["--n-embd", "64", "--context", "128", "--vocab-size", "512"]
+    assert versus.main([*SMALL, "--device", "cuda", *large, "--lr", "3e-3", "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    (rows,) = report["groups"]
+    assert report["settings"]["dtype"] == "bfloat16"
+    names = [PLAIN_FP32, PLAIN_BF16, "streamer-2", "streamer-3", "fsdp2"]
+    assert [name for name in rows if "skipped" not in rows[name]] == names
+    at_rest, step = ({name: rows[name]["device_bytes"][key] for name in names} for key in ("at_rest", "step"))
+    assert min(step.values()) > 0
+    # fp32 weights and moments, bf16 ones, and neither
+    assert at_rest[PLAIN_FP32] >= 12 * report["parameters"] > at_rest["streamer-2"]
+    assert 6 * report["parameters"] <= at_rest[PLAIN_BF16] < at_rest[PLAIN_FP32]
+    assert at_rest["fsdp2"] < at_rest[PLAIN_BF16]
+    # pinned weights and gradients
+    assert rows["fsdp2"]["host_bytes"]["pinned_by_pytorch"] >= 8 * report["parameters"]
+    assert rows["streamer-2"]["host_bytes"]["counted"] >= 14 * report["parameters"]
 
 
 def test_a_refusal_is_written_and_the_exit_code(tmp_path: Path, monkeypatch, capsys) -> None:
