@@ -26,13 +26,16 @@ for libraries are loaded meanwhile and freed memory is used again; without a GPU
 
 Losses are of a batch that is not trained on. A contender whose losses are not those of the plain one with its
 precision is refused, and the exit code is 1: `verdict` tells how far apart they may be. Contenders that do
-not fit into memory side by side are put into ``--groups``, run one after the other, each beside the plain.
+not fit into memory side by side are put into ``--groups``, run one after the other, each beside the plain;
+``--only`` names one group. ``--seconds`` ends the rounds of each group early. The JSON is written anew after
+each group.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,13 +50,15 @@ from bench.versus_report import print_table, row
 from bench.versus_task import Task
 
 
-def run_group(builders: Builders, task: Task, *, dtype: str, rounds: int, steps: int) -> dict[str, Any]:
+def run_group(builders: Builders, task: Task, options: argparse.Namespace) -> dict[str, Any]:
     """A row for each contender, in their order."""
-    results, left_out = measure(builders, task, rounds=rounds, steps=steps)
+    results, left_out = measure(
+        builders, task, rounds=options.rounds, steps=options.steps, seconds=options.seconds
+    )
     return {
         name: {"skipped": left_out[name]}
         if name in left_out
-        else row(results[name], results, dtype=dtype, tokens_per_step=task.tokens_per_step)
+        else row(results[name], results, dtype=options.dtype, tokens_per_step=task.tokens_per_step)
         for name in builders
     }
 
@@ -74,6 +79,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--rounds", type=int, default=10, help="two or more (10)")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a block (3)")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="after which a group begins no more rounds"
+    )
     parser.add_argument("--slots", type=int, help="of the second streamer (as many as there are layers)")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these, beside the plain ones")
     parser.add_argument("--groups", nargs="+", default=[], metavar="NAME,NAME", help="side by side; all")
@@ -126,24 +134,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         groups = []
         for names in chosen(options, list(builders)):
             side_by_side = {name: builders[name] for name in names}
-            found = run_group(
-                side_by_side, task, dtype=options.dtype, rounds=options.rounds, steps=options.steps
-            )
-            print_table(found)
-            groups.append(found)
-    kept = ("rounds", "steps", "only", "groups", "json")
-    report = {
-        **provenance("bench/versus.py", load_before=load_before, device=device),
-        "rounds": options.rounds,
-        "timed_steps_per_block": options.steps,
-        "trained_steps": (options.rounds + 1) * (options.steps + 1),
-        "parameters": task.num_parameters,
-        "tokens_per_step": task.tokens_per_step,
-        "threads_of_pytorch": torch.get_num_threads(),
-        "settings": {name: value for name, value in vars(options).items() if name not in kept},
-        "groups": groups,
-    }
-    write_json(options.json, report)
+            groups.append(run_group(side_by_side, task, options))
+            print_table(groups[-1])
+            # after each group, for what comes may not end well
+            report = {
+                **provenance("bench/versus.py", load_before=load_before, device=device),
+                "parameters": task.num_parameters,
+                "tokens_per_step": task.tokens_per_step,
+                "threads_of_pytorch": torch.get_num_threads(),
+                "settings": {name: value for name, value in vars(options).items() if name != "json"},
+                "groups": groups,
+            }
+            write_json(options.json, report)
     return int(any(row.get("refused") for group in groups for row in group.values()))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -89,9 +90,13 @@ class Entry:
 
 
 def measure(
-    builders: Builders, task: Task, *, rounds: int, steps: int
+    builders: Builders, task: Task, *, rounds: int, steps: int, seconds: float = math.inf
 ) -> tuple[dict[str, Result], dict[str, str]]:
-    """What is known of each contender that came through, and of the others why they did not."""
+    """What is known of each contender that came through, and of the others why they did not.
+
+    After ``seconds`` no more rounds are begun, but for the two that quartiles need.
+    """
+    began = time.monotonic()
     entries: dict[str, Entry] = {}
     results: dict[str, Result] = {}
     left_out: dict[str, str] = {}
@@ -111,6 +116,7 @@ def measure(
 
     def build(name: str) -> None:
         entries[name] = Entry(builders[name], task, steps)
+        print(f"{name} is built and warm after {time.monotonic() - began:.0f} s", flush=True)
 
     def finish(name: str) -> None:
         results[name] = entries[name].result()
@@ -119,9 +125,14 @@ def measure(
     try:
         for name in builders:
             attempt(name, lambda name=name: build(name))
-        for _ in range(rounds):
+        for number in range(rounds):
+            if number >= 2 and time.monotonic() - began > seconds:
+                break
             for name in order.sample(list(entries), len(entries)):
                 attempt(name, lambda name=name: entries[name].block())
+            # so that a run that is cut short has told something
+            steps_took = ", ".join(f"{name} {entry.seconds[-1]:.4g}" for name, entry in entries.items())
+            print(f"round {number + 1}, seconds per step: {steps_took}", flush=True)
         for name in list(entries):
             attempt(name, lambda name=name: finish(name))
     finally:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from bench.common import quartiles
-from bench.versus_contenders import PLAIN, PLAIN_BF16, PLAIN_FP32
+from bench.versus_contenders import PLAIN, PLAIN_BF16, PLAIN_FP32, CannotRun
 
 #: what rounding may do to the mean loss of one batch with the same weights
 ROUNDING = {"float32": 1e-4, "bfloat16": 5e-3}
@@ -42,7 +42,9 @@ class Result:
 
 
 def first_line(error: BaseException) -> str:
-    """The kind of an error and the first line of what it says."""
+    """The kind of an error and the first line of what it says; of `CannotRun` what it says."""
+    if isinstance(error, CannotRun):
+        return str(error)
     lines = str(error).strip().splitlines()
     return ": ".join((type(error).__name__, *lines[:1]))
 
@@ -89,6 +91,7 @@ def row(result: Result, results: Mapping[str, Result], *, dtype: str, tokens_per
     reference = reference_of(result, results)
     device = result.device_bytes
     return {
+        "rounds": len(result.seconds),
         "seconds_per_step": quartiles(result.seconds),
         "tokens_per_second": quartiles(tokens_per_step / seconds for seconds in result.seconds),
         "times_tokens_per_second_of": {

@@ -18,7 +18,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from bench import versus
-from bench.versus_contenders import FSDP2, PLAIN_BF16, PLAIN_FP32, Contender, Plain, Streamer, contenders
+from bench.versus_contenders import (
+    FSDP2,
+    PLAIN_BF16,
+    PLAIN_FP32,
+    CannotRun,
+    Contender,
+    Plain,
+    Streamer,
+    contenders,
+)
 from bench.versus_measure import measure
 from bench.versus_report import Losses, Result, first_line, reference_of, row, times_faster, verdict
 from bench.versus_task import EVALUATION, Task
@@ -200,6 +209,7 @@ def test_a_plain_loss_that_did_not_fall_proves_nothing(after: float) -> None:
 def test_the_first_line_of_an_error_is_its_reason() -> None:
     assert first_line(ValueError("one\ntwo")) == "ValueError: one"
     assert first_line(KeyError()) == "KeyError"
+    assert first_line(CannotRun("not here")) == "not here"
 
 
 def test_who_fails_is_named_and_closed_and_the_others_go_on(task: Task, capsys) -> None:
@@ -248,6 +258,14 @@ def test_all_take_the_same_batches_in_the_same_order_and_none_is_the_evaluated_o
         assert recorder.log == ["settle"] * 3 + ["close"]
 
 
+def test_no_round_begins_after_the_time_is_up_but_the_two_that_are_needed(task: Task, capsys) -> None:
+    results, _ = measure({"a": Recorder}, task, rounds=5, steps=1, seconds=0)
+    assert len(results["a"].seconds) == 2
+    printed = capsys.readouterr().out
+    assert "a is built and warm after 0 s" in printed
+    assert "round 2, seconds per step: a " in printed
+
+
 def test_batches_are_of_few_tokens_that_follow_one_another(task: Task) -> None:
     batch = task.batch(3)
     assert batch.shape == (8, 17)
@@ -289,7 +307,8 @@ def test_a_broken_contender_is_caught(task: Task) -> None:
         "half": lambda: Half(task),
         "unclipped": lambda: Unclipped(task, exact=True),
     }
-    found = versus.run_group(builders, task, dtype="float32", rounds=4, steps=2)
+    options = versus.parse(["--device", "cpu", "--rounds", "4", "--steps", "2"])
+    found = versus.run_group(builders, task, options)
     assert found[PLAIN_FP32]["refused"] is None
     assert "its loss ends at" in found["lazy"]["refused"]
     assert "its loss ends at" in found["half"]["refused"]
@@ -360,17 +379,18 @@ def test_all_of_it_once(tmp_path: Path, capsys) -> None:
     assert versus.main([*SMALL, "--json", str(path)]) == 0
     assert not dist.is_initialized()
     report = json.loads(path.read_text())
-    assert report["trained_steps"] == 12
+    assert report["settings"]["steps"] == 2
     assert report["settings"]["dtype"] == "float32"
     (rows,) = report["groups"]
     assert rows["torchao-fp32"] == {
-        "skipped": "CannotRun: torchao is not installed (import of torchao.optim halted; None in sys.modules)"
+        "skipped": "torchao is not installed (import of torchao.optim halted; None in sys.modules)"
     }
-    assert rows["deepspeed"]["skipped"].startswith("CannotRun: deepspeed is not installed")
+    assert rows["deepspeed"]["skipped"].startswith("deepspeed is not installed")
     plain = rows[PLAIN_FP32]["loss"]
     assert plain["after"] < plain["before"] - 0.3
     for name in (PLAIN_FP32, "streamer-2", "streamer-3", "fsdp2"):
         assert rows[name]["refused"] is None
+        assert rows[name]["rounds"] == 3
         assert rows[name]["loss"]["after"] == pytest.approx(plain["after"], abs=1e-3)
         assert rows[name]["tokens_per_second"]["median"] > 0
         assert rows[name]["times_tokens_per_second_of"][PLAIN_FP32]["median"] > 0
@@ -380,7 +400,7 @@ def test_all_of_it_once(tmp_path: Path, capsys) -> None:
     assert held[0] < held[1]
     assert rows["streamer-2"]["host_bytes"]["counted"] >= 16 * report["parameters"]
     printed = capsys.readouterr().out
-    assert "deepspeed      left out: CannotRun: deepspeed is not installed" in printed
+    assert "deepspeed      left out: deepspeed is not installed" in printed
 
 
 @pytest.mark.cuda
