@@ -1,0 +1,439 @@
+"""bench/versus.py: ratios, what is left out and why, the verdict on losses, and all of it once, in small."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import math
+import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from bench import versus
+from bench.versus_contenders import (
+    FSDP2,
+    PLAIN_BF16,
+    PLAIN_FP32,
+    CannotRun,
+    Contender,
+    Plain,
+    Streamer,
+    contenders,
+)
+from bench.versus_measure import measure
+from bench.versus_report import Losses, Result, first_line, reference_of, row, times_faster, verdict
+from bench.versus_task import EVALUATION, Task
+
+SIZES = {"n_layer": 3, "n_head": 2, "n_embd": 16, "vocab_size": 32, "block_size": 16}
+SMALL = ["--device", "cpu", "--n-layer", "3", "--n-head", "2", "--n-embd", "16", "--vocab-size", "32"]
+SMALL += ["--context", "16", "--batch-size", "8", "--lr", "1e-2", "--rounds", "3", "--steps", "2"]
+FELL = Losses(4.0, 2.0)
+
+
+@pytest.fixture
+def task() -> Iterator[Task]:
+    with contextlib.ExitStack() as exits:
+        yield Task(torch.device("cpu"), torch.float32, SIZES, batch_size=8, lr=1e-2, exits=exits)
+    assert not dist.is_initialized()
+
+
+@pytest.fixture(autouse=True)
+def _neither_torchao_nor_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("torchao", "torchao.optim", "deepspeed"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for name in ("DS_ACCELERATOR", "RANK", "LOCAL_RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME"):
+        # so that what is set meanwhile is taken back
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+@pytest.fixture(autouse=True)
+def _collected() -> Iterator[None]:
+    """A streamed model's threads end with it."""
+    yield
+    gc.collect()
+
+
+def outputs(contender: Contender, path: str, batch: torch.Tensor) -> list[torch.Tensor]:
+    """What the module at ``path`` of each layer returns in one step, in order."""
+    seen: list[torch.Tensor] = []
+    for layer in contender.model.transformer.h:
+        layer.get_submodule(path).register_forward_hook(lambda _, __, output: seen.append(output.detach()))
+    contender.step(batch)
+    contender.close()
+    return seen
+
+
+def result(losses: Losses = FELL, seconds: tuple[float, ...] = (1.0, 1.0), **traits: object) -> Result:
+    return Result(losses, list(seconds), None, {"resident": 0, "pinned_by_pytorch": 0}, **traits)
+
+
+class Lazy(Plain):
+    """Does not update."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task, exact=True)
+        self.optimizer.step = lambda: None
+
+
+class Half(Plain):
+    """Leaves two layers of three as they are."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task, exact=True)
+        for layer in self.model.transformer.h[:2]:
+            layer.requires_grad_(False)
+
+
+class Unclipped(Plain):
+    def clip(self) -> None:
+        """Does nothing."""
+
+
+class Failing(Contender):
+    """Takes so many steps and then fails; remembers who was asked for what."""
+
+    def __init__(self, good_steps: int, log: list[str], error: Exception | None = None) -> None:
+        self.left, self.log = good_steps, log
+        self.error = error or torch.OutOfMemoryError("out of memory\nmuch more of it")
+        self.model = torch.nn.Linear(1, 1)
+
+    def evaluate(self, tokens: torch.Tensor) -> float:
+        return 1.0
+
+    def step(self, tokens: torch.Tensor) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise self.error
+        self.log.append("step")
+
+    def settle(self) -> None:
+        self.log.append("settle")
+
+    def close(self) -> None:
+        self.log.append("close")
+        raise RuntimeError("closing fails as well")
+
+
+class Recorder(Failing):
+    """Never fails, and keeps the batches."""
+
+    def __init__(self) -> None:
+        super().__init__(1000, [])
+        self.batches: list[torch.Tensor] = []
+
+    def step(self, tokens: torch.Tensor) -> None:
+        self.batches.append(tokens)
+
+    def close(self) -> None:
+        self.log.append("close")
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    # a machine that is slower from round to round, and a contender that takes twice as long in all of them
+    than, slower = result(seconds=(1, 10, 100)), result(seconds=(2, 20, 200))
+    assert times_faster(than, slower) == {"lower_quartile": 0.5, "median": 0.5, "upper_quartile": 0.5}
+    # the median of 4, 1 and 2, not 20 / 10
+    assert times_faster(result(seconds=(4, 20, 30)), result(seconds=(1, 20, 15)))["median"] == 2
+
+
+def test_a_row_has_tokens_per_second_and_the_peak() -> None:
+    plain = result(seconds=(1, 2, 3))
+    own = Result(FELL, [2, 4, 6], {"at_rest": 30, "step": 12}, {"resident": 5, "counted": 4}, remark="slow")
+    found = row(own, {PLAIN_FP32: plain, "own": own}, dtype="float32", tokens_per_step=120)
+    assert found["seconds_per_step"]["median"] == 4
+    assert found["tokens_per_second"]["median"] == 30
+    assert list(found["times_tokens_per_second_of"]) == [PLAIN_FP32]
+    assert found["device_bytes"] == {"at_rest": 30, "step": 12, "peak": 42}
+    assert found["host_bytes"] == {"resident": 5, "counted": 4}
+    assert found["loss"] == {"before": 4.0, "after": 2.0, "compared_with": PLAIN_FP32}
+    assert found["refused"] is None
+    assert found["remark"] == "slow"
+
+
+def test_each_is_compared_with_the_plain_one_of_its_precision() -> None:
+    both = {PLAIN_BF16: result(exact=False), PLAIN_FP32: result()}
+    assert reference_of(result(exact=True), both) == PLAIN_FP32
+    assert reference_of(result(exact=False), both) == PLAIN_BF16
+    assert reference_of(result(exact=True), {PLAIN_BF16: result()}) == PLAIN_BF16
+    assert reference_of(result(), {}) is None
+    assert row(result(), {}, dtype="float32", tokens_per_step=1)["loss"]["compared_with"] is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_losses_that_precision_explains_are_taken(dtype: str) -> None:
+    assert verdict(FELL, FELL, dtype=dtype, clips=True) is None
+    assert verdict(Losses(4.00005, 2.002), FELL, dtype=dtype, clips=True) is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("own", "reason"),
+    [
+        (Losses(4.0, 4.0), "ends at 4.0000, the plain one at 2.0000"),
+        (Losses(4.0, 2.06), "ends at 2.0600"),
+        (Losses(4.0, 1.94), "ends at 1.9400"),
+        (Losses(4.0, math.nan), "ends at nan"),
+        (Losses(4.01, 2.0), "begins at 4.0100"),
+        (Losses(math.nan, 2.0), "begins at nan"),
+    ],
+)
+def test_losses_that_it_does_not_explain_are_refused(own: Losses, reason: str, dtype: str) -> None:
+    found = verdict(own, FELL, dtype=dtype, clips=True)
+    assert found is not None
+    assert reason in found
+
+
+def test_who_cannot_clip_may_be_further_off_but_must_train() -> None:
+    assert verdict(Losses(4.0, 2.3), FELL, dtype="float32", clips=True) is not None
+    assert verdict(Losses(4.0, 2.3), FELL, dtype="float32", clips=False) is None
+    assert verdict(Losses(4.0, 3.0), FELL, dtype="float32", clips=False) is not None
+
+
+@pytest.mark.parametrize("after", [4.0, 3.999, 4.5, math.nan])
+def test_a_plain_loss_that_did_not_fall_proves_nothing(after: float) -> None:
+    plain = Losses(4.0, after)
+    found = verdict(plain, plain, dtype="float32", clips=True)
+    assert found is not None
+    assert "too little to compare with" in found
+
+
+def test_the_first_line_of_an_error_is_its_reason() -> None:
+    assert first_line(ValueError("one\ntwo")) == "ValueError: one"
+    assert first_line(KeyError()) == "KeyError"
+    assert first_line(CannotRun("not here")) == "not here"
+
+
+def test_who_fails_is_named_and_closed_and_the_others_go_on(task: Task, capsys) -> None:
+    logs: dict[str, list[str]] = {"at once": [], "later": []}
+
+    def unbuildable() -> Contender:
+        raise MemoryError("no room")
+
+    builders = {
+        "unbuildable": unbuildable,
+        "at once": lambda: Failing(1, logs["at once"]),
+        "later": lambda: Failing(5, logs["later"]),
+        "steady": Recorder,
+    }
+    results, left_out = measure(builders, task, rounds=2, steps=2)
+    out_of_memory = "OutOfMemoryError: out of memory"
+    assert left_out == {
+        "unbuildable": "MemoryError: no room",
+        "at once": out_of_memory,
+        "later": out_of_memory,
+    }
+    assert logs["at once"] == ["step", "close"]
+    assert logs["later"] == ["step"] * 3 + ["settle"] + ["step"] * 2 + ["close"]
+    assert list(results) == ["steady"]
+    assert len(results["steady"].seconds) == 2
+    printed = capsys.readouterr().out
+    assert "unbuildable is left out: MemoryError: no room" in printed
+    assert "Failing did not close: RuntimeError: closing fails as well" in printed
+
+
+def test_all_take_the_same_batches_in_the_same_order_and_none_is_the_evaluated_one(task: Task) -> None:
+    recorders: list[Recorder] = []
+
+    def build() -> Recorder:
+        recorders.append(Recorder())
+        return recorders[-1]
+
+    results, left_out = measure({"a": build, "b": build}, task, rounds=2, steps=3)
+    assert left_out == {}
+    assert list(results) == ["a", "b"]
+    for recorder in recorders:
+        # a warm-up and two rounds, each of one step more than is timed
+        assert len(recorder.batches) == 3 * 4
+        assert all(torch.equal(batch, task.batch(number)) for number, batch in enumerate(recorder.batches))
+        assert not any(torch.equal(batch, task.batch(EVALUATION)) for batch in recorder.batches)
+        assert recorder.log == ["settle"] * 3 + ["close"]
+
+
+def test_no_round_begins_after_the_time_is_up_but_the_two_that_are_needed(task: Task, capsys) -> None:
+    results, _ = measure({"a": Recorder}, task, rounds=5, steps=1, seconds=0)
+    assert len(results["a"].seconds) == 2
+    printed = capsys.readouterr().out
+    assert "a is built and warm after 0 s" in printed
+    assert "round 2, seconds per step: a " in printed
+
+
+def test_batches_are_of_few_tokens_that_follow_one_another(task: Task) -> None:
+    batch = task.batch(3)
+    assert batch.shape == (8, 17)
+    assert batch.dtype is torch.int64
+    moves = batch.diff(dim=1) % 32
+    assert sorted(moves.unique().tolist()) == [1, 2, 3, 4]
+    assert not torch.equal(batch, task.batch(4))
+
+
+def test_everyone_starts_from_the_same_weights(task: Task) -> None:
+    first, second = task.model(), task.model()
+    assert all(map(torch.equal, first.state_dict().values(), second.state_dict().values()))
+    assert task.num_parameters == sum(param.numel() for param in first.parameters())
+
+
+def test_nothing_of_a_contender_is_left(task: Task) -> None:
+    alive: list[weakref.ref[torch.nn.Module]] = []
+
+    def remembered(contender: Contender) -> Contender:
+        alive.append(weakref.ref(contender.model))
+        return contender
+
+    builders = {
+        "plain": lambda: remembered(Plain(task, exact=True)),
+        "streamer": lambda: remembered(Streamer(task, num_slots=2)),
+        "fsdp2": lambda: remembered(FSDP2(task)),
+    }
+    results, left_out = measure(builders, task, rounds=2, steps=1)
+    assert left_out == {}
+    assert list(results) == list(builders)
+    gc.collect()
+    assert [model() for model in alive] == [None] * 3
+
+
+def test_a_broken_contender_is_caught(task: Task) -> None:
+    builders = {
+        PLAIN_FP32: lambda: Plain(task, exact=True),
+        "lazy": lambda: Lazy(task),
+        "half": lambda: Half(task),
+        "unclipped": lambda: Unclipped(task, exact=True),
+    }
+    options = versus.parse(["--device", "cpu", "--rounds", "4", "--steps", "2"])
+    found = versus.run_group(builders, task, options)
+    assert found[PLAIN_FP32]["refused"] is None
+    assert "its loss ends at" in found["lazy"]["refused"]
+    assert "its loss ends at" in found["half"]["refused"]
+    assert "its loss ends at" in found["unclipped"]["refused"]
+
+
+def test_layers_run_again_in_backward(task: Task) -> None:
+    for build in (lambda: Plain(task, exact=True), lambda: Streamer(task, num_slots=2), lambda: FSDP2(task)):
+        assert len(outputs(build(), "ln_1", task.batch(0))) == 2 * SIZES["n_layer"]
+
+
+def test_fsdp2_has_weights_and_moments_on_the_host_and_a_group_for_each_layer(task: Task) -> None:
+    contender = FSDP2(task)
+    layers = list(contender.model.transformer.h)
+    assert all(isinstance(module, FSDPModule) for module in (*layers, contender.model))
+    contender.step(task.batch(0))
+    for param in contender.model.parameters():
+        assert isinstance(param, DTensor)
+        assert param.device.type == contender.optimizer.state[param]["exp_avg"].device.type == "cpu"
+
+
+def test_bf16_is_computed_in_by_all_and_masters_are_as_they_say(task: Task) -> None:
+    in_bf16 = Task(task.device, torch.bfloat16, SIZES, batch_size=8, lr=1e-2, exits=task.exits)
+    for name, build in contenders(in_bf16, num_slots=2).items():
+        if name.startswith(("torchao", "deepspeed")):
+            continue
+        contender = build()
+        computed = outputs(contender, "mlp.c_fc", in_bf16.batch(0))
+        assert {output.dtype for output in computed} == {torch.bfloat16}, name
+        if not name.startswith("streamer"):  # which keeps what bf16 has lost beside it
+            masters = {param.dtype for param in contender.model.parameters()}
+            assert masters == {torch.float32 if contender.exact else torch.bfloat16}, name
+
+
+def test_in_fp32_there_is_one_plain_contender_and_two_streamers(task: Task) -> None:
+    names = ["streamer-2", "streamer-3", "torchao-fp32", "fsdp2", "deepspeed"]
+    assert list(contenders(task, num_slots=3)) == [PLAIN_FP32, *names]
+    assert "streamer-2" in contenders(task, num_slots=2)
+    in_bf16 = Task(task.device, torch.bfloat16, SIZES, batch_size=1, lr=1.0, exits=task.exits)
+    names = ["streamer-1", "torchao-fp32", "torchao-bf16", "fsdp2", "deepspeed"]
+    assert list(contenders(in_bf16, num_slots=1)) == [PLAIN_FP32, PLAIN_BF16, *names]
+
+
+def test_groups_have_the_plain_contenders_in_each() -> None:
+    names = [PLAIN_FP32, PLAIN_BF16, "a", "b", "c"]
+    assert versus.chosen(versus.parse([]), names) == [names]
+    assert versus.chosen(versus.parse(["--only", "b"]), names) == [[PLAIN_FP32, PLAIN_BF16, "b"]]
+    groups = versus.chosen(versus.parse(["--groups", "c,a", "b"]), names)
+    assert groups == [[PLAIN_FP32, PLAIN_BF16, "a", "c"], [PLAIN_FP32, PLAIN_BF16, "b"]]
+    with pytest.raises(
+        SystemExit, match="no contender 'd' here: choose among plain-fp32, plain-bf16, a, b, c"
+    ):
+        versus.chosen(versus.parse(["--only", "d"]), names)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--rounds", "1"], ["--steps", "0"], ["--only", "a", "--groups", "b"], ["--dtype", "float16"]],
+)
+def test_what_cannot_be_run_is_said(arguments: list[str], capsys) -> None:
+    with pytest.raises(SystemExit):
+        versus.parse(arguments)
+    assert "error: " in capsys.readouterr().err
+
+
+def test_all_of_it_once(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "versus.json"
+    assert versus.main([*SMALL, "--json", str(path)]) == 0
+    assert not dist.is_initialized()
+    report = json.loads(path.read_text())
+    assert report["settings"]["steps"] == 2
+    assert report["settings"]["dtype"] == "float32"
+    (rows,) = report["groups"]
+    assert rows["torchao-fp32"] == {
+        "skipped": "torchao is not installed (import of torchao.optim halted; None in sys.modules)"
+    }
+    assert rows["deepspeed"]["skipped"].startswith("deepspeed is not installed")
+    plain = rows[PLAIN_FP32]["loss"]
+    assert plain["after"] < plain["before"] - 0.3
+    for name in (PLAIN_FP32, "streamer-2", "streamer-3", "fsdp2"):
+        assert rows[name]["refused"] is None
+        assert rows[name]["rounds"] == 3
+        assert rows[name]["loss"]["after"] == pytest.approx(plain["after"], abs=1e-3)
+        assert rows[name]["tokens_per_second"]["median"] > 0
+        assert rows[name]["times_tokens_per_second_of"][PLAIN_FP32]["median"] > 0
+        assert (rows[name]["device_bytes"] is None) == (name in (PLAIN_FP32, "fsdp2"))
+    # one slot more, and all of the weights, gradients and two moments in fp32
+    held = [rows[name]["device_bytes"]["at_rest"] for name in ("streamer-2", "streamer-3")]
+    assert held[0] < held[1]
+    assert rows["streamer-2"]["host_bytes"]["counted"] >= 16 * report["parameters"]
+    printed = capsys.readouterr().out
+    assert "deepspeed      left out: deepspeed is not installed" in printed
+
+
+@pytest.mark.cuda
+# what PyTorch says of NCCL and of one process is not ours
+@pytest.mark.filterwarnings("default")
+def test_all_of_it_once_on_a_gpu(tmp_path: Path) -> None:
+    path = tmp_path / "versus.json"
+    large = ["--n-embd", "64", "--context", "128", "--vocab-size", "512"]
+    assert versus.main([*SMALL, "--device", "cuda", *large, "--lr", "3e-3", "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    (rows,) = report["groups"]
+    assert report["settings"]["dtype"] == "bfloat16"
+    names = [PLAIN_FP32, PLAIN_BF16, "streamer-2", "streamer-3", "fsdp2"]
+    assert [name for name in rows if "skipped" not in rows[name]] == names
+    at_rest, step = ({name: rows[name]["device_bytes"][key] for name in names} for key in ("at_rest", "step"))
+    assert min(step.values()) > 0
+    # fp32 weights and moments, bf16 ones, and neither
+    assert at_rest[PLAIN_FP32] >= 12 * report["parameters"] > at_rest["streamer-2"]
+    assert 6 * report["parameters"] <= at_rest[PLAIN_BF16] < at_rest[PLAIN_FP32]
+    assert at_rest["fsdp2"] < at_rest[PLAIN_BF16]
+    # pinned weights and gradients
+    assert rows["fsdp2"]["host_bytes"]["pinned_by_pytorch"] >= 8 * report["parameters"]
+    assert rows["streamer-2"]["host_bytes"]["counted"] >= 14 * report["parameters"]
+
+
+def test_a_refusal_is_written_and_the_exit_code(tmp_path: Path, monkeypatch, capsys) -> None:
+    def with_lazy(task: Task, *, num_slots: int):
+        return {PLAIN_FP32: lambda: Plain(task, exact=True), "lazy": lambda: Lazy(task)}
+
+    monkeypatch.setattr(versus, "contenders", with_lazy)
+    path = tmp_path / "versus.json"
+    assert versus.main([*SMALL, "--groups", "lazy", "lazy", "--json", str(path)]) == 1
+    for rows in json.loads(path.read_text())["groups"]:
+        assert rows[PLAIN_FP32]["refused"] is None
+        assert "its loss ends at" in rows["lazy"]["refused"]
+    assert "REFUSED: its loss ends at" in capsys.readouterr().out
