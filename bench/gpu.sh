@@ -44,13 +44,14 @@ part() { # NAME SECONDS COMMAND...: run it for as long, and for as long as there
 
 measure() {
   nvidia-smi || true
-  part "10 billion parameters in 16 GiB" 220 "$python" -m bench.fits configs/gpt2-10b.toml \
-    --steps 12 --set optimizer.warmup_steps=2 --host-memory 120GiB --batch-sizes 32 64 \
+  part "10 billion parameters in 16 GiB" 200 "$python" -m bench.fits configs/gpt2-10b.toml \
+    --steps 12 --set optimizer.warmup_steps=4 --host-memory 120GiB --batch-sizes 32 64 \
     --json "$folder/fits.json"
   part "tests" 120 "$python" -m pytest -q -m cuda -p no:cacheprovider --durations=5
-  part "beside others, 1.5 billion parameters" 120 "$python" -m bench.versus --device cuda \
+  part "beside others, 1.5 billion parameters" 150 "$python" -m bench.versus --device cuda \
     --n-layer 48 --n-head 25 --n-embd 1600 --vocab-size 50257 --context 1024 --batch-size 32 \
-    --lr 1e-5 --rounds 5 --steps 2 --seconds 70 --json "$folder/versus.json"
+    --lr 1e-4 --rounds 5 --steps 2 --seconds 60 --only streamer-2 streamer-48 fsdp2 torchao-bf16 \
+    --json "$folder/versus.json"
   part "by depth" 40 "$python" -m bench.depth --device cuda --dtype bfloat16 --n-embd 1024 --n-head 16 \
     --context 512 --batch-size 8 --rounds 5 --json "$folder/depth.json" --png "$folder/depth.png"
   part "by layer" 60 "$python" -m bench.overlap configs/gpt2-1.5b.toml --steps 5 \
