@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bench import fits, fits_report
+from bench.report_tables import TABLES
 
 TINY = """
 [run]
@@ -57,6 +58,9 @@ def test_a_config_that_fits_and_larger_batches(config: Path, tmp_path: Path) -> 
     owned = sum(found["device_bytes"].values())
     assert found["device_bytes_peak"] == owned + 3 * 4 * 16 * 16 * 4
     assert [row["tokens_per_step"] for row in report["with_batch"]] == [8 * 16, 16 * 16]
+    text = "\n".join(TABLES[report["script"]](report))
+    assert f"validation loss {found['validation_loss'][0]:.3f} to" in text
+    assert text.count("\n| ") == 2 + 3
     for row in report["with_batch"]:
         # one of three layers is still there when backward begins, one more when the next forward does
         assert row["bytes_per_step"]["d2h"] > 0

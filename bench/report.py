@@ -1,0 +1,104 @@
+"""Turn the JSON in bench/results into its README.md, and into the figures of the project's README.md.
+
+    python -m bench.report            # writes both
+    python -m bench.report --check    # says whether they are what the JSON says, exit code 1 if not
+
+In the project's README the lines between ``<!-- figures: NAME -->`` and ``<!-- end of figures -->`` are
+replaced. Results of a GPU lie in bench/results/gpu, where `bench/gpu.sh` puts them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from bench.common import RESULTS
+from bench.report_tables import TABLES, adam_table, gpu_figures
+
+README = RESULTS.parent.parent / "README.md"
+GPU = "gpu"
+
+Report = Mapping[str, Any]
+
+
+def load(folder: Path) -> dict[str, Report]:
+    """The results in ``folder`` and in its folder for GPUs, by path within ``folder``."""
+    paths = sorted(folder.glob("*.json")) + sorted((folder / GPU).glob("*.json"))
+    return {path.relative_to(folder).as_posix(): json.loads(path.read_text()) for path in paths}
+
+
+def results_readme(reports: Mapping[str, Report], pictures: Collection[str]) -> str:
+    """A section for each of ``reports``, by file name, with its picture if it is one of ``pictures``."""
+    lines = ["# Results", "", "Written by `python -m bench.report` from the JSON beside it.", ""]
+    for name, report in reports.items():
+        lines += [f"## [{name}]({name})", "", heading(report), "", *TABLES[report["script"]](report), ""]
+        picture = name.removesuffix("json") + "png"
+        if picture in pictures:
+            lines += [f"![{picture}]({picture})", ""]
+    return "\n".join(lines)
+
+
+def heading(report: Report) -> str:
+    """Where and when it was measured, and with what."""
+    hardware, versions = report["hardware"], report["versions"]
+    parts = [f"{hardware['processor']}, {hardware['cores']} cores"]
+    if "gpu" in hardware:
+        parts.append(f"{hardware['gpu']} (driver {hardware['driver']})")
+    parts.append(", ".join(f"{name} {version}" for name, version in versions.items()))
+    return f"`{report['script']}`, {report['date'][:10]}: {'; '.join(parts)}."
+
+
+def figures(reports: Mapping[str, Report]) -> dict[str, str]:
+    """What the project's README shows, by name."""
+    return {
+        "adam": "\n".join(adam_table(reports["adam.json"])),
+        "gpu": "\n".join(gpu_figures({name: r for name, r in reports.items() if name.startswith(f"{GPU}/")})),
+    }
+
+
+def fill(text: str, shown: Mapping[str, str]) -> str:
+    """``text`` with each of ``shown`` between the marks of its name. Raises ValueError for marks that are
+    missing or not known."""
+    marks = re.findall(r"<!-- figures: (\S+) -->", text)
+    if sorted(marks) != sorted(shown):
+        raise ValueError(f"README.md has marks for {marks}, and there are figures for {list(shown)}")
+    for name, figure in shown.items():
+        marked = re.compile(rf"(<!-- figures: {name} -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+        text, count = marked.subn(lambda match, figure=figure: f"{match[1]}{figure}\n{match[2]}", text)
+        if count != 1:
+            raise ValueError(f"README.md: no '<!-- end of figures -->' after the mark of {name}")
+    return text
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    options = parser.parse_args(arguments)
+    reports = load(RESULTS)
+    pictures = {path.relative_to(RESULTS).as_posix() for path in RESULTS.rglob("*.png")}
+    wanted = {
+        RESULTS / "README.md": results_readme(reports, pictures),
+        README: fill(README.read_text(), figures(reports)),
+    }
+    code = 0
+    for path, text in wanted.items():
+        if path.exists() and path.read_text() == text:
+            continue
+        if options.check:
+            print(f"{path} is not what the JSON says: run python -m bench.report")
+            code = 1
+        else:
+            path.write_text(text)
+            print(f"written: {path}")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,222 @@
+"""The tables of `bench.report`, in Markdown, one for each script that writes JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Report = Mapping[str, Any]
+GIB = 1 << 30
+
+#: The layouts of `bench.adam` as the README calls them: dtype of the model, of the moments.
+LAYOUTS = {
+    "fp32": "fp32, fp32",
+    "fp16": "fp16, fp32",
+    "split": "bf16, fp32",
+    "split + bf16": "bf16, bf16",
+    "split + int8": "bf16, 8 bits",
+}
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [_line(heads), _line(["---"] * len(heads)), *map(_line, rows)]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def spread(values: Mapping[str, float] | None, form: str = ".2f", unit: float = 1.0) -> str:
+    """The median and the quartiles."""
+    if values is None:
+        return ""
+    lower, median, upper = (values[key] for key in ("lower_quartile", "median", "upper_quartile"))
+    return f"{median * unit:{form}} ({lower * unit:{form}} to {upper * unit:{form}})"
+
+
+def median(values: Mapping[str, float] | None) -> str:
+    return "" if values is None else f"{values['median']:.2f}"
+
+
+def adam_table(report: Report) -> list[str]:
+    """The update against others, medians only."""
+    heads = [
+        "model, moments",
+        "ns per parameter",
+        "against `torch.optim.AdamW(fused=True)` in fp32",
+        "against widening a bf16 gradient, that step, narrowing the weight",
+        "the same around DeepSpeed's CPU Adam",
+    ]
+    than = ("torch fused fp32", "torch widen, fused, narrow", "widen, DeepSpeed, narrow")
+    rows = []
+    for name in ("fp32", "split", "split + bf16", "split + int8"):
+        row = report["contenders"][name]
+        faster = row["times_faster_than"]
+        rows.append([LAYOUTS[name], median(row["ns_per_parameter"]), *(median(faster.get(o)) for o in than)])
+    return table(heads, rows)
+
+
+def adam(report: Report) -> list[str]:
+    rows = [
+        [
+            LAYOUTS.get(name, name),
+            spread(row["ns_per_parameter"]),
+            "; ".join(f"{spread(times)} x {other}" for other, times in row["times_faster_than"].items()),
+        ]
+        for name, row in report["contenders"].items()
+        if "times_faster_than" in row
+    ]
+    about = f"{report['parameters']:,} parameters, {report['threads']['numba']} threads; above 1 is faster."
+    return [about, "", *table(["", "ns per parameter", "speed, in multiples of that of"], rows)]
+
+
+def hidden_update(report: Report) -> list[str]:
+    rows = [
+        [
+            mode,
+            spread(row["seconds_per_step"], ".1f", 1e3),
+            spread(row["host_busy_seconds"], ".1f", 1e3),
+            spread(row["exposed_seconds"]["host"], ".1f", 1e3),
+        ]
+        for mode, row in report["modes"].items()
+    ]
+    return [
+        f"{report['parameters']:,} parameters; {report['hidden']:.0%} of what waiting costs was saved "
+        f"(round by round {spread(report['hidden_by_rounds'], '.0%')}).",
+        "",
+        *table(["updates", "step, ms", "update busy, ms", "compute waits for it, ms"], rows),
+    ]
+
+
+def moments(report: Report) -> list[str]:
+    rows = [
+        [name, f"{row['mean']:.4f}", f"{row['std']:.4f}", f"{row['over_spread']:.2f}"]
+        for name, row in report["variants"].items()
+    ]
+    heads = ["moments", "mean final loss", "standard deviation", "difference over the spread of fp32's seeds"]
+    return [f"{report['steps']} steps.", "", *table(heads, rows)]
+
+
+def overlap(report: Report) -> list[str]:
+    totals, config = report["totals"], report["config"]
+    rows = [
+        [
+            lane,
+            f"{totals['busy_seconds'][lane] * 1e3:.1f}",
+            f"{totals['exposed_seconds'][lane] * 1e3:.1f}",
+            "" if totals["overlap"][lane] is None else f"{totals['overlap'][lane]:.1%}",
+        ]
+        for lane in ("h2d", "d2h", "host")
+    ]
+    copies = [
+        f"{layer[purpose]['of_raw']:.2f}"
+        for layer in report["layers"][len(report["layers"]) // 2 :][:1]
+        for purpose in ("weights_for_forward", "weights_for_backward", "gradient")
+        if "of_raw" in layer[purpose]
+    ]
+    return [
+        f"{config['file']}, {report['parameters']:,} parameters, {report['tokens_per_step']:,} tokens a step "
+        f"on the backend {report['backend']}: {spread(totals['step_seconds'], '.1f', 1e3)} ms a step, of "
+        f"which compute waits for copies {totals['exposed_transfer_of_step']:.1%}; a layer's copies run at "
+        f"{', '.join(copies)} of a raw copy's rate.",
+        "",
+        *table(["lane", "busy, ms", "exposed, ms", "overlap"], rows),
+    ]
+
+
+def depth(report: Report) -> list[str]:
+    line = report["step_seconds_over_layers"]
+    rows = [
+        [
+            str(row["n_layer"]),
+            spread(row["seconds_per_step"], ".1f", 1e3),
+            f"{row['owned_bytes_total'] / 1e6:.2f}",
+            f"{row['peak_bytes'] / 1e6:.2f}",
+        ]
+        for row in report["depths"]
+    ]
+    equal = "the same at every depth" if report["owned_bytes_are_equal"] else "NOT the same at every depth"
+    return [
+        f"{line['intercept'] * 1e3:.1f} ms and {line['slope'] * 1e3:.2f} ms per layer, R² "
+        f"{line['r_squared']:.4f}; owned device bytes are {equal}.",
+        "",
+        *table(["layers", "step, ms", "owned, MB", "peak with saved inputs, MB"], rows),
+    ]
+
+
+def versus(report: Report) -> list[str]:
+    lines = [f"{report['parameters']:,} parameters, {report['tokens_per_step']:,} tokens a step."]
+    for group in report["groups"]:
+        rows = [_contender(name, row) for name, row in group.items()]
+        heads = ["", "tokens/s", "x plain-bf16", "x plain-fp32", "peak device GiB", "host GiB", "loss"]
+        lines += ["", *table(heads, rows)]
+    return lines
+
+
+def _contender(name: str, row: Report) -> list[str]:
+    if "skipped" in row:
+        return [name, f"left out: {row['skipped']}", "", "", "", "", ""]
+    ratios, device, host = row["times_tokens_per_second_of"], row["device_bytes"], row["host_bytes"]
+    return [
+        name + (f" (refused: {row['refused']})" if row["refused"] else ""),
+        spread(row["tokens_per_second"], ",.0f"),
+        spread(ratios.get("plain-bf16"), ".3f"),
+        spread(ratios.get("plain-fp32"), ".3f"),
+        "" if device is None else f"{device['peak'] / GIB:.2f}",
+        f"{(host.get('counted') or host['resident']) / GIB:.2f}",
+        f"{row['loss']['before']:.3f} to {row['loss']['after']:.3f}",
+    ]
+
+
+def fits(report: Report) -> list[str]:
+    found = report["within_limits"]
+    first, last = found["validation_loss"]
+    device = found["device_bytes_reserved_peak"] or found["device_bytes_peak"]
+    rows = [[f"{found['tokens_per_step']:,}", f"{found['tokens_per_second']:,.0f}", "", "", ""]]
+    for row in report["with_batch"]:
+        if "skipped" in row:
+            rows.append([f"{row['tokens_per_step']:,}", row["skipped"], "", "", ""])
+            continue
+        rows.append(
+            [
+                f"{row['tokens_per_step']:,}",
+                f"{row['tokens_per_second']:,.0f}",
+                f"{row['flops_per_second'] / 1e12:.1f}",
+                f"{row['exposed_transfer_of_step']:.1%}",
+                f"{row['h2d_of_raw']:.2f}",
+            ]
+        )
+    heads = ["tokens a step", "tokens/s", "TFLOP/s", "waiting for copies", "H2D of a raw copy"]
+    return [
+        f"{report['config']['file']}, {report['parameters']:,} parameters, built in "
+        f"{report['build_seconds']:.0f} s; at most {device / GIB:.2f} GiB of the device and "
+        f"{found['host_bytes_peak'] / GIB:.1f} GiB of host memory; validation loss {first:.3f} to {last:.3f} "
+        f"in {len(found['losses'])} steps."
+        + "".join(f" FAILED: {failure}." for failure in report["failures"]),
+        "",
+        *table(heads, rows),
+    ]
+
+
+def gpu_figures(reports: Mapping[str, Report]) -> list[str]:
+    """What the README says of a GPU: of `bench.fits` and `bench.versus`, or that there is nothing yet."""
+    shown = {name: r for name, r in reports.items() if r["script"] in ("bench/fits.py", "bench/versus.py")}
+    if not shown:
+        return ["Not yet measured on a GPU: `bash bench/gpu.sh` is ready to run."]
+    lines: list[str] = []
+    for name, report in shown.items():
+        gpu = report["hardware"].get("gpu", "no GPU")
+        link = f"[figures](bench/results/{name})"
+        lines += ["", f"{gpu}, `{report['script']}` ({link}):", "", *TABLES[report["script"]](report)]
+    return lines[1:]
+
+
+TABLES: dict[str, Callable[[Report], list[str]]] = {
+    "bench/adam.py": adam,
+    "bench/depth.py": depth,
+    "bench/fits.py": fits,
+    "bench/hidden_update.py": hidden_update,
+    "bench/moments.py": moments,
+    "bench/overlap.py": overlap,
+    "bench/versus.py": versus,
+}
