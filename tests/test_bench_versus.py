@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from bench import versus
+from bench.report_tables import TABLES
 from bench.versus_contenders import (
     FSDP2,
     PLAIN_BF16,
@@ -401,6 +402,8 @@ def test_all_of_it_once(tmp_path: Path, capsys) -> None:
     assert rows["streamer-2"]["host_bytes"]["counted"] >= 16 * report["parameters"]
     printed = capsys.readouterr().out
     assert "deepspeed      left out: deepspeed is not installed" in printed
+    lines = TABLES[report["script"]](report)
+    assert len([line for line in lines if line.startswith("| ")]) == 2 + len(rows)
 
 
 @pytest.mark.cuda
