@@ -1,6 +1,6 @@
 """Does a step take as much longer as there are more layers, and the device as much memory as for few?
 
-    python -m bench.depth --compute-threads 1 --host-threads 1    # two and a half minutes on two cores, no GPU
+    python -m bench.depth --compute-threads 1 --host-threads 1    # 150 s on two cores, no GPU
     python -m bench.depth --device cuda --dtype bfloat16 --n-embd 2048 --n-head 16 --batch-size 8 \\
         --context 1024 --one-at-a-time
 
