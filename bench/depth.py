@@ -1,6 +1,6 @@
 """Does a step take as much longer as there are more layers, and the device as much memory as for few?
 
-    python -m bench.depth --n-embd 256 --n-head 4 --batch-size 2 --context 64
+    python -m bench.depth --compute-threads 1 --host-threads 1    # 150 s on two cores, no GPU
     python -m bench.depth --device cuda --dtype bfloat16 --n-embd 2048 --n-head 16 --batch-size 8 \\
         --context 1024 --one-at-a-time
 
@@ -168,10 +168,11 @@ def main() -> None:
         "settings": settings | {"num_slots": NUM_SLOTS, "vocab_size": VOCAB_SIZE},
         **found,
     }
-    tokens = f"{options.batch_size} x {options.context} tokens on {options.device}"
-    print(f"width {options.n_embd} in {options.dtype}, {tokens}; load before {load_before:.1f}")
+    what = f"width {options.n_embd} in {options.dtype}, {options.batch_size} x {options.context} tokens"
+    what += f", {NUM_SLOTS} slots on {options.device}"
+    print(f"{what}; load before {load_before:.1f}")
     print_table(found)
-    draw(found, options.png)
+    draw(found, options.png, title=what)
     write_json(options.json, report)
 
 

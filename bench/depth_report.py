@@ -94,7 +94,7 @@ def print_table(found: Mapping[str, Any]) -> None:
         print(f"owned: DIFFERS, with {depth['n_layer']} layers {depth['owned_bytes']}")
 
 
-def draw(found: Mapping[str, Any], picture: Path) -> None:
+def draw(found: Mapping[str, Any], picture: Path, *, title: str) -> None:
     """Step time and device bytes over layers, if matplotlib is there."""
     try:
         import matplotlib
@@ -111,6 +111,7 @@ def draw(found: Mapping[str, Any], picture: Path) -> None:
         for name in ("lower_quartile", "median", "upper_quartile")
     )
     figure, (times, sizes) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    figure.suptitle(title, fontsize=10)
     fitted = [(line["intercept"] + line["slope"] * n_layer) * 1e3 for n_layer in (0, layers[-1])]
     label = f"{line['intercept'] * 1e3:.1f} ms + {line['slope'] * 1e3:.2f} ms per layer"
     times.plot((0, layers[-1]), fitted, color="#d65f5f", linewidth=1, label=label)

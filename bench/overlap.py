@@ -3,7 +3,9 @@
     python -m bench.overlap configs/gpt2-demo.toml                       # the GPU, or threads without one
     python -m bench.overlap configs/gpt2-demo.toml --backend virtual     # what an H200 should make of it
     python -m bench.overlap configs/gpt2-demo.toml --set model.args.n_embd=1024 \\
-        --set model.args.n_head=16 --set data.batch_size=2    # layers wide enough for copies to be seen
+        --set model.args.n_head=16 --set data.batch_size=2 --set optimizer.lr=1e-4 --compute-threads 1
+
+The last has layers wide enough for copies to be seen, and leaves one of two cores to them (a minute).
 
 Takes any config that `streamer train` takes, and trains its model in a plain loop on one batch of random
 bytes: forward, cross-entropy in fp32, backward, clipping (where ``stream.update`` is "step"), step,
