@@ -9,7 +9,7 @@ import torch
 
 from streamer.engine.executor import Executor
 from streamer.handle import Home, require_home
-from streamer.memory.purposes import BF16, FP32, INT8, MOMENTS, host_bytes
+from streamer.memory.purposes import ALL_MOMENTS, BF16, FP32, INT8, MOMENTS, host_bytes
 
 #: A parameter, where it lives, and its saved state.
 Saved = tuple[torch.Tensor, Home, dict[str, Any] | None]
@@ -30,7 +30,7 @@ def check_room(executor: Executor, state_dtype: torch.dtype) -> None:
         return
     layouts = [shard.layout for shard in store.shards]
     wanted, held = host_bytes(layouts, purposes), store.bytes_by_purpose()
-    given_up = sum(held.get(name, 0) for name in {p.name for kept in MOMENTS.values() for p in kept})
+    given_up = sum(held.get(name, 0) for name in {purpose.name for purpose in ALL_MOMENTS})
     needed, available = sum(wanted.values()), executor.backend.host_available() + given_up
     if needed > available:
         parts = ", ".join(f"{name} {nbytes}" for name, nbytes in wanted.items())
@@ -51,7 +51,7 @@ def take_over(
     for executor in models:
         executor.synchronize()
         if not executor.store.holds(MOMENTS[state_dtype]):
-            executor.store.drop(purpose for kept in MOMENTS.values() for purpose in kept)
+            executor.store.drop(ALL_MOMENTS)
             executor.updated_by.clear()
             executor.store.add(MOMENTS[state_dtype])
     for home in homes:

@@ -24,7 +24,7 @@ from streamer.guards import attach_guards, serve_other_optimizers
 from streamer.handle import HANDLE, HOME, Home, Wrapped, home_of, wrapped
 from streamer.initialising import Init, Initialiser, check_init
 from streamer.memory.host import HostStore
-from streamer.memory.purposes import GRADIENTS, MODEL
+from streamer.memory.purposes import ALL_MOMENTS, GRADIENTS
 from streamer.moving import MoveIn, releasable_bytes, take_out
 from streamer.options import check_dtypes_for_backward, check_options, parse_bytes
 from streamer.plan.ledger import least_moments, ledger
@@ -183,7 +183,7 @@ def unwrap(model: M) -> M:
     executor.issuer.wait(ops.shard(unit.index) for unit in (*executor.units, executor.root))
     executor.weights.refresh()
     # room for the weights that come out
-    executor.store.keep_only(MODEL)
+    executor.store.drop(ALL_MOMENTS)
     for unit in (*executor.units, executor.root):
         unit.restore()
         take_out(executor.backend, unit, executor.shard(unit), handle.plain_dtypes)

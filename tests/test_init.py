@@ -120,33 +120,47 @@ def test_masters_are_the_values_before_rounding(dtype: torch.dtype) -> None:
     assert all(torch.equal(actual[name], value) for name, value in expected.items())
 
 
+class WithBuffers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x)) + self.table
+
+
+def init_with_buffers(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.BatchNorm1d):
+        module.reset_parameters()
+    if isinstance(module, WithBuffers):
+        module.table = torch.arange(4.0)
+
+
 def test_buffers_on_meta_get_values_too() -> None:
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-            self.norm = nn.BatchNorm1d(4)
-            self.register_buffer("table", torch.arange(4.0), persistent=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.norm(self.linear(x)) + self.table
-
-    def init(module: nn.Module) -> None:
-        if isinstance(module, nn.Linear | nn.BatchNorm1d):
-            module.reset_parameters()
-        if isinstance(module, Layer):
-            module.table = torch.arange(4.0)
-
     with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(4, 4), nn.ModuleList([Layer(), Layer()]))
-    streamer.wrap(model, layers="1", device="cpu", init=init)
+        model = nn.Sequential(nn.Linear(4, 4), nn.ModuleList([WithBuffers(), WithBuffers()]))
+    buffers = list(model.buffers())
+    with pytest.raises(KeyError, match="in init"):
+        streamer.wrap(model, layers="1", device="cpu", init=failing_at(model[0], init_with_buffers))
+    assert all(new is old for new, old in zip(model.buffers(), buffers, strict=True))
+    streamer.wrap(model, layers="1", device="cpu", init=init_with_buffers)
     layer = model[1][0]
-    x = torch.randn(8, 4)
-    out = layer(x)
+    out = layer(torch.randn(8, 4))
     assert out.isfinite().all()
     assert layer.norm.num_batches_tracked == 1
     assert torch.equal(layer.table, torch.arange(4.0))
     streamer.unwrap(model)
+
+
+def failing_at(place: nn.Module, init: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+    def failing(module: nn.Module) -> None:
+        if module is place:
+            raise KeyError("in init")
+        init(module)
+
+    return failing
 
 
 def test_each_module_is_given_once_children_first_on_the_device_without_gradients() -> None:
@@ -194,12 +208,7 @@ def replace_weights(model: GPT) -> Callable[[nn.Module], None]:
 
 
 def fail_at_the_end(model: GPT) -> Callable[[nn.Module], None]:
-    def init(module: nn.Module) -> None:
-        if isinstance(module, GPT):
-            raise KeyError("in init")
-        model.init_weights(module)
-
-    return init
+    return failing_at(model, model.init_weights)
 
 
 @pytest.mark.parametrize(

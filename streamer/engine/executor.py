@@ -167,12 +167,12 @@ class Executor:
         self.weights.prefetch()
 
     def release(self) -> None:
-        """Give up all memory: the weights have been taken out, and nothing is to run any more.
+        """Give up all memory: the weights have been taken out, and the backend is closed.
 
         Whoever still holds the executor, an optimizer say, does not hold that.
         """
         self.released = True
-        self.store.keep_only(())
+        self.store.drop_all()
         self.weights.release()
         self.gradients.release()
         self.landing = None

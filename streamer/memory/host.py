@@ -160,18 +160,20 @@ class HostStore:
         )
 
     def drop(self, purposes: Iterable[Purpose]) -> None:
-        """Give up the buffers for ``purposes``."""
+        """Give up the buffers for ``purposes``, none of them pinned: who has pinned those still counts on
+        them."""
+        purposes = list(purposes)
+        assert not any(purpose.pinned for purpose in purposes)
         for purpose in purposes:
             self._buffers.pop(purpose.name, None)
             for shard in self.shards:
                 shard.held.pop(purpose.name, None)
 
-    def keep_only(self, purposes: Iterable[Purpose]) -> None:
-        """Give up the buffers for all but ``purposes``."""
-        kept = {purpose.name for purpose in purposes}
-        self._buffers = {name: buffer for name, buffer in self._buffers.items() if name in kept}
+    def drop_all(self) -> None:
+        """Give up every buffer."""
+        self._buffers.clear()
         for shard in self.shards:
-            shard.held = {name: piece for name, piece in shard.held.items() if name in kept}
+            shard.held.clear()
 
     def staging(self, count: int, nbytes: int) -> list[torch.Tensor]:
         """``count`` buffers of ``nbytes`` for gradients that are used up when they have landed."""

@@ -69,6 +69,7 @@ MOMENTS = {
         Purpose("exp_avg_sq_scale", FP32, lambda layout: layout.state_blocks, Slice.blocks),
     ),
 }
+ALL_MOMENTS = tuple(purpose for kept in MOMENTS.values() for purpose in kept)
 
 
 def host_bytes(layouts: Sequence[Layout], purposes: Iterable[Purpose]) -> dict[str, int]:
