@@ -33,7 +33,8 @@ part() { # NAME SECONDS COMMAND...: run it for as long, and for as long as there
   fi
   [ "$limit" -gt "$left" ] && limit=$left
   echo "=== $name, at most $limit s: $*"
-  timeout --kill-after=5 "$limit" "$@"
+  # an interrupt, after which pytest still says what has failed
+  timeout --signal=INT --kill-after=15 "$limit" "$@"
   local code=$?
   case $code in
     0) outcomes+=("$name: done in $((SECONDS - begun)) s") ;;
@@ -44,10 +45,11 @@ part() { # NAME SECONDS COMMAND...: run it for as long, and for as long as there
 
 measure() {
   nvidia-smi || true
-  part "10 billion parameters in 16 GiB" 200 "$python" -m bench.fits configs/gpt2-10b.toml \
+  part "10 billion parameters in 16 GiB" 230 "$python" -m bench.fits configs/gpt2-10b.toml \
     --steps 12 --set optimizer.warmup_steps=4 --host-memory 120GiB --batch-sizes 32 64 \
     --json "$folder/fits.json"
-  part "tests" 120 "$python" -m pytest -q -m cuda -p no:cacheprovider --durations=5
+  part "tests" 120 "$python" -m pytest -m cuda -p no:cacheprovider --tb=short --durations=5 \
+    tests/test_cuda.py tests/test_cuda_memory.py tests/test_cuda_update.py tests/test_bench_*.py
   part "beside others, 1.5 billion parameters" 150 "$python" -m bench.versus --device cuda \
     --n-layer 48 --n-head 25 --n-embd 1600 --vocab-size 50257 --context 1024 --batch-size 32 \
     --lr 1e-4 --rounds 5 --steps 2 --seconds 60 --only streamer-2 streamer-48 fsdp2 torchao-bf16 \

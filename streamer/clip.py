@@ -50,6 +50,8 @@ def clip_grad_norm_(
     coefficient = max_norm / (norm + 1e-6)
     if not coefficient >= 1:  # so also where the norm is not a number
         executor.gradients.rescale(coefficient)
+    if math.isfinite(norm):
+        executor.norms.remember_finite()
     return torch.tensor(norm, dtype=torch.float32)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence
 
@@ -34,7 +33,7 @@ def take_step(executors: Sequence[Executor], *, skip_nonfinite: bool, found_inf:
     if found_inf is not None:
         finite = not found_inf.item()
     else:
-        finite = all(math.isfinite(executor.norms.total(executor.gradients.scale)) for executor in real)
+        finite = all([executor.norms.is_finite(executor.gradients.scale) for executor in real])
     if finite and not not_updated:
         return True
     if not_updated or any(executor.landing is not None for executor in executors):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from streamer.engine.executor import Executor
 from streamer.engine.tree import flatten
@@ -21,31 +23,33 @@ def attach_guards(model: nn.Module, executor: Executor) -> Callable[[], None]:
     """Put hooks and guards on ``model``; the returned function takes them off."""
     modules = list(model.modules())
     root_owners = {module for owners in executor.root.owners for module, _ in owners}
-    handles = [model.register_forward_pre_hook(_move_inputs(executor.backend.device), with_kwargs=True)]
-    for module in root_owners:
-        # user code may call them without calling the model, and an update may be on its way to them
-        handles.append(module.register_forward_pre_hook(lambda *_: executor.begin()))
-    for unit in (*executor.units, executor.root):
-        for slice, param in executor.gradients.held[unit.index].pairs():
-            handles.append(param.register_hook(_before_adding(executor, unit, slice, param)))
-    for module in modules:
-        handles.append(module.register_state_dict_pre_hook(_wait_for_updates(executor)))
-        handles.append(module.register_load_state_dict_pre_hook(_wait_before_loading(executor)))
-    handles.append(model.register_state_dict_post_hook(_to_cpu))
-    for module in modules:
-        # .to, .cuda, .half and their like all go through _apply
-        module.__dict__["_apply"] = _refuse_to_move
-        module.__dict__["__deepcopy__"] = module.__dict__["__reduce_ex__"] = _refuse_to_copy
-        module.__dict__["zero_grad"] = _zero_grad(module, executor)
+    with ExitStack() as stack:
 
-    def take_off() -> None:
-        for handle in handles:
-            handle.remove()
+        def keep(handle: RemovableHandle) -> None:
+            stack.callback(handle.remove)
+
+        keep(model.register_forward_pre_hook(_move_inputs(executor.backend.device), with_kwargs=True))
+        for module in root_owners:
+            # user code may call them without calling the model, and an update may be on its way to them
+            keep(module.register_forward_pre_hook(lambda *_: executor.begin()))
+        for unit in (*executor.units, executor.root):
+            for slice, param in executor.gradients.held[unit.index].pairs():
+                keep(param.register_hook(_before_adding(executor, unit, slice, param)))
         for module in modules:
-            for name in ("_apply", "__deepcopy__", "__reduce_ex__", "zero_grad"):
-                del module.__dict__[name]
-
-    return take_off
+            keep(module.register_state_dict_pre_hook(_wait_for_updates(executor)))
+            keep(module.register_load_state_dict_pre_hook(_wait_before_loading(executor)))
+        keep(model.register_state_dict_post_hook(_to_cpu))
+        for module in modules:
+            # .to, .cuda, .half and their like all go through _apply
+            own = {
+                "_apply": _refuse_to_move,
+                "__deepcopy__": _refuse_to_copy,
+                "__reduce_ex__": _refuse_to_copy,
+                "zero_grad": _zero_grad(module, executor),
+            }
+            stack.callback(_remove, module, own)
+            module.__dict__.update(own)
+        return stack.pop_all().close
 
 
 def serve_other_optimizers(executor: Executor) -> Callable[[], None]:
@@ -87,6 +91,11 @@ def serve_other_optimizers(executor: Executor) -> Callable[[], None]:
             handle.remove()
 
     return end
+
+
+def _remove(module: nn.Module, names: Iterable[str]) -> None:
+    for name in names:
+        module.__dict__.pop(name, None)
 
 
 def _move_inputs(device: torch.device) -> Callable[..., tuple[Any, Any]]:

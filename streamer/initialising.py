@@ -67,14 +67,17 @@ class Initialiser:
         self._seed = int(torch.randint(2**62, (), device="cpu").item())
 
     def __call__(self, unit: Unit) -> None:
-        """Give ``unit`` its values, if it is on the meta device. Raises ValueError for what gets none."""
-        if not is_on_meta(unit):
+        """Give ``unit`` its values, unless it has some. Raises ValueError for what gets none."""
+        if (unit.params or unit.buffers()) and not is_on_meta(unit):
             return
-        for param in unit.params:
-            exchange(param, _blank(param, self._device))
+        for slice, param in zip(unit.layout.slices, unit.params, strict=True):
+            exchange(slice.param.name, param, _blank(param, self._device))
+        blanks: dict[torch.Tensor, torch.Tensor] = {}  # modules may share one
         for owner, name in unit.buffer_owners:
             if (buffer := owner._buffers[name]) is not None and buffer.is_meta:
-                owner._buffers[name] = _blank(buffer, self._device)
+                if buffer not in blanks:
+                    blanks[buffer] = _blank(buffer, self._device)
+                owner._buffers[name] = blanks[buffer]
         places = [
             *(
                 _Place(unit, owner, owner._parameters, name)
@@ -94,11 +97,21 @@ class Initialiser:
             _check_attributes(unit, module)
 
 
-def exchange(param: nn.Parameter, values: torch.Tensor) -> None:
-    """Let ``param`` be of ``values``, on whatever device, and yet the object that it is."""
+def exchange(name: str, param: nn.Parameter, values: torch.Tensor) -> None:
+    """Let ``param`` be of ``values``, on whatever device, and yet the object that it is.
+
+    Raises ValueError where PyTorch refuses that, since somebody counts on what it was.
+    """
     other = nn.Parameter(values, requires_grad=param.requires_grad)
+    other.__class__ = type(param)
     other.__dict__.update(param.__dict__)
-    torch.utils.swap_tensors(param, other)
+    try:
+        torch.utils.swap_tensors(param, other)
+    except RuntimeError as error:
+        raise ValueError(
+            f"parameter '{name}' cannot get values in place of the meta device's, since a weak reference or "
+            f"a graph holds on to it: let go of it before streamer.wrap ({error})"
+        ) from error
 
 
 def _blank(like: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -117,11 +130,17 @@ class _Place:
         self._registry = registry
         self._name = name
         self._blank = registry[name]
+        self._requires_grad = self._blank is not None and self._blank.requires_grad
         self._version = 0 if self._blank is None else self._blank._version
 
     def check(self) -> None:
         """Raise ValueError unless there are values now."""
         now = self._registry.get(self._name)
+        if now is not None and now.requires_grad != self._requires_grad:
+            raise ValueError(
+                f"init= has changed requires_grad of {self._where}: set it before streamer.wrap, by which "
+                "there is room for gradients or none"
+            )
         if now is not self._blank and self._is_param:
             raise ValueError(
                 f"init= has replaced parameter {self._where}: write into it, as torch.nn.init does"

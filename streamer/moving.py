@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -54,18 +55,24 @@ class MoveIn:
 
     def undo(self) -> None:
         """Let the parameters be what they were, on the device where they were."""
-        for unit, shard in zip(self._units, self._store.shards, strict=True):
-            if unit in self._moved:
-                take_out(self._backend, unit, shard, {param: self._was[param][1] for param in unit.params})
-            unit.restore()
-            for param in unit.params:
-                device, dtype = self._was[param]
-                if device.type == "meta" and not param.is_meta:
-                    exchange(param, torch.empty(param.shape, dtype=dtype, device=device))
-                elif param.device != device:
-                    param.data = param.data.to(device)
-        for owner, name, buffer in self._buffers_were:
-            owner._buffers[name] = buffer
+        with ExitStack() as each:  # goes on after an error
+            for unit, shard in zip(self._units, self._store.shards, strict=True):
+                each.callback(self._put_back, unit, shard)
+            for owner, name, buffer in self._buffers_were:
+                owner._buffers[name] = buffer
+
+    def _put_back(self, unit: Unit, shard: HostShard) -> None:
+        unit.restore()
+        if unit in self._moved:
+            take_out(self._backend, unit, shard, {param: self._was[param][1] for param in unit.params})
+        for slice, param in zip(unit.layout.slices, unit.params, strict=True):
+            device, dtype = self._was[param]
+            if param.device == device:
+                continue
+            if device.type == "meta":
+                exchange(slice.param.name, param, torch.empty(param.shape, dtype=dtype, device=device))
+            else:
+                param.data = param.data.to(device)
 
     def _take(self, unit: Unit, shard: HostShard) -> None:
         if self._initialise is not None:
@@ -82,9 +89,12 @@ class MoveIn:
                 param.grad_dtype = None  # its own or fp32: [Note: sums]
             # the root's are soon those on the device; until then they too must not keep their own storage
             param.data = slice.view(shard.weight)
+        moved: dict[torch.Tensor, torch.Tensor] = {}  # modules may share one
         for owner, name in unit.buffer_owners:
             if (buffer := owner._buffers[name]) is not None:
-                owner._buffers[name] = buffer.to(self._backend.device)
+                if buffer not in moved:
+                    moved[buffer] = buffer.to(self._backend.device)
+                owner._buffers[name] = moved[buffer]
         give_back_freed()
 
 
@@ -98,8 +108,8 @@ def take_out(backend: Backend, unit: Unit, shard: HostShard, dtypes: dict[nn.Par
         param.data = param.data.to(dtypes[param])
 
 
-def releasable_bytes(params: Iterable[torch.Tensor], device_type: str) -> int:
-    """Bytes of the storages on devices of a type that `MoveIn` gives up, as far as can be known.
+def releasable_bytes(params: Iterable[torch.Tensor], device: torch.device) -> int:
+    """Bytes of the storages on ``device`` that `MoveIn` gives up, as far as can be known.
 
     What is mapped from a file or shared with other processes is not counted (on Linux); what the caller holds
     by other names is: PyTorch does not tell.
@@ -107,10 +117,10 @@ def releasable_bytes(params: Iterable[torch.Tensor], device_type: str) -> int:
     storages = {
         storage.data_ptr(): storage.nbytes()
         for param in params
-        if param.device.type == device_type
+        if param.device == device
         for storage in [param.untyped_storage()]
     }
-    files = file_mappings() if device_type == "cpu" else []
+    files = file_mappings() if device.type == "cpu" else []
     return sum(
         nbytes
         for address, nbytes in storages.items()

@@ -53,6 +53,8 @@ def check_options(
         )
     if not (isinstance(compile, bool | str) or callable(compile)):
         raise ValueError(f"compile={compile!r}: use True, False, or a backend of torch.compile")
+    if isinstance(compile, str) and compile not in (known := torch.compiler.list_backends(())):
+        raise ValueError(f"compile={compile!r} is no backend of torch.compile; there are: {', '.join(known)}")
     most = native.num_threads_available()
     if host_threads is not None and not (_is_count(host_threads) and host_threads <= most):
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -93,8 +94,9 @@ def wrap(
     Raises:
         ValueError: for a path, an option or a parameter that cannot be honoured, naming the mend.
         MemoryError: if the device or the host has too little memory, with what each needs and has.
-            Both are raised before anything is allocated or changed, but for what ``init`` does wrong; then,
-            as with any other error, the model is what it was.
+            Both are raised before anything is allocated or changed, but for what ``init`` does wrong. Then,
+            as with any other error, parameters are put back, without their gradients; frozen ones that were
+            moved already are as ``dtype`` has rounded them.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"wrap takes an nn.Module, not a {type(model).__name__}")
@@ -120,8 +122,8 @@ def wrap(
         check_init((*units, root), init)
     if backend is None:
         backend = _backend(device)
-    move: MoveIn | None = None
-    try:
+    with ExitStack() as undo:
+        undo.callback(backend.close)
         if limit is not None:
             backend.limit_device(limit)
         if host_threads is None and backend.device.type == "cuda":
@@ -129,17 +131,20 @@ def wrap(
             host_threads = max(1, native.num_threads_available() - 1)
         if host_threads is not None:
             backend.on_host(partial(native.set_num_threads, host_threads))
-        params = plain_dtypes = {param: param.dtype for param in model.parameters()}
         planned = ledger(units, root, num_slots=num_slots, update_in_backward=in_backward)
+        plain_dtypes = {param: param.dtype for param in model.parameters()}
+        on_device = backend.device.type != "cpu"
         replace(planned, host={**planned.host, **least_moments(units, root)}).check(
-            device_available=backend.device_available() + releasable_bytes(params, "cuda"),
+            device_available=backend.device_available()
+            + (releasable_bytes(plain_dtypes, backend.device) if on_device else 0),
             host_available=backend.host_available(),
-            shared=backend.device.type == "cpu",
-            given_back=releasable_bytes(params, "cpu"),
+            shared=not on_device,
+            given_back=releasable_bytes(plain_dtypes, torch.device("cpu")),
         )
         store = HostStore([unit.layout for unit in (*units, root)], backend.host_buffer, backend.host_reserve)
         initialise = None if init is None or virtual else Initialiser(init, backend.device, units)
         move = MoveIn(backend, (*units, root), store, initialise)
+        undo.callback(move.undo)
         move.run()
         store.add([GRADIENTS], only=store.shards[-1:] if in_backward else None)
         executor = Executor(
@@ -151,21 +156,21 @@ def wrap(
             sum_in_fp32=grad_dtype is not None,
             update_in_backward=in_backward,
         )
+        undo.callback(_forget, model, executor)
         _settle_in(executor)
-    except BaseException:
-        if move is not None:
-            move.undo()
-        backend.close()
-        raise
-    compiler = None
-    if compile and not virtual:
-        compiler = Compiler() if compile is True else Compiler(compile)
-    for unit in units:
-        # an instance attribute: __call__ and the user's hooks run around it as before
-        unit.module.forward = StreamedLayer(executor, unit, activations, compiler)
-    take_off = attach_guards(model, executor)
-    close = weakref.finalize(model, _close, backend, serve_other_optimizers(executor))
-    model.__dict__[HANDLE] = Wrapped(executor, planned, plain_dtypes, take_off, close)
+        compiler = None
+        if compile and not virtual:
+            compiler = Compiler(backend.device, "inductor" if compile is True else compile)
+        for unit in units:
+            # an instance attribute: __call__ and the user's hooks run around it as before
+            unit.module.forward = StreamedLayer(executor, unit, activations, compiler)
+        take_off = attach_guards(model, executor)
+        undo.callback(take_off)
+        end_service = serve_other_optimizers(executor)
+        undo.callback(end_service)
+        close = weakref.finalize(model, _close, backend, end_service)
+        model.__dict__[HANDLE] = Wrapped(executor, planned, plain_dtypes, take_off, close)
+        undo.pop_all()
     return model
 
 
@@ -173,7 +178,8 @@ def unwrap(model: M) -> M:
     """Make ``model`` a plain CPU module again, with the trained weights, and give its memory back.
 
     Parameters get the dtype that they had before `wrap`, from their exact masters; gradients are
-    dropped, and what an optimizer holds for the model is of no more use. Returns the model.
+    dropped. What an optimizer holds for the model is of no more use, and the memory of its moments comes back
+    when it goes. Returns the model.
 
     Raises ValueError if the model is not wrapped.
     """
@@ -187,18 +193,25 @@ def unwrap(model: M) -> M:
     for unit in (*executor.units, executor.root):
         unit.restore()
         take_out(executor.backend, unit, executor.shard(unit), handle.plain_dtypes)
-        for param in unit.params:
-            del param.__dict__[HOME]
         for owner, name in unit.buffer_owners:
             if (buffer := owner._buffers[name]) is not None and not buffer.is_meta:
                 owner._buffers[name] = buffer.cpu()
-        if unit is not executor.root:
-            del unit.module.__dict__["forward"]
+    _forget(model, executor)
     handle.take_off()
     handle.close()
     executor.release()
-    del model.__dict__[HANDLE]
     return model
+
+
+def _forget(model: nn.Module, executor: Executor) -> None:
+    """Take off what tells a wrapped model and its parameters where they live, and let its layers run as they
+    are."""
+    for unit in executor.units:
+        unit.module.__dict__.pop("forward", None)
+    for unit in (*executor.units, executor.root):
+        for param in unit.params:
+            param.__dict__.pop(HOME, None)
+    model.__dict__.pop(HANDLE, None)
 
 
 def _close(backend: Backend, end_service: Callable[[], None]) -> None:

@@ -325,3 +325,31 @@ def test_a_step_that_is_not_finite_changes_nothing(value: float, where: str) -> 
             optimizer.step()
         strict.step()
         assert not torch.equal(model.state_dict()["lm_head.weight"], before[0]["lm_head.weight"])
+
+
+def test_a_step_reads_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[str] = []
+    for name in ("tolist", "item", "__float__", "__bool__"):
+        read = getattr(torch.Tensor, name)
+
+        def counted(self: torch.Tensor, name: str = name, read: Any = read) -> Any:
+            reads.append(name)
+            return read(self)
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+    with streamed(gpt()) as model:
+        optimizer = streamer.AdamW(model.parameters())
+        for step in range(3):
+            language_loss(model, step).backward()
+            reads.clear()
+            streamer.clip_grad_norm_(model, 1e-3)
+            optimizer.step()
+            assert reads == ["tolist"]
+            optimizer.zero_grad()
+        # what is written after clipping is read again
+        language_loss(model, 3).backward()
+        streamer.clip_grad_norm_(model, 1e-3)
+        model.lm_head.weight.grad[0, 0] = float("nan")
+        with pytest.warns(UserWarning, match="NaN or infinite"):
+            optimizer.step()
+        assert streamer.stats(model).skipped_steps == 1

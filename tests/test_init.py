@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -187,6 +188,36 @@ def test_each_module_is_given_once_children_first_on_the_device_without_gradient
     assert set(seen[: len(blocks)]) == blocks
 
 
+class Marked(nn.Parameter):
+    """A parameter of a class of its own."""
+
+
+def test_a_parameter_keeps_its_class_and_a_shared_buffer_is_shared() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.ModuleList([nn.Linear(4, 4)]), nn.BatchNorm1d(4), nn.BatchNorm1d(4))
+        model[0][0].weight = Marked(torch.empty(4, 4))
+        model[2].running_mean = model[1].running_mean
+    streamer.wrap(model, layers="0", device="cpu", init=init_with_buffers)
+    streamer.unwrap(model)
+    assert type(model[0][0].weight) is Marked
+    assert type(model[0][0].bias) is nn.Parameter
+    assert model[2].running_mean is model[1].running_mean
+
+
+def test_a_root_without_parameters_is_given_too() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    seen: list[nn.Module] = []
+
+    def init(module: nn.Module) -> None:
+        seen.append(module)
+        init_with_buffers(module)
+
+    streamer.wrap(model, layers="", device="cpu", init=init)
+    streamer.unwrap(model)
+    assert seen == [*model, model]
+
+
 # What is refused
 
 
@@ -207,6 +238,15 @@ def replace_weights(model: GPT) -> Callable[[nn.Module], None]:
     return init
 
 
+def freeze(model: GPT) -> Callable[[nn.Module], None]:
+    def init(module: nn.Module) -> None:
+        model.init_weights(module)
+        if isinstance(module, nn.LayerNorm):
+            module.requires_grad_(False)
+
+    return init
+
+
 def fail_at_the_end(model: GPT) -> Callable[[nn.Module], None]:
     return failing_at(model, model.init_weights)
 
@@ -220,6 +260,7 @@ def fail_at_the_end(model: GPT) -> Callable[[nn.Module], None]:
             r"init= has given 'weight' of a LayerNorm in 'transformer\.h\.0' no",
         ),
         (replace_weights, ValueError, r"init= has replaced parameter 'weight' of a Linear .*: write into it"),
+        (freeze, ValueError, r"init= has changed requires_grad of 'weight' of a LayerNorm .*: set it before"),
         (fail_at_the_end, KeyError, "in init"),
     ],
 )
@@ -275,6 +316,16 @@ def test_what_cannot_be_given_values_is_named(change: Callable[[GPT], None], mat
     change(model)
     with pytest.raises(ValueError, match=match):
         streamer.wrap(model, layers="transformer.h", device="cpu", init=model.init_weights)
+
+
+def test_a_parameter_that_somebody_holds_weakly_is_named_and_the_rest_put_back() -> None:
+    model = shape()
+    held = weakref.ref(model.transformer.h[1].ln_1.weight)
+    match = r"parameter 'transformer\.h\.1\.ln_1\.weight' cannot get values .*: let go of it before"
+    with pytest.raises(ValueError, match=match):
+        streamer.wrap(model, layers="transformer.h", device="cpu", init=model.init_weights)
+    assert all(param.is_meta for param in model.parameters())
+    assert held() is not None
 
 
 def test_init_is_refused_where_there_is_nothing_to_do_and_where_it_is_no_function() -> None:

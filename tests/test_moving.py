@@ -3,6 +3,7 @@ back. Measured on processes of their own, by the resident set that the system co
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from tqdm import tqdm
 
 import streamer
+from streamer import moving, wrapping
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.executor import Executor
 from streamer.moving import releasable_bytes
@@ -117,6 +120,22 @@ def test_beside_the_shards_there_is_never_more_than_one_unit(on_meta: bool, dtyp
     assert seen["end"] - seen["empty"] == pytest.approx(weights, rel=0.02)
 
 
+def test_a_bar_shows_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def at_once(*args: Any, delay: float, mininterval: float, **options: Any) -> Any:
+        assert delay == 1.0, "what is done within a second needs no bar"
+        assert mininterval == 10.0, "a log file needs a line now and then"
+        return tqdm(*args, delay=0, mininterval=0, **options)
+
+    monkeypatch.setattr(moving, "tqdm", at_once)
+    model = stack()
+    streamer.unwrap(streamer.wrap(model, layers="layers", device="cpu"))
+    printed = capsys.readouterr().err
+    assert "to host memory:   0%" in printed
+    assert "4/4" in printed  # three layers and the root
+
+
 # Errors on the way
 
 
@@ -143,6 +162,11 @@ def stack() -> nn.Module:
         (ThreadBackend, "host_buffer"),
         (ThreadBackend, "device_buffer"),
         (Executor, "__init__"),
+        (wrapping, "_settle_in"),
+        (wrapping, "StreamedLayer"),
+        (nn.Module, "register_state_dict_post_hook"),
+        (wrapping, "serve_other_optimizers"),
+        (wrapping, "Wrapped"),
     ],
     ids=lambda part: part[1],
 )
@@ -151,11 +175,14 @@ def test_after_an_error_the_model_is_what_it_was(
 ) -> None:
     model = stack()
     objects, before = list(model.parameters()), {k: v.clone() for k, v in model.state_dict().items()}
+    attached = [copy.copy(vars(part)) for part in (*model.modules(), *objects)]
+    attached = [{key: copy.copy(value) for key, value in held.items()} for held in attached]
     with monkeypatch.context() as patch:
         patch.setattr(*part, trouble)
         with pytest.raises(Trouble):
             streamer.wrap(model, layers="layers", device="cpu", dtype=dtype)
     assert all(new is old for new, old in zip(model.parameters(), objects, strict=True))
+    assert [dict(vars(part)) for part in (*model.modules(), *objects)] == attached
     after = model.state_dict()
     assert list(after) == list(before)
     assert [key for key in before if not torch.equal(after[key], before[key])] == []
@@ -168,15 +195,16 @@ def test_after_an_error_the_model_is_what_it_was(
 def test_what_only_the_model_holds_counts_as_given_back() -> None:
     own = nn.Linear(10, 10)
     shared = nn.Parameter(torch.ones(7).share_memory_())
-    assert releasable_bytes([own.weight, own.weight, shared], "cpu") == 400
-    assert releasable_bytes([own.weight], "cuda") == 0
-    assert releasable_bytes([nn.Parameter(torch.ones(4, device="meta"))], "cpu") == 0
+    cpu = torch.device("cpu")
+    assert releasable_bytes([own.weight, own.weight, shared], cpu) == 400
+    assert releasable_bytes([own.weight], torch.device("cuda", 0)) == 0
+    assert releasable_bytes([nn.Parameter(torch.ones(4, device="meta"))], cpu) == 0
 
 
 def test_weights_mapped_from_a_file_are_not_given_back(tmp_path: Path) -> None:
     torch.save(torch.ones(1000), tmp_path / "weights.pt")
     mapped = torch.load(tmp_path / "weights.pt", mmap=True)
-    assert releasable_bytes([mapped], "cpu") == 0
+    assert releasable_bytes([mapped], torch.device("cpu")) == 0
 
 
 @pytest.mark.parametrize("layer", [0, 2])

@@ -321,6 +321,15 @@ def test_an_old_optimizer_does_not_hang_after_unwrap() -> None:
     ]
 
 
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_a_backward_after_unwrap_says_so(activations: str) -> None:
+    model = wrap(net(), activations=activations)
+    loss = model(batch(0)).sum()
+    streamer.unwrap(model)
+    with pytest.raises(RuntimeError, match="the model was unwrapped since the forward that this backward"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("update", ["step", "backward"])
 def test_all_memory_is_given_back_at_once(monkeypatch: pytest.MonkeyPatch, update: str) -> None:
     """Not when garbage is collected, and also where an optimizer lives on."""

@@ -30,6 +30,7 @@ def build_model(config: Config, *, backend: Backend | None = None) -> nn.Module:
             raise ValueError(f"it returns a {type(model).__name__}, not an nn.Module")
     except (TypeError, ValueError) as error:
         raise ConfigError(f"model.factory {config.model.factory} with these args: {error}") from error
+    init = _init(config.model, model)
     try:
         return streamer.wrap(
             model,
@@ -40,7 +41,7 @@ def build_model(config: Config, *, backend: Backend | None = None) -> nn.Module:
             activations=stream.activations,
             update=stream.update,
             host_threads=stream.host_threads,
-            init=_init(config.model, model),
+            init=init,
             compile=stream.compile,
             device_memory=stream.device_memory,
             backend=backend,

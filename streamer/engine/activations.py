@@ -74,6 +74,11 @@ class Visit(abc.ABC):
     ) -> list[torch.Tensor | None]:
         """Gradients of the inputs from those of the outputs; those of the weights go to the host."""
         unit = self.call.unit
+        if self.executor.released:
+            raise RuntimeError(
+                "the model was unwrapped since the forward that this backward belongs to: run the forward "
+                "again"
+            )
         if self.wants_weights:
             self.executor.check_backward(unit)
         if unit.written() != self._written:

@@ -66,18 +66,29 @@ class Ambient:
             device_state,
         )
 
+    def has_moved_on(self) -> bool:
+        """Whether random numbers of PyTorch were drawn since."""
+        state = self.device_random_state
+        return not torch.equal(torch.get_rng_state(), self.cpu_random_state) or (
+            state is not None and not torch.equal(torch.cuda.get_rng_state(self.device), state)
+        )
+
+    def rewind(self) -> None:
+        """Go back to this moment's random state for good."""
+        random.setstate(self.python_random_state)
+        np.random.set_state(self.numpy_random_state)
+        torch.set_rng_state(self.cpu_random_state)
+        if self.device_random_state is not None:
+            torch.cuda.set_rng_state(self.device_random_state, self.device)
+
     @contextmanager
     def again(self) -> Iterator[None]:
         """Set it up inside the block; what held before holds after it, random numbers drawn or not."""
         devices = [] if self.device_random_state is None else [self.device]
         with torch.random.fork_rng(devices=devices), self.autocast.uncached():
-            torch.set_rng_state(self.cpu_random_state)
-            if self.device_random_state is not None:
-                torch.cuda.set_rng_state(self.device_random_state, self.device)
             now = random.getstate(), np.random.get_state()
             try:
-                random.setstate(self.python_random_state)
-                np.random.set_state(self.numpy_random_state)
+                self.rewind()
                 yield
             finally:
                 random.setstate(now[0])

@@ -28,6 +28,11 @@ class Call:
         """The exceptions that say that compiling the forward has failed; none where it is not compiled."""
         return (self.forward.failure,) if isinstance(self.forward, CompiledForward) else ()
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a compiled forward is what runs."""
+        return isinstance(self.forward, CompiledForward) and self.forward.works
+
     def give_up_compiling(self, error: BaseException) -> None:
         """Run the forward as it is from now on, because of ``error``, one of `compile_failures`."""
         assert isinstance(self.forward, CompiledForward)

@@ -9,54 +9,61 @@ from typing import Any
 import torch
 from torch import nn
 
+from streamer.engine.ambient import Ambient
+from streamer.engine.unit import Unit
+
 #: What names a backend of `torch.compile`.
 CompileBackend = str | Callable[..., Any]
 
 
 class Compiler:
-    """Compiles the layers of one model.
+    """Compiles the layers of one model, which run on ``device``.
 
     PyTorch keeps what it has compiled by the code of a forward and takes parameters as inputs, so layers of
     one class whose parameters are alike share one compilation. Where one fails, all layers of that class run
     as they are from then on, which is said once.
     """
 
-    def __init__(self, backend: CompileBackend = "inductor") -> None:
+    def __init__(self, device: torch.device, backend: CompileBackend) -> None:
         # takes a second to import, which others need not wait for
         from torch._dynamo.exc import TorchDynamoException
 
+        self.device = device
         self.failure: type[BaseException] = TorchDynamoException
         self.given_up: set[type[nn.Module]] = set()
         self._backend = backend
 
-    def compile(self, module: nn.Module) -> CompiledForward:
-        """What runs in place of ``module.forward``."""
-        compiled = torch.compile(module.forward, backend=self._backend)
-        return CompiledForward(self, type(module), module.forward, compiled)
+    def compile(self, unit: Unit) -> CompiledForward:
+        """What runs in place of the forward of the unit's module."""
+        return CompiledForward(self, unit, torch.compile(unit.module.forward, backend=self._backend))
 
 
 class CompiledForward:
-    """The forward of one layer, of class ``kind``."""
+    """The forward of one layer."""
 
-    def __init__(
-        self,
-        compiler: Compiler,
-        kind: type[nn.Module],
-        plain: Callable[..., Any],
-        compiled: Callable[..., Any],
-    ) -> None:
+    def __init__(self, compiler: Compiler, unit: Unit, compiled: Callable[..., Any]) -> None:
         self.failure = compiler.failure
         self._compiler = compiler
-        self._kind = kind
-        self._plain = plain
+        self._unit = unit
+        self._kind = type(unit.module)
+        self._plain: Callable[..., Any] = unit.module.forward
         self._compiled = compiled
 
+    @property
+    def works(self) -> bool:
+        """Whether the compiled forward is what runs."""
+        return self._kind not in self._compiler.given_up
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._kind not in self._compiler.given_up:
+        if self.works:
+            before, buffers = Ambient.now(self._compiler.device), self._unit.buffers_now()
             try:
                 return self._compiled(*args, **kwargs)
             except self.failure as error:
                 self.give_up(error)
+            # a part of the forward may have run
+            before.rewind()
+            self._unit.put_back(buffers)
         return self._plain(*args, **kwargs)
 
     def give_up(self, error: BaseException) -> None:

@@ -28,7 +28,7 @@ class StreamedLayer:
         self._unit = unit
         self._policy = POLICIES[policy]
         self._forward: Callable[..., Any] = (
-            unit.module.forward if compiler is None else compiler.compile(unit.module)
+            unit.module.forward if compiler is None else compiler.compile(unit)
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -11,9 +11,11 @@ not tell autograd (gradient scalers, collectives, ``.data``), so a sample of the
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -38,6 +40,19 @@ class _Measured:
 _State = tuple[tuple[bool, ...], int, int]
 
 
+class _Moment(NamedTuple):
+    """What gradients there were, and how often they had been written: of layers by unit, of the root."""
+
+    layers: dict[int, _State]
+    root: list[tuple[weakref.ref[torch.Tensor], int]]
+
+    def is_still(self, layers: dict[int, _State], root: Sequence[torch.Tensor]) -> bool:
+        """Whether these are the same, and unwritten."""
+        return self.layers == layers and [(id(ref()), version) for ref, version in self.root] == [
+            (id(gradient), gradient._version) for gradient in root
+        ]
+
+
 class Norms:
     """Sums of squares of the gradients of all units. [Note: norms]"""
 
@@ -47,6 +62,7 @@ class Norms:
         self._root = root
         self._store = store
         self._measured: dict[int, _Measured] = {}
+        self._finite: _Moment | None = None
 
     def keep(self, unit: Unit, squares: Squares | None) -> None:
         """``squares`` belong to the gradient that ``unit`` now holds; None if they are not known."""
@@ -78,8 +94,24 @@ class Norms:
             assert not callable(squares), "what the host was adding up has landed"
             layers.append(squares)
         root = [_squares(param.grad) for param in self._root.params if param.grad is not None]
+        values = _read([*layers, *root])
+        of_layers, of_root = math.fsum(values[: len(layers)]), math.fsum(values[len(layers) :])
         # the scale may be NaN, which is nothing to the root where there are no layers
-        return (layers_scale**2 * _sum(layers) if layers else 0.0) + _sum(root)
+        return (layers_scale**2 * of_layers if layers else 0.0) + of_root
+
+    def remember_finite(self) -> None:
+        """All gradients that are held now are finite, so that `is_finite` need not read them again."""
+        layers, root = self._held_now()
+        refs = [(weakref.ref(gradient), gradient._version) for gradient in root]
+        self._finite = None if layers is None else _Moment(layers, refs)
+
+    def is_finite(self, layers_scale: float) -> bool:
+        """Whether `total` is finite. The device is read only if something was written since it was last."""
+        remembered, self._finite = self._finite, None
+        layers, root = self._held_now()
+        if remembered is not None and layers is not None and remembered.is_still(layers, root):
+            return True
+        return math.isfinite(self.total(layers_scale))
 
     def forget_outdated(self) -> None:
         """Gradients are clipped by another norm than these: what was written until now was clipped too."""
@@ -93,6 +125,14 @@ class Norms:
         holders = tuple(param.grad is not None for param in unit.params)
         shard = self._store.shards[unit.index]
         return holders, shard.gradient._version, shard.sums._version
+
+    def _held_now(self) -> tuple[dict[int, _State] | None, list[torch.Tensor]]:
+        """The states of the layers that hold a gradient, None if one was written without our knowing, and
+        the root's gradients."""
+        holding = [unit for unit in self._units if any(param.grad is not None for param in unit.params)]
+        known = all(self._is_measured(unit) for unit in holding)
+        root = [param.grad for param in self._root.params if param.grad is not None]
+        return {unit.index: self._state(unit) for unit in holding} if known else None, root
 
     def _is_measured(self, unit: Unit) -> bool:
         measured = self._measured.get(unit.index)
@@ -155,8 +195,8 @@ def _squares(gradient: torch.Tensor) -> torch.Tensor:
     return norm.square()
 
 
-def _sum(squares: Sequence[torch.Tensor | float]) -> float:
-    """Their sum, those on the device brought over in one copy."""
+def _read(squares: Sequence[torch.Tensor | float]) -> list[float]:
+    """Their values, those on the device brought over in one copy."""
     on_device = [value for value in squares if isinstance(value, torch.Tensor)]
-    values: list[float] = torch.stack(on_device).tolist() if on_device else []
-    return math.fsum([*values, *(value for value in squares if not isinstance(value, torch.Tensor))])
+    read = iter(torch.stack(on_device).tolist() if on_device else ())
+    return [next(read) if isinstance(value, torch.Tensor) else value for value in squares]

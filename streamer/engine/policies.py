@@ -39,10 +39,17 @@ class Recompute(Visit):
             outputs, rebuild = self.call.run(weights, leaves, inner)
         self.release = self.executor.saved.hold(self, storages(inputs))
         self._buffers = unit.buffers_changed(buffers)
+        # compiled code may draw other random numbers than the forward that it was made of
+        self._needs_compiled = self.call.is_compiled and self._ambient.has_moved_on()
         return [output.detach() for output in outputs], rebuild
 
     def graph(self, weights: torch.Tensor, inputs: Tensors) -> Graph:
         unit = self.call.unit
+        if self._needs_compiled and not self.call.is_compiled:
+            raise RuntimeError(
+                f"layer '{unit.name}' drew random numbers in its compiled forward, and compiling has failed "
+                "since then, so that it cannot draw the same again: call zero_grad and run the forward again"
+            )
         leaves = unit.leaves(weights)
         inner = _detached(inputs)
         self.gate.guard([*inner, *leaves])

@@ -89,6 +89,13 @@ class Unit:
             if (buffer := owner._buffers[name]) is not None
         }
 
+    def put_back(self, before: dict[BufferPlace, tuple[torch.Tensor, int, torch.Tensor]]) -> None:
+        """Let the buffers be what `buffers_now` has found."""
+        for (owner, name), (buffer, _, values) in before.items():
+            owner._buffers[name] = buffer
+            with torch.no_grad():
+                buffer.copy_(values)
+
     def buffers_changed(
         self, before: dict[BufferPlace, tuple[torch.Tensor, int, torch.Tensor]]
     ) -> dict[BufferPlace, torch.Tensor]:
