@@ -1,16 +1,23 @@
 """Train transformers that do not fit on the GPU: `wrap` a model, train it with `AdamW` in a plain loop."""
 
 from streamer.clip import clip_grad_norm_
+from streamer.files.errors import CheckpointError
+from streamer.loading import Loaded, load
 from streamer.observe import Stats, save_trace, stats, synchronize
 from streamer.optim import AdamW
+from streamer.saving import save
 from streamer.version import __version__
 from streamer.wrapping import unwrap, wrap
 
 __all__ = [
     "AdamW",
+    "CheckpointError",
+    "Loaded",
     "Stats",
     "__version__",
     "clip_grad_norm_",
+    "load",
+    "save",
     "save_trace",
     "stats",
     "synchronize",

@@ -68,7 +68,7 @@ class AdamW(torch.optim.Optimizer):
         state_dtype: torch.dtype | str = torch.float32,
         skip_nonfinite: bool = True,
     ) -> None:
-        self._state_dtype = parse_state_dtype(state_dtype)
+        self.state_dtype = parse_state_dtype(state_dtype)
         self._skip_nonfinite = skip_nonfinite
         self._executors: list[Executor] = []
         #: by the identity of a group, the hyperparameters with which layers were updated on landing
@@ -89,7 +89,7 @@ class AdamW(torch.optim.Optimizer):
             check_group(group)
             homes = [require_home(param) for param in group["params"]]
             for home in homes:
-                check_state_dtype(home.slice.param, self._state_dtype)
+                check_state_dtype(home.slice.param, self.state_dtype)
             if self._is_made:
                 self._take_over(homes)
         except BaseException:
@@ -99,11 +99,11 @@ class AdamW(torch.optim.Optimizer):
     def _take_over(self, homes: Sequence[Home]) -> None:
         """Begin with zero moments for these parameters, whoever has updated them before."""
         new = [e for e in dict.fromkeys(home.executor for home in homes) if e not in self._executors]
-        take_over(homes, new, self._state_dtype, self._token)
+        take_over(homes, new, self.state_dtype, self._token)
         self._executors += new
         for executor in new:
             layouts = [shard.layout for shard in executor.store.shards]
-            executor.prepare(partial(warm_up, layouts, self._state_dtype))
+            executor.prepare(partial(warm_up, layouts, self.state_dtype))
             if executor.landing is not None:
                 executor.landing.add_updater(self._update_on_landing)
 
@@ -155,7 +155,7 @@ class AdamW(torch.optim.Optimizer):
         self._landed_with |= {id(groups[param]): hyper_of(groups[param], 1) for param in mine}
         steps = [self.state[param]["step"] for param in mine]
         stretches = unit.layout.stretches(used)
-        state_dtype = self._state_dtype  # not self: a queued update shall not keep the optimizer alive
+        state_dtype = self.state_dtype  # not self: a queued update shall not keep the optimizer alive
 
         def update(gradient: torch.Tensor) -> None:
             if all_finite(gradient, stretches):
@@ -179,7 +179,7 @@ class AdamW(torch.optim.Optimizer):
         home = require_home(param)
         state = self.state[param]
         if not state:
-            state.update(step=torch.tensor(0.0), **moments_of(home, self._state_dtype))
+            state.update(step=torch.tensor(0.0), **moments_of(home, self.state_dtype))
         state["step"] += 1
         return Run.of(home.slice, hyper_of(group, int(state["step"])), summed=is_summed(param))
 
@@ -219,10 +219,10 @@ class AdamW(torch.optim.Optimizer):
         Raises ValueError, and changes nothing, if they were saved with another ``state_dtype``.
         """
         self._synchronize()
-        saved = pair_saved(state_dict, self.param_groups, self._state_dtype)
+        saved = pair_saved(state_dict, self.param_groups, self.state_dtype)
         # without the state, of which PyTorch would make a copy in the parameters' dtype
         super().load_state_dict({**state_dict, "state": {}})
-        self.state.update(load_moments(saved, self._state_dtype))
+        self.state.update(load_moments(saved, self.state_dtype))
 
     def _queue(self, executor: Executor, runs: dict[int, list[Run]], unscale: float) -> None:
         updates: dict[int, tuple[Callable[[], None], int]] = {}
@@ -231,8 +231,8 @@ class AdamW(torch.optim.Optimizer):
                 # clipping has scaled the root's gradients already
                 scale = unscale if unit is executor.root else unscale * executor.gradients.scale
                 shard, of_unit = executor.shard(unit), runs[unit.index]
-                work = partial(update_shard, shard, of_unit, self._state_dtype, scale, seed=_seed(unit))
-                updates[unit.index] = (work, update_bytes(of_unit, self._state_dtype))
+                work = partial(update_shard, shard, of_unit, self.state_dtype, scale, seed=_seed(unit))
+                updates[unit.index] = (work, update_bytes(of_unit, self.state_dtype))
         executor.step(updates)
 
     def _synchronize(self) -> None:

@@ -1,0 +1,63 @@
+"""Python values as JSON, with the tensors in them apart: no pickle, and the same values back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+#: What stands for a tensor in the JSON: takes it, and gives the name that it is to be found by.
+Put = Callable[[torch.Tensor], str]
+
+
+def encode(value: Any, put: Put, where: str = "extra") -> Any:
+    """``value`` in JSON's types. Raises ValueError for what is neither a number, a string, a list, a tuple, a
+    dict, None, a tensor nor an array, naming its place."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, np.generic):
+        value = value.item()
+    if type(value) is int:
+        return value
+    if type(value) is float:
+        return {"float": value.hex()}
+    if isinstance(value, torch.Tensor):
+        return {"tensor": put(value)}
+    if isinstance(value, np.ndarray):
+        return {"array": put(torch.from_numpy(np.ascontiguousarray(value)))}
+    if type(value) in (list, tuple):
+        kind = type(value).__name__
+        return {kind: [encode(item, put, f"{where}[{index}]") for index, item in enumerate(value)]}
+    if isinstance(value, dict):
+        return {
+            "dict": [
+                [encode(key, put, f"a key of {where}"), encode(item, put, f"{where}[{key!r}]")]
+                for key, item in value.items()
+            ]
+        }
+    raise ValueError(
+        f"{where} is a {type(value).__name__}, which cannot be saved without pickle: give numbers, strings, "
+        "lists, tuples, dicts, tensors or arrays (a scheduler's state_dict(), say)"
+    )
+
+
+def decode(value: Any, get: Callable[[str], torch.Tensor]) -> Any:
+    """What was encoded; ``get`` gives a tensor by its name. Raises ValueError for other JSON."""
+    if value is None or isinstance(value, bool | str | int):
+        return value
+    if isinstance(value, dict) and len(value) == 1:
+        ((kind, held),) = value.items()
+        if kind == "float":
+            return float.fromhex(held)
+        if kind == "tensor":
+            return get(held)
+        if kind == "array":
+            return get(held).numpy()
+        if kind in ("list", "tuple"):
+            items = [decode(item, get) for item in held]
+            return items if kind == "list" else tuple(items)
+        if kind == "dict":
+            return {decode(key, get): decode(item, get) for key, item in held}
+    raise ValueError(f"{value!r} is no encoded value")

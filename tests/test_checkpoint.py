@@ -1,0 +1,120 @@
+"""`save` and `load`: a run that was stopped ends where one that was not does, to the bit."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import streamer
+from models.gpt2 import GPT
+from tests.reference import VOCAB, batch
+
+LAYERS = {"layers": "transformer.h", "device": "cpu"}
+
+
+def gpt(layers: int = 3, **options: Any) -> GPT:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "block_size": 16, "n_head": 2, "n_embd": 20, "dropout": 0.1}
+    return GPT(n_layer=layers, **(sizes | options))
+
+
+class Run:
+    """A training run with all that it goes on from."""
+
+    def __init__(self, *, seed: int = 0, state_dtype: Any = torch.float32, **options: Any) -> None:
+        model = gpt()
+        model.register_buffer("count", torch.zeros(2))
+        self.model = streamer.wrap(model, **(LAYERS | options))
+        decayed = [p for p in model.parameters() if p.dim() > 1]
+        rest = [p for p in model.parameters() if p.dim() < 2]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "lr": 3e-3, "weight_decay": 0.0}]
+        self.optimizer = streamer.AdamW(groups, lr=1e-2, state_dtype=state_dtype)
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 20)
+        self.losses: list[float] = []
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        self.step_number = 0
+
+    def backward(self) -> None:
+        tokens = batch(random.randrange(1000))
+        logits = self.model(tokens[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        (loss * float(np.random.uniform(0.5, 1.0))).backward()
+        self.losses.append(loss.item())
+
+    def update(self) -> None:
+        streamer.clip_grad_norm_(self.model, 0.3)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.schedule.step()
+        with torch.no_grad():
+            self.model.count += 1
+        self.step_number += 1
+
+    def steps(self, count: int, *, backwards: int = 1) -> None:
+        for _ in range(count):
+            for _ in range(backwards):
+                self.backward()
+            self.update()
+
+    def save(self, path: Path) -> None:
+        extra = {"schedule": self.schedule.state_dict(), "losses": self.losses, "step": self.step_number}
+        streamer.save(self.model, self.optimizer, path, step=self.step_number, extra=extra)
+
+    def load(self, path: Path) -> None:
+        loaded = streamer.load(self.model, self.optimizer, path)
+        self.schedule.load_state_dict(loaded.extra["schedule"])
+        self.losses = loaded.extra["losses"]
+        self.step_number = loaded.step
+
+    def end(self) -> dict[str, torch.Tensor]:
+        """Exact weights and moments."""
+        streamer.synchronize(self.model)
+        named = {param: name for name, param in self.model.named_parameters()}
+        held = {
+            f"{named[param]}.{key}": value.clone()
+            for param, state in self.optimizer.state.items()
+            for key, value in state.items()
+        }
+        streamer.unwrap(self.model)
+        return {name: value.clone() for name, value in self.model.state_dict().items()} | held
+
+
+def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert list(actual) == list(expected)
+    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
+
+
+OPTIONS = [
+    {},
+    {"dtype": torch.bfloat16},
+    {"dtype": torch.bfloat16, "state_dtype": torch.bfloat16},
+    {"dtype": torch.bfloat16, "state_dtype": "int8"},
+    {"dtype": torch.float16},
+    {"activations": "keep", "num_slots": 3},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_resumed_run_ends_where_an_undisturbed_one_does(options: dict[str, Any], tmp_path: Path) -> None:
+    whole = Run(**options)
+    whole.steps(6)
+    first = Run(**options)
+    first.steps(3)
+    first.save(tmp_path / "three")
+    first.steps(1)  # goes on as if nothing had been
+    first.end()
+    second = Run(seed=99, **options)
+    second.steps(2)  # had a life of its own
+    second.load(tmp_path / "three")
+    second.steps(3)
+    assert second.losses == whole.losses
+    assert first.losses == whole.losses[:4]
+    assert_equal(second.end(), whole.end())
