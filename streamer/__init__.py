@@ -2,6 +2,7 @@
 
 from streamer.clip import clip_grad_norm_
 from streamer.files.errors import CheckpointError
+from streamer.finite import NonFiniteError
 from streamer.loading import Loaded, load
 from streamer.observe import Stats, save_trace, stats, synchronize
 from streamer.optim import AdamW
@@ -13,6 +14,7 @@ __all__ = [
     "AdamW",
     "CheckpointError",
     "Loaded",
+    "NonFiniteError",
     "Stats",
     "__version__",
     "clip_grad_norm_",

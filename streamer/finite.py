@@ -13,6 +13,15 @@ from streamer.engine.executor import Executor
 _CALLER = 5
 
 
+class NonFiniteError(RuntimeError):
+    """A step that was refused, since a gradient is NaN or infinite; ``what`` names the first unit, in the
+    order of backward, whose gradient is not finite."""
+
+    def __init__(self, what: str, mend: str) -> None:
+        super().__init__(what + mend)
+        self.what = what
+
+
 def take_step(executors: Sequence[Executor], *, skip_nonfinite: bool, found_inf: torch.Tensor | None) -> bool:
     """Whether the gradients of these models are all finite; if not, count and warn, or raise RuntimeError.
     That is also raised for a model that was unwrapped.
@@ -38,18 +47,21 @@ def take_step(executors: Sequence[Executor], *, skip_nonfinite: bool, found_inf:
         return True
     if not_updated or any(executor.landing is not None for executor in executors):
         names = [*not_updated, *(() if finite else ("what is in no layer",))]
-        message = f"the gradient of {', '.join(names)} is NaN or infinite: not updated"
-        skipped, mend = "", "AdamW(skip_nonfinite=True) goes on without"
+        what = f"the gradient of {', '.join(names)} is NaN or infinite"
+        skipped, mend = ": not updated", ": not updated: AdamW(skip_nonfinite=True) goes on without"
     else:
-        message = "a gradient is NaN or infinite, or the square of the norm of all is beyond fp32"
+        what = "a gradient is NaN or infinite, or the square of the norm of all is beyond fp32"
+        if found_inf is None and (names := [name for e in real for name in e.norms.not_finite()]):
+            more = f" and {len(names) - 1} more" if names[1:] else ""
+            what = f"the gradient of {names[0]}{more} is NaN or infinite, or its square beyond fp32"
         skipped = ": this step is skipped, nothing was updated"
-        mend = "nothing was updated; AdamW(skip_nonfinite=True) skips such steps"
+        mend = ": nothing was updated; AdamW(skip_nonfinite=True) skips such steps"
     if not skip_nonfinite and found_inf is None:
-        raise RuntimeError(f"{message}: {mend}")
+        raise NonFiniteError(what, mend)
     for executor in real:
         executor.skipped_steps += 1
     if found_inf is None:
-        warnings.warn(message + skipped, stacklevel=_CALLER)
+        warnings.warn(what + skipped, stacklevel=_CALLER)
     return finite
 
 

@@ -52,6 +52,10 @@ eval_every = 4
 eval_batches = 5
 sample_tokens = 0
 out = "else where"
+save_every = 3
+keep = 5
+save_failure = "warn"
+nonfinite = "back"
 [model]
 factory = "package.module:make"
 init = "first_values"
@@ -89,7 +93,7 @@ min_lr = 2e-3
 """
 
 FULL_CONFIG = Config(
-    run=RunConfig("full-1.2", 7, seed=3, eval_every=4, eval_batches=5, sample_tokens=0, out="else where"),
+    run=RunConfig("full-1.2", 7, 3, 4, 5, 0, "else where", 3, 5, "warn", "back"),
     model=ModelConfig(
         "package.module:make",
         args={
@@ -145,7 +149,8 @@ def test_an_integer_given_for_a_number_becomes_one(path: Path) -> None:
 def test_a_dump_is_the_whole_config(path: Path) -> None:
     assert dump_config(LEAST_CONFIG) == (
         '[run]\nname = "tiny"\nsteps = 10\nseed = 0\neval_every = 100\neval_batches = 8\n'
-        'sample_tokens = 256\nout = "runs"\n\n'
+        'sample_tokens = 256\nout = "runs"\nsave_every = 0\nkeep = 2\nsave_failure = "stop"\n'
+        'nonfinite = "skip"\n\n'
         '[model]\nfactory = "models.gpt2:GPT"\nargs = {}\n\n'
         "[data]\ncontext = 8\nbatch_size = 2\npaths = []\nval_fraction = 0.05\n\n"
         "[optimizer]\nlr = 1.0\nbetas = [0.9, 0.95]\neps = 1e-08\nweight_decay = 0.1\ngrad_clip = 1.0\n"

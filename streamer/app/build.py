@@ -59,8 +59,10 @@ def _init(config: ModelConfig, model: nn.Module) -> Callable[[nn.Module], object
     return init
 
 
-def build_optimizer(config: OptimizerConfig, model: nn.Module) -> streamer.AdamW:
-    """The config's optimizer of the wrapped model."""
+def build_optimizer(
+    config: OptimizerConfig, model: nn.Module, *, skip_nonfinite: bool = True
+) -> streamer.AdamW:
+    """The config's optimizer of the wrapped model; ``skip_nonfinite`` is `streamer.AdamW`'s."""
     try:
         return streamer.AdamW(
             model.parameters(),
@@ -69,6 +71,7 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> streamer.AdamW
             eps=config.eps,
             weight_decay=config.weight_decay,
             state_dtype=config.state_dtype,
+            skip_nonfinite=skip_nonfinite,
         )
     except (ValueError, MemoryError) as error:
         raise ConfigError(f"[optimizer]: {error}") from error

@@ -20,25 +20,38 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code: 0, 2 after an error that the user can mend, 130 after Ctrl-C."""
+    """Run the command; the exit code: 0 (also where it was asked to stop and has saved), 1 where the run
+    could not go on, 2 after an error in what it was given, 130 after Ctrl-C before the first step."""
     arguments = _parser().parse_args(argv)
     # OpenMP's threads spin while they wait, which takes the cores from the lanes' own threads; it is read
     # when torch is imported
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # torch and numba take seconds to import, which --help need not wait for
     from streamer.app.config import ConfigError, load_config
-    from streamer.app.train import train
+    from streamer.app.resume import checkpoint_to_resume
+    from streamer.app.train import StoppedError, train
 
     overrides = list(arguments.set)
     if arguments.data:
         overrides.append(f"data.paths={json.dumps(arguments.data, ensure_ascii=False)}")
+    if arguments.save_every is not None:
+        overrides.append(f"run.save_every={arguments.save_every}")
+    if arguments.keep is not None:
+        overrides.append(f"run.keep={arguments.keep}")
     try:
-        train(load_config(arguments.config, overrides))
+        config = load_config(arguments.config, overrides)
+        resume = None
+        if arguments.resume is not None:
+            resume = checkpoint_to_resume(config, arguments.resume or None)
+        train(config, resume, fall_back=arguments.fall_back)
     except ConfigError as error:
         print(f"streamer: {error}", file=sys.stderr)
         return 2
+    except (StoppedError, OSError) as error:
+        print(f"streamer: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
-        print("\nstreamer: interrupted; the metrics so far are in the run's directory", file=sys.stderr)
+        print("\nstreamer: interrupted", file=sys.stderr)
         return 130
     return 0
 
@@ -69,6 +82,18 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="SECTION.KEY=VALUE",
         help="override a key of the config; the value is TOML",
+    )
+    train.add_argument("--save-every", metavar="N", help="save a checkpoint every N steps")
+    train.add_argument("--keep", metavar="K", help="keep the last K checkpoints (2)")
+    train.add_argument(
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="PATH",
+        help="go on from this checkpoint or this run's latest one, or from the latest of run.name's runs",
+    )
+    train.add_argument(
+        "--fall-back", action="store_true", help="where that checkpoint is damaged, go on from the one before"
     )
     return parser
 

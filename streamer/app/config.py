@@ -26,8 +26,10 @@ from streamer.app.kinds import (
     FRACTION,
     LAYERS,
     METHOD,
+    NONFINITE,
     NOT_NEGATIVE,
     POSITIVE,
+    SAVE_FAILURE,
     STATE_DTYPE,
     TABLE,
     TEXT,
@@ -43,7 +45,13 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class RunConfig:
-    """``[run]``: how long, how often it is looked at (in steps), and where its files go (``out/name``)."""
+    """``[run]``: how long, how often it is looked at and saved (in steps), and where its files go
+    (``out/name``).
+
+    ``save_every`` 0 saves only when the run is stopped; ``keep`` checkpoints are kept. ``save_failure``
+    says what to do when one cannot be written. ``nonfinite`` says what a gradient that is NaN or infinite
+    leads to: skip the step, stop, or go back to the last checkpoint and draw other batches from there.
+    """
 
     name: Annotated[str, FOLDER]
     steps: Annotated[int, COUNT]
@@ -52,6 +60,10 @@ class RunConfig:
     eval_batches: Annotated[int, COUNT] = 8
     sample_tokens: Annotated[int, COUNT_OR_0] = 256
     out: Annotated[str, TEXT] = "runs"
+    save_every: Annotated[int, COUNT_OR_0] = 0
+    keep: Annotated[int, COUNT] = 2
+    save_failure: Annotated[str, SAVE_FAILURE] = "stop"
+    nonfinite: Annotated[str, NONFINITE] = "skip"
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,8 @@ LAYERS = Kind(
     lambda value: value if isinstance(value, str) else tuple(value),
 )
 STATE_DTYPE = _string('"float32", "bfloat16" or "int8"', "float32|bfloat16|int8")
+SAVE_FAILURE = _string('"stop" or "warn"', "stop|warn")
+NONFINITE = _string('"skip", "stop" or "back"', "skip|stop|back")
 UPDATE = _string('"step" or "backward"', "step|backward")
 METHOD = _string("a string that can name a method", r"[A-Za-z_]\w*")
 BYTES = _string('a string such as "16GiB"', r"\d+(\.\d+)?\s*(k|[KMGT]i?)?B")

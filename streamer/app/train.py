@@ -1,184 +1,206 @@
-"""The command `streamer train`: a plain PyTorch loop around a wrapped model, and what it leaves behind."""
+"""The command `streamer train`: a loop around a wrapped model, what it leaves behind, how it ends early."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import json
-import math
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 from tqdm import tqdm
 
 import streamer
-from streamer.app.build import build_model, build_optimizer, schedule
+from streamer.app.build import build_model, build_optimizer
 from streamer.app.config import Config, ConfigError, dump_config
-from streamer.app.data import ByteData, load_bytes
+from streamer.app.data import load_bytes
+from streamer.app.loop import Loop
 from streamer.app.report import Summary, amount, summary_table
+from streamer.app.resume import Checkpoints, forget_after
+from streamer.app.signals import Stop, stopping
 from streamer.handle import wrapped
 
 #: Bytes of validation text that the sample at the end continues.
 PROMPT_BYTES = 64
+#: How often a run goes back to a checkpoint before it gives up.
+MOST_RETURNS = 10
 
 
-def train(config: Config) -> Summary:
+class StoppedError(RuntimeError):
+    """A run that cannot go on: one line that says why and from where it may be resumed."""
+
+
+def train(config: Config, resume: Path | None = None, *, fall_back: bool = False) -> Summary | None:
     """Train as ``config`` says, printing to the terminal; writes ``config.toml``, ``metrics.jsonl``,
-    ``trace.json`` (of the last 20,000 ops) and ``summary.json`` into a new directory.
+    ``trace.json`` (of the last 20,000 ops), ``summary.json`` and checkpoints into a new directory.
 
-    Raises ConfigError, in one line, for anything in the config that cannot be honoured.
+    With ``resume``, a checkpoint's folder, goes on from there in its run's directory; where it is damaged
+    and ``fall_back`` says so, from the one before. Ctrl-C or SIGTERM lets the step end, saves, says where to
+    go on from, and None is returned; a second one ends the process.
+
+    Raises ConfigError, in one line, for anything in the config that cannot be honoured, StoppedError where a
+    gradient is not finite and the config says to stop, and OSError where a checkpoint cannot be written.
     """
     data = load_bytes(config.data.paths, val_fraction=config.data.val_fraction)
     torch.manual_seed(config.run.seed)
     model = build_model(config)
     try:
-        return _train(config, model, data)
+        optimizer = build_optimizer(config.optimizer, model, skip_nonfinite=config.run.nonfinite == "skip")
+        loop = Loop(config, model, optimizer, data)
+        if resume is None:
+            # a model that cannot run on this data says so before there is a directory
+            loop.first_val_loss = loop.validate()
+            directory = _run_directory(config)
+        else:
+            directory = resume.parent.parent
+            saved = Checkpoints(directory, keep=config.run.keep)
+            loop.go_on_from(saved.load(model, optimizer, resume, fall_back=fall_back))
+            forget_after(directory / "metrics.jsonl", loop.step)
+        _print_beginning(loop, directory)
+        with (directory / "metrics.jsonl").open("a") as metrics, stopping() as stop:
+            ended = _Run(loop, directory, metrics, stop).run()
+        return _finish(loop, directory, ended) if ended is not None else None
     finally:
         # the weights end here, so they need not be taken out, for which there may be no room
         wrapped(model).close()
 
 
-def _train(config: Config, model: nn.Module, data: ByteData) -> Summary:
-    """Train the wrapped ``model``; see `train`."""
-    optimizer = build_optimizer(config.optimizer, model)
-    rates = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(config.optimizer, config.run.steps))
-    run = _Run(config, model, optimizer, rates, data)
-    # a model that cannot run on this data says so before there is a directory
-    first_val_loss = run.validate()
-    directory = _run_directory(config)
-    _print_beginning(config, model, data, directory)
-    with (directory / "metrics.jsonl").open("w") as metrics:
-        summary = run.train(first_val_loss, metrics)
-    streamer.save_trace(model, directory / "trace.json")
+class _Run:
+    """The steps of a run, with what is written down and saved on the way."""
+
+    def __init__(self, loop: Loop, directory: Path, metrics: TextIO, stop: Stop) -> None:
+        self._loop = loop
+        self._directory = directory
+        self._metrics = metrics
+        self._stop = stop
+        self._config = loop.config.run
+        self._checkpoints = Checkpoints(directory, keep=self._config.keep)
+        self._unigram = loop.data.unigram_entropy()
+        self._seconds: list[float] = []
+
+    def run(self) -> list[float] | None:
+        """All steps that are left, or those until somebody asks for the end; the seconds of each, or None."""
+        loop, run = self._loop, self._config
+        if loop.step == 0:
+            self._log(val_loss=loop.val_loss)
+            print(self._validation_line())
+        # a log file needs a line now and then, a terminal wants to be alive
+        interval = 0.2 if sys.stderr.isatty() else 10.0
+        with tqdm(
+            total=run.steps, initial=loop.step, unit="step", dynamic_ncols=True, mininterval=interval
+        ) as bar:
+            while loop.step < run.steps:
+                if not self._step(bar):
+                    continue
+                last = loop.step == run.steps
+                if loop.step % run.eval_every == 0 or last:
+                    self._log(val_loss=loop.validate())
+                    bar.write(self._validation_line())
+                if run.save_every and (loop.step % run.save_every == 0 or last):
+                    self._save(bar)
+                if self._stop and not last:
+                    self._say_where_to_resume(bar)
+                    return None
+        return self._seconds
+
+    def _step(self, bar: tqdm[Any]) -> bool:
+        """Whether a step was made, and not a way back."""
+        loop = self._loop
+        begun = time.perf_counter()
+        skipped = streamer.stats(loop.model).skipped_steps
+        try:
+            measured = loop.train_step()
+        except streamer.NonFiniteError as error:
+            self._return(error, bar)
+            return False
+        self._seconds.append(time.perf_counter() - begun)
+        stats = streamer.stats(loop.model)
+        if stats.skipped_steps > skipped:
+            bar.write(f"step {loop.step}: skipped, a gradient was not finite")
+        speed = loop.config.data.batch_size * loop.config.data.context / self._seconds[-1]
+        self._log(
+            **measured,
+            tokens_per_second=speed,
+            device_bytes=stats.device_bytes_now,
+            device_bytes_peak=stats.device_bytes_peak,
+        )
+        held = f"device {amount(stats.device_bytes_now)}, peak {amount(stats.device_bytes_peak)}"
+        bar.set_postfix_str(f"loss {measured['loss']:.3f}, {speed:,.0f} tokens/s, {held}", refresh=False)
+        bar.update()
+        return True
+
+    def _return(self, error: streamer.NonFiniteError, bar: tqdm[Any]) -> None:
+        """Go back to the last checkpoint after a gradient that was not finite, or raise StoppedError."""
+        loop = self._loop
+        latest = self._checkpoints.latest()
+        what = f"step {loop.step + 1}: {error.what}"
+        if self._config.nonfinite != "back" or latest is None or loop.returns >= MOST_RETURNS:
+            where = "" if latest is None else f"; the last checkpoint is {latest}"
+            raise StoppedError(f"{what}{where}") from error
+        loop.optimizer.zero_grad()
+        returns = loop.returns
+        loop.go_on_from(self._checkpoints.load(loop.model, loop.optimizer, latest, fall_back=False))
+        loop.returns = returns
+        loop.draw_other_batches()
+        self._metrics.flush()
+        forget_after(self._directory / "metrics.jsonl", loop.step)
+        bar.write(f"{what}; back to step {loop.step}, and on with other batches")
+        bar.n = loop.step
+
+    def _save(self, bar: tqdm[Any]) -> Path | None:
+        loop = self._loop
+        try:
+            return self._checkpoints.save(loop.model, loop.optimizer, step=loop.step, extra=loop.state())
+        except OSError as error:
+            if self._config.save_failure == "stop":
+                raise
+            bar.write(f"step {loop.step}: {error}; going on without")
+            return None
+
+    def _say_where_to_resume(self, bar: tqdm[Any]) -> None:
+        path = self._save(bar)
+        assert self._stop.signal is not None
+        reason = f"stopped by {self._stop.signal.name} after step {self._loop.step}"
+        bar.write(
+            f"{reason}, but not saved" if path is None else f"{reason}; go on with --resume {path}",
+        )
+
+    def _validation_line(self) -> str:
+        loop = self._loop
+        return (
+            f"step {loop.step:5d}: validation loss {loop.val_loss:.3f} (byte frequencies alone: "
+            f"{self._unigram:.3f})"
+        )
+
+    def _log(self, **values: float) -> None:
+        rate = self._loop.rates.get_last_lr()[0]
+        self._metrics.write(json.dumps({"step": self._loop.step, "lr": rate, **values}) + "\n")
+        self._metrics.flush()
+
+
+def _finish(loop: Loop, directory: Path, seconds: list[float]) -> Summary:
+    """Write down what the run has come to."""
+    batch = loop.config.data
+    # the first steps compile the update's kernels
+    steady = sorted(seconds[len(seconds) // 10 :])
+    summary = Summary.of(
+        loop.model,
+        tokens_per_second=batch.batch_size * batch.context / steady[len(steady) // 2] if steady else 0.0,
+        first_val_loss=loop.first_val_loss,
+        last_val_loss=loop.val_loss,
+        unigram_loss=loop.data.unigram_entropy(),
+    )
+    streamer.save_trace(loop.model, directory / "trace.json")
     (directory / "summary.json").write_text(json.dumps(summary.as_json(), indent=2) + "\n")
-    if config.run.sample_tokens:
+    if loop.config.run.sample_tokens:
         print(f"\nA sample, after the first {PROMPT_BYTES} bytes of validation text:\n")
-        print(_sample(config, model, data))
+        print(loop.sample(PROMPT_BYTES))
     print(f"\n{summary_table(summary)}\n")
     print(f"Written to {directory}: config.toml metrics.jsonl summary.json, and trace.json of the last steps")
     return summary
-
-
-@dataclass
-class _Run:
-    config: Config
-    model: nn.Module
-    optimizer: streamer.AdamW
-    schedule: torch.optim.lr_scheduler.LambdaLR
-    data: ByteData
-
-    def train(self, first_val_loss: float, metrics: TextIO) -> Summary:
-        """All steps, with validation during and after; a line of JSON for each step and each validation."""
-        run, batch = self.config.run, self.config.data
-        crops = torch.Generator().manual_seed(run.seed)
-        unigram = self.data.unigram_entropy()
-        val_loss = first_val_loss
-        self._log(metrics, 0, val_loss=val_loss)
-        print(f"step {0:5d}: validation loss {val_loss:.3f} (byte frequencies alone: {unigram:.3f})")
-        seconds: list[float] = []
-        # a log file needs a line now and then, a terminal wants to be alive
-        interval = 0.2 if sys.stderr.isatty() else 10.0
-        with tqdm(total=run.steps, unit="step", dynamic_ncols=True, mininterval=interval) as bar:
-            for step in range(1, run.steps + 1):
-                begun = time.perf_counter()
-                tokens, targets = self.data.batch("train", batch.batch_size, batch.context, crops)
-                loss, measured = self._step(tokens, targets)
-                seconds.append(time.perf_counter() - begun)
-                speed = tokens.numel() / seconds[-1]
-                stats = streamer.stats(self.model)
-                self._log(
-                    metrics,
-                    step,
-                    loss=loss,
-                    **measured,
-                    tokens_per_second=speed,
-                    device_bytes=stats.device_bytes_now,
-                    device_bytes_peak=stats.device_bytes_peak,
-                )
-                held = f"device {amount(stats.device_bytes_now)}, peak {amount(stats.device_bytes_peak)}"
-                bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s, {held}", refresh=False)
-                bar.update()
-                if step % run.eval_every == 0 or step == run.steps:
-                    val_loss = self.validate()
-                    self._log(metrics, step, val_loss=val_loss)
-                    line = f"step {step:5d}: validation loss {val_loss:.3f}"
-                    bar.write(f"{line} (byte frequencies alone: {unigram:.3f})")
-        # the first steps compile the update's kernels
-        steady = sorted(seconds[len(seconds) // 10 :])
-        return Summary.of(
-            self.model,
-            tokens_per_second=batch.batch_size * batch.context / steady[len(steady) // 2],
-            first_val_loss=first_val_loss,
-            last_val_loss=val_loss,
-            unigram_loss=unigram,
-        )
-
-    def _step(self, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[float, dict[str, float]]:
-        """The loss, and the gradient's norm where there is one to be had."""
-        measured = {}
-        loss = _loss(self.model, tokens, targets)
-        loss.backward()
-        if self.config.stream.update == "step":
-            # 0 in the config means no clipping, but the norm is worth a look all the same
-            norm = streamer.clip_grad_norm_(self.model, self.config.optimizer.grad_clip or math.inf)
-            measured["grad_norm"] = norm.item()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.schedule.step()
-        return loss.item(), measured
-
-    @torch.no_grad()
-    def validate(self) -> float:
-        """The loss on the validation batches, in nats per byte.
-
-        Raises ConfigError where the model cannot take tokens 0 to 255 in sequences of ``data.context``.
-        """
-        self.model.eval()
-        config = self.config
-        batches = self.data.val_batches(config.run.eval_batches, config.data.batch_size, config.data.context)
-        try:
-            losses = [_loss(self.model, tokens, targets).item() for tokens, targets in batches]
-        except (ValueError, IndexError) as error:
-            raise ConfigError(
-                f"the model cannot run on sequences of data.context = {config.data.context} bytes "
-                f"(tokens 0 to 255): {error}; mend model.args or data.context"
-            ) from error
-        self.model.train()
-        return sum(losses) / len(losses)
-
-    def _log(self, metrics: TextIO, step: int, **values: float) -> None:
-        rate = self.schedule.get_last_lr()[0]
-        metrics.write(json.dumps({"step": step, "lr": rate, **values}) + "\n")
-        metrics.flush()
-
-
-def _loss(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy in nats per token of logits [batch, time, vocabulary], in fp32."""
-    result: Any = model(tokens)
-    logits: torch.Tensor = getattr(result, "logits", result)
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten().to(logits.device))
-
-
-@torch.no_grad()
-def _sample(config: Config, model: nn.Module, data: ByteData) -> str:
-    """Text that the streamed model writes, byte by byte, after the beginning of the validation text."""
-    model.eval()
-    draws = torch.Generator().manual_seed(config.run.seed)
-    text = data.val[:PROMPT_BYTES].long()[None]
-    for _ in range(config.run.sample_tokens):
-        result: Any = model(text[:, -config.data.context :])
-        logits: torch.Tensor = getattr(result, "logits", result)[:, -1].float().cpu()
-        text = torch.cat(
-            [text, torch.multinomial(torch.softmax(logits / 0.8, -1), 1, generator=draws)], dim=1
-        )
-    model.train()
-    return bytes(text[0].tolist()).decode("utf-8", errors="replace")
 
 
 def _run_directory(config: Config) -> Path:
@@ -198,15 +220,17 @@ def _run_directory(config: Config) -> Path:
     return directory
 
 
-def _print_beginning(config: Config, model: nn.Module, data: ByteData, directory: Path) -> None:
+def _print_beginning(loop: Loop, directory: Path) -> None:
+    config, model, data = loop.config, loop.model, loop.data
     held = streamer.stats(model)
     device = next(iter(model.parameters())).device
     slots = config.stream.num_slots
+    left = f"steps {loop.step + 1} to {config.run.steps}" if loop.step else f"{config.run.steps} steps"
     print(
         f"{config.run.name}: {sum(p.numel() for p in model.parameters()):,} parameters, of which the device "
         f"({device.type}) holds {slots} layers at a time: {amount(held.device_bytes_now)} there, "
         f"{amount(sum(held.host_bytes.values()))} in host memory\n"
         f"data: {data.train.numel():,} bytes to train on, {data.val.numel():,} to validate; byte frequencies "
         f"alone give {data.unigram_entropy():.3f} nats per byte\n"
-        f"{config.run.steps} steps of {config.data.batch_size} x {config.data.context} tokens, to {directory}"
+        f"{left} of {config.data.batch_size} x {config.data.context} tokens, to {directory}"
     )

@@ -113,6 +113,22 @@ class Norms:
             return True
         return math.isfinite(self.total(layers_scale))
 
+    def not_finite(self) -> list[str]:
+        """The layers whose gradient, as `total` has last measured it, is not finite, in the order of
+        backward; where there is none, such parameters of the rest."""
+        layers = [
+            unit.name
+            for unit in reversed(self._units)
+            if (measured := self._measured.get(unit.index)) is not None
+            and not callable(measured.squares)
+            and not math.isfinite(measured.squares)
+        ]
+        return layers or [
+            f"'{slice.param.name}'"
+            for slice, param in zip(self._root.layout.slices, self._root.params, strict=True)
+            if param.grad is not None and not math.isfinite(_squares(param.grad))
+        ]
+
     def forget_outdated(self) -> None:
         """Gradients are clipped by another norm than these: what was written until now was clipped too."""
         self._measured = {

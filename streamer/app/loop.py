@@ -1,0 +1,125 @@
+"""The plain PyTorch loop around a wrapped model, a step at a time, and what it goes on from."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import streamer
+from streamer.app.build import schedule
+from streamer.app.config import Config, ConfigError
+from streamer.app.data import ByteData
+
+
+@dataclass
+class Loop:
+    """A run's model, optimizer and data, and where in the data it is."""
+
+    config: Config
+    model: nn.Module
+    optimizer: streamer.AdamW
+    data: ByteData
+    step: int = 0
+    first_val_loss: float = math.nan
+    val_loss: float = math.nan
+    #: how often the run went back to a checkpoint, which chooses the batches that it draws then
+    returns: int = 0
+    crops: torch.Generator = field(init=False)
+    rates: torch.optim.lr_scheduler.LambdaLR = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rates = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, schedule(self.config.optimizer, self.config.run.steps)
+        )
+        self._draw_anew()
+
+    def _draw_anew(self) -> None:
+        self.crops = torch.Generator().manual_seed(self.config.run.seed + self.returns)
+
+    def train_step(self) -> dict[str, float]:
+        """One step; its loss, and the gradient's norm where there is one to be had."""
+        batch = self.config.data
+        tokens, targets = self.data.batch("train", batch.batch_size, batch.context, self.crops)
+        loss = _loss(self.model, tokens, targets)
+        loss.backward()
+        measured = {}
+        if self.config.stream.update == "step":
+            # 0 in the config means no clipping, but the norm is worth a look all the same
+            norm = streamer.clip_grad_norm_(self.model, self.config.optimizer.grad_clip or math.inf)
+            measured["grad_norm"] = norm.item()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.rates.step()
+        self.step += 1
+        return {"loss": loss.item(), **measured}
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """The loss on the validation batches, in nats per byte.
+
+        Raises ConfigError where the model cannot take tokens 0 to 255 in sequences of ``data.context``.
+        """
+        self.model.eval()
+        config = self.config
+        batches = self.data.val_batches(config.run.eval_batches, config.data.batch_size, config.data.context)
+        try:
+            losses = [_loss(self.model, tokens, targets).item() for tokens, targets in batches]
+        except (ValueError, IndexError) as error:
+            raise ConfigError(
+                f"the model cannot run on sequences of data.context = {config.data.context} bytes "
+                f"(tokens 0 to 255): {error}; mend model.args or data.context"
+            ) from error
+        self.model.train()
+        self.val_loss = sum(losses) / len(losses)
+        return self.val_loss
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of the loop, beside what `streamer.save` does."""
+        return {
+            "rates": self.rates.state_dict(),
+            "crops": self.crops.get_state(),
+            "first_val_loss": self.first_val_loss,
+            "val_loss": self.val_loss,
+            "returns": self.returns,
+        }
+
+    def go_on_from(self, loaded: streamer.Loaded) -> None:
+        """Take over the step and the `state` of a checkpoint."""
+        self.step = loaded.step
+        self.rates.load_state_dict(loaded.extra["rates"])
+        self.crops.set_state(loaded.extra["crops"])
+        self.first_val_loss, self.val_loss = loaded.extra["first_val_loss"], loaded.extra["val_loss"]
+        self.returns = loaded.extra["returns"]
+
+    def draw_other_batches(self) -> None:
+        """Draw batches that no earlier try has seen from here on."""
+        self.returns += 1
+        self._draw_anew()
+
+    @torch.no_grad()
+    def sample(self, prompt_bytes: int) -> str:
+        """Text that the streamed model writes, byte by byte, after the first ``prompt_bytes`` of validation
+        text."""
+        self.model.eval()
+        draws = torch.Generator().manual_seed(self.config.run.seed)
+        text = self.data.val[:prompt_bytes].long()[None]
+        for _ in range(self.config.run.sample_tokens):
+            result: Any = self.model(text[:, -self.config.data.context :])
+            logits: torch.Tensor = getattr(result, "logits", result)[:, -1].float().cpu()
+            text = torch.cat(
+                [text, torch.multinomial(torch.softmax(logits / 0.8, -1), 1, generator=draws)], dim=1
+            )
+        self.model.train()
+        return bytes(text[0].tolist()).decode("utf-8", errors="replace")
+
+
+def _loss(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy in nats per token of logits [batch, time, vocabulary], in fp32."""
+    result: Any = model(tokens)
+    logits: torch.Tensor = getattr(result, "logits", result)
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten().to(logits.device))
