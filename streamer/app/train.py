@@ -59,10 +59,11 @@ def train(config: Config, resume: Path | None = None, *, fall_back: bool = False
             saved = Checkpoints(directory, keep=config.run.keep)
             loop.go_on_from(saved.load(model, optimizer, resume, fall_back=fall_back))
             forget_after(directory / "metrics.jsonl", loop.step)
-        _print_beginning(loop, directory)
-        with (directory / "metrics.jsonl").open("a") as metrics, stopping() as stop:
-            ended = _Run(loop, directory, metrics, stop).run()
-        return _finish(loop, directory, ended) if ended is not None else None
+        with stopping() as stop:
+            _print_beginning(loop, directory)
+            with (directory / "metrics.jsonl").open("a") as metrics:
+                ended = _Run(loop, directory, metrics, stop).run()
+            return _finish(loop, directory, ended) if ended is not None else None
     finally:
         # the weights end here, so they need not be taken out, for which there may be no room
         wrapped(model).close()
