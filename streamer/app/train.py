@@ -117,6 +117,8 @@ class _Run:
         except streamer.NonFiniteError as error:
             self._return(error, bar)
             return False
+        except torch.OutOfMemoryError as error:
+            raise StoppedError(f"step {loop.step + 1}: {error}; lower data.batch_size") from error
         self._seconds.append(time.perf_counter() - begun)
         stats = streamer.stats(loop.model)
         if stats.skipped_steps > skipped:

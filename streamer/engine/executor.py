@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -23,6 +25,9 @@ from streamer.memory.host import HostShard, HostStore
 from streamer.memory.slots import BUFFERS, GRAD_SLOTS, ROOT_GRADIENTS, ROOT_WEIGHTS, WEIGHT_SLOTS
 
 T = TypeVar("T")
+
+#: Free host memory below which a process is soon ended by the system.
+LOW_HOST_BYTES = 1 << 28
 
 
 class Executor:
@@ -64,6 +69,7 @@ class Executor:
         self.saved = SavedBytes()
         self.skipped_steps = 0
         self.released = False
+        self._has_warned = False
         #: by the name of a parameter, what stands for the optimizer that updates it
         self.updated_by: dict[str, object] = {}
         self._root_ready = False
@@ -88,9 +94,22 @@ class Executor:
     def forward(self, unit: Unit, work: Callable[[torch.Tensor], T], phase: Phase) -> T:
         """Run ``work`` on the slot (flat uint8) that holds ``unit``'s weights."""
         self.begin()
-        with self.weights.visited(unit, Visit(unit.index, phase)) as slot:
+        with self._naming_memory(unit), self.weights.visited(unit, Visit(unit.index, phase)) as slot:
             buffer = self.weights.slots.buffers[slot]
             return self.issuer.compute(ops.forward(unit.index, slot), lambda: work(buffer))
+
+    @contextmanager
+    def _naming_memory(self, unit: Unit) -> Iterator[None]:
+        """Say who holds the device's memory where it does not suffice."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            held = ", ".join(f"{purpose} {nbytes} bytes" for purpose, nbytes in self.device_bytes().items())
+            raise torch.OutOfMemoryError(
+                f"out of device memory in layer '{unit.name}': beside what it computes there are {held}, and "
+                f"{self.saved.now} bytes saved by layers for backward. Take a smaller batch, lower num_slots, "
+                f"or use activations='recompute' ({error})"
+            ) from error
 
     def check_backward(self, unit: Unit) -> None:
         """Raise RuntimeError if a gradient of ``unit`` cannot be taken now."""
@@ -107,7 +126,7 @@ class Executor:
         self.gradients.settle_scale()
         into = self.gradients.slots.take() if unit.layout.grad_nbytes else None
         gradient = self.gradients.root_buffer[:0] if into is None else self.gradients.slots.buffers[into]
-        with self.weights.visited(unit, Visit(unit.index, Phase.BACKWARD)) as slot:
+        with self._naming_memory(unit), self.weights.visited(unit, Visit(unit.index, Phase.BACKWARD)) as slot:
             buffer = self.weights.slots.buffers[slot]
             op = ops.backward(unit.index, slot, into)
             used, squares = self.issuer.compute(op, lambda: self._measured(unit, work, buffer, gradient))
@@ -156,6 +175,7 @@ class Executor:
         after its update, so this may return before any of them has begun.
         """
         self.weights.refresh()
+        self._watch_host()
         if ROOT in updates:
             self.gradients.offload_root()
         for unit in (self.root, *self.units):
@@ -165,6 +185,19 @@ class Executor:
                 self.weights.updated(unit)
         self._root_ready = False
         self.weights.prefetch()
+
+    def _watch_host(self) -> None:
+        """Warn, once, before the system ends the process for want of host memory."""
+        available = self.backend.host_available()
+        if available < LOW_HOST_BYTES and not self._has_warned:
+            self._has_warned = True
+            held = sum(self.store.bytes_by_purpose().values())
+            warnings.warn(
+                f"only {available} bytes of host memory are free, and the system may end this process: the "
+                f"wrapped model holds {held}, so somebody else takes more than was planned; end that, or save "
+                "and wrap with less (a smaller state_dtype, update='backward')",
+                stacklevel=7,  # the line that called optimizer.step()
+            )
 
     def release(self) -> None:
         """Give up all memory: the weights have been taken out, and the backend is closed.
