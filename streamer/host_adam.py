@@ -104,6 +104,7 @@ def update_shard(
     ``grad_scale`` first. Moments below fp32 are rounded with random bits that follow from ``seed``; give
     every unit another.
     """
+    shard.about_to_change()
     # One launch for all runs of a dtype; where units mix dtypes, for those at the same distance between
     # their places in the weights and in the state.
     launches: dict[tuple[torch.dtype, int, bool], list[Run]] = defaultdict(list)

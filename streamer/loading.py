@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from concurrent.futures import wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -64,6 +65,8 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | 
         _check_optimizer(path, values["optimizer"], optimizer, executor)
         extra = decode(values["extra"], get)
         states = decode(values["random"], get)
+        if executor.saving is not None:
+            wait([executor.saving])
         executor.synchronize()
         for unit in (*executor.units, executor.root):
             _load_weights(executor, unit, opened(file_name(WEIGHTS, unit)))

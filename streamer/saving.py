@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -14,14 +16,17 @@ import safetensors
 import torch
 from torch import nn
 
+from streamer.backends.handover import Handover, in_background
 from streamer.engine.executor import Executor
 from streamer.engine.unit import Unit
 from streamer.files.folder import new_folder
 from streamer.files.manifest import Manifest
-from streamer.files.tensors import DTYPES, Piece, file_bytes, write_tensors
+from streamer.files.tensors import DTYPES, Entry, Piece, file_bytes, write_tensors
 from streamer.files.tree import encode
 from streamer.handle import require_home, wrapped
-from streamer.moments import moments_of
+from streamer.memory.host import HostShard
+from streamer.memory.layout import Slice
+from streamer.memory.purposes import MOMENTS
 from streamer.optim import AdamW
 from streamer.randomness import random_states
 from streamer.version import __version__
@@ -29,8 +34,10 @@ from streamer.version import __version__
 #: The file for values that are no weight, moment or gradient, and that for buffers.
 VALUES, BUFFERS = "values.safetensors", "buffers.safetensors"
 WEIGHTS, OPTIMIZER, GRADIENTS = "weights", "optimizer", "gradients"
-#: Of the manifest's JSON beside that of each tensor; a margin for the room that is asked for.
-MANIFEST_BYTES = 1 << 16
+#: Of the manifest's JSON: for each tensor, and for the rest; a margin for the room that is asked for.
+ENTRY_BYTES, MANIFEST_BYTES = 1 << 9, 1 << 16
+#: Units that may wait in copies while training goes on.
+MOST_COPIES = 2
 
 Files = dict[str, list[Piece]]
 
@@ -42,7 +49,8 @@ def save(
     *,
     step: int,
     extra: Mapping[str, Any] | None = None,
-) -> None:
+    block: bool = True,
+) -> Future[None]:
     """Write a checkpoint of a wrapped model into the new folder ``path``, complete or not at all.
 
     In it are, in safetensors files: for each unit the weights (fp32 masters where they are trained, whatever
@@ -53,37 +61,132 @@ def save(
     dtype and CRC-32. There is no pickle. `streamer.load` goes on from there to the bit.
 
     Waits for the updates that are running, and writes straight from host memory: beside the model no more
-    than two parameters' tensors are made. ``optimizer`` may be one of ``torch.optim``, or None.
+    than two parameters' tensors are made. With ``block=False`` it returns once it knows what to write and
+    training may go on: an update copies its unit first if that has not been written yet, up to two units,
+    and waits beyond that. Then weights must not be written by hand until the returned future is done; its
+    ``result()`` raises what went wrong, or else the next `save` does. ``optimizer`` may be one of
+    ``torch.optim``, or None.
 
     Raises ValueError for what cannot be saved, FileExistsError where there is something at ``path``, and
     OSError, with the path and the bytes that are needed, where it cannot be written; then nothing is left.
     """
     executor = wrapped(model).executor
+    if executor.saving is not None:
+        wait([executor.saving])
+        if not executor.saving.asked:
+            executor.saving.result()
     executor.synchronize()
-    files: Files = {}
-    values: Files = {VALUES: []}
-    put = partial(_put, values[VALUES])
-    described = {
+    content = _content(model, optimizer, executor, step, dict(extra or {}))
+    path = Path(path)
+    if block:
+        with new_folder(path, nbytes=content.nbytes) as folder:
+            for unit in content.units:
+                content.write_unit(folder, unit, executor.shard(unit), on_host=True)
+            content.write_rest(folder)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+    content.hold()
+    shards = {unit.index: executor.shard(unit) for unit in content.units}
+    handover: Handover[int, HostShard] = Handover(shards, most_copies=MOST_COPIES)
+    by_index = {unit.index: unit for unit in content.units}
+    for index, shard in shards.items():
+        shard.before_change = partial(handover.before_change, index, shard.copy)
+
+    def write() -> None:
+        try:
+            with new_folder(path, nbytes=content.nbytes) as folder:
+                handover.read_all(
+                    lambda index, copy: content.write_unit(folder, by_index[index], copy or shards[index])
+                )
+                content.write_rest(folder)
+        finally:
+            handover.read_all(lambda *_: None)  # nobody is to wait, should the folder not be made
+            for shard in shards.values():
+                shard.before_change = None
+
+    executor.saving = in_background(write, "streamer-save")
+    return executor.saving
+
+
+@dataclass
+class _Content:
+    """What goes into a checkpoint. ``moments`` are, by unit, the parameters that have any."""
+
+    executor: Executor
+    step: int
+    files: Files
+    values: dict[str, Any]
+    moments: dict[int, list[Slice]]
+    state_dtype: torch.dtype | None
+    entries: dict[str, dict[str, Entry]] = field(default_factory=dict)
+
+    @property
+    def units(self) -> list[Unit]:
+        return [*self.executor.units, self.executor.root]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all files, the manifest's estimated."""
+        of_units = [self._of_unit(unit, self.executor.shard(unit), self.executor) for unit in self.units]
+        files = [pieces for files in (*of_units, self.files) for pieces in files.values()]
+        return MANIFEST_BYTES + sum(file_bytes(pieces) + ENTRY_BYTES * len(pieces) for pieces in files)
+
+    def hold(self) -> None:
+        """Copy what is in no shard, for it may change before it is written."""
+        for pieces in self.files.values():
+            pieces[:] = [Piece.of(piece.name, piece.read().clone()) for piece in pieces]
+
+    def write_unit(self, folder: Path, unit: Unit, shard: HostShard, *, on_host: bool = False) -> None:
+        """Write a unit's files from ``shard``, its own or a copy; ``on_host`` on the HOST lane."""
+        for name, pieces in self._of_unit(unit, shard, self.executor if on_host else None).items():
+            self.entries[name] = write_tensors(folder / name, pieces)
+
+    def write_rest(self, folder: Path) -> None:
+        """Write the other files, and the manifest."""
+        for name, pieces in self.files.items():
+            self.entries[name] = write_tensors(folder / name, pieces)
+        Manifest(self.step, self.entries, self.values, _written_by()).write(folder)
+
+    def _of_unit(self, unit: Unit, shard: HostShard, on_host: Executor | None) -> Files:
+        moments = [
+            Piece.of(f"{slice.param.name}.{purpose.name}", purpose.part(slice, shard[purpose]))
+            for slice in self.moments.get(unit.index, ())
+            for purpose in MOMENTS[self.state_dtype or torch.float32]
+        ]
+        files = {
+            file_name(WEIGHTS, unit): [_weight(slice, shard, on_host) for slice in unit.layout.slices],
+            file_name(OPTIMIZER, unit): moments,
+        }
+        return {name: pieces for name, pieces in files.items() if pieces}
+
+
+def _content(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    executor: Executor,
+    step: int,
+    extra: dict[str, Any],
+) -> _Content:
+    rest: list[Piece] = []
+    put = partial(_put, rest)
+    units = (*executor.units, executor.root)
+    moments: dict[int, list[Slice]] = {}
+    values = {
         "model": {
-            "units": [unit.name for unit in (*executor.units, executor.root)],
+            "units": [unit.name for unit in units],
             "gradient_scale": encode(executor.gradients.scale, put),
             "skipped_steps": executor.skipped_steps,
         },
-        "optimizer": _optimizer(optimizer, files, put),
+        "optimizer": _optimizer(optimizer, moments, put),
         "random": encode(random_states(), put),
-        "extra": encode(dict(extra or {}), put),
+        "extra": encode(extra, put),
     }
-    for unit in (*executor.units, executor.root):
-        files[file_name(WEIGHTS, unit)] = [*_weights(executor, unit)]
-        if gradients := [*_gradients(unit)]:
-            files[file_name(GRADIENTS, unit)] = gradients
-    files[BUFFERS] = [Piece.of(name, buffer) for name, buffer in model.named_buffers()]
-    files = {name: pieces for name, pieces in (files | values).items() if pieces}
-    path = Path(path)
-    nbytes = sum(file_bytes(pieces) + 256 * len(pieces) for pieces in files.values()) + MANIFEST_BYTES
-    with new_folder(path, nbytes=nbytes) as folder:
-        entries = {name: write_tensors(folder / name, pieces) for name, pieces in files.items()}
-        Manifest(step, entries, described, _written_by()).write(folder)
+    files = {file_name(GRADIENTS, unit): _gradients(unit) for unit in units}
+    files |= {BUFFERS: [Piece.of(name, buffer) for name, buffer in model.named_buffers()], VALUES: rest}
+    state_dtype = optimizer.state_dtype if isinstance(optimizer, AdamW) else None
+    files = {name: pieces for name, pieces in files.items() if pieces}
+    return _Content(executor, step, files, values, moments, state_dtype)
 
 
 def _put(pieces: list[Piece], tensor: torch.Tensor) -> str:
@@ -100,25 +203,16 @@ def file_name(kind: str, unit: Unit) -> str:
     return f"{kind}-{number}.safetensors"
 
 
-def _weights(executor: Executor, unit: Unit) -> list[Piece]:
-    shard = executor.shard(unit)
-    pieces = []
-    for slice in unit.layout.slices:
-        weight = slice.view(shard.weight)
-        whole = slice.param.trainable and weight.dtype != torch.float32
-        # the kernels that join a master run on the HOST lane
-        read: Callable[[], torch.Tensor] = (
-            partial(executor.backend.on_host, partial(shard.exact, slice))
-            if whole
-            else partial(_same, weight)
-        )
-        dtype = torch.float32 if whole else weight.dtype
-        pieces.append(Piece(slice.param.name, dtype, slice.param.shape, read))
-    return pieces
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+def _weight(slice: Slice, shard: HostShard, on_host: Executor | None) -> Piece:
+    """The whole of a parameter. Kernels make a master of it on the HOST lane of ``on_host``, if that is
+    given; else PyTorch does, on the thread that asks."""
+    weight = slice.view(shard.weight)
+    if not slice.param.trainable or weight.dtype == torch.float32:
+        return Piece.of(slice.param.name, weight)
+    read: Callable[[], torch.Tensor] = partial(shard.joined, slice)
+    if on_host is not None:
+        read = partial(on_host.backend.on_host, partial(shard.exact, slice))
+    return Piece(slice.param.name, torch.float32, slice.param.shape, read)
 
 
 def _gradients(unit: Unit) -> list[Piece]:
@@ -127,9 +221,11 @@ def _gradients(unit: Unit) -> list[Piece]:
 
 
 def _optimizer(
-    optimizer: torch.optim.Optimizer | None, files: Files, put: Callable[[torch.Tensor], str]
+    optimizer: torch.optim.Optimizer | None,
+    moments: dict[int, list[Slice]],
+    put: Callable[[torch.Tensor], str],
 ) -> dict[str, Any]:
-    """What the manifest says of the optimizer; the moments of an `AdamW` go to ``files``."""
+    """What the manifest says of the optimizer; ``moments`` gets the parameters that have any."""
     if optimizer is None:
         return {"class": None}
     if not isinstance(optimizer, AdamW):
@@ -137,17 +233,13 @@ def _optimizer(
     steps: dict[str, float] = {}
     groups = []
     for group in optimizer.param_groups:
-        names = []
-        for param in group["params"]:
-            home = require_home(param)
-            names.append(home.slice.param.name)
+        homes = [require_home(param) for param in group["params"]]
+        for param, home in zip(group["params"], homes, strict=True):
             if state := optimizer.state.get(param):
-                steps[names[-1]] = float(state["step"])
-                moments = moments_of(home, optimizer.state_dtype)
-                files.setdefault(file_name(OPTIMIZER, home.unit), []).extend(
-                    Piece.of(f"{names[-1]}.{name}", moment) for name, moment in moments.items()
-                )
+                steps[home.slice.param.name] = float(state["step"])
+                moments.setdefault(home.unit.index, []).append(home.slice)
         options = {key: value for key, value in group.items() if key != "params"}
+        names = [home.slice.param.name for home in homes]
         groups.append({"params": names, "options": encode(options, put, "optimizer.param_groups")})
     dtype = str(optimizer.state_dtype).removeprefix("torch.")
     return {"class": "AdamW", "state_dtype": dtype, "groups": groups, "steps": steps}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ import torch.nn.functional as F
 
 import streamer
 from models.gpt2 import GPT
+from streamer import saving
+from streamer.memory.host import HostShard
 from tests.reference import VOCAB, batch
 
 LAYERS = {"layers": "transformer.h", "device": "cpu"}
@@ -118,3 +122,100 @@ def test_a_resumed_run_ends_where_an_undisturbed_one_does(options: dict[str, Any
     assert second.losses == whole.losses
     assert first.losses == whole.losses[:4]
     assert_equal(second.end(), whole.end())
+
+
+# While training goes on
+
+
+def slowed(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[int]:
+    """Let every file take its time; the units that are copied meanwhile."""
+    copied: list[int] = []
+    write, copy = saving.write_tensors, HostShard.copy
+
+    def slowly(path: Path, pieces: Any) -> Any:
+        time.sleep(seconds)
+        return write(path, pieces)
+
+    def counted(self: HostShard) -> HostShard:
+        copied.append(self.layout.nbytes)
+        return copy(self)
+
+    monkeypatch.setattr(saving, "write_tensors", slowly)
+    monkeypatch.setattr(HostShard, "copy", counted)
+    return copied
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.05])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_checkpoint_that_is_written_in_the_background_is_of_the_moment_it_was_asked_for(
+    options: dict[str, Any], seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Run(**options)
+    whole.steps(6)
+    copied = slowed(monkeypatch, seconds)
+    first = Run(**options)
+    first.steps(3)
+    extra = {"schedule": first.schedule.state_dict(), "losses": list(first.losses)}
+    saving_now = streamer.save(first.model, first.optimizer, tmp_path / "c", step=3, extra=extra, block=False)
+    first.steps(3)
+    saving_now.result()
+    assert not seconds or copied, "a slow disk makes updates copy"
+    assert first.losses == whole.losses
+    second = Run(seed=99, **options)
+    second.load(tmp_path / "c")
+    second.steps(3)
+    assert second.losses == whole.losses
+    end = whole.end()
+    assert_equal(first.end(), end)
+    assert_equal(second.end(), end)
+
+
+def test_the_background_makes_the_same_files(tmp_path: Path) -> None:
+    run = Run(dtype=torch.bfloat16, state_dtype="int8")
+    run.steps(2)
+    run.backward()  # gradients wait
+    run.save(tmp_path / "here")
+    extra = {"schedule": run.schedule.state_dict(), "losses": run.losses, "step": run.step_number}
+    streamer.save(run.model, run.optimizer, tmp_path / "there", step=2, extra=extra, block=False).result()
+    names = sorted(path.name for path in (tmp_path / "here").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "there").iterdir())
+    for name in names:
+        assert (tmp_path / "here" / name).read_bytes() == (tmp_path / "there" / name).read_bytes(), name
+    run.end()
+
+
+def test_an_error_in_the_background_is_told_once_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    run = Run()
+    run.steps(1)
+    for ask in (True, False):
+        with monkeypatch.context() as patch:
+            patch.setattr(saving, "write_tensors", full)
+            failed = streamer.save(run.model, run.optimizer, tmp_path / "c", step=1, block=False)
+            run.steps(1)
+            if ask:
+                with pytest.raises(OSError, match="could not be written: No space left on device"):
+                    failed.result()
+        if not ask:
+            with pytest.raises(OSError, match="could not be written: No space left on device"):
+                streamer.save(run.model, run.optimizer, tmp_path / "c", step=1)
+        assert list(tmp_path.iterdir()) == []
+    streamer.save(run.model, run.optimizer, tmp_path / "c", step=3)
+    assert json.loads((tmp_path / "c" / "manifest.json").read_text())["body"]["step"] == 3
+    run.end()
+
+
+def test_unwrap_waits_for_what_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(dtype=torch.bfloat16)
+    run.steps(1)
+    run.save(tmp_path / "here")
+    slowed(monkeypatch, 0.02)
+    streamer.save(run.model, run.optimizer, tmp_path / "there", step=1, block=False)
+    streamer.unwrap(run.model)
+    weights = sorted(path.name for path in (tmp_path / "here").glob("weights-*"))
+    for name in weights:
+        assert (tmp_path / "here" / name).read_bytes() == (tmp_path / "there" / name).read_bytes(), name

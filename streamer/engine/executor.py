@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 
 from streamer.backends.base import Backend, Lane
+from streamer.backends.handover import Background
 from streamer.engine import op as ops
 from streamer.engine.gradients import Gradients
 from streamer.engine.hazards import Hazards
@@ -69,6 +70,8 @@ class Executor:
         self.saved = SavedBytes()
         self.skipped_steps = 0
         self.released = False
+        #: the checkpoint that is being written, or was last, in the background
+        self.saving: Background | None = None
         self._has_warned = False
         #: by the name of a parameter, what stands for the optimizer that updates it
         self.updated_by: dict[str, object] = {}
@@ -106,9 +109,9 @@ class Executor:
         except torch.OutOfMemoryError as error:
             held = ", ".join(f"{purpose} {nbytes} bytes" for purpose, nbytes in self.device_bytes().items())
             raise torch.OutOfMemoryError(
-                f"out of device memory in layer '{unit.name}': beside what it computes there are {held}, and "
-                f"{self.saved.now} bytes saved by layers for backward. Take a smaller batch, lower num_slots, "
-                f"or use activations='recompute' ({error})"
+                f"out of device memory in layer '{unit.name}': beside what it computes there are {held}, "
+                f"and {self.saved.now} bytes saved by layers for backward. Take a smaller batch, lower "
+                f"num_slots, or use activations='recompute' ({error})"
             ) from error
 
     def check_backward(self, unit: Unit) -> None:
@@ -193,9 +196,9 @@ class Executor:
             self._has_warned = True
             held = sum(self.store.bytes_by_purpose().values())
             warnings.warn(
-                f"only {available} bytes of host memory are free, and the system may end this process: the "
-                f"wrapped model holds {held}, so somebody else takes more than was planned; end that, or save "
-                "and wrap with less (a smaller state_dtype, update='backward')",
+                f"only {available} bytes of host memory are free, and the system may end this process: "
+                f"the wrapped model holds {held}, so somebody else takes more than was planned; end that, or "
+                "save and wrap with less (a smaller state_dtype, update='backward')",
                 stacklevel=7,  # the line that called optimizer.step()
             )
 

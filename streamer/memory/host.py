@@ -14,6 +14,7 @@ import torch
 import streamer_native as native
 from streamer.memory.layout import Layout, Slice
 from streamer.memory.purposes import (
+    ALL_MOMENTS,
     GRADIENTS,
     MASTERS,
     MODEL,
@@ -45,6 +46,8 @@ class HostShard:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.held: dict[str, torch.Tensor] = {}
+        #: called by whoever is about to change what is held, before an update say
+        self.before_change: Callable[[], None] | None = None
 
     def __getitem__(self, purpose: Purpose) -> torch.Tensor:
         """The piece for ``purpose``, empty if the unit holds none."""
@@ -104,6 +107,28 @@ class HostShard:
         exact = torch.empty(slice.param.shape, dtype=torch.float32)
         native.join(array(weight), array(slice.state(self.remainder)), array(exact))
         return exact
+
+    def joined(self, slice: Slice) -> torch.Tensor:
+        """`exact`, by PyTorch and on any thread, where kernels run on the HOST lane only; slower."""
+        weight = slice.view(self.weight)
+        if weight.dtype != torch.bfloat16 or not slice.param.trainable:
+            return self.exact(slice)
+        # wraps around, as the kernel's unsigned arithmetic does
+        high = weight.contiguous().view(torch.int16).to(torch.int32) << 16
+        low = slice.state(self.remainder.view(torch.int16)).to(torch.int32) & 0xFFFF
+        return ((high | low) - EXACT_REMAINDER).view(torch.float32)
+
+    def copy(self) -> HostShard:
+        """The weights, what makes them masters and the optimizer's state, in memory of their own."""
+        copy = HostShard(self.layout)
+        kept = {purpose.name for purpose in (*MODEL, *ALL_MOMENTS)}
+        copy.held = {name: piece.clone() for name, piece in self.held.items() if name in kept}
+        return copy
+
+    def about_to_change(self) -> None:
+        """Let whoever reads the shard in the background be done with it, or have a copy."""
+        if self.before_change is not None:
+            self.before_change()
 
 
 def array(tensor: torch.Tensor) -> Any:
