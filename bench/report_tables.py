@@ -198,6 +198,24 @@ def fits(report: Report) -> list[str]:
     ]
 
 
+def checkpoint(report: Report) -> list[str]:
+    rows = [[name, spread(row)] for name, row in report["gb_per_second"].items()]
+    return [
+        f"{report['bytes']:,} bytes; written at {spread(report['save_of_raw'])} of the rate of a raw write.",
+        "",
+        *table(["", "GB/s"], rows),
+    ]
+
+
+def soak(report: Report) -> list[str]:
+    kills = ", ".join(f"{count} by {name}" for name, count in report["kills_by_signal"].items())
+    return [
+        f"{report['minutes']:.0f} minutes: {report['kills']} kills ({kills}), {report['resumes']} resumes from a "
+        f"checkpoint, {report['lives_that_ended_equal']} lives of {report['steps_per_life']} steps ended equal to "
+        "the undisturbed one, to the bit."
+    ]
+
+
 def gpu_figures(reports: Mapping[str, Report]) -> list[str]:
     """What the README says of a GPU: of `bench.fits` and `bench.versus`, or that there is nothing yet."""
     shown = {name: r for name, r in reports.items() if r["script"] in ("bench/fits.py", "bench/versus.py")}
@@ -213,10 +231,12 @@ def gpu_figures(reports: Mapping[str, Report]) -> list[str]:
 
 TABLES: dict[str, Callable[[Report], list[str]]] = {
     "bench/adam.py": adam,
+    "bench/checkpoint.py": checkpoint,
     "bench/depth.py": depth,
     "bench/fits.py": fits,
     "bench/hidden_update.py": hidden_update,
     "bench/moments.py": moments,
     "bench/overlap.py": overlap,
+    "bench/soak.py": soak,
     "bench/versus.py": versus,
 }
