@@ -80,6 +80,14 @@ class Odd(GPT):
         self.transformer.wpe.weight.requires_grad_(False)
 
 
+class Twice(GPT):
+    """Its layers have another name, under which they may be streamed."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.blocks = self.transformer.h
+
+
 def seeing(**options: Any) -> nn.Module:
     """Wants to see a value."""
     model = GPT(**options)
@@ -212,6 +220,15 @@ def test_plain_pytorch_loads_as_the_folder_tells(
     assert not torch.equal(
         masters["transformer.wte.weight"], masters["transformer.wte.weight"].bfloat16().float()
     )
+
+
+def test_layers_that_were_streamed_under_their_second_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = trained(tmp_path / "run", "tests.test_export:Twice", layers="blocks")
+    out = exported(tmp_path / "run", tmp_path / "out")
+    assert_equal(in_files(out), dict(plain.named_parameters()))
+    assert_equal(load_as_told(out, monkeypatch)["model"].state_dict(), plain.state_dict())
 
 
 @pytest.mark.parametrize("size", ["1kB", "4000B", "10kB", "60kB", "1MB"])
