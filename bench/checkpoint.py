@@ -4,8 +4,8 @@
 
 Each round writes both, in an order drawn anew: *save* is `streamer.save` of a GPT with its moments
 (checksums, whole masters, flushed to the disk, renamed), *raw* one file of the same size from one buffer in
-memory, written 16 MiB at a time and flushed. Both are deleted before the next. Also timed: `streamer.load`, which reads and
-checks all of it before it takes it over, from files that are in the page cache.
+memory, written 16 MiB at a time and flushed. Both are deleted before the next. Also timed: `streamer.load`,
+which reads and checks all of it before it takes it over, from files that are in the page cache.
 """
 
 from __future__ import annotations

@@ -211,9 +211,9 @@ def soak(report: Report) -> list[str]:
     by_signal = report["kills_by_signal"].items()
     kills = ", ".join(f"{count} by {name}" for name, count in by_signal)
     return [
-        f"{report['minutes']:.0f} minutes: {report['kills']} kills ({kills}), {report['resumes']} resumes from "
-        f"a checkpoint, {report['lives_that_ended_equal']} lives of {report['steps_per_life']} steps ended "
-        "equal to the undisturbed one, to the bit."
+        f"{report['minutes']:.0f} minutes: {report['kills']} kills ({kills}), {report['resumes']} resumes "
+        f"from a checkpoint, {report['lives_that_ended_equal']} lives of {report['steps_per_life']} steps "
+        "ended equal to the undisturbed one, to the bit."
     ]
 
 

@@ -16,6 +16,8 @@ examples:
       a small GPT on the source of the Python standard library
   streamer train configs/gpt2-demo.toml --data notes.txt books/ --set run.steps=2000
       the same model on your own text, for longer
+  streamer export runs/gpt2-demo --to gpt2-demo-weights
+      the weights of its latest checkpoint, for others to load
 """
 
 
@@ -26,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # OpenMP's threads spin while they wait, which takes the cores from the lanes' own threads; it is read
     # when torch is imported
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if arguments.command == "export":
+        return _export(arguments)
     # torch and numba take seconds to import, which --help need not wait for
     from streamer.app.config import ConfigError, load_config
     from streamer.app.resume import checkpoint_to_resume
@@ -52,6 +56,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         print("\nstreamer: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from streamer.app.config import ConfigError
+    from streamer.app.export import export
+    from streamer.files.errors import CheckpointError
+
+    try:
+        export(arguments.run, arguments.to, dtype=arguments.dtype, shard_size=arguments.shard_size)
+    except (ConfigError, CheckpointError) as error:
+        print(f"streamer: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"streamer: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nstreamer: interrupted; nothing is left of the export", file=sys.stderr)
         return 130
     return 0
 
@@ -95,6 +118,20 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--fall-back", action="store_true", help="where that checkpoint is damaged, go on from the one before"
     )
+    export = commands.add_parser(
+        "export",
+        help="write a checkpoint's weights for others to load",
+        description="Write the weights of a checkpoint as safetensors, laid out as Hugging Face does, with a "
+        "config and a README.txt that tells how to load them.",
+    )
+    export.add_argument("run", help="a run's directory, for its latest checkpoint, or a checkpoint")
+    export.add_argument("--to", required=True, metavar="DIR", help="a folder that is not there yet")
+    export.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32", "float16"),
+        help="of the weights; default: what the run streamed them in, or float32",
+    )
+    export.add_argument("--shard-size", default="5GB", metavar="BYTES", help="of a file; default: 5GB")
     return parser
 
 

@@ -83,12 +83,14 @@ def file_bytes(pieces: Sequence[Piece]) -> int:
     return len(_header(pieces)) + sum(piece.nbytes for piece in pieces)
 
 
-def write_tensors(path: Path, pieces: Sequence[Piece]) -> dict[str, Entry]:
+def write_tensors(
+    path: Path, pieces: Sequence[Piece], *, metadata: Mapping[str, str] | None = None
+) -> dict[str, Entry]:
     """Write ``pieces`` into a new file and have them on the disk when this returns; an entry for each."""
     checksums = []
     # while one tensor is written the next is made, and the checksum of both taken
     with path.open("xb", buffering=0) as file, ThreadPoolExecutor(2) as pool:
-        _write_all(file, memoryview(_header(pieces)))
+        _write_all(file, memoryview(_header(pieces, metadata)))
         made = [pool.submit(_bytes_of, piece) for piece in pieces[:1]]
         for index in range(len(pieces)):
             data = made.pop().result()
@@ -160,9 +162,9 @@ def _places(file: Any, path: Path, entries: Mapping[str, Entry]) -> dict[str, in
     return {name: 8 + length + entry.offset for name, entry in entries.items()}
 
 
-def _header(pieces: Sequence[Piece]) -> bytes:
+def _header(pieces: Sequence[Piece], metadata: Mapping[str, str] | None = None) -> bytes:
     at = 0
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     for piece in pieces:
         header[piece.name] = {
             "dtype": DTYPES[piece.dtype],

@@ -1,0 +1,242 @@
+"""`export`: the weights of a checkpoint in a folder that others can load."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from streamer.app.config import Config, ConfigError, ModelConfig, import_factory, load_config
+from streamer.app.model_card import Card
+from streamer.app.report import amount
+from streamer.files.errors import CheckpointError
+from streamer.files.folder import checkpoints, new_folder
+from streamer.files.manifest import NAME, Manifest
+from streamer.files.tensors import DTYPES, Piece, file_bytes, reading, write_tensors
+from streamer.options import parse_bytes
+from streamer.saving import BUFFERS, WEIGHTS
+
+#: What weights may be written in.
+EXPORTED = ("bfloat16", "float32", "float16")
+#: Where `streamer train` keeps a run's checkpoints, and its config beside them.
+CHECKPOINTS, CONFIG = "checkpoints", "config.toml"
+#: Room for what is written beside the tensors.
+MARGIN_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor of the checkpoint. Weights may be written in another dtype, buffers stay as they are."""
+
+    name: str
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    is_weight: bool
+
+
+def export(
+    run: str | PathLike[str],
+    to: str | PathLike[str],
+    *,
+    dtype: str | None = None,
+    shard_size: int | str = "5GB",
+) -> None:
+    """Write the weights of a checkpoint into the new folder ``to``, complete or not at all.
+
+    ``run`` is a run's directory, whose latest checkpoint is taken, or a checkpoint. The tensors are those of
+    the model's ``state_dict()``, tied ones once under the first of their names, in ``model.safetensors`` or,
+    where that would be larger than ``shard_size`` bytes, in several files with an index as Hugging Face lays
+    them out. Weights are in ``dtype``: "float32", in which they equal the fp32 masters to the bit, or
+    "bfloat16" or "float16", the masters rounded to nearest, ties to even; None is the run's ``stream.dtype``
+    or, where there is none, float32. Buffers keep their dtypes. Beside them are ``config.json``, which is the
+    model's own where the run's factory makes one of Hugging Face's and else has the factory and its arguments
+    in it, and ``README.txt``, which tells how to load it all.
+
+    The run's config is looked for two folders above the checkpoint, and the factory called on the meta
+    device; without either all weights and buffers of the checkpoint are written, under the names that they
+    have there, and a line is printed that says what is missing. All of the checkpoint is compared with its
+    checksums first. No more than two tensors are in memory at a time.
+
+    Raises FileExistsError where there is something at ``to``, `CheckpointError` for a checkpoint that is
+    missing, damaged or of another model than the config's, `ConfigError` for a config, an option or a value
+    beyond the range of ``dtype``, and OSError where the folder cannot be written; then nothing is left.
+    """
+    to = Path(to)
+    if to.exists():
+        raise FileExistsError(errno.EEXIST, "there is something already: export to a new folder", str(to))
+    if dtype not in (None, *EXPORTED):
+        raise ConfigError(f"dtype={dtype!r}: it must be one of {', '.join(EXPORTED)}")
+    try:
+        limit = parse_bytes("shard_size", shard_size) or sys.maxsize
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    checkpoint = _checkpoint(Path(run))
+    manifest = Manifest.read(checkpoint)
+    config = _config(checkpoint)
+    model = None if config is None else _on_meta(config.model)
+    stored = _stored(checkpoint, manifest)
+    names = _names(checkpoint, stored, model)
+    dtype = dtype or (None if config is None else config.stream.dtype) or "float32"
+    pieces = [_piece(stored[there], first, getattr(torch, dtype)) for there, (first, *_) in names.items()]
+    card = Card(
+        config=None if config is None else config.model,
+        model=model,
+        dtype=dtype,
+        step=manifest.step,
+        tied={other: first for first, *others in names.values() for other in others},
+    )
+    nbytes = sum(piece.nbytes for piece in pieces)
+    print(f"{checkpoint}: step {manifest.step}, {len(pieces)} tensors, {amount(nbytes)} with {dtype} weights")
+    manifest.check(checkpoint)
+    with new_folder(to, nbytes=file_bytes(pieces) + 256 * len(pieces) + MARGIN_BYTES) as folder:
+        files = _write_shards(folder, pieces, limit)
+        card.write(folder)
+    print(f"Written to {to}: {' ... '.join(dict.fromkeys((files[0], files[-1])))} config.json README.txt")
+
+
+def _checkpoint(run: Path) -> Path:
+    if (run / NAME).exists():
+        return run
+    if not (found := checkpoints(run / CHECKPOINTS)):
+        raise CheckpointError(
+            f"{run} is no checkpoint ({NAME} is not in it), and {run / CHECKPOINTS} holds no complete one"
+        )
+    return found[-1]
+
+
+def _config(checkpoint: Path) -> Config | None:
+    """The config of the run that the checkpoint is of; None, and a line, where there is none."""
+    parent = checkpoint.resolve().parent
+    path = parent.parent / CONFIG
+    if parent.name == CHECKPOINTS and path.exists():
+        return load_config(path)
+    print(
+        f"There is no {path if parent.name == CHECKPOINTS else CONFIG} of a run, so the model's config is "
+        "missing, and so is which weights are tied and which buffers belong in a state_dict: all are written"
+    )
+    return None
+
+
+def _on_meta(config: ModelConfig) -> nn.Module | None:
+    """The config's model without values; None, and a line, where its factory cannot make it so."""
+    factory = import_factory(config.factory)
+    try:
+        with torch.device("meta"):
+            model = factory(**config.args)
+    except Exception as error:  # whatever a factory raises that wants to see values
+        print(
+            f"{config.factory} cannot be called on the meta device ({' '.join(str(error).split())}), so "
+            "which weights are tied and which buffers belong in a state_dict is not known: all are written"
+        )
+        return None
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model.factory {config.factory} returns a {type(model).__name__}")
+    return model
+
+
+def _stored(checkpoint: Path, manifest: Manifest) -> dict[str, _Stored]:
+    dtypes = {name: dtype for dtype, name in DTYPES.items()}
+    return {
+        name: _Stored(name, checkpoint / file, dtypes[entry.dtype], entry.shape, file != BUFFERS)
+        for file, entries in manifest.files.items()
+        if file == BUFFERS or file.startswith(f"{WEIGHTS}-")
+        for name, entry in entries.items()
+    }
+
+
+def _names(checkpoint: Path, stored: Mapping[str, _Stored], model: nn.Module | None) -> dict[str, list[str]]:
+    """All names that a tensor has in the model's ``state_dict()`` by its name in the checkpoint; without a
+    model those are the same.
+
+    Raises CheckpointError where the checkpoint is of another model.
+    """
+    if model is None:
+        return {name: [name] for name in stored}
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    tensors |= dict(model.named_buffers(remove_duplicate=False))
+    differing = [
+        name
+        for name, item in stored.items()
+        if name not in tensors or tuple(tensors[name].shape) != item.shape
+    ]
+    there = {id(tensors[name]): name for name in stored if name in tensors}
+    names: dict[str, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in there:
+            names.setdefault(there[id(tensor)], []).append(name)
+        else:
+            differing.append(name)
+    if differing:
+        more = f" and {len(differing) - 10} more" if len(differing) > 10 else ""
+        raise CheckpointError(
+            f"{checkpoint} is not of the model that the run's config makes; these tensors differ: "
+            f"{', '.join(differing[:10])}{more}"
+        )
+    return names
+
+
+def _piece(stored: _Stored, name: str, dtype: torch.dtype) -> Piece:
+    rounded = dtype if stored.is_weight else stored.dtype
+    return Piece(name, rounded, stored.shape, partial(_read, stored, rounded))
+
+
+def _read(stored: _Stored, dtype: torch.dtype) -> torch.Tensor:
+    with reading(stored.file) as read:
+        tensor = read(stored.name)
+    rounded = tensor.to(dtype)
+    if rounded is tensor or not tensor.numel() or math.isfinite(_largest(rounded)):
+        return rounded
+    if math.isfinite(largest := _largest(tensor)):
+        raise ConfigError(
+            f"'{stored.name}' has values up to {largest:.3g}, which are beyond {str(dtype)[6:]}: export in "
+            "bfloat16 or float32"
+        )
+    return rounded
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, math.inf))
+
+
+def _write_shards(folder: Path, pieces: Sequence[Piece], limit: int) -> list[str]:
+    """The names of the files with ``pieces``: in order, what fits in ``limit`` bytes together, and alone what
+    is larger than that."""
+    shards: list[list[Piece]] = []
+    together: list[Piece] = []
+    held = 0
+    for piece in pieces:
+        if piece.nbytes > limit:
+            shards.append([piece])
+            continue
+        if held + piece.nbytes > limit:
+            shards.append(together)
+            together, held = [], 0
+        together.append(piece)
+        held += piece.nbytes
+    shards += [together] if together else []
+    count = len(shards)
+    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    if count == 1:
+        names = ["model.safetensors"]
+    for name, shard in zip(names, shards, strict=True):
+        write_tensors(folder / name, shard, metadata={"format": "pt"})
+    if count > 1:
+        index: dict[str, Any] = {
+            "metadata": {"total_size": sum(piece.nbytes for piece in pieces)},
+            "weight_map": {
+                piece.name: name for name, shard in zip(names, shards, strict=True) for piece in shard
+            },
+        }
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    return names
