@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from streamer.content import BUFFERS, GRADIENTS, OPTIMIZER, VALUES, WEIGHTS, file_name
 from streamer.engine.executor import Executor
 from streamer.engine.unit import Unit
 from streamer.files.errors import CheckpointError
@@ -27,7 +28,6 @@ from streamer.moment_dtypes import convert
 from streamer.moments import moments_of, parse_state_dtype
 from streamer.optim import AdamW
 from streamer.randomness import set_random_states
-from streamer.saving import BUFFERS, GRADIENTS, OPTIMIZER, VALUES, WEIGHTS, file_name
 
 Read = Callable[[str], torch.Tensor]
 

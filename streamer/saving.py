@@ -2,44 +2,24 @@
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import safetensors
 import torch
 from torch import nn
 
 from streamer.backends.handover import Handover, in_background
-from streamer.engine.executor import Executor
-from streamer.engine.unit import Unit
+from streamer.content import content_of
 from streamer.files.folder import new_folder
-from streamer.files.manifest import Manifest
-from streamer.files.tensors import DTYPES, Entry, Piece, file_bytes, write_tensors
-from streamer.files.tree import encode
-from streamer.handle import require_home, wrapped
+from streamer.handle import wrapped
 from streamer.memory.host import HostShard
-from streamer.memory.layout import Slice
-from streamer.memory.purposes import MOMENTS
-from streamer.optim import AdamW
-from streamer.randomness import random_states
-from streamer.version import __version__
 
-#: The file for values that are no weight, moment or gradient, and that for buffers.
-VALUES, BUFFERS = "values.safetensors", "buffers.safetensors"
-WEIGHTS, OPTIMIZER, GRADIENTS = "weights", "optimizer", "gradients"
-#: Of the manifest's JSON: for each tensor, and for the rest; a margin for the room that is asked for.
-ENTRY_BYTES, MANIFEST_BYTES = 1 << 9, 1 << 16
 #: Units that may wait in copies while training goes on.
 MOST_COPIES = 2
-
-Files = dict[str, list[Piece]]
 
 
 def save(
@@ -76,7 +56,7 @@ def save(
         if not executor.saving.asked:
             executor.saving.result()
     executor.synchronize()
-    content = _content(model, optimizer, executor, step, dict(extra or {}))
+    content = content_of(model, optimizer, executor, step, dict(extra or {}))
     path = Path(path)
     if block:
         with new_folder(path, nbytes=content.nbytes) as folder:
@@ -107,149 +87,3 @@ def save(
 
     executor.saving = in_background(write, "streamer-save")
     return executor.saving
-
-
-@dataclass
-class _Content:
-    """What goes into a checkpoint. ``moments`` are, by unit, the parameters that have any."""
-
-    executor: Executor
-    step: int
-    files: Files
-    values: dict[str, Any]
-    moments: dict[int, list[Slice]]
-    state_dtype: torch.dtype | None
-    entries: dict[str, dict[str, Entry]] = field(default_factory=dict)
-
-    @property
-    def units(self) -> list[Unit]:
-        return [*self.executor.units, self.executor.root]
-
-    @property
-    def nbytes(self) -> int:
-        """Of all files, the manifest's estimated."""
-        of_units = [self._of_unit(unit, self.executor.shard(unit), self.executor) for unit in self.units]
-        files = [pieces for files in (*of_units, self.files) for pieces in files.values()]
-        return MANIFEST_BYTES + sum(file_bytes(pieces) + ENTRY_BYTES * len(pieces) for pieces in files)
-
-    def hold(self) -> None:
-        """Copy what is in no shard, for it may change before it is written."""
-        for pieces in self.files.values():
-            pieces[:] = [Piece.of(piece.name, piece.read().clone()) for piece in pieces]
-
-    def write_unit(self, folder: Path, unit: Unit, shard: HostShard, *, on_host: bool = False) -> None:
-        """Write a unit's files from ``shard``, its own or a copy; ``on_host`` on the HOST lane."""
-        for name, pieces in self._of_unit(unit, shard, self.executor if on_host else None).items():
-            self.entries[name] = write_tensors(folder / name, pieces)
-
-    def write_rest(self, folder: Path) -> None:
-        """Write the other files, and the manifest."""
-        for name, pieces in self.files.items():
-            self.entries[name] = write_tensors(folder / name, pieces)
-        Manifest(self.step, self.entries, self.values, _written_by()).write(folder)
-
-    def _of_unit(self, unit: Unit, shard: HostShard, on_host: Executor | None) -> Files:
-        moments = [
-            Piece.of(f"{slice.param.name}.{purpose.name}", purpose.part(slice, shard[purpose]))
-            for slice in self.moments.get(unit.index, ())
-            for purpose in MOMENTS[self.state_dtype or torch.float32]
-        ]
-        files = {
-            file_name(WEIGHTS, unit): [_weight(slice, shard, on_host) for slice in unit.layout.slices],
-            file_name(OPTIMIZER, unit): moments,
-        }
-        return {name: pieces for name, pieces in files.items() if pieces}
-
-
-def _content(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    executor: Executor,
-    step: int,
-    extra: dict[str, Any],
-) -> _Content:
-    rest: list[Piece] = []
-    put = partial(_put, rest)
-    units = (*executor.units, executor.root)
-    moments: dict[int, list[Slice]] = {}
-    values = {
-        "model": {
-            "units": [unit.name for unit in units],
-            "gradient_scale": encode(executor.gradients.scale, put),
-            "skipped_steps": executor.skipped_steps,
-        },
-        "optimizer": _optimizer(optimizer, moments, put),
-        "random": encode(random_states(), put),
-        "extra": encode(extra, put),
-    }
-    files = {file_name(GRADIENTS, unit): _gradients(unit) for unit in units}
-    files |= {BUFFERS: [Piece.of(name, buffer) for name, buffer in model.named_buffers()], VALUES: rest}
-    state_dtype = optimizer.state_dtype if isinstance(optimizer, AdamW) else None
-    files = {name: pieces for name, pieces in files.items() if pieces}
-    return _Content(executor, step, files, values, moments, state_dtype)
-
-
-def _put(pieces: list[Piece], tensor: torch.Tensor) -> str:
-    if tensor.dtype not in DTYPES or tensor.layout is not torch.strided:
-        raise ValueError(f"a tensor of {tensor.dtype}, {tensor.layout}, cannot be saved: make it dense, real")
-    # a copy, for it may change before it is written
-    pieces.append(Piece.of(str(len(pieces)), tensor.detach().cpu().clone()))
-    return pieces[-1].name
-
-
-def file_name(kind: str, unit: Unit) -> str:
-    """The file for what is of one ``kind`` of a unit."""
-    number = "root" if unit.index < 0 else f"{unit.index:05d}"
-    return f"{kind}-{number}.safetensors"
-
-
-def _weight(slice: Slice, shard: HostShard, on_host: Executor | None) -> Piece:
-    """The whole of a parameter. Kernels make a master of it on the HOST lane of ``on_host``, if that is
-    given; else PyTorch does, on the thread that asks."""
-    weight = slice.view(shard.weight)
-    if not slice.param.trainable or weight.dtype == torch.float32:
-        return Piece.of(slice.param.name, weight)
-    read: Callable[[], torch.Tensor] = partial(shard.joined, slice)
-    if on_host is not None:
-        read = partial(on_host.backend.on_host, partial(shard.exact, slice))
-    return Piece(slice.param.name, torch.float32, slice.param.shape, read)
-
-
-def _gradients(unit: Unit) -> list[Piece]:
-    pairs = zip(unit.layout.slices, unit.params, strict=True)
-    return [Piece.of(slice.param.name, param.grad) for slice, param in pairs if param.grad is not None]
-
-
-def _optimizer(
-    optimizer: torch.optim.Optimizer | None,
-    moments: dict[int, list[Slice]],
-    put: Callable[[torch.Tensor], str],
-) -> dict[str, Any]:
-    """What the manifest says of the optimizer; ``moments`` gets the parameters that have any."""
-    if optimizer is None:
-        return {"class": None}
-    if not isinstance(optimizer, AdamW):
-        return {"class": type(optimizer).__name__, "state": encode(optimizer.state_dict(), put, "optimizer")}
-    steps: dict[str, float] = {}
-    groups = []
-    for group in optimizer.param_groups:
-        homes = [require_home(param) for param in group["params"]]
-        for param, home in zip(group["params"], homes, strict=True):
-            if state := optimizer.state.get(param):
-                steps[home.slice.param.name] = float(state["step"])
-                moments.setdefault(home.unit.index, []).append(home.slice)
-        options = {key: value for key, value in group.items() if key != "params"}
-        names = [home.slice.param.name for home in homes]
-        groups.append({"params": names, "options": encode(options, put, "optimizer.param_groups")})
-    dtype = str(optimizer.state_dtype).removeprefix("torch.")
-    return {"class": "AdamW", "state_dtype": dtype, "groups": groups, "steps": steps}
-
-
-def _written_by() -> dict[str, str]:
-    return {
-        "streamer": __version__,
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "safetensors": safetensors.__version__,
-        "python": platform.python_version(),
-    }

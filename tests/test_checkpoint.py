@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 import streamer
 from models.gpt2 import GPT
-from streamer import saving
+from streamer import content
 from streamer.memory.host import HostShard
 from tests.reference import VOCAB, batch
 
@@ -130,7 +130,7 @@ def test_a_resumed_run_ends_where_an_undisturbed_one_does(options: dict[str, Any
 def slowed(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[int]:
     """Let every file take its time; the units that are copied meanwhile."""
     copied: list[int] = []
-    write, copy = saving.write_tensors, HostShard.copy
+    write, copy = content.write_tensors, HostShard.copy
 
     def slowly(path: Path, pieces: Any) -> Any:
         time.sleep(seconds)
@@ -140,7 +140,7 @@ def slowed(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[int]:
         copied.append(self.layout.nbytes)
         return copy(self)
 
-    monkeypatch.setattr(saving, "write_tensors", slowly)
+    monkeypatch.setattr(content, "write_tensors", slowly)
     monkeypatch.setattr(HostShard, "copy", counted)
     return copied
 
@@ -194,7 +194,7 @@ def test_an_error_in_the_background_is_told_once_and_training_goes_on(
     run.steps(1)
     for ask in (True, False):
         with monkeypatch.context() as patch:
-            patch.setattr(saving, "write_tensors", full)
+            patch.setattr(content, "write_tensors", full)
             failed = streamer.save(run.model, run.optimizer, tmp_path / "c", step=1, block=False)
             run.steps(1)
             if ask:

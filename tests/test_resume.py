@@ -210,7 +210,7 @@ def test_a_checkpoint_that_cannot_be_written_stops_the_run_or_not_as_asked(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("streamer.saving.write_tensors", no_room)
+        patch.setattr("streamer.content.write_tensors", no_room)
         assert train(config) == 1
         error = capfd.readouterr().err
         assert (

@@ -19,12 +19,12 @@ from torch import nn
 from streamer.app.config import Config, ConfigError, ModelConfig, import_factory, load_config
 from streamer.app.model_card import Card
 from streamer.app.report import amount
+from streamer.content import BUFFERS, WEIGHTS
 from streamer.files.errors import CheckpointError
 from streamer.files.folder import checkpoints, new_folder
 from streamer.files.manifest import NAME, Manifest
 from streamer.files.tensors import DTYPES, Piece, file_bytes, reading, write_tensors
 from streamer.options import parse_bytes
-from streamer.saving import BUFFERS, WEIGHTS
 
 #: What weights may be written in.
 EXPORTED = ("bfloat16", "float32", "float16")
