@@ -59,6 +59,8 @@ def save(
     OSError, with the path and the bytes that are needed, where it cannot be written; then nothing is left.
     """
     executor = wrapped(model).executor
+    if isinstance(optimizer, AdamW):
+        optimizer.check_owns(executor)
     executor.synchronize()
     files: Files = {}
     values: Files = {VALUES: []}
