@@ -51,12 +51,7 @@ def check_model(path: Path, manifest: Manifest, model: nn.Module, executor: Exec
     }
     here = {slice.param.name: slice.param.shape for unit in units for slice in unit.layout.slices}
     here |= {name: tuple(buffer.shape) for name, buffer in model.named_buffers()}
-    differing = [
-        f"{name} ({there.get(name, 'missing')} there, {here.get(name, 'missing')} here)"
-        for name in sorted(there.keys() | here.keys())
-        if there.get(name) != here.get(name)
-    ]
-    if differing:
+    if differing := _unlike(there, here):
         raise CheckpointError(f"{path} is of another model; these tensors differ: {_listed(differing)}")
     names = [unit.name for unit in units]
     saved = manifest.values["model"]["units"]
@@ -140,16 +135,22 @@ def _check_moments(path: Path, manifest: Manifest, home: Home, held_in: torch.dt
 
 
 def _differing(there: Sequence[Sequence[str]], here: Sequence[Sequence[str]]) -> list[str]:
-    """Each parameter that has another place, with its places: numbers of group and in the group."""
+    """Each parameter that is in another group; where there is none, each that has another place in it."""
 
-    def places(groups: Sequence[Sequence[str]]) -> dict[str, tuple[int, int]]:
-        return {name: (g, p) for g, group in enumerate(groups) for p, name in enumerate(group)}
+    def groups(names: Sequence[Sequence[str]]) -> dict[str, str]:
+        return {name: f"group {number}" for number, group in enumerate(names) for name in group}
 
-    theirs, ours = places(there), places(here)
+    def places(names: Sequence[Sequence[str]]) -> dict[str, str]:
+        return {name: f"place {number}" for group in names for number, name in enumerate(group)}
+
+    return _unlike(groups(there), groups(here)) or _unlike(places(there), places(here))
+
+
+def _unlike(there: Mapping[str, object], here: Mapping[str, object]) -> list[str]:
     return [
-        f"{name} ({theirs.get(name, 'missing')} there, {ours.get(name, 'missing')} here)"
-        for name in sorted(theirs.keys() | ours.keys())
-        if theirs.get(name) != ours.get(name)
+        f"{name} ({there.get(name, 'missing')} there, {here.get(name, 'missing')} here)"
+        for name in sorted(there.keys() | here.keys())
+        if there.get(name) != here.get(name)
     ]
 
 

@@ -89,6 +89,7 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | 
                 unit, opened(name) if name in manifest.files else None, manifest.files.get(name, {})
             )
         executor.gradients.adopt_all()
+        executor.norms.forget()
         executor.gradients.scale = values.gradient_scale
         executor.skipped_steps = values.skipped_steps
         # the root is on its way to the device, and nobody else waits for it

@@ -113,6 +113,11 @@ class Norms:
             return True
         return math.isfinite(self.total(layers_scale))
 
+    def forget(self) -> None:
+        """The gradients have been exchanged for others."""
+        self._measured.clear()
+        self._finite = None
+
     def forget_outdated(self) -> None:
         """Gradients are clipped by another norm than these: what was written until now was clipped too."""
         self._measured = {
