@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from concurrent.futures import wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,16 +18,19 @@ from torch import nn
 from streamer.content import BUFFERS, GRADIENTS, OPTIMIZER, VALUES, WEIGHTS, file_name
 from streamer.engine.executor import Executor
 from streamer.engine.unit import Unit
-from streamer.files.errors import CheckpointError
 from streamer.files.manifest import Manifest
 from streamer.files.tensors import reading
 from streamer.files.tree import decode
+from streamer.fitting import check_model, check_optimizer, check_other_state, laid_out
+from streamer.groups import check_group
 from streamer.handle import require_home, wrapped
 from streamer.memory.purposes import MOMENTS
 from streamer.moment_dtypes import convert
 from streamer.moments import moments_of, parse_state_dtype
 from streamer.optim import AdamW
-from streamer.randomness import set_random_states
+from streamer.randomness import check_random_states, set_random_states
+
+T = TypeVar("T")
 
 Read = Callable[[str], torch.Tensor]
 
@@ -52,91 +55,121 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | 
     """
     path = Path(path)
     executor = wrapped(model).executor
+    if isinstance(optimizer, AdamW):
+        optimizer.check_owns(executor)
     manifest = Manifest.read(path)
     manifest.check(path)
-    values = manifest.values
+    units = (*executor.units, executor.root)
     with ExitStack() as files:
 
         def opened(name: str) -> Read:
-            return files.enter_context(reading(path / name)) if name in manifest.files else _nothing
+            return files.enter_context(reading(path / name))
 
-        get = opened(VALUES)
-        _check_model(path, manifest, model, executor)
-        _check_optimizer(path, values["optimizer"], optimizer, executor)
-        extra = decode(values["extra"], get)
-        states = decode(values["random"], get)
+        with laid_out(path):
+            check_model(path, manifest, model, executor)
+            if optimizer is not None:
+                check_optimizer(path, manifest, optimizer, executor)
+            values = _decoded(path, manifest, optimizer, opened)
+        if isinstance(optimizer, AdamW):
+            _warn_of_conversion(manifest.values["optimizer"]["state_dtype"], optimizer)
         if executor.saving is not None:
             wait([executor.saving])
         executor.synchronize()
-        for unit in (*executor.units, executor.root):
-            _load_weights(executor, unit, opened(file_name(WEIGHTS, unit)))
-        _load_buffers(model, manifest, opened(BUFFERS))
-        if optimizer is not None:
-            _load_optimizer(optimizer, values["optimizer"], opened, get)
-        for unit in (*executor.units, executor.root):
-            _load_gradients(unit, manifest, opened(file_name(GRADIENTS, unit)))
+        if optimizer is not None and not isinstance(optimizer, AdamW):
+            _load_other(path, optimizer, values.optimizer)
+        for unit in units:
+            if unit.layout.slices:
+                _load_weights(executor, unit, opened(file_name(WEIGHTS, unit)))
+        if BUFFERS in manifest.files:
+            _load_buffers(model, opened(BUFFERS))
+        if isinstance(optimizer, AdamW):
+            _load_moments(optimizer, manifest.values["optimizer"], values.optimizer, opened)
+        if executor.landing is not None:
+            executor.landing.next_step()  # of this model nothing has landed
+        for unit in units:
+            name = file_name(GRADIENTS, unit)
+            _load_gradients(
+                unit, opened(name) if name in manifest.files else None, manifest.files.get(name, {})
+            )
         executor.gradients.adopt_all()
-        executor.gradients.scale = decode(values["model"]["gradient_scale"], get)
-        executor.skipped_steps = values["model"]["skipped_steps"]
-    set_random_states(states)
-    return Loaded(manifest.step, extra)
+        executor.norms.forget()
+        executor.gradients.scale = values.gradient_scale
+        executor.skipped_steps = values.skipped_steps
+        # the root is on its way to the device, and nobody else waits for it
+        executor.synchronize()
+    set_random_states(values.random)
+    return Loaded(manifest.step, values.extra)
+
+
+@dataclass(frozen=True)
+class _Values:
+    """What is no weight, moment or gradient; ``optimizer`` is the options of each group of an `AdamW`, the
+    ``state_dict`` of another."""
+
+    extra: dict[str, Any]
+    random: dict[str, Any]
+    gradient_scale: float
+    skipped_steps: int
+    optimizer: Any
+
+
+def _decoded(
+    path: Path, manifest: Manifest, optimizer: torch.optim.Optimizer | None, opened: Callable[[str], Read]
+) -> _Values:
+    """Raises an error of any kind for values that are not those of a checkpoint."""
+    read = opened(VALUES) if VALUES in manifest.files else _nothing
+    values = manifest.values
+
+    def get(name: str) -> torch.Tensor:
+        return read(name).clone()  # stays when the file goes
+
+    def decoded(value: Any, kind: type[T]) -> T:
+        if not isinstance(given := decode(value, get), kind) or isinstance(given, bool):
+            raise TypeError(f"a {type(given).__name__} in place of a {kind.__name__}")
+        return given
+
+    random = decoded(values["random"], dict)
+    check_random_states(random)
+    of_optimizer: Any = None
+    if isinstance(optimizer, AdamW):
+        of_optimizer = [decoded(group["options"], dict) for group in values["optimizer"]["groups"]]
+        for group, options in zip(optimizer.param_groups, of_optimizer, strict=True):
+            if "params" in options:
+                raise ValueError("a group's options hold parameters")
+            check_group(group | options)
+    elif optimizer is not None:
+        of_optimizer = decoded(values["optimizer"]["state"], dict)
+        check_other_state(path, of_optimizer, optimizer)
+    return _Values(
+        decoded(values["extra"], dict),
+        random,
+        decoded(values["model"]["gradient_scale"], float),
+        decoded(values["model"]["skipped_steps"], int),
+        of_optimizer,
+    )
 
 
 def _nothing(name: str) -> torch.Tensor:
-    raise CheckpointError(f"there is no file with tensor '{name}' in it")
+    raise LookupError(f"there is no file with tensor '{name}'")
 
 
-def _check_model(path: Path, manifest: Manifest, model: nn.Module, executor: Executor) -> None:
-    """Raise CheckpointError, listing what differs, unless it is one of this model."""
-    weights = {
-        name: entry.shape
-        for file, entries in manifest.files.items()
-        if file.startswith(f"{WEIGHTS}-")
-        for name, entry in entries.items()
-    }
-    here = {
-        slice.param.name: slice.param.shape
-        for unit in (*executor.units, executor.root)
-        for slice in unit.layout.slices
-    }
-    weights |= {name: entry.shape for name, entry in manifest.files.get(BUFFERS, {}).items()}
-    here |= {name: tuple(buffer.shape) for name, buffer in model.named_buffers()}
-    differing = [
-        f"{name} ({weights.get(name, 'missing')} there, {here.get(name, 'missing')} here)"
-        for name in sorted(weights.keys() | here.keys())
-        if weights.get(name) != here.get(name)
-    ]
-    if differing:
-        more = f" and {len(differing) - 10} more" if len(differing) > 10 else ""
-        shown = ", ".join(differing[:10]) + more
-        raise CheckpointError(f"{path} is of another model; these tensors differ: {shown}")
-    units = [unit.name for unit in (*executor.units, executor.root)]
-    if manifest.values["model"]["units"] != units:
-        raise CheckpointError(
-            f"{path} was saved with other layers: wrap with those ({manifest.values['model']['units']})"
+def _warn_of_conversion(held_in: str, optimizer: AdamW) -> None:
+    if (there := parse_state_dtype(held_in)) != optimizer.state_dtype:
+        warnings.warn(
+            f"the moments were held in {there} and are converted to {optimizer.state_dtype}: the run does "
+            "not go on to the bit",
+            stacklevel=3,
         )
 
 
-def _check_optimizer(
-    path: Path, saved: dict[str, Any], optimizer: torch.optim.Optimizer | None, executor: Executor
-) -> None:
-    if optimizer is None:
-        return
-    kind = "AdamW" if isinstance(optimizer, AdamW) else type(optimizer).__name__
-    if saved["class"] != kind:
-        raise CheckpointError(
-            f"{path} holds the state of {saved['class']}, and this is {kind}: give load that kind, or None"
-        )
-    if not isinstance(optimizer, AdamW):
-        return
-    there = [group["params"] for group in saved["groups"]]
-    here = [[require_home(p).slice.param.name for p in group["params"]] for group in optimizer.param_groups]
-    if there != here:
-        raise CheckpointError(
-            f"{path} was saved with groups of {[len(group) for group in there]} parameters, and here are "
-            f"groups of {[len(group) for group in here]}, or in another order: make the optimizer with the "
-            "same groups"
-        )
+def _load_other(path: Path, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    before = {"state": optimizer.state, "param_groups": optimizer.param_groups}
+    try:
+        with laid_out(path):
+            optimizer.load_state_dict(state)
+    except BaseException:
+        optimizer.__dict__.update(before)
+        raise
 
 
 def _load_weights(executor: Executor, unit: Unit, read: Read) -> None:
@@ -147,29 +180,20 @@ def _load_weights(executor: Executor, unit: Unit, read: Read) -> None:
     executor.weights.updated(unit)
 
 
-def _load_buffers(model: nn.Module, manifest: Manifest, read: Read) -> None:
+def _load_buffers(model: nn.Module, read: Read) -> None:
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             buffer.copy_(read(name))
 
 
-def _load_optimizer(
-    optimizer: torch.optim.Optimizer, saved: dict[str, Any], opened: Callable[[str], Read], get: Read
+def _load_moments(
+    optimizer: AdamW, saved: dict[str, Any], options: list[dict[str, Any]], opened: Callable[[str], Read]
 ) -> None:
-    if not isinstance(optimizer, AdamW):
-        optimizer.load_state_dict(decode(saved["state"], get))
-        return
     held_in = parse_state_dtype(saved["state_dtype"])
-    if held_in != optimizer.state_dtype:
-        warnings.warn(
-            f"the moments were held in {held_in} and are converted to {optimizer.state_dtype}: the run does "
-            "not go on to the bit",
-            stacklevel=3,
-        )
     readers: dict[int, Read] = {}
     state: dict[torch.Tensor, dict[str, Any]] = {}
-    for group, there in zip(optimizer.param_groups, saved["groups"], strict=True):
-        group.update(decode(there["options"], get))
+    for group, options_there in zip(optimizer.param_groups, options, strict=True):
+        group.update(options_there)
         for param in group["params"]:
             home = require_home(param)
             name = home.slice.param.name
@@ -187,11 +211,14 @@ def _load_optimizer(
             for key, values in convert(there_held, held_in, optimizer.state_dtype).items():
                 moments[key].copy_(values)
             state[param] = {"step": torch.tensor(saved["steps"][name]), **moments}
-    optimizer.state.clear()
-    optimizer.state.update(state)
+    optimizer.restart(state)
 
 
-def _load_gradients(unit: Unit, manifest: Manifest, read: Read) -> None:
-    there = manifest.files.get(file_name(GRADIENTS, unit), {})
+def _load_gradients(unit: Unit, read: Read | None, there: Container[str]) -> None:
     for slice, param in zip(unit.layout.slices, unit.params, strict=True):
-        param.grad = read(slice.param.name).to(param.device) if slice.param.name in there else None
+        param.grad = None
+        if read is not None and slice.param.trainable and slice.param.name in there:
+            gradient = read(slice.param.name)
+            # sums stay in fp32
+            dtype = gradient.dtype if gradient.dtype == torch.float32 else param.dtype
+            param.grad = gradient.to(param.device, dtype, copy=True)

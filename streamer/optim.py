@@ -224,6 +224,22 @@ class AdamW(torch.optim.Optimizer):
         super().load_state_dict({**state_dict, "state": {}})
         self.state.update(load_moments(saved, self.state_dtype))
 
+    def check_owns(self, executor: Executor) -> None:
+        """Raise unless all parameters are of this model, and this optimizer is the one that updates them."""
+        for param in self._group_of():
+            home = require_home(param)
+            if home.executor is not executor:
+                raise ValueError(
+                    f"'{home.slice.param.name}' of the optimizer is a parameter of another model"
+                )
+            check_owner(home, self._token)
+
+    def restart(self, state: dict[torch.Tensor, dict[str, Any]]) -> None:
+        """Go on from this state, which shows host memory; what has landed until now is forgotten."""
+        self._landed_with.clear()
+        self.state.clear()
+        self.state.update(state)
+
     def _queue(self, executor: Executor, runs: dict[int, list[Run]], unscale: float) -> None:
         updates: dict[int, tuple[Callable[[], None], int]] = {}
         for unit in (executor.root, *executor.units):

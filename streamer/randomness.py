@@ -19,6 +19,16 @@ def random_states() -> dict[str, Any]:
     }
 
 
+def check_random_states(states: dict[str, Any]) -> None:
+    """Raise, what NumPy and the others raise, unless `set_random_states` can take these."""
+    random.Random().setstate(states["python"])
+    np.random.RandomState().set_state(states["numpy"])
+    torch.Generator().set_state(states["cpu"])
+    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for index, state in enumerate(states["cuda"][:here]):
+        torch.Generator(f"cuda:{index}").set_state(state)
+
+
 def set_random_states(states: dict[str, Any]) -> None:
     """Go on from ``states`` of `random_states`; those of GPUs that are not here are left out."""
     random.setstate(states["python"])

@@ -17,6 +17,7 @@ from streamer.content import content_of
 from streamer.files.folder import new_folder
 from streamer.handle import wrapped
 from streamer.memory.host import HostShard
+from streamer.optim import AdamW
 
 #: Units that may wait in copies while training goes on.
 MOST_COPIES = 2
@@ -55,6 +56,8 @@ def save(
         wait([executor.saving])
         if not executor.saving.asked:
             executor.saving.result()
+    if isinstance(optimizer, AdamW):
+        optimizer.check_owns(executor)
     executor.synchronize()
     content = content_of(model, optimizer, executor, step, dict(extra or {}))
     path = Path(path)

@@ -129,6 +129,11 @@ class Norms:
             if param.grad is not None and not math.isfinite(_squares(param.grad))
         ]
 
+    def forget(self) -> None:
+        """The gradients have been exchanged for others."""
+        self._measured.clear()
+        self._finite = None
+
     def forget_outdated(self) -> None:
         """Gradients are clipped by another norm than these: what was written until now was clipped too."""
         self._measured = {

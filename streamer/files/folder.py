@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from streamer.files.errors import CheckpointError
@@ -32,6 +32,8 @@ def new_folder(path: Path, *, nbytes: int) -> Iterator[Path]:
             errno.EEXIST, "there is something already: give each checkpoint a path of its own", str(path)
         )
     beside = path.with_name(f".{path.name}.writing-{os.getpid()}")
+    new_parents = [parent for parent in path.parents if not parent.exists()]
+    is_placed = False
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if (free := shutil.disk_usage(path.parent).free) < nbytes:
@@ -41,13 +43,19 @@ def new_folder(path: Path, *, nbytes: int) -> Iterator[Path]:
         yield beside
         flush(beside)
         beside.rename(path)
-        flush(path.parent)
+        is_placed = True
+        for parent in (path, *new_parents):
+            flush(parent.parent)
     except BaseException as error:
-        shutil.rmtree(beside, ignore_errors=True)
-        if isinstance(error, OSError) and error.filename != str(path):
+        shutil.rmtree(path if is_placed else beside, ignore_errors=True)
+        for parent in new_parents:
+            with suppress(OSError):  # not made, or somebody else has put something there
+                parent.rmdir()
+        if isinstance(error, OSError):
+            at = "" if error.filename is None else f" ({error.filename})"
             raise OSError(
                 error.errno,
-                f"a checkpoint of {nbytes} bytes could not be written: {error.strerror}",
+                f"a checkpoint of {nbytes} bytes could not be written: {error.strerror or error}{at}",
                 str(path),
             ) from error
         raise
@@ -78,12 +86,18 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Delete all but the ``keep`` latest checkpoints in ``folder``, and what killed processes left there."""
+    """Delete all but the ``keep`` latest checkpoints in ``folder``, and what killed processes left there.
+
+    Raises ValueError for a ``keep`` below 1.
+    """
+    if keep < 1:
+        raise ValueError(f"keep={keep}: keep one checkpoint or more")
     for path in checkpoints(folder)[:-keep]:
         hidden = path.with_name(f".{path.name}.deleting-{os.getpid()}")
+        shutil.rmtree(hidden, ignore_errors=True)  # of a process that had the same number
         path.rename(hidden)
         shutil.rmtree(hidden)
-    for path in folder.iterdir():
+    for path in folder.iterdir() if folder.is_dir() else ():
         match = _HIDDEN.fullmatch(path.name)
         if match and not _is_running(int(match[1])):
             shutil.rmtree(path, ignore_errors=True)
@@ -92,7 +106,7 @@ def prune(folder: Path, keep: int) -> None:
 def _is_running(process: int) -> bool:
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         return True

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from streamer.files.errors import CheckpointError
-from streamer.files.tensors import Entry, check_tensors
+from streamer.files.tensors import DTYPES, Entry, check_tensors
 
 NAME = "manifest.json"
 #: Of the format: raised when a reader of this version could not make sense of what is written.
 VERSION = 1
+
+#: Names of files beside the manifest: a path could lead out of the folder.
+_FILE_NAME = re.compile(r"[\w-]+\.safetensors", re.ASCII)
+_ITEMSIZES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,10 @@ class Manifest:
     files: dict[str, dict[str, Entry]]
     values: dict[str, Any]
     written_by: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if type(self.step) is not int:
+            raise ValueError(f"step={self.step!r}: a checkpoint's step is an int")
 
     def write(self, folder: Path) -> None:
         """Write it, and have it on the disk when this returns."""
@@ -45,10 +55,10 @@ class Manifest:
             given = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise CheckpointError(f"{folder} holds no checkpoint ({NAME}: {error.strerror})") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: damaged ({error})") from error
         version = given.get("version") if isinstance(given, dict) else None
-        if not isinstance(version, int) or version < 1:
+        if type(version) is not int or version < 1:
             raise CheckpointError(f"{path}: this is no manifest of a checkpoint")
         if version > VERSION:
             raise CheckpointError(
@@ -74,8 +84,7 @@ class Manifest:
 def _parsed(path: Path, body: Any) -> Manifest:
     files = {}
     for name, entries in body["files"].items():
-        # a path could lead out of the folder
-        if name != Path(name).name or not name.endswith(".safetensors"):
+        if not _FILE_NAME.fullmatch(name):
             raise CheckpointError(f"{path}: {name!r} is no name of a file beside it")
         files[name] = {key: _entry(value) for key, value in entries.items()}
     step, values, written_by = body["step"], body["values"], body["written_by"]
@@ -88,4 +97,6 @@ def _entry(value: Mapping[str, Any]) -> Entry:
     numbers = [*value["shape"], value["offset"], value["nbytes"], value["crc32"]]
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise TypeError("shape, offset, nbytes or crc32")
+    if value["layout"] != "strided" or value["nbytes"] != prod(value["shape"]) * _ITEMSIZES[value["dtype"]]:
+        raise ValueError(f"an entry of {value['nbytes']} bytes, {value['layout']}")
     return Entry(**{**value, "shape": tuple(value["shape"])})

@@ -14,7 +14,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -80,13 +80,14 @@ class Entry:
 
 def file_bytes(pieces: Sequence[Piece]) -> int:
     """Bytes of the file that holds ``pieces``."""
-    return len(_header(pieces)) + sum(piece.nbytes for piece in pieces)
+    return len(_header(_in_order(pieces))) + sum(piece.nbytes for piece in pieces)
 
 
 def write_tensors(
     path: Path, pieces: Sequence[Piece], *, metadata: Mapping[str, str] | None = None
 ) -> dict[str, Entry]:
     """Write ``pieces`` into a new file and have them on the disk when this returns; an entry for each."""
+    pieces = _in_order(pieces)
     checksums = []
     # while one tensor is written the next is made, and the checksum of both taken
     with path.open("xb", buffering=0) as file, ThreadPoolExecutor(2) as pool:
@@ -107,13 +108,21 @@ def write_tensors(
 
 @contextmanager
 def reading(path: Path) -> Iterator[Callable[[str], torch.Tensor]]:
-    """What reads a tensor of the file by its name. Raises CheckpointError for a file that is not as it
-    should be."""
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            yield file.get_tensor
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: {error}") from error
+    """What reads a tensor of the file by its name, as a view of the file: copy what is to be kept. Raises
+    CheckpointError for a file that is not as it should be."""
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(safe_open(str(path), framework="pt"))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path}: {_in_a_line(error)}") from error
+
+        def read(name: str) -> torch.Tensor:
+            try:
+                return file.get_tensor(name)  # type: ignore[no-any-return]
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{path}: tensor '{name}': {_in_a_line(error)}") from error
+
+        yield read
 
 
 def check_tensors(path: Path, entries: Mapping[str, Entry]) -> None:
@@ -134,6 +143,12 @@ def check_tensors(path: Path, entries: Mapping[str, Entry]) -> None:
                     raise CheckpointError(f"{path}: tensor '{name}' is damaged (its checksum differs)")
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
+    with reading(path):
+        pass  # it is stricter about headers, and nothing may be changed before it has agreed
+
+
+def _in_a_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _places(file: Any, path: Path, entries: Mapping[str, Entry]) -> dict[str, int]:
@@ -150,8 +165,8 @@ def _places(file: Any, path: Path, entries: Mapping[str, Entry]) -> dict[str, in
             for name, value in header.items()
             if name != "__metadata__"
         }
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{path}: its header is damaged ({error})") from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: its header is damaged ({_in_a_line(error)})") from error
     for name, entry in entries.items():
         if found.pop(name, None) != (entry.dtype, entry.shape, entry.offset, entry.offset + entry.nbytes):
             raise CheckpointError(f"{path}: tensor '{name}' is not where or what the manifest says")
@@ -160,6 +175,11 @@ def _places(file: Any, path: Path, entries: Mapping[str, Entry]) -> dict[str, in
     if end != (right := 8 + length + sum(entry.nbytes for entry in entries.values())):
         raise CheckpointError(f"{path}: {end} bytes long, and should be {right}")
     return {name: 8 + length + entry.offset for name, entry in entries.items()}
+
+
+def _in_order(pieces: Sequence[Piece]) -> list[Piece]:
+    """The widest dtype first, so that each tensor begins at a multiple of its elements' size."""
+    return sorted(pieces, key=lambda piece: -piece.dtype.itemsize)
 
 
 def _header(pieces: Sequence[Piece], metadata: Mapping[str, str] | None = None) -> bytes:

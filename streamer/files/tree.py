@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -11,28 +12,35 @@ import torch
 #: What stands for a tensor in the JSON: takes it, and gives the name that it is to be found by.
 Put = Callable[[torch.Tensor], str]
 
+_HUGE = 1 << 64
+
 
 def encode(value: Any, put: Put, where: str = "extra") -> Any:
     """``value`` in JSON's types. Raises ValueError for what is neither a number, a string, a list, a tuple, a
     dict, None, a tensor nor an array, naming its place."""
-    if value is None or isinstance(value, bool | str):
-        return value
     if isinstance(value, np.generic):
         value = value.item()
-    if type(value) is int:
+    if value is None or isinstance(value, bool | str):
         return value
+    if type(value) is int:
+        # Python takes no more than 4300 decimal digits
+        return value if abs(value) < _HUGE else {"int": hex(value)}
     if type(value) is float:
         return {"float": value.hex()}
-    if isinstance(value, torch.Tensor):
-        return {"tensor": put(value)}
-    if isinstance(value, np.ndarray):
-        return {"array": put(torch.from_numpy(np.ascontiguousarray(value)))}
+    try:
+        if isinstance(value, torch.Tensor):
+            return {"tensor": put(value)}
+        if type(value) is np.ndarray:
+            return {"array": put(torch.from_numpy(value.copy(order="C")))}
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}") from error
     if type(value) in (list, tuple):
         kind = type(value).__name__
         return {kind: [encode(item, put, f"{where}[{index}]") for index, item in enumerate(value)]}
     if isinstance(value, dict):
         return {
-            "dict": [
+            # a MultiStepLR holds one
+            "counter" if type(value) is Counter else "dict": [
                 [encode(key, put, f"a key of {where}"), encode(item, put, f"{where}[{key!r}]")]
                 for key, item in value.items()
             ]
@@ -51,6 +59,8 @@ def decode(value: Any, get: Callable[[str], torch.Tensor]) -> Any:
         ((kind, held),) = value.items()
         if kind == "float":
             return float.fromhex(held)
+        if kind == "int":
+            return int(held, 16)
         if kind == "tensor":
             return get(held)
         if kind == "array":
@@ -58,6 +68,7 @@ def decode(value: Any, get: Callable[[str], torch.Tensor]) -> Any:
         if kind in ("list", "tuple"):
             items = [decode(item, get) for item in held]
             return items if kind == "list" else tuple(items)
-        if kind == "dict":
-            return {decode(key, get): decode(item, get) for key, item in held}
+        if kind in ("dict", "counter"):
+            pairs = {decode(key, get): decode(item, get) for key, item in held}
+            return pairs if kind == "dict" else Counter(pairs)
     raise ValueError(f"{value!r} is no encoded value")

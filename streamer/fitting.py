@@ -1,0 +1,159 @@
+"""Whether a checkpoint is one of this model and this optimizer, found out before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from streamer.content import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, file_name
+from streamer.engine.executor import Executor
+from streamer.engine.unit import Unit
+from streamer.files.errors import CheckpointError
+from streamer.files.manifest import NAME, Manifest
+from streamer.files.tensors import DTYPES, Entry
+from streamer.handle import Home, require_home
+from streamer.memory.purposes import MOMENTS
+from streamer.moments import parse_state_dtype
+from streamer.optim import AdamW
+
+#: The format's names of what weights and gradients may be.
+_FLOATS = ("F32", "BF16", "F16")
+_SHOWN = 10
+
+
+@contextmanager
+def laid_out(path: Path) -> Iterator[None]:
+    """Values of the manifest are taken apart inside the block: raise CheckpointError for what goes wrong."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
+        text = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{path / NAME}: its values are not those of a checkpoint ({type(error).__name__}: {text})"
+        ) from error
+
+
+def check_model(path: Path, manifest: Manifest, model: nn.Module, executor: Executor) -> None:
+    """Raise CheckpointError, listing what differs, unless it is one of this model."""
+    units = (*executor.units, executor.root)
+    there = {
+        name: entry.shape
+        for file, entries in manifest.files.items()
+        if file.startswith(f"{WEIGHTS}-") or file == BUFFERS
+        for name, entry in entries.items()
+    }
+    here = {slice.param.name: slice.param.shape for unit in units for slice in unit.layout.slices}
+    here |= {name: tuple(buffer.shape) for name, buffer in model.named_buffers()}
+    if differing := _unlike(there, here):
+        raise CheckpointError(f"{path} is of another model; these tensors differ: {_listed(differing)}")
+    names = [unit.name for unit in units]
+    saved = manifest.values["model"]["units"]
+    if saved != names:
+        raise CheckpointError(f"{path} was saved with other layers: wrap with those ({saved})")
+    for unit in units:
+        file = file_name(WEIGHTS, unit)
+        _check_floats(path / file, manifest.files.get(file, {}), unit, whole=True)
+        file = file_name(GRADIENTS, unit)
+        gradients = manifest.files.get(file, {})
+        _check_floats(path / file, gradients, unit, whole=False)
+        if gradients and executor.landing is not None and unit is not executor.root:
+            raise CheckpointError(
+                f"{path / file}: update='backward' keeps no gradients between backward and step(), and here "
+                "are some: wrap with update='step', or save after a step"
+            )
+
+
+def check_optimizer(
+    path: Path, manifest: Manifest, optimizer: torch.optim.Optimizer, executor: Executor
+) -> None:
+    """Raise CheckpointError, saying what differs, unless it holds the state of such an optimizer."""
+    saved = manifest.values["optimizer"]
+    # PyTorch has an AdamW too
+    there = f"streamer.{saved['class']}" if "groups" in saved else saved["class"]
+    here = "streamer.AdamW" if isinstance(optimizer, AdamW) else type(optimizer).__name__
+    if there != here:
+        raise CheckpointError(
+            f"{path} holds the state of {there}, and this is {here}: give load that kind, or None"
+        )
+    if not isinstance(optimizer, AdamW):
+        return
+    groups = [group["params"] for group in saved["groups"]]
+    mine = [[require_home(p).slice.param.name for p in group["params"]] for group in optimizer.param_groups]
+    if groups != mine:
+        raise CheckpointError(
+            f"{path} was saved with groups of {[len(group) for group in groups]} parameters, and here are "
+            f"groups of {[len(group) for group in mine]}; make the optimizer with the same groups, in the "
+            f"same order. These differ: {_listed(_differing(groups, mine))}"
+        )
+    held_in = parse_state_dtype(saved["state_dtype"])
+    for group in optimizer.param_groups:
+        for home in map(require_home, group["params"]):
+            if home.slice.param.trainable and home.slice.param.name in saved["steps"]:
+                _check_moments(path, manifest, home, held_in)
+
+
+def check_other_state(path: Path, state: Any, optimizer: torch.optim.Optimizer) -> None:
+    """`check_optimizer` for the ``state_dict`` of an optimizer of ``torch.optim``."""
+    groups = [len(group["params"]) for group in state["param_groups"]]
+    mine = [len(group["params"]) for group in optimizer.param_groups]
+    if groups != mine:
+        raise CheckpointError(
+            f"{path} was saved with groups of {groups} parameters, and here are groups of {mine}: make the "
+            "optimizer with the same groups"
+        )
+
+
+def _check_floats(file: Path, entries: Mapping[str, Entry], unit: Unit, *, whole: bool) -> None:
+    """Raise CheckpointError unless these are values for ``unit``, for all of it if ``whole``."""
+    shapes = {slice.param.name: slice.param.shape for slice in unit.layout.slices}
+    for name in entries.keys() | (shapes.keys() if whole else ()):
+        entry = entries.get(name)
+        if entry is None or entry.shape != shapes.get(name) or entry.dtype not in _FLOATS:
+            raise CheckpointError(f"{file}: tensor '{name}' is no value for unit '{unit.name}'")
+
+
+def _check_moments(path: Path, manifest: Manifest, home: Home, held_in: torch.dtype) -> None:
+    name = home.slice.param.name
+    step = manifest.values["optimizer"]["steps"][name]
+    if type(step) is not float or not step.is_integer() or step < 0:
+        raise ValueError(f"step {step} of '{name}'")
+    file = file_name(OPTIMIZER, home.unit)
+    entries = manifest.files.get(file, {})
+    for purpose in MOMENTS[held_in]:
+        meta = torch.empty(purpose.numel(home.unit.layout), device="meta")
+        shape = tuple(purpose.part(home.slice, meta).shape)
+        entry = entries.get(f"{name}.{purpose.name}")
+        if entry is None or (entry.dtype, entry.shape) != (DTYPES[purpose.dtype], shape):
+            raise CheckpointError(f"{path / file}: tensor '{name}.{purpose.name}' is missing or no moment")
+
+
+def _differing(there: Sequence[Sequence[str]], here: Sequence[Sequence[str]]) -> list[str]:
+    """Each parameter that is in another group; where there is none, each that has another place in it."""
+
+    def groups(names: Sequence[Sequence[str]]) -> dict[str, str]:
+        return {name: f"group {number}" for number, group in enumerate(names) for name in group}
+
+    def places(names: Sequence[Sequence[str]]) -> dict[str, str]:
+        return {name: f"place {number}" for group in names for number, name in enumerate(group)}
+
+    return _unlike(groups(there), groups(here)) or _unlike(places(there), places(here))
+
+
+def _unlike(there: Mapping[str, object], here: Mapping[str, object]) -> list[str]:
+    return [
+        f"{name} ({there.get(name, 'missing')} there, {here.get(name, 'missing')} here)"
+        for name in sorted(there.keys() | here.keys())
+        if there.get(name) != here.get(name)
+    ]
+
+
+def _listed(differing: Sequence[str]) -> str:
+    more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+    return ", ".join(differing[:_SHOWN]) + more

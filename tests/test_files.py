@@ -1,0 +1,591 @@
+"""The files of a checkpoint: tensors, values, the manifest, folders that are complete or not there."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import random
+import shutil
+import subprocess
+import sys
+import weakref
+import zlib
+from collections import Counter
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamer import CheckpointError
+from streamer.files.folder import checkpoints, new_folder, prune
+from streamer.files.manifest import NAME, VERSION, Manifest
+from streamer.files.tensors import DTYPES, Piece, check_tensors, file_bytes, reading, write_tensors
+from streamer.files.tree import decode, encode
+
+FEW = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+def bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Random bits, NaN among them."""
+    numel = math.prod(shape)
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape).bool()
+    return torch.randint(0, 256, (numel * dtype.itemsize,), dtype=torch.uint8).view(dtype).view(shape)
+
+
+def same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Equal to the bit, dtype and shape too."""
+    described = [(t.dtype, t.shape, t.reshape(-1).view(torch.uint8).tolist()) for t in (actual, expected)]
+    return described[0] == described[1]
+
+
+def write(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return write_tensors(path, [Piece.of(name, tensor) for name, tensor in tensors.items()])
+
+
+EVERY = {
+    f"{dtype}{shape}": bits(shape, dtype) for dtype in DTYPES for shape in [(), (3,), (0,), (2, 0, 3), (5, 7)]
+}
+
+
+def test_every_dtype_and_shape_comes_back(tmp_path: Path) -> None:
+    entries = write(tmp_path / "t", EVERY)
+    check_tensors(tmp_path / "t", entries)
+    theirs = safetensors.torch.load_file(tmp_path / "t")
+    assert set(theirs) == set(entries) == set(EVERY)
+    with reading(tmp_path / "t") as read:
+        for name, tensor in EVERY.items():
+            assert same(read(name), tensor), name
+            assert same(theirs[name], tensor), name
+            assert entries[name].shape == tuple(tensor.shape)
+    assert (tmp_path / "t").stat().st_size == file_bytes([Piece.of(n, t) for n, t in EVERY.items()])
+
+
+def test_tensors_begin_at_multiples_of_their_elements(tmp_path: Path) -> None:
+    entries = write(tmp_path / "t", EVERY)
+    data = (tmp_path / "t").read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    assert start % 8 == 0
+    for name, entry in entries.items():
+        assert entry.offset % EVERY[name].element_size() == 0, name
+        assert zlib.crc32(data[start + entry.offset :][: entry.nbytes]) == entry.crc32
+
+
+def test_no_tensors(tmp_path: Path) -> None:
+    assert write_tensors(tmp_path / "t", []) == {}
+    check_tensors(tmp_path / "t", {})
+    assert safetensors.torch.load_file(tmp_path / "t") == {}
+
+
+def test_views_names_and_gradients(tmp_path: Path) -> None:
+    tensors = {'a "b"\\\n': torch.arange(12).view(3, 4).T, "né €": torch.ones(3, requires_grad=True)}
+    check_tensors(tmp_path / "t", write(tmp_path / "t", tensors))
+    with reading(tmp_path / "t") as read:
+        assert all(torch.equal(read(name), tensor) for name, tensor in tensors.items())
+
+
+def test_a_tensor_is_asked_for_when_its_turn_comes(tmp_path: Path) -> None:
+    alive: list[int] = []
+    most: list[int] = []
+
+    def make() -> torch.Tensor:
+        alive.append(1)
+        most.append(len(alive))
+        tensor = torch.zeros(4)
+        weakref.finalize(tensor, alive.pop)
+        return tensor
+
+    write_tensors(tmp_path / "t", [Piece(str(i), torch.float32, (4,), make) for i in range(20)])
+    assert max(most) <= 4
+
+
+def test_a_file_is_not_written_over(tmp_path: Path) -> None:
+    write(tmp_path / "t", {"a": torch.zeros(2)})
+    with pytest.raises(FileExistsError):
+        write(tmp_path / "t", {"a": torch.ones(2)})
+
+
+def test_what_is_no_file_of_tensors(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="missing"), reading(tmp_path / "missing"):
+        pass
+    (tmp_path / "t").write_bytes(b"nothing of the kind")
+    with pytest.raises(CheckpointError, match=str(tmp_path / "t")), reading(tmp_path / "t"):
+        pass
+    entries = write(tmp_path / "u", {"a": torch.zeros(2)})
+    with reading(tmp_path / "u") as read, pytest.raises(CheckpointError, match="u: tensor 'b'"):
+        read("b")
+    with pytest.raises(OSError, match="mine"), reading(tmp_path / "u"):
+        raise OSError("mine")
+    for path in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(CheckpointError, match=str(path)):
+            check_tensors(path, entries)
+
+
+SMALL = {"a": torch.arange(5, dtype=torch.int8), "b": torch.arange(6.0).view(2, 3)}
+
+
+def test_every_truncation_and_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    entries = write(tmp_path / "t", SMALL)
+    good = (tmp_path / "t").read_bytes()
+    damaged = [good[:length] for length in range(len(good))] + [good + b"\0"]
+    for at in range(8 * len(good)):
+        data = bytearray(good)
+        data[at // 8] ^= 1 << at % 8
+        damaged.append(bytes(data))
+    for data in damaged:
+        (tmp_path / "t").write_bytes(data)
+        with pytest.raises(CheckpointError) as caught:
+            check_tensors(tmp_path / "t", entries)
+        assert str(tmp_path / "t") in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_damage_names_the_tensor(tmp_path: Path) -> None:
+    entries = write(tmp_path / "t", SMALL)
+    data = bytearray((tmp_path / "t").read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "t").write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"t: tensor 'a' is damaged \(its checksum differs\)$"):
+        check_tensors(tmp_path / "t", entries)
+    other = write(tmp_path / "u", {"a": torch.zeros(5), "b": torch.zeros(2, 3)})
+    with pytest.raises(CheckpointError, match=r"t: tensor 'a' is not where or what the manifest says"):
+        check_tensors(tmp_path / "t", other)
+    with pytest.raises(CheckpointError, match="t: tensor 'a' is not in the manifest"):
+        check_tensors(tmp_path / "t", {"b": entries["b"]})
+
+
+headers = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("scratch")
+
+
+@FEW
+@given(
+    header=st.binary(max_size=40)
+    | headers.map(lambda value: json.dumps(value).encode())
+    | st.tuples(st.sampled_from(["dtype", "shape", "data_offsets"]), headers).map(
+        lambda pair: json.dumps(
+            {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | {pair[0]: pair[1]}}
+        ).encode()
+    )
+    | st.sampled_from([b"[" * 100_000, b'{"a": ' * 100_000, b"1" * 5000])
+)
+def test_other_headers_are_errors_of_the_checkpoint(scratch: Path, header: bytes) -> None:
+    path = scratch / "fuzzed"
+    path.unlink(missing_ok=True)
+    entries = write(path, {"a": torch.ones(2)})
+    path.write_bytes(len(header).to_bytes(8, "little") + header + torch.ones(2).numpy().tobytes())
+    try:
+        check_tensors(path, entries)
+        with reading(path) as read:
+            assert torch.equal(read("a"), torch.ones(2))
+    except CheckpointError as error:
+        assert str(path) in str(error)
+        assert "\n" not in str(error)
+
+
+def test_a_header_that_only_the_library_refuses(tmp_path: Path) -> None:
+    entries = write(tmp_path / "t", {"a": torch.ones(2)})
+    header = json.dumps(
+        {"__metadata__": {"no": ["text"]}, "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
+    ).encode()
+    data = torch.ones(2).numpy().tobytes()
+    (tmp_path / "t").write_bytes(len(header).to_bytes(8, "little") + header + data)
+    with pytest.raises(CheckpointError, match=str(tmp_path / "t")):
+        check_tensors(tmp_path / "t", entries)
+
+
+# values
+
+
+def through(value: Any) -> Any:
+    """Encoded, written as JSON, read and decoded."""
+    tensors: list[torch.Tensor] = []
+
+    def put(tensor: torch.Tensor) -> str:
+        tensors.append(tensor.detach().clone())
+        return str(len(tensors) - 1)
+
+    return decode(json.loads(json.dumps(encode(value, put))), lambda name: tensors[int(name)])
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3), inner, max_size=3
+        )
+    ),
+    max_leaves=10,
+)
+
+
+@FEW
+@given(plain)
+def test_plain_values_come_back(value: Any) -> None:
+    assert repr(through(value)) == repr(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {1: "int", "1": "text", 2.0: "float", None: 0, (1, "a"): 0},
+        {True: "bool", 0: "int"},
+        [math.nan, math.inf, -math.inf, -0.0, 5e-324, 0.1, 1e308],
+        [2**64, -(2**64), 2**63 - 1, 10**5000, -(10**5000)],
+        ["\ud800", "\0", "é€\U0001f600", ""],
+        [{"list": [1]}, {"float": "0x1p0"}, {"dict": {}}, {"tensor": "0"}, (), [], {}],
+        {"a": [({"b": ((1,),)},)]},
+    ],
+    ids=lambda value: str(type(value)),
+)
+def test_hard_values_come_back(value: Any) -> None:
+    sys.set_int_max_str_digits(0)
+    try:
+        assert repr(through(value)) == repr(value)
+    finally:
+        sys.set_int_max_str_digits(4300)
+
+
+def test_more_digits_than_python_prints() -> None:
+    assert through(1 << 100_000) == 1 << 100_000
+
+
+def test_counters_stay_counters() -> None:
+    came = through(Counter([3, 3, 5]))
+    assert (type(came), came) == (Counter, Counter([3, 3, 5]))
+
+
+@pytest.mark.parametrize(
+    ("scalar", "expected"),
+    [
+        (np.bool_(True), True),
+        (np.float32(0.5), 0.5),
+        (np.float64("nan"), math.nan),
+        (np.int8(-3), -3),
+        (np.uint64(2**64 - 1), 2**64 - 1),
+        (np.str_("text"), "text"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_scalars_of_numpy_become_those_of_python(scalar: Any, expected: Any) -> None:
+    assert (type(through(scalar)), repr(through(scalar))) == (type(expected), repr(expected))
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6.0).reshape(2, 3),
+        np.array(3.5),
+        np.zeros((0, 2), np.int16),
+        np.arange(6)[::-2],
+        np.arange(6, dtype=np.float16).reshape(2, 3).T,
+        np.array([True, False]),
+        np.array([2**64 - 1], np.uint64),
+    ],
+    ids=lambda array: f"{array.dtype}{array.shape}",
+)
+def test_arrays_come_back(array: Any) -> None:
+    array.flags.writeable = False
+    came = through({"a": array})["a"]
+    assert (came.dtype, came.shape) == (array.dtype, array.shape)
+    assert np.array_equal(came, array)
+
+
+def test_tensors_come_back() -> None:
+    came = through([torch.tensor(1.5), torch.nn.Parameter(torch.ones(2)), torch.zeros(0, dtype=torch.bool)])
+    assert [(t.dtype, t.tolist()) for t in came] == [
+        (torch.float32, 1.5),
+        (torch.float32, [1.0, 1.0]),
+        (torch.bool, []),
+    ]
+
+
+class Level(IntEnum):
+    LOW = 1
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {1, 2},
+        b"bytes",
+        1j,
+        Level.LOW,
+        object(),
+        torch.float32,
+        torch.Size([1]),
+        np.array(["a"]),
+        np.array([1], ">i4"),
+        np.array([1j]),
+        np.ma.masked_array([1, 2], [True, False]),
+        np.datetime64("2020-01-01"),
+        len,
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_other_values_are_refused_with_their_place(value: Any) -> None:
+    if isinstance(value, np.ndarray) and value.dtype == complex:
+
+        def put(tensor: torch.Tensor) -> str:
+            raise ValueError("complex")
+    else:
+
+        def put(tensor: torch.Tensor) -> str:
+            return "0"
+
+    with pytest.raises(ValueError, match=r"^extra\['a'\]\[1\]"):
+        encode({"a": (0, value)}, put)
+
+
+def test_other_keys_are_refused_with_their_place() -> None:
+    with pytest.raises(ValueError, match=r"^a key of extra\['a'\] is a bytes"):
+        encode({"a": {b"": 0}}, lambda _: "0")
+
+
+@pytest.mark.parametrize("value", [1.5, [1], {}, {"set": []}, {"list": [], "tuple": []}])
+def test_other_json_is_not_decoded(value: Any) -> None:
+    with pytest.raises(ValueError, match="no encoded value"):
+        decode(value, lambda _: torch.zeros(1))
+
+
+# the manifest
+
+
+def manifest_in(folder: Path, step: int = 3, **values: Any) -> Manifest:
+    folder.mkdir(parents=True, exist_ok=True)
+    manifest = Manifest(step, {"a-1.safetensors": write(folder / "a-1.safetensors", SMALL)}, values)
+    manifest.write(folder)
+    return manifest
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    """Let ``change`` write into the body, with a checksum that is right."""
+    given = json.loads((folder / NAME).read_text())
+    body = change(given["body"]) or given["body"]
+    given = {"version": VERSION, "crc32": zlib.crc32(json.dumps(body, sort_keys=True).encode()), "body": body}
+    (folder / NAME).write_text(json.dumps(given))
+
+
+def test_a_manifest_comes_back(tmp_path: Path) -> None:
+    manifest = manifest_in(tmp_path, values={"b": [1, "é\ud800"]})
+    assert Manifest.read(tmp_path) == manifest
+    Manifest.read(tmp_path).check(tmp_path)
+
+
+@pytest.mark.parametrize("step", [True, 1.0, "3", None, np.int64(3)])
+def test_a_step_is_an_int(step: Any) -> None:
+    with pytest.raises(ValueError, match="step="):
+        Manifest(step, {}, {})
+
+
+def test_flipped_bits_of_a_manifest_are_noticed(tmp_path: Path) -> None:
+    manifest_in(tmp_path)
+    good = (tmp_path / NAME).read_bytes()
+    rng = random.Random(0)
+    damaged = [good[: rng.randrange(len(good))] for _ in range(40)] + [b"", good[:-1]]
+    for at in range(0, 8 * len(good), 5):
+        data = bytearray(good)
+        data[at // 8] ^= 1 << at % 8
+        damaged.append(bytes(data))
+    for data in damaged:
+        (tmp_path / NAME).write_bytes(data)
+        with pytest.raises(CheckpointError, match=NAME) as caught:
+            Manifest.read(tmp_path)
+        assert "\n" not in str(caught.value)
+
+
+def test_no_manifest(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(CheckpointError, match=f"{path} holds no checkpoint"):
+            Manifest.read(path)
+    (tmp_path / NAME).mkdir()
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        Manifest.read(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "3", '{"version": true}', '{"version": 0}', "[" * 100_000])
+def test_no_manifest_of_a_checkpoint(tmp_path: Path, text: str) -> None:
+    (tmp_path / NAME).write_text(text)
+    with pytest.raises(CheckpointError, match=NAME):
+        Manifest.read(tmp_path)
+
+
+def test_a_newer_version_says_so(tmp_path: Path) -> None:
+    (tmp_path / NAME).write_text(json.dumps({"version": VERSION + 1, "tensors": "elsewhere"}))
+    with pytest.raises(CheckpointError, match=f"version {VERSION + 1} .* update it"):
+        Manifest.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("../x.safetensors", "/x.safetensors", "sub/x.safetensors", "..\\x.safetensors", ".safetensors"),
+        *("x", "", "..", "x\0.safetensors", "\ud800.safetensors", "x.safetensors\n", "C:x.safetensors"),
+    ],
+)
+def test_no_path_leads_out_of_the_folder(tmp_path: Path, name: str) -> None:
+    manifest_in(tmp_path)
+    rewrite(tmp_path, lambda body: body["files"].update({name: body["files"]["a-1.safetensors"]}))
+    with pytest.raises(CheckpointError, match="is no name of a file beside it"):
+        Manifest.read(tmp_path)
+
+
+def of_entry(key: str, value: Any) -> Any:
+    return lambda body: body["files"]["a-1.safetensors"]["b"].update({key: value})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(lambda body, key=key: body.pop(key) and None for key in ("step", "files", "written_by")),
+        lambda body: [body],
+        lambda body: body.update(step=1.5),
+        lambda body: body.update(step=True),
+        lambda body: body.update(values=[]),
+        lambda body: body.update(written_by=None),
+        lambda body: body.update(files=[1]),
+        lambda body: body.update(files={"a-1.safetensors": [1]}),
+        of_entry("shape", 3),
+        of_entry("shape", [-2, -3]),
+        of_entry("shape", [2.0, 3]),
+        of_entry("offset", "0"),
+        of_entry("nbytes", 25),
+        of_entry("crc32", None),
+        of_entry("dtype", "F128"),
+        of_entry("dtype", ["F32"]),
+        of_entry("layout", "blocks"),
+        of_entry("unknown", 1),
+    ],
+)
+def test_wrong_types_in_a_manifest(tmp_path: Path, change: Any) -> None:
+    manifest_in(tmp_path)
+    rewrite(tmp_path, change)
+    with pytest.raises(CheckpointError, match=f"{NAME}: not laid out as a manifest"):
+        Manifest.read(tmp_path)
+
+
+# folders
+
+
+def test_a_folder_is_complete_or_not_there(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "a" / "b", nbytes=10) as folder:
+        (folder / "x").write_text("x")
+        assert not (tmp_path / "a" / "b").exists()
+    assert [p.name for p in (tmp_path / "a" / "b").iterdir()] == ["x"]
+    for error in (RuntimeError, KeyboardInterrupt):
+        with pytest.raises(error), new_folder(tmp_path / "c" / "d", nbytes=10) as folder:
+            (folder / "x").write_text("x")
+            raise error
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+    assert [p.name for p in (tmp_path / "a").iterdir()] == ["b"]
+
+
+def test_an_error_of_writing_names_path_and_bytes(tmp_path: Path) -> None:
+    full = pytest.raises(OSError, match="checkpoint of 10 bytes .*No space")
+    with full as caught, new_folder(tmp_path / "a" / "b", nbytes=10) as folder:
+        (folder / "x").write_text("x")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / "a" / "b"))
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(OSError, match="odd"), new_folder(tmp_path / "b", nbytes=10):
+        raise OSError("odd")
+
+
+def test_no_room_is_known_before(tmp_path: Path) -> None:
+    no_room = pytest.raises(OSError, match=f"no room: {1 << 60} bytes are needed")
+    with no_room, new_folder(tmp_path / "a", nbytes=1 << 60):
+        raise AssertionError("begun")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_there_stays(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    for name in ("file", "folder"):
+        there = pytest.raises(FileExistsError, match="something already")
+        with there, new_folder(tmp_path / name, nbytes=1):
+            raise AssertionError("begun")
+    no_folder = pytest.raises(OSError, match=f"checkpoint of 7 bytes.*{tmp_path / 'file'}")
+    with no_folder, new_folder(tmp_path / "file" / "a", nbytes=7):
+        raise AssertionError("begun")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_rename_that_is_not_on_the_disk_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fsync(descriptor: int) -> None:
+        if (tmp_path / "a").exists():
+            raise OSError(errno.EIO, "lost")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match="lost"), new_folder(tmp_path / "a", nbytes=1):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def dead_process() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_checkpoints_by_step_and_prune(tmp_path: Path) -> None:
+    steps = {"z": 2, "a": 30, "m": 4, "b": 100}
+    for name, step in steps.items():
+        manifest_in(tmp_path / name, step)
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "empty").mkdir()
+    shutil.copytree(tmp_path / "b", tmp_path / "damaged")
+    (tmp_path / "damaged" / NAME).write_text("{")
+    dead, huge = dead_process(), 10**30
+    for name in (f".z.writing-{dead}", f".z.deleting-{dead}", f".z.writing-{huge}", ".mine", ".z.writing-"):
+        manifest_in(tmp_path / name, 200)
+    living = [f".q.writing-{os.getpid()}", f".q.deleting-{os.getppid()}", ".q.writing-1"]
+    for name in living:
+        manifest_in(tmp_path / name, 200)
+    assert [path.name for path in checkpoints(tmp_path)] == ["z", "m", "a", "b"]
+    prune(tmp_path, 2)
+    assert [path.name for path in checkpoints(tmp_path)] == ["a", "b"]
+    kept = {"a", "b", "notes.txt", "empty", "damaged", ".mine", ".z.writing-", *living}
+    assert {path.name for path in tmp_path.iterdir()} == kept
+    for keep in (0, -1):
+        with pytest.raises(ValueError, match="keep="):
+            prune(tmp_path, keep)
+    assert {path.name for path in tmp_path.iterdir()} == kept
+
+
+def test_nothing_to_find_or_to_prune(tmp_path: Path) -> None:
+    assert checkpoints(tmp_path / "missing") == []
+    prune(tmp_path / "missing", 1)
+
+
+def test_what_a_namesake_left_is_in_nobodys_way(tmp_path: Path) -> None:
+    for step, name in enumerate("ab"):
+        manifest_in(tmp_path / name, step)
+    manifest_in(tmp_path / f".a.deleting-{os.getpid()}")
+    prune(tmp_path, 1)
+    assert [path.name for path in checkpoints(tmp_path)] == ["b"]
+    assert not (tmp_path / f".a.deleting-{os.getpid()}").exists()
+    manifest_in(tmp_path / f".c.writing-{os.getpid()}")
+    with new_folder(tmp_path / "c", nbytes=1):
+        pass
+    assert list((tmp_path / "c").iterdir()) == []
