@@ -62,6 +62,7 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | 
         get = opened(VALUES)
         _check_model(path, manifest, model, executor)
         _check_optimizer(path, values["optimizer"], optimizer, executor)
+        _check_gradients(path, manifest, executor)
         extra = decode(values["extra"], get)
         states = decode(values["random"], get)
         executor.synchronize()
@@ -133,6 +134,16 @@ def _check_optimizer(
             f"{path} was saved with groups of {[len(group) for group in there]} parameters, and here are "
             f"groups of {[len(group) for group in here]}, or in another order: make the optimizer with the "
             "same groups"
+        )
+
+
+def _check_gradients(path: Path, manifest: Manifest, executor: Executor) -> None:
+    """Raise CheckpointError for gradients of layers where updates take them as they land."""
+    held = [unit.name for unit in executor.units if file_name(GRADIENTS, unit) in manifest.files]
+    if held and executor.landing is not None:
+        raise CheckpointError(
+            f"{path} was saved between backward and step and holds gradients of layers ({held[0]}), for "
+            "which update='backward' has no room: wrap with update='step', or save after the step"
         )
 
 

@@ -189,6 +189,8 @@ class Backward:
 class Step:
     backwards: tuple[Backward, ...]
     evaluate_first: bool
+    clip_before_last: bool  # also before the last backward
+    zero_grad: bool  # after the update
     halve_gradient_of: int | None  # parameters by number, modulo how many there are
     drop_gradient_of: int | None
     write_weight_of: int | None
@@ -292,6 +294,9 @@ def loops(draw: st.DrawFn, layers: int, *, update: str) -> Loop:
             backwards(layers, once=in_backward), min_size=1, max_size=1 if in_backward else 3
         ).map(tuple),
         evaluate_first=st.booleans(),
+        clip_before_last=st.booleans(),
+        # documented: with update="backward" a step, and no gradient that stays, follows each backward
+        zero_grad=st.just(True) if in_backward else st.sampled_from([True, True, False]),
         halve_gradient_of=number,
         drop_gradient_of=number,
         write_weight_of=st.one_of(st.none(), st.none(), st.integers(0, 20)),

@@ -118,3 +118,15 @@ def test_a_resumed_run_ends_where_an_undisturbed_one_does(options: dict[str, Any
     assert second.losses == whole.losses
     assert first.losses == whole.losses[:4]
     assert_equal(second.end(), whole.end())
+
+
+def test_gradients_that_have_no_place_are_refused_before_anything_is_changed(tmp_path: Path) -> None:
+    first, second = Run(), Run(update="backward")
+    first.backward()
+    first.save(tmp_path / "held")
+    before = {name: value.clone() for name, value in second.model.state_dict().items()}
+    with pytest.raises(streamer.CheckpointError, match="between backward and step .*: wrap with"):
+        second.load(tmp_path / "held")
+    assert_equal(dict(second.model.state_dict()), before)
+    first.end()
+    second.end()

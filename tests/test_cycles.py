@@ -22,11 +22,11 @@ ending, counts = sys.argv[1], json.loads(sys.argv[2])
 process = psutil.Process()
 
 def cycle(number):
-    # 1.1 MB of weights, so that what one cycle leaves behind shows
-    blocks = [nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(4)]
+    # 0.5 MB of weights, so that what one cycle leaves behind shows
+    blocks = [nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(2)]
     model = nn.Sequential(nn.Linear(8, 256), nn.Sequential(*blocks), nn.Linear(256, 1))
     activations, update = ("recompute", "keep")[number % 2], ("step", "backward")[number // 2 % 2]
-    streamer.wrap(model, layers="1", device="cpu", update=update, activations=activations)
+    streamer.wrap(model, layers="1", device="cpu", host_threads=1, update=update, activations=activations)
     optimizer = streamer.AdamW(model.parameters())
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
