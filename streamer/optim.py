@@ -229,9 +229,7 @@ class AdamW(torch.optim.Optimizer):
         for param in self._group_of():
             home = require_home(param)
             if home.executor is not executor:
-                raise ValueError(
-                    f"'{home.slice.param.name}' of the optimizer is a parameter of another model"
-                )
+                raise ValueError(f"'{home.slice.param.name}' of the optimizer is of another model")
             check_owner(home, self._token)
 
     def restart(self, state: dict[torch.Tensor, dict[str, Any]]) -> None:

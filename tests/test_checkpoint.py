@@ -219,3 +219,17 @@ def test_unwrap_waits_for_what_is_being_written(tmp_path: Path, monkeypatch: pyt
     weights = sorted(path.name for path in (tmp_path / "here").glob("weights-*"))
     for name in weights:
         assert (tmp_path / "here" / name).read_bytes() == (tmp_path / "there" / name).read_bytes(), name
+
+
+def test_gradients_that_have_no_place_are_refused_before_anything_is_changed(tmp_path: Path) -> None:
+    first, second = Run(), Run(update="backward")
+    first.backward()
+    first.save(tmp_path / "held")
+    before = {name: value.clone() for name, value in second.model.state_dict().items()}
+    with pytest.raises(
+        streamer.CheckpointError, match="keeps no gradients between backward and step.*: wrap with"
+    ):
+        second.load(tmp_path / "held")
+    assert_equal(dict(second.model.state_dict()), before)
+    first.end()
+    second.end()

@@ -36,11 +36,15 @@ from streamer.app.kinds import (
     TEXTS,
     UPDATE,
     Kind,
+    unreadable,
 )
 
 
 class ConfigError(ValueError):
     """A config that cannot be used: one line with the file, the key and the mend."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.splitlines()))  # names and overrides may hold line breaks
 
 
 @dataclass(frozen=True)
@@ -143,8 +147,12 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         raise ConfigError(f"{path}: {error.strerror}; configs in its folder: {beside}") from None
     except ValueError as error:
         raise ConfigError(f"{path}: not TOML in UTF-8, mend it there: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: tables or arrays are nested too deeply: flatten them") from None
     for override in overrides:
         _override(tables, override)
+    if fault := unreadable(tables):
+        raise ConfigError(f"{where}: {fault}")
     known = get_type_hints(Config)
     for name, table in tables.items():
         if name not in known:
@@ -169,7 +177,7 @@ def _override(tables: dict[str, Any], override: str) -> None:
         raise ConfigError(f"override {override!r} must be section.key=value, such as run.steps=100")
     try:
         (value,) = tomllib.loads(f"value = {text}").values()
-    except ValueError:
+    except (ValueError, RecursionError):
         mend = f"quote a string: '{name}={_toml(text)}'"
         raise ConfigError(f"override {override!r}: not a TOML value; {mend}") from None
     for part in path:

@@ -61,3 +61,24 @@ METHOD = _string("a string that can name a method", r"[A-Za-z_]\w*")
 BYTES = _string('a string such as "16GiB"', r"\d+(\.\d+)?\s*(k|[KMGT]i?)?B")
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 TABLE = Kind("a table", lambda value: isinstance(value, dict))
+
+#: So deep may tables and arrays lie in one another: what Python reads and writes by recursion, it can.
+MOST_LEVELS = 32
+
+
+def unreadable(tables: dict[str, Any]) -> str:
+    """Which value no key may hold, and why: one nested too deeply, or an integer beyond TOML's 64 bits.
+
+    Empty if there is none.
+    """
+    left: list[tuple[str, Any, int]] = [("", tables, 0)]
+    while left:
+        name, value, level = left.pop()
+        if isinstance(value, dict | list):
+            if level > MOST_LEVELS:
+                return f"{name} is nested in more than {MOST_LEVELS} tables and arrays: flatten it"
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            left += [(f"{name}.{key}" if name else str(key), item, level + 1) for key, item in items]
+        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+            return f"{name} is an integer of more than 64 bits: give a smaller one"
+    return ""
