@@ -18,7 +18,7 @@ from streamer.files.manifest import NAME, Manifest
 from streamer.files.tensors import DTYPES, Entry
 from streamer.handle import Home, require_home
 from streamer.memory.purposes import MOMENTS
-from streamer.moments import parse_state_dtype
+from streamer.moments import check_owner, parse_state_dtype
 from streamer.optim import AdamW
 
 #: The format's names of what weights and gradients may be.
@@ -157,3 +157,13 @@ def _unlike(there: Mapping[str, object], here: Mapping[str, object]) -> list[str
 def _listed(differing: Sequence[str]) -> str:
     more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
     return ", ".join(differing[:_SHOWN]) + more
+
+
+def check_owns(optimizer: AdamW, executor: Executor) -> None:
+    """Raise unless all parameters are of this model, and this optimizer is the one that updates them."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            home = require_home(param)
+            if home.executor is not executor:
+                raise ValueError(f"'{home.slice.param.name}' of the optimizer is of another model")
+            check_owner(home, optimizer.token)

@@ -21,7 +21,7 @@ from streamer.engine.unit import Unit
 from streamer.files.manifest import Manifest
 from streamer.files.tensors import reading
 from streamer.files.tree import decode
-from streamer.fitting import check_model, check_optimizer, check_other_state, laid_out
+from streamer.fitting import check_model, check_optimizer, check_other_state, check_owns, laid_out
 from streamer.groups import check_group
 from streamer.handle import require_home, wrapped
 from streamer.memory.purposes import MOMENTS
@@ -56,7 +56,7 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | 
     path = Path(path)
     executor = wrapped(model).executor
     if isinstance(optimizer, AdamW):
-        optimizer.check_owns(executor)
+        check_owns(optimizer, executor)
     manifest = Manifest.read(path)
     manifest.check(path)
     units = (*executor.units, executor.root)

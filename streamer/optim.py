@@ -73,8 +73,8 @@ class AdamW(torch.optim.Optimizer):
         self._executors: list[Executor] = []
         #: by the identity of a group, the hyperparameters with which layers were updated on landing
         self._landed_with: dict[int, Hyper] = {}
-        # not the optimizer itself, which its parameters shall not keep alive
-        self._token = object()
+        #: stands for the optimizer, which its parameters shall not keep alive
+        self.token = object()
         self._is_made = False
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         # for all groups at once: what cannot be made must leave an earlier optimizer's moments alone
@@ -99,7 +99,7 @@ class AdamW(torch.optim.Optimizer):
     def _take_over(self, homes: Sequence[Home]) -> None:
         """Begin with zero moments for these parameters, whoever has updated them before."""
         new = [e for e in dict.fromkeys(home.executor for home in homes) if e not in self._executors]
-        take_over(homes, new, self.state_dtype, self._token)
+        take_over(homes, new, self.state_dtype, self.token)
         self._executors += new
         for executor in new:
             layouts = [shard.layout for shard in executor.store.shards]
@@ -117,7 +117,7 @@ class AdamW(torch.optim.Optimizer):
         groups = self._group_of()
         for param in groups:
             if param.grad is not None:
-                check_owner(require_home(param), self._token)
+                check_owner(require_home(param), self.token)
         self._check_landed_with()
         # a GradScaler sets both, and deletes them: whether an element was not finite, the scale to take out
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
@@ -145,7 +145,7 @@ class AdamW(torch.optim.Optimizer):
         mine = [
             param
             for param, is_used in zip(unit.params, used, strict=False)
-            if is_used and param in groups and is_owner(require_home(param), self._token)
+            if is_used and param in groups and is_owner(require_home(param), self.token)
         ]
         if not mine:
             return None
@@ -223,14 +223,6 @@ class AdamW(torch.optim.Optimizer):
         # without the state, of which PyTorch would make a copy in the parameters' dtype
         super().load_state_dict({**state_dict, "state": {}})
         self.state.update(load_moments(saved, self.state_dtype))
-
-    def check_owns(self, executor: Executor) -> None:
-        """Raise unless all parameters are of this model, and this optimizer is the one that updates them."""
-        for param in self._group_of():
-            home = require_home(param)
-            if home.executor is not executor:
-                raise ValueError(f"'{home.slice.param.name}' of the optimizer is of another model")
-            check_owner(home, self._token)
 
     def restart(self, state: dict[torch.Tensor, dict[str, Any]]) -> None:
         """Go on from this state, which shows host memory; what has landed until now is forgotten."""

@@ -15,6 +15,7 @@ from torch import nn
 from streamer.backends.handover import Handover, in_background
 from streamer.content import content_of
 from streamer.files.folder import new_folder
+from streamer.fitting import check_owns
 from streamer.handle import wrapped
 from streamer.memory.host import HostShard
 from streamer.optim import AdamW
@@ -57,7 +58,7 @@ def save(
         if not executor.saving.asked:
             executor.saving.result()
     if isinstance(optimizer, AdamW):
-        optimizer.check_owns(executor)
+        check_owns(optimizer, executor)
     executor.synchronize()
     content = content_of(model, optimizer, executor, step, dict(extra or {}))
     path = Path(path)

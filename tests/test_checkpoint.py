@@ -226,9 +226,7 @@ def test_gradients_that_have_no_place_are_refused_before_anything_is_changed(tmp
     first.backward()
     first.save(tmp_path / "held")
     before = {name: value.clone() for name, value in second.model.state_dict().items()}
-    with pytest.raises(
-        streamer.CheckpointError, match="keeps no gradients between backward and step.*: wrap with"
-    ):
+    with pytest.raises(streamer.CheckpointError, match="keeps no gradients .*: wrap with"):
         second.load(tmp_path / "held")
     assert_equal(dict(second.model.state_dict()), before)
     first.end()

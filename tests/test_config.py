@@ -18,9 +18,9 @@ from streamer.app.config import (
     RunConfig,
     StreamConfig,
     dump_config,
-    import_factory,
     load_config,
 )
+from streamer.app.factory import import_factory
 
 LEAST = """\
 [run]

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import streamer
-from streamer.app.config import Config, ConfigError, ModelConfig, OptimizerConfig, import_factory
+from streamer.app.config import Config, ConfigError, ModelConfig, OptimizerConfig
+from streamer.app.factory import import_factory
 from streamer.backends.base import Backend
 
 

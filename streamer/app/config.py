@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import json
 import os
 import re
-import sys
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -156,7 +154,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     known = get_type_hints(Config)
     for name, table in tables.items():
         if name not in known:
-            raise ConfigError(f"{where}: unknown section [{name}]; {_nearest(name, known)}")
+            raise ConfigError(f"{where}: unknown section [{name}]; {nearest(name, known)}")
         if not isinstance(table, dict):
             raise ConfigError(f"{where}: {name} must be a section: write [{name}] and its keys below")
     config = Config(**{name: _section(known[name], name, tables.get(name, {}), where) for name in known})
@@ -194,7 +192,7 @@ def _section(kind: type[Any], section: str, table: dict[str, Any], where: str) -
     values = {}
     for key, value in table.items():
         if key not in wanted:
-            raise ConfigError(f"{where}: unknown key {key!r} in [{section}]; {_nearest(key, wanted)}")
+            raise ConfigError(f"{where}: unknown key {key!r} in [{section}]; {nearest(key, wanted)}")
         if not wanted[key].accepts(value):
             raise ConfigError(f"{where}: {section}.{key} must be {wanted[key].words}, not {_toml(value)}")
         values[key] = wanted[key].convert(value)
@@ -204,7 +202,8 @@ def _section(kind: type[Any], section: str, table: dict[str, Any], where: str) -
     return kind(**values)
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The mend for a name that is not known."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}"
 
@@ -231,28 +230,3 @@ def _toml(value: Any) -> str:
     if isinstance(value, Sequence):
         return "[" + ", ".join(map(_toml, value)) + "]"
     return str(value.isoformat())  # a date, a time or both
-
-
-def import_factory(spec: str) -> Callable[..., Any]:
-    """The callable named by ``spec``, ``module:callable``, found with the working directory importable.
-
-    Raises ConfigError where there is no such module, no such attribute, or it cannot be called. Any other
-    exception of the module while it is imported is the module's own, and comes through as it is.
-    """
-    if not FACTORY.accepts(spec):
-        raise ConfigError(f"the factory must be {FACTORY.words}, not {spec!r}")
-    module_name, _, attribute = spec.partition(":")
-    # In front, as `python -m` has it, and for good: a module may import its neighbours later.
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise ConfigError(f"{spec}: no module {error.name!r} in {os.getcwd()} or installed") from None
-    factory: Callable[..., Any] | None = getattr(module, attribute, None)
-    if not callable(factory):
-        mend = _nearest(attribute, [name for name, value in vars(module).items() if callable(value)])
-        raise ConfigError(f"{spec}: {module_name} has no callable {attribute!r}; {mend}")
-    return factory

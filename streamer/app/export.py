@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from streamer.app.config import Config, ConfigError, ModelConfig, import_factory, load_config
+from streamer.app.config import Config, ConfigError, ModelConfig, load_config
+from streamer.app.factory import import_factory
 from streamer.app.model_card import Card
 from streamer.app.report import amount
 from streamer.content import BUFFERS, WEIGHTS
