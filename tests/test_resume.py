@@ -361,3 +361,60 @@ def test_a_run_that_is_killed_thirty_times_ends_where_an_undisturbed_one_does(
         assert code == 0
         assert_same_end(directory, tmp_path / "undisturbed" / "run")
     assert resumed > 15
+
+
+#: A step that never ends, in a process that says when it has begun.
+ENDLESS = """
+import sys, time
+sys.path.insert(0, {home!r})
+import torch
+from streamer.app.cli import main
+def endless(self, *args, **kwargs):
+    print("in a step", flush=True)
+    while True:
+        time.sleep(0.01)
+torch.Tensor.backward = endless
+main(["train", "run.toml"])
+"""
+
+
+def test_a_second_ctrl_c_ends_the_process_at_once(config: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", ENDLESS.format(home=str(HOME))], stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        assert any("in a step" in line for line in child.stdout)
+        child.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            child.wait(timeout=2)  # the first one waits for the step
+        child.send_signal(signal.SIGINT)
+        assert child.wait(timeout=30) == -signal.SIGINT
+
+
+class Trouble(Exception):
+    """What the tests raise."""
+
+
+def trouble(*_: Any, **__: Any) -> None:
+    raise Trouble("on purpose")
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "streamer.app.data.ByteData.batch",
+        "streamer.backends.thread.ThreadBackend.copy",
+        "models.gpt2.MLP.forward",
+    ],
+)
+def test_an_error_in_a_part_of_the_run_ends_it_with_that_error(
+    config: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    def then_trouble() -> None:
+        monkeypatch.setattr(place, trouble)
+
+    stop_at(monkeypatch, 2, then_trouble)
+    with pytest.raises(Trouble, match="on purpose"):
+        train(config)  # that no thread is left is looked after for every test
+    monkeypatch.undo()
+    assert logged(config.parent / "runs" / "run")[-1]["step"] <= 2
