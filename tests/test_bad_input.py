@@ -18,6 +18,7 @@ from torch import nn
 import streamer
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
+from streamer.engine import executor
 from streamer.options import parse_bytes
 from streamer.plan.ledger import Ledger
 
@@ -342,6 +343,7 @@ def test_too_little_memory(device: int, host: int, monkeypatch: pytest.MonkeyPat
 
 def test_just_enough_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     # the model's own weights, of 400 bytes, are given up
+    monkeypatch.setattr(executor, "LOW_HOST_BYTES", 0)
     monkeypatch.setattr(ThreadBackend, "device_available", lambda self: 2048)
     monkeypatch.setattr(ThreadBackend, "host_available", lambda self: 2048 + 5120 - 400)
     with wrapped() as model:

@@ -213,15 +213,13 @@ def test_a_checkpoint_that_cannot_be_written_stops_the_run_or_not_as_asked(
         patch.setattr("streamer.content.write_tensors", no_room)
         assert train(config) == 1
         error = capfd.readouterr().err
-        assert (
-            "bytes could not be written: No space left on device: 'runs/run/checkpoints/step-0000003'"
-            in error
-        )
+        assert "bytes could not be written: No space left on device" in error
+        assert error.rstrip().endswith(": 'runs/run/checkpoints/step-0000003'")
         assert train(config, "--set", "run.save_failure='warn'", "--set", "run.name='warned'") == 0
         printed = capfd.readouterr().out
         assert printed.count("could not be written: No space left on device") == 4
         assert printed.count("; going on without") == 4
-    assert list((tmp_path / "runs" / "warned" / "checkpoints").iterdir()) == []
+    assert not (tmp_path / "runs" / "warned" / "checkpoints").exists()
     assert logged(tmp_path / "runs" / "warned") == logged(undisturbed)
 
 
