@@ -17,7 +17,7 @@ from torch import nn
 from streamer.engine.executor import Executor
 from streamer.engine.unit import Unit
 from streamer.files.manifest import Manifest
-from streamer.files.tensors import DTYPES, Entry, Piece, file_bytes, write_tensors
+from streamer.files.tensors import DTYPES, Entry, Flushing, Piece, file_bytes, write_tensors
 from streamer.files.tree import encode
 from streamer.handle import require_home
 from streamer.memory.host import HostShard
@@ -48,6 +48,7 @@ class Content:
     moments: dict[int, list[Slice]]
     state_dtype: torch.dtype | None
     entries: dict[str, dict[str, Entry]] = field(default_factory=dict)
+    flushing: Flushing = field(default_factory=Flushing)
 
     @property
     def units(self) -> list[Unit]:
@@ -68,12 +69,12 @@ class Content:
     def write_unit(self, folder: Path, unit: Unit, shard: HostShard, *, on_host: bool = False) -> None:
         """Write a unit's files from ``shard``, its own or a copy; ``on_host`` on the HOST lane."""
         for name, pieces in self._of_unit(unit, shard, self.executor if on_host else None).items():
-            self.entries[name] = write_tensors(folder / name, pieces)
+            self.entries[name] = write_tensors(folder / name, pieces, flushing=self.flushing)
 
     def write_rest(self, folder: Path) -> None:
         """Write the other files, and the manifest."""
         for name, pieces in self.files.items():
-            self.entries[name] = write_tensors(folder / name, pieces)
+            self.entries[name] = write_tensors(folder / name, pieces, flushing=self.flushing)
         Manifest(self.step, self.entries, self.values, _written_by()).write(folder)
 
     def _of_unit(self, unit: Unit, shard: HostShard, on_host: Executor | None) -> Files:

@@ -63,7 +63,7 @@ def save(
     content = content_of(model, optimizer, executor, step, dict(extra or {}))
     path = Path(path)
     if block:
-        with new_folder(path, nbytes=content.nbytes) as folder:
+        with new_folder(path, nbytes=content.nbytes) as folder, content.flushing:
             for unit in content.units:
                 content.write_unit(folder, unit, executor.shard(unit), on_host=True)
             content.write_rest(folder)
@@ -79,7 +79,7 @@ def save(
 
     def write() -> None:
         try:
-            with new_folder(path, nbytes=content.nbytes) as folder:
+            with new_folder(path, nbytes=content.nbytes) as folder, content.flushing:
                 handover.read_all(
                     lambda index, copy: content.write_unit(folder, by_index[index], copy or shards[index])
                 )

@@ -132,9 +132,9 @@ def slowed(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[int]:
     copied: list[int] = []
     write, copy = content.write_tensors, HostShard.copy
 
-    def slowly(path: Path, pieces: Any) -> Any:
+    def slowly(path: Path, pieces: Any, **options: Any) -> Any:
         time.sleep(seconds)
-        return write(path, pieces)
+        return write(path, pieces, **options)
 
     def counted(self: HostShard) -> HostShard:
         copied.append(self.layout.nbytes)
@@ -187,7 +187,7 @@ def test_the_background_makes_the_same_files(tmp_path: Path) -> None:
 def test_an_error_in_the_background_is_told_once_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     run = Run()

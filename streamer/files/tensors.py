@@ -13,7 +13,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -83,10 +83,43 @@ def file_bytes(pieces: Sequence[Piece]) -> int:
     return len(_header(_in_order(pieces))) + sum(piece.nbytes for piece in pieces)
 
 
+class Flushing:
+    """Has files on the disk by the end of its block, one after another while the next are written."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1)
+        self._flushed: list[Future[None]] = []
+
+    def flush(self, descriptor: int) -> None:
+        """Flush an open file, which may be closed meanwhile."""
+        self._flushed.append(self._pool.submit(_flush_and_close, os.dup(descriptor)))
+
+    def __enter__(self) -> Flushing:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._pool.shutdown()
+        if kind is None:
+            for flushed in self._flushed:
+                flushed.result()
+
+
+def _flush_and_close(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_tensors(
-    path: Path, pieces: Sequence[Piece], *, metadata: Mapping[str, str] | None = None
+    path: Path,
+    pieces: Sequence[Piece],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    flushing: Flushing | None = None,
 ) -> dict[str, Entry]:
-    """Write ``pieces`` into a new file and have them on the disk when this returns; an entry for each."""
+    """Write ``pieces`` into a new file and have them on the disk when this returns, or when the block of
+    ``flushing`` ends; an entry for each."""
     pieces = _in_order(pieces)
     checksums = []
     # while one tensor is written the next is made, and the checksum of both taken
@@ -98,7 +131,10 @@ def write_tensors(
             made += [pool.submit(_bytes_of, piece) for piece in pieces[index + 1 : index + 2]]
             checksums.append(pool.submit(zlib.crc32, data))
             _write_all(file, data)
-        os.fsync(file.fileno())
+        if flushing is None:
+            os.fsync(file.fileno())
+        else:
+            flushing.flush(file.fileno())
     offsets = itertools.accumulate((piece.nbytes for piece in pieces), initial=0)
     return {
         piece.name: Entry(DTYPES[piece.dtype], piece.shape, offset, piece.nbytes, checksum.result())
