@@ -159,7 +159,7 @@ class AdamW(torch.optim.Optimizer):
 
         def update(gradient: torch.Tensor) -> None:
             if all_finite(gradient, stretches):
-                update_shard(shard, runs, state_dtype, 1.0, seed=_seed(unit), gradient=gradient)
+                update_shard(shard, runs, state_dtype, 1.0, seed=unit.index + 1, gradient=gradient)
                 return
             for step in steps:
                 step -= 1
@@ -237,15 +237,11 @@ class AdamW(torch.optim.Optimizer):
                 # clipping has scaled the root's gradients already
                 scale = unscale if unit is executor.root else unscale * executor.gradients.scale
                 shard, of_unit = executor.shard(unit), runs[unit.index]
-                work = partial(update_shard, shard, of_unit, self.state_dtype, scale, seed=_seed(unit))
+                # the root's index is -1, and every unit's random bits are others
+                work = partial(update_shard, shard, of_unit, self.state_dtype, scale, seed=unit.index + 1)
                 updates[unit.index] = (work, update_bytes(of_unit, self.state_dtype))
         executor.step(updates)
 
     def _synchronize(self) -> None:
         for executor in self._executors:
             executor.synchronize()
-
-
-def _seed(unit: Unit) -> int:
-    """Chooses the random bits of a unit's rounding; the root's index is -1."""
-    return unit.index + 1
