@@ -19,28 +19,26 @@ Exits with 1, the JSON written, where the loss did not fall, or more was taken t
 from __future__ import annotations
 
 import argparse
-import math
 import resource
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 import streamer
 from bench.by_layer import CompleteTrace, place, totals
 from bench.common import RESULTS, load_average, provenance, write_json
 from bench.fits_report import failures, print_report
 from bench.raw_copies import RawCopies
-from streamer.app.build import build_model, build_optimizer, schedule
+from streamer.app.build import build_model, build_optimizer
 from streamer.app.config import Config, ConfigError, load_config
 from streamer.app.data import load_bytes
+from streamer.app.loop import Loop
 from streamer.backends.base import Lane
 from streamer.engine.executor import Executor
 from streamer.handle import wrapped
@@ -50,64 +48,40 @@ WARMUP, MEASURED = 1, 2
 
 
 class Run:
-    """A config's model in a plain loop on the config's text."""
+    """A config's model in the loop of `streamer train`."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.data = load_bytes(config.data.paths, val_fraction=config.data.val_fraction)
+        data = load_bytes(config.data.paths, val_fraction=config.data.val_fraction)
         torch.manual_seed(config.run.seed)
-        self.crops = torch.Generator().manual_seed(config.run.seed)
         self.model = build_model(config)
-        self.optimizer = build_optimizer(config.optimizer, self.model)
+        self.loop = Loop(config, self.model, build_optimizer(config.optimizer, self.model), data)
         self.raw = RawCopies(self.executor.backend)
-        self.rates = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, schedule(config.optimizer, config.run.steps)
-        )
 
     @property
     def executor(self) -> Executor:
         return wrapped(self.model).executor
 
-    def step(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """One step; its loss, still on the device, and the norm of its gradient."""
-        tokens, targets = self.data.batch("train", batch_size, self.config.data.context, self.crops)
-        loss = _loss(self.model, tokens, targets)
-        loss.backward()
-        norm = streamer.clip_grad_norm_(self.model, self.config.optimizer.grad_clip or math.inf)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.rates.step()
-        return loss.detach(), norm
-
-    @torch.no_grad()
-    def validate(self) -> float:
-        """The mean loss of a few batches of validation text, in nats per byte."""
-        run, data = self.config.run, self.config.data
-        batches = self.data.val_batches(run.eval_batches, data.batch_size, data.context)
-        self.model.eval()
-        losses = [_loss(self.model, tokens, targets).item() for tokens, targets in batches]
-        self.model.train()
-        return statistics.fmean(losses)
-
-
-def _loss(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    result: Any = model(tokens)
-    logits: torch.Tensor = getattr(result, "logits", result)
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten().to(logits.device))
+    def step(self, batch_size: int) -> dict[str, float]:
+        """One step of so many sequences; its loss and the norm of its gradient."""
+        self.loop.config = replace(self.config, data=replace(self.config.data, batch_size=batch_size))
+        return self.loop.train_step()
 
 
 def within_limits(run: Run, steps: int) -> dict[str, Any]:
     """The config as it is: losses, seconds, and the most memory taken."""
-    first = run.validate()
-    losses, norms, seconds, asked = [], [], [], []
+    first = run.loop.validate()
+    losses: list[float] = []
+    norms: list[float | None] = []
+    seconds, asked = [], []
     for _ in range(steps):
         begun = time.perf_counter()
-        loss, norm = run.step(run.config.data.batch_size)
-        losses.append(loss.item())
-        norms.append(norm.item())
+        measured = run.step(run.config.data.batch_size)
+        losses.append(measured["loss"])
+        norms.append(measured.get("grad_norm"))  # there is none where updates do not wait for it
         seconds.append(time.perf_counter() - begun)
         asked.append(asked_of_driver(run.executor))
-    last = run.validate()
+    last = run.loop.validate()
     stats = streamer.stats(run.model)
     tokens = run.config.data.batch_size * run.config.data.context
     return {

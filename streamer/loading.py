@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Container
-from concurrent.futures import wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -72,8 +71,7 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | 
             values = _decoded(path, manifest, optimizer, opened)
         if isinstance(optimizer, AdamW):
             _warn_of_conversion(manifest.values["optimizer"]["state_dtype"], optimizer)
-        if executor.saving is not None:
-            wait([executor.saving])
+        executor.wait_for_saving()
         executor.synchronize()
         if optimizer is not None and not isinstance(optimizer, AdamW):
             _load_other(path, optimizer, values.optimizer)

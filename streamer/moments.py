@@ -48,6 +48,8 @@ def take_over(
     not updated yet. Raises MemoryError, before anything is changed, if one of them has no room."""
     for executor in models:
         check_room(executor, state_dtype)
+    for executor in dict.fromkeys(home.executor for home in homes):
+        executor.wait_for_saving()  # of the moments that are given up or begun anew
     for executor in models:
         executor.synchronize()
         if not executor.store.holds(MOMENTS[state_dtype]):

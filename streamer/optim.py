@@ -219,6 +219,8 @@ class AdamW(torch.optim.Optimizer):
         Raises ValueError, and changes nothing, if they were saved with another ``state_dtype``.
         """
         self._synchronize()
+        for executor in self._executors:
+            executor.wait_for_saving()
         saved = pair_saved(state_dict, self.param_groups, self.state_dtype)
         # without the state, of which PyTorch would make a copy in the parameters' dtype
         super().load_state_dict({**state_dict, "state": {}})

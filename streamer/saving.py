@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -53,10 +53,9 @@ def save(
     OSError, with the path and the bytes that are needed, where it cannot be written; then nothing is left.
     """
     executor = wrapped(model).executor
-    if executor.saving is not None:
-        wait([executor.saving])
-        if not executor.saving.asked:
-            executor.saving.result()
+    executor.wait_for_saving()
+    if executor.saving is not None and not executor.saving.asked:
+        executor.saving.result()
     if isinstance(optimizer, AdamW):
         check_owns(optimizer, executor)
     executor.synchronize()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from concurrent.futures import wait
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -186,8 +185,7 @@ def unwrap(model: M) -> M:
     """
     handle = wrapped(model)
     executor = handle.executor
-    if executor.saving is not None:
-        wait([executor.saving])  # it reads the shards; what went wrong there is told there
+    executor.wait_for_saving()
     # copies to the device may have failed without harm to what is here
     executor.issuer.wait(ops.shard(unit.index) for unit in (*executor.units, executor.root))
     executor.weights.refresh()

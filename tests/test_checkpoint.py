@@ -209,6 +209,27 @@ def test_an_error_in_the_background_is_told_once_and_training_goes_on(
     run.end()
 
 
+@pytest.mark.parametrize("change", ["another optimizer", "load_state_dict"])
+def test_moments_that_are_exchanged_are_written_first(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run()
+    run.steps(2)
+    run.save(tmp_path / "here")
+    slowed(monkeypatch, 0.02)
+    other = run.optimizer.state_dict()
+    for state in other["state"].values():
+        state.update({name: torch.zeros_like(state[name]) for name in ("exp_avg", "exp_avg_sq")})
+    streamer.save(run.model, run.optimizer, tmp_path / "there", step=2, block=False)
+    if change == "load_state_dict":
+        run.optimizer.load_state_dict(other)
+    else:
+        streamer.AdamW(run.model.parameters())
+    streamer.unwrap(run.model)
+    for path in (tmp_path / "here").glob("optimizer-*"):
+        assert path.read_bytes() == (tmp_path / "there" / path.name).read_bytes(), path.name
+
+
 def test_unwrap_waits_for_what_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(dtype=torch.bfloat16)
     run.steps(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -93,6 +94,11 @@ class Executor:
         self.weights.refresh()
         self.issuer.synchronize()
         self.weights.in_flight.clear()
+
+    def wait_for_saving(self) -> None:
+        """Block until no checkpoint is being written; what went wrong there is told by `saving`."""
+        if self.saving is not None:
+            wait([self.saving])
 
     def forward(self, unit: Unit, work: Callable[[torch.Tensor], T], phase: Phase) -> T:
         """Run ``work`` on the slot (flat uint8) that holds ``unit``'s weights."""
