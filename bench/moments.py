@@ -107,7 +107,7 @@ def train(variant: str, seed: int, steps: int, threads: int) -> Run:
     """Train from the weights and on the crops of ``seed``."""
     began = time.perf_counter()
     torch.set_num_threads(threads)
-    warnings.filterwarnings("ignore", "a gradient is NaN or infinite")  # counted in skipped_steps
+    warnings.filterwarnings("ignore", "(a|the) gradient .*is NaN or infinite")  # counted in skipped_steps
     data = load_bytes()
     val_batches = data.val_batches(VAL_CROPS // VAL_BATCH_SIZE, VAL_BATCH_SIZE, CONTEXT)
     crops = torch.Generator().manual_seed(seed)
