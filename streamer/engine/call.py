@@ -10,7 +10,7 @@ import torch
 
 from streamer.engine.compiled import CompiledForward
 from streamer.engine.tree import Rebuild, fingerprint, flatten, reachable
-from streamer.engine.unit import Unit
+from streamer.engine.unit import Attributes, Unit, set_attributes
 
 Tensors = Sequence[torch.Tensor]
 
@@ -94,10 +94,11 @@ def run_on_slot(
     kwargs: dict[str, Any],
 ) -> Any:
     """``forward`` with ``leaves``, views of the slot ``weights``, as parameters; the result does not alias
-    the slot. Raises ValueError if it writes its weights: the slot is a copy."""
-    before = weights._version
+    the slot. Raises ValueError if it writes its weights, since the slot is a copy, or keeps them."""
+    before, attributes = weights._version, unit.attributes()
     with unit.using(leaves):
         result = forward(*args, **kwargs)
+    _check_not_kept(unit, attributes, weights)
     if weights._version != before:
         raise ValueError(
             f"layer '{unit.name}' writes its own weights in its forward, which would be lost: write them "
@@ -105,6 +106,18 @@ def run_on_slot(
         )
     outputs, rebuild = flatten(result)
     return rebuild([out.clone() if aliases(out, weights) else out for out in outputs])
+
+
+def _check_not_kept(unit: Unit, before: Attributes, weights: torch.Tensor) -> None:
+    for module, values in before.items():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and values.get(name) is not value and aliases(value, weights):
+                set_attributes(before)
+                raise ValueError(
+                    f"layer '{unit.name}' keeps a weight, or a view of one, in attribute '{name}' of a "
+                    f"{type(module).__name__} beyond its forward, when other weights will be in its place: "
+                    "keep a clone, or look the weight up each time"
+                )
 
 
 def aliases(tensor: torch.Tensor, buffer: torch.Tensor) -> bool:

@@ -21,7 +21,7 @@ class Recompute(Visit):
     def first_run(self, weights: torch.Tensor, inputs: Tensors) -> Outputs:
         unit = self.call.unit
         self._ambient = Ambient.now(self.executor.backend.device)
-        self._modes = unit.modes()
+        self._attributes = unit.attributes()
         buffers = unit.buffers_now()
         inner, leaves = _detached(inputs), unit.leaves(weights)
         self.gate.guard([*inner, *leaves])
@@ -55,7 +55,7 @@ class Recompute(Visit):
         self.gate.guard([*inner, *leaves])
         with (
             self._ambient.again(),
-            unit.in_modes(self._modes),
+            unit.with_attributes(self._attributes),
             unit.with_buffers(self._buffers),
             torch.enable_grad(),
         ):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +16,8 @@ from streamer.memory.layout import Layout
 OWN_HOOK = "_streamer_hook"
 
 BufferPlace = tuple[nn.Module, str]
+
+Attributes = Mapping[nn.Module, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -63,23 +66,20 @@ class Unit:
         """The unit's buffers (running statistics, masks), which stay on the device."""
         return [buffer for owner, name in self.buffer_owners if (buffer := owner._buffers[name]) is not None]
 
-    def modes(self) -> tuple[bool, ...]:
-        """Which of the unit's modules are in training mode."""
-        return tuple(module.training for module in self.module.modules())
+    def attributes(self) -> Attributes:
+        """The plain attributes of the unit's modules (training mode, counters, states of a recurrence)."""
+        return {module: dict(vars(module)) for module in self.module.modules()}
 
     @contextmanager
-    def in_modes(self, modes: Sequence[bool]) -> Iterator[None]:
-        """Run the block in the training and evaluation modes of another moment."""
-        now = self.modes()
+    def with_attributes(self, then: Attributes) -> Iterator[None]:
+        """Run the block with the attributes of another moment: a forward run again starts from what the
+        first one started from, and does not count twice."""
+        now = self.attributes()
         try:
-            self._set_modes(modes)
+            set_attributes(then)
             yield
         finally:
-            self._set_modes(now)
-
-    def _set_modes(self, modes: Sequence[bool]) -> None:
-        for module, training in zip(self.module.modules(), modes, strict=True):
-            module.training = training
+            set_attributes(now)
 
     def buffers_now(self) -> dict[BufferPlace, tuple[torch.Tensor, int, torch.Tensor]]:
         """The buffers as they are: each with its version and a copy of its values."""
@@ -149,6 +149,16 @@ class Unit:
             for module, name in owners:
                 # as torch.func.functional_call does: the module's own __setattr__ takes only Parameters
                 module._parameters[name] = tensor  # type: ignore[assignment]
+
+
+def set_attributes(attributes: Attributes) -> None:
+    """Let modules have just these attributes."""
+    for module, values in attributes.items():
+        held = vars(module)
+        for name in held.keys() - values.keys():
+            del held[name]
+        # not all of them: torch.compile counts writes of a module's attributes
+        held.update({name: value for name, value in values.items() if held.get(name, held) is not value})
 
 
 def _carry_hooks(name: str, param: nn.Parameter, leaf: torch.Tensor) -> None:
