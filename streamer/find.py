@@ -8,17 +8,20 @@ from torch import nn
 
 Layers = str | Sequence[str] | None
 
+#: A second stack is streamed too if it has this share of the parameters of the largest.
+WORTH_STREAMING = 0.1
+
 
 def find_layers(model: nn.Module, layers: Layers) -> list[tuple[str, nn.Module]]:
     """The layers of ``model`` by qualified name, in order, each module once.
 
     ``layers`` is the dotted path of an `nn.ModuleList` or `nn.Sequential`, several such paths, or None
-    for the list of like blocks with the most parameters. Raises ValueError where a path does not lead to
+    for the stacks of like blocks that are found. Raises ValueError where a path does not lead to
     a non-empty list, or where none can be found; it names the lists that the model has.
     """
     if not (layers is None or isinstance(layers, str | Sequence)):
         raise ValueError(f"layers={layers!r}: it must be a dotted path, several of them, or None")
-    paths = _largest_list(model) if layers is None else [layers] if isinstance(layers, str) else list(layers)
+    paths = _stacks(model) if layers is None else [layers] if isinstance(layers, str) else list(layers)
     if not paths:
         raise ValueError(f"layers is empty: give the path of a list of layers. {_known_lists(model)}")
     found: dict[int, tuple[str, nn.Module]] = {}
@@ -60,14 +63,29 @@ def _known_lists(model: nn.Module) -> str:
     return f"Found in this model: {', '.join(lists)}" if lists else "This model has no list of modules"
 
 
-def _largest_list(model: nn.Module) -> list[str]:
-    """The path of the list with the most parameters, of those with two or more children of one class."""
-    sizes = {
-        path: sum(param.numel() for param in module.parameters())
-        for path, module in _lists(model).items()
-        if len(list(module.children())) > 1 and len({type(child) for child in module.children()}) == 1
-    }
-    if not sizes or not max(sizes.values()):
-        raise ValueError(f"layers=None: no list of like blocks was found. {_known_lists(model)}")
+def _stacks(model: nn.Module) -> list[str]:
+    """The paths of the stacks of blocks in ``model``: of the lists with two or more children that all have
+    parameters and are not each of a class of its own, the one with the most parameters, and those outside of
+    it that have at least `WORTH_STREAMING` of its parameters."""
+    lists = {path: module for path, module in _lists(model).items() if _is_stack(module)}
+    sizes = {path: sum(param.numel() for param in module.parameters()) for path, module in lists.items()}
+    stacks: list[str] = []
+    taken: set[nn.Module] = set()
     # of lists of equal size the first is the outermost
-    return [max(sizes, key=lambda path: sizes[path])]
+    for path in sorted(sizes, key=lambda path: -sizes[path]):
+        if sizes[path] < WORTH_STREAMING * max(sizes.values()):
+            break
+        modules = set(lists[path].modules())
+        if not modules & taken:
+            stacks.append(path)
+            taken |= modules
+    if not stacks:
+        raise ValueError(f"layers=None: no list of like blocks was found. {_known_lists(model)}")
+    return [path for path in lists if path in stacks]
+
+
+def _is_stack(module: nn.Module) -> bool:
+    children = list(module.children())
+    return len({type(child) for child in children}) < len(children) and all(
+        next(child.parameters(), None) is not None for child in children
+    )
