@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
 
-Report = Mapping[str, Any]
+from bench.architectures_report import architectures_table
+from bench.markdown import Report, spread, table
+
 GIB = 1 << 30
 
 #: The layouts of `bench.adam` as the README calls them: dtype of the model, of the moments.
@@ -16,22 +17,6 @@ LAYOUTS = {
     "split + bf16": "bf16, bf16",
     "split + int8": "bf16, 8 bits",
 }
-
-
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [_line(heads), _line(["---"] * len(heads)), *map(_line, rows)]
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def spread(values: Mapping[str, float] | None, form: str = ".2f", unit: float = 1.0) -> str:
-    """The median and the quartiles."""
-    if values is None:
-        return ""
-    lower, median, upper = (values[key] for key in ("lower_quartile", "median", "upper_quartile"))
-    return f"{median * unit:{form}} ({lower * unit:{form}} to {upper * unit:{form}})"
 
 
 def median(values: Mapping[str, float] | None) -> str:
@@ -232,6 +217,7 @@ def gpu_figures(reports: Mapping[str, Report]) -> list[str]:
 
 TABLES: dict[str, Callable[[Report], list[str]]] = {
     "bench/adam.py": adam,
+    "bench/architectures.py": architectures_table,
     "bench/checkpoint.py": checkpoint,
     "bench/depth.py": depth,
     "bench/fits.py": fits,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
@@ -16,8 +16,9 @@ def find_layers(model: nn.Module, layers: Layers) -> list[tuple[str, nn.Module]]
     """The layers of ``model`` by qualified name, in order, each module once.
 
     ``layers`` is the dotted path of an `nn.ModuleList` or `nn.Sequential`, several such paths, or None
-    for the stacks of like blocks that are found. Raises ValueError where a path does not lead to
-    a non-empty list, or where none can be found; it names the lists that the model has.
+    for the stacks of like blocks that are found. A list of lists stands for what is in those. Raises
+    ValueError where a path does not lead to a non-empty list, or where none can be found; it names the lists
+    that the model has.
     """
     if not (layers is None or isinstance(layers, str | Sequence)):
         raise ValueError(f"layers={layers!r}: it must be a dotted path, several of them, or None")
@@ -26,9 +27,28 @@ def find_layers(model: nn.Module, layers: Layers) -> list[tuple[str, nn.Module]]
         raise ValueError(f"layers is empty: give the path of a list of layers. {_known_lists(model)}")
     found: dict[int, tuple[str, nn.Module]] = {}
     for path in paths:
-        for name, layer in _list_at(model, path).named_children():
-            found.setdefault(id(layer), (f"{path}.{name}" if path else name, layer))
+        for name, layer in _blocks(_list_at(model, path), path):
+            if not _is_called(layer):
+                raise ValueError(
+                    f"layer '{name}' is a {type(layer).__name__}, which has no forward and is never called: "
+                    "give wrap(layers=...) the paths of the lists in it"
+                )
+            found.setdefault(id(layer), (name, layer))
     return list(found.values())
+
+
+def _blocks(blocks: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """The children of ``blocks``; in place of a list, which is never called itself, its own children."""
+    for key, child in blocks.named_children():
+        name = f"{path}.{key}" if path else key
+        if isinstance(child, nn.ModuleList):
+            yield from _blocks(child, name)
+        else:
+            yield name, child
+
+
+def _is_called(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _list_at(model: nn.Module, path: str) -> nn.Module:
@@ -85,7 +105,7 @@ def _stacks(model: nn.Module) -> list[str]:
 
 
 def _is_stack(module: nn.Module) -> bool:
-    children = list(module.children())
-    return len({type(child) for child in children}) < len(children) and all(
-        next(child.parameters(), None) is not None for child in children
+    blocks = [block for _, block in _blocks(module, "")]
+    return len({type(block) for block in blocks}) < len(blocks) and all(
+        _is_called(block) and next(block.parameters(), None) is not None for block in blocks
     )

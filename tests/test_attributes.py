@@ -1,4 +1,4 @@
-"""Layers that change attributes of their own in forward: a recomputed forward begins where the first began."""
+"""Layers that change attributes of their own: a recomputed forward begins where the first one began."""
 
 from __future__ import annotations
 

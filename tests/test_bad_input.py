@@ -19,6 +19,7 @@ import streamer
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
 from streamer.engine import executor
+from streamer.find import find_layers
 from streamer.options import parse_bytes
 from streamer.plan.ledger import Ledger
 
@@ -184,6 +185,35 @@ def test_the_largest_list_is_found() -> None:
     with wrapped(model, layers=None):
         assert all("forward" in block.__dict__ for block in model.blocks)
         assert not any("forward" in block.__dict__ for block in model.small)
+
+
+def test_every_stack_is_found_and_no_small_list() -> None:
+    model = nn.ModuleDict(
+        {
+            "encoder": nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]),
+            "decoder": nn.ModuleList([nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6)]),
+            "small": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]),
+            "different": nn.Sequential(nn.Linear(9, 9), nn.LayerNorm(9)),
+        }
+    )
+    names = [name for name, _ in find_layers(model, None)]
+    assert names == ["encoder.0", "encoder.1", "decoder.0", "decoder.1", "decoder.2"]
+
+
+def test_a_list_of_lists_stands_for_what_is_in_them() -> None:
+    stages = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleList([nn.Linear(2, 2)] * 2)])
+    model = nn.ModuleDict({"stages": stages})
+    for layers in (None, "stages"):
+        assert [name for name, _ in find_layers(model, layers)] == ["stages.0.0", "stages.1.0"]
+
+
+def test_layers_that_are_never_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = nn.ModuleDict({"attention": nn.Linear(2, 2)})
+    model = nn.ModuleDict({"blocks": nn.ModuleList([block, copy.deepcopy(block)])})
+    with refused(model, ValueError, r"layer 'blocks\.0' is a ModuleDict, which has no forward", monkeypatch):
+        streamer.wrap(model, layers="blocks", device="cpu")
+    with refused(model, ValueError, "layers=None: no list of like blocks", monkeypatch):
+        streamer.wrap(model, device="cpu")
 
 
 # --- parameters ---------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -353,3 +354,13 @@ def test_a_step_reads_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.warns(UserWarning, match="NaN or infinite"):
             optimizer.step()
         assert streamer.stats(model).skipped_steps == 1
+
+
+def test_the_norm_of_many_gradients_is_not_rounded_away() -> None:
+    # torch.linalg.vector_norm adds up the 4 million squares of a CPU tensor one after another
+    plain = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(2)))
+    with streamed(plain, layers="") as model:
+        model(torch.randn(64, 2048)).square().mean().backward()
+        squares = sum(float(param.grad.double().square().sum()) for param in model.parameters())
+        norm = float(streamer.clip_grad_norm_(model, 1.0))
+    assert norm == pytest.approx(math.sqrt(squares), rel=1e-6)

@@ -28,6 +28,9 @@ from streamer.engine.unit import Unit
 from streamer.memory.host import HostStore, array
 from streamer.memory.layout import Layout
 
+#: Elements whose squares are added up one after another.
+ROW = 4096
+
 
 @dataclass(frozen=True)
 class _Measured:
@@ -206,14 +209,22 @@ def sum_squares(layout: Layout, gradient: torch.Tensor, used: Sequence[bool]) ->
     total = torch.zeros((), dtype=torch.float32, device=gradient.device)
     for stretch in layout.stretches(used):
         # padding between stretches may hold anything
-        total += torch.linalg.vector_norm(stretch.view(gradient), dtype=torch.float32).square()
+        total += _squares(stretch.view(gradient))
     return total
 
 
 def _squares(gradient: torch.Tensor) -> torch.Tensor:
-    dense = gradient.to_dense() if gradient.is_sparse else gradient
-    norm: torch.Tensor = torch.linalg.vector_norm(dense, dtype=torch.float32)
-    return norm.square()
+    """The sum of squares as an fp32 scalar.
+
+    Taken in rows, whose sums are then added up: on the CPU PyTorch adds up one fp32 norm from beginning to
+    end, which is 1 % off for 10^8 elements.
+    """
+    flat = (gradient.to_dense() if gradient.is_sparse else gradient).flatten()
+    in_rows = flat.numel() // ROW * ROW
+    rows = torch.linalg.vector_norm(flat[:in_rows].view(-1, ROW), dim=1, dtype=torch.float32)
+    rest = torch.linalg.vector_norm(flat[in_rows:], dtype=torch.float32)
+    squares: torch.Tensor = rows.square().sum() + rest.square()
+    return squares
 
 
 def _read(squares: Sequence[torch.Tensor | float]) -> list[float]:

@@ -1,0 +1,170 @@
+"""Does streamer train what plain PyTorch trains? Unmodified architectures of the transformers library, tiny
+and with random weights, five steps each with clipping, both activation policies.
+
+    python -m bench.architectures [--only NAME ...] [--json bench/results/architectures.json]
+
+Both sides start from the same weights, data and random numbers, in fp32 on the CPU, dropout on. Compared are
+the first loss and the first gradients (difference over the largest gradient of the model: 0 is to the bit),
+all losses, norms and final weights, and the keys of ``state_dict``. AdamW has eps 1e-5 on both sides, so that
+gradients that are nothing but rounding (a bias before a softmax) do not move their weights by a whole step.
+The plain models run without their key/value cache, as streamed layers do in training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+import streamer
+from bench.architectures_other import OTHERS, TWO_LISTS, VISION
+from bench.architectures_task import Architecture, LossOf
+from bench.architectures_text import DECODERS, ENCODERS, MIXTURES, RECURRENT
+from bench.common import load_average, provenance, write_json
+from streamer.handle import wrapped
+
+KINDS = {
+    "decoder": DECODERS,
+    "mixture of experts": MIXTURES,
+    "recurrence": RECURRENT,
+    "encoder": ENCODERS,
+    "encoder and decoder": TWO_LISTS,
+    "vision": VISION,
+    "other": OTHERS,
+}
+ALL = {architecture.name: architecture for kind in KINDS.values() for architecture in kind}
+POLICIES = ("recompute", "keep")
+STEPS = 5
+
+
+@dataclass
+class Run:
+    """What five steps leave."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Parity:
+    """How far a streamed run is from the plain one: ``gradients`` is the largest difference in the first step
+    over the largest gradient of the model, ``losses`` and ``norms`` the largest relative ones, ``weights``
+    the largest in the end."""
+
+    layers: int
+    first_loss_equal: bool
+    keys_equal: bool
+    gradients: float
+    losses: float
+    norms: float
+    weights: float
+
+
+def plain_run(architecture: Architecture) -> Run:
+    """Trained by PyTorch alone."""
+    model = architecture.build()
+    model.config.use_cache = False  # type: ignore[union-attr, assignment]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5, weight_decay=0.1)
+    clip = lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # noqa: E731
+    return _train(model, architecture.loss, optimizer, clip)
+
+
+def streamed_run(architecture: Architecture, activations: str) -> tuple[Run, int]:
+    """Trained by streamer, and the number of layers that were streamed."""
+    model = architecture.build()
+    streamer.wrap(model, layers=architecture.layers, device="cpu", activations=activations)
+    layers = len(wrapped(model).executor.units)
+    optimizer = streamer.AdamW(model.parameters(), lr=1e-3, eps=1e-5, weight_decay=0.1)
+    run = _train(model, architecture.loss, optimizer, lambda: streamer.clip_grad_norm_(model, 1.0))
+    streamer.unwrap(model)
+    return run, layers
+
+
+def _train(
+    model: nn.Module, loss_of: LossOf, optimizer: torch.optim.Optimizer, clip: Callable[[], torch.Tensor]
+) -> Run:
+    run = Run()
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        loss = loss_of(model, step)
+        loss.backward()
+        if not step:
+            named = model.named_parameters()
+            run.gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
+        run.losses.append(loss.item())
+        run.norms.append(clip().item())
+        optimizer.step()
+        optimizer.zero_grad()
+    run.weights = copy.deepcopy(dict(model.state_dict()))
+    return run
+
+
+def compare(architecture: Architecture, activations: str, plain: Run) -> Parity:
+    """Train ``architecture`` streamed, and compare it with ``plain``."""
+    actual, layers = streamed_run(architecture, activations)
+    largest = max(float(gradient.abs().max()) for gradient in plain.gradients.values())
+    same = list(actual.gradients) == list(plain.gradients) and list(actual.weights) == list(plain.weights)
+    return Parity(
+        layers=layers,
+        first_loss_equal=actual.losses[0] == plain.losses[0],
+        keys_equal=same,
+        gradients=_difference(actual.gradients, plain.gradients) / largest if same else float("inf"),
+        losses=_relative(actual.losses, plain.losses),
+        norms=_relative(actual.norms, plain.norms),
+        weights=_difference(actual.weights, plain.weights) if same else float("inf"),
+    )
+
+
+def _difference(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    pairs = ((actual[name].double(), value.double()) for name, value in expected.items() if value.numel())
+    return max(float((mine - theirs).abs().max()) for mine, theirs in pairs)
+
+
+def _relative(actual: Iterable[float], expected: Iterable[float]) -> float:
+    return max(abs(mine - theirs) / abs(theirs) for mine, theirs in zip(actual, expected, strict=True))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="bench.architectures", description=__doc__.split("\n")[0])
+    parser.add_argument("--only", nargs="+", choices=ALL, metavar="NAME", default=list(ALL))
+    parser.add_argument("--json", type=Path, help="write the table there")
+    options = parser.parse_args(arguments)
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")  # the library's own, on tiny configs
+    load_before = load_average()
+    rows: dict[str, Any] = {}
+    for kind, architectures in KINDS.items():
+        for architecture in architectures:
+            if architecture.name not in options.only:
+                continue
+            plain = plain_run(architecture)
+            found = {policy: compare(architecture, policy, plain) for policy in POLICIES}
+            for policy, row in found.items():
+                print(f"{architecture.name:22} {policy:10} {row}", flush=True)
+            rows[architecture.name] = {
+                "kind": kind,
+                "class": architecture.model,
+                "what": architecture.what,
+                "order": architecture.order,
+                **{policy: asdict(row) for policy, row in found.items()},
+            }
+    if options.json:
+        report = provenance("bench/architectures.py", load_before=load_before)
+        report["versions"]["transformers"] = transformers.__version__
+        write_json(options.json, {**report, "steps": STEPS, "rows": rows})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""The table of `bench.architectures`."""
+
+from __future__ import annotations
+
+from bench.markdown import Report, table
+
+
+def architectures_table(report: Report) -> list[str]:
+    """A row for each architecture: how far streamed training is from plain PyTorch's, under either policy."""
+    heads = [
+        "architecture",
+        "kind",
+        "layers streamed",
+        "first loss and gradients",
+        f"losses of {report['steps']} steps",
+        "norms",
+        "final weights",
+    ]
+    rows = []
+    for name, row in report["rows"].items():
+        policies = [row["recompute"], row["keep"]]
+        worst = {key: max(policy[key] for policy in policies) for key in ("losses", "norms", "weights")}
+        rows.append(
+            [
+                f"{name} ({row['what']})" if row["what"] else name,
+                row["kind"],
+                str(policies[0]["layers"]),
+                _first_step([policy["first_loss_equal"] for policy in policies], policies, row["order"]),
+                *(f"{value:.0e}" for value in worst.values()),
+            ]
+        )
+    equal = sum(row[3] == "equal" for row in rows)
+    about = (
+        f"{equal} of {len(rows)} architectures have the first loss and all first gradients to the bit, under "
+        "both activation policies, in fp32, with dropout. Differences: of gradients, over the model's largest; "
+        "of losses and norms, relative; of weights, absolute. `state_dict` has the same keys in the same order."
+    )
+    return [about, "", *table(heads, rows)]
+
+
+def _first_step(losses: list[bool], policies: list[Report], order: str) -> str:
+    gradients = max(policy["gradients"] for policy in policies)
+    if all(losses) and not gradients:
+        return "equal"
+    loss = "loss equal" if all(losses) else "loss differs"
+    return f"{loss}, gradients {gradients:.0e}" + (f" (sums in another order: {order})" if order else "")

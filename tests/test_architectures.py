@@ -1,0 +1,52 @@
+"""Unmodified architectures of the transformers library, one or two for each thing that layers do; these and
+others are in the table that ``python -m bench.architectures`` makes."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs the transformers library")
+
+from bench.architectures import ALL, POLICIES, compare, plain_run
+
+CHOSEN = [
+    "gpt2",
+    "opt",
+    "llama",
+    "qwen2",
+    "gemma3",
+    "mixtral",
+    "qwen3_moe",
+    "gpt_oss",
+    "deepseek_v3",
+    "mamba2",
+    "jamba",
+    "recurrent_gemma",
+    "bert",
+    "deberta_v2",
+    "modernbert",
+    "albert",
+    "t5",
+    "t5, encoder streamed",
+    "bart",
+    "whisper",
+    "vit",
+    "swin",
+    "resnet",
+    "poolformer",
+    "clip",
+    "llava",
+]
+
+
+@pytest.mark.filterwarnings("ignore")  # the library's own, on tiny configs
+@pytest.mark.parametrize("name", CHOSEN)
+def test_parity_with_plain_pytorch(name: str) -> None:
+    architecture = ALL[name]
+    plain = plain_run(architecture)
+    for activations in POLICIES:
+        parity = compare(architecture, activations, plain)
+        assert parity.first_loss_equal and parity.keys_equal
+        # to the bit, unless sums are added up in another order
+        assert parity.gradients <= (5e-7 if architecture.order else 0)
+        assert max(parity.losses, parity.norms, parity.weights) < 1e-5
