@@ -46,8 +46,15 @@ BETAS = array("an array of two numbers in [0, 1)", BETA, sizes=[2])
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 TABLE = Kind("a table", lambda value: isinstance(value, dict))
 
+#: So many names are read in an error.
+_MOST_NAMED = 20
+
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """The mend for a name that is not known."""
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}"
+    known = list(known)
+    if near := difflib.get_close_matches(name, known, n=1):
+        return f"did you mean {near[0]!r}?"
+    if len(known) > _MOST_NAMED:
+        return f"the nearest is {difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]!r}"
+    return f"there are: {', '.join(known)}"
