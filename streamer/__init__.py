@@ -1,6 +1,7 @@
 """Train transformers that do not fit on the GPU: `wrap` a model, train it with `AdamW` in a plain loop."""
 
 from streamer.clip import clip_grad_norm_
+from streamer.deepspeed_config import DeepSpeedConfig, from_deepspeed_config
 from streamer.files.errors import CheckpointError
 from streamer.finite import NonFiniteError
 from streamer.loading import Loaded, load
@@ -13,11 +14,13 @@ from streamer.wrapping import unwrap, wrap
 __all__ = [
     "AdamW",
     "CheckpointError",
+    "DeepSpeedConfig",
     "Loaded",
     "NonFiniteError",
     "Stats",
     "__version__",
     "clip_grad_norm_",
+    "from_deepspeed_config",
     "load",
     "save",
     "save_trace",

@@ -2,39 +2,41 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 from streamer.app.kinds import (
-    BETAS,
     BYTES,
-    COUNT,
-    COUNT_OR_0,
     DTYPE,
     FACTORY,
-    FLAG,
     FOLDER,
-    FRACTION,
     LAYERS,
     METHOD,
     NONFINITE,
-    NOT_NEGATIVE,
-    POSITIVE,
     SAVE_FAILURE,
     STATE_DTYPE,
-    TABLE,
     TEXT,
     TEXTS,
     UPDATE,
-    Kind,
     unreadable,
+)
+from streamer.kinds import (
+    BETAS,
+    COUNT,
+    COUNT_OR_0,
+    FLAG,
+    FRACTION,
+    NOT_NEGATIVE,
+    POSITIVE,
+    TABLE,
+    Kind,
+    nearest,
 )
 
 
@@ -200,12 +202,6 @@ def _section(kind: type[Any], section: str, table: dict[str, Any], where: str) -
         if item.default is MISSING and item.default_factory is MISSING and item.name not in values:
             raise ConfigError(f"{where}: {section}.{item.name} is missing: give {wanted[item.name].words}")
     return kind(**values)
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The mend for a name that is not known."""
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}"
 
 
 def dump_config(config: Config) -> str:

@@ -8,8 +8,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from streamer.app.config import ConfigError, nearest
+from streamer.app.config import ConfigError
 from streamer.app.kinds import FACTORY
+from streamer.kinds import nearest
 
 
 def import_factory(spec: str) -> Callable[..., Any]:

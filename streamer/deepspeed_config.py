@@ -1,0 +1,220 @@
+"""`from_deepspeed_config`: a config in DeepSpeed's JSON as arguments of `wrap`, `AdamW` and the loop."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from streamer.deepspeed_adam import ADAMS, OWN, adamw_arguments
+from streamer.deepspeed_schedule import SCHEDULES, Schedule, make_schedule
+from streamer.deepspeed_values import Values, contradiction, read, shown, unanswered
+from streamer.kinds import nearest
+
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+#: Optimizers and schedules that there are here, and what to do about others.
+_FAMILIES = {
+    "optimizer": (ADAMS, f'write "AdamW", or {OWN}'),
+    "scheduler": (tuple(SCHEDULES), "leave the section out and make one of torch.optim.lr_scheduler"),
+}
+
+
+@dataclass(frozen=True)
+class DeepSpeedConfig:
+    """What a DeepSpeed config says, in the words of this library.
+
+    ``wrap`` and ``adamw`` are keyword arguments of `streamer.wrap` (beside ``layers`` and ``device``) and of
+    `streamer.AdamW`. ``gradient_clipping`` is the largest norm of all gradients, None for no clipping.
+    ``micro_batch_size`` is the samples of one backward, None where the config does not say;
+    ``gradient_accumulation_steps`` the backwards of one step, by which the loop divides each loss, as
+    DeepSpeed's engine does. ``grad_scaler`` are keyword arguments of `torch.amp.GradScaler`, None unless fp16
+    is enabled; with a scaler, clip by ``grad_scale=scaler.get_scale()`` and step through it. ``not_honoured``
+    has every key that changes nothing here, dotted, and the reason. ::
+
+        config = streamer.from_deepspeed_config("ds_config.json", lr=3e-4, micro_batch_size=4, ...)
+        model = streamer.wrap(model, **config.wrap)
+        optimizer = streamer.AdamW(model.parameters(), **config.adamw)
+        schedule = config.scheduler(optimizer)
+        ...
+            (loss / config.gradient_accumulation_steps).backward()  # of each micro batch
+        if config.gradient_clipping is not None:
+            streamer.clip_grad_norm_(model, config.gradient_clipping)
+        optimizer.step()
+        schedule.step()
+    """
+
+    wrap: dict[str, Any]
+    adamw: dict[str, Any]
+    gradient_clipping: float | None
+    micro_batch_size: int | None
+    gradient_accumulation_steps: int
+    grad_scaler: dict[str, Any] | None
+    schedule: Schedule | None
+    not_honoured: dict[str, str]
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> LambdaLR:
+        """The config's schedule for ``optimizer``: call its ``step`` after each ``optimizer.step``. Without a
+        scheduler section the learning rate stays as it is. `Schedule` has the formulas."""
+        if self.schedule is None:
+            return LambdaLR(optimizer, lambda done: 1.0)
+        return self.schedule.attach(optimizer)
+
+
+def from_deepspeed_config(
+    config: Mapping[str, Any] | str | os.PathLike[str],
+    *,
+    lr: float | None = None,
+    betas: tuple[float, float] | None = None,
+    eps: float | None = None,
+    weight_decay: float | None = None,
+    warmup_steps: int | None = None,
+    total_steps: int | None = None,
+    gradient_clipping: float | None = None,
+    micro_batch_size: int | None = None,
+    gradient_accumulation_steps: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> DeepSpeedConfig:
+    """Read a config in DeepSpeed's JSON: a file or a dict.
+
+    Optimizer and schedule, clipping, batch sizes, loss scale and dtype become arguments. Parameters and
+    optimizer state are in host memory always, as with ``offload_param`` and ``offload_optimizer``. Every
+    other key that asks for something is listed in one warning, with the reason why it changes nothing.
+
+    The keyword arguments are what the training loop knows and the Hugging Face Trainer fills in: they stand
+    for ``"auto"`` and for what the config leaves open, and must not contradict what it says. ``dtype``
+    answers for ``fp16.enabled`` and ``bf16.enabled``, ``warmup_steps`` and ``total_steps`` for the keys of a
+    scheduler section. Without an answer ``"auto"`` is DeepSpeed's default for betas (0.9, 0.999), eps (1e-8),
+    weight_decay (0) and warmup_min_lr (0), and the optimizer's lr for warmup_max_lr; batch sizes follow from
+    one another. What is left open altogether is DeepSpeed's default, AdamW's without an optimizer section.
+
+    Raises:
+        ValueError: in one line, for an unknown key (with the nearest), a key that is there twice, a value of
+            a wrong type or out of range, an ``"auto"`` that nobody answers, batch sizes that contradict each
+            other on one GPU, fp16 beside bf16, and an optimizer or a schedule that there is none of here:
+            any but the Adam family and those of `Schedule`, and Adam with weight decay in the gradient.
+        OSError: for a file that cannot be read.
+    """
+    values = read(config, _check_type)
+    computed = _dtype(values, dtype)
+    micro, accumulation = _batch(values, micro_batch_size, gradient_accumulation_steps)
+    max_norm = values.pick("gradient_clipping", "gradient_clipping", gradient_clipping, 0.0)
+    adamw = adamw_arguments(values, computed, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    schedule = make_schedule(values, lr=adamw.get("lr"), warmup_steps=warmup_steps, total_steps=total_steps)
+    not_honoured = {
+        key: reason
+        for key, reason in values.lost().items()
+        # a table that is not enabled asks for nothing
+        if _DTYPES.get(key.partition(".")[0], computed) == computed
+    }
+    if not_honoured:
+        warnings.warn(_message(not_honoured), stacklevel=2)
+    return DeepSpeedConfig(
+        wrap=_wrap_arguments(values, computed),
+        adamw=adamw,
+        gradient_clipping=max_norm or None,
+        micro_batch_size=micro,
+        gradient_accumulation_steps=accumulation,
+        grad_scaler=_scaler_arguments(values) if computed == torch.float16 else None,
+        schedule=schedule,
+        not_honoured=not_honoured,
+    )
+
+
+def _message(not_honoured: Mapping[str, str]) -> str:
+    """Each reason in a line, behind the keys that it is for."""
+    keys: dict[str, list[str]] = {}
+    for key, reason in not_honoured.items():
+        keys.setdefault(reason, []).append(key)
+    lines = (f"  {', '.join(keys[reason])}: {reason}" for reason in keys)
+    return "\n".join(["keys of this DeepSpeed config that change nothing here:", *lines])
+
+
+def _check_type(table: str, content: Mapping[str, Any]) -> None:
+    """Raise ValueError for an optimizer or a schedule that there is none of here, and for a parameter that
+    the schedule does not have."""
+    if table not in _FAMILIES or not content:
+        return
+    known, mend = _FAMILIES[table]
+    given = content.get("type")
+    found = {name.lower(): name for name in known}.get(given.lower()) if isinstance(given, str) else None
+    if found is None:
+        near = nearest(given, known) if isinstance(given, str) else ""
+        mend = near if near.startswith("did you mean") else mend
+        raise ValueError(f"{table}.type must be one of {', '.join(known)}, not {shown(given)}: {mend}")
+    params = content.get("params")
+    if found in SCHEDULES and isinstance(params, Mapping):
+        for name in params:
+            if name not in SCHEDULES[found]:
+                owners = [other for other, names in SCHEDULES.items() if name in names]
+                mend = f"it is one of {', '.join(owners)}" if owners else nearest(str(name), SCHEDULES[found])
+                raise ValueError(f"scheduler.params.{name} is no parameter of {found}; {mend}")
+
+
+def _dtype(values: Values, dtype: torch.dtype | None) -> torch.dtype | None:
+    """What fp16.enabled and bf16.enabled say that parameters are computed in, or ``dtype``."""
+    if dtype not in (None, torch.float32, *_DTYPES.values()):
+        raise ValueError(f"dtype={dtype!r}: use torch.float32, torch.bfloat16 or torch.float16")
+    enabled = [of for table, of in _DTYPES.items() if values.get(f"{table}.enabled")]
+    if len(enabled) > 1:
+        raise ValueError("fp16.enabled and bf16.enabled are both true: set one to false")
+    for table, of in _DTYPES.items():
+        key = f"{table}.enabled"
+        if dtype is None and values.is_auto(key) and not enabled:
+            raise unanswered(key, "dtype")
+        if dtype is not None and values.get(key, dtype == of) != (dtype == of):
+            raise contradiction(key, values.given[key], "dtype", dtype)
+    return enabled[0] if enabled else dtype
+
+
+def _batch(values: Values, micro: int | None, accumulation: int | None) -> tuple[int | None, int]:
+    """Samples of a backward, and backwards of a step: two of DeepSpeed's three numbers give the third."""
+    micro_key, accumulation_key = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+    total = values.get("train_batch_size")
+    micro = values.pick(micro_key, "micro_batch_size", micro, None, auto=None)
+    accumulation = values.pick(accumulation_key, accumulation_key, accumulation, None, auto=None)
+    if total is None:
+        if micro is None and values.is_auto(micro_key):
+            raise unanswered(micro_key, "micro_batch_size")
+        return micro, accumulation or 1
+    micro = micro or max(1, total // (accumulation or 1))
+    accumulation = accumulation or max(1, total // micro)
+    if micro * accumulation != total:
+        raise ValueError(
+            f"train_batch_size is {total}, but {micro_key} {micro} x {accumulation_key} {accumulation} x 1 "
+            f'GPU is {micro * accumulation}: change one of them, or write "auto" for {accumulation_key}'
+        )
+    return micro, accumulation
+
+
+def _wrap_arguments(values: Values, dtype: torch.dtype | None) -> dict[str, Any]:
+    arguments: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+    summed = values.get("data_types.grad_accum_dtype")
+    if summed is None:
+        return arguments
+    if summed not in (torch.float32, dtype):
+        raise ValueError(
+            f"data_types.grad_accum_dtype is {summed}, and parameters are in {dtype or 'their own dtype'}: "
+            "gradients are added up in fp32 or in the dtype that fp16 or bf16 enables"
+        )
+    return {**arguments, "grad_dtype": torch.float32 if summed == torch.float32 else None}
+
+
+def _scaler_arguments(values: Values) -> dict[str, Any]:
+    """Arguments of GradScaler for DeepSpeed's dynamic scale, or for one that stays."""
+    if scale := values.get("fp16.loss_scale", 0.0):
+        # factors must not be 1, and fp32 rounds these away
+        return {
+            "init_scale": scale,
+            "growth_factor": math.nextafter(1.0, 2.0),
+            "backoff_factor": math.nextafter(1.0, 0.0),
+        }
+    return {
+        "init_scale": 2.0 ** values.get("fp16.initial_scale_power", 16),
+        "growth_interval": values.get("fp16.loss_scale_window", 1000),
+    }
