@@ -31,9 +31,9 @@ def architectures_table(report: Report) -> list[str]:
         )
     equal = sum(row[3] == "equal" for row in rows)
     about = (
-        f"{equal} of {len(rows)} architectures have the first loss and all first gradients to the bit, under "
-        "both activation policies, in fp32, with dropout. Differences: of gradients, over the model's largest; "
-        "of losses and norms, relative; of weights, absolute. `state_dict` has the same keys in the same order."
+        f"{equal} of {len(rows)} architectures have the first loss and all first gradients to the bit "
+        "(fp32, dropout on, both activation policies). Differences: of gradients, over the model's largest; "
+        "of losses and norms, relative; of weights, absolute. `state_dict` has the same keys in order."
     )
     return [about, "", *table(heads, rows)]
 

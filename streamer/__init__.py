@@ -1,7 +1,7 @@
 """Train transformers that do not fit on the GPU: `wrap` a model, train it with `AdamW` in a plain loop."""
 
 from streamer.clip import clip_grad_norm_
-from streamer.deepspeed_config import DeepSpeedConfig, from_deepspeed_config
+from streamer.deepspeed.config import DeepSpeedConfig, from_deepspeed_config
 from streamer.files.errors import CheckpointError
 from streamer.finite import NonFiniteError
 from streamer.loading import Loaded, load

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from streamer.deepspeed_adam import ADAMS, OWN, adamw_arguments
-from streamer.deepspeed_schedule import SCHEDULES, Schedule, make_schedule
-from streamer.deepspeed_values import Values, contradiction, read, shown, unanswered
+from streamer.deepspeed.adam import ADAMS, OWN, adamw_arguments
+from streamer.deepspeed.schedule import SCHEDULES, Schedule, make_schedule
+from streamer.deepspeed.values import Values, contradiction, read, shown, unanswered
 from streamer.kinds import nearest
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from streamer.deepspeed_values import Values, unanswered
+from streamer.deepspeed.values import Values, unanswered
 
 _PARAMS = "scheduler.params."
 _ALL = ("warmup_num_steps", "warmup_type", "last_batch_iteration")

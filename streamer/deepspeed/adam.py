@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from streamer.deepspeed_values import Values, shown
+from streamer.deepspeed.values import Values, shown
 
 ADAMS = ("Adam", "AdamW", "FusedAdam", "CPUAdam", "DeepSpeedCPUAdam")
 #: What to do about an optimizer that AdamW is not.

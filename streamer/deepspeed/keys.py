@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from streamer.deepspeed_reasons import REASONS
+from streamer.deepspeed.reasons import REASONS
 from streamer.kinds import BETAS, FLAG, NOT_NEGATIVE, Kind, number, string
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from streamer.deepspeed_keys import KEYS
-from streamer.deepspeed_reasons import SECTIONS
+from streamer.deepspeed.keys import KEYS
+from streamer.deepspeed.reasons import SECTIONS
 from streamer.kinds import Kind, nearest
 
 #: Stands in a config for what the training loop knows.
