@@ -7,6 +7,7 @@ from streamer.finite import NonFiniteError
 from streamer.loading import Loaded, load
 from streamer.observe import Stats, save_trace, stats, synchronize
 from streamer.optim import AdamW
+from streamer.pretrained.load import from_pretrained
 from streamer.saving import save
 from streamer.version import __version__
 from streamer.wrapping import unwrap, wrap
@@ -21,6 +22,7 @@ __all__ = [
     "__version__",
     "clip_grad_norm_",
     "from_deepspeed_config",
+    "from_pretrained",
     "load",
     "save",
     "save_trace",

@@ -73,18 +73,20 @@ class Initialiser:
         for slice, param in zip(unit.layout.slices, unit.params, strict=True):
             exchange(slice.param.name, param, _blank(param, self._device))
         blanks: dict[torch.Tensor, torch.Tensor] = {}  # modules may share one
+        without_values = []
         for owner, name in unit.buffer_owners:
             if (buffer := owner._buffers[name]) is not None and buffer.is_meta:
                 if buffer not in blanks:
                     blanks[buffer] = _blank(buffer, self._device)
                 owner._buffers[name] = blanks[buffer]
+                without_values.append((owner, name))
         places = [
             *(
                 _Place(unit, owner, owner._parameters, name)
                 for owners in unit.owners
                 for owner, name in owners
             ),
-            *(_Place(unit, owner, owner._buffers, name) for owner, name in unit.buffer_owners),
+            *(_Place(unit, owner, owner._buffers, name) for owner, name in without_values),
         ]
         outside = self._inside if unit.module not in self._layers else ()
         modules = list(_children_first(unit.module, outside))

@@ -150,13 +150,13 @@ def reading(path: Path) -> Iterator[Callable[[str], torch.Tensor]]:
         try:
             file = stack.enter_context(safe_open(str(path), framework="pt"))
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path}: {_in_a_line(error)}") from error
+            raise CheckpointError(f"{path}: {in_a_line(error)}") from error
 
         def read(name: str) -> torch.Tensor:
             try:
                 return file.get_tensor(name)  # type: ignore[no-any-return]
             except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{path}: tensor '{name}': {_in_a_line(error)}") from error
+                raise CheckpointError(f"{path}: tensor '{name}': {in_a_line(error)}") from error
 
         yield read
 
@@ -183,7 +183,8 @@ def check_tensors(path: Path, entries: Mapping[str, Entry]) -> None:
         pass  # it is stricter about headers, and nothing may be changed before it has agreed
 
 
-def _in_a_line(error: Exception) -> str:
+def in_a_line(error: Exception) -> str:
+    """What it says, on one line."""
     return " ".join(str(error).split())
 
 
@@ -202,7 +203,7 @@ def _places(file: Any, path: Path, entries: Mapping[str, Entry]) -> dict[str, in
             if name != "__metadata__"
         }
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: its header is damaged ({_in_a_line(error)})") from error
+        raise CheckpointError(f"{path}: its header is damaged ({in_a_line(error)})") from error
     for name, entry in entries.items():
         if found.pop(name, None) != (entry.dtype, entry.shape, entry.offset, entry.offset + entry.nbytes):
             raise CheckpointError(f"{path}: tensor '{name}' is not where or what the manifest says")
