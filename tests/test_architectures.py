@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("transformers", reason="needs the transformers library")
-
 from bench.architectures import ALL, POLICIES, compare, plain_run
 
 CHOSEN = [

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from streamer.app.config import ConfigError
-from streamer.app.data import ByteData, find_files, load_bytes
+from streamer.app.data import TokenData, load_bytes
+from streamer.app.text_files import find_files
 
 
 @pytest.fixture
@@ -33,10 +34,10 @@ def text_of(split: torch.Tensor) -> bytes:
     return bytes(split.tolist())
 
 
-def counting(size: int) -> ByteData:
+def counting(size: int) -> TokenData:
     """Bytes that tell where they stand: training 0, 1, 2, ...; validation 255, 254, ..."""
     train = torch.arange(size, dtype=torch.uint8)
-    return ByteData(train=train, val=255 - train)
+    return TokenData(train=train, val=255 - train)
 
 
 # Which files
@@ -229,7 +230,7 @@ def test_validation_batches_are_spaced_from_the_first_byte_to_the_last() -> None
 
 
 def test_a_split_shorter_than_a_crop_is_named() -> None:
-    data = ByteData(train=torch.zeros(6, dtype=torch.uint8), val=torch.zeros(4, dtype=torch.uint8))
+    data = TokenData(train=torch.zeros(6, dtype=torch.uint8), val=torch.zeros(4, dtype=torch.uint8))
     generator = torch.Generator()
     assert data.batch("train", 1, 5, generator)[0].shape == (1, 5)
     message = (
@@ -246,8 +247,8 @@ def test_a_split_shorter_than_a_crop_is_named() -> None:
 
 
 def test_unigram_entropy_is_the_loss_of_smoothed_training_frequencies() -> None:
-    def data(train: bytes, val: bytes) -> ByteData:
-        return ByteData(*(torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in (train, val)))
+    def data(train: bytes, val: bytes) -> TokenData:
+        return TokenData(*(torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in (train, val)))
 
     # 'a' was seen 3 times, 'b' once, 'z' never, and each of the 256 bytes is counted once more.
     expected = -(2 * math.log(4 / 260) + math.log(2 / 260) + math.log(1 / 260)) / 4

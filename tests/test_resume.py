@@ -400,7 +400,7 @@ def trouble(*_: Any, **__: Any) -> None:
 @pytest.mark.parametrize(
     "place",
     [
-        "streamer.app.data.ByteData.batch",
+        "streamer.app.data.TokenData.batch",
         "streamer.backends.thread.ThreadBackend.copy",
         "models.gpt2.MLP.forward",
     ],

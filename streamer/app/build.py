@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 import streamer
-from streamer.app.config import Config, ConfigError, ModelConfig, OptimizerConfig
+from streamer.app.config import Config, ConfigError, ModelConfig, OptimizerConfig, StreamConfig
+from streamer.app.data import TokenData, load_bytes
 from streamer.app.factory import import_factory
+from streamer.app.pretrained import load_pretrained
+from streamer.app.tokenized import load_tokenizer, load_tokens
 from streamer.backends.base import Backend
 
 
@@ -20,8 +24,10 @@ def build_model(config: Config, *, backend: Backend | None = None) -> nn.Module:
 
     Raises ConfigError for what the factory or `streamer.wrap` refuses.
     """
+    if config.model.pretrained is not None:
+        return load_pretrained(config, {**_stream_options(config.stream), "backend": backend})
+    assert config.model.factory is not None, "load_config has looked"
     factory = import_factory(config.model.factory)
-    stream = config.stream
     # a virtual machine has no use for values
     on_meta = config.model.init is not None or (backend is not None and backend.device.type == "meta")
     try:
@@ -33,22 +39,23 @@ def build_model(config: Config, *, backend: Backend | None = None) -> nn.Module:
         raise ConfigError(f"model.factory {config.model.factory} with these args: {error}") from error
     init = _init(config.model, model)
     try:
-        return streamer.wrap(
-            model,
-            layers=stream.layers,
-            device=stream.device,
-            dtype=None if stream.dtype is None else getattr(torch, stream.dtype),
-            num_slots=stream.num_slots,
-            activations=stream.activations,
-            update=stream.update,
-            host_threads=stream.host_threads,
-            init=init,
-            compile=stream.compile,
-            device_memory=stream.device_memory,
-            backend=backend,
-        )
+        return streamer.wrap(model, init=init, backend=backend, **_stream_options(config.stream))
     except (ValueError, MemoryError) as error:
         raise ConfigError(f"[stream]: {error}") from error
+
+
+def _stream_options(config: StreamConfig) -> dict[str, Any]:
+    """Keyword arguments of `streamer.wrap`."""
+    return vars(config) | {"dtype": None if config.dtype is None else getattr(torch, config.dtype)}
+
+
+def load_data(config: Config) -> TokenData:
+    """The config's data, in bytes or in the tokens of a tokenizer. Raises ConfigError for what is wrong."""
+    tokenizer = config.data.tokenizer or config.model.pretrained
+    if tokenizer is None:
+        return load_bytes(config.data.paths, val_fraction=config.data.val_fraction)
+    # found before text is read, and imports what takes seconds
+    return load_tokens(config.data.paths, load_tokenizer(tokenizer), val_fraction=config.data.val_fraction)
 
 
 def _init(config: ModelConfig, model: nn.Module) -> Callable[[nn.Module], object] | None:

@@ -16,6 +16,8 @@ examples:
       a small GPT on the source of the Python standard library
   streamer train configs/gpt2-demo.toml --data notes.txt books/ --set run.steps=2000
       the same model on your own text, for longer
+  streamer train configs/hf-finetune.toml --model DIR --data FILE.jsonl
+      a Llama, Qwen or other language model in a local Hugging Face folder, on text or JSON lines
   streamer export runs/gpt2-demo --to gpt2-demo-weights
       the weights of its latest checkpoint, for others to load
 """
@@ -36,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from streamer.app.train import StoppedError, train
 
     overrides = list(arguments.set)
+    if arguments.model is not None:
+        overrides.append(f"model.pretrained={json.dumps(arguments.model, ensure_ascii=False)}")
     if arguments.data:
         overrides.append(f"data.paths={json.dumps(arguments.data, ensure_ascii=False)}")
     if arguments.save_every is not None:
@@ -97,7 +101,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.add_argument("config", help="a TOML file, such as configs/gpt2-demo.toml")
     train.add_argument(
-        "--data", nargs="+", metavar="PATH", help="text files or directories to train on instead"
+        "--model", metavar="DIR", help="a Hugging Face folder with the model and tokenizer to go on from"
+    )
+    train.add_argument(
+        "--data",
+        nargs="+",
+        metavar="PATH",
+        help="text or JSON lines, or directories of them, to train on",
     )
     train.add_argument(
         "--set",

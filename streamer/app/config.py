@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -26,6 +24,7 @@ from streamer.app.kinds import (
     UPDATE,
     unreadable,
 )
+from streamer.app.toml import toml_pairs, toml_value
 from streamer.kinds import (
     BETAS,
     COUNT,
@@ -72,23 +71,33 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """``[model]``: the factory ``module:callable`` and the keyword arguments it is called with.
+    """``[model]``: the factory ``module:callable`` and the keyword arguments it is called with, or the folder
+    of a pretrained model.
 
     ``init`` names the model's method that gives one of its modules first values. With it the model is built
-    without any and gets them a layer at a time: see ``streamer.wrap(init=...)``.
+    without any and gets them a layer at a time: see ``streamer.wrap(init=...)``. With ``pretrained``, see
+    ``streamer.from_pretrained``, ``factory`` is the class, if it is not that of the folder's config, ``args``
+    change that config, and ``init`` is for what is not in the files.
     """
 
-    factory: Annotated[str, FACTORY]
+    factory: Annotated[str | None, FACTORY] = None
     args: Annotated[dict[str, Any], TABLE] = field(default_factory=dict)
     init: Annotated[str | None, METHOD] = None
+    pretrained: Annotated[str | None, TEXT] = None
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """``[data]``: text files and directories (none: the Python standard library), and the batches."""
+    """``[data]``: text files and directories (none: the Python standard library), and the batches.
+
+    A token is a byte or, with a folder for ``tokenizer``, one of that; a pretrained model has its own. A
+    batch goes through the model ``micro_batch_size`` sequences at a time, whose gradients are added up.
+    """
 
     context: Annotated[int, COUNT]  # tokens in a sequence
     batch_size: Annotated[int, COUNT]
+    micro_batch_size: Annotated[int | None, COUNT] = None
+    tokenizer: Annotated[str | None, TEXT] = None
     paths: Annotated[tuple[str, ...], TEXTS] = ()
     val_fraction: Annotated[float, FRACTION] = 0.05  # of the bytes, held out
 
@@ -160,13 +169,31 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         if not isinstance(table, dict):
             raise ConfigError(f"{where}: {name} must be a section: write [{name}] and its keys below")
     config = Config(**{name: _section(known[name], name, tables.get(name, {}), where) for name in known})
+    _check(config, where)
+    return config
+
+
+def _check(config: Config, where: str) -> None:
+    """Raise ConfigError for keys that do not go together."""
+    if config.model.factory is None and config.model.pretrained is None:
+        raise ConfigError(
+            f"{where}: model.factory is missing: give {FACTORY.words}; or a pretrained model's folder as "
+            "model.pretrained (--model)"
+        )
     if config.optimizer.min_lr > config.optimizer.lr:
         raise ConfigError(f"{where}: optimizer.min_lr is above optimizer.lr, from which it decays; lower it")
     if config.stream.update == "backward" and config.optimizer.grad_clip:
         raise ConfigError(
             f'{where}: stream.update = "backward" has no norm to clip by: set optimizer.grad_clip = 0'
         )
-    return config
+    micro = config.data.micro_batch_size
+    if micro is not None and micro > config.data.batch_size:
+        raise ConfigError(f"{where}: data.micro_batch_size is above data.batch_size, of which it is a part")
+    if micro is not None and micro < config.data.batch_size and config.stream.update == "backward":
+        raise ConfigError(
+            f'{where}: stream.update = "backward" updates after each part of a batch: leave '
+            "data.micro_batch_size out"
+        )
 
 
 def _override(tables: dict[str, Any], override: str) -> None:
@@ -178,7 +205,7 @@ def _override(tables: dict[str, Any], override: str) -> None:
     try:
         (value,) = tomllib.loads(f"value = {text}").values()
     except (ValueError, RecursionError):
-        mend = f"quote a string: '{name}={_toml(text)}'"
+        mend = f"quote a string: '{name}={toml_value(text)}'"
         raise ConfigError(f"override {override!r}: not a TOML value; {mend}") from None
     for part in path:
         tables = tables.setdefault(part, {})
@@ -196,7 +223,9 @@ def _section(kind: type[Any], section: str, table: dict[str, Any], where: str) -
         if key not in wanted:
             raise ConfigError(f"{where}: unknown key {key!r} in [{section}]; {nearest(key, wanted)}")
         if not wanted[key].accepts(value):
-            raise ConfigError(f"{where}: {section}.{key} must be {wanted[key].words}, not {_toml(value)}")
+            raise ConfigError(
+                f"{where}: {section}.{key} must be {wanted[key].words}, not {toml_value(value)}"
+            )
         values[key] = wanted[key].convert(value)
     for item in fields(kind):
         if item.default is MISSING and item.default_factory is MISSING and item.name not in values:
@@ -207,22 +236,4 @@ def _section(kind: type[Any], section: str, table: dict[str, Any], where: str) -
 def dump_config(config: Config) -> str:
     """``config`` as TOML that ``load_config`` reads back to an equal one; a None is left out."""
     sections = {section.name: vars(getattr(config, section.name)) for section in fields(config)}
-    return "\n".join("\n".join([f"[{name}]", *_pairs(table), ""]) for name, table in sections.items())
-
-
-def _pairs(table: Mapping[str, Any]) -> list[str]:
-    keys = {key: key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml(key) for key in table}
-    return [f"{keys[key]} = {_toml(value)}" for key, value in table.items() if value is not None]
-
-
-def _toml(value: Any) -> str:
-    """A value of a TOML file, as tomllib gives it, in TOML and on one line."""
-    if isinstance(value, str):  # JSON's escapes are TOML's too, but JSON lets a DEL stand as it is
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, bool | int | float):
-        return repr(value).lower()
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(_pairs(value)) + "}"
-    if isinstance(value, Sequence):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    return str(value.isoformat())  # a date, a time or both
+    return "\n".join("\n".join([f"[{name}]", *toml_pairs(table), ""]) for name, table in sections.items())

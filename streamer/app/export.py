@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from streamer.app.config import Config, ConfigError, ModelConfig, load_config
-from streamer.app.factory import import_factory
 from streamer.app.model_card import Card
+from streamer.app.pretrained import without_values
 from streamer.app.report import amount
 from streamer.content import BUFFERS, WEIGHTS
 from streamer.files.errors import CheckpointError
@@ -131,18 +131,19 @@ def _config(checkpoint: Path) -> Config | None:
 
 def _on_meta(config: ModelConfig) -> nn.Module | None:
     """The config's model without values; None, and a line, where its factory cannot make it so."""
-    factory = import_factory(config.factory)
+    what = config.pretrained or config.factory
     try:
-        with torch.device("meta"):
-            model = factory(**config.args)
+        model = without_values(config)
+    except (ConfigError, ModuleNotFoundError):
+        raise
     except Exception as error:  # whatever a factory raises that wants to see values
         print(
-            f"{config.factory} cannot be called on the meta device ({' '.join(str(error).split())}), so "
+            f"{what} cannot be called on the meta device ({' '.join(str(error).split())}), so "
             "which weights are tied and which buffers belong in a state_dict is not known: all are written"
         )
         return None
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"model.factory {config.factory} returns a {type(model).__name__}")
+        raise ConfigError(f"model.factory {what} returns a {type(model).__name__}")
     return model
 
 

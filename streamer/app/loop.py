@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 import streamer
 from streamer.app.build import schedule
 from streamer.app.config import Config, ConfigError
-from streamer.app.data import ByteData
+from streamer.app.data import IGNORED, TokenData
 
 
 @dataclass
@@ -23,7 +24,7 @@ class Loop:
     config: Config
     model: nn.Module
     optimizer: streamer.AdamW
-    data: ByteData
+    data: TokenData
     step: int = 0
     first_val_loss: float = math.nan
     val_loss: float = math.nan
@@ -45,8 +46,13 @@ class Loop:
         """One step; its loss, and the gradient's norm where there is one to be had."""
         batch = self.config.data
         tokens, targets = self.data.batch("train", batch.batch_size, batch.context, self.crops)
-        loss = _loss(self.model, tokens, targets)
-        loss.backward()
+        learnt = count_learnt(targets)
+        loss = 0.0
+        for some in torch.arange(batch.batch_size).split(batch.micro_batch_size or batch.batch_size):
+            # what each adds to the mean over all that is learnt in the batch
+            part = _loss(self.model, tokens[some], targets[some]) * (count_learnt(targets[some]) / learnt)
+            part.backward()
+            loss += part.item()
         measured = {}
         if self.config.stream.update == "step":
             # 0 in the config means no clipping, but the norm is worth a look all the same
@@ -56,26 +62,28 @@ class Loop:
         self.optimizer.zero_grad()
         self.rates.step()
         self.step += 1
-        return {"loss": loss.item(), **measured}
+        return {"loss": loss, **measured}
 
     @torch.no_grad()
     def validate(self) -> float:
-        """The loss on the validation batches, in nats per byte.
+        """The loss on the validation batches, in nats per token.
 
-        Raises ConfigError where the model cannot take tokens 0 to 255 in sequences of ``data.context``.
+        Raises ConfigError where the model cannot take the data's tokens in sequences of ``data.context``.
         """
         self.model.eval()
-        config = self.config
-        batches = self.data.val_batches(config.run.eval_batches, config.data.batch_size, config.data.context)
+        run, batch = self.config.run, self.config.data
+        size = batch.micro_batch_size or batch.batch_size
+        batches = self.data.val_batches(-(-run.eval_batches * batch.batch_size // size), size, batch.context)
         try:
             losses = [_loss(self.model, tokens, targets).item() for tokens, targets in batches]
         except (ValueError, IndexError) as error:
             raise ConfigError(
-                f"the model cannot run on sequences of data.context = {config.data.context} bytes "
-                f"(tokens 0 to 255): {error}; mend model.args or data.context"
+                f"the model cannot run on sequences of data.context = {batch.context} {self.data.unit}s "
+                f"(tokens 0 to {self.data.vocab_size - 1}): {error}; mend model.args or data.context"
             ) from error
         self.model.train()
-        self.val_loss = sum(losses) / len(losses)
+        counts = [count_learnt(targets) for _, targets in batches]
+        self.val_loss = sum(map(operator.mul, losses, counts)) / sum(counts)
         return self.val_loss
 
     def state(self) -> dict[str, Any]:
@@ -102,12 +110,12 @@ class Loop:
         self._draw_anew()
 
     @torch.no_grad()
-    def sample(self, prompt_bytes: int) -> str:
-        """Text that the streamed model writes, byte by byte, after the first ``prompt_bytes`` of validation
-        text."""
+    def sample(self, prompt_tokens: int) -> str:
+        """Text that the streamed model writes, token by token, after the first ``prompt_tokens`` of
+        validation text."""
         self.model.eval()
         draws = torch.Generator().manual_seed(self.config.run.seed)
-        text = self.data.val[:prompt_bytes].long()[None]
+        text = self.data.val[:prompt_tokens].long()[None]
         for _ in range(self.config.run.sample_tokens):
             result: Any = self.model(text[:, -self.config.data.context :])
             logits: torch.Tensor = getattr(result, "logits", result)[:, -1].float().cpu()
@@ -115,11 +123,23 @@ class Loop:
                 [text, torch.multinomial(torch.softmax(logits / 0.8, -1), 1, generator=draws)], dim=1
             )
         self.model.train()
-        return bytes(text[0].tolist()).decode("utf-8", errors="replace")
+        return self.data.decode(text[0].tolist())
+
+
+def count_learnt(targets: torch.Tensor) -> int:
+    """How many of them are learnt; 1 where none is, so that it can be divided by."""
+    return max(1, int((targets != IGNORED).sum()))
 
 
 def _loss(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy in nats per token of logits [batch, time, vocabulary], in fp32."""
+    """Mean cross-entropy in nats per token that is learnt (0 where none is) of logits
+    [batch, time, vocabulary], in fp32."""
     result: Any = model(tokens)
     logits: torch.Tensor = getattr(result, "logits", result)
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten().to(logits.device))
+    summed = F.cross_entropy(
+        logits.flatten(0, 1).float(),
+        targets.flatten().to(logits.device),
+        ignore_index=IGNORED,
+        reduction="sum",
+    )
+    return summed / count_learnt(targets)

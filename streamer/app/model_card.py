@@ -83,7 +83,7 @@ class Card:
             'for path in sorted(folder.glob("*.safetensors")):',
             "    weights |= load_file(path)",
         ]
-        if self.config is not None:
+        if self.config is not None and self.config.factory is not None:
             module, _, factory = self.config.factory.partition(":")
             lines[:2] = ["import json", *lines[:2], f"from {module} import {factory}"]
             lines.append('config = json.loads((folder / "config.json").read_text(encoding="utf-8"))')

@@ -12,7 +12,7 @@ import streamer
 
 @dataclass(frozen=True)
 class Summary:
-    """One run in figures: losses in nats per byte, sizes in bytes, times in seconds."""
+    """One run in figures: losses in nats per token, sizes in bytes, times in seconds."""
 
     parameters: int
     weight_bytes: int
@@ -60,7 +60,7 @@ class Summary:
         return asdict(self) | {"overlap": overlap}
 
 
-def summary_table(summary: Summary) -> str:
+def summary_table(summary: Summary, *, unit: str = "byte") -> str:
     """The summary as a table for the terminal."""
     # a plain optimizer's two fp32 moments stand beside the weights and their gradients
     resident = 2 * summary.weight_bytes + 8 * summary.parameters
@@ -71,9 +71,9 @@ def summary_table(summary: Summary) -> str:
         ("if all were held there", f"{amount(resident)} of weights, gradients and moments"),
         ("host bytes per parameter", f"{summary.host_bytes_per_parameter:.2f}"),
         ("tokens/s", f"{summary.tokens_per_second:,.0f}"),
-        ("validation loss before", f"{summary.first_val_loss:.3f} nats per byte"),
+        ("validation loss before", f"{summary.first_val_loss:.3f} nats per {unit}"),
         ("validation loss after", f"{summary.last_val_loss:.3f}"),
-        ("byte frequencies alone", f"{summary.unigram_loss:.3f}"),
+        (f"{unit} frequencies alone", f"{summary.unigram_loss:.3f}"),
     ]
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:{width}}  {value}" for name, value in rows]

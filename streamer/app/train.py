@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import json
 import sys
 import time
@@ -14,17 +12,20 @@ import torch
 from tqdm import tqdm
 
 import streamer
-from streamer.app.build import build_model, build_optimizer
-from streamer.app.config import Config, ConfigError, dump_config
-from streamer.app.data import load_bytes
+from streamer.app.build import build_model, build_optimizer, load_data
+from streamer.app.config import Config
+from streamer.app.directory import free_name, run_directory
 from streamer.app.loop import Loop
+from streamer.app.pretrained import write_pretrained
 from streamer.app.report import Summary, amount, summary_table
 from streamer.app.resume import Checkpoints, forget_after
 from streamer.app.signals import Stop, stopping
 from streamer.handle import wrapped
 
-#: Bytes of validation text that the sample at the end continues.
-PROMPT_BYTES = 64
+#: Tokens of validation text that the sample at the end continues.
+PROMPT_TOKENS = 64
+#: Where a pretrained model is written in the end, in the run's directory.
+PRETRAINED = "model"
 #: How often a run goes back to a checkpoint before it gives up.
 MOST_RETURNS = 10
 
@@ -44,7 +45,7 @@ def train(config: Config, resume: Path | None = None, *, fall_back: bool = False
     Raises ConfigError, in one line, for anything in the config that cannot be honoured, StoppedError where a
     gradient is not finite and the config says to stop, and OSError where a checkpoint cannot be written.
     """
-    data = load_bytes(config.data.paths, val_fraction=config.data.val_fraction)
+    data = load_data(config)
     torch.manual_seed(config.run.seed)
     model = build_model(config)
     try:
@@ -53,7 +54,7 @@ def train(config: Config, resume: Path | None = None, *, fall_back: bool = False
         if resume is None:
             # a model that cannot run on this data says so before there is a directory
             loop.first_val_loss = loop.validate()
-            directory = _run_directory(config)
+            directory = run_directory(config)
         else:
             directory = resume.parent.parent
             saved = Checkpoints(directory, keep=config.run.keep)
@@ -118,7 +119,7 @@ class _Run:
             self._return(error, bar)
             return False
         except torch.OutOfMemoryError as error:
-            raise StoppedError(f"step {loop.step + 1}: {error}; lower data.batch_size") from error
+            raise StoppedError(f"step {loop.step + 1}: {error}; lower data.micro_batch_size") from error
         self._seconds.append(time.perf_counter() - begun)
         stats = streamer.stats(loop.model)
         if stats.skipped_steps > skipped:
@@ -174,7 +175,7 @@ class _Run:
     def _validation_line(self) -> str:
         loop = self._loop
         return (
-            f"step {loop.step:5d}: validation loss {loop.val_loss:.3f} (byte frequencies alone: "
+            f"step {loop.step:5d}: validation loss {loop.val_loss:.3f} ({loop.data.unit} frequencies alone: "
             f"{self._unigram:.3f})"
         )
 
@@ -199,28 +200,13 @@ def _finish(loop: Loop, directory: Path, seconds: list[float]) -> Summary:
     streamer.save_trace(loop.model, directory / "trace.json")
     (directory / "summary.json").write_text(json.dumps(summary.as_json(), indent=2) + "\n")
     if loop.config.run.sample_tokens:
-        print(f"\nA sample, after the first {PROMPT_BYTES} bytes of validation text:\n")
-        print(loop.sample(PROMPT_BYTES))
-    print(f"\n{summary_table(summary)}\n")
+        print(f"\nA sample, after the first {PROMPT_TOKENS} {loop.data.unit}s of validation text:\n")
+        print(loop.sample(PROMPT_TOKENS))
+    print(f"\n{summary_table(summary, unit=loop.data.unit)}\n")
+    if loop.config.model.pretrained is not None:
+        write_pretrained(loop.model, loop.data.tokenizer, free_name(directory / PRETRAINED))
     print(f"Written to {directory}: config.toml metrics.jsonl summary.json, and trace.json of the last steps")
     return summary
-
-
-def _run_directory(config: Config) -> Path:
-    """A new directory for the run with the resolved config in it: ``name`` or, where there has been a run of
-    that name, ``name-2`` and so on."""
-    wanted = Path(config.run.out) / config.run.name
-    names = itertools.chain([wanted], (wanted.with_name(f"{wanted.name}-{n}") for n in itertools.count(2)))
-    try:
-        wanted.parent.mkdir(parents=True, exist_ok=True)
-        for directory in names:
-            with contextlib.suppress(FileExistsError):
-                directory.mkdir()
-                break
-        (directory / "config.toml").write_text(dump_config(config))
-    except OSError as error:
-        raise ConfigError(f"cannot write to {wanted} ({error.strerror}): set run.out or run.name") from error
-    return directory
 
 
 def _print_beginning(loop: Loop, directory: Path) -> None:
@@ -233,7 +219,7 @@ def _print_beginning(loop: Loop, directory: Path) -> None:
         f"{config.run.name}: {sum(p.numel() for p in model.parameters()):,} parameters, of which the device "
         f"({device.type}) holds {slots} layers at a time: {amount(held.device_bytes_now)} there, "
         f"{amount(sum(held.host_bytes.values()))} in host memory\n"
-        f"data: {data.train.numel():,} bytes to train on, {data.val.numel():,} to validate; byte frequencies "
-        f"alone give {data.unigram_entropy():.3f} nats per byte\n"
+        f"data: {data.train.numel():,} {data.unit}s to train on, {data.val.numel():,} to validate; "
+        f"{data.unit} frequencies alone give {data.unigram_entropy():.3f} nats per {data.unit}\n"
         f"{left} of {config.data.batch_size} x {config.data.context} tokens, to {directory}"
     )

@@ -70,7 +70,7 @@ def parameters_on_meta() -> Iterator[None]:
 def _of_transformers(
     path: Path, model_class: ModelClass | None, config: Any, dtype: torch.dtype | None
 ) -> nn.Module:
-    transformers = _library()
+    transformers = transformers_library()
     folder = path if path.is_dir() else path.parent
     if config is None:
         if not (folder / CONFIG).is_file():
@@ -108,7 +108,8 @@ def _named_in(transformers: Any, config: Any, folder: Path) -> ModelClass:
     )
 
 
-def _library() -> Any:
+def transformers_library() -> Any:
+    """The transformers library. Raises ValueError, naming the mend, where there is none or one too old."""
     try:
         transformers = importlib.import_module("transformers")
         importlib.import_module("transformers.core_model_loading")

@@ -1,0 +1,134 @@
+"""Text and JSON lines become tokens, and only what is to be learnt becomes targets."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from streamer.app.config import ConfigError
+from streamer.app.data import IGNORED, Split
+from streamer.app.tokenized import load_tokenizer, load_tokens
+from tests import tiny_llama
+
+TOKENIZER = tiny_llama.tokenizer()
+END = TOKENIZER.eos_token
+SPLITS: tuple[Split, Split] = ("train", "val")
+
+
+def learnt(tokens: torch.Tensor, targets: torch.Tensor) -> str:
+    """The text that is learnt, with | for what is not."""
+    assert all(target in (token, IGNORED) for token, target in zip(tokens, targets, strict=True))
+    runs = itertools.groupby(targets.tolist(), key=lambda target: target == IGNORED)
+    return "".join("|" if hidden else TOKENIZER.decode(list(run)) for hidden, run in runs)
+
+
+def load(folder: Path, *lines: Any) -> tuple[str, str]:
+    """What is learnt of the training and of the validation documents; the latter is the smallest one."""
+    path = folder / "data.jsonl"
+    path.write_text("\n\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    data = load_tokens([path], TOKENIZER, val_fraction=1e-6)
+    assert (data.unit, data.vocab_size) == ("token", len(TOKENIZER))
+    return learnt(data.train, data.targets["train"]), learnt(data.val, data.targets["val"])
+
+
+def test_all_of_a_text_is_learnt(tmp_path: Path) -> None:
+    assert load(tmp_path, {"text": "one two three"}, {"text": "two"}) == (f"one two three{END}", f"two{END}")
+
+
+def test_of_a_prompt_only_the_completion_is_learnt(tmp_path: Path) -> None:
+    lines = {"prompt": "what follows one? ", "completion": "two, and três."}, {"text": "two"}
+    # the last space of the prompt is in one token with what follows
+    assert load(tmp_path, *lines)[0] == f"| two, and três.{END}"
+
+
+def test_of_a_chat_what_the_assistant_says_is_learnt(tmp_path: Path) -> None:
+    chat = [
+        {"role": "user", "content": "what follows one?"},
+        {"role": "assistant", "content": "two"},
+        {"role": "user", "content": "and two?"},
+        {"role": "assistant", "content": "three"},
+    ]
+    assert load(tmp_path, {"messages": chat}, {"text": "two"})[0] == f"|two\n|three\n{END}"
+    # of a chat that ends with a question the end is not learnt
+    assert load(tmp_path, {"messages": chat[:3]}, {"text": "two"})[0] == "|two\n|"
+
+
+def test_a_text_file_is_one_document_and_a_single_one_is_cut(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one two three, " * 20)
+    data = load_tokens([tmp_path], TOKENIZER, val_fraction=0.25)
+    whole = TOKENIZER.decode(torch.cat([data.train, data.val]).tolist())
+    assert whole == "one two three, " * 20 + END
+    assert len(data.val) == round(0.25 * (len(data.train) + len(data.val)))
+    (tmp_path / "b.txt").write_text("two")
+    data = load_tokens([tmp_path], TOKENIZER, val_fraction=0.001)
+    assert TOKENIZER.decode(data.val.tolist()) == f"two{END}"
+
+
+def test_a_crop_is_shifted_by_one_and_keeps_what_is_not_learnt(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "what follows one? ", "completion": "two"}\n' * 50 + '{"text": "three"}')
+    data = load_tokens([path], TOKENIZER, val_fraction=0.3)
+    tokens, targets = data.batch("train", 8, 6, torch.Generator().manual_seed(0))
+    assert torch.equal(tokens[:, 1:].where(targets[:, :-1] != IGNORED, IGNORED), targets[:, :-1])
+    assert 0 < int((targets == IGNORED).sum()) < targets.numel()
+    # the loss of knowing frequencies alone is that of what is learnt
+    train, val = (Counter(data.targets[split][data.targets[split] != IGNORED].tolist()) for split in SPLITS)
+    total = sum(train.values()) + len(TOKENIZER)
+    nats = sum(count * -math.log((train[token] + 1) / total) for token, count in val.items())
+    assert data.unigram_entropy() == pytest.approx(nats / sum(val.values()), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "data.jsonl:3: not JSON: "),
+        ("[1]", "data.jsonl:3: a line must be {"),
+        ({"txt": "one"}, "data.jsonl:3: a line must be {"),
+        ({"text": 1}, "data.jsonl:3: a line must be {"),
+        ({"prompt": "one"}, "data.jsonl:3: a line must be {"),
+        ({"messages": []}, "data.jsonl:3: a line must be {"),
+        ({"messages": [{"role": "user"}]}, "data.jsonl:3: a line must be {"),
+    ],
+)
+def test_a_line_of_another_form_is_named(tmp_path: Path, line: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load(tmp_path, {"text": "one"}, line)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for m in messages %}{{ m.content }}{{ loop.last }}{% endfor %}", "otherwise when others follow"),
+        ("{{ raise_exception('no') }}", "data.jsonl:1: the tokenizer's chat template: no"),
+        (None, "data.jsonl:1: the tokenizer has no chat template: give prompt and completion"),
+    ],
+)
+def test_a_template_that_hides_who_speaks_is_refused(
+    tmp_path: Path, template: str | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TOKENIZER, "chat_template", template)
+    chat = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}] * 2
+    with pytest.raises(ConfigError) as raised:
+        load(tmp_path, {"messages": chat})
+    assert message in str(raised.value)
+
+
+def test_data_in_which_nothing_is_learnt(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the val split has nothing to learn"):
+        load(tmp_path, {"text": "what follows one? " * 9}, {"messages": [{"role": "user", "content": ""}]})
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(ConfigError, match=r"latin.txt: not UTF-8 .* at byte 3"):
+        load_tokens([tmp_path / "latin.txt"], TOKENIZER, val_fraction=0.1)
+
+
+def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no tokenizer to be had from it .*set data.tokenizer"):
+        load_tokenizer(str(tmp_path))
