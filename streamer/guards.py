@@ -28,6 +28,7 @@ def attach_guards(model: nn.Module, executor: Executor) -> Callable[[], None]:
         def keep(handle: RemovableHandle) -> None:
             stack.callback(handle.remove)
 
+        keep(model.register_forward_pre_hook(_check_wanted(executor.root)))
         keep(model.register_forward_pre_hook(_move_inputs(executor.backend.device), with_kwargs=True))
         for module in modules:
             if module not in in_layers:
@@ -98,6 +99,14 @@ def serve_other_optimizers(executor: Executor) -> Callable[[], None]:
 def _remove(module: nn.Module, names: Iterable[str]) -> None:
     for name in names:
         module.__dict__.pop(name, None)
+
+
+def _check_wanted(root: Unit) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled():
+            root.wanted()  # refuses what there is no room for
+
+    return hook
 
 
 def _move_inputs(device: torch.device) -> Callable[..., tuple[Any, Any]]:
