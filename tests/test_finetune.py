@@ -291,12 +291,37 @@ def test_a_frozen_layer_that_uses_a_trained_parameter_of_another_module() -> Non
     model.layers = nn.ModuleList(Scaled(model.scale).requires_grad_(False) for _ in range(3))
     wrapped = streamer.wrap(model, layers="layers", device="cpu")
     try:
-        with pytest.raises(ValueError, match=r"'layers\.0' is frozen.*give it to the layer as an argument"):
-            wrapped.layers[0](torch.randn(2, 8))
-        with torch.no_grad():
-            wrapped.layers[0](torch.randn(2, 8))
+        loss = wrapped.layers[0](torch.randn(2, 8)).sum()
+        with pytest.raises(
+            RuntimeError, match=r"'layers\.0' is frozen.*give that to the layer as an argument"
+        ):
+            loss.backward()
     finally:
         streamer.unwrap(wrapped)
+
+
+class Force(nn.Module):
+    """A layer that differentiates in its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (force,) = torch.autograd.grad(self.outer(torch.tanh(self.inner(x))).sum(), x)
+        return force
+
+
+def test_a_frozen_layer_may_differentiate_in_its_forward() -> None:
+    model = nn.Sequential(*(Force() for _ in range(3))).requires_grad_(False)
+    x = torch.randn(2, 8)
+    expected = model(x)
+    with streamed(model, layers="") as wrapped:
+        assert torch.equal(wrapped(x), expected)
+        with torch.no_grad():
+            assert torch.equal(wrapped(x), expected)
 
 
 class ReadsItsParts(nn.Module):

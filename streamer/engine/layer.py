@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,25 +52,31 @@ class StreamedLayer:
         unit = self._unit
 
         def work(weights: torch.Tensor) -> Any:
-            with Autocast.now(self._executor.backend.device).uncached(), _saving_no_views(unit, weights):
+            with Autocast.now(self._executor.backend.device).uncached(), _slot_for_now(unit, weights):
                 return run_on_slot(unit, self._forward, weights, unit.leaves(weights), args, kwargs)
 
         return self._executor.forward(self._unit, work, phase)
 
 
-def _saving_no_views(unit: Unit, weights: torch.Tensor) -> AbstractContextManager[None]:
-    """Raise ValueError inside the block if autograd saves a part of the slot ``weights``, which will soon
-    hold another layer: nothing that ``unit`` is known to be given needs a gradient."""
+@contextmanager
+def _slot_for_now(unit: Unit, weights: torch.Tensor) -> Iterator[None]:
+    """Refuse gradients that come after the block to what autograd has saved in it of the slot ``weights``:
+    that will soon hold another layer, and nothing that ``unit`` was known to be given needed one."""
+    is_over = False
 
-    def pack(saved: torch.Tensor) -> torch.Tensor:
-        if aliases(saved, weights):
-            raise ValueError(
-                f"layer '{unit.name}' is frozen and given nothing that needs a gradient, but computes with a "
-                "tensor that does (of another module?): give it to the layer as an argument"
+    def unpack(saved: torch.Tensor) -> torch.Tensor:
+        if is_over and aliases(saved, weights):
+            raise RuntimeError(
+                f"layer '{unit.name}' is frozen and was given nothing that needs a gradient, but one goes "
+                "through it, to a tensor of another module: give that to the layer as an argument"
             )
         return saved
 
-    return torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved)
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, unpack):
+        try:
+            yield
+        finally:
+            is_over = True
 
 
 class _Layer(torch.autograd.Function):
