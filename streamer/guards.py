@@ -22,16 +22,19 @@ from streamer.memory.layout import Slice
 def attach_guards(model: nn.Module, executor: Executor) -> Callable[[], None]:
     """Put hooks and guards on ``model``; the returned function takes them off."""
     modules = list(model.modules())
-    root_owners = {module for owners in executor.root.owners for module, _ in owners}
+    in_layers = {module for unit in executor.units for module in unit.module.modules()}
     with ExitStack() as stack:
 
         def keep(handle: RemovableHandle) -> None:
             stack.callback(handle.remove)
 
+        keep(model.register_forward_pre_hook(_check_wanted(executor.root)))
         keep(model.register_forward_pre_hook(_move_inputs(executor.backend.device), with_kwargs=True))
-        for module in root_owners:
-            # user code may call them without calling the model, and an update may be on its way to them
-            keep(module.register_forward_pre_hook(lambda *_: executor.begin()))
+        for module in modules:
+            if module not in in_layers:
+                # an update may be on its way to what it reads: its own parameters, or others' inside of it;
+                # user code may call it without calling the model
+                keep(module.register_forward_pre_hook(lambda *_: executor.begin()))
         for unit in (*executor.units, executor.root):
             for slice, param in executor.gradients.held[unit.index].pairs():
                 keep(param.register_hook(_before_adding(executor, unit, slice, param)))
@@ -96,6 +99,14 @@ def serve_other_optimizers(executor: Executor) -> Callable[[], None]:
 def _remove(module: nn.Module, names: Iterable[str]) -> None:
     for name in names:
         module.__dict__.pop(name, None)
+
+
+def _check_wanted(root: Unit) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled():
+            root.wanted()  # refuses what there is no room for
+
+    return hook
 
 
 def _move_inputs(device: torch.device) -> Callable[..., tuple[Any, Any]]:

@@ -42,10 +42,16 @@ def wrapped(model: nn.Module) -> Wrapped:
         raise ValueError(f"give the wrapped model itself, not a {type(model).__name__}")
     handle = model.__dict__.get(HANDLE)
     if not isinstance(handle, Wrapped):
-        raise ValueError(
-            f"this {type(model).__name__} is not wrapped: call streamer.wrap(model, layers=...) first"
-        )
+        part = wrapped_part(model)
+        mend = f"give {part}, which is" if part else "call streamer.wrap(model, layers=...) first"
+        raise ValueError(f"this {type(model).__name__} is not wrapped: {mend}")
     return handle
+
+
+def wrapped_part(model: nn.Module) -> str | None:
+    """How the module in ``model`` that `wrap` was called with is written, if there is one."""
+    names = (name for name, module in model.named_modules(prefix="model") if HANDLE in module.__dict__)
+    return next(names, None)
 
 
 def home_of(param: torch.Tensor) -> Home | None:
@@ -60,6 +66,7 @@ def require_home(param: torch.Tensor) -> Home:
     if home is None:
         raise ValueError(
             f"a parameter of shape {tuple(param.shape)} belongs to no wrapped model: call "
-            "streamer.wrap(model, ...) before streamer.AdamW(model.parameters()), or use torch.optim.AdamW"
+            "streamer.wrap(model, ...) before streamer.AdamW(model.parameters()) and after adding parameters "
+            "(adapters) to the model, or use torch.optim.AdamW"
         )
     return home

@@ -175,7 +175,7 @@ def _load_weights(executor: Executor, unit: Unit, read: Read) -> None:
     for slice in unit.layout.slices:
         values = read(slice.param.name)
         executor.backend.on_host(partial(shard.load, slice, values))
-    executor.weights.updated(unit)
+    executor.weights.replaced(unit)
 
 
 def _load_buffers(model: nn.Module, read: Read) -> None:

@@ -76,7 +76,7 @@ def check_owner(home: Home, owner: object) -> None:
             "moments of its own, or keeps those of its model in another state_dtype: use that one"
         )
     if not home.slice.param.trainable:
-        home.unit.written()  # says so
+        home.unit.wanted()  # says so
 
 
 def moments_of(home: Home, state_dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -22,7 +22,7 @@ from streamer.engine.executor import Executor
 from streamer.engine.layer import StreamedLayer
 from streamer.find import Layers, find_layers
 from streamer.guards import attach_guards, serve_other_optimizers
-from streamer.handle import HANDLE, HOME, Home, Wrapped, home_of, wrapped
+from streamer.handle import HANDLE, HOME, Home, Wrapped, home_of, wrapped, wrapped_part
 from streamer.initialising import Init, Initialiser, check_init
 from streamer.memory.host import HostStore
 from streamer.memory.purposes import ALL_MOMENTS, GRADIENTS
@@ -101,7 +101,10 @@ def wrap(
     if not isinstance(model, nn.Module):
         raise ValueError(f"wrap takes an nn.Module, not a {type(model).__name__}")
     if any(home_of(param) is not None for param in model.parameters()):
-        raise ValueError("this model, or a part of it, is wrapped already: call streamer.unwrap on it first")
+        part = wrapped_part(model) or "it"
+        raise ValueError(
+            f"this model, or a part of it, is wrapped already: call streamer.unwrap on {part} first"
+        )
     check_options(
         dtype=dtype,
         num_slots=num_slots,

@@ -328,8 +328,13 @@ def test_wrapping_twice() -> None:
     with wrapped(model):
         before = snapshot(model)
         threads = lane_threads()
-        for again, layers in ((model, "blocks"), (part, ""), (whole, "0.blocks"), (model.blocks[0], None)):
-            with pytest.raises(ValueError, match=r"wrapped already: call streamer\.unwrap on it first"):
+        for again, layers, which in (
+            (model, "blocks", "model"),
+            (part, "", "it"),
+            (whole, "0.blocks", r"model\.0"),
+            (model.blocks[0], None, "it"),
+        ):
+            with pytest.raises(ValueError, match=rf"wrapped already: call streamer\.unwrap on {which} first"):
                 streamer.wrap(again, layers=layers, device="cpu")
         assert snapshot(model) == before
         assert lane_threads() == threads

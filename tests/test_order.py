@@ -96,13 +96,41 @@ def test_forward_that_no_backward_followed_is_not_learned() -> None:
     assert upcoming("F0 F1 F2 B2 B1 B0 F0 F1 I0 I1 I2 F0") == [1, 2, 2, 1, 0] + [0, 1, 2, 2, 1, 0]
 
 
+def test_frozen_units_belong_to_the_step() -> None:
+    """Wherever they are in it, and no backward comes to them."""
+    for learned, cycle in (("Z0 F1 F2 B2 B1 ", [0, 1, 2, 2, 1]), ("F0 Z1 F2 B2 B0 ", [0, 1, 2, 2, 0])):
+        visits = learned.split()
+        for position in range(1, len(visits) + 1):
+            assert upcoming(learned + " ".join(visits[:position])) == cycle[position:] + cycle
+    # an evaluation changes nothing
+    assert upcoming("Z0 F1 F2 B2 B1 I0 I1 I2 Z0") == [1, 2, 2, 1] + [0, 1, 2, 2, 1]
+
+
+def test_frozen_units_alone_are_a_cycle() -> None:
+    learned = "Z0 Z1 Z2 "
+    assert upcoming(learned * 2 + "Z0") == [1, 2] + [0, 1, 2]
+    assert upcoming(learned * 2) == [0, 1, 2]
+    assert upcoming(learned * 2 + "I0 I1 I2 I0 I1 I2 Z0") == [1, 2] + [0, 1, 2]
+
+
+def test_inference_between_forward_and_backward_belongs_to_the_step() -> None:
+    """A reference model of the same layers, without adapters say."""
+    learned = "F0 F1 I0 I1 B1 B0 "
+    cycle = [0, 1, 0, 1, 1, 0]
+    visits = learned.split()
+    for position in range(1, len(visits) + 1):
+        assert upcoming(learned + " ".join(visits[:position]), units=2) == cycle[position:] + cycle
+    # an evaluation of many batches after an error in user code does not
+    assert upcoming("F0 F1 I0 I1 I0", units=2) == [1] + [0, 1]
+
+
 def test_backward_of_a_part_is_learned() -> None:
     assert upcoming("F0 F1 F2 B2 F0") == [1, 2, 2] + [0, 1, 2, 2]
 
 
 def test_any_visits_are_served() -> None:
     """No sequence of visits is refused, and what is expected is always among the units."""
-    visits = [f"{phase}{unit}" for phase in "FBI" for unit in range(2)]
+    visits = [f"{phase}{unit}" for phase in "FZBI" for unit in range(2)]
     for sequence in itertools.product(visits, repeat=4):
         assert set(upcoming(" ".join(sequence), units=2)) <= {0, 1}
 

@@ -55,6 +55,7 @@ class Visit(abc.ABC):
         self.gate = Gate(call.unit.name)
         self.release: Callable[[], object] = lambda: None
         self._written = call.unit.written()
+        self._wanted = call.unit.wanted()
 
     @abc.abstractmethod
     def first_run(self, weights: torch.Tensor, inputs: Tensors) -> Outputs:
@@ -85,6 +86,11 @@ class Visit(abc.ABC):
             raise RuntimeError(
                 f"the weights of layer '{unit.name}' have changed since the forward that this backward "
                 "belongs to (was optimizer.step() called in between?): run the forward again"
+            )
+        if unit.wanted() != self._wanted:
+            raise RuntimeError(
+                f"requires_grad of parameters of layer '{unit.name}' has changed since the forward that this "
+                "backward belongs to (were adapters switched in between?): change it after backward"
             )
         input_gradients: list[torch.Tensor | None] = []
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from streamer.engine.activations import Visit
 from streamer.engine.ambient import Autocast
-from streamer.engine.call import Call, run_on_slot
+from streamer.engine.call import Call, aliases, run_on_slot
 from streamer.engine.compiled import Compiler
 from streamer.engine.executor import Executor
 from streamer.engine.kvcache import without_caches
@@ -33,11 +34,11 @@ class StreamedLayer:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return self._infer(args, kwargs)
+            return self._infer(args, kwargs, Phase.INFERENCE)
         args, kwargs = without_caches(args, kwargs, self._unit.name)
         inputs, rebuild = flatten((args, kwargs))
         if not any(tensor.requires_grad for tensor in (*inputs, *self._unit.params)):
-            return self._infer(args, kwargs)
+            return self._infer(args, kwargs, Phase.FROZEN)
         visit = self._policy(self._executor, Call(self._unit, self._forward, rebuild))
         # without an input that needs a gradient autograd would leave the layer out of the graph
         anchor = torch.empty(0, device=self._executor.backend.device, requires_grad=True)
@@ -45,16 +46,37 @@ class StreamedLayer:
         outputs = _Layer.apply(visit, results, anchor, *inputs)  # type: ignore[no-untyped-call]
         return results.pop()(outputs)
 
-    def _infer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _infer(self, args: tuple[Any, ...], kwargs: dict[str, Any], phase: Phase) -> Any:
         """Run the layer without a graph, on the very objects it was given: it may write into a cache."""
 
         unit = self._unit
 
         def work(weights: torch.Tensor) -> Any:
-            with Autocast.now(self._executor.backend.device).uncached():
+            with Autocast.now(self._executor.backend.device).uncached(), _slot_for_now(unit, weights):
                 return run_on_slot(unit, self._forward, weights, unit.leaves(weights), args, kwargs)
 
-        return self._executor.forward(self._unit, work, Phase.INFERENCE)
+        return self._executor.forward(self._unit, work, phase)
+
+
+@contextmanager
+def _slot_for_now(unit: Unit, weights: torch.Tensor) -> Iterator[None]:
+    """Refuse gradients that come after the block to what autograd has saved in it of the slot ``weights``:
+    that will soon hold another layer, and nothing that ``unit`` was known to be given needed one."""
+    is_over = False
+
+    def unpack(saved: torch.Tensor) -> torch.Tensor:
+        if is_over and aliases(saved, weights):
+            raise RuntimeError(
+                f"layer '{unit.name}' is frozen and was given nothing that needs a gradient, but one goes "
+                "through it, to a tensor of another module: give that to the layer as an argument"
+            )
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, unpack):
+        try:
+            yield
+        finally:
+            is_over = True
 
 
 class _Layer(torch.autograd.Function):

@@ -14,6 +14,7 @@ class Phase(enum.Enum):
     """Why a unit is asked for."""
 
     FORWARD = "F"  # a forward that a backward will follow
+    FROZEN = "Z"  # a forward with gradients on, to which no backward will come
     BACKWARD = "B"
     INFERENCE = "I"  # a forward without gradients
 
@@ -31,9 +32,10 @@ Cycle = tuple[Visit, ...]
 class Order:
     """Cycles of visits as they were last seen.
 
-    A cycle of training runs from the first forward after a backward to the end of the next backward, a
-    cycle of inference over each unit once. Of each kind the last one is remembered, and it is expected
-    to come again.
+    A cycle of training runs from the first forward after a backward to the end of the next backward,
+    inference in between (of a reference model, say) included. A cycle of inference alone, or of frozen
+    forwards alone, is over when a unit is asked for again. Of training and inference the last one is
+    remembered, and it is expected to come again.
     """
 
     def __init__(self, units: Sequence[int]) -> None:
@@ -42,6 +44,7 @@ class Order:
         self._training: Cycle = (*forward, *backward)
         self._inference: Cycle = tuple(Visit(unit, Phase.INFERENCE) for unit in units)
         self._now: list[Visit] = []
+        self._phases: set[Phase] = set()
         self._longest = 64 * len(units)
         #: where in the remembered cycle the next visit is expected
         self._position = 0
@@ -51,9 +54,11 @@ class Order:
         if self._begins_cycle(visit):
             self._remember()
             self._now = []
+            self._phases = set()
             self._position = 0
         self._now.append(visit)
-        expected = self._cycle(visit.phase)
+        self._phases.add(visit.phase)
+        expected = self._expected()
         # units may be skipped: look ahead first, then anew from the start of the cycle
         ahead = _index(expected, visit, self._position)
         found = ahead if ahead is not None else _index(expected, visit, 0)
@@ -62,8 +67,7 @@ class Order:
 
     def upcoming(self) -> Iterator[int]:
         """The units of the visits to come: the rest of this cycle, then one whole cycle more."""
-        phase = self._now[-1].phase if self._now else Phase.FORWARD
-        cycle = self._cycle(phase)
+        cycle = self._expected()
         for visit in (*cycle[self._position :], *cycle):
             yield visit.unit
 
@@ -77,22 +81,27 @@ class Order:
     def _begins_cycle(self, visit: Visit) -> bool:
         if not self._now:
             return False
-        last = self._now[-1].phase
         if len(self._now) >= self._longest:
             # forwards that no backward follows
             return True
+        if self._now[-1].phase is Phase.BACKWARD:
+            return visit.phase is not Phase.BACKWARD
+        if self._phases == {visit.phase} and visit.phase is not Phase.FORWARD:
+            return visit in self._now
         if visit.phase is Phase.INFERENCE:
-            return last is not Phase.INFERENCE or visit in self._now
-        return last is Phase.INFERENCE or (visit.phase is Phase.FORWARD and last is Phase.BACKWARD)
+            return Phase.FORWARD not in self._phases or visit in self._now
+        return self._phases == {Phase.INFERENCE}
 
     def _remember(self) -> None:
-        if self._now[-1].phase is Phase.INFERENCE:
+        if self._phases == {Phase.INFERENCE}:
             self._inference = tuple(self._now)
-        elif self._now[-1].phase is Phase.BACKWARD:
+        elif self._now[-1].phase is Phase.BACKWARD or self._phases == {Phase.FROZEN}:
             self._training = tuple(self._now)
 
-    def _cycle(self, phase: Phase) -> Cycle:
-        return self._inference if phase is Phase.INFERENCE else self._training
+    def _expected(self) -> Cycle:
+        """The cycle of the kind that is running."""
+        is_inference = bool(self._now) and self._now[0].phase is Phase.INFERENCE
+        return self._inference if is_inference else self._training
 
 
 def farthest(candidates: Iterable[int], next_uses: dict[int, int]) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,20 +38,23 @@ class Unit:
     buffer_owners: tuple[tuple[nn.Module, str], ...]
 
     def written(self) -> int:
-        """A number that grows whenever somebody writes a parameter in place through PyTorch.
+        """A number that grows whenever somebody writes a parameter in place through PyTorch."""
+        return sum(param._version for param in self.params)
 
-        Raises ValueError where a parameter that was frozen when the model was wrapped now wants a
-        gradient: there is no room for it.
+    def wanted(self) -> list[bool]:
+        """Of which parameters a gradient is wanted now.
+
+        Raises ValueError where it is one that was frozen when the model was wrapped: there is no room for it.
         """
-        total = 0
-        for slice, param in zip(self.layout.slices, self.params, strict=True):
-            total += param._version
-            if param.requires_grad and not slice.param.trainable:
+        wanted = [param.requires_grad for param in self.params]
+        for slice, is_wanted in zip(self.layout.slices, wanted, strict=True):
+            if is_wanted and not slice.param.trainable:
                 raise ValueError(
                     f"'{slice.param.name}' was frozen when the model was wrapped and has no room for a "
-                    "gradient: set requires_grad before streamer.wrap, or unwrap and wrap again"
+                    "gradient: set requires_grad before streamer.wrap (what is trained by then may be frozen "
+                    "and unfrozen after it), or unwrap and wrap again"
                 )
-        return total
+        return wanted
 
     def leaves(self, weights: torch.Tensor) -> list[torch.Tensor]:
         """The parameters as autograd leaves that are views of a flat uint8 buffer of weights."""
@@ -123,9 +127,16 @@ class Unit:
             for (owner, name), buffer in now.items():
                 owner._buffers[name] = buffer
 
+    @cached_property
+    def _places(self) -> frozenset[tuple[nn.Module, str]]:
+        return frozenset(place for owners in self.owners for place in owners)
+
     @contextmanager
     def using(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Let the unit's modules see ``leaves`` in place of their parameters."""
+        """Let the unit's modules see ``leaves`` in place of their parameters.
+
+        Raises ValueError if they have others than they had when the model was wrapped.
+        """
         for param, owners in zip(self.params, self.owners, strict=True):
             for module, name in owners:
                 if module._parameters.get(name) is not param:
@@ -134,11 +145,31 @@ class Unit:
                         "replaced or removed after streamer.wrap: write into it (param.copy_ under "
                         "torch.no_grad), or unwrap first"
                     )
+        self._check_places()
         try:
             self._register(leaves)
             yield
         finally:
             self._register(self.params)
+
+    def _check_places(self) -> None:
+        places = {
+            (module, name)
+            for module in self.module.modules()
+            for name, param in module._parameters.items()
+            if param is not None
+        }
+        if places == self._places:
+            return
+        paths = {module: path for path, module in self.module.named_modules()}
+        changed = sorted(
+            f"{paths.get(module, type(module).__name__)}.{name}" for module, name in places ^ self._places
+        )
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        raise ValueError(
+            f"layer '{self.name}' has gained or lost parameters since streamer.wrap ('{changed[0]}'{more}): "
+            "call streamer.unwrap(model), change the model (adapters too), and wrap it again"
+        )
 
     def restore(self) -> None:
         """Let the unit's modules see their own parameters, should an interrupt have prevented it."""

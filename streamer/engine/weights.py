@@ -33,6 +33,8 @@ class Weights:
         self._store = store
         self._order = Order(range(len(units)))
         self._busy: set[int] = set()
+        #: units in a slot that does not have their last update
+        self._outdated: set[int] = set()
         #: units whose update was issued and that nobody has waited for since
         self.in_flight: set[int] = set()
         self._written = {unit.index: unit.written() for unit in (*units, root)}
@@ -57,9 +59,11 @@ class Weights:
         """Unshard the units that are expected next into the slots that are needed later than they are."""
         uses = self._order.next_uses()
         for index, needed_in in uses.items():
-            if self.slots.find(index) is not None:
+            slot = self.slots.find(index)
+            if slot is None:
+                slot = self._give_up_slot(uses, needed_in)
+            elif index not in self._outdated:
                 continue
-            slot = self._give_up_slot(uses, needed_in)
             if slot is None:
                 return
             self._fill(slot, self._units[index])
@@ -70,23 +74,34 @@ class Weights:
         self.root_buffer = torch.empty(0, dtype=torch.uint8)
 
     def updated(self, unit: Unit) -> None:
-        """The update of ``unit``'s host shard was issued: its copy on the device is an old one."""
-        # for autograd the weights are written here, as by any optimizer
-        torch.autograd.graph.increment_version(unit.params)
-        self._written[unit.index] = unit.written()
-        self.in_flight.add(unit.index)
+        """The update of ``unit``'s host shard was issued: what it trains is old on the device."""
+        self._changed(unit)
+        if unit.index == ROOT:
+            self.unshard_root(unit.layout.grad_nbytes)
+        elif (slot := self.slots.find(unit.index)) is not None:
+            self._outdated.add(unit.index)
+            self._poison(unit.index, slot, unit.layout.grad_nbytes)
+
+    def replaced(self, unit: Unit) -> None:
+        """All of ``unit``'s host shard was exchanged, what is frozen too."""
+        self._changed(unit)
         if unit.index == ROOT:
             self.unshard_root()
         else:
             self._reshard(unit.index)
 
-    def unshard_root(self) -> None:
-        """Copy the root unit's host shard to its place on the device."""
-        source = self._store.shards[ROOT].weight
-        self._issuer.issue(
-            ops.unshard(ROOT, ROOT, source.numel()),
-            lambda: self._issuer.backend.copy(self.root_buffer, source),
-        )
+    def _changed(self, unit: Unit) -> None:
+        # for autograd the weights are written here, as by any optimizer
+        torch.autograd.graph.increment_version(unit.params)
+        self._written[unit.index] = unit.written()
+        self.in_flight.add(unit.index)
+
+    def unshard_root(self, nbytes: int | None = None) -> None:
+        """Copy the root unit's host shard, or its first ``nbytes``, to its place on the device."""
+        source = self._store.shards[ROOT].weight[:nbytes]
+        into = self.root_buffer[: source.numel()]
+        op = ops.unshard(ROOT, ROOT, source.numel())
+        self._issuer.issue(op, lambda: self._issuer.backend.copy(into, source))
 
     def refresh(self) -> None:
         """Take over what the user has written into parameters: layers on the host, the root on the device."""
@@ -122,11 +137,12 @@ class Weights:
 
     def _unshard(self, unit: Unit) -> int:
         slot = self.slots.find(unit.index)
-        if slot is not None:
+        if slot is not None and unit.index not in self._outdated:
             self.prefetch_hits += 1
             return slot
         self.prefetch_misses += 1
-        slot = self._give_up_slot(self._order.next_uses(), needed_in=-1)
+        if slot is None:
+            slot = self._give_up_slot(self._order.next_uses(), needed_in=-1)
         if slot is None:
             raise RuntimeError(
                 f"layer '{unit.name}' is called while every slot is in use by a layer around it: "
@@ -152,14 +168,22 @@ class Weights:
         slot = self.slots.find(unit)
         if slot is not None:
             self.slots.holder[slot] = None
-            if self._issuer.backend.poison:
-                buffer = self.slots.buffers[slot]
-                # bytes of ones are NaN in every floating-point format
-                self._issuer.issue(ops.reshard(unit, slot), lambda: buffer.fill_(255))
+            self._outdated.discard(unit)
+            self._poison(unit, slot)
         return slot
 
+    def _poison(self, unit: int, slot: int, nbytes: int | None = None) -> None:
+        if self._issuer.backend.poison:
+            buffer = self.slots.buffers[slot][:nbytes]
+            # bytes of ones are NaN in every floating-point format
+            self._issuer.issue(ops.reshard(unit, slot), lambda: buffer.fill_(255))
+
     def _fill(self, slot: int, unit: Unit) -> None:
+        """Copy ``unit`` into a slot; what is trained is enough where it is there already, but outdated."""
         source = self._store.shards[unit.index].weight
+        if self.slots.holder[slot] == unit.index:
+            source = source[: unit.layout.grad_nbytes]
+            self._outdated.discard(unit.index)
         into = self.slots.buffers[slot][: source.numel()]
         op = ops.unshard(unit.index, slot, source.numel())
         self._issuer.issue(op, lambda: self._issuer.backend.copy(into, source))

@@ -1,0 +1,391 @@
+"""Training a part of a model: what is frozen costs its loads and nothing else, and is never gone back to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import streamer
+from models.gpt2 import GPT
+from streamer.backends.base import Lane
+from streamer.backends.thread import ThreadBackend
+from streamer.engine.op import ROOT, Op, OpKind
+from tests.reference import (
+    VOCAB,
+    assert_parity,
+    batch,
+    language_loss,
+    streamed,
+    train,
+    train_plain,
+    train_streamed,
+)
+
+POLICIES = ["recompute", "keep"]
+LAYERS = 4
+
+
+def gpt(*, tied: bool = False) -> GPT:
+    torch.manual_seed(0)
+    return GPT(
+        vocab_size=VOCAB, block_size=16, n_layer=LAYERS, n_head=2, n_embd=16, dropout=0.1, tied=tied
+    ).train()
+
+
+def frozen(*names: str) -> GPT:
+    """A model whose parameters with one of ``names`` in theirs are frozen."""
+    model = gpt()
+    for name, param in model.named_parameters():
+        param.requires_grad_(not any(part in name for part in names))
+    return model
+
+
+def trained(*names: str) -> GPT:
+    """A model whose parameters with one of ``names`` in theirs are trained."""
+    model = gpt()
+    for name, param in model.named_parameters():
+        param.requires_grad_(any(part in name for part in names))
+    return model
+
+
+def early_exit(model: nn.Module, step: int) -> torch.Tensor:
+    """The loss does not depend on the layers after the second."""
+    outputs: list[torch.Tensor] = []
+    handle = model.transformer.h[1].register_forward_hook(lambda module, args, output: outputs.append(output))
+    language_loss(model, step)
+    handle.remove()
+    return outputs[0].square().mean()
+
+
+def units(ops: Sequence[Op], kind: OpKind) -> set[int]:
+    return {op.unit for op in ops if op.kind is kind and op.unit != ROOT}
+
+
+CASES: dict[str, tuple[Callable[[], GPT], Callable[..., torch.Tensor], set[int], set[int]]] = {
+    # what is trained, the loss, the layers that backward goes through, the layers that are updated
+    "all": (partial(frozen, "nothing"), language_loss, {0, 1, 2, 3}, {0, 1, 2, 3}),
+    "not the embeddings": (partial(frozen, "wte", "wpe"), language_loss, {0, 1, 2, 3}, {0, 1, 2, 3}),
+    "not the first layers": (partial(frozen, "h.0", "h.1"), language_loss, {0, 1, 2, 3}, {2, 3}),
+    "neither of them": (partial(frozen, "wte", "wpe", "h.0", "h.1"), language_loss, {2, 3}, {2, 3}),
+    "not those in the middle": (partial(frozen, "h.1", "h.2"), language_loss, {0, 1, 2, 3}, {0, 3}),
+    "not the last ones": (partial(frozen, "h.2", "h.3"), language_loss, {0, 1, 2, 3}, {0, 1}),
+    "the embeddings": (partial(trained, "wte", "wpe"), language_loss, {0, 1, 2, 3}, set()),
+    "the head": (partial(trained, "lm_head", "ln_f"), language_loss, set(), set()),
+    "one layer": (partial(trained, "h.2"), language_loss, {2, 3}, {2}),
+    "biases": (partial(trained, "bias"), language_loss, {0, 1, 2, 3}, {0, 1, 2, 3}),
+    "norms": (partial(trained, "ln_"), language_loss, {0, 1, 2, 3}, {0, 1, 2, 3}),
+    "what an early exit needs": (partial(frozen, "wpe"), early_exit, {0, 1}, {0, 1}),
+}
+
+
+@pytest.mark.parametrize("activations", POLICIES)
+@pytest.mark.parametrize("case", CASES)
+def test_training_a_part(case: str, activations: str, issued: list[Op]) -> None:
+    make, loss_of, gone_through, updated = CASES[case]
+    model = make()
+    expected = train_plain(model, loss_of=loss_of, steps=2)
+    backend = ThreadBackend(poison=True)
+    actual = train_streamed(model, loss_of=loss_of, steps=2, activations=activations, backend=backend)
+    assert_parity(actual, expected)
+    assert units(issued, OpKind.FORWARD) == {0, 1, 2, 3}
+    assert units(issued, OpKind.BACKWARD) == gone_through
+    assert units(issued, OpKind.OFFLOAD_GRAD) == units(issued, OpKind.STEP) == updated
+    # no more leaves than what is trained
+    sizes = {op.unit: op.nbytes for op in issued if op.kind is OpKind.OFFLOAD_GRAD}
+    assert {unit: nbytes for unit, nbytes in sizes.items() if unit != ROOT} == {
+        unit: sum(padded(p.numel()) * 4 for p in model.transformer.h[unit].parameters() if p.requires_grad)
+        for unit in updated
+    }
+
+
+def padded(numel: int) -> int:
+    return -(-numel // 32) * 32
+
+
+@pytest.mark.parametrize("activations", POLICIES)
+def test_frozen_layers_at_the_beginning_save_nothing(activations: str) -> None:
+    """They are not gone back to: nothing of them is kept on the device."""
+    kept = []
+    for model in (frozen("wte", "wpe", "h.0", "h.1"), frozen("wte", "wpe"), trained("lm_head")):
+        with streamed(model, activations=activations) as wrapped:
+            loss = language_loss(wrapped, 0)
+            stats = streamer.stats(wrapped)
+            kept.append(stats.device_bytes_now - sum(stats.device_bytes.values()))
+            loss.backward()
+    half, all_of_it, nothing = kept
+    assert half * 2 == all_of_it > 0
+    assert nothing == 0
+
+
+def test_golden_of_a_step_with_frozen_layers_at_the_beginning(issued: list[Op]) -> None:
+    """Each is loaded once, the others twice less what is there already, and always before its turn."""
+    with streamed(frozen("wte", "wpe", "h.0", "h.1"), num_slots=2) as model:
+        optimizer = streamer.AdamW(model.parameters())
+        for step in range(3):
+            issued.clear()
+            missed = streamer.stats(model).prefetch_misses
+            language_loss(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert streamer.stats(model).prefetch_misses == missed
+    layers = [op for op in issued if op.unit != ROOT and op.kind is not OpKind.SYNC]
+    assert " ".join(map(str, layers)).startswith(
+        "0F@1 2UNSHARD@1 1F@0 3UNSHARD@0 2F@1 3F@0 "
+        "3B@0 3OFFLOAD_GRAD@0 0UNSHARD@0 2B@1 2OFFLOAD_GRAD@1 1UNSHARD@1 2STEP 3STEP"
+    )
+
+
+@pytest.mark.parametrize("num_slots", [2, LAYERS])
+def test_an_update_loads_what_it_has_changed_and_no_more(num_slots: int, issued: list[Op]) -> None:
+    """Frozen weights that are on the device already stay there."""
+    model = trained("bias")
+    biases = {
+        unit: sum(padded(p.numel()) * 4 for name, p in layer.named_parameters() if "bias" in name)
+        for unit, layer in enumerate(model.transformer.h)
+    }
+    expected = train_plain(model, steps=3)
+    backend = ThreadBackend(poison=True, delays={Lane.HOST: lambda: 0.001, Lane.H2D: lambda: 0.001})
+    with streamed(model, num_slots=num_slots, backend=backend) as wrapped:
+        optimizer = streamer.AdamW(wrapped.parameters(), lr=1e-3, weight_decay=0.1)
+        clip = partial(streamer.clip_grad_norm_, wrapped, 1.0)
+        assert_parity(train(wrapped, optimizer, clip, steps=3), expected)
+        issued.clear()
+        train(wrapped, optimizer, clip, steps=1)
+        loads = [(op.unit, op.nbytes) for op in issued if op.kind is OpKind.UNSHARD]
+    assert loads[-num_slots - 1 :] == [
+        (ROOT, padded(model.transformer.ln_f.bias.numel()) * 4),
+        *((unit, biases[unit]) for unit in range(num_slots)),
+    ]
+    assert len(loads) == 1 + num_slots + 2 * (LAYERS - num_slots)
+
+
+# --- requires_grad between steps ----------------------------------------------------------------------
+
+
+def thawing(model: nn.Module, step: int) -> torch.Tensor:
+    """Gradual unfreezing (ULMFiT) of what was wrapped trainable, the last layers first."""
+    for index, layer in enumerate(model.transformer.h):
+        layer.requires_grad_(index >= LAYERS - 1 - step)
+    model.transformer.wte.requires_grad_(step > 2)
+    return language_loss(model, step)
+
+
+def freezing(model: nn.Module, step: int) -> torch.Tensor:
+    model.transformer.wpe.requires_grad_(step < 1)
+    for index, layer in enumerate(model.transformer.h):
+        layer.requires_grad_(index >= step)
+    return language_loss(model, step)
+
+
+def frozen_with_a_gradient(model: nn.Module, step: int) -> torch.Tensor:
+    """What is frozen after a first backward still has that one's gradient."""
+    model.requires_grad_(True)
+    if step % 2:
+        return language_loss(model, step)
+    language_loss(model, step + 100).backward()
+    model.transformer.h[step % LAYERS].requires_grad_(False)
+    model.transformer.h[0].mlp.c_fc.bias.requires_grad_(False)
+    model.transformer.wpe.requires_grad_(False)
+    return language_loss(model, step)
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "activations"),
+    [(thawing, "recompute"), (thawing, "keep"), (freezing, "recompute"), (frozen_with_a_gradient, "keep")],
+)
+def test_what_was_wrapped_trainable_is_frozen_and_unfrozen_at_will(loss_of: Any, activations: str) -> None:
+    expected = train_plain(gpt(tied=True), loss_of=loss_of, steps=4)
+    actual = train_streamed(gpt(tied=True), loss_of=loss_of, steps=4, activations=activations)
+    assert_parity(actual, expected)
+
+
+def test_freezing_and_unfreezing_with_updates_on_landing() -> None:
+    plain = gpt()
+    expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3), None, steps=4, loss_of=thawing)
+    with streamed(gpt(), update="backward") as model:
+        optimizer = streamer.AdamW(model.parameters(), lr=1e-3)
+        actual = train(model, optimizer, None, steps=4, loss_of=thawing)
+    actual.first_gradients = expected.first_gradients  # those of layers are used up when backward ends
+    assert_parity(actual, expected)
+
+
+@pytest.mark.parametrize("activations", POLICIES)
+@pytest.mark.parametrize("how", [False, True], ids=["frozen", "unfrozen"])
+def test_requires_grad_that_changes_before_backward_is_refused(how: bool, activations: str) -> None:
+    """The layer would run again as another one than ran forward."""
+    with streamed(gpt(), activations=activations) as model:
+        bias = model.transformer.h[1].mlp.c_fc.bias.requires_grad_(not how)
+        loss = language_loss(model, 0)
+        bias.requires_grad_(how)
+        with pytest.raises(
+            RuntimeError, match=r"requires_grad of.*'transformer\.h\.1' has changed.*after back"
+        ):
+            loss.backward()
+        model.zero_grad()
+        language_loss(model, 0).backward()
+
+
+@pytest.mark.parametrize("name", ["transformer.h.0.mlp.c_fc.weight", "transformer.wte.weight"])
+def test_unfreezing_what_was_wrapped_frozen(name: str) -> None:
+    """Evaluating does not need its gradient; training does, also if it is given to the optimizer."""
+    with streamed(frozen(name)) as model:
+        optimizer = streamer.AdamW([param for param in model.parameters() if param.requires_grad])
+        language_loss(model, 0).backward()
+        optimizer.step()
+        param = model.get_parameter(name).requires_grad_(True)
+        optimizer.add_param_group({"params": [param]})
+        with torch.no_grad():
+            language_loss(model, 0)
+        streamer.synchronize(model)
+        model.state_dict()
+        with pytest.raises(
+            ValueError, match=rf"'{name}' was frozen.*set requires_grad before streamer\.wrap"
+        ):
+            language_loss(model, 0).backward()
+        param.requires_grad_(False)
+        language_loss(model, 0).backward()
+        optimizer.step()
+
+
+def test_loading_exchanges_what_is_frozen_too(tmp_path: Path) -> None:
+    """Also where it is on the device already."""
+    with streamed(trained("bias").eval(), num_slots=LAYERS) as model:
+        expected = language_loss(model, 0)
+        streamer.save(model, None, tmp_path / "checkpoint", step=0)
+    other = trained("bias").eval()
+    with torch.no_grad():
+        for param in other.parameters():
+            param.normal_()
+    with streamed(other, num_slots=LAYERS) as model:
+        assert language_loss(model, 0) != expected
+        streamer.load(model, None, tmp_path / "checkpoint")
+        assert language_loss(model, 0) == expected
+
+
+# --- models whose parts reach into one another --------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """A layer that uses a parameter of another module."""
+
+    def __init__(self, scale: nn.Parameter) -> None:
+        super().__init__()
+        self.linear, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.scale = [scale]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.linear(x) * self.scale[0])
+
+
+def test_a_frozen_layer_that_uses_a_trained_parameter_of_another_module() -> None:
+    """Its weights would be others when their gradient goes through them."""
+    model = nn.Module()
+    model.scale = nn.Parameter(torch.ones(8))
+    model.layers = nn.ModuleList(Scaled(model.scale).requires_grad_(False) for _ in range(3))
+    wrapped = streamer.wrap(model, layers="layers", device="cpu")
+    try:
+        loss = wrapped.layers[0](torch.randn(2, 8)).sum()
+        with pytest.raises(
+            RuntimeError, match=r"'layers\.0' is frozen.*give that to the layer as an argument"
+        ):
+            loss.backward()
+    finally:
+        streamer.unwrap(wrapped)
+
+
+class Force(nn.Module):
+    """A layer that differentiates in its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (force,) = torch.autograd.grad(self.outer(torch.tanh(self.inner(x))).sum(), x)
+        return force
+
+
+def test_a_frozen_layer_may_differentiate_in_its_forward() -> None:
+    model = nn.Sequential(*(Force() for _ in range(3))).requires_grad_(False)
+    x = torch.randn(2, 8)
+    expected = model(x)
+    with streamed(model, layers="") as wrapped:
+        assert torch.equal(wrapped(x), expected)
+        with torch.no_grad():
+            assert torch.equal(wrapped(x), expected)
+
+
+class ReadsItsParts(nn.Module):
+    """Reads the parameters of modules that it does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.offsets = nn.Embedding(VOCAB, 8), nn.ParameterDict()
+        self.offsets["first"] = nn.Parameter(torch.zeros(8))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return F.embedding(tokens, self.embedding.weight) + self.offsets["first"]
+
+
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.start = ReadsItsParts()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, VOCAB)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.start(tokens)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+def test_weights_that_are_read_without_a_call_of_their_module_are_updated_before() -> None:
+    expected = train_plain(Reader(), steps=4)
+    slow = ThreadBackend(delays={Lane.HOST: lambda: 0.005})
+    assert_parity(train_streamed(Reader(), steps=4, backend=slow), expected)
+
+
+@pytest.fixture
+def wrapped_model() -> Iterator[nn.Module]:
+    with streamed(gpt()) as model:
+        yield model
+
+
+@pytest.mark.parametrize("how", ["added", "removed"])
+def test_a_layer_that_gains_or_loses_a_parameter(wrapped_model: nn.Module, how: str) -> None:
+    mlp = wrapped_model.transformer.h[1].mlp
+    before = mlp.c_proj
+    if how == "added":
+        mlp.adapter = nn.Linear(2, 2, bias=False)
+        match = r"'transformer\.h\.1' has gained or lost parameters.*\('mlp\.adapter\.weight'\): call.*unwrap"
+    else:
+        mlp.c_proj = nn.Identity()
+        match = r"'transformer\.h\.1' has gained or lost parameters.*\('Linear\.bias' and 1 more\): call"
+    for context in (torch.enable_grad(), torch.no_grad()):
+        with context, pytest.raises(ValueError, match=match):
+            wrapped_model(batch(0)[:, :-1])
+    mlp.c_proj = before
+    mlp.__dict__["_modules"].pop("adapter", None)
+    wrapped_model(batch(0)[:, :-1])
+
+
+def test_a_model_around_a_wrapped_one_is_told_which_it_is(wrapped_model: nn.Module) -> None:
+    around = nn.ModuleDict({"inner": wrapped_model, "more": nn.Linear(2, 2)})
+    with pytest.raises(ValueError, match=r"ModuleDict is not wrapped: give model\.inner, which is"):
+        streamer.clip_grad_norm_(around, 1.0)
+    with pytest.raises(ValueError, match=r"call streamer\.unwrap on model\.inner first"):
+        streamer.wrap(around, layers="inner.transformer.h", device="cpu")
+    with pytest.raises(ValueError, match=r"after adding parameters \(adapters\) to the model"):
+        streamer.AdamW(around.parameters())
