@@ -10,7 +10,7 @@ import torch
 
 from streamer.engine.compiled import CompiledForward
 from streamer.engine.tree import Rebuild, fingerprint, flatten, reachable
-from streamer.engine.unit import Attributes, Unit, set_attributes
+from streamer.engine.unit import Attributes, Unit, changed_attributes, set_attributes
 
 Tensors = Sequence[torch.Tensor]
 
@@ -109,7 +109,7 @@ def run_on_slot(
 
 
 def _check_not_kept(unit: Unit, before: Attributes, weights: torch.Tensor) -> None:
-    for module, values in before.items():
+    for module, values in changed_attributes(before):
         for name, value in vars(module).items():
             if isinstance(value, torch.Tensor) and values.get(name) is not value and aliases(value, weights):
                 set_attributes(before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -182,9 +183,17 @@ class Unit:
                 module._parameters[name] = tensor  # type: ignore[assignment]
 
 
+def changed_attributes(then: Attributes) -> Iterator[tuple[nn.Module, Mapping[str, Any]]]:
+    """The modules that have other attributes now, with those that they had ``then``."""
+    for module, values in then.items():
+        now = vars(module)
+        if len(now) != len(values) or not all(map(operator.is_, now.values(), values.values())):
+            yield module, values
+
+
 def set_attributes(attributes: Attributes) -> None:
     """Let modules have just these attributes."""
-    for module, values in attributes.items():
+    for module, values in changed_attributes(attributes):
         held = vars(module)
         for name in held.keys() - values.keys():
             del held[name]
