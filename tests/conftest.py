@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
+
+# the update's threads would spin while they wait, on cores that the lanes' own threads want; read once, when
+# torch is imported
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch
