@@ -42,7 +42,7 @@ def attach_guards(model: nn.Module, executor: Executor) -> Callable[[], None]:
         for module in modules:
             # .to, .cuda, .half and their like all go through _apply
             own = {
-                "_apply": _refuse_to_move,
+                "_apply": _stay(module, executor.backend.device),
                 "__deepcopy__": _refuse_to_copy,
                 "__reduce_ex__": _refuse_to_copy,
                 "zero_grad": _zero_grad(module, executor),
@@ -161,11 +161,24 @@ def _zero_grad(module: nn.Module, executor: Executor) -> Callable[..., None]:
     return zero_grad
 
 
-def _refuse_to_move(*_: Any, **__: Any) -> NoReturn:
-    raise RuntimeError(
-        "a wrapped model cannot be moved or cast (.to, .cuda, .half, ...): choose device and dtype in "
-        "streamer.wrap, or call streamer.unwrap(model) first"
-    )
+def _stay(module: nn.Module, device: torch.device) -> Callable[..., nn.Module]:
+    """``module._apply`` for a module that is placed already: loops and trainers move every model to the
+    device that they are told, which may be where it is."""
+
+    def apply(function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        kinds = {(tensor.dtype, tensor.dim()) for tensor in (*module.parameters(), *module.buffers())}
+        # of the same device, dtype and (as far as a memory format can tell) shape
+        probes = [torch.empty((2,) * dim, dtype=dtype, device=device) for dtype, dim in kinds]
+        on_host = torch.empty(1)
+        function(on_host)
+        if on_host.is_shared() or any(function(probe) is not probe for probe in probes):
+            raise RuntimeError(
+                f"a wrapped model cannot be moved or cast (.to, .cuda, .half, ...), it runs on '{device}': "
+                "choose device and dtype in streamer.wrap, or call streamer.unwrap(model) first"
+            )
+        return module
+
+    return apply
 
 
 def _refuse_to_copy(*_: Any, **__: Any) -> NoReturn:
