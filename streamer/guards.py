@@ -145,9 +145,14 @@ def _wait_before_loading(executor: Executor) -> Callable[..., None]:
 
 
 def _to_cpu(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+    copies: dict[tuple[int, torch.dtype, torch.Size, tuple[int, ...]], torch.Tensor] = {}
     for key, value in state_dict.items():
         if key.startswith(prefix) and isinstance(value, torch.Tensor):
-            state_dict[key] = value.cpu()
+            # what is tied stays tied
+            place = value.data_ptr(), value.dtype, value.shape, value.stride()
+            if place not in copies:
+                copies[place] = value.cpu()
+            state_dict[key] = copies[place]
 
 
 def _zero_grad(module: nn.Module, executor: Executor) -> Callable[..., None]:
@@ -184,5 +189,5 @@ def _stay(module: nn.Module, device: torch.device) -> Callable[..., nn.Module]:
 def _refuse_to_copy(*_: Any, **__: Any) -> NoReturn:
     raise RuntimeError(
         "a wrapped model cannot be copied or pickled: save model.state_dict(), or call "
-        "streamer.unwrap(model) first"
+        "streamer.unwrap(model) first; copy it before streamer.wrap to average its weights"
     )
