@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -56,7 +57,8 @@ def serve_other_optimizers(executor: Executor) -> Callable[[], None]:
     """Let optimizers of PyTorch work on a wrapped model; the returned function ends that.
 
     They read and write ``p.grad`` and weights in place, and a fused one does not tell autograd that it
-    does. Before such a step updates and clipping are settled, after it the weights count as written.
+    does. Before such a step, and after its closure, updates and clipping are settled; after it the weights
+    count as written.
     """
     weakly = weakref.ref(executor)
 
@@ -67,19 +69,35 @@ def serve_other_optimizers(executor: Executor) -> Callable[[], None]:
         homes = ((param, home_of(param)) for param in params)
         return [param for param, home in homes if home is not None and home.executor is weakly()]
 
-    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def settle(running: Executor, optimizer: torch.optim.Optimizer) -> None:
+        running.synchronize()
+        running.gradients.settle_scale()
+        theirs = set(touched(optimizer))
+        for held in running.gradients.held.values():
+            held.narrow(theirs)
+
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         running = weakly()
-        if running is not None and touched(optimizer):
-            if running.landing is not None:
-                raise RuntimeError(
-                    f"update='backward' updates layers by streamer.AdamW, not {type(optimizer).__name__}: "
-                    "wrap with update='step' to use another optimizer"
-                )
-            running.synchronize()
-            running.gradients.settle_scale()
-            theirs = set(touched(optimizer))
-            for held in running.gradients.held.values():
-                held.narrow(theirs)
+        if running is None or not touched(optimizer):
+            return None
+        if running.landing is not None:
+            raise RuntimeError(
+                f"update='backward' updates layers by streamer.AdamW, not {type(optimizer).__name__}: "
+                "wrap with update='step' to use another optimizer"
+            )
+        settle(running, optimizer)
+        given = inspect.signature(type(optimizer).step).bind(*args, **kwargs)
+        closure = given.arguments.get("closure")
+        if closure is None:
+            return None
+
+        def settled() -> Any:
+            loss = closure()
+            settle(running, optimizer)
+            return loss
+
+        given.arguments["closure"] = settled
+        return given.args, given.kwargs
 
     def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         torch.autograd.graph.increment_version(touched(optimizer))
