@@ -69,7 +69,8 @@ def wrap(
         num_slots: layers that the device holds at a time: 1 overlaps nothing, 2 is double buffering, as
             many as there are layers keeps all of them there. More than that are not allocated.
         activations: ``"recompute"`` keeps a layer's inputs and runs it again in backward; ``"keep"``
-            keeps all that its backward needs.
+            keeps all that its backward needs. `torch.utils.checkpoint` around layers then changes nothing,
+            inside of them it works. [Note: checkpointing]
         update: ``"step"`` updates when ``optimizer.step()`` is called, under the next forward; ``"backward"``
             updates each layer as soon as its gradient has landed, so that host memory holds the gradients of
             four layers instead of all, and there is no clipping and no accumulation.
