@@ -36,6 +36,8 @@ def attach_guards(model: nn.Module, executor: Executor) -> Callable[[], None]:
         for unit in (*executor.units, executor.root):
             for slice, param in executor.gradients.held[unit.index].pairs():
                 keep(param.register_hook(_before_adding(executor, unit, slice, param)))
+                if executor.landing is not None and unit is executor.root:
+                    keep(param.register_post_accumulate_grad_hook(executor.landing.added))
         for module in modules:
             keep(module.register_state_dict_pre_hook(_wait_for_updates(executor)))
             keep(module.register_load_state_dict_pre_hook(_wait_before_loading(executor)))
