@@ -72,6 +72,8 @@ def _not_updated_on_landing(
     names = []
     for executor in executors:
         if executor.landing is not None:
+            if found_inf is None:
+                executor.landing.check_unwritten()
             if not skip_nonfinite:
                 executor.synchronize()
             names += executor.landing.next_step()

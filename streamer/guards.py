@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -38,6 +39,8 @@ def attach_guards(model: nn.Module, executor: Executor) -> Callable[[], None]:
         for unit in (*executor.units, executor.root):
             for slice, param in executor.gradients.held[unit.index].pairs():
                 keep(param.register_hook(_before_adding(executor, unit, slice, param)))
+                if executor.landing is not None and unit is executor.root:
+                    keep(param.register_post_accumulate_grad_hook(executor.landing.added))
         for module in modules:
             keep(module.register_state_dict_pre_hook(_wait_for_updates(executor)))
             keep(module.register_load_state_dict_pre_hook(_wait_before_loading(executor)))
@@ -45,7 +48,7 @@ def attach_guards(model: nn.Module, executor: Executor) -> Callable[[], None]:
         for module in modules:
             # .to, .cuda, .half and their like all go through _apply
             own = {
-                "_apply": _refuse_to_move,
+                "_apply": _stay(module, executor.backend.device),
                 "__deepcopy__": _refuse_to_copy,
                 "__reduce_ex__": _refuse_to_copy,
                 "zero_grad": _zero_grad(module, executor),
@@ -59,7 +62,8 @@ def serve_other_optimizers(executor: Executor) -> Callable[[], None]:
     """Let optimizers of PyTorch work on a wrapped model; the returned function ends that.
 
     They read and write ``p.grad`` and weights in place, and a fused one does not tell autograd that it
-    does. Before such a step updates and clipping are settled, after it the weights count as written.
+    does. Before such a step, and after its closure, updates and clipping are settled; after it the weights
+    count as written.
     """
     weakly = weakref.ref(executor)
 
@@ -70,19 +74,35 @@ def serve_other_optimizers(executor: Executor) -> Callable[[], None]:
         homes = ((param, home_of(param)) for param in params)
         return [param for param, home in homes if home is not None and home.executor is weakly()]
 
-    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def settle(running: Executor, optimizer: torch.optim.Optimizer) -> None:
+        running.synchronize()
+        running.gradients.settle_scale()
+        theirs = set(touched(optimizer))
+        for held in running.gradients.held.values():
+            held.narrow(theirs)
+
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         running = weakly()
-        if running is not None and touched(optimizer):
-            if running.landing is not None:
-                raise RuntimeError(
-                    f"update='backward' updates layers by streamer.AdamW, not {type(optimizer).__name__}: "
-                    "wrap with update='step' to use another optimizer"
-                )
-            running.synchronize()
-            running.gradients.settle_scale()
-            theirs = set(touched(optimizer))
-            for held in running.gradients.held.values():
-                held.narrow(theirs)
+        if running is None or not touched(optimizer):
+            return None
+        if running.landing is not None:
+            raise RuntimeError(
+                f"update='backward' updates layers by streamer.AdamW, not {type(optimizer).__name__}: "
+                "wrap with update='step' to use another optimizer"
+            )
+        settle(running, optimizer)
+        given = inspect.signature(type(optimizer).step).bind(*args, **kwargs)
+        closure = given.arguments.get("closure")
+        if closure is None:
+            return None
+
+        def settled() -> Any:
+            loss = closure()
+            settle(running, optimizer)
+            return loss
+
+        given.arguments["closure"] = settled
+        return given.args, given.kwargs
 
     def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         torch.autograd.graph.increment_version(touched(optimizer))
@@ -156,9 +176,14 @@ def _wait_before_loading(executor: Executor) -> Callable[..., None]:
 
 
 def _to_cpu(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+    copies: dict[tuple[int, torch.dtype, torch.Size, tuple[int, ...]], torch.Tensor] = {}
     for key, value in state_dict.items():
         if key.startswith(prefix) and isinstance(value, torch.Tensor):
-            state_dict[key] = value.cpu()
+            # what is tied stays tied
+            place = value.data_ptr(), value.dtype, value.shape, value.stride()
+            if place not in copies:
+                copies[place] = value.cpu()
+            state_dict[key] = copies[place]
 
 
 def _zero_grad(module: nn.Module, executor: Executor) -> Callable[..., None]:
@@ -172,15 +197,28 @@ def _zero_grad(module: nn.Module, executor: Executor) -> Callable[..., None]:
     return zero_grad
 
 
-def _refuse_to_move(*_: Any, **__: Any) -> NoReturn:
-    raise RuntimeError(
-        "a wrapped model cannot be moved or cast (.to, .cuda, .half, ...): choose device and dtype in "
-        "streamer.wrap, or call streamer.unwrap(model) first"
-    )
+def _stay(module: nn.Module, device: torch.device) -> Callable[..., nn.Module]:
+    """``module._apply`` for a module that is placed already: loops and trainers move every model to the
+    device that they are told, which may be where it is."""
+
+    def apply(function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        kinds = {(tensor.dtype, tensor.dim()) for tensor in (*module.parameters(), *module.buffers())}
+        # of the same device, dtype and (as far as a memory format can tell) shape
+        probes = [torch.empty((2,) * dim, dtype=dtype, device=device) for dtype, dim in kinds]
+        on_host = torch.empty(1)
+        function(on_host)
+        if on_host.is_shared() or any(function(probe) is not probe for probe in probes):
+            raise RuntimeError(
+                f"a wrapped model cannot be moved or cast (.to, .cuda, .half, ...), it runs on '{device}': "
+                "choose device and dtype in streamer.wrap, or call streamer.unwrap(model) first"
+            )
+        return module
+
+    return apply
 
 
 def _refuse_to_copy(*_: Any, **__: Any) -> NoReturn:
     raise RuntimeError(
         "a wrapped model cannot be copied or pickled: save model.state_dict(), or call "
-        "streamer.unwrap(model) first"
+        "streamer.unwrap(model) first; copy it before streamer.wrap to average its weights"
     )

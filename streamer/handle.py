@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -23,6 +24,13 @@ class Home:
     executor: Executor
     unit: Unit
     slice: Slice
+
+    def __reduce__(self) -> NoReturn:
+        # with the parameter, to which it is attached
+        raise RuntimeError(
+            f"'{self.slice.param.name}' belongs to a wrapped model and cannot be pickled: save "
+            "model.state_dict(), or param.detach() after streamer.synchronize(model)"
+        )
 
 
 @dataclass(frozen=True)

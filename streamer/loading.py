@@ -25,7 +25,7 @@ from streamer.groups import check_group
 from streamer.handle import require_home, wrapped
 from streamer.memory.purposes import MOMENTS
 from streamer.moment_dtypes import convert
-from streamer.moments import moments_of, parse_state_dtype
+from streamer.moments import State, moments_of, parse_state_dtype
 from streamer.optim import AdamW
 from streamer.randomness import check_random_states, set_random_states
 
@@ -208,7 +208,8 @@ def _load_moments(
             there_held = {purpose.name: read(f"{name}.{purpose.name}") for purpose in MOMENTS[held_in]}
             for key, values in convert(there_held, held_in, optimizer.state_dtype).items():
                 moments[key].copy_(values)
-            state[param] = {"step": torch.tensor(saved["steps"][name]), **moments}
+            state[param] = State(home, optimizer.state_dtype)
+            state[param]["step"] = torch.tensor(saved["steps"][name])
     optimizer.restart(state)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -105,16 +105,66 @@ def pair_saved(
     return trained
 
 
-def load_moments(saved: Sequence[Saved], state_dtype: torch.dtype) -> dict[torch.Tensor, dict[str, Any]]:
+class State(dict[str, Any]):
+    """The state of one parameter: its step and, as views of host memory, its moments.
+
+    Updates use that memory, so what is put in place of a moment (zeros to begin anew, what was moved to
+    another device) is copied there.
+    """
+
+    def __init__(self, home: Home, state_dtype: torch.dtype, values: Mapping[str, Any] | None = None) -> None:
+        """With the moments as they are, or, once updates are done, those of ``values``."""
+        self._home = home
+        self.moments = moments_of(home, state_dtype)
+        super().__init__(step=torch.tensor(0.0), **self.moments)
+        if values is not None:
+            self["step"] = torch.as_tensor(values["step"]).clone()
+            for name, moment in self.moments.items():
+                moment.copy_(values[name])
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name == "step":
+            value = torch.as_tensor(value, dtype=FP32, device="cpu")
+        elif (moment := self.moments.get(name)) is not None and value is not moment:
+            self._home.executor.wait_for_saving()
+            self._home.executor.synchronize()
+            with torch.no_grad():
+                value = moment.copy_(value)
+        super().__setitem__(name, value)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
+
+    def __reduce__(self) -> Any:
+        # a copy is a plain dict
+        return dict, (dict(self),)
+
+
+def begin_state(
+    home: Home, given: Mapping[str, Any], state_dtype: torch.dtype, *, was_updated: bool
+) -> State:
+    """The state of a parameter that has none of ours: what is ``given`` by the user or, where that is empty,
+    zeros, as moments are that were never updated."""
+    if given or was_updated:
+        home.executor.wait_for_saving()
+        home.executor.synchronize()
+    state = State(home, state_dtype, given or None)
+    if was_updated and not given:
+        for moment in state.moments.values():
+            moment.zero_()
+    return state
+
+
+def load_moments(saved: Sequence[Saved], state_dtype: torch.dtype) -> dict[torch.Tensor, State]:
     """Copy what was saved into host memory, zeros for nothing; the optimizer's state that shows it."""
     state = {}
     for param, home, values in saved:
-        moments = moments_of(home, state_dtype)
-        for name, moment in moments.items():
-            moment.zero_() if values is None else moment.copy_(values[name])
         if values is not None:
-            step = torch.as_tensor(values["step"], dtype=FP32, device="cpu").clone()
-            state[param] = {"step": step, **moments}
+            state[param] = State(home, state_dtype, values)
+        else:
+            for moment in moments_of(home, state_dtype).values():
+                moment.zero_()
     return state
 
 

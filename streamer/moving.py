@@ -88,7 +88,7 @@ class MoveIn:
             if slice.param.trainable:
                 param.grad_dtype = None  # its own or fp32: [Note: sums]
             # the root's are soon those on the device; until then they too must not keep their own storage
-            param.data = slice.view(shard.weight)
+            param.data = slice.own(shard.weight)
         moved: dict[torch.Tensor, torch.Tensor] = {}  # modules may share one
         for owner, name in unit.buffer_owners:
             if (buffer := owner._buffers[name]) is not None:

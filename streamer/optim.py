@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
+from torch.optim.optimizer import ParamsT
 
 from streamer.engine.executor import Executor
 from streamer.engine.held import is_summed
 from streamer.engine.landing import Update
 from streamer.engine.unit import Unit
 from streamer.finite import take_step
-from streamer.groups import check_group, hyper_of
+from streamer.groups import check_group, check_landed_with, hyper_of
 from streamer.handle import Home, require_home
 from streamer.host_adam import Run, all_finite, check_state_dtype, merge, update_bytes, update_shard, warm_up
 from streamer.moments import (
+    State,
+    begin_state,
     check_owner,
     is_owner,
     load_moments,
-    moments_of,
     pair_saved,
     parse_state_dtype,
     take_over,
@@ -32,9 +34,9 @@ from streamer_native import Hyper
 class AdamW(torch.optim.Optimizer):
     """Adam with decoupled weight decay (Loshchilov & Hutter, 2019, algorithm 2), as `torch.optim.AdamW`.
 
-    ``params`` are parameters, or parameter groups, of models that were wrapped. Updates run in host
-    memory in exact fp32 whatever the dtype of the parameters. `step` returns once they are queued: the next
-    forward waits for each layer's update as it comes to it, so nothing is stale.
+    ``params`` are parameters, (name, parameter) pairs or parameter groups of wrapped models. Updates run in
+    host memory in exact fp32 whatever the dtype of the parameters. `step` returns once they are queued: the
+    next forward waits for each layer's update as it comes to it, so nothing is stale.
 
     ``state_dtype`` is how the moments of bfloat16 parameters are kept: ``torch.float32`` (8 bytes for each
     parameter), ``torch.bfloat16`` (4; the second moment rounded stochastically) or ``"int8"`` (2, in blocks
@@ -59,7 +61,7 @@ class AdamW(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        params: ParamsT,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -73,6 +75,7 @@ class AdamW(torch.optim.Optimizer):
         self._executors: list[Executor] = []
         #: by the identity of a group, the hyperparameters with which layers were updated on landing
         self._landed_with: dict[int, Hyper] = {}
+        self._updated: set[torch.Tensor] = set()
         #: stands for the optimizer, which its parameters shall not keep alive
         self.token = object()
         self._is_made = False
@@ -118,7 +121,8 @@ class AdamW(torch.optim.Optimizer):
         for param in groups:
             if param.grad is not None:
                 check_owner(require_home(param), self.token)
-        self._check_landed_with()
+        landed_with, self._landed_with = self._landed_with, {}
+        check_landed_with(landed_with, self.param_groups)
         # a GradScaler sets both, and deletes them: whether an element was not finite, the scale to take out
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         try:
@@ -178,20 +182,13 @@ class AdamW(torch.optim.Optimizer):
         """The next update of one parameter, which counts it."""
         home = require_home(param)
         state = self.state[param]
-        if not state:
-            state.update(step=torch.tensor(0.0), **moments_of(home, self.state_dtype))
+        if not isinstance(state, State) or not state:
+            was_updated = param in self._updated
+            state = begin_state(home, state, self.state_dtype, was_updated=was_updated)
+            self.state[param] = state
+        self._updated.add(param)
         state["step"] += 1
         return Run.of(home.slice, hyper_of(group, int(state["step"])), summed=is_summed(param))
-
-    def _check_landed_with(self) -> None:
-        """Raise RuntimeError if layers were updated, as gradients landed, with other hyperparameters."""
-        landed_with, self._landed_with = self._landed_with, {}
-        for group in self.param_groups:
-            if landed_with.get(id(group), hyper_of(group, 1)) != hyper_of(group, 1):
-                raise RuntimeError(
-                    "hyperparameters of a group (lr?) were changed between backward and step(), but "
-                    "update='backward' has updated layers with the old ones: change them before backward"
-                )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or set them to zero once the updates that read them are done."""
@@ -210,7 +207,8 @@ class AdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state once all updates are done; its tensors are views of host memory, as in PyTorch."""
         self._synchronize()
-        return super().state_dict()
+        state_dict = super().state_dict()
+        return state_dict | {"state": {key: dict(state) for key, state in state_dict["state"].items()}}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -69,7 +69,8 @@ def wrap(
         num_slots: layers that the device holds at a time: 1 overlaps nothing, 2 is double buffering, as
             many as there are layers keeps all of them there. More than that are not allocated.
         activations: ``"recompute"`` keeps a layer's inputs and runs it again in backward; ``"keep"``
-            keeps all that its backward needs.
+            keeps all that its backward needs. `torch.utils.checkpoint` around layers then changes nothing,
+            inside of them it works. [Note: checkpointing]
         update: ``"step"`` updates when ``optimizer.step()`` is called, under the next forward; ``"backward"``
             updates each layer as soon as its gradient has landed, so that host memory holds the gradients of
             four layers instead of all, and there is no clipping and no accumulation.
@@ -243,7 +244,7 @@ def _settle_in(executor: Executor) -> None:
     """Let the root's parameters be those on the device, and every parameter know where it lives."""
     executor.issuer.synchronize()
     for slice, param in zip(executor.root.layout.slices, executor.root.params, strict=True):
-        param.data = slice.view(executor.weights.root_buffer)
+        param.data = slice.own(executor.weights.root_buffer)
     for unit in (*executor.units, executor.root):
         for slice, param in zip(unit.layout.slices, unit.params, strict=True):
             param.__dict__[HOME] = Home(executor, unit, slice)

@@ -434,23 +434,39 @@ def test_two_memories_are_checked_each_by_itself(device: int, host: int, fits: b
 # --- a wrapped model ----------------------------------------------------------------------------------
 
 MOVES: dict[str, Callable[[nn.Module], object]] = {
-    "to device": lambda module: module.to("cpu"),
+    "to device": lambda module: module.to("meta"),
     "to dtype": lambda module: module.to(torch.float16),
-    "cuda": lambda module: module.cuda(),
-    "cpu": lambda module: module.cpu(),
+    "to device and dtype": lambda module: module.to("cpu", torch.float16),
+    "to memory format": lambda module: module.to(memory_format=torch.channels_last),
     "half": lambda module: module.half(),
-    "float": lambda module: module.float(),
     "double": lambda module: module.double(),
     "bfloat16": lambda module: module.bfloat16(),
     "to_empty": lambda module: module.to_empty(device="cpu"),
+    "share_memory": lambda module: module.share_memory(),
+}
+
+STAYS: dict[str, Callable[[nn.Module], object]] = {
+    "to device": lambda module: module.to("cpu"),
+    "to dtype": lambda module: module.to(torch.float32),
+    "to device and dtype": lambda module: module.to("cpu", torch.float32, non_blocking=True),
+    "cpu": lambda module: module.cpu(),
+    "float": lambda module: module.float(),
+    "type": lambda module: module.type(torch.float32),
 }
 
 
 @pytest.mark.parametrize("place", ["", "blocks", "blocks.1", "single"])
 def test_moving_and_casting(place: str) -> None:
-    match = r"cannot be moved or cast.*call streamer\.unwrap\(model\) first"
-    with wrapped() as model:
+    match = r"cannot be moved or cast.*runs on 'cpu'.*call streamer\.unwrap\(model\) first"
+    model = Net()
+    model.single.register_buffer("image", torch.zeros(1, 2, 3, 3))
+    model.blocks[1].register_buffer("image", torch.zeros(1, 2, 3, 3))
+    with wrapped(model):
         before = snapshot(model)
+        for name, stay in STAYS.items():
+            module = model.get_submodule(place)
+            assert stay(module) is module
+            assert snapshot(model) == before, name
         for name, move in MOVES.items():
             with pytest.raises(RuntimeError, match=match):
                 move(model.get_submodule(place))
@@ -458,6 +474,7 @@ def test_moving_and_casting(place: str) -> None:
         whole = nn.Sequential(model)
         with pytest.raises(RuntimeError, match="cannot be moved or cast"):
             whole.half()
+        assert whole.to("cpu") is whole
         step(model)
 
 

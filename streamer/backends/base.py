@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import enum
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -36,6 +37,26 @@ class Span:
     ready: float
     start: float
     end: float
+
+
+class Process:
+    """The process in which this was made. One that is forked from it has its memory, but not its threads, and
+    may not use CUDA."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    def is_this(self) -> bool:
+        """Whether the caller is that process."""
+        return os.getpid() == self._pid
+
+    def check(self) -> None:
+        """Raise RuntimeError unless it is: work for its threads would never be done."""
+        if not self.is_this():
+            raise RuntimeError(
+                "this process was forked from the one that wrapped the model, and cannot run it: a data "
+                "loader's workers may hold a wrapped model, but must not call it"
+            )
 
 
 class Event(abc.ABC):
@@ -122,4 +143,5 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """End the lanes once their queues are empty, and give up what the backend holds. Idempotent."""
+        """End the lanes once their queues are empty, and give up what the backend holds. Idempotent; in a
+        process that was forked from the backend's own it does nothing."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import psutil
 import torch
 
-from streamer.backends.base import Backend, Event, Lane, Span
+from streamer.backends.base import Backend, Event, Lane, Process, Span
 from streamer.backends.mapping import mapped, reserved
 from streamer.backends.pinned import PinnedBlocks
 from streamer.backends.worker import Worker
@@ -125,6 +125,7 @@ class CudaBackend(Backend):
             )
         self.device = torch.device("cuda", index)
         self.poison = poison
+        self._process = Process()
         self._clock = CudaClock(self.device)
         self._pinned = PinnedBlocks(self.device)
         self._streams = {lane: torch.cuda.Stream(self.device) for lane in (Lane.H2D, Lane.D2H)}
@@ -133,6 +134,7 @@ class CudaBackend(Backend):
         self._own_fraction: float | None = None
 
     def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
+        self._process.check()
         if lane is Lane.HOST:
             return self._workers[lane].submit(work, waits)
         event = CudaEvent(lane, self._clock)
@@ -191,6 +193,8 @@ class CudaBackend(Backend):
         return torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
 
     def close(self) -> None:
+        if not self._process.is_this():
+            return
         Worker.close_all(self._workers.values())
         try:
             # the slots' memory is about to be anybody's, and layers may have run on streams of the caller's

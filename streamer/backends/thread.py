@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import torch
 
-from streamer.backends.base import Backend, Event, Lane, Span
+from streamer.backends.base import Backend, Event, Lane, Process, Span
 from streamer.backends.mapping import mapped, reserved
 from streamer.backends.worker import HostEvent, Worker
 
@@ -30,6 +30,7 @@ class ThreadBackend(Backend):
     def __init__(self, *, delays: Mapping[Lane, Delay] | None = None, poison: bool = False) -> None:
         self.device = torch.device("cpu")
         self.poison = poison
+        self._process = Process()
         self._delays = dict(delays or {})
         self._workers = {
             lane: Worker(lane, delay=self._delays.get(lane)) for lane in (Lane.H2D, Lane.D2H, Lane.HOST)
@@ -38,6 +39,7 @@ class ThreadBackend(Backend):
     def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
         if lane is not Lane.COMPUTE:
             return self._workers[lane].submit(work, waits)
+        self._process.check()
         done = HostEvent(lane)
         ready = time.perf_counter()
         for event in waits:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 
-from streamer.backends.base import Event, Lane, Span
+from streamer.backends.base import Event, Lane, Process, Span
 
 
 class HostEvent(Event):
@@ -46,6 +46,7 @@ class Worker:
     def __init__(self, lane: Lane, *, delay: Callable[[], float] | None = None) -> None:
         self.lane = lane
         self._delay = delay
+        self._process = Process()
         self._lock = threading.Lock()
         self._closed = False
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
@@ -53,7 +54,9 @@ class Worker:
         self._thread.start()
 
     def submit(self, work: Callable[[], object], waits: Sequence[Event]) -> HostEvent:
-        """Queue ``work``; the returned event is done when it has run. Raises RuntimeError once closed."""
+        """Queue ``work``; the returned event is done when it has run. Raises RuntimeError once closed, and
+        in a forked process."""
+        self._process.check()
         done = HostEvent(self.lane)
         with self._lock:
             if self._closed:
@@ -66,11 +69,13 @@ class Worker:
 
     @staticmethod
     def close_all(workers: Collection[Worker]) -> None:
-        """End the threads after what is queued, and wait for that. May be called again.
+        """End the threads after what is queued, and wait for that. May be called again. A forked process does
+        not have them.
 
         The garbage collector may call this in one of the threads; that one then ends later, and nobody
         waits for it or for those that may be waiting for it.
         """
+        workers = [worker for worker in workers if worker._process.is_this()]
         for worker in workers:
             worker._end()
         if threading.current_thread() not in {worker._thread for worker in workers}:

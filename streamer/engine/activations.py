@@ -96,7 +96,8 @@ class Visit(abc.ABC):
 
         def go_back(weights: torch.Tensor, gradient: torch.Tensor) -> tuple[Graph, list[bool]]:
             graph = self.graph(weights, inputs)
-            with self.gate.opened():
+            # for checkpoints inside of the layer: [Note: checkpointing]
+            with self.gate.opened(), unit.using(graph.leaves):
                 into = gradient if self.wants_weights else None
                 return graph, _backpropagate(unit, graph, gradients, into=into)
 
@@ -132,7 +133,11 @@ def _backpropagate(
         if into is not None:
             index = places[id(leaf)]
             view = unit.layout.trainable[index].view(into)
-            view.copy_(leaf.grad.to_dense() if leaf.grad.is_sparse else leaf.grad)
+            gradient = leaf.grad.to_dense() if leaf.grad.is_sparse else leaf.grad
+            if used[index]:  # a backward inside of this one brings its part by itself
+                view.add_(gradient)
+            else:
+                view.copy_(gradient)
             used[index] = True
         leaf.grad = None
 

@@ -3,7 +3,8 @@
 [Note: landing]
 Gradients pass through a ring of a few host buffers. Each is used up by the update that it starts, so host
 memory holds a few layers' gradients whatever the depth; there is nothing left to clip, to add to or to look
-at when backward ends. The root unit's gradients are those of a usual step.
+at when backward ends. The root unit's gradients are those of a usual step, but for one thing: who writes
+them between backward and step, as clipping does, would do half of what he means to.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ class Landing:
         self._next = 0
         self._updaters: list[weakref.WeakMethod[Updater]] = []
         self._updated: set[int] = set()
+        #: of the root unit, since the last step: gradients by parameter, and how often they had been written
+        #: when autograd last wrote them, by what they share their counts with
+        self._of_root: dict[torch.Tensor, torch.Tensor] = {}
+        self._written: dict[int, int] = {}
 
     def add_updater(self, updater: Updater) -> None:
         """Ask ``updater``, a method, for updates as long as its object lives."""
@@ -74,21 +79,49 @@ class Landing:
                 work, moved = update
                 self._issuer.issue(ops.step_on_landing(unit.index, place, moved), _bound(work, landed))
 
+    def added(self, param: torch.Tensor) -> None:
+        """Autograd has added to the gradient of a parameter of the root unit."""
+        assert param.grad is not None, "this is called afterwards"
+        self._of_root[param] = param.grad
+        self._written[_counter(param.grad)] = param.grad._version
+
     def finish_backward(self) -> None:
         """Backward has gone through all layers that it was to go through."""
         self._is_whole = True
 
     def zero_grad(self) -> None:
         """Gradients are dropped: after a backward that has failed, the next one begins anew."""
+        self._forget_root()
         if not self._is_whole:
             self._updated.clear()
             self._is_whole = True
 
+    def check_unwritten(self) -> None:
+        """Raise RuntimeError if gradients of the root unit were written since backward."""
+        for param, gradient in self._of_root.items():
+            was_written = self._written[_counter(gradient)] != gradient._version
+            if param.grad is not None and (was_written or param.grad is not gradient):
+                raise RuntimeError(
+                    "gradients were written (by clip_grad_norm_?) between backward and step(), but "
+                    "update='backward' has updated the layers before: wrap with update='step' to clip, or "
+                    "write gradients in a hook (param.register_hook)"
+                )
+
+    def _forget_root(self) -> None:
+        self._of_root.clear()
+        self._written.clear()
+
     def next_step(self) -> list[str]:
         """A step has been made; the names of layers that were not updated since the last one."""
+        self._forget_root()
         self._updated.clear()
         skipped, self.not_finite = self.not_finite, []
         return skipped
+
+
+def _counter(gradient: torch.Tensor) -> int:
+    """What tells gradients with different counts of writes apart: views of one buffer share theirs."""
+    return id(gradient) if gradient.is_sparse else gradient.untyped_storage()._cdata
 
 
 def _bound(work: Callable[[torch.Tensor], None], gradient: torch.Tensor) -> Callable[[], None]:

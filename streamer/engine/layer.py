@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from streamer.engine.activations import Visit
 from streamer.engine.ambient import Autocast
 from streamer.engine.call import Call, aliases, run_on_slot
+from streamer.engine.checkpointing import past_checkpoints
 from streamer.engine.compiled import Compiler
 from streamer.engine.executor import Executor
 from streamer.engine.kvcache import without_caches
@@ -43,7 +44,8 @@ class StreamedLayer:
         # without an input that needs a gradient autograd would leave the layer out of the graph
         anchor = torch.empty(0, device=self._executor.backend.device, requires_grad=True)
         results: list[Any] = []
-        outputs = _Layer.apply(visit, results, anchor, *inputs)  # type: ignore[no-untyped-call]
+        with past_checkpoints():
+            outputs = _Layer.apply(visit, results, anchor, *inputs)  # type: ignore[no-untyped-call]
         return results.pop()(outputs)
 
     def _infer(self, args: tuple[Any, ...], kwargs: dict[str, Any], phase: Phase) -> Any:

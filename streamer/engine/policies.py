@@ -10,6 +10,7 @@ import torch
 from streamer.engine.activations import Graph, Outputs, Visit, graph_is_retained
 from streamer.engine.ambient import Ambient, Autocast
 from streamer.engine.call import Tensors, aliases
+from streamer.engine.checkpointing import without_own_checkpoint
 from streamer.engine.saved import storages
 
 
@@ -35,6 +36,7 @@ class Recompute(Visit):
             # a graph that saves nothing, only to find out who goes back through it
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(lambda _: None, refuse),
+            without_own_checkpoint(unit.module),
         ):
             outputs, rebuild = self.call.run(weights, leaves, inner)
         self.release = self.executor.saved.hold(self, storages(inputs))
@@ -58,6 +60,7 @@ class Recompute(Visit):
             unit.with_attributes(self._attributes),
             unit.with_buffers(self._buffers),
             torch.enable_grad(),
+            without_own_checkpoint(unit.module),
         ):
             outputs, _ = self.call.run(weights, leaves, inner)
         return Graph(inner, leaves, outputs)
@@ -144,6 +147,8 @@ class Keep(Visit):
             )
         graph = self._graph
         self._slot.weights = weights
+        for slice, leaf in zip(self.call.unit.layout.slices, graph.leaves, strict=True):
+            leaf.data = slice.view(weights)
         if not graph_is_retained():
             self._graph = None
         return graph

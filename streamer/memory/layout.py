@@ -46,6 +46,14 @@ class Slice:
         flat = buffer[self.offset : self.offset + self.nbytes]
         return flat.view(self.param.dtype).view(self.param.shape)
 
+    def own(self, buffer: torch.Tensor) -> torch.Tensor:
+        """`view`, under a storage of the parameter's own if the buffer is in host memory: who saves one
+        tensor, or looks for tensors that are tied, goes by storages."""
+        if buffer.device.type != "cpu":
+            return self.view(buffer)
+        piece = torch.from_numpy(buffer[self.offset : self.offset + self.nbytes].numpy())
+        return piece.view(self.param.dtype).view(self.param.shape)
+
     def state(self, buffer: torch.Tensor) -> torch.Tensor:
         """The parameter's elements in a unit's flat buffer of optimizer state, in the parameter's shape."""
         return buffer[self.index : self.index + self.numel].view(self.param.shape)
