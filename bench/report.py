@@ -13,10 +13,12 @@ import argparse
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from bench.architectures_report import architectures_figure
 from bench.common import RESULTS
 from bench.report_tables import TABLES, adam_table, gpu_figures
 
@@ -57,6 +59,7 @@ def figures(reports: Mapping[str, Report]) -> dict[str, str]:
     """What the project's README shows, by name."""
     return {
         "adam": "\n".join(adam_table(reports["adam.json"])),
+        "architectures": textwrap.fill(architectures_figure(reports["architectures.json"]), 105),
         "gpu": "\n".join(gpu_figures({name: r for name, r in reports.items() if name.startswith(f"{GPU}/")})),
     }
 
