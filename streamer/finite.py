@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from streamer.engine.executor import Executor
+from streamer.files.errors import shortened
 
 #: Where a warning about a step points: the line that called `optimizer.step()`.
 _CALLER = 5
@@ -52,8 +53,7 @@ def take_step(executors: Sequence[Executor], *, skip_nonfinite: bool, found_inf:
     else:
         what = "a gradient is NaN or infinite, or the square of the norm of all is beyond fp32"
         if found_inf is None and (names := [name for e in real for name in e.norms.not_finite()]):
-            more = f" and {len(names) - 1} more" if names[1:] else ""
-            what = f"the gradient of {names[0]}{more} is NaN or infinite, or its square beyond fp32"
+            what = f"the gradient of {shortened(names, most=1)} is NaN or infinite, or its square beyond fp32"
         skipped = ": this step is skipped, nothing was updated"
         mend = ": nothing was updated; AdamW(skip_nonfinite=True) skips such steps"
     if not skip_nonfinite and found_inf is None:

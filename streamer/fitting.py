@@ -13,7 +13,7 @@ from torch import nn
 from streamer.content import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, file_name
 from streamer.engine.executor import Executor
 from streamer.engine.unit import Unit
-from streamer.files.errors import CheckpointError
+from streamer.files.errors import CheckpointError, shortened
 from streamer.files.manifest import NAME, Manifest
 from streamer.files.tensors import DTYPES, Entry
 from streamer.handle import Home, require_home
@@ -23,7 +23,6 @@ from streamer.optim import AdamW
 
 #: The format's names of what weights and gradients may be.
 _FLOATS = ("F32", "BF16", "F16")
-_SHOWN = 10
 
 
 @contextmanager
@@ -52,7 +51,7 @@ def check_model(path: Path, manifest: Manifest, model: nn.Module, executor: Exec
     here = {slice.param.name: slice.param.shape for unit in units for slice in unit.layout.slices}
     here |= {name: tuple(buffer.shape) for name, buffer in model.named_buffers()}
     if differing := _unlike(there, here):
-        raise CheckpointError(f"{path} is of another model; these tensors differ: {_listed(differing)}")
+        raise CheckpointError(f"{path} is of another model; these tensors differ: {shortened(differing)}")
     names = [unit.name for unit in units]
     saved = manifest.values["model"]["units"]
     if saved != names:
@@ -90,7 +89,7 @@ def check_optimizer(
         raise CheckpointError(
             f"{path} was saved with groups of {[len(group) for group in groups]} parameters, and here are "
             f"groups of {[len(group) for group in mine]}; make the optimizer with the same groups, in the "
-            f"same order. These differ: {_listed(_differing(groups, mine))}"
+            f"same order. These differ: {shortened(_differing(groups, mine))}"
         )
     held_in = parse_state_dtype(saved["state_dtype"])
     for group in optimizer.param_groups:
@@ -152,11 +151,6 @@ def _unlike(there: Mapping[str, object], here: Mapping[str, object]) -> list[str
         for name in sorted(there.keys() | here.keys())
         if there.get(name) != here.get(name)
     ]
-
-
-def _listed(differing: Sequence[str]) -> str:
-    more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
-    return ", ".join(differing[:_SHOWN]) + more
 
 
 def check_owns(optimizer: AdamW, executor: Executor) -> None:

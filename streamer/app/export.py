@@ -21,7 +21,7 @@ from streamer.app.model_card import Card
 from streamer.app.pretrained import without_values
 from streamer.app.report import amount
 from streamer.content import BUFFERS, WEIGHTS
-from streamer.files.errors import CheckpointError
+from streamer.files.errors import CheckpointError, shortened
 from streamer.files.folder import checkpoints, new_folder
 from streamer.files.manifest import NAME, Manifest
 from streamer.files.tensors import DTYPES, Piece, file_bytes, reading, write_tensors
@@ -180,10 +180,9 @@ def _names(checkpoint: Path, stored: Mapping[str, _Stored], model: nn.Module | N
         else:
             differing.append(name)
     if differing:
-        more = f" and {len(differing) - 10} more" if len(differing) > 10 else ""
         raise CheckpointError(
             f"{checkpoint} is not of the model that the run's config makes; these tensors differ: "
-            f"{', '.join(differing[:10])}{more}"
+            f"{shortened(differing)}"
         )
     return names
 

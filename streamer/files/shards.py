@@ -30,7 +30,10 @@ class Stored:
     def read(self) -> torch.Tensor:
         """A view of the file, on the CPU. Raises CheckpointError where the file has changed."""
         with reading(self.file) as read:
-            return read(self.name)
+            tensor = read(self.name)
+        if (tensor.dtype, tuple(tensor.shape)) != (self.dtype, self.shape):
+            raise CheckpointError(f"{self.file}: tensor '{self.name}' has changed since the file was opened")
+        return tensor
 
 
 def stored_tensors(path: Path) -> dict[str, Stored]:
@@ -41,30 +44,40 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
     """
     if not path.is_dir():
         return _tensors_of(path)
-    index = path / INDEX
-    if index.exists():
-        return _indexed(path, index)
+    # in the order in which Hugging Face's library looks for them
     if (path / SINGLE).exists():
         return _tensors_of(path / SINGLE)
+    if (path / INDEX).exists():
+        return _indexed(path, path / INDEX)
     files = sorted(path.glob("*.safetensors"))
     if len(files) == 1:
         return _tensors_of(files[0])
-    found = ", ".join(file.name for file in files) or "no safetensors file"
-    raise CheckpointError(f"{path}: there is no {SINGLE} and no {INDEX} in it, but {found}: name the file")
+    there = f"neither {SINGLE} nor {INDEX} is in it"
+    if files:
+        raise CheckpointError(f"{path}: {there}: name one of {shortened([file.name for file in files])}")
+    others = [file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for file in path.glob(pattern)]
+    found = f", only {shortened(sorted(others))}" if others else ""
+    raise CheckpointError(
+        f"{path}: {there}{found}: write the weights as safetensors, as save_pretrained does"
+    )
 
 
 def _indexed(path: Path, index: Path) -> dict[str, Stored]:
     try:
         names: dict[str, str] = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        files = sorted({path / str(file) for file in names.values()})
+        files = {file: path / file for file in sorted(set(names.values()))}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{index}: not an index of safetensors files ({in_a_line(error)})") from error
-    if gone := [file.name for file in files if not file.is_file()]:
-        raise CheckpointError(f"{path}: of {len(files)} files {shortened(gone)} are missing")
-    tensors = {name: stored for file in files for name, stored in _tensors_of(file).items()}
-    if absent := [name for name, file in names.items() if name not in tensors]:
-        raise CheckpointError(f"{path}: not in the files, although in {INDEX}: {shortened(absent)}")
-    return {name: tensors[name] for name in names}
+    if gone := [name for name, file in files.items() if not file.is_file()]:
+        raise CheckpointError(f"{path}: of {len(files)} files these are missing: {shortened(gone)}")
+    stored = {name: _tensors_of(file) for name, file in files.items()}
+    if absent := [name for name, file in names.items() if name not in stored[file]]:
+        raise CheckpointError(
+            f"{path}: not in the files where {INDEX} has them: "
+            + shortened([f"{name} ({names[name]})" for name in absent])
+        )
+    tensors = {name: tensor for held in stored.values() for name, tensor in held.items()}
+    return tensors | {name: stored[file][name] for name, file in names.items()}
 
 
 def _tensors_of(file: Path) -> dict[str, Stored]:
@@ -73,7 +86,7 @@ def _tensors_of(file: Path) -> dict[str, Stored]:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
             kinds = {name: (slice.get_dtype(), tuple(slice.get_shape())) for name, slice in slices.items()}
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file}: {in_a_line(error)}") from error
+        raise CheckpointError(f"{file}: not a whole safetensors file ({in_a_line(error)})") from error
     if strange := [f"{name} ({dtype})" for name, (dtype, _) in kinds.items() if dtype not in _BY_NAME]:
         raise CheckpointError(
             f"{file}: these tensors are quantised, and only whole numbers and floating point from 16 bits on "

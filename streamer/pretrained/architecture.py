@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,36 +12,48 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from streamer.files.tensors import in_a_line
 
 #: A class of the transformers library, one of its Auto classes, or a function that returns a model.
 ModelClass = Callable[..., nn.Module]
 
-CONFIG = "config.json"
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+
+#: Of the transformers library: the first whose conversions return the tensors that they make.
+_OLDEST = (5, 1)
 
 
 def build(path: Path, model_class: ModelClass | None, config: Any, dtype: torch.dtype | None) -> nn.Module:
     """The model with its parameters on the meta device and its buffers on the CPU with their values.
 
-    Raises ValueError, naming the mend, where nothing says which class it is of, or where it cannot be built.
+    ``dtype`` is that of what a class of the transformers library builds; None is its config's. Raises
+    ValueError, naming the mend, where nothing says which class it is of, or where it cannot be built.
     """
-    if model_class is not None and not callable(model_class):
-        raise ValueError(
-            f"model_class={model_class!r}: give a class of transformers, or a function that makes a model"
-        )
     if model_class is None or is_of_transformers(model_class):
-        return _of_transformers(path, model_class, config, dtype)
-    if config is not None:
-        raise ValueError("config= is for classes of transformers: let model_class be a function that uses it")
-    with parameters_on_meta():
-        model = model_class()
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model_class has returned a {type(model).__name__}, not an nn.Module")
+        model = _of_transformers(path, model_class, config, dtype)
+    else:
+        model = _of_function(model_class, config)
+    for name, param in model.named_parameters():
+        if not param.is_meta:
+            raise ValueError(
+                f"parameter '{name}' has values before any are read: let model_class build the model when it "
+                "is called, from nn.Parameters"
+            )
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise ValueError(
+                f"buffer '{name}' is on the meta device and has no values: let model_class build the model "
+                "on the CPU, where its parameters take no memory, and buffers not be computed from them"
+            )
     return model
 
 
 def is_of_transformers(kind: object) -> bool:
     """Whether it is a class of models of the transformers library, or one of its Auto classes."""
-    return hasattr(kind, "from_pretrained") and _maker(kind) is not None
+    is_loaded = isinstance(kind, type) and hasattr(kind, "from_pretrained")
+    return is_loaded and (hasattr(kind, "_from_config") or _is_auto(kind))
 
 
 @contextmanager
@@ -50,15 +63,18 @@ def parameters_on_meta() -> Iterator[None]:
     Under ``torch.device("meta")`` buffers that are in no file (position embeddings, masks) would have none
     either.
     """
+    made = WeakTensorKeyDictionary()  # several modules may be given one parameter
 
     def without_values(module: nn.Module, name: str, param: nn.Parameter | None) -> Any:
         if param is None or param.is_meta:
             return None
-        # as it is, but for its memory: a tensor that nobody has written takes none
-        empty = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
-        empty.__class__ = type(param)
-        empty.__dict__.update(param.__dict__)
-        return empty
+        if param not in made:
+            # as it is, but for its memory: a tensor that nobody has written takes none
+            empty = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
+            empty.__class__ = type(param)
+            empty.__dict__.update(param.__dict__)
+            made[param] = empty
+        return made[param]
 
     hook = register_module_parameter_registration_hook(without_values)
     try:
@@ -67,41 +83,87 @@ def parameters_on_meta() -> Iterator[None]:
         hook.remove()
 
 
+def _of_function(function: ModelClass, config: Any) -> nn.Module:
+    if isinstance(function, nn.Module) or not callable(function):
+        raise ValueError(
+            f"model_class={type(function).__name__}(...): give a class of transformers, or a function that "
+            "makes a model"
+        )
+    if config is not None:
+        raise ValueError("config= is for classes of transformers: let model_class be a function that uses it")
+    with parameters_on_meta():
+        model = function()
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model_class has returned a {type(model).__name__}, not an nn.Module")
+    return model
+
+
 def _of_transformers(
     path: Path, model_class: ModelClass | None, config: Any, dtype: torch.dtype | None
 ) -> nn.Module:
     transformers = transformers_library()
     folder = path if path.is_dir() else path.parent
-    if config is None:
-        if not (folder / CONFIG).is_file():
-            raise ValueError(
-                f"{folder} has no {CONFIG}: give model_class= a function that makes the model, or config="
-            )
-        kind = getattr(model_class, "config_class", None) or transformers.AutoConfig
-        config = kind.from_pretrained(folder, local_files_only=True)
+    config = _config(transformers, folder, model_class, config)
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"{folder}: its weights are quantised, and cannot be trained: dequantise them first")
-    if model_class is None:
-        model_class = _named_in(transformers, config, folder)
-    make = _maker(model_class)
-    assert make is not None
+    kind: Any = model_class or _named_in(transformers, config, folder)
+    if _is_auto(kind) and type(config) not in kind._model_mapping:
+        raise ValueError(f"{kind.__name__} has no class for a {type(config).__name__}: give another")
+    options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     with parameters_on_meta():
-        model: nn.Module = make(config, **({} if dtype is None else {"dtype": dtype}))
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
-    return model.eval()
+        if _is_auto(kind):
+            model = kind.from_config(config, trust_remote_code=False, **options)
+        else:
+            model = kind._from_config(config, **options)
+    if model.can_generate():
+        _read_generation_config(transformers, folder, model)
+    model.eval()
+    return model  # type: ignore[no-any-return]
 
 
-def _maker(kind: object) -> Callable[..., nn.Module] | None:
-    """What makes a model from a config, in a class of models or in an Auto class."""
-    return getattr(kind, "_from_config", None) or getattr(kind, "from_config", None)
+def _config(transformers: Any, folder: Path, model_class: Any, config: Any) -> Any:
+    """The config of the model, which may be written into: a copy of ``config``, or that of ``folder``."""
+    if isinstance(config, transformers.PreTrainedConfig):
+        return copy.deepcopy(config)
+    if config is not None:
+        raise ValueError(f"config={config!r}: it must be a config of the transformers library")
+    if not (folder / CONFIG).is_file():
+        raise ValueError(
+            f"{folder} has no {CONFIG}: give model_class= a function that makes the model, or config="
+        )
+    kind = getattr(model_class, "config_class", None) or transformers.AutoConfig
+    try:
+        # or else the library would ask whether to run code that is in the folder
+        return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever the library makes of a damaged or unknown config
+        raise ValueError(f"{folder / CONFIG}: {in_a_line(error)}") from error
 
 
-def _named_in(transformers: Any, config: Any, folder: Path) -> ModelClass:
+def _read_generation_config(transformers: Any, folder: Path, model: Any) -> None:
+    """Take over how the model generates; older folders have that among the rest of their config."""
+    options: dict[str, Any] = {"config_file_name": GENERATION_CONFIG}
+    if not (folder / GENERATION_CONFIG).is_file():
+        options = {"config_file_name": CONFIG, "_from_model_config": True}
+    file = folder / options["config_file_name"]
+    if not file.is_file():
+        return
+    try:
+        model.generation_config = transformers.GenerationConfig.from_pretrained(
+            folder, local_files_only=True, **options
+        )
+    except Exception as error:  # as for the config
+        raise ValueError(f"{file}: {in_a_line(error)}") from error
+
+
+def _is_auto(kind: object) -> bool:
+    return hasattr(kind, "_model_mapping")
+
+
+def _named_in(transformers: Any, config: Any, folder: Path) -> Any:
     names = getattr(config, "architectures", None) or []
     for name in names:
-        if (kind := getattr(transformers, name, None)) is not None:
-            return kind  # type: ignore[no-any-return]
+        if is_of_transformers(kind := getattr(transformers, name, None)):
+            return kind
     raise ValueError(
         f"{folder / CONFIG} names no class of transformers {transformers.__version__} (architectures: "
         f"{', '.join(names) or 'none'}): give model_class=, such as transformers.AutoModelForCausalLM"
@@ -112,9 +174,12 @@ def transformers_library() -> Any:
     """The transformers library. Raises ValueError, naming the mend, where there is none or one too old."""
     try:
         transformers = importlib.import_module("transformers")
-        importlib.import_module("transformers.core_model_loading")
     except ImportError as error:
         raise ValueError(
-            f"models of Hugging Face need transformers 5 or newer: pip install 'streamer[hf]' ({error})"
+            f"models of Hugging Face need the transformers library: pip install 'streamer[hf]' ({error})"
         ) from error
+    version = transformers.__version__
+    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
+        oldest = ".".join(map(str, _OLDEST))
+        raise ValueError(f"this is transformers {version}, and {oldest} or newer is needed: upgrade it")
     return transformers

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import os
-import re
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from streamer.files.errors import CheckpointError, shortened
+from streamer.files.errors import CheckpointError
 from streamer.files.shards import stored_tensors
-from streamer.find import Layers
+from streamer.find import Layers, find_layers
 from streamer.initialising import Init
 from streamer.pretrained.architecture import ModelClass, build
-from streamer.pretrained.sources import Source, match
+from streamer.pretrained.sources import match
+from streamer.pretrained.tensors import Tensors, commonest
 from streamer.units import DTYPES
 from streamer.wrapping import wrap
+
+#: The method of transformers' models that sets first values, and the mark of those that it leaves alone.
+OWN_INIT, HAS_VALUES = "_init_weights", "_is_hf_initialized"
 
 
 def from_pretrained(
@@ -29,13 +32,14 @@ def from_pretrained(
     *,
     config: Any = None,
     init: Init | str | None = None,
-    ignore: Sequence[str] = (),
+    ignore: str | Sequence[str] = (),
+    dtype: torch.dtype | None = None,
     **options: Any,
 ) -> nn.Module:
     """A wrapped model with the weights of a local Hugging Face folder, or of a safetensors file.
 
     The weights go from the files, which are mapped and not read as a whole, into host memory, a layer at a
-    time: the model is never whole anywhere else. Nothing is downloaded.
+    time: the model is never whole anywhere else. Nothing is downloaded, and no code in the folder is run.
 
     Args:
         path: a folder with ``config.json`` and ``model.safetensors`` or several files with their index, or a
@@ -45,15 +49,19 @@ def from_pretrained(
             ``config.json`` names.
         layers: see `streamer.wrap`.
         config: the config of a transformers model in place of that in the folder, such as one with dropout.
-        init: gives first values to modules whose parameters are not in the files, such as a new head: a
-            function as for `streamer.wrap`, or the name of a method of the model (``"_init_weights"`` of
-            transformers' models). Without it, what is missing is an error.
-        ignore: regular expressions; tensors of the files are left out if one is found in their name.
-        options: for `streamer.wrap`. ``dtype=None`` streams each parameter in the dtype that it has in the
-            files.
+        init: gives first values to what is not in the files, such as a new head: a function as for
+            `streamer.wrap`, or the name of a method of the model (``"_init_weights"`` of transformers'
+            models). It is called with the modules that something is missing in, children before their
+            parents; what is in the files stays as it is there. Without it, what is missing is an error.
+        ignore: a regular expression, or several; tensors of the files are left out if one is found in their
+            name.
+        dtype: what parameters are computed in, as for `streamer.wrap`: fp32 files give exact fp32 masters to
+            bf16 weights. None streams each parameter in the dtype that it has in the files. Buffers of a
+            transformers model are in the dtype that its class gives them for ``dtype``.
+        options: the other ones of `streamer.wrap`.
 
     A transformers model is in evaluation mode, as that library's ``from_pretrained`` leaves it: call
-    ``model.train()`` for dropout.
+    ``model.train()`` for dropout. What its constructor has frozen stays frozen.
 
     Raises:
         CheckpointError: a ValueError that lists the tensors that are missing, unexpected, of another shape or
@@ -63,110 +71,89 @@ def from_pretrained(
     path = Path(path)
     if not path.exists():
         raise ValueError(f"{path}: there is no such file or folder; nothing is downloaded: give a local one")
-    model = build(path, model_class, config, options.get("dtype"))
     stored = stored_tensors(path)
-    matched = match(model, stored, ignore)
-    tensors = _Tensors(model, matched.sources)
-    initialise = getattr(model, init) if isinstance(init, str) else init
-    if initialise is None and (computed := getattr(model, "_keys_to_ignore_on_load_missing", None)):
-        # in no file, since their class computes them (sines of positions)
-        tensors.missing = [n for n in tensors.missing if not any(re.search(rule, n) for rule in computed)]
-        initialise = None if tensors.missing else model._init_weights
-    faults = [
-        *_fault("unexpected (give ignore= patterns for those to leave out)", matched.unexpected),
-        *_fault("of another shape", tensors.misshapen),
-        *_fault("tied here, and different in the files", tensors.differing()),
-        *(_fault("missing (give init= to make new ones)", tensors.missing) if initialise is None else ()),
-    ]
-    if faults:
+    usual = commonest((tensor.dtype, prod(tensor.shape)) for tensor in stored.values())
+    model = build(path, model_class, config, dtype if dtype in DTYPES else usual)
+    initialise = _resolved(model, init)
+    tensors = Tensors(model, match(model, stored, ignore))
+    if faults := tensors.faults(may_be_missing=initialise is not None):
         raise CheckpointError(f"{path} is not of a {type(model).__name__}; {'; '.join(faults)}")
-    if unread := [name for name, source in matched.sources.items() if source.dtype not in _READABLE]:
-        raise CheckpointError(f"{path}: of a dtype that is not streamed: {shortened(unread)}")
-    tensors.take_dtypes()
+    layer_modules = [layer for _, layer in find_layers(model, layers)]
+    reader = _Reader(model, layer_modules, tensors, initialise)
+    tensors.take_dtypes(dtype if dtype in DTYPES else None)
     tensors.fill_buffers(model)
-    return wrap(model, layers=layers, init=_Loader(tensors, initialise), **options)
+    return wrap(model, layers=layers, init=reader, dtype=dtype, **options)
 
 
-_READABLE = (*DTYPES, torch.int64, torch.int32, torch.bool)
+def _resolved(model: nn.Module, init: Init | str | None) -> Init | None:
+    """The function that ``init`` stands for. Raises ValueError where there is none."""
+    if init == OWN_INIT and hasattr(model, OWN_INIT):
+        return _own_init(model)
+    resolved = getattr(model, init, None) if isinstance(init, str) else init
+    if init is not None and not callable(resolved):
+        raise ValueError(
+            f"init={init!r}: give a function of a module, or the name of a method of {type(model).__name__}"
+        )
+    return resolved
 
 
-def _fault(what: str, names: Sequence[str]) -> list[str]:
-    return [f"{what}: {shortened(names)}"] if names else []
+def _own_init(model: nn.Module) -> Init:
+    """What a model made of several models does: each initialises the modules that are in no inner one."""
+    models = [module for module in model.modules() if hasattr(module, OWN_INIT)]
+    owners = {module: owner for owner in models for module in owner.modules()}  # inner ones come later
+    return lambda module: getattr(owners[module], OWN_INIT)(module)
 
 
-class _Tensors:
-    """The model's parameters and buffers, each with its source."""
+class _Reader:
+    """Gives the parameters of one unit after another their values: an `Init`.
 
-    def __init__(self, model: nn.Module, sources: Mapping[str, Source]) -> None:
-        self._params = [param for _, param in model.named_parameters()]
-        self._sources: dict[torch.Tensor, Source] = {}
-        self._others: list[tuple[str, torch.Tensor, Source]] = []
-        self.missing: list[str] = []
-        self.misshapen: list[str] = []
-        names: dict[torch.Tensor, list[str]] = {}
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            names.setdefault(tensor, []).append(name)
-        for tensor, aliases in names.items():
-            found = [name for name in aliases if name in sources]
-            if not found:
-                self.missing.append(aliases[0])
-                continue
-            self._sources[tensor] = sources[found[0]]
-            self._others += [(name, tensor, sources[name]) for name in found[1:]]
-            self.misshapen += [
-                f"{name} ({list(sources[name].shape)} in {sources[name].files}, {list(tensor.shape)} here)"
-                for name in found
-                if sources[name].shape != tuple(tensor.shape)
-            ]
+    Modules come children before their parents, a unit's own module last. Then all that is in the files is
+    read, so that whatever was made up for it on the way is gone.
+    """
 
-    def source(self, tensor: torch.Tensor) -> Source | None:
-        return self._sources.get(tensor)
-
-    def differing(self) -> list[str]:
-        """Names that stand for one tensor here and for different ones in the files."""
-        return [
-            name
-            for name, tensor, source in self._others
-            if source.shape == self._sources[tensor].shape
-            and not torch.equal(source.read(), self._sources[tensor].read())
-        ]
-
-    def take_dtypes(self) -> None:
-        """Let parameters have the dtypes of the files, those that are in none the commonest."""
-        count: Counter[torch.dtype] = Counter()
-        for param in self._params:
-            if (source := self._sources.get(param)) is not None:
-                count[source.dtype] += param.numel()
-        for param in self._params:
-            source = self._sources.get(param)
-            if source is not None:
-                param.data = param.data.to(source.dtype)
-            elif count:
-                param.data = param.data.to(count.most_common(1)[0][0])
-
-    def fill_buffers(self, module: nn.Module) -> None:
-        """Read the buffers of ``module`` and of all modules in it."""
-        with torch.no_grad():
-            for buffer in module.buffers():
-                if (source := self._sources.get(buffer)) is not None:
-                    buffer.copy_(source.read())
-
-
-class _Loader:
-    """Reads the parameters of one module after another: an `Init`."""
-
-    def __init__(self, tensors: _Tensors, init: Callable[[nn.Module], object] | None) -> None:
+    def __init__(
+        self, model: nn.Module, layers: Iterable[nn.Module], tensors: Tensors, init: Init | None
+    ) -> None:
+        self._last = {model, *layers}
         self._tensors = tensors
-        self._init = init
+        self._inits: list[tuple[Init, set[torch.Tensor]]] = []
+        if init is not None and tensors.missing:
+            self._inits.append((init, tensors.missing))
+        if tensors.computed:
+            self._inits.append((_own_init(model), tensors.computed))
+        if self._inits and hasattr(model, OWN_INIT):
+            for tensor in (*model.parameters(), *model.buffers()):
+                if tensors.source(tensor) is not None:
+                    setattr(tensor, HAS_VALUES, True)
+        self._pending: list[nn.Module] = []
         self._read: set[torch.Tensor] = set()
 
     def __call__(self, module: nn.Module) -> None:
-        params = [param for param in module._parameters.values() if param is not None]
-        if self._init is not None and any(self._tensors.source(param) is None for param in params):
-            self._init(module)
-            self._tensors.fill_buffers(module)
+        self._pending.append(module)
+        if self._inits:
+            self._initialise(module)
+        if module in self._last:
+            self._read_pending()
+            if self._inits:
+                self._tensors.fill_buffers(module)
+
+    def _initialise(self, module: nn.Module) -> None:
+        held = {*module.parameters(), *module.buffers()}
+        before = {param: param._version for param in module.parameters() if param in self._read}
+        for init, wanted in self._inits:
+            if held & wanted:
+                init(module)
+        for param, version in before.items():
+            if param._version != version:
+                raise ValueError(
+                    f"init= has written into '{self._tensors.name(param)}', which is in the files, when "
+                    f"called with a {type(module).__name__}: let it set only what is that module's own"
+                )
+
+    def _read_pending(self) -> None:
+        params = {param: None for module in self._pending for param in module._parameters.values()}
         for param in params:
-            source = self._tensors.source(param)
-            if source is not None and param not in self._read:
+            if param is not None and (source := self._tensors.source(param)) is not None:
                 param.copy_(source.read())
                 self._read.add(param)
+        self._pending.clear()

@@ -7,86 +7,98 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
+from streamer.files.errors import CheckpointError, shortened
 from streamer.files.shards import Stored
-
-#: What reads a tensor of the model, on the CPU, by the model's name for it.
-Read = Callable[[], torch.Tensor]
+from streamer.files.tensors import in_a_line
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a tensor of the model comes from."""
+    """Where a tensor of the model comes from: the names of the files, and what reads it, on the CPU."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     files: str
-    read: Read
-
-
-def direct(stored: Stored) -> Source:
-    """A tensor as it is in its file."""
-    return Source(stored.dtype, stored.shape, stored.file.name, stored.read)
-
-
-@dataclass
-class Conversion:
-    """Tensors that the transformers library makes of others: ``parts`` are those of the files by the pattern
-    that they match (the experts of a layer, of which it makes one tensor)."""
-
-    model: nn.Module
-    converter: Any
-    target: str
-    parts: list[tuple[str, Stored]] = field(default_factory=list)
-    _made: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def sources(self) -> dict[str, Source]:
-        """Those that come out, by name. Their shapes are found out without reading anything."""
-        shapes = self._convert(lambda stored: torch.empty(stored.shape, dtype=stored.dtype, device="meta"))
-        files = ", ".join(sorted({stored.file.name for _, stored in self.parts}))
-        return {
-            name: Source(tensor.dtype, tuple(tensor.shape), files, partial(self._read, name))
-            for name, tensor in shapes.items()
-        }
-
-    def _read(self, name: str) -> torch.Tensor:
-        if name not in self._made:
-            self._made.update(self._convert(Stored.read))
-        return self._made.pop(name)
-
-    def _convert(self, read: Callable[[Stored], torch.Tensor]) -> dict[str, torch.Tensor]:
-        converter = copy.deepcopy(self.converter)
-        for pattern, stored in self.parts:
-            converter.add_tensor(self.target, stored.name, pattern, partial(read, stored))
-        made = converter.convert(self.target, model=self.model, config=self.model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+    read: Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Matched:
-    """Sources by the model's names, and what no tensor of the model is made of."""
+    """The tensors of a model, each a list of the names that it has, and what is in the files for them.
 
+    ``sources`` are by the model's names. ``missing`` are the first names of tensors that have none; those of
+    ``computed`` have none either, and their class knows their values. ``unexpected`` are names in the files.
+    """
+
+    names: dict[torch.Tensor, list[str]]
     sources: dict[str, Source]
+    missing: list[str]
+    computed: list[str]
     unexpected: list[str]
 
 
-def match(model: nn.Module, stored: Mapping[str, Stored], ignored: Sequence[str]) -> Matched:
-    """The source of each tensor of ``model``, which has the files' names, or the transformers library's for
-    them. Names that one of the ``ignored`` patterns is found in are left out."""
-    names = {name for name in stored if not any(re.search(pattern, name) for pattern in ignored)}
-    here: dict[str, torch.Tensor] = dict(model.state_dict(keep_vars=True))
-    if hasattr(model, "base_model_prefix"):
-        return _of_transformers(model, {name: stored[name] for name in names}, here)
+def match(model: nn.Module, stored: Mapping[str, Stored], ignored: str | Sequence[str]) -> Matched:
+    """What of ``stored`` belongs to ``model``, by the model's own names and, for a model of the transformers
+    library, by that library's rules. Names that one of the patterns ``ignored`` is found in are left out.
+
+    Raises ValueError for what is no pattern, CheckpointError for tensors that cannot be made into one.
+    """
+    patterns = _compiled([ignored] if isinstance(ignored, str) else ignored)
+    wanted = {name: it for name, it in stored.items() if not any(rule.search(name) for rule in patterns)}
+    names = _names(model)
+    here = {name: tensor for tensor, aliases in names.items() for name in aliases}
+    of_transformers = hasattr(model, "_adjust_missing_and_unexpected_keys")
+    sources, unexpected = (_by_rules if of_transformers else _by_name)(model, wanted, here)
+    missing = [aliases[0] for aliases in names.values() if not any(name in sources for name in aliases)]
+    allowed = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected.values()))
+    if of_transformers:
+        model._adjust_missing_and_unexpected_keys(allowed)  # type: ignore[operator]
     return Matched(
-        {name: direct(stored[name]) for name in here if name in names}, sorted(names - here.keys())
+        names,
+        sources,
+        missing=[name for name in missing if name in allowed.missing_keys],
+        computed=[name for name in missing if name not in allowed.missing_keys],
+        unexpected=[name for name, target in unexpected.items() if target in allowed.unexpected_keys],
     )
 
 
-def _of_transformers(model: Any, stored: Mapping[str, Stored], here: dict[str, torch.Tensor]) -> Matched:
+def _compiled(patterns: Sequence[str]) -> list[re.Pattern[str]]:
+    try:
+        return [re.compile(pattern) for pattern in patterns]
+    except (re.error, TypeError) as error:
+        raise ValueError(f"ignore={patterns!r}: give regular expressions ({error})") from error
+
+
+def _names(model: nn.Module) -> dict[torch.Tensor, list[str]]:
+    """The parameters and persistent buffers, by all names that they have, those of ``state_dict`` first."""
+    known = {*model.parameters(), *model.buffers()}
+    named = [
+        (name, tensor)
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if isinstance(tensor, torch.Tensor) and tensor in known
+    ]
+    names: dict[torch.Tensor, list[str]] = {}
+    for name, tensor in dict([*named, *model.named_parameters(remove_duplicate=False)]).items():
+        names.setdefault(tensor, []).append(name)
+    return names
+
+
+#: Sources by the model's names; the names of what is left in the files, each with that looked for here.
+_Found = tuple[dict[str, Source], dict[str, str]]
+
+
+def _by_name(model: nn.Module, stored: Mapping[str, Stored], here: Mapping[str, torch.Tensor]) -> _Found:
+    sources = {name: _direct(it) for name, it in stored.items() if name in here}
+    return sources, {name: name for name in sorted(stored) if name not in here}
+
+
+def _by_rules(model: Any, stored: Mapping[str, Stored], here: dict[str, torch.Tensor]) -> _Found:
     # the library's own rules: other names, other layouts, a body's weights in a model with a head
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
@@ -101,22 +113,67 @@ def _of_transformers(model: Any, stored: Mapping[str, Stored], here: dict[str, t
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     sources: dict[str, Source] = {}
-    conversions: dict[str, Conversion] = {}
-    unexpected = []
+    conversions: dict[str, _Conversion] = {}
+    unexpected: dict[str, str] = {}
     for name in sorted(stored, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, here)
         if target not in here and name in here:
-            target, pattern = name, None
-        if target not in here:
-            unexpected.append(name)
+            target, pattern = rename_source_key(name, [], [], model.base_model_prefix, here)
+        if target not in here or target in sources:
+            unexpected[name] = target
         elif pattern is None:
-            sources[target] = direct(stored[name])
+            sources[target] = _direct(stored[name])
         else:
-            rule = conversions.setdefault(target, Conversion(model, by_pattern[pattern], target))
-            rule.parts.append((pattern, stored[name]))
-    for conversion in conversions.values():
-        sources |= conversion.sources()
-    ignorable = model._keys_to_ignore_on_load_unexpected or ()
-    return Matched(
-        sources, [name for name in unexpected if not any(re.search(rule, name) for rule in ignorable)]
-    )
+            made = conversions.setdefault(target, _Conversion(model, by_pattern[pattern], target))
+            made.parts.append((pattern, stored[name]))
+    for made in conversions.values():
+        for name, source in made.sources().items():
+            if name in here and name not in sources:
+                sources[name] = source
+            else:
+                unexpected[name] = name
+    return sources, unexpected
+
+
+def _direct(stored: Stored) -> Source:
+    """A tensor as it is in its file."""
+    return Source(stored.dtype, stored.shape, stored.file.name, stored.read)
+
+
+@dataclass
+class _Conversion:
+    """Tensors that the transformers library makes of others: ``parts`` are those of the files by the pattern
+    that they match (the experts of a layer, of which it makes one tensor)."""
+
+    model: nn.Module
+    converter: Any
+    target: str
+    parts: list[tuple[str, Stored]] = field(default_factory=list)
+    _made: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def sources(self) -> dict[str, Source]:
+        """Those that come out, by name. Their shapes are found out without reading anything."""
+        files = ", ".join(sorted({stored.file.name for _, stored in self.parts}))
+        try:
+            made = self._convert(lambda it: torch.empty(it.shape, dtype=it.dtype, device="meta"))
+        except Exception as error:  # whatever the library raises for shapes that do not fit together
+            names = shortened([stored.name for _, stored in self.parts])
+            raise CheckpointError(
+                f"'{self.target}' cannot be made of what is in {files} ({in_a_line(error)}): {names}"
+            ) from error
+        return {
+            name: Source(tensor.dtype, tuple(tensor.shape), files, partial(self._read, name))
+            for name, tensor in made.items()
+        }
+
+    def _read(self, name: str) -> torch.Tensor:
+        if name not in self._made:
+            self._made = self._convert(Stored.read)
+        return self._made.pop(name)
+
+    def _convert(self, read: Callable[[Stored], torch.Tensor]) -> dict[str, torch.Tensor]:
+        converter = copy.deepcopy(self.converter)
+        for pattern, stored in self.parts:
+            converter.add_tensor(self.target, stored.name, pattern, partial(read, stored))
+        made = converter.convert(self.target, model=self.model, config=self.model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
