@@ -93,7 +93,7 @@ def test_a_run_goes_on_from_its_checkpoint(place: Path) -> None:
     [
         (["model.args={hidden_sise=8}"], "model.args.hidden_sise: the config of llama has no such key; did"),
         (["model.args={hidden_size=8}"], "of another shape: model.embed_tokens.weight"),
-        (["model.factory='transformers:BertForMaskedLM'"], "is not of a BertForMaskedLM; unexpected"),
+        (["model.factory='transformers:BertForMaskedLM'"], "is not of a BertForMaskedLM; missing"),
         (["data.micro_batch_size=32"], "data.micro_batch_size is above data.batch_size"),
         (["stream.update='backward'", "optimizer.grad_clip=0"], "leave data.micro_batch_size out"),
         (["data.tokenizer='runs'"], "runs: no such folder"),
