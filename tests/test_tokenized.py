@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from streamer.app.config import ConfigError
 from streamer.app.data import IGNORED, Split
@@ -88,13 +89,14 @@ def test_a_crop_is_shifted_by_one_and_keeps_what_is_not_learnt(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "data.jsonl:3: not JSON: "),
+        ("{", "data.jsonl:3: not an object in JSON on a line of its own: "),
         ("[1]", "data.jsonl:3: a line must be {"),
         ({"txt": "one"}, "data.jsonl:3: a line must be {"),
         ({"text": 1}, "data.jsonl:3: a line must be {"),
         ({"prompt": "one"}, "data.jsonl:3: a line must be {"),
         ({"messages": []}, "data.jsonl:3: a line must be {"),
         ({"messages": [{"role": "user"}]}, "data.jsonl:3: a line must be {"),
+        ({"messages": [{"role": "user", "content": ["one"]}]}, "data.jsonl:3: a line must be {"),
     ],
 )
 def test_a_line_of_another_form_is_named(tmp_path: Path, line: Any, message: str) -> None:
@@ -127,6 +129,39 @@ def test_data_in_which_nothing_is_learnt(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     with pytest.raises(ConfigError, match=r"latin.txt: not UTF-8 .* at byte 3"):
         load_tokens([tmp_path / "latin.txt"], TOKENIZER, val_fraction=0.1)
+
+
+def test_a_tokenizer_that_adds_the_end_itself(tmp_path: Path) -> None:
+    words = tiny_llama.tokenizer()
+    begin, end = words.bos_token_id, words.eos_token_id
+    words.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", begin), ("</s>", end)]
+    )
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "what follows one? ", "completion": "two"}\n{"text": "one"}')
+    data = load_tokens([path], words, val_fraction=1e-6)
+    assert learnt(data.train, data.targets["train"]) == f"| two{END}"
+    assert data.train.tolist().count(begin) == data.train.tolist().count(end) == 1
+
+
+def test_every_crop_has_something_to_learn(tmp_path: Path) -> None:
+    path = tmp_path / "data.json"
+    lines = [{"prompt": f"{number} follows what, one? " * 30, "completion": "two"} for number in range(20)]
+    path.write_text("\ufeff" + "\r\n".join(map(json.dumps, lines)))
+    data = load_tokens([path], TOKENIZER, val_fraction=0.3)
+    crops = [data.batch("train", 64, 8, torch.Generator().manual_seed(0)), *data.val_batches(4, 8, 8)]
+    assert all(bool((targets != IGNORED).any(dim=1).all()) for _, targets in crops)
+    assert 0 < data.count_learnt("train") < len(data.train) / 20
+
+
+def test_documents_that_are_there_twice_stay_together(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "one"}\n{"text": "two"}\n' * 9)
+    data = load_tokens([path], TOKENIZER, val_fraction=0.5)
+    assert {*data.train.tolist()} & {*data.val.tolist()} == {TOKENIZER.eos_token_id}
+    path.write_text('{"text": "one"}\n' * 9)
+    with pytest.raises(ConfigError, match="all documents are the same"):
+        load_tokens([path], TOKENIZER, val_fraction=0.5)
 
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:

@@ -31,9 +31,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with a model and data."""
     monkeypatch.chdir(tmp_path)
     tiny_llama.write(tmp_path / "llama", dtype=torch.bfloat16)
-    pairs = [("what follows one? ", "two"), ("what follows two? ", "three")] * 40
-    lines = [json.dumps({"prompt": prompt, "completion": answer}) for prompt, answer in pairs]
-    (tmp_path / "data.jsonl").write_text("\n".join([*lines, '{"text": "one two three"}']))
+    lines = [{"prompt": f"what follows {n}? ", "completion": f"{n + 1}"} for n in range(80)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, [*lines, {"text": "one two three"}])))
     return tmp_path
 
 
@@ -62,7 +61,7 @@ def test_a_run_ends_in_a_folder_with_all_weights(place: Path, capsys: pytest.Cap
         assert name == same_name and not torch.equal(old, new), "every weight is there, and trained"
     assert losses(run)[-1] < losses(run)[0] - 0.5
     # what streamer export makes of the last checkpoint is the same
-    assert main(["export", str(run), "--to", "exported", "--dtype", "bfloat16"]) == 0
+    assert main(["export", str(run), "--to", "exported"]) == 0
     exported = transformers.AutoModelForCausalLM.from_pretrained("exported").state_dict()
     assert all(torch.equal(value, exported[name]) for name, value in after.state_dict().items())
 
@@ -80,10 +79,11 @@ def test_parts_of_a_batch_add_up_to_the_whole(place: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_run_goes_on_from_its_checkpoint(place: Path) -> None:
-    assert train() == 0
+    tiny_llama.write(place / "dropout", attention_dropout=0.3)
+    assert train(model="dropout") == 0
     run = place / "runs" / "hf-finetune"
     first, weights = losses(run), (run / "model" / "model.safetensors").read_bytes()
-    assert train("--resume", str(run / "checkpoints" / "step-0000003")) == 0
+    assert train("--resume", str(run / "checkpoints" / "step-0000003"), model="dropout") == 0
     assert losses(run) == first
     assert (run / "model-2" / "model.safetensors").read_bytes() == weights
 
@@ -96,6 +96,7 @@ def test_a_run_goes_on_from_its_checkpoint(place: Path) -> None:
         (["model.factory='transformers:BertForMaskedLM'"], "is not of a BertForMaskedLM; missing"),
         (["data.micro_batch_size=32"], "data.micro_batch_size is above data.batch_size"),
         (["stream.update='backward'", "optimizer.grad_clip=0"], "leave data.micro_batch_size out"),
+        (["data.context=65"], "data.context = 65 is above the model's max_position_embeddings = 64"),
         (["data.tokenizer='runs'"], "runs: no such folder"),
         (["stream.layers='model.layer'"], "layers='model.layer': there is no such module"),
     ],
@@ -113,6 +114,12 @@ def test_mistakes_end_in_one_line_and_exit_code_2(
 def test_a_model_that_is_not_there(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(model="meta-llama/Llama-3") == 2
     assert "meta-llama/Llama-3: no such folder, and nothing is downloaded" in capsys.readouterr().err
+
+
+def test_tokens_that_the_model_does_not_embed(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_llama.write(place / "small", vocab_size=100)
+    assert train(model="small") == 2
+    assert "and the model embeds 100: give the model's own tokenizer" in capsys.readouterr().err
 
 
 def test_a_config_without_a_model(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,7 +37,7 @@ def write(folder: Path, *, dtype: torch.dtype = torch.float32, **config: Any) ->
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=len(words), max_position_embeddings=64, **{**sizes, **config})
+        LlamaConfig(**{"vocab_size": len(words), "max_position_embeddings": 64, **sizes, **config})
     ).to(dtype)
     model.save_pretrained(folder)
     return model

@@ -43,14 +43,16 @@ class TokenData:
     vocab_size: int = VOCAB_SIZE
     decode: Callable[[Sequence[int]], str] = _decode_bytes
     tokenizer: Any = None
+    _found: dict[tuple[Split, int], torch.Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def batch(self, split: Split, batch_size: int, context: int, generator: torch.Generator) -> Batch:
         """Crops of a split at random places: tokens and, one on, targets, int64 [batch_size, context].
 
         Raises ConfigError where the split has fewer than context + 1 tokens.
         """
-        last_start = self._last_start(split, context)
-        return self._crops(split, torch.randint(last_start + 1, (batch_size,), generator=generator), context)
+        count, starts = self._starts(split, context)
+        chosen = torch.randint(count, (batch_size,), generator=generator)
+        return self._crops(split, chosen if starts is None else starts[chosen], context)
 
     def val_batches(self, count: int, batch_size: int, context: int) -> list[Batch]:
         """``count`` batches as from ``batch``, of crops spaced evenly from the first token of the validation
@@ -58,10 +60,11 @@ class TokenData:
 
         Raises ConfigError where the split has fewer than context + 1 tokens.
         """
-        last_start = self._last_start("val", context)
+        places, starts = self._starts("val", context)
         crops = count * batch_size
-        starts = torch.arange(crops) * last_start // max(1, crops - 1)
-        return [self._crops("val", some, context) for some in starts.split(batch_size)]
+        chosen = torch.arange(crops) * (places - 1) // max(1, crops - 1)
+        chosen = chosen if starts is None else starts[chosen]
+        return [self._crops("val", some, context) for some in chosen.split(batch_size)]
 
     def unigram_entropy(self) -> float:
         """Nats per target of the validation split under the frequencies of the training split's, each token
@@ -76,6 +79,10 @@ class TokenData:
     def tokens(self, split: Split) -> torch.Tensor:
         return self.train if split == "train" else self.val
 
+    def count_learnt(self, split: Split) -> int:
+        """How many tokens of a split are to be learnt."""
+        return len(self._learnt(split))
+
     def _targets(self, split: Split) -> torch.Tensor:
         return self.targets.get(split, self.tokens(split))
 
@@ -84,8 +91,8 @@ class TokenData:
         # those of bytes are unsigned, and all of them are learnt
         return targets[targets != IGNORED] if split in self.targets else targets
 
-    def _last_start(self, split: Split, context: int) -> int:
-        """The last token of a split that a crop can start at."""
+    def _starts(self, split: Split, context: int) -> tuple[int, torch.Tensor | None]:
+        """In how many places a crop of a split can start, and where if not all have something to learn."""
         size = len(self.tokens(split))
         if size <= context:
             other = "larger" if split == "val" else "smaller"
@@ -93,7 +100,15 @@ class TokenData:
                 f"the {split} split has {size} {self.unit}s and data.context = {context} needs {context + 1}"
                 f": give more text, a {other} data.val_fraction or a smaller context"
             )
-        return size - context - 1
+        if split not in self.targets:
+            return size - context, None
+        if (split, context) not in self._found:
+            learnt = (self.targets[split] != IGNORED).cumsum(0)
+            self._found[split, context] = (learnt[context:] > learnt[:-context]).nonzero().flatten()
+        found = self._found[split, context]
+        if not len(found):
+            raise ConfigError(f"the {split} split has nothing to learn: give more documents")
+        return len(found), found
 
     def _crops(self, split: Split, starts: torch.Tensor, context: int) -> Batch:
         places = starts[:, None] + torch.arange(context)

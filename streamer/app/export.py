@@ -18,7 +18,7 @@ from torch import nn
 
 from streamer.app.config import Config, ConfigError, ModelConfig, load_config
 from streamer.app.model_card import Card
-from streamer.app.pretrained import without_values
+from streamer.app.pretrained import streamed_dtype, without_values
 from streamer.app.report import amount
 from streamer.content import BUFFERS, WEIGHTS
 from streamer.files.errors import CheckpointError, shortened
@@ -88,7 +88,7 @@ def export(
     model = None if config is None else _on_meta(config.model)
     stored = _stored(checkpoint, manifest)
     names = _names(checkpoint, stored, model)
-    dtype = dtype or (None if config is None else config.stream.dtype) or "float32"
+    dtype = dtype or ("float32" if config is None else streamed_dtype(config, model))
     pieces = [_piece(stored[there], first, getattr(torch, dtype)) for there, (first, *_) in names.items()]
     card = Card(
         config=None if config is None else config.model,

@@ -34,6 +34,7 @@ class Loop:
     rates: torch.optim.lr_scheduler.LambdaLR = field(init=False)
 
     def __post_init__(self) -> None:
+        self.model.train()
         self.rates = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, schedule(self.config.optimizer, self.config.run.steps)
         )
@@ -82,7 +83,7 @@ class Loop:
                 f"(tokens 0 to {self.data.vocab_size - 1}): {error}; mend model.args or data.context"
             ) from error
         self.model.train()
-        counts = [count_learnt(targets) for _, targets in batches]
+        counts = [count_learnt(targets) for _, targets in batches]  # none has nothing to learn
         self.val_loss = sum(map(operator.mul, losses, counts)) / sum(counts)
         return self.val_loss
 

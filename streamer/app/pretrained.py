@@ -12,6 +12,7 @@ from torch import nn
 
 import streamer
 from streamer.app.config import Config, ConfigError, ModelConfig
+from streamer.app.data import TokenData
 from streamer.app.factory import import_factory
 from streamer.app.report import amount
 from streamer.files.folder import new_folder
@@ -47,6 +48,14 @@ def without_values(config: ModelConfig) -> Any:
         return factory(**config.args)
 
 
+def streamed_dtype(config: Config, model: nn.Module | None) -> str:
+    """The name of the dtype that a run streams weights in, as far as ``model``, `without_values`, tells."""
+    if config.stream.dtype is not None:
+        return config.stream.dtype
+    own = getattr(model, "dtype", None) if config.model.pretrained is not None else None
+    return "float32" if own is None else str(own).removeprefix("torch.")
+
+
 def _class(model: ModelConfig) -> tuple[ModelClass | None, Any]:
     """The class or function that makes a pretrained model, and its config, None for those of the folder."""
     kind = None if model.factory is None else import_factory(model.factory)
@@ -64,6 +73,25 @@ def _changed_config(folder: str, args: Mapping[str, Any]) -> Any:
                 f"model.args.{name}: the config of {folder} has no such key; {nearest(name, known.to_dict())}"
             )
     return type(known).from_dict(known.to_dict() | args)
+
+
+def check_fits(model: nn.Module, data: TokenData, context: int) -> None:
+    """Raise ConfigError where the data has tokens, or sequences of ``context`` tokens, that are beyond what a
+    model of transformers says it was made for."""
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    rows = getattr(embedding, "num_embeddings", None)
+    highest = max(int(data.train.max()), int(data.val.max()))
+    if rows is not None and highest >= rows:
+        raise ConfigError(
+            f"the data has token {highest} and the model embeds {rows}: give the model's own tokenizer as "
+            "data.tokenizer"
+        )
+    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if isinstance(longest, int) and context > longest:
+        raise ConfigError(
+            f"data.context = {context} is above the model's max_position_embeddings = {longest}: lower it, "
+            "or set model.args.max_position_embeddings"
+        )
 
 
 def write_pretrained(model: nn.Module, tokenizer: Any, folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from streamer.app.data import IGNORED, Split, TokenData, cut_before_tail, held_o
 from streamer.app.text_files import find_files, read_bytes
 from streamer.pretrained.architecture import transformers_library
 
-JSON_LINES = (".jsonl", ".ndjson")
+JSON_LINES = (".jsonl", ".ndjson", ".json")
 FORMS = '{"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [{"role": ..., "content": ...}]}'
 
 #: Parts of a text [begin, end), in characters.
@@ -36,8 +37,10 @@ class Document:
 
 def load_tokenizer(folder: str) -> Any:
     """The tokenizer in a Hugging Face folder. Raises ConfigError where there is none that can be used."""
-    if not os.path.isdir(folder):
+    if not os.path.exists(folder):
         raise ConfigError(f"{folder}: no such folder, and nothing is downloaded: give a local one")
+    if not os.path.isdir(folder):
+        folder = os.path.dirname(folder) or "."
     try:
         tokenizer = transformers_library().AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -60,18 +63,26 @@ def load_tokens(paths: Sequence[str | os.PathLike[str]], tokenizer: Any, *, val_
     a split has nothing to learn.
     """
     documents = [document for path in find_files(paths) for document in _documents(path, tokenizer)]
+    if not documents:
+        raise ConfigError(f"{', '.join(map(str, paths))}: no documents in it; give some")
     encoded = [_encode(document, tokenizer) for document in documents]
     if len(encoded) == 1:
         [(tokens, targets)] = encoded
         cut = cut_before_tail(len(tokens), val_fraction, f"{documents[0].where}: one token")
         splits = {"train": [(tokens[:cut], targets[:cut])], "val": [(tokens[cut:], targets[cut:])]}
     else:
-        sizes = {index: len(tokens) for index, (tokens, _) in enumerate(encoded)}
-        held = held_out(sizes, lambda index: documents[index].text.encode(), val_fraction)
+        # those that are there twice stay together: in both splits they would flatter the loss
+        sizes: Counter[str] = Counter()
+        for document, (tokens, _) in zip(documents, encoded, strict=True):
+            sizes[document.text] += len(tokens)
+        held = held_out(sizes, str.encode, val_fraction)
+        pairs = list(zip(documents, encoded, strict=True))
         splits = {
-            "train": [both for index, both in enumerate(encoded) if index not in held],
-            "val": [both for index, both in enumerate(encoded) if index in held],
+            "train": [both for document, both in pairs if document.text not in held],
+            "val": [both for document, both in pairs if document.text in held],
         }
+        if not splits["train"]:
+            raise ConfigError(f"{documents[0].where}: all documents are the same; give more")
     names: tuple[Split, Split] = ("train", "val")
     joined = {name: [torch.cat(parts) for parts in zip(*splits[name], strict=True)] for name in names}
     for name in names:
@@ -90,10 +101,10 @@ def load_tokens(paths: Sequence[str | os.PathLike[str]], tokenizer: Any, *, val_
 
 def _documents(path: Path, tokenizer: Any) -> Iterator[Document]:
     try:
-        text = read_bytes(path).decode("utf-8")
+        text = read_bytes(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 ({error.reason} at byte {error.start}); convert it") from None
-    if path.suffix not in JSON_LINES:
+    if path.suffix.lower() not in JSON_LINES:
         yield Document(str(path), text, [(0, len(text))])
         return
     for number, line in enumerate(text.split("\n"), start=1):
@@ -105,10 +116,10 @@ def _of_line(where: str, line: str, tokenizer: Any) -> Document:
     try:
         given = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: not JSON: {error}") from None
+        raise ConfigError(f"{where}: not an object in JSON on a line of its own: {error}") from None
     keys = set(given) if isinstance(given, dict) else set()
     if "messages" in keys:
-        return _chat(where, given["messages"], tokenizer)
+        return _chat(where, given["messages"], given.get("tools"), tokenizer)
     wanted = ("prompt", "completion") if "prompt" in keys else ("text",)
     parts = [given[key] for key in wanted] if keys.issuperset(wanted) else []
     if not parts or not all(isinstance(part, str) for part in parts):
@@ -117,12 +128,13 @@ def _of_line(where: str, line: str, tokenizer: Any) -> Document:
     return Document(where, text, [(len(text) - len(parts[-1]), len(text))])
 
 
-def _chat(where: str, messages: Any, tokenizer: Any) -> Document:
+def _chat(where: str, messages: Any, tools: Any, tokenizer: Any) -> Document:
     """A chat by the tokenizer's template, of which what the assistant says is learnt."""
     if not (
         isinstance(messages, list)
         and messages
-        and all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in messages)
+        and all(isinstance(m, dict) for m in messages)
+        and all(isinstance(message.get(key), str) for message in messages for key in ("role", "content"))
     ):
         raise ConfigError(f"{where}: a line must be {FORMS}, with strings")
     if not tokenizer.chat_template:
@@ -130,7 +142,9 @@ def _chat(where: str, messages: Any, tokenizer: Any) -> Document:
 
     def written(count: int, **options: Any) -> str:
         try:
-            text: str = tokenizer.apply_chat_template(messages[:count], tokenize=False, **options)
+            text: str = tokenizer.apply_chat_template(
+                messages[:count], tools=tools, tokenize=False, **options
+            )
         except Exception as error:  # whatever a template raises
             raise ConfigError(f"{where}: the tokenizer's chat template: {error}") from error
         return text
@@ -167,7 +181,10 @@ def _encode(document: Document, tokenizer: Any) -> tuple[torch.Tensor, torch.Ten
 
     targets = [token if is_learnt(place) else IGNORED for token, place in zip(tokens, places, strict=True)]
     end = tokenizer.eos_token_id
-    if end is not None and tokens[-1:] != [end]:
+    if end is not None:
+        if tokens[-1:] == [end]:  # some tokenizers put it there
+            tokens.pop()
+            targets.pop()
         tokens.append(end)
         at_end = bool(document.learnt) and document.learnt[-1][1] == len(document.text)
         targets.append(end if at_end else IGNORED)

@@ -16,7 +16,7 @@ from streamer.app.build import build_model, build_optimizer, load_data
 from streamer.app.config import Config
 from streamer.app.directory import free_name, run_directory
 from streamer.app.loop import Loop
-from streamer.app.pretrained import write_pretrained
+from streamer.app.pretrained import check_fits, write_pretrained
 from streamer.app.report import Summary, amount, summary_table
 from streamer.app.resume import Checkpoints, forget_after
 from streamer.app.signals import Stop, stopping
@@ -50,6 +50,7 @@ def train(config: Config, resume: Path | None = None, *, fall_back: bool = False
     model = build_model(config)
     try:
         optimizer = build_optimizer(config.optimizer, model, skip_nonfinite=config.run.nonfinite == "skip")
+        check_fits(model, data, config.data.context)
         loop = Loop(config, model, optimizer, data)
         if resume is None:
             # a model that cannot run on this data says so before there is a directory
@@ -214,12 +215,13 @@ def _print_beginning(loop: Loop, directory: Path) -> None:
     held = streamer.stats(model)
     device = next(iter(model.parameters())).device
     slots = config.stream.num_slots
+    learnt = f" ({data.count_learnt('train'):,} of them learnt)" if data.targets else ""
     left = f"steps {loop.step + 1} to {config.run.steps}" if loop.step else f"{config.run.steps} steps"
     print(
         f"{config.run.name}: {sum(p.numel() for p in model.parameters()):,} parameters, of which the device "
         f"({device.type}) holds {slots} layers at a time: {amount(held.device_bytes_now)} there, "
         f"{amount(sum(held.host_bytes.values()))} in host memory\n"
-        f"data: {data.train.numel():,} {data.unit}s to train on, {data.val.numel():,} to validate; "
+        f"data: {data.train.numel():,} {data.unit}s to train on{learnt}, {data.val.numel():,} to validate; "
         f"{data.unit} frequencies alone give {data.unigram_entropy():.3f} nats per {data.unit}\n"
         f"{left} of {config.data.batch_size} x {config.data.context} tokens, to {directory}"
     )

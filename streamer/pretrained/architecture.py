@@ -127,6 +127,8 @@ def _config(transformers: Any, folder: Path, model_class: Any, config: Any) -> A
         return copy.deepcopy(config)
     if config is not None:
         raise ValueError(f"config={config!r}: it must be a config of the transformers library")
+    if (folder / "adapter_config.json").is_file() and not (folder / CONFIG).is_file():
+        raise ValueError(f"{folder} holds adapters alone: merge them into their base model, and give that")
     if not (folder / CONFIG).is_file():
         raise ValueError(
             f"{folder} has no {CONFIG}: give model_class= a function that makes the model, or config="
