@@ -13,9 +13,11 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from streamer.engine.asked import Asked, asked_of
 from streamer.engine.executor import Executor
+from streamer.engine.param_hooks import OWN_HOOK
 from streamer.engine.tree import flatten
-from streamer.engine.unit import OWN_HOOK, Unit
+from streamer.engine.unit import Unit
 from streamer.handle import home_of
 from streamer.memory.layout import Slice
 
@@ -143,11 +145,17 @@ def _move_inputs(device: torch.device) -> Callable[..., tuple[Any, Any]]:
 
 def _before_adding(
     executor: Executor, unit: Unit, slice: Slice, param: nn.Parameter
-) -> Callable[[torch.Tensor], None]:
+) -> Callable[[torch.Tensor | None], None]:
     """A hook for a parameter to whose ``grad`` autograd is about to add by itself: the root's, and a layer's
     that is used outside of its layer (a penalty on weights)."""
 
-    def hook(gradient: torch.Tensor) -> None:
+    def hook(gradient: torch.Tensor | None) -> None:
+        if gradient is None:  # the layer's own went another way
+            return
+        if asked_of(torch.autograd.graph.get_gradient_edge(param).node) is not Asked.ADDED:
+            return
+        if unit is not executor.root:
+            executor.hooked.check(slice, param)
         held = executor.gradients.held[unit.index]
         held.place(slice, summed=False)  # says so where there is none
         held.widen(slice, param)

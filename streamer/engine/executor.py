@@ -20,6 +20,7 @@ from streamer.engine.landing import RING, Landing
 from streamer.engine.norms import Norms, sum_squares
 from streamer.engine.op import ROOT
 from streamer.engine.order import Phase, Visit
+from streamer.engine.param_hooks import OncePerBackward
 from streamer.engine.saved import SavedBytes
 from streamer.engine.unit import Unit
 from streamer.engine.weights import Weights
@@ -67,6 +68,7 @@ class Executor:
             self.landing = Landing(self.issuer, store.staging(RING, nbytes))
         #: autograd's id of the backward that waits for the gradients when it ends
         self.backward_task = -1
+        self.hooked = OncePerBackward()
         self.norms = Norms(self.issuer, units, root, store)
         self.saved = SavedBytes()
         self.skipped_steps = 0

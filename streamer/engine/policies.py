@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from streamer.engine.activations import Graph, Outputs, Visit, graph_is_retained
+from streamer.engine.activations import Graph, Outputs, Visit
 from streamer.engine.ambient import Ambient, Autocast
+from streamer.engine.asked import graph_is_retained
 from streamer.engine.call import Tensors, aliases
 from streamer.engine.checkpointing import without_own_checkpoint
 from streamer.engine.saved import storages

@@ -14,9 +14,6 @@ from torch import nn
 
 from streamer.memory.layout import Layout
 
-#: Marks a hook on a parameter as streamer's own.
-OWN_HOOK = "_streamer_hook"
-
 BufferPlace = tuple[nn.Module, str]
 
 Attributes = Mapping[nn.Module, Mapping[str, Any]]
@@ -37,6 +34,11 @@ class Unit:
     params: tuple[nn.Parameter, ...]
     owners: tuple[tuple[tuple[nn.Module, str], ...], ...]
     buffer_owners: tuple[tuple[nn.Module, str], ...]
+
+    @property
+    def trainable(self) -> tuple[nn.Parameter, ...]:
+        """The parameters that have room for a gradient, in the order of ``layout.trainable``."""
+        return self.params[: len(self.layout.trainable)]
 
     def written(self) -> int:
         """A number that grows whenever somebody writes a parameter in place through PyTorch."""
@@ -59,13 +61,10 @@ class Unit:
 
     def leaves(self, weights: torch.Tensor) -> list[torch.Tensor]:
         """The parameters as autograd leaves that are views of a flat uint8 buffer of weights."""
-        leaves = []
-        for slice, param in zip(self.layout.slices, self.params, strict=True):
-            leaf = slice.view(weights).detach().requires_grad_(param.requires_grad)
-            if leaf.requires_grad:
-                _carry_hooks(slice.param.name, param, leaf)
-            leaves.append(leaf)
-        return leaves
+        return [
+            slice.view(weights).detach().requires_grad_(param.requires_grad)
+            for slice, param in zip(self.layout.slices, self.params, strict=True)
+        ]
 
     def buffers(self) -> list[torch.Tensor]:
         """The unit's buffers (running statistics, masks), which stay on the device."""
@@ -199,15 +198,3 @@ def set_attributes(attributes: Attributes) -> None:
             del held[name]
         # not all of them: torch.compile counts writes of a module's attributes
         held.update({name: value for name, value in values.items() if held.get(name, held) is not value})
-
-
-def _carry_hooks(name: str, param: nn.Parameter, leaf: torch.Tensor) -> None:
-    """Let the hooks that the user has put on ``param`` see the gradients of ``leaf``."""
-    if param._post_accumulate_grad_hooks:
-        raise ValueError(
-            f"'{name}' has a post-accumulate-grad hook, which would not run: use param.register_hook, or "
-            "look at p.grad after backward"
-        )
-    for hook in (param._backward_hooks or {}).values():
-        if not getattr(hook, OWN_HOOK, False):
-            leaf.register_hook(hook)
