@@ -181,26 +181,25 @@ def wrap(
 def unwrap(model: M) -> M:
     """Make ``model`` a plain CPU module again, with the trained weights, and give its memory back.
 
-    Parameters get the dtype that they had before `wrap`, from their exact masters; gradients are
-    dropped. What an optimizer holds for the model is of no more use, and the memory of its moments comes back
-    when it goes. Returns the model.
+    Parameters get the dtype that they had before `wrap`, from their exact masters, unless somebody has
+    replaced them or their memory since; gradients are dropped. What an optimizer holds for the model is of no
+    more use, and the memory of its moments comes back when it goes. Returns the model.
 
     Raises ValueError if the model is not wrapped.
     """
     handle = wrapped(model)
     executor = handle.executor
     executor.wait_for_saving()
+    units = (*executor.units, executor.root)
     # copies to the device may have failed without harm to what is here
-    executor.issuer.wait(ops.shard(unit.index) for unit in (*executor.units, executor.root))
-    executor.weights.refresh()
+    executor.issuer.wait(ops.shard(unit.index) for unit in units)
+    moved = {param for unit in units for _, param in executor.weights.elsewhere(unit)}
+    executor.weights.refresh(moved)
     # room for the weights that come out
     executor.store.drop(ALL_MOMENTS)
-    for unit in (*executor.units, executor.root):
-        unit.restore()
-        take_out(executor.backend, unit, executor.shard(unit), handle.plain_dtypes)
-        for owner, name in unit.buffer_owners:
-            if (buffer := owner._buffers[name]) is not None and not buffer.is_meta:
-                owner._buffers[name] = buffer.cpu()
+    for unit in units:
+        unit.drop_leaves()
+        take_out(executor.backend, unit, executor.shard(unit), handle.plain_dtypes, moved)
     _forget(model, executor)
     handle.take_off()
     handle.close()
