@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TypeVar
 
 import torch
@@ -105,6 +105,8 @@ class Executor:
     def forward(self, unit: Unit, work: Callable[[torch.Tensor], T], phase: Phase) -> T:
         """Run ``work`` on the slot (flat uint8) that holds ``unit``'s weights."""
         self.begin()
+        if phase is Phase.FORWARD:
+            self.weights.check_depth(unit)
         with self._naming_memory(unit), self.weights.visited(unit, Visit(unit.index, phase)) as slot:
             buffer = self.weights.slots.buffers[slot]
             return self.issuer.compute(ops.forward(unit.index, slot), lambda: work(buffer))
@@ -135,9 +137,13 @@ class Executor:
         """
         self.begin()
         self.gradients.settle_scale()
-        into = self.gradients.slots.take() if unit.layout.grad_nbytes else None
-        gradient = self.gradients.root_buffer[:0] if into is None else self.gradients.slots.buffers[into]
-        with self._naming_memory(unit), self.weights.visited(unit, Visit(unit.index, Phase.BACKWARD)) as slot:
+        visit = Visit(unit.index, Phase.BACKWARD)
+        with (
+            self.gradients.slots.taken() if unit.layout.grad_nbytes else nullcontext() as into,
+            self._naming_memory(unit),
+            self.weights.visited(unit, visit) as slot,
+        ):
+            gradient = self.gradients.root_buffer[:0] if into is None else self.gradients.slots.buffers[into]
             buffer = self.weights.slots.buffers[slot]
             op = ops.backward(unit.index, slot, into)
             used, squares = self.issuer.compute(op, lambda: self._measured(unit, work, buffer, gradient))

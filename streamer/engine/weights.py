@@ -15,7 +15,7 @@ from streamer.engine.order import Order, Visit, farthest
 from streamer.engine.unit import Unit
 from streamer.memory.host import HostStore
 from streamer.memory.layout import Slice
-from streamer.memory.slots import WeightSlots
+from streamer.memory.slots import MOST_GRAD_SLOTS, WeightSlots
 
 
 class Weights:
@@ -69,6 +69,15 @@ class Weights:
             if slot is None:
                 return
             self._fill(slot, self._units[index])
+
+    def check_depth(self, unit: Unit) -> None:
+        """Raise RuntimeError if ``unit`` is called inside of so many others that its backward would find no
+        gradient slot."""
+        if len(self._busy) >= MOST_GRAD_SLOTS:
+            raise RuntimeError(
+                f"layer '{unit.name}' is called inside of {len(self._busy)} others, and gradients of no more "
+                f"than {MOST_GRAD_SLOTS} layers are made at a time: call it outside of them"
+            )
 
     def release(self) -> None:
         """Give up the slots and the root's buffer."""
