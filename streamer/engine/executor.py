@@ -15,6 +15,7 @@ from streamer.backends.handover import Background
 from streamer.engine import op as ops
 from streamer.engine.gradients import Gradients
 from streamer.engine.hazards import Hazards
+from streamer.engine.held import noticing_writes
 from streamer.engine.issuer import Issuer
 from streamer.engine.landing import RING, Landing
 from streamer.engine.norms import Norms, sum_squares
@@ -198,7 +199,8 @@ class Executor:
         for unit in (self.root, *self.units):
             if unit.index in updates:
                 update, nbytes = updates[unit.index]
-                self.issuer.issue(ops.step(unit.index, nbytes), update)
+                noticing = noticing_writes(unit, self.shard(unit), update)
+                self.issuer.issue(ops.step(unit.index, nbytes), noticing)
                 self.weights.updated(unit)
         self._root_ready = False
         self.weights.prefetch()
