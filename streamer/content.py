@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -100,6 +100,7 @@ def content_of(
     rest: list[Piece] = []
     put = partial(_put, rest)
     units = (*executor.units, executor.root)
+    _check_registered(model, units)
     moments: dict[int, list[Slice]] = {}
     values = {
         "model": {
@@ -116,6 +117,18 @@ def content_of(
     state_dtype = optimizer.state_dtype if isinstance(optimizer, AdamW) else None
     files = {name: pieces for name, pieces in files.items() if pieces}
     return Content(executor, step, files, values, moments, state_dtype)
+
+
+def _check_registered(model: nn.Module, units: Sequence[Unit]) -> None:
+    """Raise ValueError for a parameter that is no longer in the model: what is in its place has no shard."""
+    registered = set(model.parameters())
+    for unit in units:
+        for slice, param in zip(unit.layout.slices, unit.params, strict=True):
+            if param not in registered:
+                raise ValueError(
+                    f"parameter '{slice.param.name}' was replaced or removed after streamer.wrap, so that it "
+                    "cannot be saved: put it back, or unwrap first"
+                )
 
 
 def _put(pieces: list[Piece], tensor: torch.Tensor) -> str:

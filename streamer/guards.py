@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, NoReturn
 
@@ -13,21 +13,35 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from streamer.copying import Copier
+from streamer.engine.asked import Asked, asked_of
 from streamer.engine.executor import Executor
+from streamer.engine.param_hooks import OWN_HOOK
 from streamer.engine.tree import flatten
-from streamer.engine.unit import OWN_HOOK, Unit
+from streamer.engine.unit import Unit
 from streamer.handle import home_of
 from streamer.memory.layout import Slice
 
+#: What every module of a wrapped model has of its own in place of its class's.
+GUARDS = ("_apply", "__deepcopy__", "__reduce_ex__", "zero_grad")
 
-def attach_guards(model: nn.Module, executor: Executor) -> Callable[[], None]:
-    """Put hooks and guards on ``model``; the returned function takes them off."""
+
+def attach_guards(
+    model: nn.Module, executor: Executor, plain_dtypes: Mapping[nn.Parameter, torch.dtype]
+) -> Callable[[], None]:
+    """Put hooks and guards on ``model``; the returned function takes them off.
+
+    ``plain_dtypes`` are those of a copy's parameters.
+    """
+    hooks: set[int] = set()
+    copier = Copier(executor, plain_dtypes, GUARDS, hooks)
     modules = list(model.modules())
     in_layers = {module for unit in executor.units for module in unit.module.modules()}
     with ExitStack() as stack:
 
         def keep(handle: RemovableHandle) -> None:
             stack.callback(handle.remove)
+            hooks.add(handle.id)
 
         keep(model.register_forward_pre_hook(_check_wanted(executor.root)))
         keep(model.register_forward_pre_hook(_move_inputs(executor.backend.device), with_kwargs=True))
@@ -49,11 +63,12 @@ def attach_guards(model: nn.Module, executor: Executor) -> Callable[[], None]:
             # .to, .cuda, .half and their like all go through _apply
             own = {
                 "_apply": _stay(module, executor.backend.device),
-                "__deepcopy__": _refuse_to_copy,
-                "__reduce_ex__": _refuse_to_copy,
+                "__deepcopy__": copier.of(module),
+                "__reduce_ex__": _refuse_to_pickle,
                 "zero_grad": _zero_grad(module, executor),
             }
-            stack.callback(_remove, module, own)
+            assert own.keys() == set(GUARDS)
+            stack.callback(_remove, module)
             module.__dict__.update(own)
         return stack.pop_all().close
 
@@ -116,8 +131,8 @@ def serve_other_optimizers(executor: Executor) -> Callable[[], None]:
     return end
 
 
-def _remove(module: nn.Module, names: Iterable[str]) -> None:
-    for name in names:
+def _remove(module: nn.Module) -> None:
+    for name in GUARDS:
         module.__dict__.pop(name, None)
 
 
@@ -143,11 +158,17 @@ def _move_inputs(device: torch.device) -> Callable[..., tuple[Any, Any]]:
 
 def _before_adding(
     executor: Executor, unit: Unit, slice: Slice, param: nn.Parameter
-) -> Callable[[torch.Tensor], None]:
+) -> Callable[[torch.Tensor | None], None]:
     """A hook for a parameter to whose ``grad`` autograd is about to add by itself: the root's, and a layer's
     that is used outside of its layer (a penalty on weights)."""
 
-    def hook(gradient: torch.Tensor) -> None:
+    def hook(gradient: torch.Tensor | None) -> None:
+        if gradient is None:  # the layer's own went another way
+            return
+        if asked_of(torch.autograd.graph.get_gradient_edge(param).node) is not Asked.ADDED:
+            return
+        if unit is not executor.root:
+            executor.hooked.check(slice, param)
         held = executor.gradients.held[unit.index]
         held.place(slice, summed=False)  # says so where there is none
         held.widen(slice, param)
@@ -217,8 +238,8 @@ def _stay(module: nn.Module, device: torch.device) -> Callable[..., nn.Module]:
     return apply
 
 
-def _refuse_to_copy(*_: Any, **__: Any) -> NoReturn:
+def _refuse_to_pickle(*_: Any, **__: Any) -> NoReturn:
     raise RuntimeError(
-        "a wrapped model cannot be copied or pickled: save model.state_dict(), or call "
-        "streamer.unwrap(model) first; copy it before streamer.wrap to average its weights"
+        "a wrapped model cannot be pickled, nor copied by copy.copy: take copy.deepcopy(model), which is a "
+        "plain model, or save model.state_dict()"
     )

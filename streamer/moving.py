@@ -7,7 +7,7 @@ weights are in its shard, and one on the meta device is given values when its tu
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -98,14 +98,26 @@ class MoveIn:
         give_back_freed()
 
 
-def take_out(backend: Backend, unit: Unit, shard: HostShard, dtypes: dict[nn.Parameter, torch.dtype]) -> None:
+def take_out(
+    backend: Backend,
+    unit: Unit,
+    shard: HostShard,
+    dtypes: dict[nn.Parameter, torch.dtype],
+    moved: Container[nn.Parameter] = (),
+) -> None:
     """Give the parameters of ``unit`` storage of their own on the CPU, with the exact values of ``shard``
-    rounded to ``dtypes``; their gradients are dropped."""
+    rounded to ``dtypes``, or their own values if somebody has ``moved`` them; their gradients are dropped.
+    Its buffers come to the CPU too."""
     for slice, param in zip(unit.layout.slices, unit.params, strict=True):
         param.grad = None
-        if backend.device.type != "meta":
+        if param in moved:
+            param.data = param.data.cpu()
+        elif backend.device.type != "meta":
             param.data = backend.on_host(partial(shard.exact, slice))
         param.data = param.data.to(dtypes[param])
+    for owner, name in unit.buffer_owners:
+        if (buffer := owner._buffers.get(name)) is not None and not buffer.is_meta:
+            owner._buffers[name] = buffer.cpu()
 
 
 def releasable_bytes(params: Iterable[torch.Tensor], device: torch.device) -> int:

@@ -56,7 +56,7 @@ def wrap(
     ``num_slots`` buffers on the device, each as large as the largest layer, take them in turn. What is in no
     layer (embeddings, final norm, head) stays on the device.
     Inputs are moved to the device. Class, parameter objects, parameter names and ``state_dict`` keys
-    stay as they are. Train it with `streamer.AdamW`.
+    stay as they are; `copy.deepcopy` gives a plain CPU model. Train it with `streamer.AdamW`.
 
     Args:
         layers: dotted path of an ``nn.ModuleList`` or ``nn.Sequential``, several paths (an encoder's and
@@ -68,9 +68,9 @@ def wrap(
             Buffers keep their dtype.
         num_slots: layers that the device holds at a time: 1 overlaps nothing, 2 is double buffering, as
             many as there are layers keeps all of them there. More than that are not allocated.
-        activations: ``"recompute"`` keeps a layer's inputs and runs it again in backward; ``"keep"``
-            keeps all that its backward needs. `torch.utils.checkpoint` around layers then changes nothing,
-            inside of them it works. [Note: checkpointing]
+        activations: ``"recompute"`` keeps a layer's inputs and runs it again in backward, with the hooks of
+            modules inside of it; ``"keep"`` keeps all that its backward needs. `torch.utils.checkpoint`
+            around layers then changes nothing, inside of them it works. [Note: checkpointing]
         update: ``"step"`` updates when ``optimizer.step()`` is called, under the next forward; ``"backward"``
             updates each layer as soon as its gradient has landed, so that host memory holds the gradients of
             four layers instead of all, and there is no clipping and no accumulation.
@@ -168,7 +168,7 @@ def wrap(
         for unit in units:
             # an instance attribute: __call__ and the user's hooks run around it as before
             unit.module.forward = StreamedLayer(executor, unit, activations, compiler)
-        take_off = attach_guards(model, executor)
+        take_off = attach_guards(model, executor, plain_dtypes)
         undo.callback(take_off)
         end_service = serve_other_optimizers(executor)
         undo.callback(end_service)
@@ -181,26 +181,25 @@ def wrap(
 def unwrap(model: M) -> M:
     """Make ``model`` a plain CPU module again, with the trained weights, and give its memory back.
 
-    Parameters get the dtype that they had before `wrap`, from their exact masters; gradients are
-    dropped. What an optimizer holds for the model is of no more use, and the memory of its moments comes back
-    when it goes. Returns the model.
+    Parameters get the dtype that they had before `wrap`, from their exact masters, unless somebody has
+    replaced them or their memory since; gradients are dropped. What an optimizer holds for the model is of no
+    more use, and the memory of its moments comes back when it goes. Returns the model.
 
     Raises ValueError if the model is not wrapped.
     """
     handle = wrapped(model)
     executor = handle.executor
     executor.wait_for_saving()
+    units = (*executor.units, executor.root)
     # copies to the device may have failed without harm to what is here
-    executor.issuer.wait(ops.shard(unit.index) for unit in (*executor.units, executor.root))
-    executor.weights.refresh()
+    executor.issuer.wait(ops.shard(unit.index) for unit in units)
+    moved = {param for unit in units for _, param in executor.weights.elsewhere(unit)}
+    executor.weights.refresh(moved)
     # room for the weights that come out
     executor.store.drop(ALL_MOMENTS)
-    for unit in (*executor.units, executor.root):
-        unit.restore()
-        take_out(executor.backend, unit, executor.shard(unit), handle.plain_dtypes)
-        for owner, name in unit.buffer_owners:
-            if (buffer := owner._buffers[name]) is not None and not buffer.is_meta:
-                owner._buffers[name] = buffer.cpu()
+    for unit in units:
+        unit.drop_leaves()
+        take_out(executor.backend, unit, executor.shard(unit), handle.plain_dtypes, moved)
     _forget(model, executor)
     handle.take_off()
     handle.close()

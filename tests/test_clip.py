@@ -104,7 +104,7 @@ def test_it_passes_over_no_memory_where_nothing_has_changed(issued: list[Op]) ->
             model.transformer.h[0].mlp.c_fc.weight.grad.mul_(2)
         for _ in range(2):
             streamer.clip_grad_norm_(model, 1.0)
-        assert passes() == 3
+        assert passes() == 1, "the other layers were not written"
 
 
 @pytest.mark.parametrize("how", ["in place", "by .data"])

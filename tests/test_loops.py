@@ -283,13 +283,16 @@ def test_an_average_by_hand() -> None:
         torch.testing.assert_close(averages[1][name], value, rtol=0, atol=1e-6, msg=name)
 
 
-def test_an_average_that_was_copied_before_wrap() -> None:
+@pytest.mark.parametrize("when", ["before wrap", "after wrap"])
+def test_an_average_of_a_copy(when: str) -> None:
     results = []
     for is_streamed in (False, True):
         model = Net()
         average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
         if is_streamed:
             streamer.wrap(model, device="cpu")
+        if when == "after wrap":  # of which a copy is a plain model
+            average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
         optimizer = adamw(model, streamer.AdamW if is_streamed else torch.optim.AdamW)
         torch.manual_seed(1)
         for step in range(4):
@@ -299,8 +302,6 @@ def test_an_average_that_was_copied_before_wrap() -> None:
             average.update_parameters(model)
         results.append(average.module.state_dict())
         if is_streamed:
-            with pytest.raises(RuntimeError, match="copy it before streamer.wrap to average its weights"):
-                AveragedModel(model)
             streamer.unwrap(model)
     for name, value in results[0].items():
         torch.testing.assert_close(results[1][name], value, rtol=0, atol=1e-6, msg=name)
@@ -421,7 +422,7 @@ def test_spawned_workers() -> None:
         loader = DataLoader(TensorDataset(rows), 4, num_workers=1, multiprocessing_context="spawn")
         assert torch.equal(next(iter(loader))[0], rows)
         held = DataLoader(Tokens(model), 2, num_workers=1, multiprocessing_context="spawn")
-        with pytest.raises(RuntimeError, match="a wrapped model cannot be copied or pickled"):
+        with pytest.raises(RuntimeError, match="a wrapped model cannot be pickled"):
             next(iter(held))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -52,10 +52,12 @@ class Ambient:
     numpy_random_state: Any
     cpu_random_state: torch.Tensor
     device_random_state: torch.Tensor | None
+    #: of others than PyTorch's own
+    generators: tuple[tuple[torch.Generator, torch.Tensor], ...]
 
     @staticmethod
-    def now(device: torch.device) -> Ambient:
-        """What holds in the calling thread."""
+    def now(device: torch.device, generators: Iterable[torch.Generator] = ()) -> Ambient:
+        """What holds in the calling thread, and the states of these ``generators``."""
         device_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         return Ambient(
             device,
@@ -64,6 +66,7 @@ class Ambient:
             np.random.get_state(),
             torch.get_rng_state(),
             device_state,
+            tuple((generator, generator.get_state()) for generator in generators),
         )
 
     def has_moved_on(self) -> bool:
@@ -80,6 +83,8 @@ class Ambient:
         torch.set_rng_state(self.cpu_random_state)
         if self.device_random_state is not None:
             torch.cuda.set_rng_state(self.device_random_state, self.device)
+        for generator, state in self.generators:
+            generator.set_state(state)
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -87,9 +92,12 @@ class Ambient:
         devices = [] if self.device_random_state is None else [self.device]
         with torch.random.fork_rng(devices=devices), self.autocast.uncached():
             now = random.getstate(), np.random.get_state()
+            generators = [(generator, generator.get_state()) for generator, _ in self.generators]
             try:
                 self.rewind()
                 yield
             finally:
                 random.setstate(now[0])
                 np.random.set_state(now[1])
+                for generator, state in generators:
+                    generator.set_state(state)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TypeVar
 
 import torch
@@ -15,11 +15,13 @@ from streamer.backends.handover import Background
 from streamer.engine import op as ops
 from streamer.engine.gradients import Gradients
 from streamer.engine.hazards import Hazards
+from streamer.engine.held import noticing_writes
 from streamer.engine.issuer import Issuer
 from streamer.engine.landing import RING, Landing
 from streamer.engine.norms import Norms, sum_squares
 from streamer.engine.op import ROOT
 from streamer.engine.order import Phase, Visit
+from streamer.engine.param_hooks import OncePerBackward
 from streamer.engine.saved import SavedBytes
 from streamer.engine.unit import Unit
 from streamer.engine.weights import Weights
@@ -67,6 +69,7 @@ class Executor:
             self.landing = Landing(self.issuer, store.staging(RING, nbytes))
         #: autograd's id of the backward that waits for the gradients when it ends
         self.backward_task = -1
+        self.hooked = OncePerBackward()
         self.norms = Norms(self.issuer, units, root, store)
         self.saved = SavedBytes()
         self.skipped_steps = 0
@@ -103,6 +106,8 @@ class Executor:
     def forward(self, unit: Unit, work: Callable[[torch.Tensor], T], phase: Phase) -> T:
         """Run ``work`` on the slot (flat uint8) that holds ``unit``'s weights."""
         self.begin()
+        if phase is Phase.FORWARD:
+            self.weights.check_depth(unit)
         with self._naming_memory(unit), self.weights.visited(unit, Visit(unit.index, phase)) as slot:
             buffer = self.weights.slots.buffers[slot]
             return self.issuer.compute(ops.forward(unit.index, slot), lambda: work(buffer))
@@ -133,9 +138,13 @@ class Executor:
         """
         self.begin()
         self.gradients.settle_scale()
-        into = self.gradients.slots.take() if unit.layout.grad_nbytes else None
-        gradient = self.gradients.root_buffer[:0] if into is None else self.gradients.slots.buffers[into]
-        with self._naming_memory(unit), self.weights.visited(unit, Visit(unit.index, Phase.BACKWARD)) as slot:
+        visit = Visit(unit.index, Phase.BACKWARD)
+        with (
+            self.gradients.slots.taken() if unit.layout.grad_nbytes else nullcontext() as into,
+            self._naming_memory(unit),
+            self.weights.visited(unit, visit) as slot,
+        ):
+            gradient = self.gradients.root_buffer[:0] if into is None else self.gradients.slots.buffers[into]
             buffer = self.weights.slots.buffers[slot]
             op = ops.backward(unit.index, slot, into)
             used, squares = self.issuer.compute(op, lambda: self._measured(unit, work, buffer, gradient))
@@ -190,7 +199,8 @@ class Executor:
         for unit in (self.root, *self.units):
             if unit.index in updates:
                 update, nbytes = updates[unit.index]
-                self.issuer.issue(ops.step(unit.index, nbytes), update)
+                noticing = noticing_writes(unit, self.shard(unit), update)
+                self.issuer.issue(ops.step(unit.index, nbytes), noticing)
                 self.weights.updated(unit)
         self._root_ready = False
         self.weights.prefetch()

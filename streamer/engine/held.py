@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from streamer.engine.unit import Unit
+from streamer.memory.host import HostShard
 from streamer.memory.layout import Slice
 
 FP32 = torch.float32
@@ -117,6 +118,22 @@ class Held:
                 self._before_write()
                 self.place(slice, summed=False).copy_(total)
                 self.show(slice, param, summed=False)
+
+
+def noticing_writes(unit: Unit, shard: HostShard, update: Callable[[], None]) -> Callable[[], None]:
+    """``update``, which raises RuntimeError if somebody has written the gradients in ``shard`` meanwhile."""
+    before = shard.gradient._version, shard.sums._version
+
+    def work() -> None:
+        update()
+        if (shard.gradient._version, shard.sums._version) != before:
+            raise RuntimeError(
+                f"gradients of '{unit.name}' were written while its update was reading them, so that its "
+                "weights are wrong: load a checkpoint, and call streamer.synchronize(model) between "
+                "optimizer.step() and writing gradients (module.zero_grad(set_to_none=False))"
+            )
+
+    return work
 
 
 def is_summed(param: torch.Tensor) -> bool:

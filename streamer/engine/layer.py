@@ -7,17 +7,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from streamer.engine.activations import Visit
 from streamer.engine.ambient import Autocast
+from streamer.engine.asked import asked_of
 from streamer.engine.call import Call, aliases, run_on_slot
 from streamer.engine.checkpointing import past_checkpoints
 from streamer.engine.compiled import Compiler
 from streamer.engine.executor import Executor
 from streamer.engine.kvcache import without_caches
 from streamer.engine.order import Phase
+from streamer.engine.param_hooks import shield
 from streamer.engine.policies import POLICIES
+from streamer.engine.transforms import check_dual, check_transforms
 from streamer.engine.tree import flatten
 from streamer.engine.unit import Unit
 
@@ -34,18 +36,18 @@ class StreamedLayer:
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        check_transforms(self._unit.name)
         if not torch.is_grad_enabled():
             return self._infer(args, kwargs, Phase.INFERENCE)
         args, kwargs = without_caches(args, kwargs, self._unit.name)
         inputs, rebuild = flatten((args, kwargs))
         if not any(tensor.requires_grad for tensor in (*inputs, *self._unit.params)):
             return self._infer(args, kwargs, Phase.FROZEN)
+        check_dual(self._unit.name, inputs)
         visit = self._policy(self._executor, Call(self._unit, self._forward, rebuild))
-        # without an input that needs a gradient autograd would leave the layer out of the graph
-        anchor = torch.empty(0, device=self._executor.backend.device, requires_grad=True)
         results: list[Any] = []
         with past_checkpoints():
-            outputs = _Layer.apply(visit, results, anchor, *inputs)  # type: ignore[no-untyped-call]
+            outputs = _Layer.apply(visit, results, *self._unit.trainable, *inputs)  # type: ignore[no-untyped-call]
         return results.pop()(outputs)
 
     def _infer(self, args: tuple[Any, ...], kwargs: dict[str, Any], phase: Phase) -> Any:
@@ -82,18 +84,19 @@ def _slot_for_now(unit: Unit, weights: torch.Tensor) -> Iterator[None]:
 
 
 class _Layer(torch.autograd.Function):
-    """A streamed layer in the user's graph: tensors in, tensors out.
+    """A streamed layer in the user's graph: its trainable parameters and tensors in, tensors out.
 
-    What builds the layer's result around the tensors that come out is appended to ``results``.
+    The parameters are there to be found by who asks for their gradients: [Note: parameter hooks]. What builds
+    the layer's result around the tensors that come out is appended to ``results``.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, visit: Visit, results: list[Any], anchor: torch.Tensor, *inputs: torch.Tensor
+        ctx: Any, visit: Visit, results: list[Any], *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.visit = visit
-        ctx.anchor_node = torch.autograd.graph.get_gradient_edge(anchor).node
+        inputs = tensors[len(visit.call.unit.trainable) :]
         outputs, rebuild = visit.forward(inputs)
         results.append(rebuild)
         ctx.save_for_backward(*(inputs if visit.saves_inputs else ()))
@@ -101,13 +104,26 @@ class _Layer(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         visit: Visit = ctx.visit
-        # false for torch.autograd.grad with respect to other tensors than weights
-        visit.wants_weights = torch._C._will_engine_execute_node(ctx.anchor_node)
+        unit = visit.call.unit
+        check_transforms(unit.name, gradients)
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"create_graph=True: streamed layer '{unit.name}' has no gradients of gradients (gradient "
+                "penalties, Hessians): leave create_graph out, or call streamer.unwrap(model) first"
+            )
+        accumulators = [node for node, _ in ctx.next_functions[: len(unit.trainable)]]
+        asked = [asked_of(accumulator) for accumulator in accumulators]
         _finish_with_this_backward(visit.executor)
-        return (None, None, None, *visit.backward(ctx.saved_tensors, gradients))
+        found = visit.backward(ctx.saved_tensors, gradients, asked)
+        shield(unit.trainable)
+        of_params, of_inputs = found[: len(asked)], found[len(asked) :]
+        returned = [
+            None if gradient is None else gradient.to(param.device)
+            for gradient, param in zip(of_params, unit.trainable, strict=True)
+        ]
+        return (None, None, *returned, *of_inputs)
 
 
 def _is_differentiable(dtype: torch.dtype) -> bool:

@@ -7,11 +7,14 @@ from typing import NamedTuple
 
 import torch
 
-from streamer.engine.activations import Graph, Outputs, Visit, graph_is_retained
+from streamer.engine.activations import Graph, Outputs, Visit
 from streamer.engine.ambient import Ambient, Autocast
+from streamer.engine.asked import graph_is_retained
 from streamer.engine.call import Tensors, aliases
 from streamer.engine.checkpointing import without_own_checkpoint
+from streamer.engine.gate import Gate
 from streamer.engine.saved import storages
+from streamer.engine.tree import fingerprint
 
 
 class Recompute(Visit):
@@ -21,14 +24,20 @@ class Recompute(Visit):
 
     def first_run(self, weights: torch.Tensor, inputs: Tensors) -> Outputs:
         unit = self.call.unit
-        self._ambient = Ambient.now(self.executor.backend.device)
         self._attributes = unit.attributes()
+        held = [value for values in self._attributes.values() for value in values.values()]
+        generators = [value for value in held if type(value) is torch.Generator]
+        self._ambient = Ambient.now(self.executor.backend.device, generators)
+        tensors = [value for value in held if isinstance(value, torch.Tensor)]
+        unwritten = fingerprint(tensors)
         buffers = unit.buffers_now()
         inner, leaves = _detached(inputs), unit.leaves(weights)
-        self.gate.guard([*inner, *leaves])
+        # nobody may go through the graph of this run, nor backward if the layer has kept a part of it
+        gate = Gate(unit.name)
+        gate.guard([*inner, *leaves])
 
         def refuse(_: None) -> torch.Tensor:
-            self.gate.check()
+            gate.check()
             raise AssertionError("a graph that has saved nothing is not gone through")
 
         with (
@@ -39,6 +48,11 @@ class Recompute(Visit):
             without_own_checkpoint(unit.module),
         ):
             outputs, rebuild = self.call.run(weights, leaves, inner)
+        if fingerprint(tensors) != unwritten:
+            raise ValueError(
+                f"layer '{unit.name}' writes into a tensor that is one of its attributes, and would do so "
+                "again when it runs again in backward: make it a buffer, or wrap with activations='keep'"
+            )
         self.release = self.executor.saved.hold(self, storages(inputs))
         self._buffers = unit.buffers_changed(buffers)
         # compiled code may draw other random numbers than the forward that it was made of

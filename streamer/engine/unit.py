@@ -12,10 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from streamer.memory.layout import Layout
-
-#: Marks a hook on a parameter as streamer's own.
-OWN_HOOK = "_streamer_hook"
+from streamer.memory.layout import Layout, Slice
 
 BufferPlace = tuple[nn.Module, str]
 
@@ -38,6 +35,11 @@ class Unit:
     owners: tuple[tuple[tuple[nn.Module, str], ...], ...]
     buffer_owners: tuple[tuple[nn.Module, str], ...]
 
+    @property
+    def trainable(self) -> tuple[nn.Parameter, ...]:
+        """The parameters that have room for a gradient, in the order of ``layout.trainable``."""
+        return self.params[: len(self.layout.trainable)]
+
     def written(self) -> int:
         """A number that grows whenever somebody writes a parameter in place through PyTorch."""
         return sum(param._version for param in self.params)
@@ -59,17 +61,16 @@ class Unit:
 
     def leaves(self, weights: torch.Tensor) -> list[torch.Tensor]:
         """The parameters as autograd leaves that are views of a flat uint8 buffer of weights."""
-        leaves = []
-        for slice, param in zip(self.layout.slices, self.params, strict=True):
-            leaf = slice.view(weights).detach().requires_grad_(param.requires_grad)
-            if leaf.requires_grad:
-                _carry_hooks(slice.param.name, param, leaf)
-            leaves.append(leaf)
-        return leaves
+        return [
+            slice.view(weights).detach().requires_grad_(param.requires_grad)
+            for slice, param in zip(self.layout.slices, self.params, strict=True)
+        ]
 
     def buffers(self) -> list[torch.Tensor]:
         """The unit's buffers (running statistics, masks), which stay on the device."""
-        return [buffer for owner, name in self.buffer_owners if (buffer := owner._buffers[name]) is not None]
+        return [
+            buffer for owner, name in self.buffer_owners if (buffer := owner._buffers.get(name)) is not None
+        ]
 
     def attributes(self) -> Attributes:
         """The plain attributes of the unit's modules (training mode, counters, states of a recurrence)."""
@@ -91,7 +92,7 @@ class Unit:
         return {
             (owner, name): (buffer, buffer._version, buffer.clone())
             for owner, name in self.buffer_owners
-            if (buffer := owner._buffers[name]) is not None
+            if (buffer := owner._buffers.get(name)) is not None
         }
 
     def put_back(self, before: dict[BufferPlace, tuple[torch.Tensor, int, torch.Tensor]]) -> None:
@@ -110,7 +111,7 @@ class Unit:
         counter tells.
         """
         changed = any(
-            owner._buffers[name] is not buffer or buffer._version != version
+            owner._buffers.get(name) is not buffer or buffer._version != version
             for (owner, name), (buffer, version, _) in before.items()
         )
         return {place: values for place, (_, _, values) in before.items()} if changed else {}
@@ -143,8 +144,8 @@ class Unit:
                 if module._parameters.get(name) is not param:
                     raise ValueError(
                         f"parameter '{name}' of a {type(module).__name__} in layer '{self.name}' was "
-                        "replaced or removed after streamer.wrap: write into it (param.copy_ under "
-                        "torch.no_grad), or unwrap first"
+                        "replaced or removed after streamer.wrap (torch.func.functional_call does so too): "
+                        "write into it (param.copy_ under torch.no_grad), or unwrap first"
                     )
         self._check_places()
         try:
@@ -173,8 +174,26 @@ class Unit:
         )
 
     def restore(self) -> None:
-        """Let the unit's modules see their own parameters, should an interrupt have prevented it."""
+        """Let the unit's modules see their own parameters, whatever they see now."""
         self._register(self.params)
+
+    def drop_leaves(self) -> None:
+        """Let the unit's modules see their own parameters, should an interrupt have left them with leaves."""
+        for param, owners in zip(self.params, self.owners, strict=True):
+            for module, name in owners:
+                seen: torch.Tensor | None = module._parameters.get(name)
+                if seen is not None and not isinstance(seen, nn.Parameter):
+                    module._parameters[name] = param
+
+    def elsewhere(self, weights: torch.Tensor) -> list[tuple[Slice, nn.Parameter]]:
+        """The parameters that do not show their place in ``weights`` (flat uint8): somebody has given them
+        other memory."""
+        start = weights.data_ptr()
+        return [
+            (slice, param)
+            for slice, param in zip(self.layout.slices, self.params, strict=True)
+            if slice.numel and not param.is_meta and param.data_ptr() != start + slice.offset
+        ]
 
     def _register(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor, owners in zip(tensors, self.owners, strict=True):
@@ -199,15 +218,3 @@ def set_attributes(attributes: Attributes) -> None:
             del held[name]
         # not all of them: torch.compile counts writes of a module's attributes
         held.update({name: value for name, value in values.items() if held.get(name, held) is not value})
-
-
-def _carry_hooks(name: str, param: nn.Parameter, leaf: torch.Tensor) -> None:
-    """Let the hooks that the user has put on ``param`` see the gradients of ``leaf``."""
-    if param._post_accumulate_grad_hooks:
-        raise ValueError(
-            f"'{name}' has a post-accumulate-grad hook, which would not run: use param.register_hook, or "
-            "look at p.grad after backward"
-        )
-    for hook in (param._backward_hooks or {}).values():
-        if not getattr(hook, OWN_HOOK, False):
-            leaf.register_hook(hook)

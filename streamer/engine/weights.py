@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 from streamer.engine import op as ops
 from streamer.engine.issuer import Issuer
@@ -13,7 +14,8 @@ from streamer.engine.op import ROOT
 from streamer.engine.order import Order, Visit, farthest
 from streamer.engine.unit import Unit
 from streamer.memory.host import HostStore
-from streamer.memory.slots import WeightSlots
+from streamer.memory.layout import Slice
+from streamer.memory.slots import MOST_GRAD_SLOTS, WeightSlots
 
 
 class Weights:
@@ -68,6 +70,15 @@ class Weights:
                 return
             self._fill(slot, self._units[index])
 
+    def check_depth(self, unit: Unit) -> None:
+        """Raise RuntimeError if ``unit`` is called inside of so many others that its backward would find no
+        gradient slot."""
+        if len(self._busy) >= MOST_GRAD_SLOTS:
+            raise RuntimeError(
+                f"layer '{unit.name}' is called inside of {len(self._busy)} others, and gradients of no more "
+                f"than {MOST_GRAD_SLOTS} layers are made at a time: call it outside of them"
+            )
+
     def release(self) -> None:
         """Give up the slots and the root's buffer."""
         self.slots.buffers.clear()
@@ -103,24 +114,44 @@ class Weights:
         op = ops.unshard(ROOT, ROOT, source.numel())
         self._issuer.issue(op, lambda: self._issuer.backend.copy(into, source))
 
-    def refresh(self) -> None:
-        """Take over what the user has written into parameters: layers on the host, the root on the device."""
-        for unit in self._units:
-            self._refresh_layer(unit)
-        self.refresh_root()
+    def refresh(self, moved: Container[torch.Tensor] = ()) -> None:
+        """Take over what the user has written into parameters: layers on the host, the root on the device.
 
-    def refresh_root(self) -> None:
+        Raises ValueError for those that were given other memory, unless they are ``moved`` for good.
+        """
+        for unit in self._units:
+            self._refresh_layer(unit, moved)
+        self.refresh_root(moved)
+
+    def elsewhere(self, unit: Unit) -> list[tuple[Slice, nn.Parameter]]:
+        """The parameters of ``unit`` that somebody has given other memory."""
+        is_root = unit.index == ROOT
+        return unit.elsewhere(self.root_buffer if is_root else self._store.shards[unit.index].weight)
+
+    def refresh_root(self, moved: Container[torch.Tensor] = ()) -> None:
         """`refresh` for the root alone."""
+        self._check_places(self._root, moved)
         if self._root.written() != self._written[ROOT]:
             self._issuer.wait((ops.weight_slot(ROOT), ops.shard(ROOT)), to_write=True)
             self._store.shards[ROOT].weight.copy_(self.root_buffer)
             self._rebase(self._root)
 
-    def _refresh_layer(self, unit: Unit) -> None:
+    def _refresh_layer(self, unit: Unit, moved: Container[torch.Tensor] = ()) -> None:
+        self._check_places(unit, moved)
         if unit.written() != self._written[unit.index]:
             self._issuer.wait((ops.shard(unit.index),), to_write=True)
             self._rebase(unit)
             self._reshard(unit.index)
+
+    def _check_places(self, unit: Unit, moved: Container[torch.Tensor]) -> None:
+        for slice, param in self.elsewhere(unit):
+            if param in moved:
+                continue
+            raise ValueError(
+                f"'{slice.param.name}' was given other memory after streamer.wrap (param.data = ..., "
+                "param.set_, vector_to_parameters), which is not what runs: write into it (param.copy_ under "
+                "torch.no_grad), or call streamer.unwrap(model) first"
+            )
 
     def _rebase(self, unit: Unit) -> None:
         """Make the masters of ``unit`` equal to the weights that the user has written."""

@@ -174,7 +174,8 @@ class HostStore:
         self._buffers[purpose.name] = buffer
         sizes = [purpose.nbytes(shard.layout) for shard in shards]
         for shard, piece in zip(shards, buffer.split(sizes), strict=True):
-            shard.held[purpose.name] = piece.view(purpose.dtype)[: purpose.numel(shard.layout)]
+            # .data: a version counter for each shard, so that it is known which of them somebody has written
+            shard.held[purpose.name] = piece.view(purpose.dtype)[: purpose.numel(shard.layout)].data
 
     def holds(self, purposes: Iterable[Purpose]) -> bool:
         """Whether there is a buffer for each of ``purposes``, in its dtype."""

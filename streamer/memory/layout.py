@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -121,7 +122,7 @@ class Layout:
                 grad_nbytes, state_numel, state_blocks = offset, index, block
         return Layout(tuple(slices), offset, grad_nbytes, state_numel, state_blocks)
 
-    @property
+    @cached_property
     def trainable(self) -> tuple[Slice, ...]:
         """The slices that have a gradient."""
         return tuple(slice for slice in self.slices if slice.param.trainable)

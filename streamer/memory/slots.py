@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -10,12 +11,15 @@ import torch
 WEIGHT_SLOTS, GRAD_SLOTS = "weight slots", "gradient slots"
 ROOT_WEIGHTS, ROOT_GRADIENTS, BUFFERS = "root weights", "root gradients", "buffers"
 
+#: Gradient slots that there are at most.
+MOST_GRAD_SLOTS = 2
+
 Allocate = Callable[[int], torch.Tensor]
 
 
 def num_grad_slots(num_slots: int) -> int:
     """Gradient slots beside ``num_slots`` weight slots: one is filled while another leaves."""
-    return min(num_slots, 2)
+    return min(num_slots, MOST_GRAD_SLOTS)
 
 
 class WeightSlots:
@@ -36,9 +40,17 @@ class GradientSlots:
     def __init__(self, count: int, nbytes: int, allocate: Allocate) -> None:
         self.buffers = [allocate(nbytes) for _ in range(count)]
         self._next = 0
+        self._taken: set[int] = set()
 
-    def take(self) -> int:
-        """The slot whose last use is farthest back."""
-        slot = self._next
-        self._next = (slot + 1) % len(self.buffers)
-        return slot
+    @contextmanager
+    def taken(self) -> Iterator[int]:
+        """The slot whose last use is farthest back, and which nobody else takes inside the block."""
+        count = len(self.buffers)
+        in_turn = ((self._next + step) % count for step in range(count))
+        slot = next(slot for slot in in_turn if slot not in self._taken)
+        self._next = (slot + 1) % count
+        self._taken.add(slot)
+        try:
+            yield slot
+        finally:
+            self._taken.discard(slot)

@@ -1,0 +1,90 @@
+"""`copy.deepcopy` of a wrapped model, or of a part of it: a plain one, as `unwrap` would leave it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from streamer.engine.executor import Executor
+from streamer.engine.layer import StreamedLayer
+from streamer.handle import HANDLE, home_of
+
+Memo = dict[int, Any]
+
+
+class Copier:
+    """Makes plain copies of the modules of one wrapped model.
+
+    ``attributes`` are the names of what `wrap` has put on every module, ``hooks`` the ids of its hooks.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        plain_dtypes: Mapping[nn.Parameter, torch.dtype],
+        attributes: Collection[str],
+        hooks: Collection[int],
+    ) -> None:
+        self._executor = executor
+        self._plain_dtypes = plain_dtypes
+        self._attributes = {*attributes, HANDLE}
+        self._hooks = hooks
+
+    def of(self, module: nn.Module) -> Callable[[Memo], nn.Module]:
+        """``module.__deepcopy__``."""
+        return partial(self._copy, module)
+
+    def _copy(self, module: nn.Module, memo: Memo) -> nn.Module:
+        self._copy_tensors(module, memo)
+        attributes = vars(module)
+        plain = {
+            name: self._without_own_hooks(name, value)
+            for name, value in attributes.items()
+            if name not in self._attributes and not isinstance(value, StreamedLayer)
+        }
+        # its class may have a way of its own to be copied
+        object.__setattr__(module, "__dict__", plain)
+        try:
+            return copy.deepcopy(module, memo)
+        finally:
+            object.__setattr__(module, "__dict__", attributes)
+
+    def _copy_tensors(self, module: nn.Module, memo: Memo) -> None:
+        """Let ``memo`` have the exact weights of ``module``, and its buffers, on the CPU."""
+        for buffer in module.buffers():
+            if id(buffer) not in memo:
+                memo[id(buffer)] = buffer.detach().cpu().clone()
+        params = [p for p in module.parameters() if id(p) not in memo and home_of(p) is not None]
+        if not params:
+            return
+        self._executor.synchronize()
+        self._check_room(params)
+        for param in params:
+            memo[id(param)] = type(param)(self._exact(param), requires_grad=param.requires_grad)
+
+    def _exact(self, param: nn.Parameter) -> torch.Tensor:
+        home, backend = home_of(param), self._executor.backend
+        assert home is not None, "it is one of the model's"
+        if backend.device.type == "meta":
+            return param.detach().clone()
+        exact = backend.on_host(partial(self._executor.shard(home.unit).exact, home.slice))
+        return exact.to(self._plain_dtypes[param])
+
+    def _check_room(self, params: Iterable[nn.Parameter]) -> None:
+        needed = sum(param.numel() * self._plain_dtypes[param].itemsize for param in params)
+        available = self._executor.backend.host_available()
+        if needed > available:
+            raise MemoryError(
+                f"a plain copy of the model needs {needed} bytes of host memory and {available} are free: "
+                "write a checkpoint (streamer.save) instead"
+            )
+
+    def _without_own_hooks(self, name: str, value: Any) -> Any:
+        if "_hooks" not in name or not isinstance(value, dict):
+            return value
+        return type(value)((key, hook) for key, hook in value.items() if key not in self._hooks)

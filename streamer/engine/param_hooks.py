@@ -1,0 +1,90 @@
+"""The user's hooks on parameters of layers.
+
+[Note: parameter hooks]
+The gradient of a layer's parameter is made in the layer's own graph and leaves for the host from there, so
+the hooks on the parameter run there, on the gradient that is on its way (`carried`). The user's graph knows
+the parameter too, so that ``backward(inputs=...)`` and ``torch.autograd.grad`` find it, but brings it no
+gradient: PyTorch then calls the hooks with None, which nobody expects and which `shield` keeps from them.
+
+A hook on a plain parameter sees the sum of all gradients of a backward. Here it would see those of two visits
+of a layer, or of a layer and of a penalty on its weights, one after the other, so that is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from streamer.memory.layout import Slice
+
+#: Marks a hook on a parameter as streamer's own.
+OWN_HOOK = "_streamer_hook"
+
+Hook = Callable[[torch.Tensor], torch.Tensor | None]
+
+
+class _Shielded:
+    """A hook that hears of gradients only."""
+
+    def __init__(self, hook: Hook) -> None:
+        self._hook = hook
+
+    def __call__(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        return None if gradient is None else self._hook(gradient)
+
+
+def hooks_of(param: torch.Tensor) -> list[Hook]:
+    """The hooks that the user has put on ``param``."""
+    return [hook for hook in (param._backward_hooks or {}).values() if not getattr(hook, OWN_HOOK, False)]
+
+
+def carried(param: nn.Parameter, leaf: torch.Tensor) -> list[RemovableHandle]:
+    """Let the user's hooks on ``param`` see the gradient of ``leaf``. [Note: parameter hooks]"""
+    return [leaf.register_hook(hook) for hook in hooks_of(param)]
+
+
+def shield(params: Iterable[nn.Parameter]) -> None:
+    """Keep it from the user's hooks that no gradient comes by the user's graph. [Note: parameter hooks]"""
+    for param in params:
+        hooks = param._backward_hooks or {}
+        for key, hook in list(hooks.items()):
+            if not getattr(hook, OWN_HOOK, False) and not isinstance(hook, _Shielded):
+                hooks[key] = _Shielded(hook)
+
+
+def check_hooks(slices: Iterable[Slice], params: Iterable[nn.Parameter]) -> None:
+    """Raise ValueError for a hook that cannot be served."""
+    for slice, param in zip(slices, params, strict=False):
+        if param._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"'{slice.param.name}' has a post-accumulate-grad hook, which would not run: use "
+                "param.register_hook, or look at p.grad after backward; update='backward' updates layers as "
+                "their gradients come"
+            )
+
+
+class OncePerBackward:
+    """Sees to it that hooks are told of one gradient in a backward. [Note: parameter hooks]"""
+
+    def __init__(self) -> None:
+        self._task = -1
+        self._seen: set[int] = set()
+
+    def check(self, slice: Slice, param: torch.Tensor) -> None:
+        """Note that ``param`` gets a gradient. Raise RuntimeError if it has a hook, and got one before in the
+        backward that is running."""
+        if not hooks_of(param):
+            return
+        if self._task != (task := torch._C._current_graph_task_id()):
+            self._task = task
+            self._seen.clear()
+        if id(param) in self._seen:
+            raise RuntimeError(
+                f"'{slice.param.name}' has a hook and is used more than once in this backward (its layer was "
+                "called twice, or it is used outside of it too), so that the hook would see its gradient in "
+                "parts: change p.grad after backward instead"
+            )
+        self._seen.add(id(param))

@@ -1,0 +1,521 @@
+"""Modules of many kinds as layers, and wrapped models inside of larger ones, train as in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import streamer
+from streamer.backends.base import Lane
+from streamer.backends.thread import ThreadBackend
+from tests.reference import LossOf, assert_parity, streamed, train_plain, train_streamed
+
+WIDTH, TIME = 16, 5
+POLICIES = pytest.mark.parametrize("activations", ["recompute", "keep"])
+PADDING = torch.tensor([[0, 0, 0, 0, 0], [0, 0, 0, 1, 1], [0, 0, 0, 0, 1]]).bool()
+CAUSAL = nn.Transformer.generate_square_subsequent_mask(TIME)
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(3, TIME, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def distance(out: torch.Tensor) -> torch.Tensor:
+    """From a target: of the mean square of what a LayerNorm returns, gradients are but rounding errors."""
+    return (out - torch.linspace(-1, 1, out.shape[-1])).square().mean()
+
+
+def loss_on(model: nn.Module, step: int) -> torch.Tensor:
+    return distance(model(batch(step)))
+
+
+def twice(model: nn.Module, step: int) -> torch.Tensor:
+    return distance(model(batch(step))) + distance(model(batch(step) + 1))
+
+
+def assert_trains(model: nn.Module, loss_of: LossOf = loss_on, **options: Any) -> None:
+    """Five steps of training equal plain PyTorch's."""
+    expected = train_plain(model, loss_of=loss_of, steps=5)
+    assert_parity(train_streamed(model, loss_of=loss_of, steps=5, **options), expected)
+
+
+# --- PyTorch's transformers -----------------------------------------------------------------------------
+
+
+def encoder(norm_first: bool = False, nested: bool = True, bias: bool = False) -> nn.Module:
+    """Without a bias there is none on attention's keys, whose gradient is nothing but rounding errors."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.1, batch_first=True, norm_first=norm_first, bias=bias)
+    return nn.TransformerEncoder(layer, 3, norm=nn.LayerNorm(WIDTH), enable_nested_tensor=nested and bias)
+
+
+def decoder() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.TransformerDecoder(
+        nn.TransformerDecoderLayer(WIDTH, 2, 32, 0.1, batch_first=True, bias=False), 3
+    )
+
+
+def padded(model: nn.Module, step: int) -> torch.Tensor:
+    return distance(model(batch(step), src_key_padding_mask=PADDING)[~PADDING])
+
+
+def causal(model: nn.Module, step: int) -> torch.Tensor:
+    return distance(model(batch(step), mask=CAUSAL, is_causal=True))
+
+
+def crossing(model: nn.Module, step: int) -> torch.Tensor:
+    out = model(batch(step), batch(step + 100), CAUSAL, memory_key_padding_mask=PADDING, tgt_is_causal=True)
+    return distance(out)
+
+
+def translating(model: nn.Module, step: int) -> torch.Tensor:
+    out = model(batch(step), batch(step + 100), tgt_mask=CAUSAL, src_key_padding_mask=PADDING)
+    return distance(out)
+
+
+@POLICIES
+@pytest.mark.parametrize(("norm_first", "loss_of"), [(False, padded), (False, causal), (True, loss_on)])
+def test_transformer_encoders(norm_first: bool, loss_of: LossOf, activations: str) -> None:
+    assert_trains(encoder(norm_first), loss_of, layers="layers", activations=activations)
+
+
+@POLICIES
+def test_a_transformer_decoder(activations: str) -> None:
+    assert_trains(decoder(), crossing, layers="layers", activations=activations)
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True, but:UserWarning")
+@POLICIES
+def test_an_encoder_and_a_decoder(activations: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Transformer(WIDTH, 2, 2, 3, 32, 0.1, batch_first=True, bias=False)
+    layers = ["encoder.layers", "decoder.layers"]
+    assert_trains(model, translating, layers=layers, activations=activations)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("loss_of", [loss_on, padded, causal])
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_encoder_in_evaluation(nested: bool, loss_of: LossOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its layers give their weights to one fused function then, and the encoder may leave padding out."""
+    model = encoder(nested=nested, bias=True).eval()
+    fused, calls = torch._transformer_encoder_layer_fwd, []
+    monkeypatch.setattr(
+        torch, "_transformer_encoder_layer_fwd", lambda *args: calls.append(args[0].is_nested) or fused(*args)
+    )
+    with torch.no_grad():
+        expected = loss_of(model, 0)
+    in_plain, calls[:] = list(calls), []
+    with streamed(model, layers="layers", num_slots=1) as wrapped:
+        with torch.no_grad():
+            assert torch.equal(loss_of(wrapped, 0), expected)
+        with torch.inference_mode():
+            assert torch.equal(loss_of(wrapped, 0), expected)
+        assert calls == 2 * in_plain == 6 * [nested and loss_of is padded]
+
+
+# --- layers of other kinds ------------------------------------------------------------------------------
+
+
+class Stack(nn.Module):
+    """Three layers that ``make`` makes, one after another."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(make() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x)
+
+
+class Rotary(nn.Module):
+    """One for all layers, with a table and a count of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.linspace(-1, 1, WIDTH))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * self.table + 0.01 * self.calls
+
+
+class Sharing(Layer):
+    def __init__(self, rotary: nn.Module, dropout: nn.Module) -> None:
+        super().__init__()
+        self.rotary, self.dropout = rotary, dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.dropout(self.rotary(x)))
+
+
+def sharing() -> nn.Module:
+    rotary, dropout = Rotary(), nn.Dropout(0.2)
+    model = Stack(lambda: Sharing(rotary, dropout))
+    model.rotary = rotary
+    return model
+
+
+class Counting(Layer):
+    """Its result depends on how often it was called and on what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("mean", torch.zeros(WIDTH), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.mean = 0.9 * self.mean + x.detach().mean((0, 1))
+        return super().forward(x) + self.mean / self.calls
+
+
+class Normalising(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.norm(super().forward(x).transpose(1, 2)).transpose(1, 2)
+
+
+class Drawing(Layer):
+    """Draws noise from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator: torch.Generator | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.generator is None:
+            self.generator = torch.Generator().manual_seed(3)
+        return super().forward(x) * torch.rand(x.shape, generator=self.generator)
+
+
+class Listing(Layer):
+    """Holds its weight in a list too, and uses that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = [self.linear.weight]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(x @ self.held[0])
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRU(WIDTH, WIDTH, 2, batch_first=True, dropout=0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.cell(x)[0]
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "residual": lambda: Stack(Residual),
+    "sharing": sharing,
+    "counting": lambda: Stack(Counting),
+    "normalising": lambda: Stack(Normalising),
+    "drawing": lambda: Stack(Drawing),
+    "listing": lambda: Stack(Listing),
+    "recurrent": lambda: Stack(Recurrent),
+}
+
+
+@POLICIES
+@pytest.mark.parametrize("layers", LAYERS)
+def test_layers(layers: str, activations: str) -> None:
+    # a recurrence adds its weights' gradients up over time, and over two calls in another order
+    loss_of = loss_on if layers == "recurrent" else twice
+    assert_trains(LAYERS[layers](), loss_of, layers="blocks", activations=activations)
+
+
+def test_a_stack_in_a_sequential() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(*(Residual() for _ in range(3))))
+    assert_trains(model, layers="1")
+
+
+class Writing(Layer):
+    """Writes into a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.mul_(0.9).add_(x.detach().mean((0, 1)))
+        return super().forward(x) + self.mean
+
+
+def test_a_layer_that_writes_into_an_attribute() -> None:
+    assert_trains(Stack(Writing), layers="blocks", activations="keep")
+    refusal = pytest.raises(ValueError, match="'blocks.0' writes into a tensor.* make it a buffer")
+    with streamed(Stack(Writing), layers="blocks") as model, refusal:
+        loss_on(model, 0)
+
+
+class Differentiating(Layer):
+    """Goes down the gradient of an energy, as plain PyTorch can."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        at = x.detach().requires_grad_()
+        energy = super().forward(at).square().sum()
+        return super().forward(x) - torch.autograd.grad(energy, at)[0]
+
+
+@POLICIES
+def test_a_layer_that_differentiates_in_its_forward_is_refused(activations: str) -> None:
+    refusal = pytest.raises(RuntimeError, match="'blocks.0' computed .* torch.autograd.grad in the layer")
+    with streamed(Stack(Differentiating), layers="blocks", activations=activations) as model, refusal:
+        loss_on(model, 0)
+
+
+# --- layers that know one another -----------------------------------------------------------------------
+
+
+class Calling(Layer):
+    """Calls what is in ``others`` first, which are no modules of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others: list[Callable[[torch.Tensor], torch.Tensor]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for other in self.others:
+            x = x + torch.tanh(other(x))
+        return super().forward(x)
+
+
+def calling_parts() -> nn.Module:
+    model = Stack(Calling)
+    for index in (1, 2):
+        model.blocks[index].others = [model.blocks[index - 1].linear]
+    return model
+
+
+def reading_weights() -> nn.Module:
+    model = Stack(Calling)
+    for index in (1, 2):
+        before = model.blocks[index - 1].linear
+        model.blocks[index].others = [lambda x, before=before: x @ before.weight]
+    return model
+
+
+def calling_a_layer() -> nn.Module:
+    model = Stack(Calling)
+    model.blocks[2].others = [model.blocks[0]]
+    return model
+
+
+class Reusing(Stack):
+    """Calls a part of a layer, and reads a weight of one, outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__(Layer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0].linear(super().forward(x)) @ self.blocks[2].linear.weight
+
+
+@POLICIES
+@pytest.mark.parametrize("make", [calling_parts, reading_weights, calling_a_layer, Reusing])
+def test_layers_that_use_others(make: Callable[[], nn.Module], activations: str) -> None:
+    def gradients(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss = loss_on(model, 0)
+        loss.backward()
+        return loss, {name: param.grad.clone() for name, param in model.named_parameters()}
+
+    loss, expected = gradients(make())
+    model = streamer.wrap(make(), layers="blocks", device="cpu", activations=activations)
+    try:
+        actual_loss, actual = gradients(model)
+    finally:
+        streamer.unwrap(model)
+    assert torch.equal(actual_loss, loss)
+    for name, gradient in expected.items():
+        # the parts of some gradients are added in another order
+        torch.testing.assert_close(actual[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
+
+
+@POLICIES
+@pytest.mark.parametrize("make", [calling_parts, reading_weights, lambda: Stack(Listing)])
+def test_gradients_of_some_parameters_that_layers_use_though_they_are_elsewhere(
+    make: Callable[[], nn.Module], activations: str
+) -> None:
+    def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+        loss_on(model, 0).backward(inputs=[model.blocks[1].linear.weight, model.embed.bias])
+        return {
+            name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None
+        }
+
+    expected = gradients(make())
+    model = streamer.wrap(make(), layers="blocks", device="cpu", activations=activations)
+    try:
+        actual = gradients(model)
+        model.zero_grad()
+        with pytest.raises(
+            RuntimeError, match="asks for a parameter that layer.*uses though it is registered"
+        ):
+            torch.autograd.grad(loss_on(model, 0), [model.blocks[1].linear.weight])
+        assert [name for name, param in model.named_parameters() if param.grad is not None] == []
+    finally:
+        streamer.unwrap(model)
+    assert list(actual) == list(expected) == ["embed.bias", "blocks.1.linear.weight"]
+    for name, gradient in expected.items():
+        torch.testing.assert_close(actual[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
+
+
+class Nesting(Stack):
+    """Its last layer calls the two others, one of them inside of the other if it is to be ``deep``."""
+
+    def __init__(self, deep: bool) -> None:
+        super().__init__(Calling)
+        self.blocks[2].others = [self.blocks[0], self.blocks[1]]
+        self.blocks[1].others = [self.blocks[0]] if deep else []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[2](self.embed(x))
+
+
+@POLICIES
+def test_layers_inside_of_layers(activations: str) -> None:
+    poisoned = ThreadBackend(poison=True)
+    plain, model = Nesting(deep=False), Nesting(deep=False)
+    streamer.wrap(model, layers="blocks", num_slots=2, activations=activations, backend=poisoned)
+    try:
+        for each in (plain, model):
+            loss_on(each, 0).backward()
+        for (name, param), other in zip(plain.named_parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(other.grad, param.grad, rtol=1e-5, atol=1e-7, msg=name)
+        x = batch(0).requires_grad_()
+        model.zero_grad()
+        torch.autograd.grad(model(x).sum(), x)
+        assert [name for name, param in model.named_parameters() if param.grad is not None] == []
+    finally:
+        streamer.unwrap(model)
+
+
+def test_layers_too_deep_inside_of_layers() -> None:
+    with streamed(Nesting(deep=True), layers="blocks", num_slots=3) as model:
+        with pytest.raises(RuntimeError, match="'blocks.0' is called inside of 2 others.*outside of them"):
+            loss_on(model, 0)
+        with torch.no_grad():
+            loss_on(model, 0)
+
+
+# --- a wrapped model in a larger one --------------------------------------------------------------------
+
+
+class Larger(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.inner = inner
+        self.after = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(self.inner(self.before(x)))
+
+    def rest(self) -> list[nn.Parameter]:
+        return [*self.before.parameters(), *self.after.parameters()]
+
+
+Optimizers = Callable[[Larger], list[torch.optim.Optimizer]]
+
+
+def one_of_each(model: Larger) -> list[torch.optim.Optimizer]:
+    ours = streamer.AdamW if hasattr(model.inner, "_streamer") else torch.optim.AdamW
+    return [ours(model.inner.parameters(), lr=1e-2), torch.optim.AdamW(model.rest(), lr=1e-2)]
+
+
+def one_for_all(model: Larger) -> list[torch.optim.Optimizer]:
+    return [torch.optim.AdamW(model.parameters(), lr=1e-2)]
+
+
+def train_larger(inner: nn.Module, make: Optimizers) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model, losses = Larger(inner), []
+    optimizers = make(model)
+    for step in range(4):
+        torch.manual_seed(step)
+        loss = loss_on(model, step)
+        loss.backward()
+        if step == 0:
+            nn.utils.clip_grad_norm_(model.rest(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+        losses.append(loss.item())
+    model.eval()
+    losses.append(loss_on(model, 99).item())
+    return losses, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("optimizers", [one_of_each, one_for_all])
+def test_a_wrapped_model_in_a_larger_one(optimizers: Optimizers) -> None:
+    losses, weights = train_larger(Stack(Residual), optimizers)
+    with streamed(Stack(Residual), layers="blocks") as model:
+        actual_losses, actual = train_larger(model, optimizers)
+        larger = Larger(model)
+        larger.requires_grad_(False)
+        assert not loss_on(larger, 0).requires_grad
+        larger.requires_grad_(True)
+        larger.load_state_dict({name: torch.zeros_like(value) for name, value in weights.items()})
+        assert not larger(batch(0)).any()
+        with pytest.raises(ValueError, match="belongs to no wrapped model.*or use torch.optim.AdamW"):
+            streamer.AdamW(larger.parameters())
+    assert losses[0] == actual_losses[0]
+    torch.testing.assert_close(torch.tensor(actual_losses), torch.tensor(losses), rtol=1e-5, atol=0)
+    assert list(actual) == list(weights)
+    for name, value in weights.items():
+        torch.testing.assert_close(actual[name], value, rtol=0, atol=1e-5, msg=name)
+
+
+def test_gradients_that_a_larger_model_zeroes_while_updates_read_them() -> None:
+    slow = ThreadBackend(delays={Lane.HOST: lambda: 0.02})
+    model = streamer.wrap(Stack(Residual), layers="blocks", backend=slow)
+    larger, optimizer = Larger(model), streamer.AdamW(model.parameters())
+    for wait in (True, False):
+        loss_on(larger, 0).backward()
+        optimizer.step()
+        if wait:
+            streamer.synchronize(model)
+        larger.zero_grad(set_to_none=False)
+    with pytest.raises(
+        RuntimeError, match="gradients of 'blocks.*' were written while its update was reading"
+    ):
+        streamer.synchronize(model)
+    model._streamer.close()

@@ -1,0 +1,761 @@
+"""What PyTorch offers around a model works on a wrapped one as on a plain one, or is refused in a line."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.autograd.functional import hessian, hvp, jacobian, jvp, vhp
+from torch.func import functional_call
+from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.utils.checkpoint import checkpoint
+
+import streamer
+from streamer.backends.thread import ThreadBackend
+from tests.reference import assert_parity, streamed, train_plain, train_streamed
+
+D = 8
+TORCHS_OWN_WARNING = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+POLICIES = pytest.mark.parametrize("activations", ["recompute", "keep"])
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(D)
+        self.up = nn.Linear(D, 2 * D)
+        self.down = nn.Linear(2 * D, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Calls its layers ``rounds`` times."""
+
+    def __init__(self, rounds: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rounds = rounds
+        self.embed = nn.Linear(D, D)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(D, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in list(self.blocks) * self.rounds:
+            x = block(x)
+        return self.head(x)
+
+
+def inputs(seed: int = 0, size: int = 4) -> torch.Tensor:
+    return torch.randn(size, D, generator=torch.Generator().manual_seed(seed))
+
+
+def loss(model: nn.Module, x: torch.Tensor | int = 0) -> torch.Tensor:
+    return model(inputs(x) if isinstance(x, int) else x).square().mean()
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def tensors(value: Any) -> list[torch.Tensor | None]:
+    if isinstance(value, dict):
+        return tensors(list(value.values()))
+    return [t for v in value for t in tensors(v)] if isinstance(value, list | tuple) else [value]
+
+
+def assert_as_plain(
+    use: Callable[[nn.Module], Any], activations: str, model: nn.Module | None = None, **options: Any
+) -> None:
+    """``use`` gives the same on a plain and on a wrapped model, to the bit; it returns tensors."""
+    model = Net() if model is None else model
+    expected = use(copy.deepcopy(model))
+    with streamed(model, layers="blocks", activations=activations, **options) as wrapped:
+        actual = use(wrapped)
+        if isinstance(expected, dict):
+            assert list(actual) == list(expected)
+        pairs = list(zip(tensors(actual), tensors(expected), strict=True))
+        assert pairs
+        assert [a is None for a, _ in pairs] == [e is None for _, e in pairs]
+        assert [torch.equal(a, e) for a, e in pairs if a is not None] == [True] * sum(
+            e is not None for _, e in pairs
+        )
+
+
+def refused(
+    use: Callable[[nn.Module], Any],
+    match: str,
+    error: type[Exception] = RuntimeError,
+    activations: str = "recompute",
+    **options: Any,
+) -> None:
+    """``use`` raises, and training goes on after it."""
+    with streamed(Net(), layers="blocks", activations=activations, **options) as model:
+        with pytest.raises(error, match=match):
+            use(model)
+        model.zero_grad()
+        loss(model).backward()
+        assert len(gradients(model)) == len(list(model.parameters()))
+
+
+# --- torch.func and forward mode ----------------------------------------------------------------------
+
+
+def with_own_parameters(model: nn.Module) -> Any:
+    functional_call(model, dict(model.named_parameters()), (inputs(),)).square().mean().backward()
+    return gradients(model)
+
+
+def with_others_in_the_root(model: nn.Module) -> Any:
+    others = {name: p.detach() * 2 for name, p in model.named_parameters() if "blocks" not in name}
+    others = {name: value.requires_grad_() for name, value in others.items()}
+    functional_call(model, others, (inputs(),)).square().mean().backward()
+    return gradients(model), [value.grad for value in others.values()]
+
+
+def with_others_in_a_layer(model: nn.Module) -> Any:
+    return functional_call(model, {"blocks.1.up.weight": torch.zeros(2 * D, D)}, (inputs(),))
+
+
+@POLICIES
+@pytest.mark.parametrize("use", [with_own_parameters, with_others_in_the_root])
+def test_functional_call(use: Callable[[nn.Module], Any], activations: str) -> None:
+    assert_as_plain(use, activations)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_functional_call_with_other_weights_of_layers_is_refused(grad: bool) -> None:
+    with torch.set_grad_enabled(grad):
+        match = "'weight' of a Linear in layer 'blocks.1' was replaced.*functional_call"
+        with streamed(Net(), layers="blocks") as model, pytest.raises(ValueError, match=match):
+            with_others_in_a_layer(model)
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module], Any]] = {
+    "grad": lambda model: torch.func.grad(lambda x: loss(model, x))(inputs()),
+    "vjp": lambda model: torch.func.vjp(model, inputs()),
+    "jvp": lambda model: torch.func.jvp(model, (inputs(),), (inputs(1),)),
+    "vmap": lambda model: torch.func.vmap(model)(inputs()),
+    "jacfwd": lambda model: torch.func.jacfwd(model)(inputs()),
+    "hessian": lambda model: torch.func.hessian(partial(loss, model))(inputs()),
+    "batched": lambda model: jacobian(model, inputs(), vectorize=True),
+}
+
+
+@TORCHS_OWN_WARNING
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("grad", [True, False])
+def test_transforms_are_refused(transform: str, grad: bool) -> None:
+    if transform == "batched" and not grad:
+        return
+    refusal = pytest.raises(RuntimeError, match="torch.func.*streamed layer 'blocks.*streamer.unwrap")
+    with streamed(Net(), layers="blocks") as model, torch.set_grad_enabled(grad), refusal:
+        TRANSFORMS[transform](model)
+
+
+def tangent(model: nn.Module) -> torch.Tensor:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(model(forward_ad.make_dual(inputs(), inputs(1)))).tangent
+
+
+@TORCHS_OWN_WARNING
+def test_forward_mode_works_where_there_is_no_backward() -> None:
+    assert_as_plain(torch.no_grad()(tangent), "recompute")
+    refused(tangent, "forward-mode differentiation.*'blocks.0'.*under torch.no_grad")
+
+
+def test_data_parallel_modules_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with streamed(Net(), layers="blocks") as model:
+        monkeypatch.setattr(DistributedDataParallel, "_active_ddp_module", object())
+        with pytest.raises(RuntimeError, match="DistributedDataParallel does not see.*in one process"):
+            model(inputs())
+        monkeypatch.undo()
+
+
+# --- gradients by torch.autograd.grad and for some tensors only -----------------------------------------
+
+
+def grad_of(*names: str) -> Callable[[nn.Module], Any]:
+    """Gradients of the inputs and of these parameters; ``p.grad`` stays as it is."""
+
+    def use(model: nn.Module) -> Any:
+        x = inputs().requires_grad_()
+        wanted = [x, *(model.get_parameter(name) for name in names)]
+        return torch.autograd.grad(loss(model, x), wanted), gradients(model)
+
+    return use
+
+
+def grad_of_all(model: nn.Module) -> Any:
+    return torch.autograd.grad(loss(model), list(model.parameters())), gradients(model)
+
+
+def grad_of_unused(model: nn.Module) -> Any:
+    params = [model.blocks[1].up.weight, model.embed.weight, torch.zeros(1, requires_grad=True)]
+    return torch.autograd.grad(loss(model), params, allow_unused=True)
+
+
+def grad_of_hidden_states(model: nn.Module) -> Any:
+    hidden: list[torch.Tensor] = []
+    handle = model.blocks[1].register_forward_hook(lambda module, args, out: hidden.append(out))
+    value = loss(model)
+    handle.remove()
+    return torch.autograd.grad(value, hidden), gradients(model)
+
+
+def grad_then_backward(model: nn.Module) -> Any:
+    value = loss(model)
+    first = torch.autograd.grad(value, [model.blocks[0].up.weight, model.head.bias], retain_graph=True)
+    value.backward(retain_graph=True)
+    once = gradients(model)
+    value.backward()
+    return first, once, gradients(model)
+
+
+def grad_of_a_layer_called_twice(model: nn.Module) -> Any:
+    model.rounds = 2
+    return grad_of("blocks.1.up.weight", "blocks.0.norm.bias")(model)
+
+
+GRADS = [
+    grad_of(),
+    grad_of("embed.weight", "head.bias"),
+    grad_of("blocks.1.up.weight", "blocks.2.norm.bias", "head.weight"),
+    grad_of_all,
+    grad_of_unused,
+    grad_of_hidden_states,
+    grad_then_backward,
+    grad_of_a_layer_called_twice,
+]
+
+
+@POLICIES
+@pytest.mark.parametrize("use", GRADS)
+def test_autograd_grad(use: Callable[[nn.Module], Any], activations: str) -> None:
+    assert_as_plain(use, activations)
+
+
+def test_autograd_grad_updates_nothing_where_backward_would() -> None:
+    assert_as_plain(grad_of_all, "recompute", update="backward")
+
+
+@POLICIES
+@pytest.mark.parametrize(
+    "names",
+    [["head.weight"], ["blocks.1.up.weight"], ["blocks.2.down.bias", "embed.weight", "blocks.0.norm.weight"]],
+    ids=lambda names: names[0],
+)
+def test_backward_for_some_parameters(names: Sequence[str], activations: str) -> None:
+    def use(model: nn.Module) -> dict[str, torch.Tensor]:
+        loss(model).backward(inputs=[model.get_parameter(name) for name in names])
+        loss(model, 1).backward(inputs=[model.get_parameter(name) for name in names])
+        return gradients(model)
+
+    assert_as_plain(use, activations)
+
+
+@POLICIES
+def test_jacobians(activations: str) -> None:
+    assert_as_plain(lambda model: jacobian(model, inputs(size=2)), activations)
+
+
+SECOND_ORDER: dict[str, Callable[[nn.Module], Any]] = {
+    "backward": lambda model: loss(model).backward(create_graph=True),
+    "grad": lambda model: torch.autograd.grad(loss(model), model.embed.weight, create_graph=True),
+    "hvp": lambda model: hvp(partial(loss, model), inputs(), inputs(1)),
+    "vhp": lambda model: vhp(partial(loss, model), inputs(), inputs(1)),
+    "jvp": lambda model: jvp(model, inputs(), inputs(1)),
+    "hessian": lambda model: hessian(partial(loss, model), inputs()),
+}
+
+
+@pytest.mark.parametrize("how", SECOND_ORDER)
+def test_gradients_of_gradients_are_refused(how: str) -> None:
+    refused(SECOND_ORDER[how], "create_graph=True: streamed layer 'blocks.2'.*streamer.unwrap")
+
+
+# --- around the model -----------------------------------------------------------------------------------
+
+
+def trained_in(context: Callable[[], AbstractContextManager[Any]], model: nn.Module) -> Any:
+    with context():
+        loss(model).backward()
+    return gradients(model)
+
+
+def trained_after_inference(model: nn.Module) -> Any:
+    with torch.inference_mode():
+        before = model(inputs())
+    loss(model).backward()
+    return before.clone(), gradients(model)
+
+
+def backward_in_a_thread(model: nn.Module) -> Any:
+    thread = threading.Thread(target=loss(model).backward)
+    thread.start()
+    thread.join()
+    return gradients(model)
+
+
+def checkpointed(model: nn.Module, *, use_reentrant: bool) -> Any:
+    x = inputs().requires_grad_()
+    checkpoint(model, x, use_reentrant=use_reentrant).square().mean().backward()
+    return x.grad, gradients(model)
+
+
+AROUND = {
+    "save_on_cpu": partial(trained_in, torch.autograd.graph.save_on_cpu),
+    "saved_tensors_hooks": partial(
+        trained_in, partial(torch.autograd.graph.saved_tensors_hooks, torch.clone, torch.clone)
+    ),
+    "allow_mutation": partial(trained_in, torch.autograd.graph.allow_mutation_on_saved_tensors),
+    "no multithreading": partial(trained_in, partial(torch.autograd.set_multithreading_enabled, False)),
+    "inference before": trained_after_inference,
+    "a thread": backward_in_a_thread,
+    "checkpoint": partial(checkpointed, use_reentrant=False),
+    "reentrant checkpoint": partial(checkpointed, use_reentrant=True),
+}
+
+
+@POLICIES
+@pytest.mark.parametrize("around", AROUND)
+def test_around_the_model(around: str, activations: str) -> None:
+    assert_as_plain(AROUND[around], activations)
+
+
+@POLICIES
+def test_anomaly_detection(activations: str) -> None:
+    with pytest.warns(UserWarning, match="Anomaly Detection has been enabled"):
+        assert_as_plain(partial(trained_in, torch.autograd.detect_anomaly), activations)
+
+
+# --- hooks on modules -----------------------------------------------------------------------------------
+
+
+def doubled(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+    return 2 * out
+
+
+def halved_backward(module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
+    return tuple(0.5 * gradient for gradient in grad_input)
+
+
+def with_module_hook(place: str, register: Callable[[nn.Module, list[Any]], Any], model: nn.Module) -> Any:
+    heard: list[Any] = []
+    register(model.get_submodule(place), heard)
+    loss(model).backward()
+    return gradients(model), heard
+
+
+MODULE_HOOKS: dict[str, Callable[[nn.Module, list[Any]], Any]] = {
+    "forward": lambda module, heard: module.register_forward_hook(doubled),
+    "forward, with kwargs": lambda module, heard: module.register_forward_hook(
+        lambda module, args, kwargs, out: 2 * out, with_kwargs=True
+    ),
+    "forward_pre": lambda module, heard: module.register_forward_pre_hook(
+        lambda module, args: (2 * args[0],)
+    ),
+    "forward_pre, to a keyword": lambda module, heard: module.register_forward_pre_hook(
+        lambda module, args, kwargs: ((), {"x" if isinstance(module, Block) else "input": 2 * args[0]}),
+        with_kwargs=True,
+    ),
+    "full_backward": lambda module, heard: module.register_full_backward_hook(halved_backward),
+    "full_backward, heard": lambda module, heard: module.register_full_backward_hook(
+        lambda module, grad_input, grad_output: heard.extend([*grad_input, *grad_output])
+    ),
+    "full_backward_pre": lambda module, heard: module.register_full_backward_pre_hook(
+        lambda module, grad_output: (3 * grad_output[0],)
+    ),
+    "on the output": lambda module, heard: module.register_forward_hook(
+        lambda module, args, out: out.register_hook(lambda gradient: 0.5 * gradient) and None
+    ),
+}
+
+
+@POLICIES
+@pytest.mark.parametrize("place", ["blocks.1", "blocks.1.up", "head"])
+@pytest.mark.parametrize("hook", MODULE_HOOKS)
+def test_module_hooks(hook: str, place: str, activations: str) -> None:
+    assert_as_plain(partial(with_module_hook, place, MODULE_HOOKS[hook]), activations)
+
+
+@POLICIES
+def test_module_hooks_from_before_wrap(activations: str) -> None:
+    model = Net()
+    for place in ("blocks.1", "blocks.1.up", "head"):
+        model.get_submodule(place).register_forward_hook(doubled)
+        model.get_submodule(place).register_full_backward_hook(halved_backward)
+    assert_as_plain(lambda model: loss(model).backward() or gradients(model), activations, model)
+
+
+@POLICIES
+def test_global_module_hooks(activations: str) -> None:
+    def use(model: nn.Module) -> Any:
+        handles = [
+            register_module_forward_hook(doubled),
+            register_module_full_backward_hook(lambda *_: None),
+        ]
+        try:
+            loss(model, inputs().requires_grad_()).backward()
+        finally:
+            for handle in handles:
+                handle.remove()
+        return gradients(model)
+
+    assert_as_plain(use, activations)
+
+
+def test_hooks_inside_of_a_recomputed_layer_run_with_it() -> None:
+    """As with PyTorch's own checkpoints."""
+
+    def calls(model: nn.Module, run: Callable[[], torch.Tensor]) -> list[str]:
+        heard: list[str] = []
+        for place in ("blocks.1", "blocks.1.up"):
+            module = model.get_submodule(place)
+            module.register_forward_hook(lambda *_, place=place: heard.append(place))
+        run().sum().backward()
+        return heard
+
+    plain = Net()
+    inside = calls(plain, lambda: checkpoint(plain.blocks[1], inputs(), use_reentrant=False))
+    assert inside.count("blocks.1.up") == 2
+    with streamed(Net(), layers="blocks") as model:
+        assert calls(model, partial(model, inputs())) == ["blocks.1.up", "blocks.1", "blocks.1.up"]
+    with streamed(Net(), layers="blocks", activations="keep") as model:
+        assert calls(model, partial(model, inputs())) == ["blocks.1.up", "blocks.1"]
+
+
+@POLICIES
+def test_a_loss_on_what_a_hook_has_captured_is_refused(activations: str) -> None:
+    def use(model: nn.Module) -> None:
+        captured: list[torch.Tensor] = []
+        handle = model.blocks[1].up.register_forward_hook(lambda module, args, out: captured.append(out))
+        value = loss(model)
+        handle.remove()
+        (value + captured[0].square().mean()).backward()
+
+    refused(use, "'blocks.1' computed reached the loss by another way", activations=activations)
+
+
+@POLICIES
+def test_what_a_hook_has_captured_of_a_layers_output_can_be_trained_on(activations: str) -> None:
+    def use(model: nn.Module) -> Any:
+        captured: list[torch.Tensor] = []
+        model.blocks[2].register_forward_hook(lambda module, args, out: captured.append(out))
+        (loss(model) + captured[0].square().mean()).backward()
+        return gradients(model)
+
+    assert_as_plain(use, activations)
+
+
+# --- hooks on parameters --------------------------------------------------------------------------------
+
+WEIGHT = "blocks.1.up.weight"
+
+
+def clamped(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.clamp(-1e-3, 1e-3)
+
+
+def hook_between_forward_and_backward(model: nn.Module) -> Any:
+    value = loss(model)
+    model.get_parameter(WEIGHT).register_hook(clamped)
+    value.backward()
+    return gradients(model)
+
+
+def hook_removed_between(model: nn.Module) -> Any:
+    handle = model.get_parameter(WEIGHT).register_hook(clamped)
+    value = loss(model)
+    handle.remove()
+    value.backward()
+    return gradients(model)
+
+
+def hooks_hear_of_gradients_only(model: nn.Module) -> Any:
+    heard: list[torch.Tensor] = []
+    handle = model.get_parameter(WEIGHT).register_hook(lambda gradient: heard.append(gradient.clone()))
+    for seed in range(2):
+        loss(model, seed).backward()
+    handle.remove()
+    loss(model, 2).backward()
+    return heard, gradients(model)
+
+
+def hook_of_returned_gradients(model: nn.Module) -> Any:
+    model.get_parameter(WEIGHT).register_hook(clamped)
+    return torch.autograd.grad(loss(model), [model.get_parameter(WEIGHT)])
+
+
+def hook_on_a_weight_that_is_used_outside_only(model: nn.Module) -> Any:
+    model.get_parameter(WEIGHT).register_hook(clamped)
+    model.get_parameter(WEIGHT).square().sum().backward()
+    return gradients(model)
+
+
+def post_accumulate_hook_in_the_root(model: nn.Module) -> Any:
+    heard: list[torch.Tensor] = []
+    model.embed.weight.register_post_accumulate_grad_hook(lambda param: heard.append(param.grad.clone()))
+    for seed in range(2):
+        loss(model, seed).backward()
+    return heard
+
+
+PARAMETER_HOOKS = [
+    post_accumulate_hook_in_the_root,
+    hook_between_forward_and_backward,
+    hook_removed_between,
+    hooks_hear_of_gradients_only,
+    hook_of_returned_gradients,
+    hook_on_a_weight_that_is_used_outside_only,
+]
+
+
+@POLICIES
+@pytest.mark.parametrize("use", PARAMETER_HOOKS)
+def test_parameter_hooks(use: Callable[[nn.Module], Any], activations: str) -> None:
+    assert_as_plain(use, activations)
+
+
+def hooked_and_called_twice(model: nn.Module) -> None:
+    model.rounds = 2
+    try:
+        loss(model).backward()
+    finally:
+        model.rounds = 1
+
+
+def hooked_and_penalised(model: nn.Module) -> None:
+    (loss(model) + model.get_parameter(WEIGHT).square().sum()).backward()
+
+
+@POLICIES
+@pytest.mark.parametrize("use", [hooked_and_called_twice, hooked_and_penalised])
+def test_a_hook_that_would_see_a_gradient_in_parts_is_refused(
+    use: Callable[[nn.Module], None], activations: str
+) -> None:
+    def hooked(model: nn.Module) -> None:
+        use(model)  # fine without
+        model.get_parameter(WEIGHT).register_hook(clamped)
+        use(model)
+
+    match = f"'{WEIGHT}' has a hook and is used more than once.*change p.grad"
+    refused(hooked, match, activations=activations)
+
+
+@POLICIES
+@pytest.mark.parametrize("when", ["before forward", "before backward"])
+def test_post_accumulate_grad_hooks_of_layers_are_refused(when: str, activations: str) -> None:
+    with streamed(Net(), layers="blocks", activations=activations) as model:
+        register = partial(model.get_parameter(WEIGHT).register_post_accumulate_grad_hook, lambda param: None)
+        if when == "before forward":
+            register()
+            with pytest.raises(ValueError, match=f"'{WEIGHT}' has a post-accumulate-grad hook"):
+                loss(model)
+            with torch.no_grad():
+                loss(model)
+        else:
+            value = loss(model)
+            register()
+            with pytest.raises(ValueError, match=f"'{WEIGHT}' has a post-accumulate-grad hook"):
+                value.backward()
+
+
+# --- weights in other memory ----------------------------------------------------------------------------
+
+
+def by_data(model: nn.Module) -> None:
+    model.get_parameter(WEIGHT).data = torch.zeros(2 * D, D)
+
+
+def by_data_of_the_root(model: nn.Module) -> None:
+    model.head.weight.data = torch.zeros(D, D)
+
+
+def by_set(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.get_parameter(WEIGHT).set_(torch.zeros(2 * D, D))
+
+
+def by_vector(model: nn.Module) -> None:
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(torch.zeros_like(vector), model.parameters())
+
+
+def by_swapping(model: nn.Module) -> None:
+    torch.utils.swap_tensors(model.get_parameter(WEIGHT), nn.Parameter(torch.zeros(2 * D, D)))
+
+
+@pytest.mark.parametrize("change", [by_data, by_data_of_the_root, by_set, by_vector, by_swapping])
+def test_other_memory_is_noticed_and_is_there_after_unwrap(change: Callable[[nn.Module], None]) -> None:
+    plain = Net()
+    change(plain)
+    with streamed(Net(), layers="blocks") as model:
+        optimizer = streamer.AdamW(model.parameters())
+        loss(model).backward()
+        change(model)
+        uses = [partial(streamer.synchronize, model)]
+        if change is not by_data_of_the_root:  # which is what runs, until it is to be updated
+            uses.append(partial(model, inputs()))
+        if change is not by_swapping:  # which makes another parameter of it
+            uses.append(optimizer.step)
+        for use in uses:
+            with pytest.raises(ValueError, match="was given other memory after streamer.wrap.*param.copy_"):
+                use()
+    assert torch.equal(model(inputs()), plain(inputs()))
+
+
+def test_a_parameter_of_the_root_that_is_replaced(tmp_path: Path) -> None:
+    """The new one is what runs, as in plain PyTorch; it is no part of a checkpoint, which says so."""
+    with streamed(Net(), layers="blocks") as model:
+        model.head.weight = nn.Parameter(torch.zeros(D, D))
+        assert torch.equal(model(inputs()), model.head.bias.expand(4, D))
+        with pytest.raises(ValueError, match="'head.weight' was replaced or removed.*cannot be saved"):
+            streamer.save(model, None, tmp_path / "checkpoint", step=0)
+    assert not model.head.weight.any()
+
+
+def test_unwrap_after_an_interrupt_has_left_a_layer_with_other_tensors() -> None:
+    with streamed(Net(), layers="blocks") as model:
+        weight = model.get_parameter(WEIGHT)
+        model.blocks[1].up._parameters["weight"] = weight.detach().clone()
+    assert model.get_parameter(WEIGHT) is weight
+
+
+def test_unwrap_after_a_layer_was_changed() -> None:
+    """`prune.remove` takes a parameter and a buffer away, and exchanges the memory of another one."""
+    model = Net()
+    prune.l1_unstructured(model.blocks[1].up, "weight", 0.5)
+    with torch.no_grad():
+        expected = model(inputs())
+    with streamed(model, layers="blocks") as wrapped:
+        prune.remove(wrapped.blocks[1].up, "weight")
+        with pytest.raises(ValueError, match="'blocks.1.up.weight_orig' was given other memory"):
+            wrapped(inputs())
+    assert wrapped.state_dict().keys() == Net().state_dict().keys()
+    assert torch.equal(wrapped(inputs()), expected)
+
+
+# --- parametrizations -----------------------------------------------------------------------------------
+
+PARAMETRIZATIONS: dict[str, Callable[[nn.Module], Any]] = {
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "pruning": partial(prune.l1_unstructured, name="weight", amount=0.3),
+}
+
+
+@POLICIES
+@pytest.mark.parametrize("name", PARAMETRIZATIONS)
+def test_parametrizations(name: str, activations: str) -> None:
+    model = Net()
+    for module in (model.head, *(block.up for block in model.blocks)):
+        PARAMETRIZATIONS[name](module)
+        if name == "pruning":
+            module.weight = module.weight.detach()  # to be copied
+    expected = train_plain(model, loss_of=loss, steps=3)
+    assert_parity(
+        train_streamed(model, loss_of=loss, steps=3, layers="blocks", activations=activations), expected
+    )
+
+
+def test_what_a_recomputed_layer_finds_cached_is_refused() -> None:
+    """Its gradient would go to the graph of the first run, and be lost."""
+    model = Net()
+    for block in model.blocks:
+        parametrizations.weight_norm(block.up)
+    with streamed(model, layers="blocks") as wrapped, parametrize.cached():
+        value = loss(wrapped)
+        with pytest.raises(RuntimeError, match="'blocks.2' computed reached the loss by another way"):
+            value.backward()
+
+
+# --- copies ---------------------------------------------------------------------------------------------
+
+
+class Tied(Net):
+    """A tie, a buffer, hooks of the user's, and a parameter that a list holds too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+        self.alias = [self.blocks[1].up.weight]
+        self.blocks[0].register_buffer("mask", torch.ones(D))
+        self.blocks[2].up.weight.requires_grad_(False)
+        self.embed.register_forward_hook(doubled)
+        parametrizations.weight_norm(self.blocks[2].down)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_deep_copy_is_a_plain_model_with_the_exact_weights(dtype: torch.dtype) -> None:
+    model = Tied()
+    plain = copy.deepcopy(model)
+    before = {name: sorted(vars(module)) for name, module in plain.named_modules()}
+    streamer.wrap(model, layers="blocks", device="cpu", dtype=dtype)
+    try:
+        optimizer = streamer.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        loss(model, inputs().to(dtype)).backward()
+        optimizer.step()
+        duplicate, part = copy.deepcopy(model), copy.deepcopy(model.blocks[0])
+        inside = copy.deepcopy({"model": model, "alias": model.alias})
+        values = copy.deepcopy(duplicate.state_dict())
+        optimizer.zero_grad()
+        loss(model, inputs().to(dtype)).backward()
+        optimizer.step()
+        assert all(torch.equal(v, values[n]) for n, v in duplicate.state_dict().items()), "it is apart"
+        last = copy.deepcopy(model)
+        loss(model, inputs().to(dtype)).backward()  # the wrapped one still works
+    finally:
+        streamer.unwrap(model)
+    assert all(torch.equal(v, model.state_dict()[n]) for n, v in last.state_dict().items())
+    assert all(torch.equal(v, values[f"blocks.0.{n}"]) for n, v in part.state_dict().items())
+    for each in (duplicate, inside["model"]):
+        assert {name: sorted(vars(module)) for name, module in each.named_modules()} == before
+        assert [(n, p.dtype, p.requires_grad) for n, p in each.named_parameters()] == [
+            (n, p.dtype, p.requires_grad) for n, p in plain.named_parameters()
+        ]
+        assert each.head.weight is each.embed.weight
+        assert each.alias[0] is each.blocks[1].up.weight
+        assert [bool(module._state_dict_hooks) for module in each.modules()].count(True) == 0
+    assert inside["alias"] is inside["model"].alias
+    expected = train_plain(duplicate, loss_of=loss, steps=2)
+    assert_parity(train_streamed(duplicate, loss_of=loss, steps=2, layers="blocks"), expected)
+
+
+def test_a_copy_for_which_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    with streamed(Net(), layers="blocks") as model:
+        nbytes = sum(param.nbytes for param in model.parameters())
+        monkeypatch.setattr(ThreadBackend, "host_available", lambda self: nbytes - 1)
+        with pytest.raises(MemoryError, match=f"needs {nbytes} bytes.* and {nbytes - 1} are free"):
+            copy.deepcopy(model)
+        assert "__deepcopy__" in vars(model), "the model is what it was"
+        monkeypatch.undo()
+
+
+def test_parameters_are_not_pickled_with_the_engine() -> None:
+    with streamed(Net(), layers="blocks") as model:
+        for name in (WEIGHT, "head.weight"):
+            param = model.get_parameter(name)
+            for pickled in (pickle.dumps, lambda param: torch.save(param, io.BytesIO())):
+                with pytest.raises(
+                    RuntimeError, match=f"'{name}' belongs to a wrapped model and cannot be pickled"
+                ):
+                    pickled(param)
+            assert torch.equal(copy.deepcopy(param), param)
+            assert not hasattr(copy.deepcopy(param), "_streamer_home")
