@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,11 @@ def test_a_readme_that_is_out_of_date_is_named_and_written(
     results.mkdir()
     adam = json.loads((report.RESULTS / "adam.json").read_text())
     (results / "adam.json").write_text(json.dumps(adam))
+    shutil.copy(report.RESULTS / "architectures.json", results)
     readme = tmp_path / "README.md"
     marks = "<!-- figures: {} -->\nold\n<!-- end of figures -->\n"
-    readme.write_text("before\n" + marks.format("adam") + "between\n" + marks.format("gpu") + "after\n")
+    between = marks.format("architectures")
+    readme.write_text("before\n" + marks.format("adam") + between + marks.format("gpu") + "after\n")
     monkeypatch.setattr(report, "RESULTS", results)
     monkeypatch.setattr(report, "README", readme)
     assert report.main(["--check"]) == 1
