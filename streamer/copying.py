@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from streamer.engine.executor import Executor
+from streamer.engine.inner import InnerForward
 from streamer.engine.layer import StreamedLayer
 from streamer.handle import HANDLE, home_of
 
@@ -43,10 +44,12 @@ class Copier:
         self._copy_tensors(module, memo)
         attributes = vars(module)
         plain = {
-            name: self._without_own_hooks(name, value)
+            name: self._without_own_hooks(name, value.had if isinstance(value, InnerForward) else value)
             for name, value in attributes.items()
             if name not in self._attributes and not isinstance(value, StreamedLayer)
         }
+        if plain.get("forward", plain) is None:
+            del plain["forward"]
         # its class may have a way of its own to be copied
         object.__setattr__(module, "__dict__", plain)
         try:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
-import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from streamer.copying import Copier
 from streamer.engine.asked import Asked, asked_of
 from streamer.engine.executor import Executor
+from streamer.engine.inner import guard_inner_modules
 from streamer.engine.param_hooks import OWN_HOOK
 from streamer.engine.tree import flatten
 from streamer.engine.unit import Unit
-from streamer.handle import home_of
 from streamer.memory.layout import Slice
 
 #: What every module of a wrapped model has of its own in place of its class's.
@@ -27,7 +24,11 @@ GUARDS = ("_apply", "__deepcopy__", "__reduce_ex__", "zero_grad")
 
 
 def attach_guards(
-    model: nn.Module, executor: Executor, plain_dtypes: Mapping[nn.Parameter, torch.dtype]
+    model: nn.Module,
+    executor: Executor,
+    plain_dtypes: Mapping[nn.Parameter, torch.dtype],
+    *,
+    is_compiled: bool = False,
 ) -> Callable[[], None]:
     """Put hooks and guards on ``model``; the returned function takes them off.
 
@@ -43,6 +44,8 @@ def attach_guards(
             stack.callback(handle.remove)
             hooks.add(handle.id)
 
+        if not is_compiled:  # torch.compile would tell layers apart by what stands in for their forwards
+            stack.callback(guard_inner_modules(executor))
         keep(model.register_forward_pre_hook(_check_wanted(executor.root)))
         keep(model.register_forward_pre_hook(_move_inputs(executor.backend.device), with_kwargs=True))
         for module in modules:
@@ -71,64 +74,6 @@ def attach_guards(
             stack.callback(_remove, module)
             module.__dict__.update(own)
         return stack.pop_all().close
-
-
-def serve_other_optimizers(executor: Executor) -> Callable[[], None]:
-    """Let optimizers of PyTorch work on a wrapped model; the returned function ends that.
-
-    They read and write ``p.grad`` and weights in place, and a fused one does not tell autograd that it
-    does. Before such a step, and after its closure, updates and clipping are settled; after it the weights
-    count as written.
-    """
-    weakly = weakref.ref(executor)
-
-    def touched(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        if getattr(optimizer, "updates_host_shards", False):
-            return []
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        homes = ((param, home_of(param)) for param in params)
-        return [param for param, home in homes if home is not None and home.executor is weakly()]
-
-    def settle(running: Executor, optimizer: torch.optim.Optimizer) -> None:
-        running.synchronize()
-        running.gradients.settle_scale()
-        theirs = set(touched(optimizer))
-        for held in running.gradients.held.values():
-            held.narrow(theirs)
-
-    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        running = weakly()
-        if running is None or not touched(optimizer):
-            return None
-        if running.landing is not None:
-            raise RuntimeError(
-                f"update='backward' updates layers by streamer.AdamW, not {type(optimizer).__name__}: "
-                "wrap with update='step' to use another optimizer"
-            )
-        settle(running, optimizer)
-        given = inspect.signature(type(optimizer).step).bind(*args, **kwargs)
-        closure = given.arguments.get("closure")
-        if closure is None:
-            return None
-
-        def settled() -> Any:
-            loss = closure()
-            settle(running, optimizer)
-            return loss
-
-        given.arguments["closure"] = settled
-        return given.args, given.kwargs
-
-    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        torch.autograd.graph.increment_version(touched(optimizer))
-
-    handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
-
-    def end() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return end
 
 
 def _remove(module: nn.Module) -> None:

@@ -21,13 +21,14 @@ from streamer.engine.compiled import CompileBackend, Compiler
 from streamer.engine.executor import Executor
 from streamer.engine.layer import StreamedLayer
 from streamer.find import Layers, find_layers
-from streamer.guards import attach_guards, serve_other_optimizers
+from streamer.guards import attach_guards
 from streamer.handle import HANDLE, HOME, Home, Wrapped, home_of, wrapped, wrapped_part
 from streamer.initialising import Init, Initialiser, check_init
 from streamer.memory.host import HostStore
 from streamer.memory.purposes import ALL_MOMENTS, GRADIENTS
 from streamer.moving import MoveIn, releasable_bytes, take_out
 from streamer.options import check_dtypes_for_backward, check_options, parse_bytes
+from streamer.other_optimizers import serve_other_optimizers
 from streamer.plan.ledger import least_moments, ledger
 from streamer.units import make_units
 
@@ -168,7 +169,7 @@ def wrap(
         for unit in units:
             # an instance attribute: __call__ and the user's hooks run around it as before
             unit.module.forward = StreamedLayer(executor, unit, activations, compiler)
-        take_off = attach_guards(model, executor, plain_dtypes)
+        take_off = attach_guards(model, executor, plain_dtypes, is_compiled=compiler is not None)
         undo.callback(take_off)
         end_service = serve_other_optimizers(executor)
         undo.callback(end_service)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -368,6 +370,40 @@ def test_layers_that_use_others(make: Callable[[], nn.Module], activations: str)
     for name, gradient in expected.items():
         # the parts of some gradients are added in another order
         torch.testing.assert_close(actual[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def calling_a_later_part() -> nn.Module:
+    model = Stack(Calling)
+    model.blocks[0].others = [model.blocks[2].linear]
+    return model
+
+
+@POLICIES
+def test_a_part_that_is_used_outside_of_its_layer_waits_for_its_update(activations: str) -> None:
+    # the first layer runs while the last one is being updated
+    backend = ThreadBackend(delays={Lane.HOST: lambda: 0.02})
+    model = calling_a_later_part()
+    expected = train_plain(model, loss_of=loss_on, steps=4, lr=1e-2)
+    options: dict[str, Any] = {"layers": "blocks", "activations": activations, "backend": backend}
+    actual = train_streamed(model, loss_of=loss_on, steps=4, lr=1e-2, **options)
+    for mine, theirs in zip(actual.losses, expected.losses, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+
+
+def test_a_user_who_calls_a_part_of_a_layer_sees_its_last_update() -> None:
+    backend = ThreadBackend(delays={Lane.HOST: lambda: 0.02})
+    with streamed(Stack(Layer), layers="blocks", backend=backend) as model:
+        optimizer = streamer.AdamW(model.parameters(), lr=1e-2)
+        loss_on(model, 0).backward()
+        optimizer.step()
+        probe = torch.eye(WIDTH)
+        with torch.no_grad():
+            seen = model.blocks[2].linear(probe)
+            streamer.synchronize(model)
+            assert torch.equal(seen, model.blocks[2].linear(probe))
+        assert inspect.signature(model.blocks[2].linear.forward) == inspect.signature(nn.Linear(1, 1).forward)
+        copied = copy.deepcopy(model)
+    assert all("forward" not in vars(module) for each in (model, copied) for module in each.modules())
 
 
 @POLICIES
