@@ -9,7 +9,7 @@ import sys
 import pytest
 
 #: Cycles before the two looks; by the first one all is there that is cached on first use.
-COUNTS = (50, 200)
+COUNTS = (50, 150)
 
 CHILD = """
 import gc, json, sys, time

@@ -100,8 +100,9 @@ UNIT, SLACK = 16 * MIB, 4 * MIB
 
 
 @LINUX
-@pytest.mark.parametrize("dtype", ["torch.float32", "torch.bfloat16"])
-@pytest.mark.parametrize("on_meta", [True, False], ids=["meta", "real"])
+@pytest.mark.parametrize(
+    ("on_meta", "dtype"), [(True, "torch.bfloat16"), (False, "torch.float32")], ids=["meta", "real"]
+)
 def test_beside_the_shards_there_is_never_more_than_one_unit(on_meta: bool, dtype: str) -> None:
     seen = measured(on_meta=on_meta, dtype=dtype)
     weights = 8 * UNIT + MIB
