@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -180,8 +181,12 @@ def test_dtype_casts_adapters_too_and_keeps_exact_masters() -> None:
     assert not any(torch.equal(param, param.bfloat16().float()) for param in adapters)
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+def files(folder: Path) -> dict[str, Any]:
+    """What is in them; peft writes sets, in whatever order they are, into its config."""
+    found: dict[str, Any] = {path.name: path.read_bytes() for path in folder.iterdir()}
+    config = json.loads(found.pop("adapter_config.json"))
+    ordered = {key: sorted(value) if isinstance(value, list) else value for key, value in config.items()}
+    return {"adapter_config.json": ordered, **found}
 
 
 def test_adapters_are_saved_as_by_peft(tmp_path: Path) -> None:
