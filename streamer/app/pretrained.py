@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -66,7 +67,9 @@ def _class(model: ModelConfig) -> tuple[ModelClass | None, Any]:
 
 
 def _changed_config(folder: str, args: Mapping[str, Any]) -> Any:
-    known = transformers_library().AutoConfig.from_pretrained(folder, local_files_only=True)
+    known = transformers_library().AutoConfig.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
     for name in args:
         if not hasattr(known, name):
             raise ConfigError(
@@ -107,6 +110,9 @@ def write_pretrained(model: nn.Module, tokenizer: Any, folder: Path) -> None:
         save(hidden)
         if tokenizer is not None:
             tokenizer.save_pretrained(hidden)
+        for path in hidden.iterdir():
+            with path.open("rb+") as file:
+                os.fsync(file.fileno())
     print(
         f"All {amount(nbytes)} of weights are in {folder}: "
         f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})"
