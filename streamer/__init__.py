@@ -9,8 +9,9 @@ from streamer.observe import Stats, save_trace, stats, synchronize
 from streamer.optim import AdamW
 from streamer.pretrained.load import from_pretrained
 from streamer.saving import save
+from streamer.unwrapping import unwrap
 from streamer.version import __version__
-from streamer.wrapping import unwrap, wrap
+from streamer.wrapping import wrap
 
 __all__ = [
     "AdamW",

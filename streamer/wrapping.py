@@ -1,4 +1,4 @@
-"""`wrap` and `unwrap`: a plain model becomes a streamed one in place, and a plain one again."""
+"""`wrap`: a plain model becomes a streamed one in place."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from torch import nn
 
 import streamer_native as native
 from streamer.backends.base import Backend
-from streamer.backends.cuda import CudaBackend
-from streamer.backends.thread import ThreadBackend
-from streamer.engine import op as ops
+from streamer.backends.choose import backend_for
 from streamer.engine.compiled import CompileBackend, Compiler
 from streamer.engine.executor import Executor
 from streamer.engine.layer import StreamedLayer
 from streamer.find import Layers, find_layers
 from streamer.guards import attach_guards
-from streamer.handle import HANDLE, HOME, Home, Wrapped, home_of, wrapped, wrapped_part
+from streamer.handle import HANDLE, HOME, Home, Wrapped, home_of, wrapped_part
 from streamer.initialising import Init, Initialiser, check_init
 from streamer.memory.host import HostStore
-from streamer.memory.purposes import ALL_MOMENTS, GRADIENTS
-from streamer.moving import MoveIn, releasable_bytes, take_out
+from streamer.memory.purposes import GRADIENTS
+from streamer.moving import MoveIn, releasable_bytes
 from streamer.options import check_dtypes_for_backward, check_options, parse_bytes
 from streamer.other_optimizers import serve_other_optimizers
 from streamer.plan.ledger import least_moments, ledger
 from streamer.units import make_units
+from streamer.unwrapping import forget
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -126,7 +125,7 @@ def wrap(
     if not virtual:
         check_init((*units, root), init)
     if backend is None:
-        backend = _backend(device)
+        backend = backend_for(device)
     with ExitStack() as undo:
         undo.callback(backend.close)
         if limit is not None:
@@ -161,7 +160,7 @@ def wrap(
             sum_in_fp32=grad_dtype is not None,
             update_in_backward=in_backward,
         )
-        undo.callback(_forget, model, executor)
+        undo.callback(forget, model, executor)
         _settle_in(executor)
         compiler = None
         if compile and not virtual:
@@ -179,65 +178,9 @@ def wrap(
     return model
 
 
-def unwrap(model: M) -> M:
-    """Make ``model`` a plain CPU module again, with the trained weights, and give its memory back.
-
-    Parameters get the dtype that they had before `wrap`, from their exact masters, unless somebody has
-    replaced them or their memory since; gradients are dropped. What an optimizer holds for the model is of no
-    more use, and the memory of its moments comes back when it goes. Returns the model.
-
-    Raises ValueError if the model is not wrapped.
-    """
-    handle = wrapped(model)
-    executor = handle.executor
-    executor.wait_for_saving()
-    units = (*executor.units, executor.root)
-    # copies to the device may have failed without harm to what is here
-    executor.issuer.wait(ops.shard(unit.index) for unit in units)
-    moved = {param for unit in units for _, param in executor.weights.elsewhere(unit)}
-    executor.weights.refresh(moved)
-    # room for the weights that come out
-    executor.store.drop(ALL_MOMENTS)
-    for unit in units:
-        unit.drop_leaves()
-        take_out(executor.backend, unit, executor.shard(unit), handle.plain_dtypes, moved)
-    _forget(model, executor)
-    handle.take_off()
-    handle.close()
-    executor.release()
-    return model
-
-
-def _forget(model: nn.Module, executor: Executor) -> None:
-    """Take off what tells a wrapped model and its parameters where they live, and let its layers run as they
-    are."""
-    for unit in executor.units:
-        unit.module.__dict__.pop("forward", None)
-    for unit in (*executor.units, executor.root):
-        for param in unit.params:
-            param.__dict__.pop(HOME, None)
-    model.__dict__.pop(HANDLE, None)
-
-
 def _close(backend: Backend, end_service: Callable[[], None]) -> None:
     end_service()
     backend.close()
-
-
-def _backend(device: torch.device | str | None) -> Backend:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        place = torch.device(device)
-    except RuntimeError:
-        raise ValueError(f"device='{device}' is not supported: use 'cuda' or 'cpu'") from None
-    if place.type == "cpu":
-        return ThreadBackend()
-    if place.type != "cuda":
-        raise ValueError(f"device='{place}' is not supported: use 'cuda' or 'cpu'")
-    if not torch.cuda.is_available():
-        raise ValueError(f"device='{place}': PyTorch finds no CUDA device here; use device='cpu' or None")
-    return CudaBackend(place)
 
 
 def _settle_in(executor: Executor) -> None:
