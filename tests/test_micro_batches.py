@@ -234,6 +234,9 @@ def test_a_batch_as_long_as_its_sequences_is_settled_by_batch_dims(
         pytest.raises(ValueError, match=r"'mask' .* is the batch: wrap with batch_dims=\{'mask': 0\}"),
     ):
         square(wrapped_model, 0)
+    with streamed(model, layers="layers", micro_batch_size=1) as mine, torch.no_grad():
+        # the whole batch at a time
+        assert torch.equal(square(mine, 0), square(model, 0))
 
 
 def test_an_argument_with_several_entries_per_sample() -> None:

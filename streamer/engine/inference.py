@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from streamer.engine.joining import Joined
 from streamer.engine.kvcache import holds_cache
-from streamer.engine.micro_batches import MicroBatches
+from streamer.engine.micro_batches import AmbiguousBatchError, Cut, MicroBatches
 from streamer.engine.tree import fingerprint, flatten
 
 
@@ -24,8 +25,11 @@ def infer(
     Raises ValueError where a layer whose batch is cut changes what it is given.
     """
     inputs, rebuild = flatten((args, kwargs))
-    cut = micro_batches.cut(args, kwargs, inputs) if not holds_cache(args, kwargs) else None
-    if cut is None or len(cut.slices) == 1:
+    cut = Cut.none(inputs)
+    # generation comes by sequences that are as long as the batch: all of them at a time is never wrong
+    with suppress(AmbiguousBatchError):
+        cut = micro_batches.cut(args, kwargs, inputs) if not holds_cache(args, kwargs) else cut
+    if len(cut.slices) == 1:
         return run(args, kwargs)
     joined = Joined(layer, cut, inputs)
     results = []

@@ -24,6 +24,10 @@ from streamer.engine.unit import Unit
 Tensors = Sequence[torch.Tensor]
 
 
+class AmbiguousBatchError(ValueError):
+    """It cannot be told which arguments begin with the batch."""
+
+
 class Part(NamedTuple):
     """Where the batch is in a tensor: the dimension, and how many of its entries belong to one sample."""
 
@@ -96,7 +100,8 @@ class MicroBatches:
     def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Tensors) -> Cut:
         """Slices of ``inputs``, the tensors in ``args`` and ``kwargs``.
 
-        Raises ValueError for an argument of which it cannot be told whether it has a batch dimension.
+        Raises AmbiguousBatchError for an argument of which it cannot be told whether it begins with the batch,
+        and ValueError for what ``batch_dims`` says wrongly.
         """
         if self._size is None or not inputs or self._signature is None:
             return Cut.none(inputs)
@@ -163,7 +168,7 @@ class MicroBatches:
         if not tensor.dim() or tensor.shape[0] != batch:
             return None
         if hidden.shape.count(batch) > 1 and tensor.shape != hidden.shape:
-            raise ValueError(
+            raise AmbiguousBatchError(
                 f"micro_batch_size: in layer '{self._layer}' the batch of the hidden states "
                 f"{tuple(hidden.shape)} is as long as another of their dimensions, so that it cannot be told "
                 f"whether the first dimension of '{name}' {tuple(tensor.shape)} is the batch: wrap with "
