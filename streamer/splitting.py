@@ -19,8 +19,11 @@ from streamer.engine.split import Split
 from streamer.engine.unit import Unit
 from streamer.find import is_called
 from streamer.memory.slots import num_grad_slots
-from streamer.plan.ledger import amount, ledger
+from streamer.plan.ledger import Ledger, amount, ledger
 from streamer.units import layout_of, make_units
+
+#: A part this many times smaller than the largest of the same layer is not streamed.
+SMALL = 64
 
 
 @dataclass(frozen=True)
@@ -49,13 +52,16 @@ class _Stage:
     """One way to cut a model into units; ``split`` are those that the stage before had whole."""
 
     pieces: list[_Piece]
+    units: list[Unit]
+    root: Unit
     split: tuple[_Piece, ...] = ()
 
-    def slot_bytes(self, num_slots: int) -> int:
-        """Bytes of all slots of the device."""
-        count = min(num_slots, len(self.pieces))
-        grad_nbytes = max(piece.grad_nbytes for piece in self.pieces)
-        return count * max(piece.nbytes for piece in self.pieces) + num_grad_slots(count) * grad_nbytes
+    def ledger(self, num_slots: int) -> Ledger:
+        return ledger(self.units, self.root, num_slots=min(num_slots, len(self.units)))
+
+    def device_bytes(self, num_slots: int) -> int:
+        """Bytes that it takes of the device."""
+        return sum(self.ledger(num_slots).device.values())
 
 
 def cut_to_fit(
@@ -73,57 +79,60 @@ def cut_to_fit(
 
     ``dtype`` is what parameters are streamed in, ``limit`` the ``device_memory`` that `wrap` was given.
     """
-    beside = ledger(units, root, num_slots=num_slots).beside_slots
-    whole = [_Piece(unit.name, unit.module, unit.layout.nbytes, unit.layout.grad_nbytes) for unit in units]
     stages: list[_Stage] = []
-    for stage in _stages(whole, dtype):
+    for stage in _stages(model, units, root, dtype):
         stages.append(stage)
-        if beside + stage.slot_bytes(num_slots) <= available:
+        if stage.device_bytes(num_slots) <= available:
             mend = None
             break
     else:
-        stage = min(stages, key=lambda stage: stage.slot_bytes(num_slots))
-        mend = _mend(stages, stage, num_slots=num_slots, beside=beside, available=available, limit=limit)
+        stage = min(stages, key=lambda stage: stage.device_bytes(num_slots))
+        mend = _mend(stages, stage, num_slots=num_slots, available=available, limit=limit)
         stages = stages[: stages.index(stage) + 1]
-    totals = [beside + stage.slot_bytes(num_slots) for stage in stages]
+    totals = [stage.device_bytes(num_slots) for stage in stages]
     split = tuple(
         Split(piece.name, piece.module, min(totals[:number]))
         for number, stage in enumerate(stages)
         for piece in stage.split
     )
-    if not split:
-        return Cut(units, root, mend=mend)
-    return Cut(*make_units(model, [(piece.name, piece.module) for piece in stage.pieces], dtype), split, mend)
+    return Cut(stage.units, stage.root, split, mend)
 
 
-def _stages(pieces: list[_Piece], dtype: torch.dtype | None) -> Iterator[_Stage]:
+def _stages(model: nn.Module, units: list[Unit], root: Unit, dtype: torch.dtype | None) -> Iterator[_Stage]:
     """The ways to cut, coarse to fine: in each the largest pieces of the one before are in parts."""
-    stage: _Stage | None = _Stage(pieces)
-    while stage is not None:
-        yield stage
-        stage = _finer(stage.pieces, dtype)
+    pieces = [_Piece(unit.name, unit.module, unit.layout.nbytes, unit.layout.grad_nbytes) for unit in units]
+    split: tuple[_Piece, ...] = ()
+    while True:
+        yield _Stage(pieces, units, root, split)
+        split = _to_split(pieces)
+        if not split:
+            return
+        parts = {piece.name: list(_parts(piece, dtype)) for piece in split}
+        pieces = [part for piece in pieces for part in parts.get(piece.name, [piece])]
+        units, root = make_units(model, [(piece.name, piece.module) for piece in pieces], dtype)
 
 
-def _finer(pieces: list[_Piece], dtype: torch.dtype | None) -> _Stage | None:
-    """``pieces`` with the largest of them in parts, or, where that cannot be, those with the largest
-    gradients."""
+def _to_split(pieces: Sequence[_Piece]) -> tuple[_Piece, ...]:
+    """The largest pieces, or, where they cannot be split, those with the largest gradients."""
     sizes: list[Callable[[_Piece], int]] = [lambda piece: piece.nbytes, lambda piece: piece.grad_nbytes]
     for size in sizes:
         most = max(map(size, pieces))
         largest = tuple(piece for piece in pieces if size(piece) == most > 0)
-        if not largest or any(_obstacle(piece) for piece in largest):
-            continue
-        finer: list[_Piece] = []
-        for piece in pieces:
-            finer += _parts(piece, dtype) if piece in largest else [piece]
-        return _Stage(finer, largest)
-    return None
+        if largest and not any(_obstacle(piece) for piece in largest):
+            return largest
+    return ()
 
 
 def _parts(piece: _Piece, dtype: torch.dtype | None) -> Iterator[_Piece]:
-    for name, child in _children(piece.module, piece.name):
-        layout = layout_of(name, child, dtype)
-        yield _Piece(name, child, layout.nbytes, layout.grad_nbytes)
+    """The children that are units. The small ones are left to the root unit: a norm would take a slot in
+    which the matrix after it could be on its way."""
+    layouts = [
+        (name, child, layout_of(name, child, dtype)) for name, child in _children(piece.module, piece.name)
+    ]
+    most = max(layout.nbytes for _, _, layout in layouts)
+    for name, child, layout in layouts:
+        if SMALL * layout.nbytes > most:
+            yield _Piece(name, child, layout.nbytes, layout.grad_nbytes)
 
 
 def _children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -183,30 +192,26 @@ def _held(value: object) -> Iterator[object]:
 
 
 def _mend(
-    stages: Sequence[_Stage],
-    best: _Stage,
-    *,
-    num_slots: int,
-    beside: int,
-    available: int,
-    limit: int | None,
+    stages: Sequence[_Stage], best: _Stage, *, num_slots: int, available: int, limit: int | None
 ) -> str:
     """What helps a device that is too small for any of ``stages``, of which ``best`` takes least."""
     fewer = [
         count
-        for count in range(num_slots - 1, 0, -1)
-        if any(beside + stage.slot_bytes(count) <= available for stage in stages)
+        for count in range(min(num_slots, max(len(stage.units) for stage in stages)) - 1, 0, -1)
+        if any(stage.device_bytes(count) <= available for stage in stages)
     ]
-    needed = beside + best.slot_bytes(num_slots)
+    needed = best.device_bytes(num_slots)
     figure = amount(needed) if limit is None else f"device_memory={needed + limit - available}"
     would_do = f"{figure} would do{f', or lower num_slots to {fewer[0]}' if fewer else ''}"
+    beside = best.ledger(num_slots).beside_slots
     if beside >= available:
         return f"what is in no layer takes {amount(beside)} alone; {would_do}"
-    largest = [piece for piece in best.pieces if piece.nbytes == max(other.nbytes for other in best.pieces)]
-    reasons = [(piece, _obstacle(piece) or "its parts would take more slots") for piece in largest]
-    piece, reason = reasons[0]
+    most = max(piece.nbytes for piece in best.pieces)
+    obstacles = {piece.name: _obstacle(piece) for piece in best.pieces if piece.nbytes == most}
+    name = next((name for name, obstacle in obstacles.items() if obstacle), next(iter(obstacles)))
+    reason = obstacles[name] or "its parts would take more"
     return (
-        f"'{piece.name}' takes {amount(piece.nbytes)}, a slot may take "
+        f"'{name}' takes {amount(most)}, a slot may take "
         f"{amount(_allowed(best, num_slots, available - beside))}, and it cannot be streamed in parts "
         f"({reason}); {would_do}"
     )
@@ -215,5 +220,6 @@ def _mend(
 def _allowed(stage: _Stage, num_slots: int, room: int) -> int:
     """What a weight slot may take, if its gradient slot takes as much but no more than the gradients need."""
     count = min(num_slots, len(stage.pieces))
+    grad_slots = num_grad_slots(count)
     grad_nbytes = max(piece.grad_nbytes for piece in stage.pieces)
-    return max(room // (count + num_grad_slots(count)), (room - num_grad_slots(count) * grad_nbytes) // count)
+    return max(room // (count + grad_slots), (room - grad_slots * grad_nbytes) // count)
