@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -28,23 +29,25 @@ SMALL = 64
 
 @dataclass(frozen=True)
 class Cut:
-    """The units of a model, what was ``split`` to get them, and, where they do not fit on the device, what
-    would help."""
+    """The units of a model, of which of the ``layers`` each is, what was ``split`` to get them, and, where
+    they do not fit on the device, what would help."""
 
     units: list[Unit]
     root: Unit
+    layers: list[int]
     split: tuple[Split, ...] = ()
     mend: str | None = None
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A module that may be a unit, and the bytes of its weights and gradients."""
+    """A module that may be a unit, the bytes of its weights and gradients, and the number of its layer."""
 
     name: str
     module: nn.Module
     nbytes: int
     grad_nbytes: int
+    layer: int
 
 
 @dataclass(frozen=True)
@@ -95,12 +98,24 @@ def cut_to_fit(
         for number, stage in enumerate(stages)
         for piece in stage.split
     )
-    return Cut(stage.units, stage.root, split, mend)
+    return Cut(stage.units, stage.root, [piece.layer for piece in stage.pieces], split, mend)
+
+
+def refuse_micro_batches(split: Sequence[Split]) -> NoReturn:
+    """Raise ValueError: what is the batch of a layer's arguments need not be that of its parts'."""
+    raise ValueError(
+        f"micro_batch_size: layer '{split[0].name}' is too large for a slot and would be streamed in parts, "
+        f"which cannot be given micro-batches: {split[0].whole_bytes} bytes of device memory would keep "
+        "layers whole; or leave micro_batch_size out"
+    )
 
 
 def _stages(model: nn.Module, units: list[Unit], root: Unit, dtype: torch.dtype | None) -> Iterator[_Stage]:
     """The ways to cut, coarse to fine: in each the largest pieces of the one before are in parts."""
-    pieces = [_Piece(unit.name, unit.module, unit.layout.nbytes, unit.layout.grad_nbytes) for unit in units]
+    pieces = [
+        _Piece(unit.name, unit.module, unit.layout.nbytes, unit.layout.grad_nbytes, unit.index)
+        for unit in units
+    ]
     split: tuple[_Piece, ...] = ()
     while True:
         yield _Stage(pieces, units, root, split)
@@ -132,7 +147,7 @@ def _parts(piece: _Piece, dtype: torch.dtype | None) -> Iterator[_Piece]:
     most = max(layout.nbytes for _, _, layout in layouts)
     for name, child, layout in layouts:
         if SMALL * layout.nbytes > most:
-            yield _Piece(name, child, layout.nbytes, layout.grad_nbytes)
+            yield _Piece(name, child, layout.nbytes, layout.grad_nbytes, piece.layer)
 
 
 def _children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:

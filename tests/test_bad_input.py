@@ -133,7 +133,7 @@ def test_the_snapshot_sees_a_wrap() -> None:
         ({"num_slots": 1.5}, r"num_slots=1\.5: it must be an integer of 1 or more"),
         ({"num_slots": "2"}, r"num_slots='2': it must be an integer of 1 or more"),
         ({"activations": "checkpoint"}, "activations='checkpoint' is unknown: " + POLICIES),
-        ({"activations": None}, "activations=None is unknown: " + POLICIES),
+        ({"activations": None}, "activations=None: give one of 'recompute', 'keep'"),
         ({"dtype": torch.float64}, r"torch\.float64.* " + DTYPES),
         ({"dtype": torch.int8}, r"torch\.int8.* " + DTYPES),
         ({"dtype": torch.complex64}, r"complex64.* " + DTYPES),

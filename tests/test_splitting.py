@@ -6,6 +6,7 @@ import copy
 import random
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils.checkpoint import checkpoint
 
 import streamer
 from streamer.backends.machine import H200
@@ -165,6 +167,83 @@ def test_parity(net: Net, activations: str, num_slots: int) -> None:
         actual = train_streamed(net, steps=4, **options)
         assert_parity(actual, expected)
         assert actual.losses[:2] == whole.losses[:2]
+
+
+@pytest.mark.parametrize(("policy", "runs"), [("recompute", 2), ("keep", 1)])
+def test_parts_are_kept_or_run_again_as_their_layer_is(net: Net, policy: str, runs: int) -> None:
+    policies = ["recompute" if policy == "keep" else "keep"] * 3
+    policies[1] = policy
+    seen: list[int] = []
+    with streamed(net, device_memory=device_bytes(net) - 1, activations=policies) as model:
+        assert unit_names(model) == ONCE
+        model.blocks[1].experts[0].up.register_forward_hook(lambda *_: seen.append(1))
+        language_loss(model, 0).backward()
+    assert len(seen) == runs
+
+
+def test_micro_batches_are_for_whole_layers(net: Net) -> None:
+    whole = device_bytes(net)
+    refusal = f"'blocks.1' is too large .* micro-batches: {whole} bytes of device memory would keep"
+    with pytest.raises(ValueError, match=refusal):
+        streamer.wrap(net, device="cpu", device_memory=whole - 1, micro_batch_size=2)
+    with streamed(net, device_memory=whole, micro_batch_size=2) as model:
+        assert unit_names(model) == WHOLE
+
+
+def llama() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=WIDTH,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config)
+
+
+def labelled_loss(model: nn.Module, step: int) -> torch.Tensor:
+    tokens = batch(step)
+    return model(input_ids=tokens, labels=tokens).loss
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_a_hugging_face_model_trains_to_the_bit(reentrant: bool | None) -> None:
+    """Its norms use their input three times: were they units of their own, sums would have another order."""
+    model = llama().train()
+    if reentrant is not None:
+        for layer in model.model.layers:
+            layer.gradient_checkpointing = True
+            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=reentrant)
+    expected = train_plain(model, steps=2, loss_of=labelled_loss)
+    for device_memory in (device_bytes(model) - 1, least_bytes(model)):
+        options = {"steps": 2, "loss_of": labelled_loss, "device_memory": device_memory}
+        assert_parity(train_streamed(model, **options), expected)
+
+
+def test_a_hugging_face_model_generates_with_its_cache(tmp_path: Path) -> None:
+    plain = llama().eval()
+    options = {"max_new_tokens": 6, "do_sample": False, "use_cache": True, "pad_token_id": 0}
+    expected = plain.generate(batch(0)[:, :5], **options)
+    plain.save_pretrained(tmp_path)
+    model = streamer.from_pretrained(tmp_path, device="cpu", device_memory=least_bytes(plain))
+    assert "model.layers.0.mlp.up_proj" in unit_names(model)
+    assert torch.equal(model.generate(batch(0)[:, :5], **options), expected)
+    streamer.unwrap(model)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_adapters_in_parts() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        r=2, lora_dropout=0.1, target_modules=["q_proj", "up_proj"], init_lora_weights=False
+    )
+    model = peft.get_peft_model(llama(), config)
+    expected = train_plain(model, steps=2, loss_of=labelled_loss)
+    options = {"steps": 2, "loss_of": labelled_loss, "device_memory": least_bytes(model)}
+    assert_parity(train_streamed(model, **options), expected)
 
 
 def test_updates_in_backward() -> None:

@@ -57,6 +57,7 @@ class Executor:
         self.units = units
         self.root = root
         self.store = store
+        self.sum_in_fp32 = sum_in_fp32
         self.issuer = Issuer(backend, hazards or Hazards())
         self.weights = Weights(self.issuer, units, root, store, num_slots=num_slots)
         self.gradients = Gradients(
