@@ -40,14 +40,14 @@ def sliced(forward: Callable[..., torch.Tensor], size: int) -> Callable[..., tor
     return lambda x: torch.cat([forward(piece) for piece in x.split(size)])
 
 
-def train_in_slices(model: GPT, size: int) -> History:
+def train_in_slices(model: nn.Module, size: int, layers: str = "transformer.h", **options: Any) -> History:
     """By PyTorch alone, each block running its slices one after another."""
     model = copy.deepcopy(model)
-    for block in model.transformer.h:
-        block.forward = sliced(block.forward, size)  # type: ignore[method-assign]
+    for layer in model.get_submodule(layers):  # type: ignore[attr-defined]
+        layer.forward = sliced(layer.forward, size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     clip = lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)  # noqa: E731
-    return train(model, optimizer, clip, steps=5)
+    return train(model, optimizer, clip, steps=5, **options)
 
 
 @POLICIES
@@ -257,6 +257,59 @@ def test_a_batch_in_another_dimension() -> None:
     assert_close_to_plain(Caller(TimeFirst), of, micro_batch_size=4, batch_dims={"x": 1})
 
 
+class Residual(TimeFirst):
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + residual
+
+
+@pytest.mark.parametrize("time", [TIME, 6])
+@pytest.mark.parametrize("residual_of", [lambda x: x, lambda x: x * 2], ids=["same tensor", "same shape"])
+def test_what_has_the_shape_of_the_hidden_states_has_the_batch_where_they_do(
+    residual_of: Callable[[torch.Tensor], torch.Tensor], time: int
+) -> None:
+    def of(model: nn.Module, step: int) -> torch.Tensor:
+        x = torch.randn(time, 6, WIDTH, generator=torch.Generator().manual_seed(step))
+        for layer in model.layers:  # type: ignore[union-attr]
+            x = layer(x, residual_of(x))  # type: ignore[operator]
+        return x.square().mean()
+
+    assert_close_to_plain(Caller(Residual), of, micro_batch_size=2, batch_dims={"x": 1})
+
+
+@pytest.mark.parametrize(
+    ("argument", "match"),
+    [
+        (
+            {"bias": noise(6, TIME, TIME)},
+            r"dimension of 'bias' \(6, 5, 5\), .* is the batch: wrap with",
+        ),
+        (
+            {"scales": [1.0] * 6},
+            r"a list 'scales' as long as the batch of 6, which is not cut: give",
+        ),
+        ({"rotary": noise(3, 6, TIME, 4)}, r"the batch of 6 is in .* batch_dims=\{'rotary': 1\} if it is"),
+    ],
+    ids=["as many heads as samples", "a list", "not the first dimension"],
+)
+def test_what_may_or_may_not_be_the_batch_is_asked(argument: dict[str, Any], match: str) -> None:
+    class Takes(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_heads = 6
+
+        def forward(self, x: torch.Tensor, bias: Any = 0, scales: Any = (), rotary: Any = 0) -> torch.Tensor:
+            return super().forward(x)
+
+    model = Caller(Takes, **argument)
+    with (
+        streamed(model, layers="layers", micro_batch_size=1) as mine,
+        pytest.raises(ValueError, match=match),
+    ):
+        loss_of(mine, 0)
+    batch_dims = dict.fromkeys(argument)
+    assert_close_to_plain(model, micro_batch_size=1, batch_dims=batch_dims)
+
+
 # --- what is returned -----------------------------------------------------------------------------------
 
 
@@ -300,6 +353,28 @@ def use_all(model: nn.Module, step: int) -> torch.Tensor:
 def test_what_is_returned_is_put_together(what: Callable[..., Any], activations: str) -> None:
     model = Caller(returning(what), noise(TIME, WIDTH))
     assert_close_to_plain(model, use_all, micro_batch_size=4, activations=activations)
+
+
+class Skips(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if torch.rand(()) < 0.5 else super().forward(x)
+
+
+@POLICIES
+def test_a_layer_that_is_skipped_for_some_slices(activations: str) -> None:
+    expected = train_in_slices(Caller(Skips), 3, "layers", loss_of=loss_of)
+    options = {"layers": "layers", "loss_of": loss_of, "steps": 5, "max_norm": 0.5}
+    actual = train_streamed(Caller(Skips), micro_batch_size=3, activations=activations, **options)
+    assert_parity(actual, expected)
+
+
+def test_numbers_that_differ_are_refused() -> None:
+    model = Caller(returning(lambda layer, hidden, mask: {"samples": len(hidden)}))
+    with (
+        streamed(model, layers="layers", micro_batch_size=4) as mine,
+        pytest.raises(ValueError, match="it returns other numbers, or more tensors, for one than"),
+    ):
+        loss_of(mine, 0)
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -375,6 +450,46 @@ def test_autograd_grad_and_a_second_backward(activations: str) -> None:
         wanted = [x, mine.layers[0].linear.weight, mine.layers[2].linear.bias]
         for _ in range(2):
             torch.testing.assert_close(torch.autograd.grad(loss, wanted, retain_graph=True), expected)
+
+
+class Fragile(nn.Module):
+    """Its backward may fail when the gradient of ``y`` has come, and that of ``x`` not yet."""
+
+    fails = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = self.linear(x)
+        hidden.register_hook(self.hook)
+        return hidden + y
+
+    @classmethod
+    def hook(cls, gradient: torch.Tensor) -> None:
+        if cls.fails:
+            raise ValueError("once")
+
+
+@POLICIES
+def test_a_backward_after_one_that_failed_begins_anew(
+    activations: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gradients(model: nn.Module, *, fails: bool) -> list[Any]:
+        x, y = noise(2, 4, TIME, WIDTH).requires_grad_().unbind()
+        loss = model.layers[0](x * 1, y * 1).square().sum()  # type: ignore[index, operator, union-attr]
+        if fails:
+            monkeypatch.setattr(Fragile, "fails", True)
+            with pytest.raises(ValueError, match="once"):
+                loss.backward(retain_graph=True)
+            monkeypatch.undo()
+        return list(torch.autograd.grad(loss, [x, y]))
+
+    model = Caller(Fragile)
+    expected = gradients(model, fails=False)
+    with streamed(model, layers="layers", micro_batch_size=2, activations=activations) as mine:
+        torch.testing.assert_close(gradients(mine, fails=True), expected)
 
 
 def test_the_working_set_is_that_of_a_slice() -> None:

@@ -29,10 +29,10 @@ from streamer.engine.asked import Asked, graph_is_retained
 from streamer.engine.backpropagation import Gradients, Graph, backpropagate
 from streamer.engine.call import Call, Tensors
 from streamer.engine.collecting import Collector
+from streamer.engine.cut import Cut, Parts
 from streamer.engine.executor import Executor
 from streamer.engine.gate import Gate
 from streamer.engine.joining import Joined, JoinedGradients
-from streamer.engine.micro_batches import Cut, Parts
 from streamer.engine.order import Phase
 from streamer.engine.param_hooks import check_hooks
 from streamer.engine.saved import storages
@@ -98,14 +98,12 @@ class Visit:
 
         def work(weights: torch.Tensor) -> Outputs:
             joined = Joined(unit.name, self._cut, inputs)
-            rebuilds = []
             for number, run in enumerate(self._runs):
                 given = self._cut.inputs(inputs, number)
                 outputs, rebuild = run.first_run(weights, given)
-                joined.add(number, outputs, given)
-                rebuilds.append(rebuild)
+                joined.add(number, outputs, rebuild, given)
             self._output_parts = joined.parts
-            return joined.tensors, rebuilds[0]
+            return joined.tensors, joined.rebuild
 
         outputs = self.executor.forward(unit, work, Phase.FORWARD)
         if self.saves_inputs:
@@ -198,10 +196,13 @@ class Visit:
             graph = run.graph(weights, self._cut.inputs(inputs, number) if self.saves_inputs else ())
             incoming = self._cut.gradients(gradients, self._output_parts, number)
             # for checkpoints inside of the layer: [Note: checkpointing]
-            with run.gate.opened(), unit.using(graph.leaves):
-                backpropagate(self.executor, unit, graph, incoming, collector)
-            collector.keep_returned(graph.leaves)
-            joined.add(number, [tensor.grad for tensor in graph.inputs])
-            for tensor in graph.inputs:
-                tensor.grad = None
+            try:
+                with run.gate.opened(), unit.using(graph.leaves):
+                    backpropagate(self.executor, unit, graph, incoming, collector)
+                collector.keep_returned(graph.leaves)
+                joined.add(number, [tensor.grad for tensor in graph.inputs])
+            finally:
+                # a graph that is kept may be gone through again, even after an error
+                for tensor in (*graph.inputs, *graph.leaves):
+                    tensor.grad = None
         return joined.tensors

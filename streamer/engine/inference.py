@@ -6,9 +6,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from streamer.engine.cut import Cut
 from streamer.engine.joining import Joined
 from streamer.engine.kvcache import holds_cache
-from streamer.engine.micro_batches import AmbiguousBatchError, Cut, MicroBatches
+from streamer.engine.micro_batches import AmbiguousBatchError, MicroBatches
 from streamer.engine.tree import fingerprint, flatten
 
 
@@ -32,17 +33,15 @@ def infer(
     if len(cut.slices) == 1:
         return run(args, kwargs)
     joined = Joined(layer, cut, inputs)
-    results = []
     for number in range(len(cut.slices)):
         given = cut.inputs(inputs, number)
         given_args, given_kwargs = rebuild(given)
         before = fingerprint((given_args, given_kwargs))
-        outputs, put_together = flatten(run(given_args, given_kwargs))
+        outputs, rebuild_result = flatten(run(given_args, given_kwargs))
         if fingerprint((given_args, given_kwargs)) != before:
             raise ValueError(
                 f"layer '{layer}' changes what it is given (a tensor in place, or a list), and would do so "
                 "for each micro-batch: let it return the new value, or wrap without micro_batch_size"
             )
-        joined.add(number, outputs, given)
-        results.append(put_together)
-    return results[0](joined.tensors)
+        joined.add(number, outputs, rebuild_result, given)
+    return joined.rebuild(joined.tensors)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from streamer.engine.micro_batches import Cut, Part, Tensors
+from streamer.engine.cut import Cut, Part, Tensors
+from streamer.engine.tree import Rebuild, constants
 
 
 class Joined:
@@ -14,54 +15,69 @@ class Joined:
 
     def __init__(self, layer: str, cut: Cut, inputs: Tensors) -> None:
         self.tensors: list[torch.Tensor] = []
+        #: builds the layer's result around them
+        self.rebuild: Rebuild
         #: where the batch is in each of them; None where all slices have the same
         self.parts: list[Part | None] = []
         self._layer = layer
         self._cut = cut
         self._inputs = inputs
-        self._passed_on: list[bool] = []
+        #: which of the inputs each of them is, where every slice has returned what it was given of one
+        self._passed_on: list[int | None] = []
 
-    def add(self, number: int, outputs: Tensors, given: Tensors) -> None:
-        """Slice ``number``, which was given the tensors ``given``, has returned ``outputs``."""
+    def add(self, number: int, outputs: Tensors, rebuild: Rebuild, given: Tensors) -> None:
+        """Slice ``number``, which was given the tensors ``given``, has returned what ``rebuild`` makes of
+        ``outputs``.
+
+        Raises ValueError where that cannot be put together with what others have returned.
+        """
+        if number == 0:
+            self.rebuild = rebuild
         if len(self._cut.slices) == 1:
             self.tensors, self.parts = list(outputs), [None] * len(outputs)
             return
         if number == 0:
+            self._constants = constants(rebuild(outputs))
             for output in outputs:
                 self._begin(output, given)
-        if len(outputs) != len(self.tensors):
+        if constants(rebuild(outputs)) != self._constants or len(outputs) != len(self.tensors):
+            raise self._cannot_join("returns other numbers, or more tensors, for one than for another")
+        for index, output in enumerate(outputs):
+            self._take(index, number, output, given)
+
+    def _take(self, index: int, number: int, output: torch.Tensor, given: Tensors) -> None:
+        """Slice ``number`` has ``output`` as number ``index`` of what it returns."""
+        passed_on = self._passed_on[index]
+        if passed_on is not None and _is_same(output, given[passed_on]):
+            return
+        if passed_on is not None:
+            # slices before this one have returned what they were given
+            self.tensors[index], self._passed_on[index] = self.tensors[index].clone(), None
+        whole, part, (start, length) = self.tensors[index], self.parts[index], self._cut.slices[number]
+        into = whole if part is None else part.of(whole, start, length)
+        is_like = (into.shape, into.dtype) == (output.shape, output.dtype)
+        if not is_like or not (part or number == 0 or _equal(whole, output)):
             raise self._cannot_join(
-                f"returns {len(outputs)} tensors in one and {len(self.tensors)} in another"
+                f"returns a tensor of shape {tuple(output.shape)} for {length} of them, which is not one "
+                "per sample and not the same in each"
             )
-        start, length = self._cut.slices[number]
-        for output, whole, part, passed_on in zip(
-            outputs, self.tensors, self.parts, self._passed_on, strict=True
-        ):
-            if passed_on:
-                continue
-            into = whole if part is None else part.of(whole, start, length)
-            if into.shape != output.shape or not (part or number == 0 or _equal(whole, output)):
-                raise self._cannot_join(
-                    f"returns a tensor of shape {tuple(output.shape)} for {length} of them, which is not one "
-                    "per sample and not the same in each"
-                )
-            if part is not None:
-                into.copy_(output)
+        if part is not None:
+            into.copy_(output)
 
     def _begin(self, output: torch.Tensor, given: Tensors) -> None:
-        for tensor, whole, part in zip(given, self._inputs, self._cut.parts, strict=True):
+        for index, tensor in enumerate(given):
             if _is_same(output, tensor):
-                self._add(whole.detach(), part, passed_on=True)
+                self._add(self._inputs[index].detach(), self._cut.parts[index], index)
                 return
         dim, (_, length) = self._cut.dim, self._cut.slices[0]
-        if -output.dim() <= dim < output.dim() and output.shape[dim] == length:
+        if dim < output.dim() and output.shape[dim] == length:
             shape = list(output.shape)
             shape[dim] = sum(length for _, length in self._cut.slices)
-            self._add(output.new_empty(shape), Part(dim), passed_on=False)
+            self._add(output.new_empty(shape), Part(dim), None)
         else:
-            self._add(output, None, passed_on=False)
+            self._add(output, None, None)
 
-    def _add(self, whole: torch.Tensor, part: Part | None, *, passed_on: bool) -> None:
+    def _add(self, whole: torch.Tensor, part: Part | None, passed_on: int | None) -> None:
         self.tensors.append(whole)
         self.parts.append(part)
         self._passed_on.append(passed_on)

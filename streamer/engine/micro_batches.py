@@ -4,98 +4,43 @@
 A layer that is given a large batch runs it in slices while its weights are in the slot, so that they cross
 the bus twice a step whatever the batch, and what it computes takes the memory of one slice. An argument is
 cut if its first dimension is the batch, which is that of the hidden states: the first tensor of floating
-point among the arguments. What the layer returns is put together along the same dimension.
+point among the arguments. Where that may be chance (the batch is as long as the sequence, or there are as
+many heads) the caller is asked, since a wrong cut may broadcast without a word. What the layer returns is put
+together along the same dimension.
 
 Random numbers are drawn slice after slice, in each layer. A layer that looks across its batch (batch
-normalisation, experts with a capacity) sees one slice at a time, as with gradient accumulation.
+normalisation, experts with a capacity, a state that it keeps) sees one slice after another, as with gradient
+accumulation.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import nn
 
+from streamer.engine.cut import Cut, Part, Tensors
 from streamer.engine.tree import flatten, reachable
 from streamer.engine.unit import Unit
-
-Tensors = Sequence[torch.Tensor]
 
 
 class AmbiguousBatchError(ValueError):
     """It cannot be told which arguments begin with the batch."""
 
 
-class Part(NamedTuple):
-    """Where the batch is in a tensor: the dimension, and how many of its entries belong to one sample."""
-
-    dim: int
-    per_sample: int = 1
-
-    def of(self, tensor: torch.Tensor, start: int, length: int) -> torch.Tensor:
-        """What belongs to ``length`` samples from ``start`` on; a view."""
-        return tensor.narrow(self.dim, start * self.per_sample, length * self.per_sample)
-
-
-#: For each of some tensors where its batch is; None where it has none, and every slice is given all of it.
-Parts = Sequence[Part | None]
-
-
-class Cut(NamedTuple):
-    """Slices of one batch: where each starts and how long it is, where the batch is in each tensor that the
-    layer is given, and in which dimension of what it returns."""
-
-    slices: Sequence[tuple[int, int]]
-    parts: Parts
-    dim: int = 0
-
-    @staticmethod
-    def none(inputs: Tensors) -> Cut:
-        """One slice, of everything."""
-        return Cut([(0, 0)], [None] * len(inputs))
-
-    def inputs(self, inputs: Tensors, number: int) -> list[torch.Tensor]:
-        """What slice ``number`` is given, apart from the user's graph."""
-        start, length = self.slices[number]
-        return [
-            # no-grad mode would leave requires_grad out
-            tensor
-            if part is None
-            else part.of(tensor.detach(), start, length).requires_grad_(tensor.requires_grad)
-            for tensor, part in zip(inputs, self.parts, strict=True)
-        ]
-
-    def gradients(
-        self, gradients: Sequence[torch.Tensor | None], parts: Parts, number: int
-    ) -> list[torch.Tensor | None]:
-        """What of the gradients of outputs, which have the batch where ``parts`` says, is for slice
-        ``number``: for the first one, where all slices have the same output."""
-        start, length = self.slices[number]
-        return [
-            (gradient if number == 0 else None)
-            if part is None or gradient is None
-            else part.of(gradient, start, length)
-            for gradient, part in zip(gradients, parts, strict=True)
-        ]
-
-
 class MicroBatches:
     """Cuts the batches of one layer into slices of ``size``; whole where that is None. ``batch_dims`` gives
     the batch dimension of arguments by name, None for those that have none. [Note: micro-batches]"""
 
-    def __init__(
-        self,
-        layer: str,
-        forward: Callable[..., Any],
-        size: int | None,
-        batch_dims: Mapping[str, int | None],
-    ) -> None:
-        self._layer = layer
+    def __init__(self, unit: Unit, size: int | None, batch_dims: Mapping[str, int | None]) -> None:
+        self._layer = unit.name
         self._size = size
         self._batch_dims = batch_dims
-        self._signature = inspect.signature(forward) if size is not None else None
+        self._signature = inspect.signature(unit.module.forward) if size is not None else None
+        self._counts = _counts(unit.module)
 
     def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Tensors) -> Cut:
         """Slices of ``inputs``, the tensors in ``args`` and ``kwargs``.
@@ -105,17 +50,23 @@ class MicroBatches:
         """
         if self._size is None or not inputs or self._signature is None:
             return Cut.none(inputs)
-        names = dict(self._named(self._signature, args, kwargs))
+        given = self._given(self._signature, args, kwargs)
+        names = self._names(given)
         hidden = self._hidden(names, inputs)
         if hidden is None:
             return Cut.none(inputs)
-        dim = self._batch_dims.get(names.get(id(hidden), ""), 0) or 0
+        dim = self._batch_dims.get(names[id(hidden)], 0) or 0
         batch = self._length(hidden, dim, "the hidden states")
         if batch <= self._size:
             return Cut.none(inputs)
+        dim %= hidden.dim()
         self._check_seen(args, kwargs, inputs, batch)
+        self._check_lists(given, batch)
+        unnamed = [tensor for tensor in inputs if names.get(id(tensor)) not in self._batch_dims]
         parts = [
-            Part(dim) if tensor is hidden else self._part(tensor, names.get(id(tensor), "?"), hidden, batch)
+            Part(dim)
+            if tensor is hidden
+            else self._part(tensor, names.get(id(tensor), "?"), hidden, dim, unnamed)
             for tensor in inputs
         ]
         starts = range(0, batch, self._size)
@@ -131,20 +82,36 @@ class MicroBatches:
         kinds = [] if self._signature is None else [p.kind for p in self._signature.parameters.values()]
         return name in self.arguments or inspect.Parameter.VAR_KEYWORD in kinds
 
-    def _named(
+    def _given(
         self, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Iterator[tuple[int, str]]:
-        """The identity of every tensor and the name of its argument, in the signature's order."""
+    ) -> list[tuple[str, object]]:
+        """The arguments by name, in the signature's order."""
         try:
             bound = signature.bind(*args, **kwargs).arguments
         except TypeError:
             # which the layer's own forward is about to say
-            return
+            return []
+        given: list[tuple[str, object]] = []
         for name, value in bound.items():
             is_rest = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
-            for key, item in (value if is_rest else {name: value}).items():
-                for tensor in flatten(item)[0]:
-                    yield id(tensor), key
+            given.extend(value.items() if is_rest else [(name, value)])
+        return given
+
+    def _names(self, given: Sequence[tuple[str, object]]) -> dict[int, str]:
+        """In which argument each tensor is, by its identity: of several one that is in ``batch_dims``."""
+        names: dict[int, str] = {}
+        for name, value in given:
+            for tensor in flatten(value)[0]:
+                other = names.setdefault(id(tensor), name)
+                if name not in self._batch_dims:
+                    continue
+                if self._batch_dims.get(other, self._batch_dims[name]) != self._batch_dims[name]:
+                    raise ValueError(
+                        f"batch_dims: layer '{self._layer}' is given one tensor as '{other}' and as "
+                        f"'{name}', whose dimensions differ: give it a clone of the tensor"
+                    )
+                names[id(tensor)] = name
+        return names
 
     def _hidden(self, names: Mapping[int, str], inputs: Tensors) -> torch.Tensor | None:
         by_id = {id(tensor): tensor for tensor in inputs}
@@ -154,7 +121,10 @@ class MicroBatches:
                 return tensor
         return None
 
-    def _part(self, tensor: torch.Tensor, name: str, hidden: torch.Tensor, batch: int) -> Part | None:
+    def _part(
+        self, tensor: torch.Tensor, name: str, hidden: torch.Tensor, hidden_dim: int, unnamed: Tensors
+    ) -> Part | None:
+        batch = hidden.shape[hidden_dim]
         if name in self._batch_dims:
             dim = self._batch_dims[name]
             if dim is None or (length := self._length(tensor, dim, f"'{name}'")) == 1:
@@ -165,16 +135,45 @@ class MicroBatches:
                     f"long (the shape is {tuple(tensor.shape)}), which the batch of {batch} does not divide"
                 )
             return Part(dim, length // batch)
-        if not tensor.dim() or tensor.shape[0] != batch:
+        if tensor.shape == hidden.shape:
+            return Part(hidden_dim)
+        if not tensor.dim() or tensor.shape[0] == 1:
             return None
-        if hidden.shape.count(batch) > 1 and tensor.shape != hidden.shape:
-            raise AmbiguousBatchError(
-                f"micro_batch_size: in layer '{self._layer}' the batch of the hidden states "
-                f"{tuple(hidden.shape)} is as long as another of their dimensions, so that it cannot be told "
-                f"whether the first dimension of '{name}' {tuple(tensor.shape)} is the batch: wrap with "
-                f"batch_dims={{'{name}': 0}} if it is, {{'{name}': None}} if not"
+        if tensor.shape[0] == batch:
+            self._check_first(tensor, name, hidden, hidden_dim, unnamed)
+            return Part(0)
+        if batch in tensor.shape and tensor.dim() >= hidden.dim():
+            raise self._ambiguous(
+                name,
+                f"whether the batch of {batch} is in '{name}' {tuple(tensor.shape)}",
+                tensor.shape.index(batch),
             )
-        return Part(0)
+        return None
+
+    def _check_first(
+        self, tensor: torch.Tensor, name: str, hidden: torch.Tensor, hidden_dim: int, unnamed: Tensors
+    ) -> None:
+        """The first dimension of ``tensor`` is as long as the batch: can it be anything else?"""
+        batch = hidden.shape[hidden_dim]
+        is_chance = batch in (*hidden.shape[:hidden_dim], *hidden.shape[hidden_dim + 1 :])
+        # scores have a dimension more than hidden states, and what has no batch is no longer than what it is
+        # added to
+        if tensor.dim() <= hidden.dim():
+            others = [other.shape[1:] for other in unnamed if other.shape != hidden.shape]
+            is_chance |= batch in self._counts or any(batch in lengths for lengths in others)
+        if is_chance:
+            raise self._ambiguous(
+                name,
+                f"whether the first dimension of '{name}' {tuple(tensor.shape)}, as long as another one or "
+                "as a number that the layer knows (of heads, say), is the batch",
+                0,
+            )
+
+    def _ambiguous(self, name: str, what: str, dim: int) -> AmbiguousBatchError:
+        return AmbiguousBatchError(
+            f"micro_batch_size: in layer '{self._layer}' it cannot be told {what}: wrap with "
+            f"batch_dims={{'{name}': {dim}}} if it is, {{'{name}': None}} if not"
+        )
 
     def _length(self, tensor: torch.Tensor, dim: int, name: str) -> int:
         if not -tensor.dim() <= dim < tensor.dim():
@@ -195,13 +194,35 @@ class MicroBatches:
                     "a tuple, a list, a dict or a dataclass, or wrap without micro_batch_size"
                 )
 
+    def _check_lists(self, given: Sequence[tuple[str, object]], batch: int) -> None:
+        """Refuse lists that may have an entry for each sample, which is not cut."""
+        for name, value in given:
+            if type(value) is list and len(value) == batch and name not in self._batch_dims:
+                raise AmbiguousBatchError(
+                    f"micro_batch_size: layer '{self._layer}' is given a list '{name}' as long as the batch "
+                    f"of {batch}, which is not cut: give a tensor if it has an entry per sample, and wrap "
+                    f"with batch_dims={{'{name}': None}} if not"
+                )
+
+
+def _counts(layer: nn.Module) -> set[int]:
+    """Numbers that the code of ``layer`` knows and that may be the length of an argument, heads say."""
+    counts: set[int] = set()
+    for module in layer.modules():
+        # not its own place among the layers
+        own = [value for name, value in vars(module).items() if "layer" not in name and "idx" not in name]
+        config = getattr(getattr(module, "config", None), "__dict__", {})
+        own += [value for name, value in config.items() if "head" in name]
+        counts.update(value for value in own if type(value) is int)
+    return counts
+
 
 def micro_batches(
     units: Sequence[Unit], size: int | None, batch_dims: Mapping[str, int | None]
 ) -> list[MicroBatches]:
     """What cuts the batches of each of ``units``. Raises ValueError for a name in ``batch_dims`` that none of
     their forwards knows."""
-    cutters = [MicroBatches(unit.name, unit.module.forward, size, batch_dims) for unit in units]
+    cutters = [MicroBatches(unit, size, batch_dims) for unit in units]
     for name in batch_dims:
         if not any(cutter.takes(name) for cutter in cutters):
             known = ", ".join(f"'{known}'" for known in cutters[0].arguments)

@@ -52,6 +52,19 @@ def fingerprint(value: object) -> list[tuple[int, int]]:
     return [(id(item), 0 if item.is_inference() else item._version) for item in reachable(value)]
 
 
+def constants(value: object) -> list[object]:
+    """What stands in ``value`` beside its tensors, as far as it can be compared: numbers, strings, None; of
+    anything else, and of tensors, the type."""
+    found: list[object] = []
+
+    def note(leaf: object) -> object:
+        found.append(leaf if isinstance(leaf, int | float | complex | str | bytes | None) else type(leaf))
+        return leaf
+
+    _map(note, value)
+    return found
+
+
 def reachable(value: object) -> list[torch.Tensor]:
     """The tensors that can be reached from ``value``, also through the attributes of any object, each as
     often as it occurs."""
