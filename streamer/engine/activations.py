@@ -90,8 +90,7 @@ class Visit:
     def forward(self, inputs: Tensors) -> Outputs:
         """The layer's output tensors, and what puts its result together from them."""
         unit = self.call.unit
-        # who has made a leaf has it anyway
-        self._paged = [self._pages_inputs and tensor.grad_fn is not None for tensor in inputs]
+        self._paged = [self._pages_inputs and self.executor.inputs.takes(tensor) for tensor in inputs]
         if any(self._paged):
             self._number = self.executor.inputs.save(self, list(compress(inputs, self._paged)))
         self._shapes = [tensor.shape for tensor in inputs]
@@ -150,7 +149,9 @@ class Visit:
             results.extend((*collector.returned, *found))
             return used
 
-        self.executor.backward(self.call.unit, work, self._number)
+        # backward() of a loss of a tensor subclass runs with subclasses switched off
+        with torch._C._EnableTorchFunction():
+            self.executor.backward(self.call.unit, work, self._number)
         return results
 
     def _inputs(self, kept: Tensors, paged: Tensors) -> list[torch.Tensor]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -25,72 +25,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from streamer.engine import op as ops
 from streamer.engine.issuer import Issuer
 from streamer.engine.op import Resource
-from streamer.engine.saved import SavedBytes, storages
+from streamer.engine.paged import Paged
+from streamer.engine.saved import SavedBytes
 from streamer.memory.places import HostPlaces
 
 #: Layers whose inputs are held on the device while they leave it.
 OUTGOING = 2
-
-
-class Paged:
-    """A tensor that was saved, and its place in host memory. ``tensor`` is there while it is on the device,
-    ``leaving`` (flat uint8) while it is copied from there."""
-
-    def __init__(self, tensor: torch.Tensor, place: int) -> None:
-        self.place = place
-        self.tensor: torch.Tensor | None = None
-        self.leaving: torch.Tensor | None = None
-        self.is_fetched = False
-        #: how many have saved it, and how many of them, or of those who copy it, hold it on the device
-        self.owners = self.holders = 0
-        self._view = tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride(), tensor._version
-        self._shape, self._dtype = tensor.shape, tensor.dtype
-        # the tensor's own where it is dense
-        self._stride = torch.empty_like(tensor, device="meta").stride()
-        self._was_changed = False
-        self._uncount: Callable[[], object] = lambda: None
-
-    def is_now(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor``, of the same storage, is what was saved."""
-        view = tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride(), tensor._version
-        return self.owners > 0 and view == self._view
-
-    def dense(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The bytes of ``tensor``, or of a copy of it where it has gaps."""
-        if tensor.stride() != self._stride:
-            tensor = self.empty(tensor.device).copy_(tensor)
-        return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-    def empty(self, device: torch.device) -> torch.Tensor:
-        """A tensor to be fetched into."""
-        return torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device=device)
-
-    def put(self, tensor: torch.Tensor, on_device: SavedBytes, *, is_fetched: bool) -> None:
-        """It is on the device, as ``tensor``."""
-        self.tensor, self.is_fetched = tensor, is_fetched
-        self._uncount = on_device.hold(self, storages([tensor]))
-
-    def get(self) -> torch.Tensor:
-        """It, on the device. Raises RuntimeError if it has been written since it was saved."""
-        self.note_writes()
-        if self._was_changed:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace "
-                f"operation: an input of shape {tuple(self._shape)} of a streamed layer"
-            )
-        assert self.tensor is not None, "who gets it holds it"
-        return self.tensor
-
-    def note_writes(self) -> None:
-        """Has somebody written the user's tensor while it could leave?"""
-        if self.tensor is not None and not self.is_fetched:
-            self._was_changed |= self.tensor._version != self._view[-1]
-
-    def drop(self) -> None:
-        """Nobody holds it on the device any more."""
-        self.note_writes()
-        self.tensor = None
-        self._uncount()
 
 
 Saved = Sequence[Paged]
@@ -113,16 +53,26 @@ class InputPager:
         #: what nobody will ask for any more; the garbage collector may say so at any moment
         self._gone: deque[int] = deque()
 
+    @staticmethod
+    def takes(tensor: torch.Tensor) -> bool:
+        """Whether ``tensor``, an input of a layer, is worth a place and can be made again from bytes."""
+        is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
+        # who has made a leaf has it anyway
+        return is_plain and tensor.grad_fn is not None
+
     def save(self, owner: object, tensors: Sequence[torch.Tensor]) -> int:
         """Page out ``tensors``, kept until `forget` or until ``owner`` is gone; the number to ask for them.
 
         Raises MemoryError where host memory has no room for them.
         """
         self._settle()
-        saved = [self._save(tensor) for tensor in tensors]
         number = self._count = self._count + 1
+        saved: list[Paged] = []
         self._saved[number] = self._outgoing[number] = saved
+        # before the first is saved: there may be no room for the next one
         weakref.finalize(owner, self._gone.append, number).atexit = False
+        for tensor in tensors:
+            saved.append(self._save(tensor))
         if len(self._outgoing) > OUTGOING:
             self._let_go(next(iter(self._outgoing)))
         return number
@@ -150,8 +100,8 @@ class InputPager:
             return
         before = max((other for other in self._saved if other < number), default=None)
         if before is not None and not self._ahead:
+            self._hold(self._saved[before])
             self._ahead = self._saved[before]
-            self._hold(self._ahead)
 
     def release(self) -> None:
         """Give up everything."""
@@ -161,11 +111,12 @@ class InputPager:
 
     def _save(self, tensor: torch.Tensor) -> Paged:
         known: list[Paged] = self._known.setdefault(tensor.untyped_storage(), [])
+        known[:] = [paged for paged in known if paged.owners]
         paged = next((paged for paged in known if paged.is_now(tensor)), None)
         if paged is None:
-            paged = Paged(tensor, self.places.take(tensor.numel() * tensor.element_size()))
-            known.append(paged)
+            paged = Paged(tensor)
             self._page_out(paged, tensor)
+            known.append(paged)
         elif paged.tensor is None:
             paged.put(tensor, self._on_device, is_fetched=False)
         paged.owners += 1
@@ -173,8 +124,11 @@ class InputPager:
         return paged
 
     def _page_out(self, paged: Paged, tensor: torch.Tensor) -> None:
+        source = paged.dense(tensor)
+        # from here on nothing is short of memory
+        paged.place = self.places.take(source.numel())
+        paged.leaving = source
         paged.put(tensor, self._on_device, is_fetched=False)
-        source = paged.leaving = paged.dense(tensor)
         into = self.places.buffers[paged.place][: source.numel()]
         # what has made the tensor is done before its copy begins
         self._sync(ops.saved_input(paged.place), to_write=True)
@@ -191,9 +145,13 @@ class InputPager:
         self._release(saved)
 
     def _hold(self, saved: Saved) -> None:
-        for paged in saved:
-            if paged.tensor is None:
-                self._fetch(paged)
+        for count, paged in enumerate(saved):
+            try:
+                if paged.tensor is None:
+                    self._fetch(paged)
+            except BaseException:
+                self._release(saved[:count])
+                raise
             paged.holders += 1
 
     def _fetch(self, paged: Paged) -> None:
