@@ -417,6 +417,32 @@ def test_a_layer_that_changes_its_arguments_is_not_run_in_slices() -> None:
         mine(noise(6, TIME, WIDTH))
 
 
+class Writes(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(8, TIME, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.cache[: len(x)] = x
+        return super().forward(x)
+
+
+class Replaces(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.state = x + 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("make", [Writes, Replaces])
+def test_a_layer_that_keeps_a_cache_is_not_run_in_slices(make: type[nn.Module]) -> None:
+    with (
+        streamed(Caller(make), layers="layers", micro_batch_size=4) as mine,
+        torch.no_grad(),
+        pytest.raises(ValueError, match="that it keeps, a key/value cache say, .* without micro_batch_size"),
+    ):
+        mine(noise(6, TIME, WIDTH))
+
+
 # --- gradients ------------------------------------------------------------------------------------------
 
 

@@ -75,7 +75,7 @@ class StreamedLayer:
         def work(weights: torch.Tensor) -> Any:
             run = partial(run_on_slot, unit, self._forward, weights, unit.leaves(weights))
             with Autocast.now(self._executor.backend.device).uncached(), _slot_for_now(unit, weights):
-                return infer(run, unit.name, self._micro_batches, args, kwargs)
+                return infer(run, unit, self._micro_batches, args, kwargs)
 
         return self._executor.forward(self._unit, work, phase)
 
