@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -14,6 +14,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 import streamer
 from models.gpt2 import GPT
+from streamer.backends.base import Event, Lane
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.input_pager import OUTGOING
 from streamer.engine.op import OpKind
@@ -226,6 +227,43 @@ def test_an_input_that_is_written_when_it_has_left_is_the_one_that_was_saved() -
 
 def host_places(model: nn.Module) -> int:
     return streamer.stats(model).host_bytes.get("saved inputs", 0)
+
+
+class Watched(ThreadBackend):
+    """Notes what is submitted: lane, waits, bytes, end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.submitted: list[tuple[Lane, Sequence[Event], int, Event]] = []
+
+    def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
+        event = super().submit(lane, work, waits, nbytes)
+        self.submitted.append((lane, waits, nbytes, event))
+        return event
+
+    def are_awaited(self, lane: Lane, nbytes: int) -> list[bool]:
+        """For each copy of ``nbytes`` on ``lane``, which must begin after something on COMPUTE, whether
+        COMPUTE waits for it."""
+        awaited = {id(wait) for on, waits, _, _ in self.submitted if on is Lane.COMPUTE for wait in waits}
+        copies = [(waits, end) for on, waits, size, end in self.submitted if (on, size) == (lane, nbytes)]
+        assert all(Lane.COMPUTE in [wait.lane for wait in waits] for waits, _ in copies)
+        return [id(end) in awaited for _, end in copies]
+
+
+def test_memory_of_compute_is_copied_between_its_ops() -> None:
+    """On the CPU nothing would go wrong otherwise: nobody else takes memory that a thread still holds."""
+    backend, nbytes = Watched(), 3 * 3 * WIDTH * 4
+    with streamed(Stack(), activations="recompute+offload", backend=backend) as mine:
+        hidden = [torch.randn(3, 3, WIDTH, requires_grad=True) * 1]
+        for layer in mine.layers:
+            hidden.append(layer(hidden[-1]))
+        assert backend.are_awaited(Lane.D2H, nbytes) == [True] * (LAYERS - OUTGOING) + [False] * OUTGOING
+        # the inputs of layer 2 come back, and nobody uses them
+        torch.autograd.grad(hidden.pop().sum(), hidden[3])
+        del hidden
+        mine(torch.randn(3, 3, WIDTH, requires_grad=True) * 1).sum().backward()
+        assert backend.are_awaited(Lane.D2H, nbytes) == [True] * 2 * LAYERS
+        assert backend.are_awaited(Lane.H2D, nbytes) == [True] * (1 + LAYERS - OUTGOING)
 
 
 def test_places_are_used_again_and_grow_with_the_batch() -> None:
