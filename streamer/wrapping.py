@@ -41,7 +41,7 @@ def wrap(
     layers: Layers = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-    num_slots: int = 2,
+    num_slots: int | None = None,
     activations: Activations = "recompute",
     micro_batch_size: int | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
@@ -70,7 +70,8 @@ def wrap(
             A trained parameter keeps an exact fp32 master in host memory; a frozen one is rounded for good.
             Buffers keep their dtype.
         num_slots: layers that the device holds at a time: 1 overlaps nothing, 2 is double buffering, as
-            many as there are layers keeps all of them there. More than that are not allocated.
+            many as there are layers keeps all of them there, so that only updated weights come back. More
+            than that are not allocated. None means 2, and more where ``device_memory`` has room for them.
         activations: ``"recompute"`` keeps a layer's inputs and runs it again in backward, with the hooks of
             modules inside of it; ``"keep"`` keeps all that its backward needs. `torch.utils.checkpoint`
             around layers then changes nothing, inside of them it works. [Note: checkpointing] A list has one
@@ -98,7 +99,12 @@ def wrap(
             string or a function is the backend that it uses. A layer that cannot be compiled runs as it is,
             with a warning.
         device_memory: bytes, or a text such as ``"16GiB"``: what this process may take of a GPU (PyTorch's
-            allocator refuses more, until `unwrap`), and what is planned on the device.
+            allocator refuses more, until `unwrap`), and what is planned on the device. Unless ``num_slots``
+            is given, what it leaves holds more layers: the first step (or, where nothing is trained, the
+            first pass) shows what is needed beside two, as ``streamer.stats(model).device_bytes_peak``, and
+            slots for as many as fit are allocated at its end; on a GPU an eighth of what others take is left
+            free for gaps in PyTorch's allocator. Where a later step takes more, slots are given back. One
+            that runs out of memory takes back all but two for good: run it again.
         backend: runs on this backend in place of the device's own. A virtual one has no values and compiles
             nothing.
 
@@ -134,7 +140,7 @@ def wrap(
     in_backward = update == "backward"
     if in_backward:
         check_dtypes_for_backward([unit.layout for unit in (*units, root)])
-    num_slots = min(num_slots, len(units))
+    slots = min(2 if num_slots is None else num_slots, len(units))
     virtual = backend is not None and backend.device.type == "meta"
     if not virtual:
         check_init((*units, root), init)
@@ -149,7 +155,7 @@ def wrap(
             host_threads = max(1, native.num_threads_available() - 1)
         if host_threads is not None:
             backend.on_host(partial(native.set_num_threads, host_threads))
-        planned = ledger(units, root, num_slots=num_slots, update_in_backward=in_backward)
+        planned = ledger(units, root, num_slots=slots, update_in_backward=in_backward)
         plain_dtypes = {param: param.dtype for param in model.parameters()}
         on_device = backend.device.type != "cpu"
         replace(planned, host={**planned.host, **least_moments(units, root)}).check(
@@ -170,7 +176,8 @@ def wrap(
             units,
             root,
             store,
-            num_slots=num_slots,
+            num_slots=slots,
+            budget=limit if num_slots is None else None,
             sum_in_fp32=grad_dtype is not None,
             update_in_backward=in_backward,
         )

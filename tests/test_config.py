@@ -40,7 +40,7 @@ LEAST_CONFIG = Config(
     model=ModelConfig("models.gpt2:GPT", args={}),
     data=DataConfig(context=8, batch_size=2, paths=(), val_fraction=0.05),
     optimizer=OptimizerConfig(1.0, (0.9, 0.95), 1e-8, 0.1, grad_clip=1.0, warmup_steps=0, min_lr=0.0),
-    stream=StreamConfig(layers=None, num_slots=2, activations="recompute", dtype=None, device=None),
+    stream=StreamConfig(layers=None, num_slots=None, activations="recompute", dtype=None, device=None),
 )
 
 FULL = """\

@@ -107,7 +107,7 @@ class StreamConfig:
     """``[stream]``: the arguments of ``streamer.wrap`` of the same names; None is what wrap chooses."""
 
     layers: Annotated[str | tuple[str, ...] | None, LAYERS] = None
-    num_slots: Annotated[int, COUNT] = 2
+    num_slots: Annotated[int | None, COUNT] = None
     activations: Annotated[str, TEXT] = "recompute"
     update: Annotated[str, UPDATE] = "step"
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, DTYPE] = None

@@ -6,7 +6,7 @@ A prediction decides what is copied early and what is given up. A wrong one cost
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 
@@ -65,18 +65,11 @@ class Order:
         if found is not None:
             self._position = found + 1
 
-    def upcoming(self) -> Iterator[int]:
-        """The units of the visits to come: the rest of this cycle, then one whole cycle more."""
+    def upcoming(self) -> list[int]:
+        """The units of the visits to come: the rest of this cycle, then two whole ones, so that the
+        next use after each of the nearest visits is among them."""
         cycle = self._expected()
-        for visit in (*cycle[self._position :], *cycle):
-            yield visit.unit
-
-    def next_uses(self) -> dict[int, int]:
-        """For each unit, after how many visits it is expected next; absent where it is not expected."""
-        uses: dict[int, int] = {}
-        for distance, unit in enumerate(self.upcoming()):
-            uses.setdefault(unit, distance)
-        return uses
+        return [visit.unit for visit in (*cycle[self._position :], *cycle, *cycle)]
 
     def _begins_cycle(self, visit: Visit) -> bool:
         if not self._now:
@@ -104,10 +97,14 @@ class Order:
         return self._inference if is_inference else self._training
 
 
-def farthest(candidates: Iterable[int], next_uses: dict[int, int]) -> int | None:
+def farthest(candidates: Iterable[int], upcoming: Iterable[int]) -> int | None:
     """Of the units ``candidates``, the one whose next use is farthest away, or None if there are none."""
-    never = len(next_uses) + sum(next_uses.values()) + 1
-    return max(candidates, key=lambda unit: next_uses.get(unit, never), default=None)
+    left = dict.fromkeys(candidates)
+    for unit in upcoming:
+        if len(left) <= 1:
+            break
+        left.pop(unit, None)
+    return next(iter(left), None)
 
 
 def _index(cycle: Cycle, visit: Visit, start: int) -> int | None:
