@@ -11,9 +11,10 @@ gradients, once the executor has learned their order; the mean over so many of t
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from torch import nn
 import streamer
 from bench.common import RESULTS, load_average, provenance, write_json
 from bench.least_bytes import Cycle, inference, least_bytes, training
+from bench.residency_table import residency_table
 from streamer.backends.machine import H200
 from streamer.backends.virtual import VirtualBackend
 from streamer.engine.op import OpKind
@@ -83,14 +85,20 @@ def _mean_moved(model: nn.Module, run: Callable[[], None], *, warmup: int, count
     return Fraction(moved[1] - moved[0], count * executor.units[0].layout.nbytes)
 
 
-def compare(cycle: Cycle, moved: Fraction, slots: int) -> dict[str, float | None]:
-    """What was moved in ``cycle``, and the least, in layers."""
-    overlapped = float(least_bytes(cycle, slots, overlapped=True)) if slots > 1 else None
+def compare(cycle: Cycle, moved: Callable[[int, int], Fraction], slots: Sequence[int]) -> dict[str, Any]:
+    """For each number of slots what is moved in ``cycle``, and the least, in layers."""
+    layers = len(cycle.whole)
     return {
-        "slots": slots,
-        "moved": float(moved),
-        "least": float(least_bytes(cycle, slots)),
-        "least_overlapped": overlapped,
+        "moved_with_all_layers": float(moved(layers, layers)),
+        "slots": [
+            {
+                "slots": count,
+                "moved": float(moved(layers, count)),
+                "least": float(least_bytes(cycle, count)),
+                "least_overlapped": float(least_bytes(cycle, count, overlapped=True)) if count > 1 else None,
+            }
+            for count in slots
+        ],
     }
 
 
@@ -102,18 +110,17 @@ def main() -> None:
     parser.add_argument("--slots", type=int, nargs="+", default=[1, 2, 3, 6, 12])
     parser.add_argument("--json", type=Path, default=RESULTS / "residency.json")
     options = parser.parse_args()
-    layers, load_before = options.layers, load_average()
-    step, forward = training(layers), inference(layers)
+    load_before = load_average()
     report = {
         **provenance("bench/residency.py", load_before=load_before),
-        "layers": layers,
+        "layers": options.layers,
         "layer_bytes": 4 * WIDTH * WIDTH,
-        "training": [compare(step, moved_in_training(layers, k), k) for k in options.slots],
-        "inference": [compare(forward, moved_in_inference(layers, k), k) for k in options.slots],
+        "cycles": {
+            "training": compare(training(options.layers), moved_in_training, options.slots),
+            "inference": compare(inference(options.layers), moved_in_inference, options.slots),
+        },
     }
-    for kind in ("training", "inference"):
-        for row in report[kind]:
-            print(kind, *(f"{name} {value}" for name, value in row.items()))
+    print("\n".join(residency_table(report)))
     write_json(options.json, report)
 
 
