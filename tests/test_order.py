@@ -128,12 +128,20 @@ def test_any_visits_are_served() -> None:
 
 
 def test_farthest() -> None:
-    assert farthest([], [0]) is None
-    assert farthest([0, 1, 2], [2, 0, 1]) == 1
-    assert farthest([0, 2], [2, 0, 1]) == 0
+    equal = [8, 8, 8]
+    assert farthest([], [0], equal) is None
+    assert farthest([0, 1, 2], [2, 0, 1], equal) == 1
+    assert farthest([0, 2], [2, 0, 1], equal) == 0
     # the first use counts, not the last
-    assert farthest([0, 1], [0, 1, 0]) == 1
+    assert farthest([0, 1], [0, 1, 0], equal) == 1
     # never wanted again is farther than anything
-    assert farthest([0, 1, 2], [2, 0, 2, 0]) == 1
+    assert farthest([0, 1, 2], [2, 0, 2, 0], equal) == 1
     # of equals, the first
-    assert farthest([2, 1], []) == 2
+    assert farthest([2, 1], [], equal) == 2
+
+
+def test_a_large_unit_stays_rather_than_a_small_one() -> None:
+    assert farthest([0, 1], [0, 2, 1], [1, 2, 1]) == 1
+    assert farthest([0, 1], [0, 2, 1], [1, 4, 1]) == 0
+    assert farthest([0, 1], [0, 2], [1, 4, 1]) == 1
+    assert farthest([0, 1], [0, 1], [0, 0]) == 1

@@ -133,10 +133,15 @@ ADAPTED = Cycle([*range(5), *reversed(range(5))], {9: range(5)}, [8] * 5, [1] * 
         (Cycle([0, 1, 2, 3, 2, 4, 4, 2, 3, 2, 1, 0], {11: range(5)}, [4] * 5, [4] * 5), [F] * 6 + [B] * 6),
         # a policy, and a reference without gradients between its forward and backward
         (Cycle([0, 1, 2, 0, 1, 2, 2, 1, 0], {8: range(3)}, [4] * 3, [1] * 3), [F] * 3 + [I] * 3 + [B] * 3),
-        # what is large is visited last
-        (Cycle([0, 1, 2, 3, 3, 2, 1, 0], {7: range(4)}, [1, 1, 8, 8], [1, 1, 8, 8]), [F] * 4 + [B] * 4),
+        # every other layer has experts
+        (Cycle(ADAPTED.visits, {9: range(5)}, [1, 8, 1, 8, 1], [1, 8, 1, 8, 1]), [F] * 5 + [B] * 5),
+        # the first layers are frozen
+        (
+            Cycle([0, 1, 2, 3, 4, 4, 3, 2], {7: (2, 3, 4)}, [4] * 5, [0, 0, 4, 4, 4]),
+            [Z] * 2 + [F] * 3 + [B] * 3,
+        ),
     ],
-    ids=["adapters", "adapters, updated in backward", "shared", "reference", "unequal"],
+    ids=["adapters", "adapters, updated in backward", "shared", "reference", "experts", "frozen"],
 )
 def test_other_cycles_move_the_least_that_hides_under_compute(cycle: Cycle, phases: list[Phase]) -> None:
     slots = range(1, len(cycle.whole) + 1)
@@ -144,16 +149,16 @@ def test_other_cycles_move_the_least_that_hides_under_compute(cycle: Cycle, phas
     assert [moved(cycle, phases, k) for k in slots] == least
 
 
-def nearest(candidates: Iterable[int], upcoming: Iterable[int]) -> int | None:
+def nearest(candidates: Iterable[int], upcoming: Iterable[int], nbytes: object) -> int | None:
     held = list(candidates)
     return next((unit for unit in upcoming if unit in held), None)
 
 
-def queue() -> Callable[[Iterable[int], Iterable[int]], int | None]:
+def queue() -> Callable[..., int | None]:
     """First in, first out."""
     came: list[int] = []
 
-    def choose(candidates: Iterable[int], upcoming: Iterable[int]) -> int | None:
+    def choose(candidates: Iterable[int], upcoming: Iterable[int], nbytes: object) -> int | None:
         held = list(candidates)
         came[:] = [*(unit for unit in came if unit in held), *(unit for unit in held if unit not in came)]
         return came[0] if came else None

@@ -6,6 +6,7 @@ A prediction decides what is copied early and what is given up. A wrong one cost
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -97,14 +98,20 @@ class Order:
         return self._inference if is_inference else self._training
 
 
-def farthest(candidates: Iterable[int], upcoming: Iterable[int]) -> int | None:
-    """Of the units ``candidates``, the one whose next use is farthest away, or None if there are none."""
-    left = dict.fromkeys(candidates)
-    for unit in upcoming:
-        if len(left) <= 1:
+def farthest(candidates: Iterable[int], upcoming: Iterable[int], nbytes: Sequence[int]) -> int | None:
+    """Of the units ``candidates``, the one whose next use is farthest away for each of its bytes, or None if
+    there are none. ``nbytes`` are those of all units."""
+    candidates = list(candidates)
+    distances: dict[int, int] = {}
+    for distance, unit in enumerate(upcoming, start=1):
+        if len(distances) == len(candidates):
             break
-        left.pop(unit, None)
-    return next(iter(left), None)
+        if unit in candidates:
+            distances.setdefault(unit, distance)
+    # of equals the first
+    return max(
+        candidates, key=lambda unit: distances.get(unit, math.inf) / max(1, nbytes[unit]), default=None
+    )
 
 
 def _index(cycle: Cycle, visit: Visit, start: int) -> int | None:

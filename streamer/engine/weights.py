@@ -27,8 +27,8 @@ class Weights:
     ) -> None:
         self.prefetch_hits = 0
         self.prefetch_misses = 0
-        nbytes = max(unit.layout.nbytes for unit in units)
-        self.slots = WeightSlots(num_slots, nbytes, issuer.backend.device_buffer)
+        self._nbytes = [unit.layout.nbytes for unit in units]
+        self.slots = WeightSlots(num_slots, max(self._nbytes), issuer.backend.device_buffer)
         self.root_buffer = issuer.backend.device_buffer(root.layout.nbytes)
         self._issuer = issuer
         self._units = units
@@ -62,9 +62,10 @@ class Weights:
 
         [Note: residency]
         A unit that is in no slot takes the place of the one whose next use is farthest away, as in Belady's
-        algorithm, though not of the one that is visited just before it: under that visit the copy shall run.
-        Who gives way is decided as of the visit that needs the copy, which is issued once the other's last
-        visit before that is over. To decide it any earlier is to give up what would have been used sooner.
+        algorithm (for each of its bytes, where layers differ: a large one is dear to bring again), though not
+        of the one that is visited just before it: under that visit the copy shall run. Who gives way is
+        decided as of the visit that needs the copy, which is issued once the other's last visit before that
+        is over. To decide it any earlier is to give up what would have been used sooner.
         """
         slots, upcoming = self.slots, self._order.upcoming()
         # of those that may give way now, who is not visited before the visit that is looked at
@@ -219,7 +220,7 @@ class Weights:
         """An empty slot, or else that of the unit of ``held`` whose next use is farthest, if it may go."""
         if (slot := self.slots.empty()) is not None:
             return slot
-        unit = farthest(held, upcoming)
+        unit = farthest(held, upcoming, self._nbytes)
         return self._reshard(unit) if unit is not None and unit in may_go else None
 
     def _reshard(self, unit: int) -> int | None:
