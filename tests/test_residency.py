@@ -21,9 +21,11 @@ from streamer.backends.machine import H200
 from streamer.backends.thread import ThreadBackend
 from streamer.backends.virtual import VirtualBackend
 from streamer.engine import op as ops
+from streamer.engine.device_memory import DeviceMemory
 from streamer.engine.issuer import Issuer
 from streamer.engine.op import ROOT, Op, OpKind, Resource
 from streamer.engine.order import Phase, Visit
+from streamer.engine.saved import SavedBytes
 from streamer.handle import wrapped
 from streamer.memory.slots import WeightSlots
 from tests.reference import (
@@ -284,6 +286,43 @@ def test_slots_are_given_back_to_longer_batches() -> None:
             counts.append(num_slots(model))
         assert counts == [min(6, (budget - small) // LAYER), 3, 3, 3]
         assert streamer.stats(model).device_bytes_peak == budget
+
+
+class Counting(ThreadBackend):
+    """With the peak that a GPU's allocator tells, which never falls unless the user resets it."""
+
+    memory: DeviceMemory | None = None
+    saved: SavedBytes
+    peak = 0
+
+    def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
+        event = super().submit(lane, work, waits, nbytes)
+        self.device_used()
+        return event
+
+    def device_used(self) -> tuple[int, int] | None:
+        if self.memory is None:
+            return None
+        owned = sum(self.memory.owned().values())
+        self.peak = max(self.peak, owned + self.saved.peak)
+        self.saved.peak = 0
+        return owned + self.saved.now, self.peak
+
+
+def test_a_peak_counts_with_the_slots_that_it_was_reached_with() -> None:
+    budget, backend = bytes_beside_slots(wide_loss) + 3 * LAYER, Counting()
+    with streamed(gpt(), layers="transformer.h", device_memory=budget, backend=backend) as model:
+        executor = wrapped(model).executor
+        backend.memory, backend.saved = executor.memory, executor.saved
+        optimizer, counts = streamer.AdamW(model.parameters()), []
+        for number, loss_of in enumerate((language_loss, wide_loss, language_loss, wide_loss, language_loss)):
+            if number == 3:
+                assert backend.peak > budget
+                backend.peak = 0
+            step(model, optimizer, number, loss_of)
+            counts.append(num_slots(model))
+        assert counts == [6, 3, 3, 3, 3]
+        assert backend.peak == budget
 
 
 def test_slots_that_are_given_back_change_no_value() -> None:
