@@ -46,7 +46,7 @@ def stats(model: nn.Module) -> Stats:
     trace.settle()
     now, peak = executor.memory.used()
     return Stats(
-        host_bytes=executor.store.bytes_by_purpose(),
+        host_bytes=executor.host_bytes(),
         device_bytes=executor.device_bytes(),
         device_bytes_now=now,
         device_bytes_peak=peak,

@@ -150,7 +150,7 @@ class Recorder(ThreadBackend):
         return event
 
 
-#: Bytes for all layers of `Net` beside what batches of 2 take, and for three beside batches of 8.
+#: Bytes for all layers of `Net` beside what batches of 2 take, and for fewer beside batches of 8.
 BUDGET = 3000
 
 
@@ -174,7 +174,7 @@ def record(
     """What three training steps submit: two micro-batches each, a gradient
     written by hand, clipping, an inference between steps.
 
-    Without ``num_slots`` there is a budget, with room for all layers after the first step, and for three
+    Without ``num_slots`` there is a budget, with room for all layers after the first step, and for fewer
     after the second, whose batches are larger.
     """
     backend = Recorder()
@@ -187,10 +187,9 @@ def record(
     with monkeypatch.context() as patch:
         patch.setattr(Issuer, "issue", noting)
         torch.manual_seed(0)
+        options = {"num_slots": num_slots, "activations": "recompute+offload"}
         budget = None if num_slots else BUDGET
-        model = streamer.wrap(
-            Net(layers), layers="blocks", num_slots=num_slots, device_memory=budget, backend=backend
-        )
+        model = streamer.wrap(Net(layers), layers="blocks", device_memory=budget, backend=backend, **options)
         counts = []
         optimizer = streamer.AdamW(model.parameters(), lr=1e-3)
         for step in range(steps):
@@ -204,7 +203,7 @@ def record(
             with torch.no_grad():
                 model(torch.randn(2, 4))
         streamer.unwrap(model)
-    assert num_slots or counts == [5, 3, 3]
+    assert num_slots or counts[0] == 5 > counts[1] > 2
     return backend.program
 
 

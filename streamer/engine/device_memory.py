@@ -10,7 +10,7 @@ import torch
 from streamer.backends.base import Backend
 from streamer.engine.gradients import Gradients
 from streamer.engine.saved import SavedBytes
-from streamer.engine.unit import Unit
+from streamer.engine.unit import Unit, buffer_bytes
 from streamer.engine.weights import Weights
 from streamer.memory.slots import BUFFERS, GRAD_SLOTS, ROOT_GRADIENTS, ROOT_WEIGHTS, WEIGHT_SLOTS
 
@@ -34,13 +34,12 @@ class DeviceMemory:
 
     def owned(self) -> dict[str, int]:
         """Bytes of the buffers, by purpose."""
-        buffers = {b.data_ptr(): b.nbytes for unit in self._units for b in unit.buffers()}
         nbytes = {
             WEIGHT_SLOTS: sum(buffer.nbytes for buffer in self.weights.slots.buffers),
             GRAD_SLOTS: sum(buffer.nbytes for buffer in self._gradients.slots.buffers),
             ROOT_WEIGHTS: self.weights.root_buffer.nbytes,
             ROOT_GRADIENTS: self._gradients.root_buffer.nbytes + self._gradients.root_sums.nbytes,
-            BUFFERS: sum(buffers.values()),
+            BUFFERS: buffer_bytes(self._units),
         }
         return {purpose: amount for purpose, amount in nbytes.items() if amount}
 

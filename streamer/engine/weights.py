@@ -62,10 +62,10 @@ class Weights:
 
         [Note: residency]
         A unit that is in no slot takes the place of the one whose next use is farthest away, as in Belady's
-        algorithm (for each of its bytes, where layers differ: a large one is dear to bring again). Who that is
-        is seen from the visit that needs the copy, which is issued when the other's last visit before it is
-        over; to fill every slot with what comes next is to give up what would have been used sooner. One visit
-        before its own a unit is fetched at the latest, so that the copy can run under that visit.
+        algorithm (for each of its bytes, where layers differ: a large one is dear to bring again), but not of
+        the one that is visited just before it: under that visit the copy shall run. Which one is seen from
+        the visit that needs the copy, and the copy is issued when the other's last visit before it is over;
+        to fill all slots with what comes next is to give up what would have been used sooner.
         """
         slots, upcoming = self.slots, self._order.upcoming()
         # of those that may give way now, who is not visited before the visit that is looked at
@@ -75,8 +75,8 @@ class Weights:
                 return
             slot = slots.find(index)
             if slot is None:
-                # by a later visit, those that are in use now may give way too
-                held = [unit for unit in slots.holder if unit is not None] if position else unused
+                before = upcoming[position - 1] if position else None
+                held = [unit for unit in slots.holder if unit not in (None, before)] if position else unused
                 slot = self._make_room(held, islice(upcoming, position + 1, None), unused)
                 if slot is None:
                     return
