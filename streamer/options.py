@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
 import streamer_native as native
 from streamer.engine.compiled import CompileBackend
 from streamer.engine.policies import POLICIES
+from streamer.engine.unit import Unit
 from streamer.memory.layout import Layout
 from streamer.units import DTYPES
 
@@ -20,12 +21,19 @@ _FACTORS: dict[str | None, int] = {
     **{f"{letter}i": 1024 ** (power + 1) for power, letter in enumerate("KMGT")},
 }
 
+#: One activation policy for all layers, one for each, or a function that gives one for a layer's index.
+Activations = str | Sequence[str] | Callable[[int], str]
+
+_KNOWN = ", ".join(map(repr, POLICIES))
+
 
 def check_options(
     *,
     dtype: torch.dtype | None,
     num_slots: int,
-    activations: str,
+    activations: Activations,
+    micro_batch_size: int | None,
+    batch_dims: Mapping[str, int | None] | None,
     update: str,
     grad_dtype: torch.dtype | None,
     host_threads: int | None,
@@ -40,10 +48,19 @@ def check_options(
         raise ValueError(
             f"num_slots={num_slots!r}: it must be an integer of 1 or more; 2 overlaps copies and compute"
         )
-    if activations not in POLICIES:
+    if isinstance(activations, str):
+        check_policy("activations", activations)
+    elif not (isinstance(activations, Sequence) or callable(activations)):
         raise ValueError(
-            f"activations={activations!r} is unknown: use one of {', '.join(map(repr, POLICIES))}"
+            f"activations={activations!r}: give one of {_KNOWN}, a list with one for each layer, or a "
+            "function that returns one for a layer's index"
         )
+    if micro_batch_size is not None and not _is_count(micro_batch_size):
+        raise ValueError(
+            f"micro_batch_size={micro_batch_size!r}: it must be an integer of 1 or more, or None"
+        )
+    if batch_dims is not None:
+        check_batch_dims(batch_dims, micro_batch_size)
     if update not in ("step", "backward"):
         raise ValueError(f"update={update!r} is unknown: use 'step' or 'backward'")
     if grad_dtype not in (None, torch.float32):
@@ -60,6 +77,40 @@ def check_options(
         raise ValueError(
             f"host_threads={host_threads!r}: it must be an integer from 1 to {most}; for more, set the "
             "environment variable NUMBA_NUM_THREADS before Python starts"
+        )
+
+
+def check_policy(name: str, policy: object) -> str:
+    """``policy``. Raises ValueError unless it is an activation policy; ``name`` is the option's."""
+    if not isinstance(policy, str) or policy not in POLICIES:
+        raise ValueError(f"{name}={policy!r} is unknown: use one of {_KNOWN}")
+    return policy
+
+
+def policies(activations: Activations, units: Sequence[Unit]) -> list[str]:
+    """The activation policy of each of ``units``. Raises ValueError where it is none."""
+    if isinstance(activations, str):
+        return [activations] * len(units)
+    if callable(activations):
+        return [check_policy(f"activations({unit.index})", activations(unit.index)) for unit in units]
+    if len(activations) != len(units):
+        raise ValueError(
+            f"activations has {len(activations)} entries, and there are {len(units)} layers: give one "
+            "for each"
+        )
+    return [check_policy(f"activations[{index}]", policy) for index, policy in enumerate(activations)]
+
+
+def check_batch_dims(batch_dims: Mapping[str, int | None], micro_batch_size: int | None) -> None:
+    """Raise ValueError for what `wrap` cannot make use of."""
+    if micro_batch_size is None:
+        raise ValueError("batch_dims says how micro-batches are cut: give micro_batch_size too")
+    if not isinstance(batch_dims, Mapping) or not all(
+        isinstance(name, str) and (dim is None or type(dim) is int) for name, dim in batch_dims.items()
+    ):
+        raise ValueError(
+            f"batch_dims={batch_dims!r}: give a dict from the names of arguments of the layers to the "
+            "dimension of their batch, None for those that have none"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -18,6 +18,7 @@ from streamer.backends.choose import backend_for
 from streamer.engine.compiled import CompileBackend, Compiler
 from streamer.engine.executor import Executor
 from streamer.engine.layer import StreamedLayer
+from streamer.engine.micro_batches import micro_batches
 from streamer.find import Layers, find_layers
 from streamer.guards import attach_guards
 from streamer.handle import HANDLE, HOME, Home, Wrapped, home_of, wrapped_part
@@ -25,7 +26,7 @@ from streamer.initialising import Init, Initialiser, check_init
 from streamer.memory.host import HostStore
 from streamer.memory.purposes import GRADIENTS
 from streamer.moving import MoveIn, releasable_bytes
-from streamer.options import check_dtypes_for_backward, check_options, parse_bytes
+from streamer.options import Activations, check_dtypes_for_backward, check_options, parse_bytes, policies
 from streamer.other_optimizers import serve_other_optimizers
 from streamer.plan.ledger import least_moments, ledger
 from streamer.units import make_units
@@ -41,7 +42,9 @@ def wrap(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     num_slots: int = 2,
-    activations: str = "recompute",
+    activations: Activations = "recompute",
+    micro_batch_size: int | None = None,
+    batch_dims: Mapping[str, int | None] | None = None,
     update: str = "step",
     grad_dtype: torch.dtype | None = torch.float32,
     host_threads: int | None = None,
@@ -69,14 +72,22 @@ def wrap(
         num_slots: layers that the device holds at a time: 1 overlaps nothing, 2 is double buffering, as
             many as there are layers keeps all of them there. More than that are not allocated.
         activations: ``"recompute"`` keeps a layer's inputs and runs it again in backward, with the hooks of
-            modules inside of it; ``"keep"`` keeps all that its backward needs. `torch.utils.checkpoint`
-            around layers then changes nothing, inside of them it works. [Note: checkpointing]
+            modules inside of it; ``"recompute+offload"`` lets them wait in host memory; ``"keep"`` keeps
+            all that its backward needs. `torch.utils.checkpoint`
+            around layers then changes nothing, inside of them it works. [Note: checkpointing] A list has one
+            for each layer, a function is given a layer's index.
+        micro_batch_size: samples that a layer runs at a time while its weights are in a slot, so that they
+            cross the bus twice a step whatever the batch is; None runs the whole batch. Gradients of the
+            slices are added up on the device, as ``grad_dtype`` says. [Note: micro-batches]
+        batch_dims: the dimension of the batch by the name of an argument of the layers, None for an argument
+            that has none. Left out: the first, where it is as long as that of the hidden states.
         update: ``"step"`` updates when ``optimizer.step()`` is called, under the next forward; ``"backward"``
             updates each layer as soon as its gradient has landed, so that host memory holds the gradients of
             four layers instead of all, and there is no clipping and no accumulation.
-        grad_dtype: what several backward calls before a step are added up in: ``torch.float32``, which takes
-            4 bytes per parameter of host memory from the second one on where parameters are shorter, or
-            None for the parameters' own dtype, as PyTorch does.
+        grad_dtype: what several backward calls before a step, and micro-batches, are added up in:
+            ``torch.float32``, which takes 4 bytes per parameter of host memory from the second call on where
+            parameters are shorter (for micro-batches 4 per parameter of one layer on the device), or None for
+            the parameters' own dtype, as PyTorch does.
         host_threads: threads that update the weights; None means one for each core, less one where there
             is a GPU to feed.
         init: gives a model that was built under ``torch.device("meta")`` its values, a layer at a time, so
@@ -110,6 +121,8 @@ def wrap(
         dtype=dtype,
         num_slots=num_slots,
         activations=activations,
+        micro_batch_size=micro_batch_size,
+        batch_dims=batch_dims,
         update=update,
         grad_dtype=grad_dtype,
         host_threads=host_threads,
@@ -117,6 +130,8 @@ def wrap(
     )
     limit = parse_bytes("device_memory", device_memory)
     units, root = make_units(model, find_layers(model, layers), dtype)
+    run_as = policies(activations, units)
+    cutters = micro_batches(units, micro_batch_size, batch_dims or {})
     in_backward = update == "backward"
     if in_backward:
         check_dtypes_for_backward([unit.layout for unit in (*units, root)])
@@ -165,9 +180,9 @@ def wrap(
         compiler = None
         if compile and not virtual:
             compiler = Compiler(backend.device, "inductor" if compile is True else compile)
-        for unit in units:
+        for unit, policy, cutter in zip(units, run_as, cutters, strict=True):
             # an instance attribute: __call__ and the user's hooks run around it as before
-            unit.module.forward = StreamedLayer(executor, unit, activations, compiler)
+            unit.module.forward = StreamedLayer(executor, unit, policy, cutter, compiler)
         take_off = attach_guards(model, executor, plain_dtypes, is_compiled=compiler is not None)
         undo.callback(take_off)
         end_service = serve_other_optimizers(executor)

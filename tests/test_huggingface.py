@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from tests.reference import VOCAB, assert_parity, batch, streamed, train_plain, train_streamed
 
@@ -32,6 +40,14 @@ def llama() -> nn.Module:
         max_position_embeddings=32,
     )
     return LlamaForCausalLM(config).train()
+
+
+def t5() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    return T5ForConditionalGeneration(
+        T5Config(vocab_size=VOCAB, decoder_start_token_id=0, pad_token_id=0, **sizes)
+    )
 
 
 def loss(model: nn.Module, step: int) -> torch.Tensor:
@@ -76,6 +92,26 @@ def test_generation_uses_the_cache_and_equals_the_plain_model(make: Any, layers:
     expected = copy.deepcopy(plain).generate(prompt, **settings)
     with streamed(plain, layers=layers) as model:
         assert torch.equal(model.generate(prompt, **settings), expected)
+
+
+@pytest.mark.parametrize(("make", "layers"), [*MODELS, (t5, ["encoder.block", "decoder.block"])])
+def test_micro_batches(make: Any, layers: Any) -> None:
+    """Padded sequences, in training and in generation; see tests/test_micro_batches.py."""
+    plain = make().eval()
+    tokens, mask = batch(0, size=5), torch.ones(5, 17, dtype=torch.long)
+    mask[1, 12:] = mask[3, :4] = 0
+    inputs = {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
+    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "attention_mask": mask}
+    expected = copy.deepcopy(plain).generate(tokens, **settings)
+    with streamed(plain, layers=layers, micro_batch_size=2) as model:
+        assert torch.equal(model.generate(tokens, **settings), expected)
+        mine, theirs = model(**inputs).loss, plain(**inputs).loss
+        torch.testing.assert_close(mine, theirs)
+        mine.backward()
+        theirs.backward()
+        params = dict(model.named_parameters())
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(params[name].grad, param.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_a_wrapped_model_keeps_its_class_and_keys() -> None:

@@ -7,58 +7,55 @@ that graph is built:
 
 - ``recompute`` runs the forward without a graph and keeps the inputs; backward runs the forward again,
   with the random state and autocast of the first time, and goes back through the graph at once.
+- ``recompute+offload`` does the same, and the inputs wait in host memory: [Note: saved inputs].
 - ``keep`` builds the graph in forward. What the graph saves of the weights is saved as a place in the
   slot, because the slot will hold other layers in between; backward looks it up in whichever slot the
   unit then has.
 
-In both, a hook on each weight's view moves its gradient into the gradient slot as soon as autograd has
-it, so that the whole gradient leaves as one copy, and so that it is known which weights had none.
+In all, a hook on each weight's view moves its gradient into the gradient slot as soon as autograd has
+it, so that the whole gradient leaves in one copy, and so that it is known which weights had none. A batch
+that is cut has such a graph for each slice: [Note: micro-batches].
 """
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from itertools import compress
 
 import torch
 
-from streamer.engine.asked import Asked, asked_for, graph_is_retained
+from streamer.engine.asked import Asked, graph_is_retained
+from streamer.engine.backpropagation import Gradients, Graph, backpropagate
 from streamer.engine.call import Call, Tensors
+from streamer.engine.collecting import Collector
 from streamer.engine.executor import Executor
 from streamer.engine.gate import Gate
+from streamer.engine.joining import Joined, JoinedGradients
+from streamer.engine.micro_batches import Cut, Parts
 from streamer.engine.order import Phase
-from streamer.engine.param_hooks import carried, check_hooks
+from streamer.engine.param_hooks import check_hooks
+from streamer.engine.saved import storages
 from streamer.engine.tree import Rebuild
-from streamer.engine.unit import Unit
 
 Outputs = tuple[list[torch.Tensor], Rebuild]
 
-Gradients = Sequence[torch.Tensor | None]
 
+class Run(abc.ABC):
+    """One run of a layer in forward, on a slice of its batch, and what is kept of it for backward. [Note:
+    activation policies]"""
 
-class Graph(NamedTuple):
-    """A layer's own graph: its ends."""
-
-    inputs: Tensors
-    leaves: Tensors
-    outputs: Tensors
-
-
-class Visit(abc.ABC):
-    """One forward of a layer and the backward that belongs to it. [Note: activation policies]"""
-
-    #: whether backward must be given the inputs again
+    #: whether `graph` must be given the inputs again
     saves_inputs: bool
+    #: whether those that bring a gradient are in host memory in the meantime
+    pages_inputs = False
 
     def __init__(self, executor: Executor, call: Call) -> None:
         self.executor = executor
         self.call = call
         self.gate = Gate(call.unit.name)
+        #: gives up what the run has kept on the device
         self.release: Callable[[], object] = lambda: None
-        self._written = call.unit.written()
-        check_hooks(call.unit.layout.slices, call.unit.params)
-        self._wanted = call.unit.wanted()
 
     @abc.abstractmethod
     def first_run(self, weights: torch.Tensor, inputs: Tensors) -> Outputs:
@@ -68,19 +65,101 @@ class Visit(abc.ABC):
     def graph(self, weights: torch.Tensor, inputs: Tensors) -> Graph:
         """The layer's graph in backward, its weights being those in the slot ``weights``."""
 
+
+class Visit:
+    """One call of a layer and the backward that belongs to it: a run of kind ``policy`` for each slice of the
+    batch that ``cut`` makes."""
+
+    def __init__(self, executor: Executor, call: Call, policy: type[Run], cut: Cut) -> None:
+        self.executor = executor
+        self.call = call
+        self.saves_inputs = policy.saves_inputs
+        self._pages_inputs = policy.pages_inputs
+        #: of the inputs, those that are paged, and the number under which they are
+        self._paged: list[bool] = []
+        self._number: int | None = None
+        self._cut = cut
+        self._runs = [policy(executor, call) for _ in cut.slices]
+        self._shapes: Sequence[torch.Size] = ()
+        self._output_parts: Parts = ()
+        self._release: Callable[[], object] = lambda: None
+        self._written = call.unit.written()
+        check_hooks(call.unit.layout.slices, call.unit.params)
+        self._wanted = call.unit.wanted()
+
     def forward(self, inputs: Tensors) -> Outputs:
         """The layer's output tensors, and what puts its result together from them."""
         unit = self.call.unit
-        return self.executor.forward(unit, lambda weights: self.first_run(weights, inputs), Phase.FORWARD)
+        # who has made a leaf has it anyway
+        self._paged = [self._pages_inputs and tensor.grad_fn is not None for tensor in inputs]
+        if any(self._paged):
+            self._number = self.executor.inputs.save(self, list(compress(inputs, self._paged)))
+        self._shapes = [tensor.shape for tensor in inputs]
+
+        def work(weights: torch.Tensor) -> Outputs:
+            joined = Joined(unit.name, self._cut, inputs)
+            rebuilds = []
+            for number, run in enumerate(self._runs):
+                given = self._cut.inputs(inputs, number)
+                outputs, rebuild = run.first_run(weights, given)
+                joined.add(number, outputs, given)
+                rebuilds.append(rebuild)
+            self._output_parts = joined.parts
+            return joined.tensors, rebuilds[0]
+
+        outputs = self.executor.forward(unit, work, Phase.FORWARD)
+        if self.saves_inputs:
+            self._release = self.executor.saved.hold(self, storages(self.kept(inputs)))
+        return outputs
+
+    def kept(self, inputs: Tensors) -> list[torch.Tensor]:
+        """Those of ``inputs`` that wait for backward on the device."""
+        if not self.saves_inputs:
+            return []
+        return [tensor for tensor, is_paged in zip(inputs, self._paged, strict=True) if not is_paged]
 
     def backward(
-        self, inputs: Tensors, gradients: Gradients, asked: Sequence[Asked]
+        self, kept: Tensors, gradients: Gradients, asked: Sequence[Asked]
     ) -> list[torch.Tensor | None]:
-        """From the gradients of the outputs those of the trainable parameters and, after them, of the inputs.
+        """From the gradients of the outputs those of the trainable parameters and, after them, of the inputs,
+        of which `kept` were.
 
         ``asked`` says, for each trainable parameter, whether its gradient is RETURNED; what is ADDED goes to
         the host, and is None here.
         """
+        self._check_backward(asked)
+        results: list[torch.Tensor | None] = []
+
+        def work(weights: torch.Tensor, gradient: torch.Tensor, paged: Tensors) -> list[bool]:
+            inputs = self._inputs(kept, paged)
+            collector = self._collector(asked, gradient)
+            try:
+                found = self._go_back(weights, inputs, gradients, collector)
+            except self.call.compile_failures as error:
+                # a backward is compiled when it runs for the first time
+                self.call.give_up_compiling(error)
+                if not self.saves_inputs:
+                    raise  # the graph cannot be built again
+                collector = self._collector(asked, gradient)
+                found = self._go_back(weights, inputs, gradients, collector)
+            used = collector.finish()
+            if not graph_is_retained():
+                self._release()
+                if self._number is not None:
+                    self.executor.inputs.forget(self._number)
+                for run in self._runs:
+                    run.release()
+            results.extend((*collector.returned, *found))
+            return used
+
+        self.executor.backward(self.call.unit, work, self._number)
+        return results
+
+    def _inputs(self, kept: Tensors, paged: Tensors) -> list[torch.Tensor]:
+        sources = iter(kept), iter(paged)
+        return [next(sources[is_paged]) for is_paged in self._paged] if self.saves_inputs else []
+
+    def _check_backward(self, asked: Sequence[Asked]) -> None:
         unit = self.call.unit
         if self.executor.released:
             raise RuntimeError(
@@ -104,100 +183,25 @@ class Visit(abc.ABC):
                 f"requires_grad of parameters of layer '{unit.name}' has changed since the forward that this "
                 "backward belongs to (were adapters switched in between?): change it after backward"
             )
-        results: list[torch.Tensor | None] = []
 
-        def go_back(weights: torch.Tensor, gradient: torch.Tensor) -> tuple[Graph, list[bool]]:
-            graph = self.graph(weights, inputs)
+    def _collector(self, asked: Sequence[Asked], into: torch.Tensor) -> Collector:
+        several = len(self._runs) > 1
+        return Collector(self.call.unit, asked, into, in_fp32=several and self.executor.sum_in_fp32)
+
+    def _go_back(
+        self, weights: torch.Tensor, inputs: Tensors, gradients: Gradients, collector: Collector
+    ) -> list[torch.Tensor | None]:
+        """Go back through the graphs of all slices; the gradients of the inputs."""
+        unit = self.call.unit
+        joined = JoinedGradients(self._cut, self._shapes)
+        for number, run in enumerate(self._runs):
+            graph = run.graph(weights, self._cut.inputs(inputs, number) if self.saves_inputs else ())
+            incoming = self._cut.gradients(gradients, self._output_parts, number)
             # for checkpoints inside of the layer: [Note: checkpointing]
-            with self.gate.opened(), unit.using(graph.leaves):
-                return graph, _backpropagate(self.executor, unit, graph, gradients, asked, gradient)
-
-        def work(weights: torch.Tensor, gradient: torch.Tensor) -> list[bool]:
-            try:
-                graph, used = go_back(weights, gradient)
-            except self.call.compile_failures as error:
-                # a backward is compiled when it runs for the first time
-                self.call.give_up_compiling(error)
-                if not self.saves_inputs:
-                    raise  # the graph cannot be built again
-                graph, used = go_back(weights, gradient)
-            if not graph_is_retained():
-                self.release()
-            for tensor in (*graph.leaves[: len(used)], *graph.inputs):
-                results.append(tensor.grad)
+            with run.gate.opened(), unit.using(graph.leaves):
+                backpropagate(self.executor, unit, graph, incoming, collector)
+            collector.keep_returned(graph.leaves)
+            joined.add(number, [tensor.grad for tensor in graph.inputs])
+            for tensor in graph.inputs:
                 tensor.grad = None
-            return used
-
-        self.executor.backward(unit, work)
-        return results
-
-
-def _backpropagate(
-    executor: Executor,
-    unit: Unit,
-    graph: Graph,
-    gradients: Gradients,
-    asked: Sequence[Asked],
-    into: torch.Tensor,
-) -> list[bool]:
-    """Go back through ``graph``; which trainable parameters now have their gradient in ``into``, as is
-    asked. Other gradients are left with their leaves."""
-    used = [False] * len(asked)
-
-    def take(leaf: torch.Tensor) -> None:
-        assert leaf.grad is not None, "the hook runs after autograd has set it"
-        index = places[id(leaf)]
-        view = unit.layout.trainable[index].view(into)
-        gradient = leaf.grad.to_dense() if leaf.grad.is_sparse else leaf.grad
-        if used[index]:  # a backward inside of this one brings its part by itself
-            view.add_(gradient)
-        else:
-            view.copy_(gradient)
-        used[index] = True
-        leaf.grad = None
-
-    places = {id(leaf): index for index, leaf in enumerate(graph.leaves)}
-    trained = [
-        (leaf, param, what)
-        for leaf, param, what in zip(graph.leaves, unit.trainable, asked, strict=False)
-        if leaf.requires_grad
-    ]
-    handles = []
-    for leaf, param, what in trained:
-        if what is Asked.ADDED:
-            handles += [leaf.register_post_accumulate_grad_hook(take), *carried(param, leaf)]
-    only: list[torch.Tensor] | None = None
-    if any(what is not Asked.ADDED for _, _, what in trained):
-        only = [leaf for leaf, _, what in trained if what is not Asked.NOTHING]
-        only += [tensor for tensor in graph.inputs if tensor.requires_grad]
-        # those that the layer uses though they are registered elsewhere
-        for param, what in asked_for(p for each in (*executor.units, executor.root) for p in each.trainable):
-            only.append(param)
-            if what is Asked.RETURNED:
-                handles.append(param.register_hook(_refuse_to_return(unit)))
-    pairs = [
-        (output, gradient)
-        for output, gradient in zip(graph.outputs, gradients, strict=True)
-        if gradient is not None and output.requires_grad
-    ]
-    try:
-        if pairs and only != []:
-            outputs, output_gradients = zip(*pairs, strict=True)
-            torch.autograd.backward(outputs, output_gradients, retain_graph=graph_is_retained(), inputs=only)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return used
-
-
-def _refuse_to_return(unit: Unit) -> Callable[[torch.Tensor | None], None]:
-    """A hook for a parameter that has no place in the graph where ``unit`` stands for what is in it."""
-
-    def hook(gradient: torch.Tensor | None) -> None:
-        if gradient is not None:
-            raise RuntimeError(
-                f"torch.autograd.grad asks for a parameter that layer '{unit.name}' uses though it is "
-                "registered elsewhere: call loss.backward(inputs=[param]) and take param.grad"
-            )
-
-    return hook
+        return joined.tensors

@@ -20,13 +20,18 @@ def without_caches(
 
     Raises ValueError for a cache that holds tokens already.
     """
-    if not any(_is_cache(value) for value in (*args, *kwargs.values())):
+    if not holds_cache(args, kwargs):
         return args, kwargs
     kept = tuple(_without_cache(value, layer) for value in args)
     named = {key: _without_cache(value, layer) for key, value in kwargs.items()}
     if "use_cache" in named:
         named["use_cache"] = False
     return kept, named
+
+
+def holds_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether one of the arguments is a cache."""
+    return any(_is_cache(value) for value in (*args, *kwargs.values()))
 
 
 def _is_cache(value: object) -> bool:

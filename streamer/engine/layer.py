@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from streamer.engine.call import Call, aliases, run_on_slot
 from streamer.engine.checkpointing import past_checkpoints
 from streamer.engine.compiled import Compiler
 from streamer.engine.executor import Executor
+from streamer.engine.inference import infer
 from streamer.engine.kvcache import without_caches
+from streamer.engine.micro_batches import MicroBatches
 from streamer.engine.order import Phase
 from streamer.engine.param_hooks import shield
 from streamer.engine.policies import POLICIES
@@ -27,10 +30,18 @@ from streamer.engine.unit import Unit
 class StreamedLayer:
     """Stands in for the ``forward`` of the module of ``unit``. ``policy`` is a key of `POLICIES`."""
 
-    def __init__(self, executor: Executor, unit: Unit, policy: str, compiler: Compiler | None = None) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        unit: Unit,
+        policy: str,
+        micro_batches: MicroBatches,
+        compiler: Compiler | None = None,
+    ) -> None:
         self._executor = executor
         self._unit = unit
         self._policy = POLICIES[policy]
+        self._micro_batches = micro_batches
         self._forward: Callable[..., Any] = (
             unit.module.forward if compiler is None else compiler.compile(unit)
         )
@@ -44,7 +55,8 @@ class StreamedLayer:
         if not any(tensor.requires_grad for tensor in (*inputs, *self._unit.params)):
             return self._infer(args, kwargs, Phase.FROZEN)
         check_dual(self._unit.name, inputs)
-        visit = self._policy(self._executor, Call(self._unit, self._forward, rebuild))
+        cut = self._micro_batches.cut(args, kwargs, inputs)
+        visit = Visit(self._executor, Call(self._unit, self._forward, rebuild), self._policy, cut)
         results: list[Any] = []
         with past_checkpoints():
             outputs = _Layer.apply(visit, results, *self._unit.trainable, *inputs)  # type: ignore[no-untyped-call]
@@ -56,8 +68,9 @@ class StreamedLayer:
         unit = self._unit
 
         def work(weights: torch.Tensor) -> Any:
+            run = partial(run_on_slot, unit, self._forward, weights, unit.leaves(weights))
             with Autocast.now(self._executor.backend.device).uncached(), _slot_for_now(unit, weights):
-                return run_on_slot(unit, self._forward, weights, unit.leaves(weights), args, kwargs)
+                return infer(run, unit.name, self._micro_batches, args, kwargs)
 
         return self._executor.forward(self._unit, work, phase)
 
@@ -99,7 +112,7 @@ class _Layer(torch.autograd.Function):
         inputs = tensors[len(visit.call.unit.trainable) :]
         outputs, rebuild = visit.forward(inputs)
         results.append(rebuild)
-        ctx.save_for_backward(*(inputs if visit.saves_inputs else ()))
+        ctx.save_for_backward(*visit.kept(inputs))
         ctx.mark_non_differentiable(*(out for out in outputs if not _is_differentiable(out.dtype)))
         return tuple(outputs)
 

@@ -2,9 +2,10 @@
 
 [Note: parameter hooks]
 The gradient of a layer's parameter is made in the layer's own graph and leaves for the host from there, so
-the hooks on the parameter run there, on the gradient that is on its way (`carried`). The user's graph knows
-the parameter too, so that ``backward(inputs=...)`` and ``torch.autograd.grad`` find it, but brings it no
-gradient: PyTorch then calls the hooks with None, which nobody expects and which `shield` keeps from them.
+the hooks on the parameter run there, on the gradient that is on its way (in `collecting`). The user's
+graph knows the parameter too, so that ``backward(inputs=...)`` and ``torch.autograd.grad`` find it, but
+brings it no gradient: PyTorch then calls the hooks with None, which nobody expects and which `shield` keeps
+from them.
 
 A hook on a plain parameter sees the sum of all gradients of a backward. Here it would see those of two visits
 of a layer, or of a layer and of a penalty on its weights, one after the other, so that is refused.
@@ -16,7 +17,6 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from streamer.memory.layout import Slice
 
@@ -39,11 +39,6 @@ class _Shielded:
 def hooks_of(param: torch.Tensor) -> list[Hook]:
     """The hooks that the user has put on ``param``."""
     return [hook for hook in (param._backward_hooks or {}).values() if not getattr(hook, OWN_HOOK, False)]
-
-
-def carried(param: nn.Parameter, leaf: torch.Tensor) -> list[RemovableHandle]:
-    """Let the user's hooks on ``param`` see the gradient of ``leaf``. [Note: parameter hooks]"""
-    return [leaf.register_hook(hook) for hook in hooks_of(param)]
 
 
 def shield(params: Iterable[nn.Parameter]) -> None:

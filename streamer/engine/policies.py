@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from streamer.engine.activations import Graph, Outputs, Visit
+from streamer.engine.activations import Outputs, Run
 from streamer.engine.ambient import Ambient, Autocast
 from streamer.engine.asked import graph_is_retained
+from streamer.engine.backpropagation import Graph
 from streamer.engine.call import Tensors, aliases
 from streamer.engine.checkpointing import without_own_checkpoint
 from streamer.engine.gate import Gate
@@ -17,7 +18,7 @@ from streamer.engine.saved import storages
 from streamer.engine.tree import fingerprint
 
 
-class Recompute(Visit):
+class Recompute(Run):
     """Keep the inputs, run the forward again in backward."""
 
     saves_inputs = True
@@ -53,7 +54,6 @@ class Recompute(Visit):
                 f"layer '{unit.name}' writes into a tensor that is one of its attributes, and would do so "
                 "again when it runs again in backward: make it a buffer, or wrap with activations='keep'"
             )
-        self.release = self.executor.saved.hold(self, storages(inputs))
         self._buffers = unit.buffers_changed(buffers)
         # compiled code may draw other random numbers than the forward that it was made of
         self._needs_compiled = self.call.is_compiled and self._ambient.has_moved_on()
@@ -118,7 +118,13 @@ class _Slot:
     weights: torch.Tensor
 
 
-class Keep(Visit):
+class RecomputeOffload(Recompute):
+    """`Recompute`, with the inputs in host memory in the meantime."""
+
+    pages_inputs = True
+
+
+class Keep(Run):
     """Build the graph in forward and keep it, with saved weights as places in the slot."""
 
     saves_inputs = False
@@ -169,7 +175,11 @@ class Keep(Visit):
 
 
 #: The values of ``wrap(activations=...)``.
-POLICIES: dict[str, type[Visit]] = {"recompute": Recompute, "keep": Keep}
+POLICIES: dict[str, type[Run]] = {
+    "recompute": Recompute,
+    "recompute+offload": RecomputeOffload,
+    "keep": Keep,
+}
 
 
 def _detached(inputs: Tensors) -> list[torch.Tensor]:

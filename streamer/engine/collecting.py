@@ -1,0 +1,91 @@
+"""The gradients of a layer's parameters on their way into its gradient slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from streamer.engine.asked import Asked
+from streamer.engine.param_hooks import hooks_of
+from streamer.engine.unit import Unit
+
+FP32 = torch.float32
+
+
+class Collector:
+    """Takes the gradients of ``unit`` to the gradient slot ``into`` (flat uint8) as autograd brings them, one
+    slice of the batch after another. Where ``in_fp32``, those of a shorter dtype are added up in fp32 first,
+    which takes 4 bytes per element for as long as this lives.
+
+    ``asked`` says for each trainable parameter what becomes of its gradient; what is to be RETURNED is in
+    ``returned``.
+    """
+
+    def __init__(self, unit: Unit, asked: Sequence[Asked], into: torch.Tensor, *, in_fp32: bool) -> None:
+        self.used = [False] * len(asked)
+        self.returned: list[torch.Tensor | None] = [None] * len(asked)
+        self.asked = asked
+        self._unit = unit
+        self._into = into
+        self._in_fp32 = in_fp32
+        self._sums: torch.Tensor | None = None
+        if any(map(self._is_summed, range(len(asked)))):
+            self._sums = torch.empty(unit.layout.state_numel, dtype=FP32, device=into.device)
+
+    def take(self, index: int, leaf: torch.Tensor) -> None:
+        """Autograd has set the gradient of ``leaf``, which stands for trainable parameter ``index``."""
+        assert leaf.grad is not None, "called after autograd has set it"
+        gradient = leaf.grad.to_dense() if leaf.grad.is_sparse else leaf.grad
+        place = self._place(index)
+        if self.used[index]:
+            place.add_(gradient)
+        else:
+            place.copy_(gradient)
+        self.used[index] = True
+        leaf.grad = None
+
+    def keep_returned(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Take over the gradients that are left with the leaves."""
+        for index, leaf in enumerate(leaves[: len(self.asked)]):
+            if leaf.grad is not None:
+                total = self.returned[index]
+                self.returned[index] = leaf.grad if total is None else total + leaf.grad
+                leaf.grad = None
+
+    def finish(self) -> list[bool]:
+        """All slices have been gone through; which of the trainable parameters have a gradient in the slot.
+
+        The user's hooks see it here. [Note: parameter hooks]
+        """
+        for index, (slice, param) in enumerate(
+            zip(self._unit.layout.trainable, self._unit.trainable, strict=True)
+        ):
+            if not self.used[index]:
+                continue
+            view = slice.view(self._into)
+            hooks = hooks_of(param)
+            if hooks or self._is_summed(index):
+                # hooks may keep what they are given
+                gradient = self._place(index).to(view.dtype, copy=True)
+                for hook in hooks:
+                    changed = hook(gradient)
+                    gradient = gradient if changed is None else changed
+                if gradient.shape != view.shape:
+                    raise RuntimeError(
+                        f"a hook on '{slice.param.name}' has changed the shape of its gradient from "
+                        f"{tuple(view.shape)} to {tuple(gradient.shape)}"
+                    )
+                view.copy_(gradient)
+        self._sums = None
+        return self.used
+
+    def _place(self, index: int) -> torch.Tensor:
+        slice = self._unit.layout.trainable[index]
+        if self._sums is not None and self._is_summed(index):
+            return slice.state(self._sums)
+        return slice.view(self._into)
+
+    def _is_summed(self, index: int) -> bool:
+        is_short = self._unit.layout.trainable[index].param.dtype != FP32
+        return self._in_fp32 and is_short and self.asked[index] is Asked.ADDED
