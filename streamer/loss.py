@@ -38,9 +38,11 @@ def chunked_cross_entropy(
     - while it runs, for a chunk, ``chunk_size * V * b`` bytes: b is 4 in fp32, 6 in bf16 and fp16, 8 in fp64;
       with ``softcap`` 8, and 16 in fp64;
     - from forward to backward the gradients of what is trained: of ``hidden`` in its compute dtype, and of
-      ``weight`` ``V * C * 4`` bytes, fp32 in which the chunks are added up, and half as many more in bf16
-      and fp16 while a chunk is added. In fp16 and with ``reduction="none"`` they are made in backward, which
-      makes the logits again. [Note: chunked loss]
+      ``weight`` ``V * C * 4`` bytes (8 in fp64), fp32 in which the chunks are added up; in bf16 and fp16
+      half as many more while a chunk is added, and when backward rounds them to the weight's dtype. In fp16
+      and with ``reduction="none"`` they are made in backward, which makes the logits again
+      [Note: chunked loss];
+    - under autocast a copy of ``weight`` in its dtype, while it runs.
 
     Args:
         hidden: [..., C], floating point; what the head is given.

@@ -56,8 +56,7 @@ def of_hugging_face(model: Any, step: int) -> torch.Tensor:
     return chunked_cross_entropy(hidden[:, :-1], model.lm_head.weight, tokens[:, 1:], chunk_size=13)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("delayed", [None, Lane.HOST, Lane.H2D])
+@pytest.mark.parametrize(("reduction", "delayed"), [("mean", None), ("none", Lane.HOST), ("mean", Lane.H2D)])
 def test_a_streamed_model_with_a_tied_head(reduction: str, delayed: Lane | None) -> None:
     backend = ThreadBackend(delays={} if delayed is None else {delayed: lambda: 0.003}, poison=True)
     loss_of = partial(of_gpt, reduction=reduction)
