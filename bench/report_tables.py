@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from bench.architectures_report import architectures_table
 from bench.markdown import Report, spread, table
+from bench.tokens_report import tokens_table
 
 GIB = 1 << 30
 
@@ -225,5 +226,6 @@ TABLES: dict[str, Callable[[Report], list[str]]] = {
     "bench/moments.py": moments,
     "bench/overlap.py": overlap,
     "bench/soak.py": soak,
+    "bench/tokens_per_transfer.py": tokens_table,
     "bench/versus.py": versus,
 }

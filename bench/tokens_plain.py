@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 from functools import partial
 from typing import Any
 
@@ -77,12 +76,4 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 "contenders": rows,
             }
         )
-    shown = {name: value for name, value in vars(options).items() if name not in ("json", "png", "part")}
-    if math.isinf(options.seconds):
-        shown["seconds"] = None
-    return {"parameters": task.num_parameters, "settings": shown, "groups": groups}
-
-
-def table(report: Any) -> tuple[list[str], list[list[str]]]:
-    """Heads and rows for `bench.report`."""
-    raise NotImplementedError
+    return {"parameters": task.num_parameters, "groups": groups}

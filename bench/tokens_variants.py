@@ -13,6 +13,10 @@ import streamer
 from bench.versus_contenders import MAX_NORM, WEIGHT_DECAY, Contender
 from bench.versus_task import Task
 from streamer.backends.base import Backend
+from streamer.handle import wrapped
+
+#: The variant that nothing is done for.
+BASELINE = "whole batch"
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,7 @@ class Variant:
 
     ``micro_batches``: slices of the batch that each layer takes one after another (``micro_batch_size``).
     ``parts``: parts of the batch that the loop calls backward for, one after another.
-    ``kept``: the share of layers, the last ones, with ``activations="keep"``; the others have ``activations``.
+    ``kept``: the share of layers, the last ones, with ``activations="keep"``; others have ``activations``.
     ``chunked``: the loss by `streamer.chunked_cross_entropy`.
     """
 
@@ -52,7 +56,7 @@ def variants(*, slots: int, parts: int) -> dict[str, Variant]:
     """By name: one thing changed at a time, then all that saves device memory. ``slots`` is what more slots
     are, ``parts`` what a batch is cut into."""
     return {
-        "whole batch": Variant(),
+        BASELINE: Variant(),
         f"{slots} slots": Variant(num_slots=slots),
         "accumulation": Variant(parts=parts),
         "micro-batches": Variant(micro_batches=parts),
@@ -100,8 +104,8 @@ class Streamed(Contender):
         streamer.synchronize(self.model)
 
     def close(self) -> None:
-        # updates under way hold on to the model
         self.settle()
+        wrapped(self.model).close()
 
     def stats(self) -> streamer.Stats | None:
         return streamer.stats(self.model)
