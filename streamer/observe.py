@@ -47,7 +47,7 @@ def stats(model: nn.Module) -> Stats:
     owned = sum(executor.device_bytes().values())
     now, peak = executor.backend.device_used() or (owned + executor.saved.now, owned + executor.saved.peak)
     return Stats(
-        host_bytes=executor.store.bytes_by_purpose(),
+        host_bytes=executor.host_bytes(),
         device_bytes=executor.device_bytes(),
         device_bytes_now=now,
         device_bytes_peak=peak,

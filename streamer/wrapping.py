@@ -72,7 +72,8 @@ def wrap(
         num_slots: layers that the device holds at a time: 1 overlaps nothing, 2 is double buffering, as
             many as there are layers keeps all of them there. More than that are not allocated.
         activations: ``"recompute"`` keeps a layer's inputs and runs it again in backward, with the hooks of
-            modules inside of it; ``"keep"`` keeps all that its backward needs. `torch.utils.checkpoint`
+            modules inside of it; ``"recompute+offload"`` lets them wait in host memory; ``"keep"`` keeps
+            all that its backward needs. `torch.utils.checkpoint`
             around layers then changes nothing, inside of them it works. [Note: checkpointing] A list has one
             for each layer, a function is given a layer's index.
         micro_batch_size: samples that a layer runs at a time while its weights are in a slot, so that they

@@ -18,7 +18,7 @@ from torch import nn
 import streamer
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
-from streamer.engine import executor
+from streamer.engine import watch
 from streamer.find import find_layers
 from streamer.options import parse_bytes
 from streamer.plan.ledger import Ledger
@@ -44,7 +44,7 @@ class Net(nn.Module):
 KNOWN = re.escape("Found in this model: 'blocks' (3 x Linear)")
 LIST = r"it must be an nn\.ModuleList or nn\.Sequential\. " + KNOWN
 DTYPES = r"use torch\.float32, torch\.bfloat16 or torch\.float16"
-POLICIES = r"use one of 'recompute', 'keep'"
+POLICIES = r"use one of 'recompute', 'recompute\+offload', 'keep'"
 X = torch.ones(2, 4)
 
 
@@ -133,7 +133,7 @@ def test_the_snapshot_sees_a_wrap() -> None:
         ({"num_slots": 1.5}, r"num_slots=1\.5: it must be an integer of 1 or more"),
         ({"num_slots": "2"}, r"num_slots='2': it must be an integer of 1 or more"),
         ({"activations": "checkpoint"}, "activations='checkpoint' is unknown: " + POLICIES),
-        ({"activations": None}, "activations=None: give one of 'recompute', 'keep'"),
+        ({"activations": None}, "activations=None: give one of 'recompute', .* a list"),
         ({"dtype": torch.float64}, r"torch\.float64.* " + DTYPES),
         ({"dtype": torch.int8}, r"torch\.int8.* " + DTYPES),
         ({"dtype": torch.complex64}, r"complex64.* " + DTYPES),
@@ -378,7 +378,7 @@ def test_too_little_memory(device: int, host: int, monkeypatch: pytest.MonkeyPat
 
 def test_just_enough_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     # the model's own weights, of 400 bytes, are given up
-    monkeypatch.setattr(executor, "LOW_HOST_BYTES", 0)
+    monkeypatch.setattr(watch, "LOW_HOST_BYTES", 0)
     monkeypatch.setattr(ThreadBackend, "device_available", lambda self: 2048)
     monkeypatch.setattr(ThreadBackend, "host_available", lambda self: 2048 + 5120 - 400)
     with wrapped() as model:

@@ -41,7 +41,7 @@ def always(seconds: float) -> Delay:
 
 
 @pytest.mark.parametrize("lanes", [(lane,) for lane in Lane] + [tuple(Lane)], ids=str)
-@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@pytest.mark.parametrize("activations", ["recompute+offload", "keep"])
 @pytest.mark.parametrize("num_slots", [1, 2])
 def test_a_slow_lane_changes_nothing(lanes: tuple[Lane, ...], activations: str, num_slots: int) -> None:
     actual = disturbed(activations, {lane: always(0.003) for lane in lanes}, num_slots)
@@ -53,8 +53,8 @@ def test_random_delays_change_nothing(seed: int) -> None:
     draw = random.Random(seed)
     scale = {lane: draw.choice([0.0, 0.001, 0.004]) for lane in Lane}
     delays = {lane: partial(lambda lane: draw.random() * scale[lane], lane) for lane in Lane}
-    activations = "keep" if seed % 2 else "recompute"
-    assert_same(disturbed(activations, delays, num_slots=1 + seed % 3), undisturbed(activations))
+    activations = ("recompute", "keep", "recompute+offload")[seed % 3]
+    assert_same(disturbed(activations, delays, num_slots=1 + seed // 3 % 3), undisturbed(activations))
 
 
 @pytest.mark.parametrize(

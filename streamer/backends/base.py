@@ -125,6 +125,10 @@ class Backend(abc.ABC):
         """Make a buffer of `host_reserve` ready for copies to and from the device, once it is written."""
         return
 
+    def unpin(self, buffer: torch.Tensor) -> None:
+        """A pinned buffer is about to be given up, and no copy to or from it is running."""
+        return
+
     @abc.abstractmethod
     def device_available(self) -> int:
         """Bytes free on the device, within its limit if there is one."""

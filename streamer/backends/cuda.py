@@ -174,6 +174,9 @@ class CudaBackend(Backend):
         with torch.cuda.device(self.device):
             self._pinned.pin(buffer)
 
+    def unpin(self, buffer: torch.Tensor) -> None:
+        self._pinned.unpin(buffer)
+
     def device_available(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.device)
         allocated = torch.cuda.memory_allocated(self.device)

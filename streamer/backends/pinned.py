@@ -44,6 +44,12 @@ class PinnedBlocks:
         if self._pinning and block.numel():
             self._register(block.data_ptr(), block.numel())
 
+    def unpin(self, block: torch.Tensor) -> None:
+        """Unregister a block before the others; it is about to be given up."""
+        if block.data_ptr() in self._registered:
+            self._registered.remove(block.data_ptr())
+            torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
+
     def close(self) -> None:
         """Unregister every block; the memory itself goes when its last tensor does. Idempotent."""
         while self._registered:

@@ -7,11 +7,12 @@ that graph is built:
 
 - ``recompute`` runs the forward without a graph and keeps the inputs; backward runs the forward again,
   with the random state and autocast of the first time, and goes back through the graph at once.
+- ``recompute+offload`` does the same, and the inputs wait in host memory: [Note: saved inputs].
 - ``keep`` builds the graph in forward. What the graph saves of the weights is saved as a place in the
   slot, because the slot will hold other layers in between; backward looks it up in whichever slot the
   unit then has.
 
-In both, a hook on each weight's view moves its gradient into the gradient slot as soon as autograd has
+In all, a hook on each weight's view moves its gradient into the gradient slot as soon as autograd has
 it, so that the whole gradient leaves in one copy, and so that it is known which weights had none. A batch
 that is cut has such a graph for each slice: [Note: micro-batches].
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
+from itertools import compress
 
 import torch
 
@@ -45,6 +47,8 @@ class Run(abc.ABC):
 
     #: whether `graph` must be given the inputs again
     saves_inputs: bool
+    #: whether those that bring a gradient are in host memory in the meantime
+    pages_inputs = False
 
     def __init__(self, executor: Executor, call: Call) -> None:
         self.executor = executor
@@ -70,6 +74,10 @@ class Visit:
         self.executor = executor
         self.call = call
         self.saves_inputs = policy.saves_inputs
+        self._pages_inputs = policy.pages_inputs
+        #: of the inputs, those that are paged, and the number under which they are
+        self._paged: list[bool] = []
+        self._number: int | None = None
         self._cut = cut
         self._runs = [policy(executor, call) for _ in cut.slices]
         self._shapes: Sequence[torch.Size] = ()
@@ -82,6 +90,10 @@ class Visit:
     def forward(self, inputs: Tensors) -> Outputs:
         """The layer's output tensors, and what puts its result together from them."""
         unit = self.call.unit
+        # who has made a leaf has it anyway
+        self._paged = [self._pages_inputs and tensor.grad_fn is not None for tensor in inputs]
+        if any(self._paged):
+            self._number = self.executor.inputs.save(self, list(compress(inputs, self._paged)))
         self._shapes = [tensor.shape for tensor in inputs]
 
         def work(weights: torch.Tensor) -> Outputs:
@@ -97,22 +109,29 @@ class Visit:
 
         outputs = self.executor.forward(unit, work, Phase.FORWARD)
         if self.saves_inputs:
-            self._release = self.executor.saved.hold(self, storages(inputs))
+            self._release = self.executor.saved.hold(self, storages(self.kept(inputs)))
         return outputs
 
+    def kept(self, inputs: Tensors) -> list[torch.Tensor]:
+        """Those of ``inputs`` that wait for backward on the device."""
+        if not self.saves_inputs:
+            return []
+        return [tensor for tensor, is_paged in zip(inputs, self._paged, strict=True) if not is_paged]
+
     def backward(
-        self, inputs: Tensors, gradients: Gradients, asked: Sequence[Asked]
+        self, kept: Tensors, gradients: Gradients, asked: Sequence[Asked]
     ) -> list[torch.Tensor | None]:
-        """From the gradients of the outputs those of the trainable parameters and, after them, of the inputs.
+        """From the gradients of the outputs those of the trainable parameters and, after them, of the inputs,
+        of which `kept` were.
 
         ``asked`` says, for each trainable parameter, whether its gradient is RETURNED; what is ADDED goes to
         the host, and is None here.
         """
-        unit = self.call.unit
         self._check_backward(asked)
         results: list[torch.Tensor | None] = []
 
-        def work(weights: torch.Tensor, gradient: torch.Tensor) -> list[bool]:
+        def work(weights: torch.Tensor, gradient: torch.Tensor, paged: Tensors) -> list[bool]:
+            inputs = self._inputs(kept, paged)
             collector = self._collector(asked, gradient)
             try:
                 found = self._go_back(weights, inputs, gradients, collector)
@@ -126,13 +145,19 @@ class Visit:
             used = collector.finish()
             if not graph_is_retained():
                 self._release()
+                if self._number is not None:
+                    self.executor.inputs.forget(self._number)
                 for run in self._runs:
                     run.release()
             results.extend((*collector.returned, *found))
             return used
 
-        self.executor.backward(unit, work)
+        self.executor.backward(self.call.unit, work, self._number)
         return results
+
+    def _inputs(self, kept: Tensors, paged: Tensors) -> list[torch.Tensor]:
+        sources = iter(kept), iter(paged)
+        return [next(sources[is_paged]) for is_paged in self._paged] if self.saves_inputs else []
 
     def _check_backward(self, asked: Sequence[Asked]) -> None:
         unit = self.call.unit

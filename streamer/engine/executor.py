@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from streamer.engine import op as ops
 from streamer.engine.gradients import Gradients
 from streamer.engine.hazards import Hazards
 from streamer.engine.held import noticing_writes
+from streamer.engine.input_pager import InputPager
 from streamer.engine.issuer import Issuer
 from streamer.engine.landing import RING, Landing
 from streamer.engine.norms import Norms, sum_squares
@@ -24,14 +25,17 @@ from streamer.engine.order import Phase, Visit
 from streamer.engine.param_hooks import OncePerBackward
 from streamer.engine.saved import SavedBytes
 from streamer.engine.unit import Unit
+from streamer.engine.watch import HostWatch
 from streamer.engine.weights import Weights
 from streamer.memory.host import HostShard, HostStore
+from streamer.memory.purposes import SAVED_INPUTS
 from streamer.memory.slots import BUFFERS, GRAD_SLOTS, ROOT_GRADIENTS, ROOT_WEIGHTS, WEIGHT_SLOTS
 
 T = TypeVar("T")
 
-#: Free host memory below which a process is soon ended by the system.
-LOW_HOST_BYTES = 1 << 28
+#: Goes backward, given weights, where gradients go (both flat uint8) and saved inputs; says for which of the
+#: trainable parameters it has written a gradient.
+BackwardWork = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]], Sequence[bool]]
 
 
 class Executor:
@@ -73,11 +77,12 @@ class Executor:
         self.hooked = OncePerBackward()
         self.norms = Norms(self.issuer, units, root, store)
         self.saved = SavedBytes()
+        self.inputs = InputPager(self.issuer, self.saved)
         self.skipped_steps = 0
         self.released = False
         #: the checkpoint that is being written, or was last, in the background
         self.saving: Background | None = None
-        self._has_warned = False
+        self._host_watch = HostWatch(backend)
         #: by the name of a parameter, what stands for the optimizer that updates it
         self.updated_by: dict[str, object] = {}
         self._root_ready = False
@@ -131,11 +136,14 @@ class Executor:
         if self.landing is not None:
             self.landing.check(unit)
 
-    def backward(self, unit: Unit, work: Callable[[torch.Tensor, torch.Tensor], Sequence[bool]]) -> None:
-        """Run ``work`` on the slot with ``unit``'s weights and on a gradient slot, both flat uint8.
-
-        It returns for which of the trainable parameters it has written a gradient; these leave for the
-        host.
+    def backward(
+        self,
+        unit: Unit,
+        work: BackwardWork,
+        saved: int | None = None,
+    ) -> None:
+        """Run ``work`` on the slot with ``unit``'s weights, on a gradient slot, and on what `InputPager` has
+        saved under the number ``saved``; the gradients leave for the host.
         """
         self.begin()
         self.gradients.settle_scale()
@@ -143,12 +151,15 @@ class Executor:
         with (
             self.gradients.slots.taken() if unit.layout.grad_nbytes else nullcontext() as into,
             self._naming_memory(unit),
+            self.inputs.using(saved) as (inputs, resources),
             self.weights.visited(unit, visit) as slot,
         ):
             gradient = self.gradients.root_buffer[:0] if into is None else self.gradients.slots.buffers[into]
             buffer = self.weights.slots.buffers[slot]
-            op = ops.backward(unit.index, slot, into)
-            used, squares = self.issuer.compute(op, lambda: self._measured(unit, work, buffer, gradient))
+            self.inputs.prefetch(saved)
+            op = ops.backward(unit.index, slot, into, resources)
+            go_back = partial(work, buffer, gradient, inputs)
+            used, squares = self.issuer.compute(op, lambda: self._measured(unit, go_back, gradient))
             if into is not None and any(used):
                 if self.landing is None:
                     self.norms.keep(unit, self.gradients.offload(unit, into, used, squares))
@@ -159,16 +170,12 @@ class Executor:
             self.weights.prefetch()
 
     def _measured(
-        self,
-        unit: Unit,
-        work: Callable[[torch.Tensor, torch.Tensor], Sequence[bool]],
-        weights: torch.Tensor,
-        gradient: torch.Tensor,
+        self, unit: Unit, work: Callable[[], Sequence[bool]], gradient: torch.Tensor
     ) -> tuple[Sequence[bool], torch.Tensor]:
         if self.backend.poison:
             # bytes of ones are NaN in every floating-point format
             gradient.fill_(255)
-        used = work(weights, gradient)
+        used = work()
         return used, sum_squares(unit.layout, gradient, used)
 
     def zero_grad(self) -> None:
@@ -194,7 +201,7 @@ class Executor:
         after its update, so this may return before any of them has begun.
         """
         self.weights.refresh()
-        self._watch_host()
+        self._host_watch.check(self.host_bytes())
         if ROOT in updates:
             self.gradients.offload_root()
         for unit in (self.root, *self.units):
@@ -206,19 +213,6 @@ class Executor:
         self._root_ready = False
         self.weights.prefetch()
 
-    def _watch_host(self) -> None:
-        """Warn, once, before the system ends the process for want of host memory."""
-        available = self.backend.host_available()
-        if available < LOW_HOST_BYTES and not self._has_warned:
-            self._has_warned = True
-            held = sum(self.store.bytes_by_purpose().values())
-            warnings.warn(
-                f"only {available} bytes of host memory are free, and the system may end this process: "
-                f"the wrapped model holds {held}, so somebody else takes more than was planned; end that, or "
-                "save and wrap with less (a smaller state_dtype, update='backward')",
-                stacklevel=7,  # the line that called optimizer.step()
-            )
-
     def release(self) -> None:
         """Give up all memory: the weights have been taken out, and the backend is closed.
 
@@ -228,6 +222,7 @@ class Executor:
         self.store.drop_all()
         self.weights.release()
         self.gradients.release()
+        self.inputs.release()
         self.landing = None
 
     def device_bytes(self) -> dict[str, int]:
@@ -241,6 +236,11 @@ class Executor:
             BUFFERS: sum(buffers.values()),
         }
         return {purpose: amount for purpose, amount in nbytes.items() if amount}
+
+    def host_bytes(self) -> dict[str, int]:
+        """Bytes that the wrapped model holds in host memory, by purpose."""
+        saved = self.inputs.places.nbytes
+        return self.store.bytes_by_purpose() | ({SAVED_INPUTS: saved} if saved else {})
 
     def shard(self, unit: Unit) -> HostShard:
         """The host shard of ``unit``."""

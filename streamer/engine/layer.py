@@ -112,7 +112,7 @@ class _Layer(torch.autograd.Function):
         inputs = tensors[len(visit.call.unit.trainable) :]
         outputs, rebuild = visit.forward(inputs)
         results.append(rebuild)
-        ctx.save_for_backward(*(inputs if visit.saves_inputs else ()))
+        ctx.save_for_backward(*visit.kept(inputs))
         ctx.mark_non_differentiable(*(out for out in outputs if not _is_differentiable(out.dtype)))
         return tuple(outputs)
 

@@ -100,8 +100,8 @@ class MicroBatches:
     def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Tensors) -> Cut:
         """Slices of ``inputs``, the tensors in ``args`` and ``kwargs``.
 
-        Raises AmbiguousBatchError for an argument of which it cannot be told whether it begins with the batch,
-        and ValueError for what ``batch_dims`` says wrongly.
+        Raises AmbiguousBatchError for an argument that may or may not begin with the batch, and ValueError
+        for a wrong ``batch_dims``.
         """
         if self._size is None or not inputs or self._signature is None:
             return Cut.none(inputs)

@@ -6,6 +6,7 @@ An op does not say when it runs. `hazards` derives that from the reads and write
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,6 +25,9 @@ class Place(enum.Enum):
     GRADIENT = "gradient"  # a unit's gradient on the host
     STAGING = "staging"  # a gradient that has left the device and is to be added to another
     SQUARES = "squares"  # the sum of squares of a unit's gradient
+    SAVED_INPUT = "saved input"  # an input of a layer that waits for backward, on the device
+    HOST_INPUT = "host input"  # the same in host memory
+    FETCHED = "fetched input"  # the same on the device again
 
 
 class Resource(NamedTuple):
@@ -46,6 +50,8 @@ class OpKind(enum.StrEnum):
     ACCUMULATE = "ACCUMULATE"  # host gradient += staging
     NORM = "NORM"  # sum of squares of a host gradient
     STEP = "STEP"  # update a host shard from its gradient
+    OFFLOAD_INPUT = "OFFLOAD_INPUT"  # saved input -> host
+    FETCH_INPUT = "FETCH_INPUT"  # host -> fetched input
 
 
 _LANE = {
@@ -59,6 +65,8 @@ _LANE = {
     OpKind.ACCUMULATE: Lane.HOST,
     OpKind.NORM: Lane.HOST,
     OpKind.STEP: Lane.HOST,
+    OpKind.OFFLOAD_INPUT: Lane.D2H,
+    OpKind.FETCH_INPUT: Lane.H2D,
 }
 
 
@@ -110,6 +118,18 @@ def squares(unit: int) -> Resource:
     return Resource(Place.SQUARES, unit)
 
 
+def saved_input(place: int) -> Resource:
+    return Resource(Place.SAVED_INPUT, place)
+
+
+def host_input(place: int) -> Resource:
+    return Resource(Place.HOST_INPUT, place)
+
+
+def fetched(place: int) -> Resource:
+    return Resource(Place.FETCHED, place)
+
+
 def unshard(unit: int, slot: int, nbytes: int) -> Op:
     """Copy a unit's weights into a slot."""
     return Op(OpKind.UNSHARD, unit, slot, (shard(unit),), (weight_slot(slot),), nbytes)
@@ -131,10 +151,10 @@ def root_forward() -> Op:
     return Op(OpKind.FORWARD, ROOT, None, (weight_slot(ROOT),), (grad_slot(ROOT),))
 
 
-def backward(unit: int, slot: int, into: int | None) -> Op:
-    """Run a unit's backward from a slot, its gradient going into gradient slot ``into``."""
+def backward(unit: int, slot: int, into: int | None, inputs: Sequence[Resource] = ()) -> Op:
+    """Run a unit's backward from a slot and ``inputs``, its gradient going into gradient slot ``into``."""
     writes = () if into is None else (grad_slot(into),)
-    return Op(OpKind.BACKWARD, unit, slot, (weight_slot(slot),), writes)
+    return Op(OpKind.BACKWARD, unit, slot, (weight_slot(slot), *inputs), writes)
 
 
 def collect() -> Op:
@@ -156,6 +176,17 @@ def accumulate(unit: int, slot: int, nbytes: int) -> Op:
     """Add a staged gradient to the unit's host gradient."""
     reads = (staging(slot), gradient(unit))
     return Op(OpKind.ACCUMULATE, unit, slot, reads, (gradient(unit),), nbytes)
+
+
+def offload_input(place: int, nbytes: int) -> Op:
+    """Copy a saved input to its place on the host."""
+    return Op(OpKind.OFFLOAD_INPUT, ROOT, place, (saved_input(place),), (host_input(place),), nbytes)
+
+
+def fetch_input(place: int, nbytes: int) -> Op:
+    """Copy a saved input from its place on the host to memory that COMPUTE has made free for it."""
+    reads = (host_input(place), saved_input(place))
+    return Op(OpKind.FETCH_INPUT, ROOT, place, reads, (fetched(place),), nbytes)
 
 
 def norm(unit: int, nbytes: int) -> Op:

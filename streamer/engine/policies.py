@@ -118,6 +118,12 @@ class _Slot:
     weights: torch.Tensor
 
 
+class RecomputeOffload(Recompute):
+    """`Recompute`, with the inputs in host memory in the meantime."""
+
+    pages_inputs = True
+
+
 class Keep(Run):
     """Build the graph in forward and keep it, with saved weights as places in the slot."""
 
@@ -169,7 +175,11 @@ class Keep(Run):
 
 
 #: The values of ``wrap(activations=...)``.
-POLICIES: dict[str, type[Run]] = {"recompute": Recompute, "keep": Keep}
+POLICIES: dict[str, type[Run]] = {
+    "recompute": Recompute,
+    "recompute+offload": RecomputeOffload,
+    "keep": Keep,
+}
 
 
 def _detached(inputs: Tensors) -> list[torch.Tensor]:

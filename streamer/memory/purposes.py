@@ -55,6 +55,8 @@ GRADIENTS = Purpose("gradients", torch.uint8, lambda layout: layout.grad_nbytes,
 SUMS = Purpose("gradient sums", FP32, _state_of(BF16, FP16), pinned=True)  # the root's come as sums
 #: Gradients that have left the device and are used up at once: a ring of buffers, each for any layer's.
 STAGING = "gradient staging"
+#: What layers have saved for backward and paged out.
+SAVED_INPUTS = "saved inputs"
 
 #: What a model takes beside its gradients.
 MODEL = (WEIGHTS, REMAINDERS, MASTERS)

@@ -1,0 +1,297 @@
+"""Saved inputs that wait in host memory: plain PyTorch's results, and a device that does not fill."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import T5Config, T5ForConditionalGeneration
+
+import streamer
+from models.gpt2 import GPT
+from streamer.backends.thread import ThreadBackend
+from streamer.engine.input_pager import OUTGOING
+from streamer.engine.op import OpKind
+from streamer.handle import wrapped
+from tests.peak import PeakBytes
+from tests.reference import (
+    VOCAB,
+    History,
+    assert_parity,
+    assert_same,
+    batch,
+    language_loss,
+    streamed,
+    train_plain,
+    train_streamed,
+)
+
+LAYERS, WIDTH = 5, 16
+OFFLOAD = {"layers": "transformer.h", "activations": "recompute+offload"}
+
+
+def gpt(n_layer: int = LAYERS) -> GPT:
+    torch.manual_seed(0)
+    return GPT(vocab_size=VOCAB, block_size=16, n_layer=n_layer, n_head=2, n_embd=32, dropout=0.1)
+
+
+@cache
+def plain() -> History:
+    return train_plain(gpt(), max_norm=0.5, steps=5)
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, LAYERS])
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_training_equals_plain_pytorch(num_slots: int, update: str) -> None:
+    if update == "backward":  # which does not clip
+        options = {"steps": 5, "num_slots": num_slots}
+        assert_same(
+            train_streamed(gpt(), max_norm=1e9, update="step", **options, **OFFLOAD),
+            train_streamed(gpt(), max_norm=1e9, update="step", **options),
+        )
+        return
+    assert_parity(train_streamed(gpt(), max_norm=0.5, steps=5, num_slots=num_slots, **OFFLOAD), plain())
+
+
+@pytest.mark.parametrize("options", [{"micro_batch_size": 1}, {"dtype": torch.bfloat16}], ids=str)
+def test_it_changes_nothing_beside_other_options(options: dict[str, Any]) -> None:
+    assert_same(
+        train_streamed(gpt(), steps=3, **options, **OFFLOAD), train_streamed(gpt(), steps=3, **options)
+    )
+
+
+def ops_of(model: nn.Module) -> Counter[OpKind]:
+    streamer.synchronize(model)
+    return Counter(record.op.kind for record in wrapped(model).executor.issuer.trace.records())
+
+
+def test_the_last_inputs_of_a_forward_are_not_fetched() -> None:
+    with streamed(gpt(), **OFFLOAD) as model:
+        language_loss(model, 0).backward()
+        ops = ops_of(model)
+        assert ops[OpKind.OFFLOAD_INPUT] == LAYERS
+        assert ops[OpKind.FETCH_INPUT] == LAYERS - OUTGOING
+
+
+def test_what_several_layers_are_given_leaves_once() -> None:
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 4, "num_heads": 4}
+    t5 = T5ForConditionalGeneration(
+        T5Config(vocab_size=VOCAB, decoder_start_token_id=0, pad_token_id=0, **sizes)
+    )
+
+    def loss(model: nn.Module, step: int) -> torch.Tensor:
+        tokens = batch(step)
+        result: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+        return result
+
+    options = {"loss_of": loss, "steps": 2}
+    assert_same(train_streamed(t5, activations="recompute+offload", **options), train_streamed(t5, **options))
+    with streamed(t5, activations="recompute+offload") as model:
+        loss(model, 0).backward()
+        # hidden states; in the decoder the encoder's output; and the biases that first layers make and the
+        # others hand on, of the encoder's attention and of the decoder's two
+        assert ops_of(model)[OpKind.OFFLOAD_INPUT] == (2 + 1) + (4 + 1 + 2)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Stack(nn.Module):
+    """``between`` is what happens to hidden states on their way to the next layer."""
+
+    def __init__(
+        self, between: Callable[[torch.Tensor], torch.Tensor] = lambda x: x, *, layers: int = LAYERS
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([Layer() for _ in range(layers)])
+        self.between = between
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(self.between(x))
+        return x
+
+
+def stack_loss(model: nn.Module, step: int) -> torch.Tensor:
+    x = torch.randn(64, 16, WIDTH, generator=torch.Generator().manual_seed(step), requires_grad=True)
+    return model(x * 1).square().mean()
+
+
+def peaks(layers: int, activations: str) -> tuple[int, int, int]:
+    """Of one step: bytes of the tensors that it makes, of those that wait for backward, of host memory."""
+    with streamed(Stack(layers=layers), activations=activations) as model:
+        stack_loss(model, 0).backward()  # makes room in host memory
+        executor = wrapped(model).executor
+        buffers = [
+            *executor.inputs.places.buffers,
+            *executor.weights.slots.buffers,
+            *executor.gradients.slots.buffers,
+        ]
+        buffers += [*executor.store._buffers.values(), *model.parameters()]
+        with PeakBytes(ignoring=[buffer.untyped_storage() for buffer in buffers]) as tracker:
+            stack_loss(model, 0).backward()
+        stats = streamer.stats(model)
+        owned = sum(stats.device_bytes.values())
+        assert stats.device_bytes_now == owned
+        return tracker.peak, stats.device_bytes_peak - owned, stats.host_bytes.get("saved inputs", 0)
+
+
+def test_the_device_does_not_fill_with_depth() -> None:
+    saved = 64 * 16 * WIDTH * 4
+    deep, shallow = peaks(24, "recompute"), peaks(8, "recompute")
+    assert deep[1:] == (24 * saved, 0)
+    assert deep[0] - shallow[0] >= 16 * saved
+    deep, shallow = peaks(24, "recompute+offload"), peaks(8, "recompute+offload")
+    # a layer keeps its random state, of 5 KB
+    assert deep[0] - shallow[0] < 16 * saved / 10
+    # those that leave, one that is used and one that comes; no layer's own is the user's, who has made it
+    assert deep[1] == shallow[1] <= (OUTGOING + 2) * saved
+    assert (deep[2], shallow[2]) == (24 * saved, 8 * saved)
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda x: torch.cat([x, x], dim=-1)[..., 3 : 3 + WIDTH],
+        lambda x: x[:1].expand(2, -1, -1),
+    ],
+    ids=["transposed", "with gaps", "expanded"],
+)
+def test_inputs_of_any_strides(between: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    model = Stack(between)
+    options = {"loss_of": stack_loss, "steps": 2}
+    assert_same(
+        train_streamed(model, activations="recompute+offload", **options), train_streamed(model, **options)
+    )
+
+
+def test_an_input_that_is_written_while_it_leaves_is_refused() -> None:
+    model = Stack()
+    with streamed(model, activations="recompute+offload") as mine:
+        layers, x = mine.layers, torch.randn(2, 3, WIDTH)
+        first = layers[0](x)
+        second = layers[1](first)
+        with torch.no_grad():
+            first.add_(1)
+        with pytest.raises(
+            RuntimeError, match="modified by an inplace operation: an input of shape .2, 3, 16"
+        ):
+            second.sum().backward()
+
+
+def test_an_input_that_is_written_when_it_has_left_is_the_one_that_was_saved() -> None:
+    def gradient(model: Any, *, is_written: bool) -> torch.Tensor:
+        first = model.layers[0](torch.ones(2, 3, WIDTH))
+        x = first
+        for layer in model.layers[1:]:
+            x = layer(x)
+        if is_written:
+            with torch.no_grad():
+                first.zero_()
+        x.sum().backward()
+        result: torch.Tensor = model.layers[1].linear.weight.grad
+        return result
+
+    expected = gradient(Stack(), is_written=False)
+    with streamed(Stack(), activations="recompute+offload") as mine:
+        assert torch.equal(gradient(mine, is_written=True), expected)
+
+
+def host_places(model: nn.Module) -> int:
+    return streamer.stats(model).host_bytes.get("saved inputs", 0)
+
+
+def test_places_are_used_again_and_grow_with_the_batch() -> None:
+    with streamed(Stack(), activations="recompute+offload") as mine:
+        each = 3 * WIDTH * 4
+        for size, with_backward in [(4, True), (2, True), (4, False), (4, True), (8, True), (2, True)]:
+            loss = mine(torch.randn(size, 3, WIDTH, requires_grad=True) * 1).sum()
+            if with_backward:
+                loss.backward()
+            del loss
+            gc.collect()
+            assert host_places(mine) == LAYERS * each * (
+                4 if size < 8 and host_places(mine) < 8 * each * 5 else 8
+            )
+        assert host_places(mine) == LAYERS * each * 8
+
+
+def test_backward_twice_and_two_graphs_in_any_order() -> None:
+    def gradients(model: nn.Module) -> list[torch.Tensor]:
+        x, y = (torch.linspace(0, 1, 96).view(2, 3, WIDTH).requires_grad_() for _ in range(2))
+        first, second = model(x * 2).sum(), model(y * 3).square().sum()
+        first.backward(retain_graph=True)
+        second.backward()
+        first.backward()
+        return [x.grad, y.grad, *(param.grad.clone() for param in model.parameters())]
+
+    expected = gradients(Stack())
+    with streamed(Stack(), activations="recompute+offload") as mine:
+        for actual, wanted in zip(gradients(mine), expected, strict=True):
+            torch.testing.assert_close(actual, wanted)
+
+
+def test_too_little_host_memory_is_said_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with streamed(Stack(), activations="recompute+offload") as mine:
+        with pytest.raises(MemoryError, match=r"384 bytes more beside 384, and 116 are free; take a smaller"):
+            monkeypatch.setattr(ThreadBackend, "host_available", lambda self: 500 - host_places(mine))
+            mine(torch.randn(2, 3, WIDTH, requires_grad=True) * 1)
+        monkeypatch.undo()
+        # and nothing is lost
+        mine(torch.randn(2, 3, WIDTH, requires_grad=True) * 1).sum().backward()
+
+
+# --- by layer -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "activations",
+    [
+        ["keep", "recompute+offload", "recompute", "keep", "recompute"],
+        lambda i: "keep" if i > 2 else "recompute",
+    ],
+    ids=["list", "function"],
+)
+def test_policies_by_layer(activations: Any) -> None:
+    runs = []
+
+    def count(*_: object) -> None:
+        runs.append(1)
+
+    with streamed(gpt(), layers="transformer.h", activations=activations) as model:
+        for block in model.transformer.h:
+            block.mlp.register_forward_hook(count)
+        language_loss(model, 0).backward()
+    kept = [activations(i) if callable(activations) else activations[i] for i in range(LAYERS)].count("keep")
+    assert len(runs) == kept + 2 * (LAYERS - kept)
+    assert_parity(
+        train_streamed(gpt(), layers="transformer.h", activations=activations, max_norm=0.5, steps=5), plain()
+    )
+
+
+@pytest.mark.parametrize(
+    ("activations", "match"),
+    [
+        (["keep"], "activations has 1 entries, and there are 5 layers: give one for each"),
+        (["keep"] * 4 + ["drop"], r"activations\[4\]='drop' is unknown: use one of 'recompute', "),
+        (lambda i: None, r"activations\(0\)=None is unknown: use one of 'recompute', "),
+    ],
+)
+def test_wrong_policies_by_layer(activations: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        streamer.wrap(gpt(), layers="transformer.h", device="cpu", activations=activations)
