@@ -3,8 +3,8 @@
     python -m bench.tokens_per_transfer plain       # beside plain PyTorch; ten minutes on two cores
     python -m bench.tokens_per_transfer bus         # a bus of 0.2 and 1 GB/s; seven minutes on two cores
     python -m bench.tokens_per_transfer machines    # 10 billion parameters on paper; minutes, no GPU
-    python -m bench.tokens_per_transfer bus --device cuda --n-layer 6 --n-head 32 --n-embd 4096 \\
-        --vocab-size 50257 --context 1024 --batch-sizes 2 8 --lr 1e-4 --seconds 45
+    python -m bench.tokens_per_transfer bus --device cuda --n-layer 3 --n-head 32 --n-embd 4096 \\
+        --vocab-size 50257 --context 1024 --batch-sizes 4 16 --lr 1e-4 --rounds 3 --steps 1
 
 Weights cross the bus twice a step, once for forward and once for backward, and gradients once. The more
 tokens are in a step, the more arithmetic there is to hide that under; the device's memory limits them.
