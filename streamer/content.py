@@ -139,6 +139,17 @@ def _put(pieces: list[Piece], tensor: torch.Tensor) -> str:
     return pieces[-1].name
 
 
+def files_of(kind: str, manifest: Manifest) -> dict[str, str]:
+    """By the name of each tensor of one ``kind``, the file that has it: the model may have been saved with
+    other layers."""
+    return {
+        name: file
+        for file, entries in manifest.files.items()
+        if file.startswith(f"{kind}-")
+        for name in entries
+    }
+
+
 def file_name(kind: str, unit: Unit) -> str:
     """The file for what is of one ``kind`` of a unit."""
     number = "root" if unit.index < 0 else f"{unit.index:05d}"

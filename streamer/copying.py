@@ -13,7 +13,11 @@ from torch import nn
 from streamer.engine.executor import Executor
 from streamer.engine.inner import InnerForward
 from streamer.engine.layer import StreamedLayer
+from streamer.engine.split import SplitForward
 from streamer.handle import HANDLE, home_of
+
+#: What stands in for a forward, and knows the one that was there.
+_INSTEAD = InnerForward | SplitForward
 
 Memo = dict[int, Any]
 
@@ -44,7 +48,7 @@ class Copier:
         self._copy_tensors(module, memo)
         attributes = vars(module)
         plain = {
-            name: self._without_own_hooks(name, value.had if isinstance(value, InnerForward) else value)
+            name: self._without_own_hooks(name, value.had if isinstance(value, _INSTEAD) else value)
             for name, value in attributes.items()
             if name not in self._attributes and not isinstance(value, StreamedLayer)
         }

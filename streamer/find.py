@@ -28,7 +28,7 @@ def find_layers(model: nn.Module, layers: Layers) -> list[tuple[str, nn.Module]]
     found: dict[int, tuple[str, nn.Module]] = {}
     for path in paths:
         for name, layer in _blocks(_list_at(model, path), path):
-            if not _is_called(layer):
+            if not is_called(layer):
                 raise ValueError(
                     f"layer '{name}' is a {type(layer).__name__}, which has no forward and is never called: "
                     "give wrap(layers=...) the paths of the lists in it"
@@ -47,7 +47,8 @@ def _blocks(blocks: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
             yield name, child
 
 
-def _is_called(module: nn.Module) -> bool:
+def is_called(module: nn.Module) -> bool:
+    """Whether ``module`` has a forward."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
@@ -107,5 +108,5 @@ def _stacks(model: nn.Module) -> list[str]:
 def _is_stack(module: nn.Module) -> bool:
     blocks = [block for _, block in _blocks(module, "")]
     return len({type(block) for block in blocks}) < len(blocks) and all(
-        _is_called(block) and next(block.parameters(), None) is not None for block in blocks
+        is_called(block) and next(block.parameters(), None) is not None for block in blocks
     )

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from streamer.content import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, file_name
+from streamer.content import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, files_of
 from streamer.engine.executor import Executor
-from streamer.engine.unit import Unit
 from streamer.files.errors import CheckpointError, shortened
 from streamer.files.manifest import NAME, Manifest
-from streamer.files.tensors import DTYPES, Entry
+from streamer.files.tensors import DTYPES
 from streamer.handle import Home, require_home
 from streamer.memory.purposes import MOMENTS
 from streamer.moments import check_owner, parse_state_dtype
@@ -52,17 +51,19 @@ def check_model(path: Path, manifest: Manifest, model: nn.Module, executor: Exec
     here |= {name: tuple(buffer.shape) for name, buffer in model.named_buffers()}
     if differing := _unlike(there, here):
         raise CheckpointError(f"{path} is of another model; these tensors differ: {shortened(differing)}")
-    names = [unit.name for unit in units]
-    saved = manifest.values["model"]["units"]
-    if saved != names:
-        raise CheckpointError(f"{path} was saved with other layers: wrap with those ({saved})")
-    for unit in units:
-        file = file_name(WEIGHTS, unit)
-        _check_floats(path / file, manifest.files.get(file, {}), unit, whole=True)
-        file = file_name(GRADIENTS, unit)
-        gradients = manifest.files.get(file, {})
-        _check_floats(path / file, gradients, unit, whole=False)
-        if gradients and executor.landing is not None and unit is not executor.root:
+    shapes = {slice.param.name: slice.param.shape for unit in units for slice in unit.layout.slices}
+    weights, gradients = files_of(WEIGHTS, manifest), files_of(GRADIENTS, manifest)
+    for name in shapes.keys() - weights.keys():
+        raise CheckpointError(f"{path}: tensor '{name}' is in none of the files of weights")
+    for name, file in (*weights.items(), *gradients.items()):
+        entry = manifest.files[file][name]
+        if entry.shape != shapes.get(name) or entry.dtype not in _FLOATS:
+            raise CheckpointError(f"{path / file}: tensor '{name}' is no value for a parameter of the model")
+    if executor.landing is None:
+        return
+    in_layers = {slice.param.name for unit in executor.units for slice in unit.layout.slices}
+    for name, file in gradients.items():
+        if name in in_layers:
             raise CheckpointError(
                 f"{path / file}: update='backward' keeps no gradients between backward and step(), and here "
                 "are some: wrap with update='step', or save after a step"
@@ -92,10 +93,11 @@ def check_optimizer(
             f"same order. These differ: {shortened(_differing(groups, mine))}"
         )
     held_in = parse_state_dtype(saved["state_dtype"])
+    files = files_of(OPTIMIZER, manifest)
     for group in optimizer.param_groups:
         for home in map(require_home, group["params"]):
             if home.slice.param.trainable and home.slice.param.name in saved["steps"]:
-                _check_moments(path, manifest, home, held_in)
+                _check_moments(path, manifest, files, home, held_in)
 
 
 def check_other_state(path: Path, state: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -109,26 +111,18 @@ def check_other_state(path: Path, state: Any, optimizer: torch.optim.Optimizer) 
         )
 
 
-def _check_floats(file: Path, entries: Mapping[str, Entry], unit: Unit, *, whole: bool) -> None:
-    """Raise CheckpointError unless these are values for ``unit``, for all of it if ``whole``."""
-    shapes = {slice.param.name: slice.param.shape for slice in unit.layout.slices}
-    for name in entries.keys() | (shapes.keys() if whole else ()):
-        entry = entries.get(name)
-        if entry is None or entry.shape != shapes.get(name) or entry.dtype not in _FLOATS:
-            raise CheckpointError(f"{file}: tensor '{name}' is no value for unit '{unit.name}'")
-
-
-def _check_moments(path: Path, manifest: Manifest, home: Home, held_in: torch.dtype) -> None:
+def _check_moments(
+    path: Path, manifest: Manifest, files: Mapping[str, str], home: Home, held_in: torch.dtype
+) -> None:
     name = home.slice.param.name
     step = manifest.values["optimizer"]["steps"][name]
     if type(step) is not float or not step.is_integer() or step < 0:
         raise ValueError(f"step {step} of '{name}'")
-    file = file_name(OPTIMIZER, home.unit)
-    entries = manifest.files.get(file, {})
     for purpose in MOMENTS[held_in]:
         meta = torch.empty(purpose.numel(home.unit.layout), device="meta")
         shape = tuple(purpose.part(home.slice, meta).shape)
-        entry = entries.get(f"{name}.{purpose.name}")
+        file = files.get(f"{name}.{purpose.name}", NAME)
+        entry = manifest.files.get(file, {}).get(f"{name}.{purpose.name}")
         if entry is None or (entry.dtype, entry.shape) != (DTYPES[purpose.dtype], shape):
             raise CheckpointError(f"{path / file}: tensor '{name}.{purpose.name}' is missing or no moment")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NoReturn
 
@@ -15,6 +15,7 @@ from streamer.engine.asked import Asked, asked_of
 from streamer.engine.executor import Executor
 from streamer.engine.inner import guard_inner_modules
 from streamer.engine.param_hooks import OWN_HOOK
+from streamer.engine.split import Split, watch_split
 from streamer.engine.tree import flatten
 from streamer.engine.unit import Unit
 from streamer.memory.layout import Slice
@@ -29,10 +30,11 @@ def attach_guards(
     plain_dtypes: Mapping[nn.Parameter, torch.dtype],
     *,
     is_compiled: bool = False,
+    split: Sequence[Split] = (),
 ) -> Callable[[], None]:
     """Put hooks and guards on ``model``; the returned function takes them off.
 
-    ``plain_dtypes`` are those of a copy's parameters.
+    ``plain_dtypes`` are those of a copy's parameters, ``split`` the layers of which only parts are streamed.
     """
     hooks: set[int] = set()
     copier = Copier(executor, plain_dtypes, GUARDS, hooks)
@@ -46,6 +48,7 @@ def attach_guards(
 
         if not is_compiled:  # torch.compile would tell layers apart by what stands in for their forwards
             stack.callback(guard_inner_modules(executor))
+        stack.callback(watch_split(executor, split))
         keep(model.register_forward_pre_hook(_check_wanted(executor.root)))
         keep(model.register_forward_pre_hook(_move_inputs(executor.backend.device), with_kwargs=True))
         for module in modules:

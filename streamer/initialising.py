@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,18 @@ from streamer.engine.unit import Unit
 
 #: What `wrap(init=...)` takes: sets the values of one module's own parameters and buffers, in place.
 Init = Callable[[nn.Module], object]
+
+
+class UnitInit(abc.ABC):
+    """An `Init` that is told when all modules of a unit have been given to it."""
+
+    @abc.abstractmethod
+    def __call__(self, module: nn.Module) -> None:
+        """Set the values of the module's own parameters and buffers."""
+
+    @abc.abstractmethod
+    def end_unit(self, module: nn.Module) -> None:
+        """The unit of ``module``, which came last, is through."""
 
 
 def is_on_meta(unit: Unit) -> bool:
@@ -93,6 +106,8 @@ class Initialiser:
         with _seeded(_unit_seed(self._seed, unit.name), self._device), torch.no_grad(), self._device:
             for module in modules:
                 self._init(module)
+            if isinstance(self._init, UnitInit):
+                self._init.end_unit(unit.module)
         for place in places:
             place.check()
         for module in modules:

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Container
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from streamer.content import BUFFERS, GRADIENTS, OPTIMIZER, VALUES, WEIGHTS, file_name
+from streamer.content import BUFFERS, GRADIENTS, OPTIMIZER, VALUES, WEIGHTS, files_of
 from streamer.engine.executor import Executor
 from streamer.engine.unit import Unit
 from streamer.files.manifest import Manifest
@@ -45,8 +45,8 @@ class Loaded:
 def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | PathLike[str]) -> Loaded:
     """Take over weights, optimizer state, gradients, buffers and random states from the checkpoint ``path``.
 
-    The model may be wrapped otherwise than when it was saved: with other slots, activations, device or dtype.
-    Moments that were held in another dtype are converted, with a warning.
+    The model may be wrapped otherwise than when it was saved: with other layers, slots, activations, device
+    or dtype. Moments that were held in another dtype are converted, with a warning.
 
     All of the checkpoint is read and compared with its checksums before anything is changed. Raises
     `CheckpointError` (a ValueError) for one that is damaged, naming the file and the tensor, or of another
@@ -61,8 +61,15 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | 
     units = (*executor.units, executor.root)
     with ExitStack() as files:
 
+        @cache
         def opened(name: str) -> Read:
             return files.enter_context(reading(path / name))
+
+        def of_kind(kind: str) -> Read:
+            places = files_of(kind, manifest)
+            return lambda name: opened(places[name])(name)
+
+        weights, gradients = of_kind(WEIGHTS), of_kind(GRADIENTS)
 
         with laid_out(path):
             check_model(path, manifest, model, executor)
@@ -76,19 +83,15 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | 
         if optimizer is not None and not isinstance(optimizer, AdamW):
             _load_other(path, optimizer, values.optimizer)
         for unit in units:
-            if unit.layout.slices:
-                _load_weights(executor, unit, opened(file_name(WEIGHTS, unit)))
+            _load_weights(executor, unit, weights)
         if BUFFERS in manifest.files:
             _load_buffers(model, opened(BUFFERS))
         if isinstance(optimizer, AdamW):
-            _load_moments(optimizer, manifest.values["optimizer"], values.optimizer, opened)
+            _load_moments(optimizer, manifest.values["optimizer"], values.optimizer, of_kind(OPTIMIZER))
         if executor.landing is not None:
             executor.landing.next_step()  # of this model nothing has landed
         for unit in units:
-            name = file_name(GRADIENTS, unit)
-            _load_gradients(
-                unit, opened(name) if name in manifest.files else None, manifest.files.get(name, {})
-            )
+            _load_gradients(unit, gradients, files_of(GRADIENTS, manifest))
         executor.gradients.adopt_all()
         executor.norms.forget()
         executor.gradients.scale = values.gradient_scale
@@ -184,11 +187,8 @@ def _load_buffers(model: nn.Module, read: Read) -> None:
             buffer.copy_(read(name))
 
 
-def _load_moments(
-    optimizer: AdamW, saved: dict[str, Any], options: list[dict[str, Any]], opened: Callable[[str], Read]
-) -> None:
+def _load_moments(optimizer: AdamW, saved: dict[str, Any], options: list[dict[str, Any]], read: Read) -> None:
     held_in = parse_state_dtype(saved["state_dtype"])
-    readers: dict[int, Read] = {}
     state: dict[torch.Tensor, dict[str, Any]] = {}
     for group, options_there in zip(optimizer.param_groups, options, strict=True):
         group.update(options_there)
@@ -202,9 +202,6 @@ def _load_moments(
                 for moment in moments.values():
                     moment.zero_()
                 continue
-            if home.unit.index not in readers:
-                readers[home.unit.index] = opened(file_name(OPTIMIZER, home.unit))
-            read = readers[home.unit.index]
             there_held = {purpose.name: read(f"{name}.{purpose.name}") for purpose in MOMENTS[held_in]}
             for key, values in convert(there_held, held_in, optimizer.state_dtype).items():
                 moments[key].copy_(values)
@@ -213,10 +210,10 @@ def _load_moments(
     optimizer.restart(state)
 
 
-def _load_gradients(unit: Unit, read: Read | None, there: Container[str]) -> None:
+def _load_gradients(unit: Unit, read: Read, there: Container[str]) -> None:
     for slice, param in zip(unit.layout.slices, unit.params, strict=True):
         param.grad = None
-        if read is not None and slice.param.trainable and slice.param.name in there:
+        if slice.param.trainable and slice.param.name in there:
             gradient = read(slice.param.name)
             # sums stay in fp32
             dtype = gradient.dtype if gradient.dtype == torch.float32 else param.dtype

@@ -45,6 +45,12 @@ def make_units(
     return units, root
 
 
+def layout_of(name: str, module: nn.Module, dtype: torch.dtype | None) -> Layout:
+    """The layout that the unit of ``module`` (qualified name ``name``) would have."""
+    owned = _owners(name, module.named_modules())
+    return Layout.of(_param(param, places, dtype) for param, places in owned.items())
+
+
 def _owners(prefix: str, modules: Iterable[tuple[str, nn.Module]]) -> Owners:
     owners: Owners = defaultdict(list)
     for path, module in modules:
@@ -83,12 +89,7 @@ def _unit(
     elsewhere: Iterable[nn.Module] = (),
 ) -> Unit:
     params = {
-        Param(
-            places[0][2], tuple(param.shape), _streamed_dtype(param, places[0][2], dtype), param.requires_grad
-        ): (
-            param,
-            tuple((owner, attribute) for owner, attribute, _ in places),
-        )
+        _param(param, places, dtype): (param, tuple((owner, attribute) for owner, attribute, _ in places))
         for param, places in owned.items()
     }
     layout = Layout.of(params)
@@ -104,6 +105,13 @@ def _unit(
             (owner, key) for owner in module.modules() if owner not in others for key in owner._buffers
         ),
     )
+
+
+def _param(
+    param: nn.Parameter, places: Sequence[tuple[nn.Module, str, str]], dtype: torch.dtype | None
+) -> Param:
+    name = places[0][2]
+    return Param(name, tuple(param.shape), _streamed_dtype(param, name, dtype), param.requires_grad)
 
 
 def _streamed_dtype(param: nn.Parameter, name: str, dtype: torch.dtype | None) -> torch.dtype:

@@ -29,6 +29,7 @@ from streamer.moving import MoveIn, releasable_bytes
 from streamer.options import Activations, check_dtypes_for_backward, check_options, parse_bytes, policies
 from streamer.other_optimizers import serve_other_optimizers
 from streamer.plan.ledger import least_moments, ledger
+from streamer.splitting import cut_to_fit, refuse_micro_batches
 from streamer.units import make_units
 from streamer.unwrapping import forget
 
@@ -56,8 +57,9 @@ def wrap(
     """Stream the layers of ``model`` from host memory. Changes the model in place and returns it.
 
     The weights move to host memory, a layer at a time, and the storage that they had is given up;
-    ``num_slots`` buffers on the device, each as large as the largest layer, take them in turn. What is in no
-    layer (embeddings, final norm, head) stays on the device.
+    ``num_slots`` buffers on the device, each as large as the largest layer, take them in turn. A layer for
+    which they would be too large is cut into its children, which are streamed in its place, while its own
+    forward runs as it is. What is in no layer (embeddings, final norm, head) stays on the device.
     Inputs are moved to the device. Class, parameter objects, parameter names and ``state_dict`` keys
     stay as they are; `copy.deepcopy` gives a plain CPU model. Train it with `streamer.AdamW`.
 
@@ -99,7 +101,8 @@ def wrap(
             string or a function is the backend that it uses. A layer that cannot be compiled runs as it is,
             with a warning.
         device_memory: bytes, or a text such as ``"16GiB"``: what this process may take of a GPU (PyTorch's
-            allocator refuses more, until `unwrap`), and what is planned on the device.
+            allocator refuses more, until `unwrap`), and what is planned on the device. Layers that are too
+            large for the slots that this leaves are streamed in parts, along their children.
         backend: runs on this backend in place of the device's own. A virtual one has no values and compiles
             nothing.
 
@@ -135,7 +138,6 @@ def wrap(
     in_backward = update == "backward"
     if in_backward:
         check_dtypes_for_backward([unit.layout for unit in (*units, root)])
-    num_slots = min(num_slots, len(units))
     virtual = backend is not None and backend.device.type == "meta"
     if not virtual:
         check_init((*units, root), init)
@@ -150,12 +152,25 @@ def wrap(
             host_threads = max(1, native.num_threads_available() - 1)
         if host_threads is not None:
             backend.on_host(partial(native.set_num_threads, host_threads))
-        planned = ledger(units, root, num_slots=num_slots, update_in_backward=in_backward)
         plain_dtypes = {param: param.dtype for param in model.parameters()}
         on_device = backend.device.type != "cpu"
+        device_available = backend.device_available()
+        if on_device:
+            device_available += releasable_bytes(plain_dtypes, backend.device)
+        cut = cut_to_fit(
+            model, units, root, dtype, num_slots=num_slots, available=device_available, limit=limit
+        )
+        if cut.split and micro_batch_size is not None:
+            refuse_micro_batches(cut.split)
+        elif cut.split:
+            run_as = [run_as[layer] for layer in cut.layers]
+            cutters = micro_batches(cut.units, None, {})
+        units, root = cut.units, cut.root
+        num_slots = min(num_slots, len(units))
+        planned = ledger(units, root, num_slots=num_slots, update_in_backward=in_backward)
         replace(planned, host={**planned.host, **least_moments(units, root)}).check(
-            device_available=backend.device_available()
-            + (releasable_bytes(plain_dtypes, backend.device) if on_device else 0),
+            device_available=device_available,
+            device_mend=cut.mend,
             host_available=backend.host_available(),
             shared=not on_device,
             given_back=releasable_bytes(plain_dtypes, torch.device("cpu")),
@@ -183,7 +198,9 @@ def wrap(
         for unit, policy, cutter in zip(units, run_as, cutters, strict=True):
             # an instance attribute: __call__ and the user's hooks run around it as before
             unit.module.forward = StreamedLayer(executor, unit, policy, cutter, compiler)
-        take_off = attach_guards(model, executor, plain_dtypes, is_compiled=compiler is not None)
+        take_off = attach_guards(
+            model, executor, plain_dtypes, is_compiled=compiler is not None, split=cut.split
+        )
         undo.callback(take_off)
         end_service = serve_other_optimizers(executor)
         undo.callback(end_service)

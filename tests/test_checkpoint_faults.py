@@ -308,8 +308,7 @@ def two_groups(params: list[nn.Parameter]) -> Any:
     return streamer.AdamW([{"params": params[1:]}, {"params": params[:1]}])
 
 
-def test_other_layers_and_other_optimizers(runs: Any, pair: tuple[Run, Path], tmp_path: Path) -> None:
-    refused(runs(layers="others"), pair[1], r"other layers: wrap with those \(\['blocks.0'")
+def test_other_optimizers(runs: Any, pair: tuple[Run, Path], tmp_path: Path) -> None:
     refused(
         runs(make=two_groups),
         pair[1],

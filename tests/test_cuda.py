@@ -29,6 +29,7 @@ from streamer.engine.hazards import Hazards
 from streamer.engine.op import OpKind
 from streamer.handle import wrapped
 from tests.reference import VOCAB, History, assert_parity, assert_same, batch, streamed, train
+from tests.test_micro_batches import sliced
 from tests.test_parity import TorchMasters
 
 pytestmark = pytest.mark.cuda
@@ -121,12 +122,61 @@ class SlowLane(CudaBackend):
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 3, 4])
-@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@pytest.mark.parametrize("activations", ["recompute", "recompute+offload", "keep"])
 def test_training_in_fp32_equals_plain_pytorch(activations: str, num_slots: int) -> None:
     assert max(plain().norms) > 0.5, "clipping must have something to do"
     backend = CudaBackend(torch.device("cuda"), poison=True)
     actual = paged(activations=activations, num_slots=num_slots, backend=backend)
     assert_parity(actual, plain())
+
+
+@pytest.mark.parametrize("activations", ["recompute", "recompute+offload", "keep"])
+def test_micro_batches_equal_plain_pytorch_on_the_same_slices(activations: str) -> None:
+    model = copy.deepcopy(gpt()).cuda()
+    for block in model.transformer.h:
+        block.forward = sliced(block.forward, 2)  # type: ignore[method-assign]
+    optimizer = torch.optim.AdamW(model.parameters(), **SETTINGS)
+    clip = partial(nn.utils.clip_grad_norm_, list(model.parameters()), 0.5)
+    expected = on_cpu(train(model, optimizer, clip, steps=STEPS, loss_of=loss_of))
+    backend = CudaBackend(torch.device("cuda"), poison=True)
+    assert_parity(paged(activations=activations, micro_batch_size=2, backend=backend), expected)
+
+
+@pytest.mark.parametrize("slow", [Lane.H2D, Lane.D2H])
+def test_saved_inputs_are_right_however_slow_the_bus_is(slow: Lane) -> None:
+    actual = paged(activations="recompute+offload", backend=SlowLane(slow))
+    assert_same(actual, undisturbed("recompute"))
+
+
+def test_saved_inputs_leave_the_device() -> None:
+    """Memory that is let go while its copy runs may be taken at once: each layer takes some and fills it."""
+
+    class Greedy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch.full_like(x, math.nan)
+            return x * self.scale
+
+    layers, x = 12, torch.randn(1 << 24, device="cuda", requires_grad=True)
+    with streamed(
+        nn.Sequential(*(Greedy() for _ in range(layers))),
+        device="cuda",
+        layers="",
+        activations="recompute+offload",
+    ) as model:
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            model(x * 2).sum().backward()
+            peak = torch.cuda.max_memory_allocated() - before
+        assert torch.equal(x.grad, torch.full_like(x, 4.0))
+        streamer.synchronize(model)
+        for layer in model:
+            assert torch.allclose(layer.scale.grad, 2 * x.double().sum().float().cpu() * 2, rtol=1e-3)
+    assert peak < 8 * x.nbytes
 
 
 @pytest.mark.parametrize("activations", ["recompute", "keep"])

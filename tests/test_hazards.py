@@ -176,7 +176,8 @@ def record(monkeypatch: pytest.MonkeyPatch, *, num_slots: int, layers: int = 5, 
     with monkeypatch.context() as patch:
         patch.setattr(Issuer, "issue", noting)
         torch.manual_seed(0)
-        model = streamer.wrap(Net(layers), layers="blocks", num_slots=num_slots, backend=backend)
+        options = {"num_slots": num_slots, "activations": "recompute+offload"}
+        model = streamer.wrap(Net(layers), layers="blocks", backend=backend, **options)
         optimizer = streamer.AdamW(model.parameters(), lr=1e-3)
         for _ in range(steps):
             for _ in range(2):

@@ -24,7 +24,7 @@ from streamer.engine.op import ROOT
 from streamer.engine.order import Phase, Visit
 from streamer.engine.param_hooks import OncePerBackward
 from streamer.engine.saved import SavedBytes
-from streamer.engine.unit import Unit
+from streamer.engine.unit import Unit, buffer_bytes
 from streamer.engine.watch import HostWatch
 from streamer.engine.weights import Weights
 from streamer.memory.host import HostShard, HostStore
@@ -227,13 +227,12 @@ class Executor:
 
     def device_bytes(self) -> dict[str, int]:
         """Bytes that the wrapped model holds on the device, by purpose."""
-        buffers = {b.data_ptr(): b.nbytes for unit in (*self.units, self.root) for b in unit.buffers()}
         nbytes = {
             WEIGHT_SLOTS: sum(buffer.nbytes for buffer in self.weights.slots.buffers),
             GRAD_SLOTS: sum(buffer.nbytes for buffer in self.gradients.slots.buffers),
             ROOT_WEIGHTS: self.weights.root_buffer.nbytes,
             ROOT_GRADIENTS: self.gradients.root_buffer.nbytes + self.gradients.root_sums.nbytes,
-            BUFFERS: sum(buffers.values()),
+            BUFFERS: buffer_bytes((*self.units, self.root)),
         }
         return {purpose: amount for purpose, amount in nbytes.items() if amount}
 

@@ -22,6 +22,7 @@ from streamer.engine.micro_batches import MicroBatches
 from streamer.engine.order import Phase
 from streamer.engine.param_hooks import shield
 from streamer.engine.policies import POLICIES
+from streamer.engine.split import unwatched
 from streamer.engine.transforms import check_dual, check_transforms
 from streamer.engine.tree import flatten
 from streamer.engine.unit import Unit
@@ -47,6 +48,10 @@ class StreamedLayer:
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with unwatched():
+            return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_transforms(self._unit.name)
         if not torch.is_grad_enabled():
             return self._infer(args, kwargs, Phase.INFERENCE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -200,6 +200,14 @@ class Unit:
             for module, name in owners:
                 # as torch.func.functional_call does: the module's own __setattr__ takes only Parameters
                 module._parameters[name] = tensor  # type: ignore[assignment]
+
+
+def buffer_bytes(units: Iterable[Unit]) -> int:
+    """Bytes of the buffers of ``units``, each counted once."""
+    buffers = [buffer for unit in units for buffer in unit.buffers()]
+    # not by address: all meta tensors have the same
+    places = {(b.untyped_storage()._cdata, b.storage_offset()): b.nbytes for b in buffers}
+    return sum(places.values())
 
 
 def changed_attributes(then: Attributes) -> Iterator[tuple[nn.Module, Mapping[str, Any]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch import nn
 from streamer.files.errors import CheckpointError
 from streamer.files.shards import stored_tensors
 from streamer.find import Layers, find_layers
-from streamer.initialising import Init
+from streamer.initialising import Init, UnitInit
 from streamer.pretrained.architecture import ModelClass, build
 from streamer.pretrained.sources import match
 from streamer.pretrained.tensors import Tensors, commonest
@@ -78,8 +78,8 @@ def from_pretrained(
     tensors = Tensors(model, match(model, stored, ignore))
     if faults := tensors.faults(may_be_missing=initialise is not None):
         raise CheckpointError(f"{path} is not of a {type(model).__name__}; {'; '.join(faults)}")
-    layer_modules = [layer for _, layer in find_layers(model, layers)]
-    reader = _Reader(model, layer_modules, tensors, initialise)
+    find_layers(model, layers)  # says early what is wrong with the paths
+    reader = _Reader(model, tensors, initialise)
     tensors.take_dtypes(dtype if dtype in DTYPES else None)
     tensors.fill_buffers(model)
     return wrap(model, layers=layers, init=reader, dtype=dtype, **options)
@@ -104,17 +104,14 @@ def _own_init(model: nn.Module) -> Init:
     return lambda module: getattr(owners[module], OWN_INIT)(module)
 
 
-class _Reader:
-    """Gives the parameters of one unit after another their values: an `Init`.
+class _Reader(UnitInit):
+    """Gives the parameters of one unit after another their values.
 
-    Modules come children before their parents, a unit's own module last. Then all that is in the files is
-    read, so that whatever was made up for it on the way is gone.
+    When all modules of a unit have come, all that is in the files is read, so that whatever was made up for
+    it on the way is gone.
     """
 
-    def __init__(
-        self, model: nn.Module, layers: Iterable[nn.Module], tensors: Tensors, init: Init | None
-    ) -> None:
-        self._last = {model, *layers}
+    def __init__(self, model: nn.Module, tensors: Tensors, init: Init | None) -> None:
         self._tensors = tensors
         self._inits: list[tuple[Init, set[torch.Tensor]]] = []
         if init is not None and tensors.missing:
@@ -132,10 +129,11 @@ class _Reader:
         self._pending.append(module)
         if self._inits:
             self._initialise(module)
-        if module in self._last:
-            self._read_pending()
-            if self._inits:
-                self._tensors.fill_buffers(module)
+
+    def end_unit(self, module: nn.Module) -> None:
+        self._read_pending()
+        if self._inits:
+            self._tensors.fill_buffers(module)
 
     def _initialise(self, module: nn.Module) -> None:
         held = {*module.parameters(), *module.buffers()}
