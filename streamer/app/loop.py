@@ -49,13 +49,8 @@ class Loop:
         """One step; its loss, and the gradient's norm where there is one to be had."""
         batch = self.config.data
         tokens, targets = self.data.batch("train", batch.batch_size, batch.context, self.crops)
-        learnt = count_learnt(targets)
-        loss = 0.0
-        for some in torch.arange(batch.batch_size).split(batch.micro_batch_size or batch.batch_size):
-            # what each adds to the mean over all that is learnt in the batch
-            part = self.loss(tokens[some], targets[some]) * (count_learnt(targets[some]) / learnt)
-            part.backward()
-            loss += part.item()
+        loss = self.loss(tokens, targets)
+        loss.backward()
         measured = {}
         if self.config.stream.update == "step":
             # 0 in the config means no clipping, but the norm is worth a look all the same
@@ -65,7 +60,7 @@ class Loop:
         self.optimizer.zero_grad()
         self.rates.step()
         self.step += 1
-        return {"loss": loss, **measured}
+        return {"loss": loss.item(), **measured}
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -75,8 +70,7 @@ class Loop:
         """
         self.model.eval()
         run, batch = self.config.run, self.config.data
-        size = batch.micro_batch_size or batch.batch_size
-        batches = self.data.val_batches(-(-run.eval_batches * batch.batch_size // size), size, batch.context)
+        batches = self.data.val_batches(run.eval_batches, batch.batch_size, batch.context)
         try:
             losses = [self.loss(tokens, targets).item() for tokens, targets in batches]
         except (ValueError, IndexError) as error:

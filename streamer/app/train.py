@@ -120,7 +120,7 @@ class _Run:
             self._return(error, bar)
             return False
         except torch.OutOfMemoryError as error:
-            raise StoppedError(f"step {loop.step + 1}: {error}; lower data.micro_batch_size") from error
+            raise StoppedError(f"step {loop.step + 1}: {error}; lower stream.micro_batch_size") from error
         self._seconds.append(time.perf_counter() - begun)
         stats = streamer.stats(loop.model)
         if stats.skipped_steps > skipped:
