@@ -12,6 +12,10 @@ from bench.versus_contenders import PLAIN_BF16, PLAIN_FP32
 
 MIB, GIB = 1 << 20, 1 << 30
 
+#: How lines are drawn that nothing should be above, and the others.
+LIMITS = {PLAIN_FP32: ":", PLAIN_BF16: "-.", "as fast as memory": "--", "ceiling": "--"}
+MARKED = {"marker": "o", "markersize": 3}
+
 
 def tokens_table(report: Report) -> list[str]:
     """The section of one part."""
@@ -151,8 +155,7 @@ def draw(report: Report, picture: Path) -> None:
     )
     for axes, (title, lines) in zip(all_axes[0], panels.items(), strict=True):
         for name, points in lines.items():
-            is_limit = name in (PLAIN_FP32, PLAIN_BF16, "as fast as memory", "ceiling")
-            style = {"color": "black", "linestyle": "--"} if is_limit else {"marker": "o", "markersize": 3}
+            style = {"color": "black", "linestyle": LIMITS[name]} if name in LIMITS else MARKED
             width = 2.2 if name == BASELINE else 1.1
             axes.plot(*zip(*points, strict=True), label=name, linewidth=width, **style)
         axes.set_xscale("log", base=2)

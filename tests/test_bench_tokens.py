@@ -134,24 +134,26 @@ def test_a_step_timed_anew_is_the_step_that_the_machine_would_predict() -> None:
 
 
 def test_machines_once(tmp_path: Path) -> None:
-    sizes = {"n_layer": 6, "n_embd": 64, "vocab_size": 256, "block_size": 16}
+    sizes = {"n_layer": 5, "n_embd": 64, "vocab_size": 256, "block_size": 16}
     small = {f"model.args.{name}": size for name, size in sizes.items()} | {"data.context": 16}
     sets = [word for name, value in small.items() for word in ("--set", f"{name}={value}")]
-    report = run(tmp_path, "machines", *sets, "--batch-sizes", "4", "--micro", "2", "--slots", "3")
-    assert [row["variant"] for row in report["rows"]] == NAMES
+    names = [BASELINE, "3 slots", "accumulation", "micro-batches", "offload", "all that saves"]
+    few = ["--batch-sizes", "4", "--micro", "2", "--slots", "3", "--only", *names]
+    report = run(tmp_path, "machines", *sets, *few)
+    assert [row["variant"] for row in report["rows"]] == names
     rows = {row["variant"]: row for row in report["rows"]}
     for row in report["rows"]:
         for on in row["on"].values():
             assert 0 < on["of_ceiling"] <= 1
             assert on["tokens_per_second"] == pytest.approx(on["of_ceiling"] * on["ceiling"])
     # weights cross the bus twice for each part of the batch, or twice for all
-    h2d = {name: rows[name]["on"]["RTX 4090"]["busy_seconds"]["h2d"] for name in NAMES}
+    h2d = {name: rows[name]["on"]["RTX 4090"]["busy_seconds"]["h2d"] for name in names}
     assert h2d["accumulation"] > 1.5 * h2d[BASELINE] == 1.5 * h2d["micro-batches"]
     assert h2d["3 slots"] < h2d[BASELINE] <= h2d["offload"]
     device, host = (
-        {name: sum(rows[name][where].values()) for name in NAMES} for where in ("device_bytes", "host_bytes")
+        {name: sum(rows[name][where].values()) for name in names} for where in ("device_bytes", "host_bytes")
     )
-    assert device["all that saves"] < min(device["chunked loss"], device["micro-batches"]) < device[BASELINE]
+    assert device["all that saves"] < device["micro-batches"] < device[BASELINE]
     assert host["offload"] > host[BASELINE] == host["micro-batches"]
     text = "\n".join(TABLES["bench/tokens_per_transfer.py"](report))
     assert "Most that fits on the RTX 4090: " in text
