@@ -75,6 +75,8 @@ val_fraction = 0.5
 layers = ["encoder.h", "decoder.h"]
 num_slots = 3
 activations = "keep"
+micro_batch_size = 2
+batch_dims = {mask = 0, x = "none"}
 update = "backward"
 dtype = "bfloat16"
 device = "cpu"
@@ -113,7 +115,17 @@ FULL_CONFIG = Config(
     data=DataConfig(context=16, batch_size=4, paths=("src", "notes.txt"), val_fraction=0.5),
     optimizer=OptimizerConfig(2e-3, (0.0, 0.999), 1e-6, 0.0, 0.0, "int8", warmup_steps=2, min_lr=2e-3),
     stream=StreamConfig(
-        ("encoder.h", "decoder.h"), 3, "keep", "backward", "bfloat16", "cpu", 1, True, "1.5GiB"
+        ("encoder.h", "decoder.h"),
+        3,
+        "keep",
+        2,
+        {"mask": 0, "x": "none"},
+        "backward",
+        "bfloat16",
+        "cpu",
+        1,
+        True,
+        "1.5GiB",
     ),
 )
 

@@ -100,7 +100,6 @@ def test_a_run_goes_on_from_its_checkpoint(place: Path) -> None:
         (["model.args={hidden_size=8}"], "of another shape: model.embed_tokens.weight"),
         (["model.factory='transformers:BertForMaskedLM'"], "is not of a BertForMaskedLM; missing"),
         (["data.micro_batch_size=4"], "unknown key 'micro_batch_size' in [data]; did you mean 'batch_size'"),
-        (["stream.batch_dims={masks=0}"], "batch_dims says how micro-batches are cut"),
         (["stream.activations=['keep']"], "activations has 1 entries, and there are 2 layers"),
         (["data.context=65"], "data.context = 65 is above the model's max_position_embeddings = 64"),
         (["data.tokenizer='runs'"], "runs: no such folder"),
