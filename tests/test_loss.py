@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
+from bench.peak import PeakBytes
 from streamer import chunked_cross_entropy
-from tests.peak import PeakBytes
 
 Loss = Callable[..., torch.Tensor]
 

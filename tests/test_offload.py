@@ -14,12 +14,12 @@ from torch import nn
 from transformers import T5Config, T5ForConditionalGeneration
 
 import streamer
+from bench.peak import PeakBytes
 from models.gpt2 import GPT
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.input_pager import OUTGOING
 from streamer.engine.op import OpKind
 from streamer.handle import wrapped
-from tests.peak import PeakBytes
 from tests.reference import (
     VOCAB,
     History,

@@ -9,18 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import streamer
+from bench.peak import PeakBytes
 from models.gpt2 import GPT
 from streamer.app.build import build_model, build_optimizer
 from streamer.app.config import load_config
 from streamer.backends.base import Lane
 from streamer.backends.machine import GIB, H200, Machine
 from streamer.backends.thread import ThreadBackend
-from streamer.backends.virtual import VirtualBackend
+from streamer.backends.virtual import Flops, VirtualBackend
 from streamer.handle import wrapped
 from streamer.plan.planner import Prediction, predict_step
-from tests.peak import PeakBytes
 from tests.reference import VOCAB
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -68,6 +69,43 @@ def test_busy_seconds_are_the_work() -> None:
     # fp32 AdamW reads and writes 28 bytes for each parameter
     assert prediction.busy_seconds[Lane.HOST] == 3 * 28 * matrix
     assert prediction.binding_lane is Lane.COMPUTE
+
+
+class Headed(Stack):
+    """With a head of 8 words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(32, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(super().forward(x))
+
+
+def test_head_and_loss_take_compute_time_between_forward_and_backward() -> None:
+    inputs = torch.empty(64, 32, device="meta")
+    with torch.device("meta"):
+        without, with_head = Stack(), Headed()
+    fast_bus = replace(UNIT, h2d_bytes_per_second=1e30, d2h_bytes_per_second=1e30, host_bytes_per_second=1e30)
+    before = predict(without, fast_bus, inputs, layers="layers")
+    after = predict(with_head, fast_bus, inputs, layers="layers")
+    # forward and, in backward, the gradients of input and weight
+    head = 3 * 2 * 64 * 32 * 8
+    assert after.busy_seconds[Lane.COMPUTE] - before.busy_seconds[Lane.COMPUTE] == head
+    assert after.seconds - before.seconds == pytest.approx(head)
+    assert after.exposed_seconds[Lane.COMPUTE] == 0
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_flops_are_those_that_pytorch_counts(training: bool) -> None:
+    with torch.device("meta"):
+        model = GPT(vocab_size=VOCAB, block_size=16, n_layer=2, n_head=2, n_embd=32)
+    tokens = torch.zeros(3, 16, dtype=torch.long, device="meta")
+    with FlopCounterMode(display=False) as expected, Flops() as counted, torch.set_grad_enabled(training):
+        result = model(tokens)
+        if training:
+            result.sum().backward()
+    assert counted.total == expected.get_total_flops() > 0
 
 
 def test_what_does_not_fit_is_refused_with_both_sides() -> None:
