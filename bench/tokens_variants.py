@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import streamer
-from bench.versus_contenders import MAX_NORM, WEIGHT_DECAY, Contender
+from bench.versus_contenders import Streamer
 from bench.versus_task import Task
 from streamer.backends.base import Backend
 from streamer.handle import wrapped
@@ -67,23 +67,15 @@ def variants(*, slots: int, parts: int) -> dict[str, Variant]:
     }
 
 
-class Streamed(Contender):
+class Streamed(Streamer):
     """This library in the manner of ``variant``, on ``backend`` or that of the task's device."""
 
     def __init__(self, task: Task, variant: Variant, *, backend: Backend | None = None) -> None:
-        super().__init__(task)
+        options = variant.options(batch_size=task.batch_size, n_layer=task.sizes["n_layer"])
+        super().__init__(task, backend=backend, **options)
         self.variant = variant
-        self.model = streamer.wrap(
-            task.model().cpu(),
-            layers="transformer.h",
-            device=task.device,
-            dtype=task.dtype,
-            backend=backend,
-            **variant.options(batch_size=task.batch_size, n_layer=task.sizes["n_layer"]),
-        )
         if variant.chunked:
             give_hidden(self.model)
-        self.optimizer = streamer.AdamW(self.model.parameters(), task.lr, weight_decay=WEIGHT_DECAY)
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
         if self.variant.chunked:
@@ -97,18 +89,9 @@ class Streamed(Contender):
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def clip(self) -> None:
-        streamer.clip_grad_norm_(self.model, MAX_NORM)
-
-    def settle(self) -> None:
-        streamer.synchronize(self.model)
-
     def close(self) -> None:
-        self.settle()
+        super().close()
         wrapped(self.model).close()
-
-    def stats(self) -> streamer.Stats | None:
-        return streamer.stats(self.model)
 
 
 def give_hidden(model: nn.Module) -> None:

@@ -31,8 +31,9 @@ from tests.reference import (
     train_plain,
     train_streamed,
 )
+from tests.test_micro_batches import WIDTH, Layer
 
-LAYERS, WIDTH = 5, 16
+LAYERS = 5
 OFFLOAD = {"layers": "transformer.h", "activations": "recompute+offload"}
 
 
@@ -98,15 +99,6 @@ def test_what_several_layers_are_given_leaves_once() -> None:
         # hidden states; in the decoder the encoder's output; and the biases that first layers make and the
         # others hand on, of the encoder's attention and of the decoder's two
         assert ops_of(model)[OpKind.OFFLOAD_INPUT] == (2 + 1) + (4 + 1 + 2)
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.linear(x))
 
 
 class Stack(nn.Module):
