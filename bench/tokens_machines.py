@@ -63,7 +63,7 @@ class KnownBuffers(VirtualBackend):
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, default=CONFIG)
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[2, 8, 16, 32], help="(2 8 16 32)")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[2, 8, 16, 32, 64], help="(2 to 64)")
     parser.add_argument("--micro", type=int, default=8, help="sequences of a part of a batch (8)")
     parser.add_argument("--slots", type=int, default=6, help="where there are more than two (6)")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these variants (all)")

@@ -12,6 +12,9 @@ from bench.versus_contenders import PLAIN_BF16, PLAIN_FP32
 
 MIB, GIB = 1 << 20, 1 << 30
 
+#: The panel of the bytes that a machine's device would have to have.
+DEVICE = "device memory (GiB)"
+
 #: How lines are drawn that nothing should be above, and the others.
 LIMITS = {PLAIN_FP32: ":", PLAIN_BF16: "-.", "as fast as memory": "--", "ceiling": "--"}
 MARKED = {"marker": "o", "markersize": 3}
@@ -140,7 +143,8 @@ def tokens_figure(reports: Mapping[str, Report]) -> str:
 
 
 def draw(report: Report, picture: Path) -> None:
-    """Tokens/s against batch, if matplotlib is there; a panel for each bandwidth or machine."""
+    """Tokens/s against batch, if matplotlib is there; a panel for each bandwidth or machine, and for machines
+    one more with the bytes of the device."""
     try:
         import matplotlib
     except ModuleNotFoundError as error:
@@ -151,15 +155,18 @@ def draw(report: Report, picture: Path) -> None:
 
     panels = curves(report)
     figure, all_axes = plt.subplots(
-        1, len(panels), figsize=(4.2 * len(panels) + 2.2, 3.8), layout="constrained", squeeze=False
+        1, len(panels), figsize=(4.0 * len(panels) + 2.0, 4.2), layout="constrained", squeeze=False
     )
     for axes, (title, lines) in zip(all_axes[0], panels.items(), strict=True):
-        for name, points in lines.items():
+        for place, (name, points) in enumerate(lines.items()):
             style = {"color": "black", "linestyle": LIMITS[name]} if name in LIMITS else MARKED
-            width = 2.2 if name == BASELINE else 1.1
+            # lines that lie on one another are all seen
+            width = 1.0 if name in LIMITS else 1.0 + 0.9 * (len(lines) - place)
             axes.plot(*zip(*points, strict=True), label=name, linewidth=width, **style)
         axes.set_xscale("log", base=2)
         axes.set(title=title, xlabel="tokens a step", ylim=(0, None))
+    if DEVICE in panels:
+        _draw_sizes(all_axes[0][-1], report)
     all_axes[0][0].set_ylabel("tokens per second")
     figure.legend(*all_axes[0][0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     picture.parent.mkdir(parents=True, exist_ok=True)
@@ -168,11 +175,20 @@ def draw(report: Report, picture: Path) -> None:
     print(f"written: {picture}")
 
 
+def _draw_sizes(axes: Any, report: Report) -> None:
+    """The machines' device memory, as lines."""
+    sizes = sorted({machine["device_bytes"] / GIB for machine in report["machines"].values()})
+    for size in sizes:
+        axes.axhline(size, color="black", linestyle="--", linewidth=1.0)
+        axes.annotate(f"{size:.0f} GiB", (axes.get_xlim()[0], size), fontsize=8, va="bottom")
+    axes.set_ylim(0, 1.5 * sizes[-1])
+
+
 Curves = dict[str, dict[str, list[tuple[int, float]]]]
 
 
 def curves(report: Report) -> Curves:
-    """By panel and by name, (tokens a step, tokens per second)."""
+    """By panel and by name, tokens a step and tokens per second, or GiB of the device."""
     found: Curves = {}
 
     def add(panel: str, name: str, tokens: int, rate: float) -> None:
@@ -185,6 +201,8 @@ def curves(report: Report) -> Curves:
                     add(machine, "ceiling", row["tokens_per_step"], on["ceiling"])
                 if on["fits"]:
                     add(machine, row["variant"], row["tokens_per_step"], on["tokens_per_second"])
+        for row in report["rows"]:
+            add(DEVICE, row["variant"], row["tokens_per_step"], sum(row["device_bytes"].values()) / GIB)
         return found
     for group in report["groups"]:
         rate = group.get("gb_per_second")
