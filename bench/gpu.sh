@@ -58,6 +58,11 @@ measure() {
     --context 512 --batch-size 8 --rounds 5 --json "$folder/depth.json" --png "$folder/depth.png"
   part "by layer" 60 "$python" -m bench.overlap configs/gpt2-1.5b.toml --steps 5 \
     --json "$folder/overlap.json" --png "$folder/overlap.png"
+  # three layers of the ten billion parameters, so that five wrapped models fit side by side into host memory
+  part "tokens per transfer" 75 "$python" -m bench.tokens_per_transfer bus --device cuda --n-layer 3 \
+    --n-head 32 --n-embd 4096 --vocab-size 50257 --context 1024 --batch-sizes 4 16 --lr 1e-4 --rounds 3 \
+    --steps 1 --seconds 40 --only "whole batch" accumulation micro-batches offload "all that saves" \
+    --json "$folder/tokens_bus.json"
   part "hidden update" 40 "$python" -m bench.hidden_update --device cuda --n-layer 24 --n-head 16 \
     --n-embd 2048 --batch-size 8 --context 1024 --dtype bfloat16 --compute-threads 4 --host-threads 12 \
     --rounds 5 --json "$folder/hidden_update.json"

@@ -21,6 +21,7 @@ from typing import Any
 from bench.architectures_report import architectures_figure
 from bench.common import RESULTS
 from bench.report_tables import TABLES, adam_table, gpu_figures
+from bench.tokens_report import tokens_figure
 
 README = RESULTS.parent.parent / "README.md"
 GPU = "gpu"
@@ -60,6 +61,7 @@ def figures(reports: Mapping[str, Report]) -> dict[str, str]:
     return {
         "adam": "\n".join(adam_table(reports["adam.json"])),
         "architectures": textwrap.fill(architectures_figure(reports["architectures.json"]), 105),
+        "tokens": textwrap.fill(tokens_figure(reports), 105),
         "gpu": "\n".join(gpu_figures({name: r for name, r in reports.items() if name.startswith(f"{GPU}/")})),
     }
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 
 from bench.architectures_report import architectures_table
 from bench.markdown import Report, spread, table
+from bench.residency_table import residency_table
+from bench.tokens_report import tokens_table
 
 GIB = 1 << 30
 
@@ -224,6 +226,8 @@ TABLES: dict[str, Callable[[Report], list[str]]] = {
     "bench/hidden_update.py": hidden_update,
     "bench/moments.py": moments,
     "bench/overlap.py": overlap,
+    "bench/residency.py": residency_table,
     "bench/soak.py": soak,
+    "bench/tokens_per_transfer.py": tokens_table,
     "bench/versus.py": versus,
 }

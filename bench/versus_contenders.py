@@ -88,16 +88,16 @@ class Plain(Contender):
 
 
 class Streamer(Contender):
-    """This library, ``num_slots`` layers on the device at a time."""
+    """This library; ``options`` are arguments of `streamer.wrap`."""
 
-    def __init__(self, task: Task, *, num_slots: int) -> None:
+    def __init__(self, task: Task, **options: Any) -> None:
         super().__init__(task)
         self.model = streamer.wrap(
             task.model().cpu(),
             layers="transformer.h",
             device=task.device,
             dtype=task.dtype,
-            num_slots=num_slots,
+            **options,
         )
         self.optimizer = streamer.AdamW(self.model.parameters(), task.lr, weight_decay=WEIGHT_DECAY)
 

@@ -21,8 +21,8 @@ Builders = Mapping[str, Callable[[], Contender]]
 class Entry:
     """A contender in the running, and what has been measured of it."""
 
-    def __init__(self, build: Callable[[], Contender], task: Task, steps: int) -> None:
-        self.task, self.steps = task, steps
+    def __init__(self, build: Callable[[], Contender], task: Task, steps: int, untimed: int) -> None:
+        self.task, self.steps, self.untimed = task, steps, untimed
         self.next_batch = 0
         self.seconds: list[float] = []
         self.step_bytes: list[int] = []
@@ -48,18 +48,22 @@ class Entry:
         """The seconds of a step, and the bytes that PyTorch took on the device above those it had."""
         device = self.task.device
         # made beforehand: what feeds a loop is not measured here
-        batches = [self.task.batch(self.next_batch + number) for number in range(self.steps + 1)]
+        batches = [self.task.batch(self.next_batch + number) for number in range(self.untimed + self.steps)]
         self.next_batch += len(batches)
         if device.type == "cuda":
             # another's blocks, of other sizes, are not to be given back under this one's clock
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
         found = allocated(device)
-        self.contender.step(batches[0])
+        for batch in batches[: self.untimed]:
+            self.contender.step(batch)
         wait_for(device)
         began = time.perf_counter()
-        for batch in batches[1:]:
+        for batch in batches[self.untimed :]:
             self.contender.step(batch)
+        if not self.untimed:
+            # with nothing under way when the clock started, nothing may be when it stops
+            self.contender.settle()
         wait_for(device)
         seconds = (time.perf_counter() - began) / self.steps
         self.contender.settle()
@@ -90,11 +94,18 @@ class Entry:
 
 
 def measure(
-    builders: Builders, task: Task, *, rounds: int, steps: int, seconds: float = math.inf
+    builders: Builders,
+    task: Task,
+    *,
+    rounds: int,
+    steps: int,
+    untimed: int = 1,
+    seconds: float = math.inf,
 ) -> tuple[dict[str, Result], dict[str, str]]:
     """What is known of each contender that came through, and of the others why they did not.
 
-    After ``seconds`` no more rounds are begun, but for the two that quartiles need.
+    A block takes ``untimed`` steps (0 or 1) before its ``steps``. After ``seconds`` no more rounds are begun,
+    but for the two that quartiles need.
     """
     began = time.monotonic()
     entries: dict[str, Entry] = {}
@@ -115,7 +126,7 @@ def measure(
         free(task.device, pinned=True)
 
     def build(name: str) -> None:
-        entries[name] = Entry(builders[name], task, steps)
+        entries[name] = Entry(builders[name], task, steps, untimed)
         print(f"{name} is built and warm after {time.monotonic() - began:.0f} s", flush=True)
 
     def finish(name: str) -> None:

@@ -4,10 +4,14 @@ Learners". The submodules bear the names of the released weights, so those can b
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+#: Makes a loss of hidden states and the head's weight.
+LossOf = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Attention(nn.Module):
@@ -124,8 +128,11 @@ class GPT(nn.Module):
         if isinstance(module, nn.Linear | nn.LayerNorm) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, loss_of: LossOf | None = None) -> torch.Tensor:
         """Logits [batch, time, vocab_size] of the next token, for int64 ``tokens`` [batch, time].
+
+        With ``loss_of``, what that makes of the hidden states [batch, time, n_embd] and the head's weight
+        [vocab_size, n_embd], whose product the logits are: a loss need not have all of them at once.
 
         Raises ValueError where time is greater than block_size.
         """
@@ -139,7 +146,8 @@ class GPT(nn.Module):
         x = self.transformer.drop(self.transformer.wte(tokens) + self.transformer.wpe(positions))
         for block in self.transformer.h:
             x = block(x)
-        return self.lm_head(self.transformer.ln_f(x))
+        hidden = self.transformer.ln_f(x)
+        return self.lm_head(hidden) if loss_of is None else loss_of(hidden, self.lm_head.weight)
 
     @torch.no_grad()
     def generate(

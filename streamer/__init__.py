@@ -5,6 +5,7 @@ from streamer.deepspeed.config import DeepSpeedConfig, from_deepspeed_config
 from streamer.files.errors import CheckpointError
 from streamer.finite import NonFiniteError
 from streamer.loading import Loaded, load
+from streamer.loss import chunked_cross_entropy
 from streamer.observe import Stats, save_trace, stats, synchronize
 from streamer.optim import AdamW
 from streamer.pretrained.load import from_pretrained
@@ -21,6 +22,7 @@ __all__ = [
     "NonFiniteError",
     "Stats",
     "__version__",
+    "chunked_cross_entropy",
     "clip_grad_norm_",
     "from_deepspeed_config",
     "from_pretrained",

@@ -44,8 +44,7 @@ def stats(model: nn.Module) -> Stats:
     executor = handle.executor
     trace = executor.issuer.trace
     trace.settle()
-    owned = sum(executor.device_bytes().values())
-    now, peak = executor.backend.device_used() or (owned + executor.saved.now, owned + executor.saved.peak)
+    now, peak = executor.memory.used()
     return Stats(
         host_bytes=executor.host_bytes(),
         device_bytes=executor.device_bytes(),

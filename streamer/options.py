@@ -30,7 +30,7 @@ _KNOWN = ", ".join(map(repr, POLICIES))
 def check_options(
     *,
     dtype: torch.dtype | None,
-    num_slots: int,
+    num_slots: int | None,
     activations: Activations,
     micro_batch_size: int | None,
     batch_dims: Mapping[str, int | None] | None,
@@ -44,7 +44,7 @@ def check_options(
         raise ValueError(
             f"dtype={dtype!r} cannot be streamed: use torch.float32, torch.bfloat16 or torch.float16"
         )
-    if not _is_count(num_slots):
+    if num_slots is not None and not _is_count(num_slots):
         raise ValueError(
             f"num_slots={num_slots!r}: it must be an integer of 1 or more; 2 overlaps copies and compute"
         )

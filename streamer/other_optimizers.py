@@ -61,7 +61,10 @@ def serve_other_optimizers(executor: Executor) -> Callable[[], None]:
         return given.args, given.kwargs
 
     def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        torch.autograd.graph.increment_version(touched(optimizer))
+        written = touched(optimizer)
+        torch.autograd.graph.increment_version(written)
+        if written and (running := weakly()) is not None:
+            running.fit_budget()
 
     handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
 

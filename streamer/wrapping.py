@@ -42,7 +42,7 @@ def wrap(
     layers: Layers = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-    num_slots: int = 2,
+    num_slots: int | None = None,
     activations: Activations = "recompute",
     micro_batch_size: int | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
@@ -72,7 +72,8 @@ def wrap(
             A trained parameter keeps an exact fp32 master in host memory; a frozen one is rounded for good.
             Buffers keep their dtype.
         num_slots: layers that the device holds at a time: 1 overlaps nothing, 2 is double buffering, as
-            many as there are layers keeps all of them there. More than that are not allocated.
+            many as there are layers keeps all of them there, so that only updated weights come back. More
+            than that are not allocated. None means 2, and more where ``device_memory`` has room for them.
         activations: ``"recompute"`` keeps a layer's inputs and runs it again in backward, with the hooks of
             modules inside of it; ``"recompute+offload"`` lets them wait in host memory; ``"keep"`` keeps
             all that its backward needs. `torch.utils.checkpoint`
@@ -102,7 +103,12 @@ def wrap(
             with a warning.
         device_memory: bytes, or a text such as ``"16GiB"``: what this process may take of a GPU (PyTorch's
             allocator refuses more, until `unwrap`), and what is planned on the device. Layers that are too
-            large for the slots that this leaves are streamed in parts, along their children.
+            large for the slots that this leaves are streamed in parts, along their children. Unless
+            ``num_slots`` is given, what is left holds more layers: the first step (or, where nothing is
+            trained, the first pass) shows what is needed beside two, and at its end slots are allocated for
+            as many as fit; on a GPU an eighth of what others take is left free for gaps in PyTorch's
+            allocator. Where a later step takes more, slots are given back. One that runs out of memory takes
+            back all but two for good: run it again.
         backend: runs on this backend in place of the device's own. A virtual one has no values and compiles
             nothing.
 
@@ -138,6 +144,7 @@ def wrap(
     in_backward = update == "backward"
     if in_backward:
         check_dtypes_for_backward([unit.layout for unit in (*units, root)])
+    slots = 2 if num_slots is None else num_slots
     virtual = backend is not None and backend.device.type == "meta"
     if not virtual:
         check_init((*units, root), init)
@@ -157,17 +164,15 @@ def wrap(
         device_available = backend.device_available()
         if on_device:
             device_available += releasable_bytes(plain_dtypes, backend.device)
-        cut = cut_to_fit(
-            model, units, root, dtype, num_slots=num_slots, available=device_available, limit=limit
-        )
+        cut = cut_to_fit(model, units, root, dtype, num_slots=slots, available=device_available, limit=limit)
         if cut.split and micro_batch_size is not None:
             refuse_micro_batches(cut.split)
         elif cut.split:
             run_as = [run_as[layer] for layer in cut.layers]
             cutters = micro_batches(cut.units, None, {})
         units, root = cut.units, cut.root
-        num_slots = min(num_slots, len(units))
-        planned = ledger(units, root, num_slots=num_slots, update_in_backward=in_backward)
+        slots = min(slots, len(units))
+        planned = ledger(units, root, num_slots=slots, update_in_backward=in_backward)
         replace(planned, host={**planned.host, **least_moments(units, root)}).check(
             device_available=device_available,
             device_mend=cut.mend,
@@ -186,7 +191,8 @@ def wrap(
             units,
             root,
             store,
-            num_slots=num_slots,
+            num_slots=slots,
+            budget=limit if num_slots is None else None,
             sum_in_fp32=grad_dtype is not None,
             update_in_backward=in_backward,
         )

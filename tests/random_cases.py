@@ -224,7 +224,8 @@ def param_groups(model: nn.Module, loop: Loop) -> list[dict[str, Any]]:
 class Options:
     """Options of `wrap` that must not change any value, and how long the lanes dawdle."""
 
-    num_slots: int
+    num_slots: int | None
+    device_memory: str | None
     activations: str
     host_threads: int | None
     delays: tuple[float, ...]  # the longest, in seconds, by lane
@@ -239,6 +240,7 @@ class Options:
         }
         return {
             "num_slots": self.num_slots,
+            "device_memory": self.device_memory,
             "activations": self.activations,
             "host_threads": self.host_threads,
             "backend": ThreadBackend(delays=delays, poison=True),
@@ -314,7 +316,8 @@ def loops(draw: st.DrawFn, layers: int, *, update: str) -> Loop:
 def options(layers: int) -> st.SearchStrategy[Options]:
     return st.builds(
         Options,
-        num_slots=st.integers(1, layers + 1),
+        num_slots=st.one_of(st.none(), st.integers(1, layers + 1)),
+        device_memory=st.sampled_from([None, "1GiB"]),
         activations=st.sampled_from(["recompute", "keep"]),
         host_threads=st.sampled_from([None, 1]),
         delays=st.tuples(*[st.sampled_from([0.0, 0.0, 0.0005, 0.002])] * len(Lane)),

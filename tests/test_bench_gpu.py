@@ -53,8 +53,8 @@ def test_what_fails_does_not_keep_the_others_from_running(stand_in: Path, tmp_pa
     assert done.returncode == 1
     outcomes = done.stdout.split(f"=== {tmp_path / 'out'}\n")[1].splitlines()
     said = [line.split(": ")[1].split(" after")[0].split(" in ")[0] for line in outcomes]
-    assert said == ["done", "FAILED with 1", "done", "FAILED, stopped", "done", "done"]
-    assert done.stdout.count("asked for -m bench.") == 4
+    assert said == ["done", "FAILED with 1", "done", "FAILED, stopped", "done", "done", "done"]
+    assert done.stdout.count("asked for -m bench.") == 5
     assert (tmp_path / "out" / "gpu.txt").read_text() == done.stdout
 
 
@@ -64,5 +64,5 @@ def test_the_parts_fit_into_eight_minutes_by_what_is_left(stand_in: Path, tmp_pa
     script.write_text(SCRIPT.read_text().replace("SECONDS + 480", "SECONDS + 10"))
     done = run(stand_in, tmp_path / "out", script)
     assert done.returncode == 1
-    assert done.stdout.count("not begun, no time left") == 6
+    assert done.stdout.count("not begun, no time left") == 7
     assert "asked for" not in done.stdout

@@ -25,7 +25,7 @@ def test_a_readme_that_is_out_of_date_is_named_and_written(
     shutil.copy(report.RESULTS / "architectures.json", results)
     readme = tmp_path / "README.md"
     marks = "<!-- figures: {} -->\nold\n<!-- end of figures -->\n"
-    between = marks.format("architectures")
+    between = marks.format("architectures") + marks.format("tokens")
     readme.write_text("before\n" + marks.format("adam") + between + marks.format("gpu") + "after\n")
     monkeypatch.setattr(report, "RESULTS", results)
     monkeypatch.setattr(report, "README", readme)

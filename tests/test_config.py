@@ -40,7 +40,7 @@ LEAST_CONFIG = Config(
     model=ModelConfig("models.gpt2:GPT", args={}),
     data=DataConfig(context=8, batch_size=2, paths=(), val_fraction=0.05),
     optimizer=OptimizerConfig(1.0, (0.9, 0.95), 1e-8, 0.1, grad_clip=1.0, warmup_steps=0, min_lr=0.0),
-    stream=StreamConfig(layers=None, num_slots=2, activations="recompute", dtype=None, device=None),
+    stream=StreamConfig(layers=None, num_slots=None, activations="recompute", dtype=None, device=None),
 )
 
 FULL = """\
@@ -75,6 +75,8 @@ val_fraction = 0.5
 layers = ["encoder.h", "decoder.h"]
 num_slots = 3
 activations = "keep"
+micro_batch_size = 2
+batch_dims = {mask = 0, x = "none"}
 update = "backward"
 dtype = "bfloat16"
 device = "cpu"
@@ -113,7 +115,17 @@ FULL_CONFIG = Config(
     data=DataConfig(context=16, batch_size=4, paths=("src", "notes.txt"), val_fraction=0.5),
     optimizer=OptimizerConfig(2e-3, (0.0, 0.999), 1e-6, 0.0, 0.0, "int8", warmup_steps=2, min_lr=2e-3),
     stream=StreamConfig(
-        ("encoder.h", "decoder.h"), 3, "keep", "backward", "bfloat16", "cpu", 1, True, "1.5GiB"
+        ("encoder.h", "decoder.h"),
+        3,
+        "keep",
+        2,
+        {"mask": 0, "x": "none"},
+        "backward",
+        "bfloat16",
+        "cpu",
+        1,
+        True,
+        "1.5GiB",
     ),
 )
 
@@ -156,7 +168,7 @@ def test_a_dump_is_the_whole_config(path: Path) -> None:
         "[optimizer]\nlr = 1.0\nbetas = [0.9, 0.95]\neps = 1e-08\nweight_decay = 0.1\ngrad_clip = 1.0\n"
         'state_dtype = "float32"\n'
         "warmup_steps = 0\nmin_lr = 0.0\n\n"
-        '[stream]\nnum_slots = 2\nactivations = "recompute"\nupdate = "step"\ncompile = false\n'
+        '[stream]\nactivations = "recompute"\nupdate = "step"\ncompile = false\n'
     )
 
 

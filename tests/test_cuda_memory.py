@@ -116,6 +116,22 @@ def test_what_is_beyond_the_limit_is_refused_before_anything_is_allocated() -> N
     assert all(param.is_meta for param in model.parameters())
 
 
+def test_what_the_limit_leaves_holds_more_layers() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    with built(layers=12, width=512, device_memory="128MiB") as model:
+        optimizer = streamer.AdamW(model.parameters())
+        layer = sum(param.nbytes for param in model.transformer.h[0].parameters())
+        slots = []
+        for number in range(4):
+            slots.append(streamer.stats(model).device_bytes["weight slots"] // layer)
+            step(model, optimizer, number)
+        assert slots[0] == 2 < slots[1]
+        assert slots[1:] == 3 * [slots[1]]
+        assert torch.cuda.max_memory_reserved() <= 128 * MIB
+
+
 # Steady state
 
 

@@ -19,6 +19,7 @@ from streamer.engine import op as ops
 from streamer.engine.hazards import Hazards
 from streamer.engine.issuer import Issuer
 from streamer.engine.op import ROOT, Op, OpKind, Resource
+from streamer.handle import wrapped
 
 # --- one edge at a time -------------------------------------------------------------------------------
 
@@ -149,6 +150,10 @@ class Recorder(ThreadBackend):
         return event
 
 
+#: Bytes for all layers of `Net` beside what batches of 2 take, and for fewer beside batches of 8.
+BUDGET = 3000
+
+
 class Net(nn.Module):
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -163,9 +168,15 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def record(monkeypatch: pytest.MonkeyPatch, *, num_slots: int, layers: int = 5, steps: int = 3) -> Program:
+def record(
+    monkeypatch: pytest.MonkeyPatch, *, num_slots: int | None, layers: int = 5, steps: int = 3
+) -> Program:
     """What three training steps submit: two micro-batches each, a gradient
-    written by hand, clipping, an inference between steps."""
+    written by hand, clipping, an inference between steps.
+
+    Without ``num_slots`` there is a budget, with room for all layers after the first step, and for fewer
+    after the second, whose batches are larger.
+    """
     backend = Recorder()
     issue = Issuer.issue
 
@@ -177,18 +188,22 @@ def record(monkeypatch: pytest.MonkeyPatch, *, num_slots: int, layers: int = 5, 
         patch.setattr(Issuer, "issue", noting)
         torch.manual_seed(0)
         options = {"num_slots": num_slots, "activations": "recompute+offload"}
-        model = streamer.wrap(Net(layers), layers="blocks", backend=backend, **options)
+        budget = None if num_slots else BUDGET
+        model = streamer.wrap(Net(layers), layers="blocks", device_memory=budget, backend=backend, **options)
+        counts = []
         optimizer = streamer.AdamW(model.parameters(), lr=1e-3)
-        for _ in range(steps):
+        for step in range(steps):
             for _ in range(2):
-                model(torch.randn(2, 4)).sum().backward()
+                model(torch.randn(8 if step else 2, 4)).sum().backward()
             model.blocks[0].weight.grad.mul_(2.0)  # so that the norm is taken anew
             streamer.clip_grad_norm_(model, 1.0)
             optimizer.step()
             optimizer.zero_grad()
+            counts.append(len(wrapped(model).executor.weights.slots.buffers))
             with torch.no_grad():
                 model(torch.randn(2, 4))
         streamer.unwrap(model)
+    assert num_slots or counts[0] == 5 > counts[1] > 2
     return backend.program
 
 
@@ -261,7 +276,7 @@ def all_violations(program: Program, *, count: int = 200) -> list[str]:
     )
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 5])
+@pytest.fixture(scope="module", params=[1, 2, 3, 5, None])
 def program(request: pytest.FixtureRequest) -> Program:
     with pytest.MonkeyPatch.context() as monkeypatch:
         return record(monkeypatch, num_slots=request.param)

@@ -114,6 +114,16 @@ def test_micro_batches(make: Any, layers: Any) -> None:
             torch.testing.assert_close(params[name].grad, param.grad, rtol=1e-4, atol=1e-6)
 
 
+def test_batch_dims_of_an_argument_that_no_layer_is_given() -> None:
+    with (
+        streamed(llama(), layers="model.layers", micro_batch_size=1, batch_dims={"masks": 0}) as model,
+        pytest.raises(
+            ValueError, match="layer 'model.layers.0' is given no argument 'masks'; .*'attention_mask'"
+        ),
+    ):
+        loss(model, 0)
+
+
 def test_a_wrapped_model_keeps_its_class_and_keys() -> None:
     plain = gpt2()
     keys = list(plain.state_dict())

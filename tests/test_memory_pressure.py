@@ -104,4 +104,4 @@ def test_a_run_without_enough_device_memory_ends_in_one_line(
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("streamer: ")]
     assert len(errors) == 1
     assert errors[0].startswith("streamer: step 1: out of device memory in layer 'transformer.h.0': ")
-    assert errors[0].endswith("; lower data.micro_batch_size")
+    assert errors[0].endswith("; lower stream.micro_batch_size")

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import streamer
+from bench.peak import PeakBytes
 from models.gpt2 import GPT
 from streamer.engine.op import OpKind
 from streamer.handle import wrapped
-from tests.peak import PeakBytes
 from tests.reference import (
     VOCAB,
     History,

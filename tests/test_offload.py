@@ -13,13 +13,13 @@ from torch import nn
 from transformers import T5Config, T5ForConditionalGeneration
 
 import streamer
+from bench.peak import PeakBytes
 from models.gpt2 import GPT
 from streamer.backends.base import Event, Lane
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.input_pager import OUTGOING
 from streamer.engine.op import OpKind
 from streamer.handle import wrapped
-from tests.peak import PeakBytes
 from tests.reference import (
     VOCAB,
     History,
@@ -31,8 +31,9 @@ from tests.reference import (
     train_plain,
     train_streamed,
 )
+from tests.test_micro_batches import WIDTH, Layer
 
-LAYERS, WIDTH = 5, 16
+LAYERS = 5
 OFFLOAD = {"layers": "transformer.h", "activations": "recompute+offload"}
 
 
@@ -98,15 +99,6 @@ def test_what_several_layers_are_given_leaves_once() -> None:
         # hidden states; in the decoder the encoder's output; and the biases that first layers make and the
         # others hand on, of the encoder's attention and of the decoder's two
         assert ops_of(model)[OpKind.OFFLOAD_INPUT] == (2 + 1) + (4 + 1 + 2)
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.linear(x))
 
 
 class Stack(nn.Module):
@@ -233,21 +225,31 @@ class Watched(ThreadBackend):
     """Notes what is submitted: lane, waits, bytes, end."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(delays={Lane.D2H: lambda: 0.02})
         self.submitted: list[tuple[Lane, Sequence[Event], int, Event]] = []
+        self.was_done_at_unpin: list[bool] = []
 
     def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
         event = super().submit(lane, work, waits, nbytes)
         self.submitted.append((lane, waits, nbytes, event))
         return event
 
+    def unpin(self, buffer: torch.Tensor) -> None:
+        done = [end.span() is not None for lane, _, _, end in self.submitted if lane is Lane.D2H]
+        self.was_done_at_unpin.append(all(done))
+
     def are_awaited(self, lane: Lane, nbytes: int) -> list[bool]:
-        """For each copy of ``nbytes`` on ``lane``, which must begin after something on COMPUTE, whether
-        COMPUTE waits for it."""
+        """For each copy of ``nbytes`` on ``lane``, which must begin after all that COMPUTE was given before
+        it, whether COMPUTE waits for it."""
         awaited = {id(wait) for on, waits, _, _ in self.submitted if on is Lane.COMPUTE for wait in waits}
-        copies = [(waits, end) for on, waits, size, end in self.submitted if (on, size) == (lane, nbytes)]
-        assert all(Lane.COMPUTE in [wait.lane for wait in waits] for waits, _ in copies)
-        return [id(end) in awaited for _, end in copies]
+        result = []
+        last = None
+        for on, waits, size, end in self.submitted:
+            if (on, size) == (lane, nbytes):
+                assert last in waits
+                result.append(id(end) in awaited)
+            last = end if on is Lane.COMPUTE else last
+        return result
 
 
 def test_memory_of_compute_is_copied_between_its_ops() -> None:
@@ -258,12 +260,18 @@ def test_memory_of_compute_is_copied_between_its_ops() -> None:
         for layer in mine.layers:
             hidden.append(layer(hidden[-1]))
         assert backend.are_awaited(Lane.D2H, nbytes) == [True] * (LAYERS - OUTGOING) + [False] * OUTGOING
-        # the inputs of layer 2 come back, and nobody uses them
-        torch.autograd.grad(hidden.pop().sum(), hidden[3])
-        del hidden
-        mine(torch.randn(3, 3, WIDTH, requires_grad=True) * 1).sum().backward()
-        assert backend.are_awaited(Lane.D2H, nbytes) == [True] * 2 * LAYERS
-        assert backend.are_awaited(Lane.H2D, nbytes) == [True] * (1 + LAYERS - OUTGOING)
+        # the input of layer 2 comes back, and is given up for that of layer 0
+        torch.autograd.grad(hidden[5].sum(), hidden[3])
+        torch.autograd.grad(hidden[1].sum(), hidden[0])
+        assert backend.are_awaited(Lane.H2D, nbytes) == [True, True]
+
+
+def test_a_place_that_is_still_written_is_not_given_back() -> None:
+    backend = Watched()
+    with streamed(Stack(layers=1), activations="recompute+offload", backend=backend) as mine:
+        for size in (1, 2):
+            mine(torch.randn(size, 3, WIDTH, requires_grad=True) * 1)
+        assert backend.was_done_at_unpin == [True]
 
 
 def test_places_are_used_again_and_grow_with_the_batch() -> None:

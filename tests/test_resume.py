@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from streamer.app import loop
 from streamer.app.cli import main
+from streamer.app.loss import TokenLoss
 from streamer.files.folder import checkpoints
 
 HOME = Path(__file__).parent.parent
@@ -227,18 +227,18 @@ def test_a_checkpoint_that_cannot_be_written_stops_the_run_or_not_as_asked(
 
 
 def nan_at(monkeypatch: pytest.MonkeyPatch, *calls: int) -> None:
-    plain = loop._loss
+    plain = TokenLoss.__call__
     count: list[int] = []
 
-    def sometimes(model: Any, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss = plain(model, tokens, targets)
+    def sometimes(self: TokenLoss, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = plain(self, tokens, targets)
         if torch.is_grad_enabled():
             count.append(1)
             if len(count) in calls:
                 return loss * float("nan")
         return loss
 
-    monkeypatch.setattr(loop, "_loss", sometimes)
+    monkeypatch.setattr(TokenLoss, "__call__", sometimes)
 
 
 def test_a_loss_that_is_nan_is_skipped_and_named(

@@ -69,7 +69,12 @@ def test_a_run_ends_in_a_folder_with_all_weights(place: Path, capsys: pytest.Cap
 @pytest.mark.filterwarnings("ignore")
 def test_parts_of_a_batch_add_up_to_the_whole(place: Path) -> None:
     for name, micro in (("whole", 16), ("parts", 3)):
-        settings = [*SHORT, f"run.name='{name}'", f"data.micro_batch_size={micro}", "stream.dtype='float32'"]
+        settings = [
+            *SHORT,
+            f"run.name='{name}'",
+            f"stream.micro_batch_size={micro}",
+            "stream.dtype='float32'",
+        ]
         assert train(settings=settings) == 0
     torch.testing.assert_close(
         torch.tensor(losses(place / "runs" / "parts")), torch.tensor(losses(place / "runs" / "whole")),
@@ -94,8 +99,8 @@ def test_a_run_goes_on_from_its_checkpoint(place: Path) -> None:
         (["model.args={hidden_sise=8}"], "model.args.hidden_sise: the config of llama has no such key; did"),
         (["model.args={hidden_size=8}"], "of another shape: model.embed_tokens.weight"),
         (["model.factory='transformers:BertForMaskedLM'"], "is not of a BertForMaskedLM; missing"),
-        (["data.micro_batch_size=32"], "data.micro_batch_size is above data.batch_size"),
-        (["stream.update='backward'", "optimizer.grad_clip=0"], "leave data.micro_batch_size out"),
+        (["data.micro_batch_size=4"], "unknown key 'micro_batch_size' in [data]; did you mean 'batch_size'"),
+        (["stream.activations=['keep']"], "activations has 1 entries, and there are 2 layers"),
         (["data.context=65"], "data.context = 65 is above the model's max_position_embeddings = 64"),
         (["data.tokenizer='runs'"], "runs: no such folder"),
         (["stream.layers='model.layer'"], "layers='model.layer': there is no such module"),

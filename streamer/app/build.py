@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -46,7 +46,11 @@ def build_model(config: Config, *, backend: Backend | None = None) -> nn.Module:
 
 def _stream_options(config: StreamConfig) -> dict[str, Any]:
     """Keyword arguments of `streamer.wrap`."""
-    return vars(config) | {"dtype": None if config.dtype is None else getattr(torch, config.dtype)}
+    dims: Mapping[str, Any] | None = config.batch_dims
+    return vars(config) | {
+        "dtype": None if config.dtype is None else getattr(torch, config.dtype),
+        "batch_dims": dims and {name: None if dim == "none" else dim for name, dim in dims.items()},
+    }
 
 
 def load_data(config: Config) -> TokenData:

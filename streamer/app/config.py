@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 from streamer.app.kinds import (
+    ACTIVATIONS,
+    BATCH_DIMS,
     BYTES,
     DTYPE,
     FACTORY,
@@ -90,13 +92,11 @@ class ModelConfig:
 class DataConfig:
     """``[data]``: text files and directories (none: the Python standard library), and the batches.
 
-    A token is a byte or, with a folder for ``tokenizer``, one of that; a pretrained model has its own. A
-    batch goes through the model ``micro_batch_size`` sequences at a time, whose gradients are added up.
+    A token is a byte or, with a folder for ``tokenizer``, one of that; a pretrained model has its own.
     """
 
     context: Annotated[int, COUNT]  # tokens in a sequence
     batch_size: Annotated[int, COUNT]
-    micro_batch_size: Annotated[int | None, COUNT] = None
     tokenizer: Annotated[str | None, TEXT] = None
     paths: Annotated[tuple[str, ...], TEXTS] = ()
     val_fraction: Annotated[float, FRACTION] = 0.05  # of the bytes, held out
@@ -104,11 +104,14 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class StreamConfig:
-    """``[stream]``: the arguments of ``streamer.wrap`` of the same names; None is what wrap chooses."""
+    """``[stream]``: the arguments of ``streamer.wrap`` of the same names; None is what wrap chooses, and is
+    "none" in ``batch_dims``, where TOML has to say it."""
 
     layers: Annotated[str | tuple[str, ...] | None, LAYERS] = None
-    num_slots: Annotated[int, COUNT] = 2
-    activations: Annotated[str, TEXT] = "recompute"
+    num_slots: Annotated[int | None, COUNT] = None
+    activations: Annotated[str | tuple[str, ...], ACTIVATIONS] = "recompute"
+    micro_batch_size: Annotated[int | None, COUNT] = None
+    batch_dims: Annotated[dict[str, int | str] | None, BATCH_DIMS] = None
     update: Annotated[str, UPDATE] = "step"
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, DTYPE] = None
     device: Annotated[str | None, TEXT] = None
@@ -185,14 +188,6 @@ def _check(config: Config, where: str) -> None:
     if config.stream.update == "backward" and config.optimizer.grad_clip:
         raise ConfigError(
             f'{where}: stream.update = "backward" has no norm to clip by: set optimizer.grad_clip = 0'
-        )
-    micro = config.data.micro_batch_size
-    if micro is not None and micro > config.data.batch_size:
-        raise ConfigError(f"{where}: data.micro_batch_size is above data.batch_size, of which it is a part")
-    if micro is not None and micro < config.data.batch_size and config.stream.update == "backward":
-        raise ConfigError(
-            f'{where}: stream.update = "backward" updates after each part of a batch: leave '
-            "data.micro_batch_size out"
         )
 
 

@@ -21,6 +21,13 @@ STATE_DTYPE = string('"float32", "bfloat16" or "int8"', "float32|bfloat16|int8")
 SAVE_FAILURE = string('"stop" or "warn"', "stop|warn")
 NONFINITE = string('"skip", "stop" or "back"', "skip|stop|back")
 UPDATE = string('"step" or "backward"', "step|backward")
+ACTIVATIONS = Kind("a string, or an array of one for each layer", LAYERS.accepts, LAYERS.convert)
+BATCH_DIMS = Kind(
+    'a table from names of arguments to integers, or "none"',
+    lambda value: (
+        isinstance(value, dict) and all(type(dim) is int or dim == "none" for dim in value.values())
+    ),
+)
 METHOD = string("a string that can name a method", r"[A-Za-z_]\w*")
 BYTES = string('a string such as "16GiB"', r"\d+(\.\d+)?\s*(k|[KMGT]i?)?B")
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import streamer
 from streamer.app.build import schedule
 from streamer.app.config import Config, ConfigError
-from streamer.app.data import IGNORED, TokenData
+from streamer.app.data import TokenData
+from streamer.app.loss import TokenLoss, count_learnt
 
 
 @dataclass
@@ -32,9 +32,11 @@ class Loop:
     returns: int = 0
     crops: torch.Generator = field(init=False)
     rates: torch.optim.lr_scheduler.LambdaLR = field(init=False)
+    loss: TokenLoss = field(init=False)
 
     def __post_init__(self) -> None:
         self.model.train()
+        self.loss = TokenLoss(self.model)
         self.rates = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, schedule(self.config.optimizer, self.config.run.steps)
         )
@@ -47,13 +49,8 @@ class Loop:
         """One step; its loss, and the gradient's norm where there is one to be had."""
         batch = self.config.data
         tokens, targets = self.data.batch("train", batch.batch_size, batch.context, self.crops)
-        learnt = count_learnt(targets)
-        loss = 0.0
-        for some in torch.arange(batch.batch_size).split(batch.micro_batch_size or batch.batch_size):
-            # what each adds to the mean over all that is learnt in the batch
-            part = _loss(self.model, tokens[some], targets[some]) * (count_learnt(targets[some]) / learnt)
-            part.backward()
-            loss += part.item()
+        loss = self.loss(tokens, targets)
+        loss.backward()
         measured = {}
         if self.config.stream.update == "step":
             # 0 in the config means no clipping, but the norm is worth a look all the same
@@ -63,7 +60,7 @@ class Loop:
         self.optimizer.zero_grad()
         self.rates.step()
         self.step += 1
-        return {"loss": loss, **measured}
+        return {"loss": loss.item(), **measured}
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -73,10 +70,9 @@ class Loop:
         """
         self.model.eval()
         run, batch = self.config.run, self.config.data
-        size = batch.micro_batch_size or batch.batch_size
-        batches = self.data.val_batches(-(-run.eval_batches * batch.batch_size // size), size, batch.context)
+        batches = self.data.val_batches(run.eval_batches, batch.batch_size, batch.context)
         try:
-            losses = [_loss(self.model, tokens, targets).item() for tokens, targets in batches]
+            losses = [self.loss(tokens, targets).item() for tokens, targets in batches]
         except (ValueError, IndexError) as error:
             raise ConfigError(
                 f"the model cannot run on sequences of data.context = {batch.context} {self.data.unit}s "
@@ -125,22 +121,3 @@ class Loop:
             )
         self.model.train()
         return self.data.decode(text[0].tolist())
-
-
-def count_learnt(targets: torch.Tensor) -> int:
-    """How many of them are learnt; 1 where none is, so that it can be divided by."""
-    return max(1, int((targets != IGNORED).sum()))
-
-
-def _loss(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy in nats per token that is learnt (0 where none is) of logits
-    [batch, time, vocabulary], in fp32."""
-    result: Any = model(tokens)
-    logits: torch.Tensor = getattr(result, "logits", result)
-    summed = F.cross_entropy(
-        logits.flatten(0, 1).float(),
-        targets.flatten().to(logits.device),
-        ignore_index=IGNORED,
-        reduction="sum",
-    )
-    return summed / count_learnt(targets)

@@ -120,7 +120,7 @@ class _Run:
             self._return(error, bar)
             return False
         except torch.OutOfMemoryError as error:
-            raise StoppedError(f"step {loop.step + 1}: {error}; lower data.micro_batch_size") from error
+            raise StoppedError(f"step {loop.step + 1}: {error}; lower stream.micro_batch_size") from error
         self._seconds.append(time.perf_counter() - begun)
         stats = streamer.stats(loop.model)
         if stats.skipped_steps > skipped:
@@ -214,12 +214,13 @@ def _print_beginning(loop: Loop, directory: Path) -> None:
     config, model, data = loop.config, loop.model, loop.data
     held = streamer.stats(model)
     device = next(iter(model.parameters())).device
-    slots = config.stream.num_slots
+    slots = config.stream.num_slots or 2
+    more = ", later more," if config.stream.num_slots is None and config.stream.device_memory else ""
     learnt = f" ({data.count_learnt('train'):,} of them learnt)" if data.targets else ""
     left = f"steps {loop.step + 1} to {config.run.steps}" if loop.step else f"{config.run.steps} steps"
     print(
         f"{config.run.name}: {sum(p.numel() for p in model.parameters()):,} parameters, of which the device "
-        f"({device.type}) holds {slots} layers at a time: {amount(held.device_bytes_now)} there, "
+        f"({device.type}) holds {slots} layers{more} at a time: {amount(held.device_bytes_now)} there, "
         f"{amount(sum(held.host_bytes.values()))} in host memory\n"
         f"data: {data.train.numel():,} {data.unit}s to train on{learnt}, {data.val.numel():,} to validate; "
         f"{data.unit} frequencies alone give {data.unigram_entropy():.3f} nats per {data.unit}\n"

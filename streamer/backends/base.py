@@ -145,6 +145,15 @@ class Backend(abc.ABC):
         """Bytes of all tensors on the device, now and at most, where the device's allocator counts them."""
         return None
 
+    def device_refused(self) -> int:
+        """How often the device's allocator has refused memory, where it counts that."""
+        return 0
+
+    def device_buffers_within(self, nbytes: int, beside: int, each: int) -> int:
+        """How many buffers of ``each`` bytes can be had in ``nbytes`` of the device, where the other tensors
+        there take ``beside`` bytes at most."""
+        return nbytes // each
+
     @abc.abstractmethod
     def close(self) -> None:
         """End the lanes once their queues are empty, and give up what the backend holds. Idempotent; in a

@@ -22,6 +22,11 @@ from streamer.backends.worker import Worker
 #: Seconds after which a clock's origin is set anew.
 ORIGIN_SECONDS = 10.0
 
+#: The part of the bytes that come and go on the device which is left free for gaps between them: an eighth.
+GAPS = 8
+#: What PyTorch's allocator rounds large blocks up to.
+BLOCK_BYTES = 2 << 20
+
 
 class CudaEvent(Event):
     """The end of work that was enqueued on a CUDA stream."""
@@ -194,6 +199,13 @@ class CudaBackend(Backend):
 
     def device_used(self) -> tuple[int, int] | None:
         return torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
+
+    def device_refused(self) -> int:
+        return int(torch.cuda.memory_stats(self.device).get("num_ooms", 0))
+
+    def device_buffers_within(self, nbytes: int, beside: int, each: int) -> int:
+        # what comes and goes leaves gaps that count against the limit, and every large block is rounded up
+        return (nbytes - beside // GAPS) // (-(-each // BLOCK_BYTES) * BLOCK_BYTES)
 
     def close(self) -> None:
         if not self._process.is_this():

@@ -1,7 +1,8 @@
 """The CPU as its own accelerator: one thread per lane, so that every order of events can really happen.
 
 The "device" is ordinary memory kept apart from the host shards. Copies and updates run in threads, the
-layers run in the caller's. Delays per lane and poisoned slots bring races to light in ordinary tests.
+layers run in the caller's. Delays per lane and poisoned slots bring races to light in ordinary tests; a bus
+of a set bandwidth shows what a slow one costs.
 """
 
 from __future__ import annotations
@@ -25,11 +26,32 @@ class ThreadBackend(Backend):
 
     ``delays`` gives, per lane, a function that returns the seconds to wait before each piece of work.
     ``poison`` fills slots with NaN when they are given up.
+
+    ``bytes_per_second`` gives, for H2D, D2H or both, the bandwidth of a slower bus than memory is: a copy of
+    n bytes then lasts at least ``n / bandwidth`` seconds, its lane asleep once the bytes are there. A
+    bandwidth above that of memory changes nothing. ``clock`` (seconds) and ``sleep`` are what that goes by.
+    Raises ValueError for other lanes, and for a bandwidth that is not above 0.
     """
 
-    def __init__(self, *, delays: Mapping[Lane, Delay] | None = None, poison: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        delays: Mapping[Lane, Delay] | None = None,
+        poison: bool = False,
+        bytes_per_second: Mapping[Lane, float] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self.device = torch.device("cpu")
         self.poison = poison
+        self._bytes_per_second = dict(bytes_per_second or {})
+        for lane, rate in self._bytes_per_second.items():
+            if lane not in (Lane.H2D, Lane.D2H) or not rate > 0:
+                raise ValueError(
+                    f"bytes_per_second of {lane.name} is {rate}: give one above 0, for Lane.H2D or Lane.D2H"
+                )
+        self._clock = clock
+        self._sleep = sleep
         self._process = Process()
         self._delays = dict(delays or {})
         self._workers = {
@@ -38,7 +60,10 @@ class ThreadBackend(Backend):
 
     def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
         if lane is not Lane.COMPUTE:
-            return self._workers[lane].submit(work, waits)
+            rate = self._bytes_per_second.get(lane)
+            return self._workers[lane].submit(
+                work if rate is None else self._lasting(work, nbytes / rate), waits
+            )
         self._process.check()
         done = HostEvent(lane)
         ready = time.perf_counter()
@@ -50,6 +75,18 @@ class ThreadBackend(Backend):
         work()
         done.finish(Span(ready, start, time.perf_counter()))
         return done
+
+    def _lasting(self, work: Callable[[], object], seconds: float) -> Callable[[], None]:
+        """``work`` that ends no earlier than ``seconds`` after it began."""
+
+        def lasting() -> None:
+            end = self._clock() + seconds
+            work()
+            # a sleep may end early
+            while (left := end - self._clock()) > 0:
+                self._sleep(left)
+
+        return lasting
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
         # NumPy copies on this thread alone; PyTorch would start a team of threads in every lane

@@ -112,7 +112,8 @@ def _section(reason: str, names: str = "") -> Section:
 
 SECTIONS: dict[str, Section] = {
     "activation_checkpointing": _section(
-        'wrap(activations="recompute") keeps the inputs of layers, "keep" all that backward needs',
+        'wrap(activations="recompute") keeps the inputs of layers, "recompute+offload" lets them wait in '
+        'host memory (cpu_checkpointing), "keep" keeps all that backward needs',
         "partition_activations cpu_checkpointing contiguous_memory_optimization number_checkpoints "
         "synchronize_checkpoint_boundary profile",
     ),

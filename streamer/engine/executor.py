@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import TypeVar
 
@@ -13,6 +13,7 @@ import torch
 from streamer.backends.base import Backend, Lane
 from streamer.backends.handover import Background
 from streamer.engine import op as ops
+from streamer.engine.device_memory import Budget, DeviceMemory
 from streamer.engine.gradients import Gradients
 from streamer.engine.hazards import Hazards
 from streamer.engine.held import noticing_writes
@@ -24,12 +25,11 @@ from streamer.engine.op import ROOT
 from streamer.engine.order import Phase, Visit
 from streamer.engine.param_hooks import OncePerBackward
 from streamer.engine.saved import SavedBytes
-from streamer.engine.unit import Unit, buffer_bytes
+from streamer.engine.unit import Unit
 from streamer.engine.watch import HostWatch
 from streamer.engine.weights import Weights
 from streamer.memory.host import HostShard, HostStore
 from streamer.memory.purposes import SAVED_INPUTS
-from streamer.memory.slots import BUFFERS, GRAD_SLOTS, ROOT_GRADIENTS, ROOT_WEIGHTS, WEIGHT_SLOTS
 
 T = TypeVar("T")
 
@@ -42,7 +42,8 @@ class Executor:
     """The paging of one wrapped model.
 
     ``units`` are the layers, numbered from 0 in the order of their lists, and ``root`` all the rest;
-    ``store`` has their shards in the same order, the root's last (so that its index ROOT finds it).
+    ``store`` has their shards in the same order, the root's last (so that its index ROOT finds it). There are
+    ``num_slots`` weight slots, and more as ``budget`` bytes of device memory leave room for them.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Executor:
         store: HostStore,
         *,
         num_slots: int,
+        budget: int | None = None,
         sum_in_fp32: bool = True,
         update_in_backward: bool = False,
         hazards: Hazards | None = None,
@@ -77,6 +79,11 @@ class Executor:
         self.hooked = OncePerBackward()
         self.norms = Norms(self.issuer, units, root, store)
         self.saved = SavedBytes()
+        self.memory = DeviceMemory(backend, (*units, root), self.weights, self.gradients, self.saved)
+        self.budget: Budget | None = None
+        if budget is not None:
+            is_trained = any(unit.layout.grad_nbytes for unit in (*units, root))
+            self.budget = Budget(budget, self.memory, most=len(units), is_trained=is_trained)
         self.inputs = InputPager(self.issuer, self.saved)
         self.skipped_steps = 0
         self.released = False
@@ -112,24 +119,13 @@ class Executor:
     def forward(self, unit: Unit, work: Callable[[torch.Tensor], T], phase: Phase) -> T:
         """Run ``work`` on the slot (flat uint8) that holds ``unit``'s weights."""
         self.begin()
+        if self.budget is not None:
+            self.budget.begin_forward(unit.index)
         if phase is Phase.FORWARD:
             self.weights.check_depth(unit)
-        with self._naming_memory(unit), self.weights.visited(unit, Visit(unit.index, phase)) as slot:
+        with self.memory.naming_holders(unit), self.weights.visited(unit, Visit(unit.index, phase)) as slot:
             buffer = self.weights.slots.buffers[slot]
             return self.issuer.compute(ops.forward(unit.index, slot), lambda: work(buffer))
-
-    @contextmanager
-    def _naming_memory(self, unit: Unit) -> Iterator[None]:
-        """Say who holds the device's memory where it does not suffice."""
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            held = ", ".join(f"{purpose} {nbytes} bytes" for purpose, nbytes in self.device_bytes().items())
-            raise torch.OutOfMemoryError(
-                f"out of device memory in layer '{unit.name}': beside what it computes there are {held}, "
-                f"and {self.saved.now} bytes saved by layers for backward. Take a smaller batch, lower "
-                f"num_slots, or use activations='recompute' ({error})"
-            ) from error
 
     def check_backward(self, unit: Unit) -> None:
         """Raise RuntimeError if a gradient of ``unit`` cannot be taken now."""
@@ -150,7 +146,7 @@ class Executor:
         visit = Visit(unit.index, Phase.BACKWARD)
         with (
             self.gradients.slots.taken() if unit.layout.grad_nbytes else nullcontext() as into,
-            self._naming_memory(unit),
+            self.memory.naming_holders(unit),
             self.inputs.using(saved) as (inputs, resources),
             self.weights.visited(unit, visit) as slot,
         ):
@@ -211,7 +207,13 @@ class Executor:
                 self.issuer.issue(ops.step(unit.index, nbytes), noticing)
                 self.weights.updated(unit)
         self._root_ready = False
+        self.fit_budget()
         self.weights.prefetch()
+
+    def fit_budget(self) -> None:
+        """A step has been made: have the weight slots that the budget leaves room for, if there is one."""
+        if self.budget is not None and self.backward_task >= 0:
+            self.budget.settle()
 
     def release(self) -> None:
         """Give up all memory: the weights have been taken out, and the backend is closed.
@@ -227,14 +229,7 @@ class Executor:
 
     def device_bytes(self) -> dict[str, int]:
         """Bytes that the wrapped model holds on the device, by purpose."""
-        nbytes = {
-            WEIGHT_SLOTS: sum(buffer.nbytes for buffer in self.weights.slots.buffers),
-            GRAD_SLOTS: sum(buffer.nbytes for buffer in self.gradients.slots.buffers),
-            ROOT_WEIGHTS: self.weights.root_buffer.nbytes,
-            ROOT_GRADIENTS: self.gradients.root_buffer.nbytes + self.gradients.root_sums.nbytes,
-            BUFFERS: buffer_bytes((*self.units, self.root)),
-        }
-        return {purpose: amount for purpose, amount in nbytes.items() if amount}
+        return self.memory.owned()
 
     def host_bytes(self) -> dict[str, int]:
         """Bytes that the wrapped model holds in host memory, by purpose."""

@@ -41,6 +41,8 @@ class MicroBatches:
         self._batch_dims = batch_dims
         self._signature = inspect.signature(unit.module.forward) if size is not None else None
         self._counts = _counts(unit.module)
+        #: names in ``batch_dims`` that only ``**kwargs`` can stand for
+        self._among_the_rest: set[str] = set()
 
     def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Tensors) -> Cut:
         """Slices of ``inputs``, the tensors in ``args`` and ``kwargs``.
@@ -60,6 +62,7 @@ class MicroBatches:
         if batch <= self._size:
             return Cut.none(inputs)
         dim %= hidden.dim()
+        self._check_names(kwargs)
         self._check_seen(args, kwargs, inputs, batch)
         self._check_lists(given, batch)
         unnamed = [tensor for tensor in inputs if names.get(id(tensor)) not in self._batch_dims]
@@ -77,10 +80,20 @@ class MicroBatches:
         """The names of the arguments of the layer's forward."""
         return [] if self._signature is None else list(self._signature.parameters)
 
-    def takes(self, name: str) -> bool:
-        """Whether the layer's forward takes an argument of this name."""
+    def expects(self, name: str) -> bool:
+        """Whether the layer's forward takes ``**kwargs``, where it is then to be given one of this name."""
         kinds = [] if self._signature is None else [p.kind for p in self._signature.parameters.values()]
-        return name in self.arguments or inspect.Parameter.VAR_KEYWORD in kinds
+        if inspect.Parameter.VAR_KEYWORD not in kinds:
+            return False
+        self._among_the_rest.add(name)
+        return True
+
+    def _check_names(self, kwargs: Mapping[str, Any]) -> None:
+        for name in sorted(self._among_the_rest - kwargs.keys()):
+            raise ValueError(
+                f"batch_dims: layer '{self._layer}' is given no argument '{name}'; by name it is given "
+                f"{', '.join(map(repr, kwargs)) or 'none'}"
+            )
 
     def _given(
         self, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -224,7 +237,9 @@ def micro_batches(
     their forwards knows."""
     cutters = [MicroBatches(unit, size, batch_dims) for unit in units]
     for name in batch_dims:
-        if not any(cutter.takes(name) for cutter in cutters):
+        if any(name in cutter.arguments for cutter in cutters):
+            continue
+        if not any([cutter.expects(name) for cutter in cutters]):
             known = ", ".join(f"'{known}'" for known in cutters[0].arguments)
             raise ValueError(f"batch_dims: no layer takes an argument '{name}'; the first one takes {known}")
     return cutters

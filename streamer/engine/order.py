@@ -6,7 +6,8 @@ A prediction decides what is copied early and what is given up. A wrong one cost
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 
@@ -65,18 +66,11 @@ class Order:
         if found is not None:
             self._position = found + 1
 
-    def upcoming(self) -> Iterator[int]:
-        """The units of the visits to come: the rest of this cycle, then one whole cycle more."""
+    def upcoming(self) -> list[int]:
+        """The units of the visits to come: the rest of this cycle, then two whole ones, so that the
+        next use after each of the nearest visits is among them."""
         cycle = self._expected()
-        for visit in (*cycle[self._position :], *cycle):
-            yield visit.unit
-
-    def next_uses(self) -> dict[int, int]:
-        """For each unit, after how many visits it is expected next; absent where it is not expected."""
-        uses: dict[int, int] = {}
-        for distance, unit in enumerate(self.upcoming()):
-            uses.setdefault(unit, distance)
-        return uses
+        return [visit.unit for visit in (*cycle[self._position :], *cycle, *cycle)]
 
     def _begins_cycle(self, visit: Visit) -> bool:
         if not self._now:
@@ -104,10 +98,20 @@ class Order:
         return self._inference if is_inference else self._training
 
 
-def farthest(candidates: Iterable[int], next_uses: dict[int, int]) -> int | None:
-    """Of the units ``candidates``, the one whose next use is farthest away, or None if there are none."""
-    never = len(next_uses) + sum(next_uses.values()) + 1
-    return max(candidates, key=lambda unit: next_uses.get(unit, never), default=None)
+def farthest(candidates: Iterable[int], upcoming: Iterable[int], nbytes: Sequence[int]) -> int | None:
+    """Of the units ``candidates``, the one whose next use is farthest away for each of its bytes, or None if
+    there are none. ``nbytes`` are those of all units."""
+    candidates = list(candidates)
+    distances: dict[int, int] = {}
+    for distance, unit in enumerate(upcoming, start=1):
+        if len(distances) == len(candidates):
+            break
+        if unit in candidates:
+            distances.setdefault(unit, distance)
+    # of equals the first
+    return max(
+        candidates, key=lambda unit: distances.get(unit, math.inf) / max(1, nbytes[unit]), default=None
+    )
 
 
 def _index(cycle: Cycle, visit: Visit, start: int) -> int | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 
 import torch
 from torch import nn
@@ -26,15 +27,14 @@ class Weights:
     ) -> None:
         self.prefetch_hits = 0
         self.prefetch_misses = 0
-        nbytes = max(unit.layout.nbytes for unit in units)
-        self.slots = WeightSlots(num_slots, nbytes, issuer.backend.device_buffer)
+        self._nbytes = [unit.layout.nbytes for unit in units]
+        self.slots = WeightSlots(num_slots, max(self._nbytes), issuer.backend.device_buffer)
         self.root_buffer = issuer.backend.device_buffer(root.layout.nbytes)
         self._issuer = issuer
         self._units = units
         self._root = root
         self._store = store
         self._order = Order(range(len(units)))
-        self._busy: set[int] = set()
         #: units in a slot that does not have their last update
         self._outdated: set[int] = set()
         #: units whose update was issued and that nobody has waited for since
@@ -49,34 +49,67 @@ class Weights:
         self._order.visit(visit)
         slot = self._unshard(unit)
         self.in_flight.discard(unit.index)
-        self._busy.add(slot)
+        self.slots.busy.add(slot)
         try:
             self.prefetch()
             yield slot
         finally:
-            self._busy.discard(slot)
+            self.slots.busy.discard(slot)
             self.prefetch()
 
     def prefetch(self) -> None:
-        """Unshard the units that are expected next into the slots that are needed later than they are."""
-        uses = self._order.next_uses()
-        for index, needed_in in uses.items():
-            slot = self.slots.find(index)
-            if slot is None:
-                slot = self._give_up_slot(uses, needed_in)
-            elif index not in self._outdated:
-                continue
-            if slot is None:
+        """Issue the copies that the coming visits need, in their order, up to the first that has no slot yet.
+
+        [Note: residency]
+        A unit that is in no slot takes the place of the one whose next use is farthest away, as in Belady's
+        algorithm (for each of its bytes, where layers differ: a large one is dear to bring again), but not of
+        the one that is visited just before it: under that visit the copy shall run. Which one is seen from
+        the visit that needs the copy, and the copy is issued when the other's last visit before it is over;
+        to fill all slots with what comes next is to give up what would have been used sooner.
+        """
+        slots, upcoming = self.slots, self._order.upcoming()
+        # of those that may give way now, who is not visited before the visit that is looked at
+        unused = slots.idle()
+        for position, index in enumerate(upcoming):
+            if not unused and slots.empty() is None:
                 return
-            self._fill(slot, self._units[index])
+            slot = slots.find(index)
+            if slot is None:
+                before = upcoming[position - 1] if position else None
+                held = [unit for unit in slots.holder if unit not in (None, before)] if position else unused
+                slot = self._make_room(held, islice(upcoming, position + 1, None), unused)
+                if slot is None:
+                    return
+                self._fill(slot, self._units[index])
+            elif index in self._outdated and slot not in slots.busy:
+                self._fill(slot, self._units[index])
+            if index in unused:
+                unused.remove(index)
+
+    def resize(self, count: int) -> None:
+        """Have ``count`` slots, or as many fewer as the device has memory for, or more as are in use.
+
+        The caller waits until nothing uses the slots that go.
+        """
+        while len(self.slots.buffers) < count:
+            try:
+                self.slots.add()
+            except torch.OutOfMemoryError:
+                return
+        while (last := len(self.slots.buffers) - 1) >= count and last not in self.slots.busy:
+            unit = self.slots.holder[last]
+            if unit is not None:
+                self._reshard(unit)
+            self._issuer.wait((ops.weight_slot(last),), to_write=True)
+            self.slots.drop()
 
     def check_depth(self, unit: Unit) -> None:
         """Raise RuntimeError if ``unit`` is called inside of so many others that its backward would find no
         gradient slot."""
-        if len(self._busy) >= MOST_GRAD_SLOTS:
+        if (depth := len(self.slots.busy)) >= MOST_GRAD_SLOTS:
             raise RuntimeError(
-                f"layer '{unit.name}' is called inside of {len(self._busy)} others, and gradients of no more "
-                f"than {MOST_GRAD_SLOTS} layers are made at a time: call it outside of them"
+                f"layer '{unit.name}' is called inside of {depth} others, and gradients of no more than "
+                f"{MOST_GRAD_SLOTS} layers are made at a time: call it outside of them"
             )
 
     def release(self) -> None:
@@ -173,7 +206,8 @@ class Weights:
             return slot
         self.prefetch_misses += 1
         if slot is None:
-            slot = self._give_up_slot(self._order.next_uses(), needed_in=-1)
+            idle = self.slots.idle()
+            slot = self._make_room(idle, self._order.upcoming(), idle)
         if slot is None:
             raise RuntimeError(
                 f"layer '{unit.name}' is called while every slot is in use by a layer around it: "
@@ -182,17 +216,12 @@ class Weights:
         self._fill(slot, unit)
         return slot
 
-    def _give_up_slot(self, uses: dict[int, int], needed_in: int) -> int | None:
-        """A slot that is empty, or whose unit is needed later than in ``needed_in`` visits."""
-        free = [slot for slot in range(len(self.slots.buffers)) if slot not in self._busy]
-        for slot in free:
-            if self.slots.holder[slot] is None:
-                return slot
-        holders = [unit for slot in free if (unit := self.slots.holder[slot]) is not None]
-        unit = farthest(holders, uses)
-        if unit is None or uses.get(unit, needed_in + 1) <= needed_in:
-            return None
-        return self._reshard(unit)
+    def _make_room(self, held: Iterable[int], upcoming: Iterable[int], may_go: Container[int]) -> int | None:
+        """An empty slot, or else that of the unit of ``held`` whose next use is farthest, if it may go."""
+        if (slot := self.slots.empty()) is not None:
+            return slot
+        unit = farthest(held, upcoming, self._nbytes)
+        return self._reshard(unit) if unit is not None and unit in may_go else None
 
     def _reshard(self, unit: int) -> int | None:
         """Give up the slot that holds ``unit``; which one it was."""

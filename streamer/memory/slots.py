@@ -26,12 +26,35 @@ class WeightSlots:
     """``count`` device buffers of ``nbytes``, and which unit's weights each of them holds."""
 
     def __init__(self, count: int, nbytes: int, allocate: Allocate) -> None:
+        self.nbytes = nbytes
         self.buffers = [allocate(nbytes) for _ in range(count)]
         self.holder: list[int | None] = [None] * count
+        #: slots that are read now and must keep what they hold
+        self.busy: set[int] = set()
+        self._allocate = allocate
 
     def find(self, unit: int) -> int | None:
         """The slot that holds ``unit``, or None."""
         return self.holder.index(unit) if unit in self.holder else None
+
+    def empty(self) -> int | None:
+        """A slot that holds nothing and is not busy, or None."""
+        empty = (slot for slot, unit in enumerate(self.holder) if unit is None and slot not in self.busy)
+        return next(empty, None)
+
+    def idle(self) -> list[int]:
+        """The units in slots that are not busy."""
+        return [unit for slot, unit in enumerate(self.holder) if unit is not None and slot not in self.busy]
+
+    def add(self) -> None:
+        """Allocate one more, whose number is the next."""
+        self.buffers.append(self._allocate(self.nbytes))
+        self.holder.append(None)
+
+    def drop(self) -> None:
+        """Give up the last, which nothing uses any more."""
+        self.buffers.pop()
+        self.holder.pop()
 
 
 class GradientSlots:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from streamer.backends.base import Lane
+from streamer.backends.virtual import VirtualBackend
 from streamer.engine.executor import Executor
 
 
@@ -26,18 +27,24 @@ class Prediction:
 def predict_step(executor: Executor, step: Callable[[], object], *, warmup: int = 2) -> Prediction:
     """Run ``step`` (forward, backward, update) on the virtual backend of ``executor`` and time one of them.
 
-    The ``warmup`` steps before it let the executor learn its order. Only what runs in layers costs compute
-    time; embeddings, head and loss are not counted.
+    The ``warmup`` steps before it let the executor learn its order. Compute time is that of the FLOPs of the
+    layers, the head and the loss; what has none that are counted (embeddings, norms, the softmax) takes none.
     """
-    trace = executor.issuer.trace
-    for _ in range(warmup):
+    backend, trace = executor.backend, executor.issuer.trace
+    assert isinstance(backend, VirtualBackend), "another has a clock of its own"
+
+    def busy_seconds() -> dict[Lane, float]:
+        return trace.busy_seconds | {Lane.COMPUTE: trace.busy_seconds[Lane.COMPUTE] + backend.caller_seconds}
+
+    with backend.counting_caller():
+        for _ in range(warmup):
+            step()
+        before, busy, exposed = _now(executor), busy_seconds(), dict(trace.exposed_seconds)
         step()
-    before = _now(executor)
-    busy, exposed = dict(trace.busy_seconds), dict(trace.exposed_seconds)
-    step()
+    after = busy_seconds()
     return Prediction(
         seconds=_now(executor) - before,
-        busy_seconds={lane: trace.busy_seconds[lane] - busy[lane] for lane in Lane},
+        busy_seconds={lane: after[lane] - busy[lane] for lane in Lane},
         exposed_seconds={lane: trace.exposed_seconds[lane] - exposed[lane] for lane in Lane},
     )
 

@@ -1,0 +1,469 @@
+"""Which layers stay on the device: no more is copied than must be, and a budget is used and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import streamer
+import streamer.engine.weights
+from bench.least_bytes import Cycle, inference, least_bytes, training
+from bench.residency import moved_in_inference, moved_in_training
+from models.gpt2 import GPT
+from streamer.backends.base import Event, Lane
+from streamer.backends.machine import H200
+from streamer.backends.thread import ThreadBackend
+from streamer.backends.virtual import VirtualBackend
+from streamer.engine import op as ops
+from streamer.engine.device_memory import DeviceMemory
+from streamer.engine.issuer import Issuer
+from streamer.engine.op import ROOT, Op, OpKind, Resource
+from streamer.engine.order import Phase, Visit
+from streamer.engine.saved import SavedBytes
+from streamer.handle import wrapped
+from streamer.memory.slots import WeightSlots
+from tests.reference import (
+    VOCAB,
+    assert_parity,
+    assert_same,
+    language_loss,
+    streamed,
+    train,
+    train_plain,
+    train_streamed,
+    wide_loss,
+)
+
+MOST = 7
+
+# --- bytes against the least --------------------------------------------------------------------------
+
+
+class Parts(nn.Module):
+    """Layers of so many blocks of 128 bytes in fp32, some of them trained; they are only visited."""
+
+    def __init__(self, whole: Sequence[int], trained: Sequence[int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Identity() for _ in whole)
+        for layer, blocks, of_them in zip(self.layers, whole, trained, strict=True):
+            layer.trained = nn.Parameter(torch.empty(32 * of_them, device="meta"))
+            layer.frozen = nn.Parameter(torch.empty(32 * (blocks - of_them), device="meta"), False)
+
+
+def moved(cycle: Cycle, phases: Sequence[Phase], slots: int, *, count: int = 12) -> Fraction:
+    """Blocks copied in ``cycle``, whose visits have these phases."""
+    backend = VirtualBackend(H200)
+    model = streamer.wrap(
+        Parts(cycle.whole, cycle.trained), layers="layers", num_slots=slots, backend=backend
+    )
+    executor, copied = wrapped(model).executor, 0
+    submit = backend.submit
+
+    def counting(lane: Lane, work: Callable[[], object], waits: Sequence[object], nbytes: int) -> object:
+        nonlocal copied
+        copied += nbytes * (lane is Lane.H2D)
+        return submit(lane, work, waits, nbytes)
+
+    backend.submit = counting
+    for number in range(2 * count):
+        copied *= number != count
+        for visit, (unit, phase) in enumerate(zip(cycle.visits, phases, strict=True)):
+            with executor.weights.visited(executor.units[unit], Visit(unit, phase)):
+                pass
+            for updated in cycle.updates.get(visit, ()):
+                if cycle.trained[updated]:
+                    executor.weights.updated(executor.units[updated])
+            executor.weights.prefetch()
+    return Fraction(copied, 128 * count)
+
+
+F, B, Z, I = Phase.FORWARD, Phase.BACKWARD, Phase.FROZEN, Phase.INFERENCE  # noqa: E741
+
+
+@pytest.mark.parametrize("layers", range(1, MOST + 1))
+@pytest.mark.parametrize(
+    "options", [{}, {"update": "backward"}, {"backwards": 2}], ids=["step", "backward", "accumulated"]
+)
+def test_a_step_moves_the_least(layers: int, options: dict[str, Any]) -> None:
+    """And with a slot for every layer only what was updated."""
+    cycle, every = training(layers, **options), range(1, layers + 1)
+    phases = (layers * [F] + layers * [B]) * options.get("backwards", 1)
+    least = [least_bytes(cycle, slots) for slots in every]
+    assert [moved(cycle, phases, slots, count=2) for slots in every] == least
+    # that copies can hide under compute costs nothing here
+    assert [least_bytes(cycle, slots, overlapped=True) for slots in every[1:]] == least[1:]
+    assert least[-1] == layers
+    if not options:
+        assert least == [2 * layers - slots for slots in every]
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+@pytest.mark.parametrize("slots", [1, 3, 4])
+def test_a_real_step_moves_the_least(slots: int, update: str) -> None:
+    assert moved_in_training(4, slots, update=update) == 8 - slots
+
+
+@pytest.mark.parametrize("layers", range(1, MOST + 1))
+def test_inference_moves_the_least_that_hides_under_compute(layers: int) -> None:
+    cycle, every = inference(layers), range(1, layers + 1)
+    least = [least_bytes(cycle, slots, overlapped=slots > 1) for slots in every]
+    # what is copied repeats after layers - 2 passes
+    count = max(1, layers - 2)
+    assert [moved(cycle, layers * [I], slots, count=count) for slots in every] == least
+
+
+def test_a_real_pass_moves_the_least_that_hides_under_compute() -> None:
+    assert moved_in_inference(4, 3) == least_bytes(inference(4), 3, overlapped=True) == 2
+
+
+ADAPTED = Cycle([*range(5), *reversed(range(5))], {9: range(5)}, [8] * 5, [1] * 5)
+
+
+@pytest.mark.parametrize(
+    ("cycle", "phases"),
+    [
+        (ADAPTED, [F] * 5 + [B] * 5),
+        # each right after its backward
+        (Cycle(ADAPTED.visits, {n: (9 - n,) for n in range(5, 10)}, [8] * 5, [1] * 5), [F] * 5 + [B] * 5),
+        # an encoder, and a decoder of which two layers share their weights
+        (Cycle([0, 1, 2, 3, 2, 4, 4, 2, 3, 2, 1, 0], {11: range(5)}, [4] * 5, [4] * 5), [F] * 6 + [B] * 6),
+        # a policy, and a reference without gradients between its forward and backward
+        (Cycle([0, 1, 2, 0, 1, 2, 2, 1, 0], {8: range(3)}, [4] * 3, [1] * 3), [F] * 3 + [I] * 3 + [B] * 3),
+        # every other layer has experts
+        (Cycle(ADAPTED.visits, {9: range(5)}, [1, 8, 1, 8, 1], [1, 8, 1, 8, 1]), [F] * 5 + [B] * 5),
+        # the first layers are frozen
+        (
+            Cycle([0, 1, 2, 3, 4, 4, 3, 2], {7: (2, 3, 4)}, [4] * 5, [0, 0, 4, 4, 4]),
+            [Z] * 2 + [F] * 3 + [B] * 3,
+        ),
+    ],
+    ids=["adapters", "adapters, updated in backward", "shared", "reference", "experts", "frozen"],
+)
+def test_other_cycles_move_the_least_that_hides_under_compute(cycle: Cycle, phases: list[Phase]) -> None:
+    slots = range(1, len(cycle.whole) + 1)
+    least = [least_bytes(cycle, k, overlapped=k > 1) for k in slots]
+    assert [moved(cycle, phases, k) for k in slots] == least
+
+
+def nearest(candidates: Iterable[int], upcoming: Iterable[int], nbytes: object) -> int | None:
+    held = list(candidates)
+    return next((unit for unit in upcoming if unit in held), None)
+
+
+def queue() -> Callable[..., int | None]:
+    """First in, first out."""
+    came: list[int] = []
+
+    def choose(candidates: Iterable[int], upcoming: Iterable[int], nbytes: object) -> int | None:
+        held = list(candidates)
+        came[:] = [*(unit for unit in came if unit in held), *(unit for unit in held if unit not in came)]
+        return came[0] if came else None
+
+    return choose
+
+
+@pytest.mark.parametrize("other", [nearest, queue()], ids=["nearest", "queue"])
+def test_another_choice_moves_more(monkeypatch: pytest.MonkeyPatch, other: Callable[..., int | None]) -> None:
+    monkeypatch.setattr(streamer.engine.weights, "farthest", other)
+    for layers, slots in ((6, 4), (7, 5)):
+        cycle = training(layers)
+        assert moved(cycle, layers * [F] + layers * [B], slots) > least_bytes(cycle, slots)
+
+
+def test_the_last_layers_are_still_there_when_backward_begins(issued: list[Op]) -> None:
+    with streamed(gpt(6), num_slots=4) as model:
+        optimizer = streamer.AdamW(model.parameters())
+        for step in range(3):
+            issued.clear()
+            language_loss(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    printed = " ".join(
+        str(op)
+        for op in issued
+        if op.unit != ROOT and op.kind in (OpKind.UNSHARD, OpKind.FORWARD, OpKind.BACKWARD, OpKind.STEP)
+    )
+    assert printed.startswith(
+        "0F@0 4UNSHARD@0 1F@1 5UNSHARD@1 2F@2 3F@3 4F@0 5F@1 "
+        "5B@1 1UNSHARD@1 4B@0 0UNSHARD@0 3B@3 2B@2 1B@1 0B@0 "
+        "0STEP 1STEP 2STEP 3STEP 4STEP 5STEP 0UNSHARD@0 1UNSHARD@1 2UNSHARD@2 3UNSHARD@3"
+    ), printed
+
+
+# --- a budget -----------------------------------------------------------------------------------------
+
+
+def gpt(layers: int = 6) -> GPT:
+    torch.manual_seed(0)
+    return GPT(vocab_size=VOCAB, block_size=16, n_layer=layers, n_head=2, n_embd=32)
+
+
+LAYER = sum(param.nbytes for param in gpt(1).transformer.h[0].parameters())
+
+
+@contextmanager
+def within(nbytes: int, model: nn.Module, **options: Any) -> Iterator[nn.Module]:
+    with streamed(model, layers="transformer.h", device_memory=nbytes, **options) as wrapped_model:
+        yield wrapped_model
+        assert streamer.stats(wrapped_model).device_bytes_peak <= nbytes
+
+
+def step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, number: int, loss_of: Any = language_loss
+) -> None:
+    loss_of(model, number).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def num_slots(model: nn.Module) -> int:
+    held = streamer.stats(model).device_bytes["weight slots"]
+    assert held % LAYER == 0
+    assert held == LAYER * len(wrapped(model).executor.weights.slots.buffers)
+    return held // LAYER
+
+
+def bytes_beside_slots(loss_of: Any = language_loss, **options: Any) -> int:
+    """What one step takes at most, less two slots."""
+    with streamed(gpt(), layers="transformer.h", **options) as model:
+        step(model, streamer.AdamW(model.parameters()), 0, loss_of)
+        return streamer.stats(model).device_bytes_peak - 2 * LAYER
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@pytest.mark.parametrize("update", ["step", "backward"])
+@pytest.mark.parametrize(("room", "expected"), [(2, 2), (3, 3), (4, 4), (20, 6)])
+def test_a_budget_is_filled_after_the_first_step(
+    room: int, expected: int, update: str, activations: str
+) -> None:
+    options: dict[str, Any] = {"update": update, "activations": activations}
+    beside = bytes_beside_slots(**options)
+    for missing in (0, 1) if 2 < room < 20 else (0,):
+        with within(beside + room * LAYER - missing, gpt(), **options) as model:
+            optimizer = streamer.AdamW(model.parameters())
+            counts = []
+            for number in range(3):
+                language_loss(model, number).backward()
+                counts.append(num_slots(model))
+                optimizer.step()
+                optimizer.zero_grad()
+                counts.append(num_slots(model))
+            assert counts == [2, *5 * [expected - missing]]
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_a_budget_changes_no_value(update: str) -> None:
+    beside = bytes_beside_slots(update=update)
+    results = []
+    for options in ({"device_memory": beside + 4 * LAYER}, {}):
+        backend = ThreadBackend(poison=True)
+        with streamed(gpt(), layers="transformer.h", update=update, backend=backend, **options) as model:
+            optimizer = streamer.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+            results.append(train(model, optimizer, None, steps=4))
+    assert_same(*results)
+
+
+def test_clipped_training_within_a_budget_equals_plain_pytorch() -> None:
+    options = {"layers": "transformer.h", "device_memory": bytes_beside_slots() + 5 * LAYER}
+    assert_parity(train_streamed(gpt(), steps=4, **options), train_plain(gpt(), steps=4))
+
+
+def test_slots_are_given_back_to_longer_batches() -> None:
+    """As many as must be, at the end of the step that has shown it, and they do not come again."""
+    small, large = bytes_beside_slots(), bytes_beside_slots(wide_loss)
+    # the larger step itself is over the budget on a device that would let it
+    budget = large + 3 * LAYER
+    with streamed(gpt(), layers="transformer.h", device_memory=budget) as model:
+        optimizer, counts = streamer.AdamW(model.parameters()), []
+        for number, loss_of in enumerate((language_loss, wide_loss, language_loss, wide_loss)):
+            step(model, optimizer, number, loss_of)
+            counts.append(num_slots(model))
+        assert counts == [min(6, (budget - small) // LAYER), 3, 3, 3]
+        assert streamer.stats(model).device_bytes_peak == budget
+
+
+class Counting(ThreadBackend):
+    """With the peak that a GPU's allocator tells, which never falls unless the user resets it."""
+
+    memory: DeviceMemory | None = None
+    saved: SavedBytes
+    peak = 0
+
+    def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
+        event = super().submit(lane, work, waits, nbytes)
+        self.device_used()
+        return event
+
+    def device_used(self) -> tuple[int, int] | None:
+        if self.memory is None:
+            return None
+        owned = sum(self.memory.owned().values())
+        self.peak = max(self.peak, owned + self.saved.peak)
+        self.saved.peak = 0
+        return owned + self.saved.now, self.peak
+
+
+def test_a_peak_counts_with_the_slots_that_it_was_reached_with() -> None:
+    budget, backend = bytes_beside_slots(wide_loss) + 3 * LAYER, Counting()
+    with streamed(gpt(), layers="transformer.h", device_memory=budget, backend=backend) as model:
+        executor = wrapped(model).executor
+        backend.memory, backend.saved = executor.memory, executor.saved
+        optimizer, counts = streamer.AdamW(model.parameters()), []
+        for number, loss_of in enumerate((language_loss, wide_loss, language_loss, wide_loss, language_loss)):
+            if number == 3:
+                assert backend.peak > budget
+                backend.peak = 0
+            step(model, optimizer, number, loss_of)
+            counts.append(num_slots(model))
+        assert counts == [6, 3, 3, 3, 3]
+        assert backend.peak == budget
+
+
+def test_slots_that_are_given_back_change_no_value() -> None:
+    def loss_of(model: nn.Module, number: int) -> torch.Tensor:
+        return (wide_loss if number % 2 else language_loss)(model, number)
+
+    budget = bytes_beside_slots(wide_loss) + 2 * LAYER
+    options = {"layers": "transformer.h", "loss_of": loss_of, "steps": 4}
+    slow = {lane: lambda: 0.002 for lane in (Lane.H2D, Lane.HOST)}
+    backend = ThreadBackend(poison=True, delays=slow)
+    actual = train_streamed(gpt(), device_memory=budget, backend=backend, **options)
+    assert_same(actual, train_streamed(gpt(), **options))
+
+
+def test_a_slot_goes_when_nothing_uses_it_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    users: dict[Resource, list[Event]] = {}
+    unfinished: list[list[Event]] = []
+    issue, drop = Issuer.issue, WeightSlots.drop
+
+    def noting(self: Issuer, op: Op, work: Callable[[], object]) -> Event:
+        event = issue(self, op, work)
+        for resource in {*op.reads, *op.writes}:
+            users.setdefault(resource, []).append(event)
+        return event
+
+    def checking(self: WeightSlots) -> None:
+        events = users[ops.weight_slot(len(self.buffers) - 1)]
+        assert {event.lane for event in events} == {Lane.H2D, Lane.COMPUTE}
+        unfinished.append([event for event in events if event.span() is None])
+        drop(self)
+
+    monkeypatch.setattr(Issuer, "issue", noting)
+    monkeypatch.setattr(WeightSlots, "drop", checking)
+    backend = ThreadBackend(poison=True, delays={Lane.H2D: lambda: 0.005})
+    with streamed(gpt(), layers="transformer.h", device_memory="1GiB", backend=backend) as model:
+        optimizer = streamer.AdamW(model.parameters())
+        step(model, optimizer, 0)
+        # its updates and the copies of its six layers are under way
+        wrapped(model).executor.weights.resize(2)
+        assert unfinished == 4 * [[]]
+        step(model, optimizer, 1)
+        assert num_slots(model) == 6
+
+
+def test_a_number_of_slots_stays() -> None:
+    with within(1 << 30, gpt(), num_slots=3) as model:
+        optimizer = streamer.AdamW(model.parameters())
+        for number in range(2):
+            step(model, optimizer, number)
+            assert num_slots(model) == 3
+
+
+def test_without_a_budget_there_are_two_slots() -> None:
+    with streamed(gpt(), layers="transformer.h") as model:
+        step(model, streamer.AdamW(model.parameters()), 0)
+        assert num_slots(model) == 2
+    with streamed(gpt(1), layers="transformer.h", device_memory="1GiB") as model:
+        step(model, streamer.AdamW(model.parameters()), 0)
+        assert num_slots(model) == 1
+
+
+def test_an_evaluation_of_what_is_trained_shows_nothing() -> None:
+    with within(1 << 30, gpt()) as model:
+        for number in range(3):
+            with torch.no_grad():
+                language_loss(model, number)
+            assert num_slots(model) == 2
+        step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0)
+        assert num_slots(model) == 6
+
+
+def test_what_is_not_trained_is_held_after_its_first_pass(issued: list[Op]) -> None:
+    model = gpt().requires_grad_(False)
+    with within(1 << 30, model) as streamed_model, torch.no_grad():
+        for number in range(3):
+            issued.clear()
+            loss = language_loss(streamed_model, number)
+            assert loss == language_loss(model, number)
+            assert num_slots(streamed_model) == (6 if number else 2)
+    assert [op for op in issued if op.kind is OpKind.UNSHARD] == []
+
+
+def test_two_optimizers_and_a_checkpoint(tmp_path: Any) -> None:
+    with within(bytes_beside_slots() + 4 * LAYER, gpt()) as model:
+        params = list(model.parameters())
+        optimizers = [streamer.AdamW(params[:7]), streamer.AdamW(params[7:])]
+        for number in range(2):
+            language_loss(model, number).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            assert num_slots(model) == 4
+        both = streamer.AdamW(model.parameters())
+        step(model, both, 2)
+        streamer.save(model, both, tmp_path / "saved", step=3)
+        expected = language_loss(model, 3).item()
+        step(model, both, 3)
+        streamer.load(model, both, tmp_path / "saved")
+        assert language_loss(model, 3).item() == expected
+        assert num_slots(model) == 4
+
+
+class Refusing(ThreadBackend):
+    """Refuses what the test says, and tells that it did."""
+
+    refused = 0
+
+    def device_refused(self) -> int:
+        return self.refused
+
+
+def test_a_pass_that_runs_out_of_memory_takes_the_added_slots_back() -> None:
+    backend = Refusing(poison=True)
+    with within(1 << 30, gpt(), backend=backend) as model:
+        optimizer = streamer.AdamW(model.parameters())
+        step(model, optimizer, 0)
+        assert num_slots(model) == 6
+        language_loss(model, 1)
+        # outside of all layers: only the allocator knows
+        backend.refused += 1
+        language_loss(model, 1)
+        assert num_slots(model) == 2
+        for number in range(2):
+            step(model, optimizer, number)
+            assert num_slots(model) == 2
+
+
+def test_a_device_that_has_less_than_the_budget_is_not_asked_again() -> None:
+    class Small(Refusing):
+        def device_buffer(self, nbytes: int) -> torch.Tensor:
+            if nbytes == LAYER and len(taken) == 6:  # four of them for wrap
+                self.refused += 1
+                raise torch.OutOfMemoryError("no more")
+            taken.append(nbytes) if nbytes == LAYER else None
+            return super().device_buffer(nbytes)
+
+    taken: list[int] = []
+    backend = Small(poison=True)
+    with within(1 << 30, gpt(), backend=backend) as model:
+        optimizer = streamer.AdamW(model.parameters())
+        for number in range(3):
+            step(model, optimizer, number)
+            assert num_slots(model) == 4
+        assert backend.refused == 1
