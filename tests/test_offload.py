@@ -20,6 +20,7 @@ from streamer.backends.thread import ThreadBackend
 from streamer.engine.input_pager import OUTGOING
 from streamer.engine.op import OpKind
 from streamer.handle import wrapped
+from streamer.memory.places import HostPlaces
 from tests.reference import (
     VOCAB,
     History,
@@ -294,6 +295,21 @@ def test_places_are_used_again_and_grow_with_the_batch() -> None:
                 4 if size < 8 and host_places(mine) < 8 * each * 5 else 8
             )
         assert host_places(mine) == LAYERS * each * 8
+
+
+def test_a_place_that_is_too_small_is_given_back_before_a_larger_one_is_made() -> None:
+    events: list[tuple[str, int]] = []
+
+    def allocate(nbytes: int) -> torch.Tensor:
+        events.append(("made", nbytes))
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    places = HostPlaces(allocate, lambda place, buffer: events.append((f"{place} back", buffer.nbytes)))
+    assert [places.take(4), places.take(2)] == [0, 1]
+    places.release(0)
+    places.release(1)
+    assert [places.take(1), places.take(8), places.nbytes] == [1, 0, 10]
+    assert events == [("made", 4), ("made", 2), ("0 back", 4), ("made", 8)]
 
 
 def test_backward_twice_and_two_graphs_in_any_order() -> None:
