@@ -126,32 +126,34 @@ def wrap(
         raise ValueError(
             f"this model, or a part of it, is wrapped already: call streamer.unwrap on {part} first"
         )
-    check_options(
-        dtype=dtype,
-        num_slots=num_slots,
-        activations=activations,
-        micro_batch_size=micro_batch_size,
-        batch_dims=batch_dims,
-        update=update,
-        grad_dtype=grad_dtype,
-        host_threads=host_threads,
-        compile=compile,
-    )
-    limit = parse_bytes("device_memory", device_memory)
-    units, root = make_units(model, find_layers(model, layers), dtype)
-    run_as = policies(activations, units)
-    cutters = micro_batches(units, micro_batch_size, batch_dims or {})
-    in_backward = update == "backward"
-    if in_backward:
-        check_dtypes_for_backward([unit.layout for unit in (*units, root)])
-    slots = 2 if num_slots is None else num_slots
-    virtual = backend is not None and backend.device.type == "meta"
-    if not virtual:
-        check_init((*units, root), init)
-    if backend is None:
-        backend = backend_for(device)
     with ExitStack() as undo:
-        undo.callback(backend.close)
+        if backend is not None:
+            undo.callback(backend.close)
+        check_options(
+            dtype=dtype,
+            num_slots=num_slots,
+            activations=activations,
+            micro_batch_size=micro_batch_size,
+            batch_dims=batch_dims,
+            update=update,
+            grad_dtype=grad_dtype,
+            host_threads=host_threads,
+            compile=compile,
+        )
+        limit = parse_bytes("device_memory", device_memory)
+        units, root = make_units(model, find_layers(model, layers), dtype)
+        run_as = policies(activations, units)
+        cutters = micro_batches(units, micro_batch_size, batch_dims or {})
+        in_backward = update == "backward"
+        if in_backward:
+            check_dtypes_for_backward([unit.layout for unit in (*units, root)])
+        slots = 2 if num_slots is None else num_slots
+        virtual = backend is not None and backend.device.type == "meta"
+        if not virtual:
+            check_init((*units, root), init)
+        if backend is None:
+            backend = backend_for(device)
+            undo.callback(backend.close)
         if limit is not None:
             backend.limit_device(limit)
         if host_threads is None and backend.device.type == "cuda":

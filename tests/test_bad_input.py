@@ -149,6 +149,13 @@ def test_options(options: dict[str, Any], match: str, monkeypatch: pytest.Monkey
         streamer.wrap(model, **({"layers": "blocks", "device": "cpu"} | options))
 
 
+def test_a_backend_that_was_given_is_closed_when_an_option_is_refused() -> None:
+    backend = ThreadBackend()
+    with pytest.raises(ValueError, match="num_slots=0"):
+        streamer.wrap(Net(), layers="blocks", num_slots=0, backend=backend)
+    assert lane_threads() == []
+
+
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"], ids=["any device", "second device"])
 def test_cuda_without_cuda(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
