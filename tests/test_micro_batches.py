@@ -533,6 +533,28 @@ def test_the_working_set_is_that_of_a_slice() -> None:
     assert peak(2) < peak(None) / 4
 
 
+class Looks(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Embedding(TIME, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.places(torch.arange(TIME))
+
+
+@POLICIES
+def test_sparse_gradients(activations: str) -> None:
+    model, x = Caller(Looks), noise(6, TIME, WIDTH)
+    model(x).square().sum().backward()
+    expected = model.layers[1].places.weight.grad
+    model.zero_grad()
+    for layer in model.layers:
+        layer.places.sparse = True  # type: ignore[union-attr, assignment]
+    with streamed(model, layers="layers", micro_batch_size=4, activations=activations) as mine:
+        mine(x).square().sum().backward()
+        torch.testing.assert_close(mine.layers[1].places.weight.grad.to_dense(), expected)
+
+
 # --- what cannot be -------------------------------------------------------------------------------------
 
 
