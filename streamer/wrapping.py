@@ -75,15 +75,16 @@ def wrap(
             many as there are layers keeps all of them there, so that only updated weights come back. More
             than that are not allocated. None means 2, and more where ``device_memory`` has room for them.
         activations: ``"recompute"`` keeps a layer's inputs and runs it again in backward, with the hooks of
-            modules inside of it; ``"recompute+offload"`` lets them wait in host memory; ``"keep"`` keeps
-            all that its backward needs. `torch.utils.checkpoint`
-            around layers then changes nothing, inside of them it works. [Note: checkpointing] A list has one
-            for each layer, a function is given a layer's index.
+            modules inside of it; ``"recompute+offload"`` does so with inputs that wait in host memory
+            [Note: saved inputs]; ``"keep"`` keeps all that its backward needs. A list has one for each layer, a
+            function is given a layer's index. `torch.utils.checkpoint` around layers then changes nothing,
+            inside of them it works. [Note: checkpointing]
         micro_batch_size: samples that a layer runs at a time while its weights are in a slot, so that they
             cross the bus twice a step whatever the batch is; None runs the whole batch. Gradients of the
             slices are added up on the device, as ``grad_dtype`` says. [Note: micro-batches]
         batch_dims: the dimension of the batch by the name of an argument of the layers, None for an argument
-            that has none. Left out: the first, where it is as long as that of the hidden states.
+            that has none. Left out: the first, where it is as long as that of the hidden states; where that
+            may be chance, the layer's call raises ValueError.
         update: ``"step"`` updates when ``optimizer.step()`` is called, under the next forward; ``"backward"``
             updates each layer as soon as its gradient has landed, so that host memory holds the gradients of
             four layers instead of all, and there is no clipping and no accumulation.

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import streamer
@@ -20,6 +21,7 @@ from tests.reference import (
     VOCAB,
     History,
     assert_parity,
+    batch,
     language_loss,
     streamed,
     train,
@@ -60,11 +62,19 @@ def test_training_equals_plain_pytorch_on_slices(activations: str, size: int, nu
 
 
 @POLICIES
-def test_it_equals_the_whole_batch_but_for_the_order_of_additions(activations: str) -> None:
-    expected = train_plain(gpt(dropout=0.0), steps=1)
+def test_it_equals_the_whole_batch_and_gradient_accumulation_but_for_the_order_of_additions(
+    activations: str,
+) -> None:
+    whole = train_plain(gpt(dropout=0.0), steps=1).first_gradients
+    accumulated = copy.deepcopy(gpt(dropout=0.0))
+    for tokens in batch(0).split(1):
+        loss = F.cross_entropy(accumulated(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        (loss / 4).backward()
     actual = train_streamed(gpt(dropout=0.0), steps=1, micro_batch_size=1, activations=activations)
-    for name, gradient in expected.first_gradients.items():
-        torch.testing.assert_close(actual.first_gradients[name], gradient, rtol=1e-5, atol=1e-7)
+    for name, param in accumulated.named_parameters():
+        gradient = actual.first_gradients[name]
+        torch.testing.assert_close(gradient, whole[name], rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(gradient, param.grad, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("size", [4, 5])

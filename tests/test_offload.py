@@ -312,6 +312,14 @@ def test_a_place_that_is_too_small_is_given_back_before_a_larger_one_is_made() -
     assert events == [("made", 4), ("made", 2), ("0 back", 4), ("made", 8)]
 
 
+def test_backward_twice_without_the_graph_is_refused() -> None:
+    with streamed(Stack(), activations="recompute+offload") as mine:
+        loss = mine(torch.randn(2, 3, WIDTH, requires_grad=True) * 1).sum()
+        loss.backward()
+        with pytest.raises(RuntimeError, match="a second time: call backward.retain_graph=True"):
+            loss.backward()
+
+
 def test_backward_twice_and_two_graphs_in_any_order() -> None:
     def gradients(model: nn.Module) -> list[torch.Tensor]:
         x, y = (torch.linspace(0, 1, 96).view(2, 3, WIDTH).requires_grad_() for _ in range(2))
