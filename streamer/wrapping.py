@@ -76,8 +76,8 @@ def wrap(
             than that are not allocated. None means 2, and more where ``device_memory`` has room for them.
         activations: ``"recompute"`` keeps a layer's inputs and runs it again in backward, with the hooks of
             modules inside of it; ``"recompute+offload"`` does so with inputs that wait in host memory
-            [Note: saved inputs]; ``"keep"`` keeps all that its backward needs. A list has one for each layer, a
-            function is given a layer's index. `torch.utils.checkpoint` around layers then changes nothing,
+            [Note: saved inputs]; ``"keep"`` keeps all that its backward needs. A list has one for each layer,
+            a function is given a layer's index. `torch.utils.checkpoint` around layers then changes nothing,
             inside of them it works. [Note: checkpointing]
         micro_batch_size: samples that a layer runs at a time while its weights are in a slot, so that they
             cross the bus twice a step whatever the batch is; None runs the whole batch. Gradients of the

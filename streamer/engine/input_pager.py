@@ -84,12 +84,7 @@ class InputPager:
     @contextmanager
     def using(self, number: int | None) -> Iterator[tuple[list[torch.Tensor], list[Resource]]]:
         """The tensors saved under ``number``, on the device inside the block, and what an op must read that
-        uses them; none for None. Raises RuntimeError if they are forgotten, or one was written since."""
-        if number is not None and number not in self._saved:
-            raise RuntimeError(
-                "a streamed layer is gone through backward a second time: call backward(retain_graph=True) the "
-                "first time"
-            )
+        uses them; none for None. Raises RuntimeError if one of them was written since."""
         saved = () if number is None else self._saved[number]
         self._hold(saved)
         self._drop_ahead()
