@@ -135,7 +135,7 @@ def tokens_figure(reports: Mapping[str, Report]) -> str:
                 on = best["on"][name]
                 held = sum(best["device_bytes"].values()) / GIB
                 lines.append(
-                    f"{name}: {on['of_ceiling']:.0%} of the ceiling that its FLOPs set with "
+                    f"{name}: {on['of_ceiling']:.1%} of the ceiling that its FLOPs set with "
                     f"{best['tokens_per_step']:,} tokens a step ({best['variant']}, {held:.1f} GiB of the "
                     "device)."
                 )
