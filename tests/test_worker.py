@@ -6,6 +6,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -197,7 +198,23 @@ def test_an_idle_lane_holds_no_tensors(worker: Worker, fail: bool) -> None:
     event = submit_with_a_tensor(worker, released, fail=fail)
     # nothing else is submitted: the idle thread itself must let go
     assert released.wait(PATIENCE)
+    with pytest.raises(Oops) if fail else nullcontext():
+        event.wait()
     assert event.failed() is fail
+
+
+def test_nothing_of_the_work_is_held_when_its_end_is_told(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released, found, finish = threading.Event(), [], HostEvent.finish
+
+    def looking(self: HostEvent, *result: object) -> None:
+        found.append(released.is_set())
+        finish(self, *result)
+
+    monkeypatch.setattr(HostEvent, "finish", looking)
+    submit_with_a_tensor(worker, released, fail=False).wait()
+    assert found == [True]
 
 
 def test_delay_comes_before_the_work_and_counts_as_waiting() -> None:

@@ -92,17 +92,24 @@ class Worker:
         while (task := self._tasks.get()) is not None:
             work, waits, done = task
             ready = time.perf_counter()
+            span: Span | None = None
+            error: BaseException | None = None
             try:
-                for event in waits:
-                    event.wait()
+                _wait_for(waits)
                 if self._delay is not None:
                     time.sleep(self._delay())
                 start = time.perf_counter()
                 work()
+                span = Span(ready, start, time.perf_counter())
             # the thread must outlive any error: it is kept in the event and raised by whoever waits for it
-            except BaseException as error:  # noqa: BLE001
-                done.finish(None, error)
-            else:
-                done.finish(Span(ready, start, time.perf_counter()))
-            # an idle worker must not keep the last task's tensors alive
-            del task, work, waits, done
+            except BaseException as failure:  # noqa: BLE001
+                error = failure
+            # whoever is told that the work is done may count on nobody holding any more what it has used
+            del task, work, waits
+            done.finish(span, error)
+            del done, error
+
+
+def _wait_for(events: Sequence[Event]) -> None:
+    for event in events:
+        event.wait()
