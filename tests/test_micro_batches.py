@@ -28,8 +28,8 @@ from tests.reference import (
     train_plain,
     train_streamed,
 )
+from tests.test_modules import TIME, WIDTH, Layer
 
-WIDTH, TIME = 16, 5
 POLICIES = pytest.mark.parametrize("activations", ["recompute", "keep"])
 
 
@@ -94,15 +94,6 @@ def test_weights_cross_the_bus_twice_a_step_and_gradients_once(size: int | None)
         ops = Counter(record.op.kind for record in executor.issuer.trace.records() if record.op.unit >= 0)
         assert ops[OpKind.UNSHARD] == 2 * 3 - 1
         assert ops[OpKind.OFFLOAD_GRAD] == 3
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.linear(x))
 
 
 @pytest.mark.parametrize("grad_dtype", [torch.float32, None])

@@ -58,8 +58,8 @@ class DeviceMemory:
             held = ", ".join(f"{purpose} {nbytes} bytes" for purpose, nbytes in self.owned().items())
             raise torch.OutOfMemoryError(
                 f"out of device memory in layer '{unit.name}': beside what it computes there are {held}, "
-                f"and {self._saved.now} bytes saved by layers for backward. Take a smaller batch, lower "
-                f"num_slots, or use activations='recompute' ({error})"
+                f"and {self._saved.now} bytes saved by layers for backward. Give wrap a "
+                f"micro_batch_size, activations='recompute+offload' or fewer num_slots ({error})"
             ) from error
 
 
