@@ -379,7 +379,7 @@ def test_policies_by_layer(activations: Any) -> None:
 
     with streamed(gpt(), layers="transformer.h", activations=activations) as model:
         for block in model.transformer.h:
-            block.mlp.register_forward_hook(count)
+            block.mlp.register_forward_pre_hook(count)
         language_loss(model, 0).backward()
     kept = [activations(i) if callable(activations) else activations[i] for i in range(LAYERS)].count("keep")
     assert len(runs) == kept + 2 * (LAYERS - kept)

@@ -682,7 +682,7 @@ def test_what_a_recomputed_layer_finds_cached_is_refused() -> None:
         parametrizations.weight_norm(block.up)
     with streamed(model, layers="blocks") as wrapped, parametrize.cached():
         value = loss(wrapped)
-        with pytest.raises(RuntimeError, match="'blocks.2' computed reached the loss by another way"):
+        with pytest.raises(RuntimeError, match="'blocks.2' did not do the same when it ran again"):
             value.backward()
 
 

@@ -5,8 +5,8 @@ One `autograd.Function` (in `layer`) stands for a layer in the user's graph; the
 separate one that begins at the detached inputs and at views of the slot. The policies differ in when
 that graph is built:
 
-- ``recompute`` runs the forward without a graph and keeps the inputs; backward runs the forward again,
-  with the random state and autocast of the first time, and goes back through the graph at once.
+- ``recompute`` keeps the inputs, and of the forward's graph no tensors; backward runs the forward again,
+  with the random state and autocast of the first time, for what the graph needs: [Note: recomputation].
 - ``recompute+offload`` does the same, and the inputs wait in host memory: [Note: saved inputs].
 - ``keep`` builds the graph in forward. What the graph saves of the weights is saved as a place in the
   slot, because the slot will hold other layers in between; backward looks it up in whichever slot the
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from itertools import compress
 
 import torch
@@ -62,8 +63,8 @@ class Run(abc.ABC):
         """Run the layer in forward."""
 
     @abc.abstractmethod
-    def graph(self, weights: torch.Tensor, inputs: Tensors) -> Graph:
-        """The layer's graph in backward, its weights being those in the slot ``weights``."""
+    def graph(self, weights: torch.Tensor, inputs: Tensors) -> AbstractContextManager[Graph]:
+        """The layer's graph inside the block, in backward; its weights are in the slot ``weights``."""
 
 
 class Visit:
@@ -194,16 +195,17 @@ class Visit:
         unit = self.call.unit
         joined = JoinedGradients(self._cut, self._shapes)
         for number, run in enumerate(self._runs):
-            graph = run.graph(weights, self._cut.inputs(inputs, number) if self.saves_inputs else ())
+            given = self._cut.inputs(inputs, number) if self.saves_inputs else ()
             incoming = self._cut.gradients(gradients, self._output_parts, number)
-            # for checkpoints inside of the layer: [Note: checkpointing]
-            try:
-                with run.gate.opened(), unit.using(graph.leaves):
-                    backpropagate(self.executor, unit, graph, incoming, collector)
-                collector.keep_returned(graph.leaves)
-                joined.add(number, [tensor.grad for tensor in graph.inputs])
-            finally:
-                # a graph that is kept may be gone through again, even after an error
-                for tensor in (*graph.inputs, *graph.leaves):
-                    tensor.grad = None
+            with run.graph(weights, given) as graph:
+                try:
+                    # for checkpoints inside of the layer: [Note: checkpointing]
+                    with run.gate.opened(), unit.using(graph.leaves):
+                        backpropagate(self.executor, unit, graph, incoming, collector)
+                    collector.keep_returned(graph.leaves)
+                    joined.add(number, [tensor.grad for tensor in graph.inputs])
+                finally:
+                    # a graph that is kept may be gone through again, even after an error
+                    for tensor in (*graph.inputs, *graph.leaves):
+                        tensor.grad = None
         return joined.tensors

@@ -7,6 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from streamer.engine.asked import Asked, asked_for, graph_is_retained
 from streamer.engine.call import Tensors
@@ -22,7 +23,14 @@ class Graph(NamedTuple):
 
     inputs: Tensors
     leaves: Tensors
-    outputs: Tensors
+    #: where gradients come in, for each output that may bring one; edges, since tensors would hold memory
+    outputs: Sequence[GradientEdge | None]
+
+    @staticmethod
+    def of(inputs: Tensors, leaves: Tensors, outputs: Tensors) -> Graph:
+        """The graph that has led from ``inputs`` and ``leaves`` to ``outputs``."""
+        edges = [get_gradient_edge(output) if output.requires_grad else None for output in outputs]
+        return Graph(inputs, leaves, edges)
 
 
 def backpropagate(
@@ -52,7 +60,7 @@ def backpropagate(
     pairs = [
         (output, gradient)
         for output, gradient in zip(graph.outputs, gradients, strict=True)
-        if gradient is not None and output.requires_grad
+        if gradient is not None and output is not None
     ]
     try:
         if pairs and only != []:

@@ -95,11 +95,12 @@ def run_on_slot(
 ) -> Any:
     """``forward`` with ``leaves``, views of the slot ``weights``, as parameters; the result does not alias
     the slot. Raises ValueError if it writes its weights, since the slot is a copy, or keeps them."""
-    before, attributes = weights._version, unit.attributes()
+    slot = (weights, *leaves)
+    before, attributes = fingerprint(slot), unit.attributes()
     with unit.using(leaves):
         result = forward(*args, **kwargs)
     _check_not_kept(unit, attributes, weights)
-    if weights._version != before:
+    if fingerprint(slot) != before:
         raise ValueError(
             f"layer '{unit.name}' writes its own weights in its forward, which would be lost: write them "
             "between steps, after streamer.synchronize(model)"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
 
 import torch
+from torch import nn
 
 from streamer.engine.activations import Outputs, Run
 from streamer.engine.ambient import Ambient, Autocast
@@ -14,14 +17,17 @@ from streamer.engine.backpropagation import Graph
 from streamer.engine.call import Tensors, aliases
 from streamer.engine.checkpointing import without_own_checkpoint
 from streamer.engine.gate import Gate
-from streamer.engine.saved import storages
+from streamer.engine.late import LateTensors
+from streamer.engine.saved import Saved, storages
 from streamer.engine.tree import fingerprint
 
 
 class Recompute(Run):
-    """Keep the inputs, run the forward again in backward."""
+    """Keep the inputs, run the forward again in backward. [Note: recomputation]"""
 
     saves_inputs = True
+    #: the graph of the first run, where that is the one to go back through
+    _graph: Graph | None = None
 
     def first_run(self, weights: torch.Tensor, inputs: Tensors) -> Outputs:
         unit = self.call.unit
@@ -32,20 +38,18 @@ class Recompute(Run):
         tensors = [value for value in held if isinstance(value, torch.Tensor)]
         unwritten = fingerprint(tensors)
         buffers = unit.buffers_now()
-        inner, leaves = _detached(inputs), unit.leaves(weights)
-        # nobody may go through the graph of this run, nor backward if the layer has kept a part of it
+        owners = _owners(weights)
+        inner, leaves = _detached(inputs), _counting_apart(unit.leaves(weights))
+        # one of its own: if the layer has kept a part of a graph that is dropped, not even backward may go on
         gate = Gate(unit.name)
         gate.guard([*inner, *leaves])
-
-        def refuse(_: None) -> torch.Tensor:
-            gate.check()
-            raise AssertionError("a graph that has saved nothing is not gone through")
-
+        self._late = LateTensors(unit.name, gate)
+        # hooks that do something would be compiled too
+        may_keep = not self.call.is_compiled and all(map(self._comes_back_alike, inputs))
         with (
             self._ambient.autocast.uncached(),
-            # a graph that saves nothing, only to find out who goes back through it
             torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(lambda _: None, refuse),
+            self._late.expected() if may_keep else self._late.refused(),
             without_own_checkpoint(unit.module),
         ):
             outputs, rebuild = self.call.run(weights, leaves, inner)
@@ -57,9 +61,37 @@ class Recompute(Run):
         self._buffers = unit.buffers_changed(buffers)
         # compiled code may draw other random numbers than the forward that it was made of
         self._needs_compiled = self.call.is_compiled and self._ambient.has_moved_on()
-        return [output.detach() for output in outputs], rebuild
+        graph = Graph.of(inner, leaves, outputs)
+        detached = [output.detach() for output in outputs]
+        if may_keep and self._late.are_all_of(outputs):
+            _let_go([*inner, *leaves])
+            if _owners(weights) == owners:
+                self.gate, self._graph = gate, graph
+        return detached, rebuild
 
-    def graph(self, weights: torch.Tensor, inputs: Tensors) -> Graph:
+    @contextmanager
+    def graph(self, weights: torch.Tensor, inputs: Tensors) -> Iterator[Graph]:
+        if self._graph is None:
+            yield self._built_anew(weights, inputs)
+            return
+        graph = self._graph
+        _point(graph.inputs, inputs)
+        _point(graph.leaves, self.call.unit.leaves(weights))
+        try:
+            self._late.bring(partial(self._run_again, weights, graph.leaves, graph.inputs))
+            yield graph
+        finally:
+            self._late.drop()
+            _let_go([*graph.inputs, *graph.leaves])
+
+    def _comes_back_alike(self, tensor: torch.Tensor) -> bool:
+        """Whether `_point` can exchange the memory of this input for what `graph` will be given."""
+        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
+            return False
+        # what has gaps comes from the host without them, and PyTorch may compute with it by other operations
+        return not self.pages_inputs or tensor.stride() == torch.empty_like(tensor, device="meta").stride()
+
+    def _built_anew(self, weights: torch.Tensor, inputs: Tensors) -> Graph:
         unit = self.call.unit
         if self._needs_compiled and not self.call.is_compiled:
             raise RuntimeError(
@@ -69,6 +101,10 @@ class Recompute(Run):
         leaves = unit.leaves(weights)
         inner = _detached(inputs)
         self.gate.guard([*inner, *leaves])
+        return Graph.of(inner, leaves, self._run_again(weights, leaves, inner))
+
+    def _run_again(self, weights: torch.Tensor, leaves: Tensors, inner: Tensors) -> Tensors:
+        unit = self.call.unit
         with (
             self._ambient.again(),
             unit.with_attributes(self._attributes),
@@ -77,7 +113,7 @@ class Recompute(Run):
             without_own_checkpoint(unit.module),
         ):
             outputs, _ = self.call.run(weights, leaves, inner)
-        return Graph(inner, leaves, outputs)
+        return outputs
 
 
 @dataclass(frozen=True)
@@ -95,21 +131,6 @@ class _Place:
 
     def view(self, weights: torch.Tensor) -> torch.Tensor:
         return weights.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
-
-
-class _Saved(NamedTuple):
-    """Any other saved tensor. PyTorch leaves it to the hooks to see that it has not been written since."""
-
-    tensor: torch.Tensor
-    version: int
-
-    def unchanged(self) -> torch.Tensor:
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace "
-                f"operation: a tensor of shape {tuple(self.tensor.shape)} that a streamed layer has saved"
-            )
-        return self.tensor
 
 
 class _Slot:
@@ -139,13 +160,13 @@ class Keep(Run):
         gate = self.gate
         gate.guard([*inner, *leaves])
 
-        def pack(saved: torch.Tensor) -> _Saved | _Place:
+        def pack(saved: torch.Tensor) -> Saved | _Place:
             if aliases(saved, weights):
                 return _Place.of(saved)
             held.update(storages([saved]))
-            return _Saved(saved, saved._version)
+            return Saved.now(saved)
 
-        def unpack(saved: _Saved | _Place) -> torch.Tensor:
+        def unpack(saved: Saved | _Place) -> torch.Tensor:
             gate.check()
             return saved.view(slot.weights) if isinstance(saved, _Place) else saved.unchanged()
 
@@ -156,10 +177,11 @@ class Keep(Run):
         ):
             outputs, rebuild = self.call.run(weights, leaves, inner)
         self.release = self.executor.saved.hold(self, held)
-        self._graph: Graph | None = Graph(inner, leaves, outputs)
+        self._graph: Graph | None = Graph.of(inner, leaves, outputs)
         return [output.detach() for output in outputs], rebuild
 
-    def graph(self, weights: torch.Tensor, inputs: Tensors) -> Graph:
+    @contextmanager
+    def graph(self, weights: torch.Tensor, inputs: Tensors) -> Iterator[Graph]:
         if self._graph is None:
             raise RuntimeError(
                 f"layer '{self.call.unit.name}' is gone through backward a second time: "
@@ -167,11 +189,10 @@ class Keep(Run):
             )
         graph = self._graph
         self._slot.weights = weights
-        for slice, leaf in zip(self.call.unit.layout.slices, graph.leaves, strict=True):
-            leaf.data = slice.view(weights)
+        _point(graph.leaves, self.call.unit.leaves(weights))
         if not graph_is_retained():
             self._graph = None
-        return graph
+        yield graph
 
 
 #: The values of ``wrap(activations=...)``.
@@ -180,6 +201,29 @@ POLICIES: dict[str, type[Run]] = {
     "recompute+offload": RecomputeOffload,
     "keep": Keep,
 }
+
+
+def _owners(weights: torch.Tensor) -> int:
+    """How many hold the storage of ``weights``: tensors and what autograd has saved."""
+    owners: int = torch._C._storage_Use_Count(weights.untyped_storage()._cdata)
+    return owners
+
+
+def _point(leaves: Tensors, tensors: Tensors) -> None:
+    """Let ``leaves`` of a graph show the memory of ``tensors``."""
+    for leaf, tensor in zip(leaves, tensors, strict=True):
+        leaf.data = tensor.detach()
+
+
+def _let_go(leaves: Tensors) -> None:
+    """Let ``leaves`` of a graph hold no memory until the graph is gone through."""
+    _point(leaves, [leaf.new_empty(()).expand(leaf.shape) for leaf in leaves])
+
+
+def _counting_apart(leaves: Tensors) -> list[torch.Tensor]:
+    """``leaves`` that count the writes to themselves alone, and not those to the slot of the first run, which
+    holds other layers before the graph is gone through."""
+    return [leaf.data.requires_grad_(leaf.requires_grad) for leaf in leaves]
 
 
 def _detached(inputs: Tensors) -> list[torch.Tensor]:

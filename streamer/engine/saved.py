@@ -5,8 +5,29 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import torch
+
+
+class Saved(NamedTuple):
+    """A tensor that a graph has saved; PyTorch leaves it to hooks to see that it is not written."""
+
+    tensor: torch.Tensor
+    version: int
+
+    @staticmethod
+    def now(tensor: torch.Tensor) -> Saved:
+        return Saved(tensor, tensor._version)
+
+    def unchanged(self) -> torch.Tensor:
+        """It; RuntimeError if it has been written."""
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: a tensor of shape {tuple(self.tensor.shape)} that a streamed layer has saved"
+            )
+        return self.tensor
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
