@@ -10,11 +10,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
+from streamer.backends.attention import CPU_FLOPS, FusedAttention
 from streamer.backends.base import Backend, Event, Lane, Span
 from streamer.backends.machine import Machine
+
+_FORMULAS = {**flop_registry, **CPU_FLOPS}
 
 
 class Flops(TorchDispatchMode):
@@ -29,7 +32,7 @@ class Flops(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(func.overloadpacket)
+        formula = _FORMULAS.get(func.overloadpacket)
         if formula is not None:
             self.total += formula(*args, **(kwargs or {}), out_val=result)
         return result
@@ -65,6 +68,8 @@ class VirtualBackend(Backend):
         self.machine = machine
         self._host_taken = self._device_taken = 0
         self._free_at = dict.fromkeys(Lane, 0.0)
+        #: whether a layer's work runs
+        self.is_computing = False
         self.caller_seconds = 0.0
         self._caller: Flops | None = None
         self._counted = 0
@@ -72,7 +77,7 @@ class VirtualBackend(Backend):
     @contextmanager
     def counting_caller(self) -> Iterator[None]:
         """Count the FLOPs of the calling thread inside the block, also those of no submitted work."""
-        with Flops() as self._caller:
+        with FusedAttention(self.machine.kind), Flops() as self._caller:
             self._counted = 0
             try:
                 yield
@@ -90,8 +95,12 @@ class VirtualBackend(Backend):
     def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
         self._let_caller_compute()
         if lane is Lane.COMPUTE:
-            with Flops() as counter:
-                work()
+            self.is_computing = True
+            try:
+                with FusedAttention(self.machine.kind), Flops() as counter:
+                    work()
+            finally:
+                self.is_computing = False
             # the mode around this one has seen them too
             self._counted += counter.total
             seconds = counter.total / self.machine.flops_per_second
@@ -108,11 +117,16 @@ class VirtualBackend(Backend):
 
     def device_buffer(self, nbytes: int) -> torch.Tensor:
         self._device_taken += nbytes
-        return torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        return self._buffer(nbytes)
 
     def host_buffer(self, nbytes: int, *, pinned: bool = True) -> torch.Tensor:
         self._host_taken += nbytes
-        return torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        return self._buffer(nbytes)
+
+    def _buffer(self, nbytes: int) -> torch.Tensor:
+        # not by an operation, as elsewhere: what counts those counts what the model makes
+        with _disable_current_modes():
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def host_reserve(self, nbytes: int) -> torch.Tensor:
         return self.host_buffer(nbytes)
