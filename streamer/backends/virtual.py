@@ -70,6 +70,7 @@ class VirtualBackend(Backend):
         self._free_at = dict.fromkeys(Lane, 0.0)
         #: whether a layer's work runs
         self.is_computing = False
+        self._recalled = 0
         self.caller_seconds = 0.0
         self._caller: Flops | None = None
         self._counted = 0
@@ -95,7 +96,7 @@ class VirtualBackend(Backend):
     def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
         self._let_caller_compute()
         if lane is Lane.COMPUTE:
-            self.is_computing = True
+            self.is_computing, self._recalled = True, 0
             try:
                 with FusedAttention(self.machine.kind), Flops() as counter:
                     work()
@@ -103,7 +104,7 @@ class VirtualBackend(Backend):
                 self.is_computing = False
             # the mode around this one has seen them too
             self._counted += counter.total
-            seconds = counter.total / self.machine.flops_per_second
+            seconds = (counter.total + self._recalled) / self.machine.flops_per_second
         else:
             seconds = nbytes / self._bytes_per_second(lane)
         ready = self._free_at[lane]
@@ -111,6 +112,10 @@ class VirtualBackend(Backend):
         start = max([ready, *ends])
         self._free_at[lane] = start + seconds
         return VirtualEvent(lane, Span(ready, start, start + seconds))
+
+    def recall(self, flops: int) -> None:
+        """Let the work that runs have taken these FLOPs too, which it did not execute."""
+        self._recalled += flops
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
         raise AssertionError("nothing is copied on the virtual backend")

@@ -45,6 +45,15 @@ class Tracker(TorchDispatchMode):
             self._note_peak()
         return result
 
+    def rise(self, nbytes: int) -> None:
+        """Count ``nbytes`` that came and are gone again."""
+        owner = self.owner()
+        self.now += nbytes
+        self.owned[owner] += nbytes
+        if self.now > self.peak:
+            self._note_peak()
+        self._gone(owner, nbytes)
+
     def _made(self, storage: torch.UntypedStorage) -> None:
         owner, nbytes = self.owner(), storage.nbytes()
         self.now += nbytes
