@@ -79,15 +79,16 @@ class StepPlan:
         return sum(self.host_bytes.values())
 
 
-def plan_step(executor: Executor, step: Callable[[], object], *, warmup: int = 2) -> StepPlan:
+def plan_step(executor: Executor, step: Callable[[], object]) -> StepPlan:
     """Plan ``step`` (forward, backward, update) of a model on the virtual backend. Layers that are alike run
-    once: [Note: recalled runs]. ``warmup`` steps come before the one that is timed."""
+    once: [Note: recalled runs]."""
     backend = executor.backend
     assert isinstance(backend, VirtualBackend), "elsewhere a step would have to be run"
     tracker = StepTracker(executor)
     recall_layers(executor, Recollection(tracker))
     with backend.counting_memory(tracker):
-        prediction = predict_step(executor, step, warmup=warmup)
+        # a step to learn the order, and one more where slots are added at its end
+        prediction = predict_step(executor, step, warmup=1 if executor.budget is None else 2)
     reserve = {GAPS: gaps(tracker.peak), CONTEXT: CONTEXT_BYTES} if backend.machine.kind == "cuda" else {}
     return StepPlan(
         executor.device_bytes() | tracker.at_peak(),

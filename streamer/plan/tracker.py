@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -69,7 +69,12 @@ class Tracker(TorchDispatchMode):
         self.owned_at_peak = self.owned.copy()
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments, or in the result, of an operation."""
     if isinstance(value, torch.Tensor):
-        return [value]
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
