@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from streamer.engine.inner import GUARDS
 from streamer.engine.unit import Unit
-from streamer.guards import GUARDS
 
 #: Names under which layers keep which of them they are, on which nothing depends that they compute.
 NUMBERS = {"layer_idx", "layer_id", "layer_number", "layer_index", "block_idx", "block_index"}
