@@ -6,74 +6,39 @@ The executor runs on it unchanged, so what it says of bytes and of order is what
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
-from streamer.backends.base import Backend, Event, Lane, Span
+from streamer.backends.base import Backend, Event, Lane
+from streamer.backends.clocks import clock_of
 from streamer.backends.machine import Machine
-
-
-class Flops(TorchDispatchMode):
-    """Counts the FLOPs of matrix products, convolutions and attention in the block, by PyTorch's formulas.
-
-    `torch.utils.flop_counter.FlopCounterMode` counts the same, by module too, and takes several times longer.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.total = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(func.overloadpacket)
-        if formula is not None:
-            self.total += formula(*args, **(kwargs or {}), out_val=result)
-        return result
-
-
-class VirtualEvent(Event):
-    """Work whose time is known as soon as it is submitted."""
-
-    def __init__(self, lane: Lane, span: Span) -> None:
-        self.lane = lane
-        self._span = span
-
-    def wait(self) -> None:
-        return
-
-    def failed(self) -> bool:
-        return False
-
-    def span(self) -> Span:
-        return self._span
+from streamer.backends.operations import Operations
 
 
 class VirtualBackend(Backend):
-    """Lanes as clocks. COMPUTE runs its work on meta tensors and counts its FLOPs; the other lanes run
-    nothing and take the time of their bytes.
+    """Lanes as clocks. COMPUTE runs its work on meta tensors and takes the time of its operations; the other
+    lanes run nothing and take the time of their bytes.
 
     What the caller computes between two pieces of work (a head, a loss) takes COMPUTE's time too, inside of
-    `counting_caller`; ``caller_seconds`` is the sum of that.
+    `counting_caller`; ``caller_seconds`` is the sum of that. ``flops`` are those of all that has run.
     """
 
     def __init__(self, machine: Machine) -> None:
         self.device = torch.device("meta")
         self.machine = machine
         self._host_taken = self._device_taken = 0
-        self._free_at = dict.fromkeys(Lane, 0.0)
+        self._clock = clock_of(machine)
+        self.flops = 0
         self.caller_seconds = 0.0
-        self._caller: Flops | None = None
-        self._counted = 0
+        self._caller: Operations | None = None
+        self._counted_flops, self._counted_seconds = 0, 0.0
 
     @contextmanager
     def counting_caller(self) -> Iterator[None]:
-        """Count the FLOPs of the calling thread inside the block, also those of no submitted work."""
-        with Flops() as self._caller:
-            self._counted = 0
+        """Count what the calling thread runs inside the block, also what is in no submitted work."""
+        with Operations(self.machine) as self._caller:
+            self._counted_flops, self._counted_seconds = 0, 0.0
             try:
                 yield
                 self._let_caller_compute()
@@ -82,26 +47,22 @@ class VirtualBackend(Backend):
 
     def _let_caller_compute(self) -> None:
         if self._caller is not None:
-            seconds = (self._caller.total - self._counted) / self.machine.flops_per_second
-            self._counted = self._caller.total
-            self._free_at[Lane.COMPUTE] += seconds
-            self.caller_seconds += seconds
+            seconds = self._caller.seconds - self._counted_seconds
+            self.flops += self._caller.flops - self._counted_flops
+            self._counted_flops, self._counted_seconds = self._caller.flops, self._caller.seconds
+            self.caller_seconds += self._clock.compute(seconds)
 
     def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
         self._let_caller_compute()
-        if lane is Lane.COMPUTE:
-            with Flops() as counter:
-                work()
-            # the mode around this one has seen them too
-            self._counted += counter.total
-            seconds = counter.total / self.machine.flops_per_second
-        else:
-            seconds = nbytes / self._bytes_per_second(lane)
-        ready = self._free_at[lane]
-        ends = [span.end for event in waits if (span := event.span()) is not None]
-        start = max([ready, *ends])
-        self._free_at[lane] = start + seconds
-        return VirtualEvent(lane, Span(ready, start, start + seconds))
+        if lane is not Lane.COMPUTE:
+            return self._clock.submit(lane, nbytes / self._bytes_per_second(lane), waits)
+        counter = self._caller or Operations(self.machine)
+        flops, seconds = counter.flops, counter.seconds
+        with nullcontext() if counter is self._caller else counter:
+            work()
+        self.flops += counter.flops - flops
+        self._counted_flops, self._counted_seconds = counter.flops, counter.seconds
+        return self._clock.submit(lane, counter.seconds - seconds, waits)
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
         raise AssertionError("nothing is copied on the virtual backend")
