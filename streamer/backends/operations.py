@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
+from streamer.backends.attention import CPU_FLOPS
 from streamer.backends.machine import Machine
 
 aten = torch.ops.aten
@@ -42,19 +44,24 @@ _OVERWRITING = {aten.copy_, aten.fill_, aten.zero_, aten.normal_, aten.uniform_,
 _GATHERING = {aten.embedding, aten.index_select, aten.gather, aten.index, aten.nll_loss_forward}
 
 
-def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+_FORMULAS = {**flop_registry, **CPU_FLOPS}
 
 
-def _attention_backward_flops(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
+@dataclass(frozen=True)
+class Cost:
+    """FLOPs, and seconds on a machine."""
+
+    flops: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.flops + other.flops, self.seconds + other.seconds)
+
+    def __sub__(self, other: Cost) -> Cost:
+        return Cost(self.flops - other.flops, max(0.0, self.seconds - other.seconds))
 
 
-#: PyTorch has no formula for attention on the CPU; it is that of the other kernels.
-_OWN_FORMULAS: dict[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
-}
+NOTHING = Cost()
 
 
 class Operations(TorchDispatchMode):
@@ -71,6 +78,11 @@ class Operations(TorchDispatchMode):
         self.flops = self.nbytes = self.ops = 0
         self.seconds = 0.0
         self._machine = machine
+
+    @property
+    def cost(self) -> Cost:
+        """Of all so far."""
+        return Cost(self.flops, self.seconds)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -95,10 +107,8 @@ class Operations(TorchDispatchMode):
 
 
 def _flops(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
-    if formula := flop_registry.get(packet):
-        return int(formula(*args, **kwargs, out_val=result))
-    own = _OWN_FORMULAS.get(packet)
-    return own(*args, **kwargs) if own else 0
+    formula = _FORMULAS.get(packet)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
 
 def _rate(machine: Machine, packet: Any, args: Any) -> float:
