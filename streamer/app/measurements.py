@@ -76,7 +76,7 @@ class Stopwatch:
                 mine.append(self._submit(Lane.COMPUTE, works[Lane.COMPUTE]))
                 mine[-1].wait()
             events[Lane.COMPUTE] = mine
-        return _while_all_work({lane: list(map(_span, mine)) for lane, mine in events.items()})
+        return while_all_work({lane: list(map(_span, mine)) for lane, mine in events.items()})
 
     def _goes_on(self, others: Sequence[Event], until: float) -> bool:
         if others:
@@ -172,7 +172,7 @@ def _span(event: Event) -> Span:
     return span
 
 
-def _while_all_work(spans: Mapping[Lane, Sequence[Span]]) -> dict[Lane, float]:
+def while_all_work(spans: Mapping[Lane, Sequence[Span]]) -> dict[Lane, float]:
     """The median seconds of the pieces that lie in the time that all lanes have work; where there are none,
     of those that lie in it for the most part."""
     begin = max(mine[0].start for mine in spans.values())

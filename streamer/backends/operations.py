@@ -126,7 +126,7 @@ def _moved(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
     read = sum(map(_nbytes, _tensors((*others, *kwargs.values()))))
     if packet not in _OVERWRITING:
         whole = sum(map(_nbytes, _tensors((first,))))
-        read += min(whole, written + read) if packet in _GATHERING else whole
+        read += min(whole, written) if packet in _GATHERING else whole
     return written + read
 
 
