@@ -14,7 +14,8 @@ from streamer.app.calibrate import sizes_of
 from streamer.app.cli import main
 from streamer.app.config import load_config
 from streamer.app.machine_file import load_machine
-from streamer.app.measurements import Measurements, Sizes, measure, while_all_work
+from streamer.app.measurements import Measurements, measure, while_all_work
+from streamer.app.workloads import Sizes
 from streamer.backends.base import Lane, Span
 from streamer.backends.machine import Beside
 from streamer.backends.thread import ThreadBackend

@@ -16,8 +16,9 @@ from streamer.app.build import build_model
 from streamer.app.config import Config
 from streamer.app.hardware import device_name, memory_bytes
 from streamer.app.machine_file import dump_machine
-from streamer.app.measurements import Found, Measurements, Sizes, measure
+from streamer.app.measurements import Found, Measurements, measure
 from streamer.app.sections import ConfigError
+from streamer.app.workloads import Sizes
 from streamer.backends.base import Backend
 from streamer.backends.choose import backend_for
 from streamer.backends.machine import Beside, Machine

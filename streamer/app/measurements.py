@@ -9,16 +9,13 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-
-import torch
+from collections.abc import Mapping, Sequence
 
 from streamer.app import workloads
+from streamer.app.workloads import Sizes, Work
 from streamer.backends.base import Backend, Event, Lane, Span
 from streamer.backends.operations import Operations
 
-Work = Callable[[], object]
 #: Rates (per second), seconds and shares of `Machine` and `Beside`, by field, one for each round.
 Found = dict[str, list[float]]
 
@@ -29,23 +26,6 @@ PAIRS = {
     (Lane.HOST, Lane.H2D): ("host_copy", "copy_host"),
     (Lane.H2D, Lane.D2H): ("copy_copy", "copy_copy"),
 }
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What is measured: products of ``tokens`` with each of ``weights`` [out, in], activations of ``hidden``
-    features, attention over ``context`` tokens in heads of ``head``, all in ``dtype``; copies of
-    ``copy_bytes``; updates of ``parameters``. A piece of work is repeated for ``seconds`` at least."""
-
-    dtype: torch.dtype
-    tokens: int
-    weights: tuple[tuple[int, int], ...]
-    hidden: int
-    context: int
-    head: int = 64
-    copy_bytes: int = 32 << 20
-    parameters: int = 16_000_000
-    seconds: float = 0.08
 
 
 class Stopwatch:

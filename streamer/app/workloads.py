@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -17,15 +17,29 @@ from streamer.memory.host import HostStore
 from streamer.memory.layout import Layout, Param
 from streamer.memory.purposes import FP32, GRADIENTS, MOMENTS
 
-if TYPE_CHECKING:
-    from streamer.app.measurements import Sizes
-
 Work = Callable[[], object]
 
 #: Host buffers to go through before coming back to the first: what was copied just now would be in a cache.
 HOST_BUFFERS = 4
 #: How often what is small is run in a row.
 REPEATS = 20
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured: products of ``tokens`` with each of ``weights`` [out, in], activations of ``hidden``
+    features, attention over ``context`` tokens in heads of ``head``, all in ``dtype``; copies of
+    ``copy_bytes``; updates of ``parameters``. A piece of work is repeated for ``seconds`` at least."""
+
+    dtype: torch.dtype
+    tokens: int
+    weights: tuple[tuple[int, int], ...]
+    hidden: int
+    context: int
+    head: int = 64
+    copy_bytes: int = 32 << 20
+    parameters: int = 16_000_000
+    seconds: float = 0.08
 
 
 def computing(backend: Backend, sizes: Sizes) -> dict[str, Work]:
