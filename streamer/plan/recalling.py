@@ -2,7 +2,7 @@
 
 [Note: recalled visits]
 A plan runs the executor without data, though most layers are copies of one. What a visit of one of them
-takes (FLOPs, bytes that come and go, bytes that stay for backward) depends on its structure and on the shapes
+takes (time, bytes that come and go, bytes that stay for backward) depends on its structure and on the shapes
 it is given alone. So each kind of visit is carried out once, on meta tensors and apart from the step, and
 recalled from then on: the executor still issues every op, and the tensors that stay are still made.
 """
@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from streamer.backends.virtual import Flops, VirtualBackend
+from streamer.backends.operations import Cost, Operations
+from streamer.backends.virtual import VirtualBackend
 from streamer.engine.activations import Outputs, Run, Visit
 from streamer.engine.ambient import Autocast
 from streamer.engine.asked import Asked
@@ -34,24 +35,24 @@ from streamer.plan.tracker import Tracker
 
 @dataclass(frozen=True)
 class _Forward:
-    """A layer's forward: its outputs, FLOPs, the most bytes on top of what was there, and those that stay
+    """A layer's forward: its outputs, cost, the most bytes on top of what was there, and those that stay
     beside the outputs."""
 
     outputs: list[Kind]
     rebuild: Rebuild
-    flops: int
+    cost: Cost
     rise: int
     kept: int
 
 
 @dataclass(frozen=True)
 class _Backward:
-    """Its backward: for which parameters there are gradients, what it returns, FLOPs, and the most bytes on
+    """Its backward: for which parameters there are gradients, what it returns, cost, and the most bytes on
     top of what was there."""
 
     used: list[bool]
     returned: list[Kind | None]
-    flops: int
+    cost: Cost
     rise: int
 
 
@@ -102,7 +103,7 @@ class _Recalled(Visit):
         if self._key not in memory.forwards:
             memory.forwards[self._key] = self._measure_forward(weights)
         found = memory.forwards[self._key]
-        self._count(found.flops, found.rise)
+        self._count(found.cost, found.rise)
         if found.kept:
             self._kept.append(torch.empty(found.kept, dtype=torch.uint8, device="meta"))
         if not self.saves_inputs:
@@ -125,25 +126,29 @@ class _Recalled(Visit):
         if key not in memory.backwards:
             memory.backwards[key] = self._measure_backward(weights, into, incoming, asked)
         found = memory.backwards[key]
-        self._count(found.flops, found.rise)
+        self._count(found.cost, found.rise)
         self._kept.clear()
         return list(found.used), [None if kind is None else kind.make() for kind in found.returned]
 
-    def _count(self, flops: int, rise: int) -> None:
+    @property
+    def _backend(self) -> VirtualBackend:
         backend = self.executor.backend
         assert isinstance(backend, VirtualBackend), "others have work to do"
-        backend.recall(flops)
+        return backend
+
+    def _count(self, cost: Cost, rise: int) -> None:
+        self._backend.recall(cost)
         self.recollection.tracker.rise(rise)
 
     def _measure_forward(self, weights: torch.Tensor) -> _Forward:
         with _disable_current_modes():
             visit, inputs = self._apart()
-            with Tracker() as tracker, Flops() as counter:
+            with Tracker() as tracker, Operations(self._backend.machine) as counter:
                 outputs, rebuild = visit.run(inputs, weights)
-            rise, flops = tracker.peak, counter.total
+            rise, cost = tracker.peak, counter.cost
             kinds = [Kind.of(output) for output in outputs]
             del outputs
-            return _Forward(kinds, rebuild, flops, rise, kept=tracker.now)
+            return _Forward(kinds, rebuild, cost, rise, kept=tracker.now)
 
     def _measure_backward(
         self,
@@ -159,12 +164,12 @@ class _Recalled(Visit):
                 outputs, _ = visit.run(inputs, weights)
                 del outputs
                 before = tracker.peak = tracker.now
-                with Flops() as counter:
+                with Operations(self._backend.machine) as counter:
                     used, found = visit.go_back(
                         weights, into, inputs if self.saves_inputs else (), gradients, asked
                     )
                 kinds = [None if gradient is None else Kind.of(gradient) for gradient in found]
-            return _Backward(used, kinds, counter.total, tracker.peak - before)
+            return _Backward(used, kinds, counter.cost, tracker.peak - before)
 
     def _apart(self) -> tuple[Visit, list[torch.Tensor]]:
         """A visit that does not belong to the step, and inputs for it."""
