@@ -142,10 +142,12 @@ class LateTensors:
 
 def is_another_way(first: Iterable[GradientEdge | None], again: Iterable[GradientEdge | None]) -> bool:
     """Whether outputs ``again`` come from other operations than the ``first``, and not because TorchScript
-    has compiled them in the meantime."""
+    has compiled them in the meantime, or from what the first run has left in a cache."""
     before, now = (
         list(_nodes(None if edge is None else edge.node for edge in edges)) for edges in (first, again)
     )
+    if any(type(node).__name__ != "AccumulateGrad" for node in {*before}.intersection(now)):
+        return True
     return list(map(type, before)) != list(map(type, now)) and not any(map(_is_opaque, now))
 
 
