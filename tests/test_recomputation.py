@@ -17,10 +17,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.peak import PeakBytes
 from models.gpt2 import GPT
 from streamer.engine.owners import Owners, holders
-from streamer.handle import wrapped
+from streamer.plan.tracker import Tracker
 from tests.reference import VOCAB, language_loss, streamed
 
 D = 8
@@ -323,11 +322,8 @@ def test_forward_keeps_inputs_and_nothing_else(run: Forward) -> None:
     with streamed(Net(run, layers=count), layers="blocks") as model:
         for _ in range(2):  # what is allocated once
             backward(model, x)
-        executor = wrapped(model).executor
-        slots = [*executor.weights.slots.buffers, *executor.gradients.slots.buffers]
-        ours = [tensor.untyped_storage() for tensor in (x, *model.embed.parameters(), *slots)]
         gc.collect()
-        with PeakBytes(ignoring=ours) as counted:
+        with Tracker() as counted:
             after: list[int] = []
             for _ in range(3):
                 before, hidden = counted.now, model(x)
@@ -337,7 +333,6 @@ def test_forward_keeps_inputs_and_nothing_else(run: Forward) -> None:
                 hidden.sum().backward()
                 del hidden
                 after.append(counted.now)
-        # what was there before counts once it is seen
         assert after[2] == after[1]
 
 
