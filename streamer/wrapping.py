@@ -180,6 +180,7 @@ def wrap(
             device_available=device_available,
             device_mend=cut.mend,
             host_available=backend.host_available(),
+            host_lockable=backend.host_lockable(),
             shared=not on_device,
             given_back=releasable_bytes(plain_dtypes, torch.device("cpu")),
         )
