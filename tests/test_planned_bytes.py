@@ -1,4 +1,4 @@
-"""Planned bytes are allocated bytes, by purpose, exactly: over models, dtypes, layouts, slots and policies."""
+"""Planned bytes are allocated bytes, exactly: over models, dtypes, layouts, slots and policies."""
 
 from __future__ import annotations
 
