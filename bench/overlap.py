@@ -137,7 +137,7 @@ def make_backend(kind: str | None, config: Config, machine: str) -> Backend:
 def draw_one_step(trace: Path, picture: Path) -> None:
     """The last measured step of ``trace`` as a timeline, if matplotlib is there."""
     try:
-        from bench import timeline
+        from streamer.app import timeline
     except ModuleNotFoundError as error:
         print(f"not drawn: {error}; matplotlib comes with the extra [plot]")
         return

@@ -365,11 +365,11 @@ def test_a_run(
 def test_without_matplotlib_there_is_no_picture_and_all_the_rest(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import bench
+    import streamer.app
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "bench.timeline", raising=False)
-    monkeypatch.delattr(bench, "timeline", raising=False)
+    monkeypatch.delitem(sys.modules, "streamer.app.timeline", raising=False)
+    monkeypatch.delattr(streamer.app, "timeline", raising=False)
     run_main(monkeypatch, tmp_path, "--backend", "virtual")
     assert "not drawn: import of matplotlib" in capsys.readouterr().out
     assert not (tmp_path / "overlap.png").exists()

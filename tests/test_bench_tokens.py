@@ -23,7 +23,7 @@ from streamer.backends.virtual import VirtualBackend
 from streamer.handle import wrapped
 from streamer.plan.planner import predict_step
 
-SIZES = {"n_layer": 4, "n_head": 2, "n_embd": 16, "vocab_size": 32, "block_size": 16}
+SIZES = {"n_layer": 4, "n_head": 2, "n_embd": 16, "vocab_size": 32, "block_size": 128}
 SMALL = ["--n-layer", "4", "--n-head", "2", "--n-embd", "16", "--vocab-size", "32", "--context", "16"]
 SMALL += ["--lr", "1e-2"]
 NAMES = list(variants(slots=3, parts=2))
@@ -133,8 +133,8 @@ def test_a_step_timed_anew_is_the_step_that_the_machine_would_predict() -> None:
 
 
 def test_machines_once(tmp_path: Path) -> None:
-    sizes = {"n_layer": 5, "n_embd": 64, "vocab_size": 256, "block_size": 16}
-    small = {f"model.args.{name}": size for name, size in sizes.items()} | {"data.context": 16}
+    sizes = {"n_layer": 5, "n_embd": 64, "vocab_size": 256, "block_size": 128}
+    small = {f"model.args.{name}": size for name, size in sizes.items()} | {"data.context": 128}
     sets = [word for name, value in small.items() for word in ("--set", f"{name}={value}")]
     names = [BASELINE, "3 slots", "accumulation", "micro-batches", "offload", "all that saves"]
     few = ["--batch-sizes", "4", "--micro", "2", "--slots", "3", "--only", *names]

@@ -18,6 +18,8 @@ class Machine:
     host_bytes_per_second: float
     device_bytes: int
     host_bytes: int
+    #: "cuda", or "cpu" where the host's cores stand in for a device
+    kind: str = "cuda"
 
 
 #: One H200 with a 16-core host: a bus of 50 GB/s each way, 750 TFLOP/s of bf16 products, 150 GB/s of

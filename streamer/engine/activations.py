@@ -66,6 +66,23 @@ class Run(abc.ABC):
     def graph(self, weights: torch.Tensor, inputs: Tensors) -> AbstractContextManager[Graph]:
         """The layer's graph inside the block, in backward; its weights are in the slot ``weights``."""
 
+    def go_back(
+        self, weights: torch.Tensor, inputs: Tensors, gradients: Gradients, collector: Collector
+    ) -> list[torch.Tensor | None]:
+        """From the gradients of the outputs those of the inputs; parameters' go to ``collector``."""
+        unit = self.call.unit
+        with self.graph(weights, inputs) as graph:
+            try:
+                # for checkpoints inside of the layer: [Note: checkpointing]
+                with self.gate.opened(), unit.using(graph.leaves):
+                    backpropagate(self.executor, unit, graph, gradients, collector)
+                collector.keep_returned(graph.leaves)
+                return [tensor.grad for tensor in graph.inputs]
+            finally:
+                # a graph that is kept may be gone through again, even after an error
+                for tensor in (*graph.inputs, *graph.leaves):
+                    tensor.grad = None
+
 
 class Visit:
     """One call of a layer and the backward that belongs to it: a run of kind ``policy`` for each slice of the
@@ -192,20 +209,9 @@ class Visit:
         self, weights: torch.Tensor, inputs: Tensors, gradients: Gradients, collector: Collector
     ) -> list[torch.Tensor | None]:
         """Go back through the graphs of all slices; the gradients of the inputs."""
-        unit = self.call.unit
         joined = JoinedGradients(self._cut, self._shapes)
         for number, run in enumerate(self._runs):
             given = self._cut.inputs(inputs, number) if self.saves_inputs else ()
             incoming = self._cut.gradients(gradients, self._output_parts, number)
-            with run.graph(weights, given) as graph:
-                try:
-                    # for checkpoints inside of the layer: [Note: checkpointing]
-                    with run.gate.opened(), unit.using(graph.leaves):
-                        backpropagate(self.executor, unit, graph, incoming, collector)
-                    collector.keep_returned(graph.leaves)
-                    joined.add(number, [tensor.grad for tensor in graph.inputs])
-                finally:
-                    # a graph that is kept may be gone through again, even after an error
-                    for tensor in (*graph.inputs, *graph.leaves):
-                        tensor.grad = None
+            joined.add(number, run.go_back(weights, given, incoming, collector))
         return joined.tensors

@@ -29,6 +29,10 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from streamer.engine.gate import Gate
 from streamer.engine.saved import Saved
 
+#: By the kinds of a graph's nodes and the number of our places in it, whether they are all that it saves.
+_known: dict[tuple[tuple[type, ...], int], bool] = {}
+MOST_KNOWN = 1000
+
 
 class _Place:
     """Where a graph looks for a tensor that it has saved; gone as soon as the graph needs it no more."""
@@ -68,20 +72,15 @@ class LateTensors:
 
     def are_all_of(self, outputs: Iterable[torch.Tensor]) -> bool:
         """Whether the graph of ``outputs`` keeps nothing but our places."""
-        found = 0
-        seen: set[Node] = set()
-        nodes = [output.grad_fn for output in outputs if output.grad_fn is not None]
-        while nodes:
-            node = nodes.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            kind: type = type(node)
-            if issubclass(kind, BackwardCFunction) or kind.__name__ == "CppFunction":
-                return False
-            found += sum(map(_is_defined, _saved_by(node)))
-            nodes.extend(before for before, _ in node.next_functions if before is not None)
-        return found == len(self._wanted())
+        nodes = _nodes(outputs)
+        shape = tuple(map(type, nodes)), len(self._wanted())
+        if shape not in _known:
+            if len(_known) >= MOST_KNOWN:
+                _known.clear()
+            _known[shape] = not any(map(_is_custom, nodes)) and shape[1] == sum(
+                map(_is_defined, (saved for node in nodes for saved in _saved_by(node)))
+            )
+        return _known[shape]
 
     def bring(self, forward: Callable[[], object]) -> None:
         """Run ``forward`` for what it saves, and no further.
@@ -137,6 +136,23 @@ class LateTensors:
     def _refuse(self, _: None) -> torch.Tensor:
         self._gate.check()
         raise AssertionError("nobody goes back through the graph of a second run")
+
+
+def _nodes(outputs: Iterable[torch.Tensor]) -> list[Node]:
+    """The nodes of the graph of ``outputs``."""
+    found: dict[Node, None] = {}
+    nodes = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    while nodes:
+        node = nodes.pop()
+        if node not in found:
+            found[node] = None
+            nodes.extend(before for before, _ in node.next_functions if before is not None)
+    return list(found)
+
+
+def _is_custom(node: Node) -> bool:
+    kind: type = type(node)
+    return issubclass(kind, BackwardCFunction) or kind.__name__ == "CppFunction"
 
 
 @cache

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from streamer.engine.activations import Visit
+from streamer.engine.activations import Run, Visit
 from streamer.engine.ambient import Autocast
 from streamer.engine.asked import asked_of
 from streamer.engine.call import Call, aliases, run_on_slot
@@ -46,6 +46,10 @@ class StreamedLayer:
         self._forward: Callable[..., Any] = (
             unit.module.forward if compiler is None else compiler.compile(unit)
         )
+
+    def run_as(self, kind: Callable[[type[Run]], type[Run]]) -> None:
+        """Let runs be of another kind, made of that which they are of now."""
+        self._policy = kind(self._policy)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with unwatched():
