@@ -105,6 +105,7 @@ def _unescaped(path: str) -> str:
 def _read(path: Path) -> str:
     """A file of the kernel's, empty where there is none or where this process may not read it."""
     try:
-        return path.read_text()
+        # other mounts may have names in any encoding
+        return path.read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:
         return ""
