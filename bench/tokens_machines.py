@@ -33,7 +33,8 @@ from streamer.app.build import build_optimizer
 from streamer.app.config import Config, load_config
 from streamer.app.factory import import_factory
 from streamer.backends.base import Lane
-from streamer.backends.machine import A100_PCIE_4, H100_PCIE_5, RTX_4090, RTX_4090_PCIE_3, Machine
+from streamer.backends.machine import Machine
+from streamer.backends.machines import A100_PCIE_4, H100_PCIE_5, RTX_4090, RTX_4090_PCIE_3
 from streamer.backends.virtual import VirtualBackend
 from streamer.handle import wrapped
 from streamer.plan.tracker import Tracker

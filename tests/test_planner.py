@@ -16,8 +16,10 @@ from models.gpt2 import GPT
 from streamer.app.build import build_model, build_optimizer
 from streamer.app.config import load_config
 from streamer.backends.base import Lane
-from streamer.backends.machine import GIB, H200, Machine
-from streamer.backends.virtual import Flops, VirtualBackend
+from streamer.backends.machine import GIB, Machine
+from streamer.backends.machines import H200
+from streamer.backends.operations import Operations
+from streamer.backends.virtual import VirtualBackend
 from streamer.handle import wrapped
 from streamer.plan.planner import Prediction, predict_step
 from streamer.plan.tracker import Tracker
@@ -107,11 +109,15 @@ def test_flops_are_those_that_pytorch_counts(training: bool) -> None:
     with torch.device("meta"):
         model = GPT(vocab_size=VOCAB, block_size=16, n_layer=2, n_head=2, n_embd=32)
     tokens = torch.zeros(3, 16, dtype=torch.long, device="meta")
-    with FlopCounterMode(display=False) as expected, Flops() as counted, torch.set_grad_enabled(training):
+    with (
+        FlopCounterMode(display=False) as expected,
+        Operations() as counted,
+        torch.set_grad_enabled(training),
+    ):
         result = model(tokens)
         if training:
             result.sum().backward()
-    assert counted.total == expected.get_total_flops() > 0
+    assert counted.flops == expected.get_total_flops() > 0
 
 
 def test_what_does_not_fit_is_refused_with_both_sides() -> None:

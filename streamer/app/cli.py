@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from streamer.version import __version__
 
@@ -20,6 +21,8 @@ examples:
       a Llama, Qwen or other language model in a local Hugging Face folder, on text or JSON lines
   streamer export runs/gpt2-demo --to gpt2-demo-weights
       the weights of its latest checkpoint, for others to load
+  streamer calibrate configs/gpt2-demo.toml --output machine.toml
+      how fast this machine is at what a step consists of, in less than a minute
   streamer plan configs/gpt2-10b.toml --machine rtx-4090
       bytes and seconds of a step, on any machine, before anything is allocated
 """
@@ -38,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if arguments.command == "export":
         return _export(arguments)
+    if arguments.command == "calibrate":
+        return _calibrate(arguments)
     if arguments.command == "plan":
         return _plan(arguments)
     # torch and numba take seconds to import, which --help need not wait for
@@ -125,6 +130,25 @@ def _export(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _calibrate(arguments: argparse.Namespace) -> int:
+    from streamer.app.calibrate import calibrate
+    from streamer.app.config import ConfigError, load_config
+
+    try:
+        config = None if arguments.config is None else load_config(arguments.config, arguments.set)
+        calibrate(config, device=arguments.device, output=Path(arguments.output))
+    except ConfigError as error:
+        print(f"streamer: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"streamer: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nstreamer: interrupted; nothing is written", file=sys.stderr)
+        return 130
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="streamer",
@@ -187,6 +211,23 @@ def _parser() -> argparse.ArgumentParser:
         help="of the weights; default: what the run streamed them in, or float32",
     )
     export.add_argument("--shard-size", default="5GB", metavar="BYTES", help="of a file; default: 5GB")
+    calibrate = commands.add_parser(
+        "calibrate",
+        help="measure this machine",
+        description="Measure in less than a minute how fast this machine is at what a step consists of "
+        "(copies each way and both at once, matrix products, activations, the host update, and each beside "
+        "the others), and write it as a TOML file.",
+    )
+    calibrate.add_argument("config", nargs="?", help="measure at the shapes and in the dtype of this config")
+    calibrate.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="override a key of the config; the value is TOML",
+    )
+    calibrate.add_argument("--device", help='"cuda" or "cpu"; default: CUDA where there is one')
+    calibrate.add_argument("--output", default="machine.toml", metavar="FILE", help="default: machine.toml")
     return parser
 
 

@@ -8,11 +8,12 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+from streamer.app import machine_file
 from streamer.app.config import Config, ConfigError, dump_config, load_config
 from streamer.app.mending import largest_batch, mend, with_batch
 from streamer.app.plan_report import plan_json, plan_text
 from streamer.app.planning import RunPlan, plan_run
-from streamer.backends.machine import RTX_4090, Machine
+from streamer.backends.machine import Machine
 from streamer.options import parse_bytes
 
 #: Where none is given.
@@ -36,7 +37,7 @@ def plan(
     Raises ConfigError, in one line, for what cannot be planned.
     """
     config = load_config(config_path, overrides)
-    machine = _machine(machine_name or MACHINE)
+    machine = machine_file.machine(machine_name or MACHINE)
     try:
         host_bytes = parse_bytes("--host-memory", host_memory)
     except ValueError as error:
@@ -59,10 +60,6 @@ def plan(
     if timeline is not None:
         _draw(planned, Path(timeline))
     return planned.fits
-
-
-def _machine(name: str) -> Machine:
-    return {"rtx-4090": RTX_4090}[name]
 
 
 def _remembering(machine: Machine) -> Callable[[Config], RunPlan]:

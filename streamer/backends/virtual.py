@@ -11,50 +11,14 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils.flop_counter import flop_registry
+from torch.utils._python_dispatch import _disable_current_modes
 
 from streamer.backends.allocator import buffers_within
-from streamer.backends.attention import CPU_FLOPS, FusedAttention
-from streamer.backends.base import Backend, Event, Lane, Span
+from streamer.backends.attention import FusedAttention
+from streamer.backends.base import Backend, Event, Lane
+from streamer.backends.clocks import clock_of
 from streamer.backends.machine import Machine
-
-_FORMULAS = {**flop_registry, **CPU_FLOPS}
-
-
-class Flops(TorchDispatchMode):
-    """Counts the FLOPs of matrix products, convolutions and attention in the block, by PyTorch's formulas.
-
-    `torch.utils.flop_counter.FlopCounterMode` counts the same, by module too, and takes several times longer.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.total = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        formula = _FORMULAS.get(func.overloadpacket)
-        if formula is not None:
-            self.total += formula(*args, **(kwargs or {}), out_val=result)
-        return result
-
-
-class VirtualEvent(Event):
-    """Work whose time is known as soon as it is submitted."""
-
-    def __init__(self, lane: Lane, span: Span) -> None:
-        self.lane = lane
-        self._span = span
-
-    def wait(self) -> None:
-        return
-
-    def failed(self) -> bool:
-        return False
-
-    def span(self) -> Span:
-        return self._span
+from streamer.backends.operations import NOTHING, Cost, Operations
 
 
 class CountsBytes(Protocol):
@@ -69,8 +33,8 @@ class CountsBytes(Protocol):
 
 
 class VirtualBackend(Backend):
-    """Lanes as clocks. COMPUTE runs its work on meta tensors and counts its FLOPs; the other lanes run
-    nothing and take the time of their bytes.
+    """Lanes as clocks. COMPUTE runs its work on meta tensors and takes the time of its operations; the other
+    lanes run nothing and take the time of their bytes.
 
     What the caller computes between two pieces of work (a head, a loss) takes COMPUTE's time too, inside of
     `counting_caller`; ``caller_seconds`` is the sum of that.
@@ -80,22 +44,22 @@ class VirtualBackend(Backend):
         self.device = torch.device("meta")
         self.machine = machine
         self._host_taken = self._device_taken = 0
-        self._free_at = dict.fromkeys(Lane, 0.0)
+        self._clock = clock_of(machine)
         #: whether a layer's work runs
         self.is_computing = False
         #: of all that has run
         self.flops = 0
-        self._recalled = 0
+        self._recalled = NOTHING
         self._memory: CountsBytes | None = None
         self.caller_seconds = 0.0
-        self._caller: Flops | None = None
-        self._counted = 0
+        self._caller: Operations | None = None
+        self._counted = NOTHING
 
     @contextmanager
     def counting_caller(self) -> Iterator[None]:
-        """Count the FLOPs of the calling thread inside the block, also those of no submitted work."""
-        with FusedAttention(self.machine.kind), Flops() as self._caller:
-            self._counted = 0
+        """Count what the calling thread runs inside the block, also what is in no submitted work."""
+        with FusedAttention(self.machine.kind), Operations(self.machine) as self._caller:
+            self._counted = NOTHING
             try:
                 yield
                 self._let_caller_compute()
@@ -104,37 +68,30 @@ class VirtualBackend(Backend):
 
     def _let_caller_compute(self) -> None:
         if self._caller is not None:
-            flops = self._caller.total - self._counted
-            seconds = flops / self.machine.flops_per_second
-            self.flops += flops
-            self._counted = self._caller.total
-            self._free_at[Lane.COMPUTE] += seconds
-            self.caller_seconds += seconds
+            cost = self._caller.cost - self._counted
+            self._counted = self._caller.cost
+            self.flops += cost.flops
+            self.caller_seconds += self._clock.compute(cost.seconds)
 
     def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
         self._let_caller_compute()
-        if lane is Lane.COMPUTE:
-            self.is_computing, self._recalled = True, 0
-            try:
-                with FusedAttention(self.machine.kind), Flops() as counter:
-                    work()
-            finally:
-                self.is_computing = False
-            # the mode around this one has seen them too
-            self._counted += counter.total
-            self.flops += counter.total + self._recalled
-            seconds = (counter.total + self._recalled) / self.machine.flops_per_second
-        else:
-            seconds = nbytes / self._bytes_per_second(lane)
-        ready = self._free_at[lane]
-        ends = [span.end for event in waits if (span := event.span()) is not None]
-        start = max([ready, *ends])
-        self._free_at[lane] = start + seconds
-        return VirtualEvent(lane, Span(ready, start, start + seconds))
+        if lane is not Lane.COMPUTE:
+            return self._clock.submit(lane, nbytes / self._bytes_per_second(lane), waits)
+        self.is_computing, self._recalled = True, NOTHING
+        try:
+            with FusedAttention(self.machine.kind), Operations(self.machine) as counter:
+                work()
+        finally:
+            self.is_computing = False
+        # the mode around this one has seen them too
+        self._counted += counter.cost
+        cost = counter.cost + self._recalled
+        self.flops += cost.flops
+        return self._clock.submit(lane, cost.seconds, waits)
 
-    def recall(self, flops: int) -> None:
-        """Let the work that runs have taken these FLOPs too, which it did not execute."""
-        self._recalled += flops
+    def recall(self, cost: Cost) -> None:
+        """Let the work that runs have cost this too, which it did not execute."""
+        self._recalled += cost
 
     @contextmanager
     def counting_memory(self, counter: CountsBytes) -> Iterator[None]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from streamer.engine.activations import Run, Visit
+from streamer.engine.activations import Visit
 from streamer.engine.ambient import Autocast
 from streamer.engine.asked import asked_of
 from streamer.engine.call import Call, aliases, run_on_slot
@@ -42,14 +42,15 @@ class StreamedLayer:
         self._executor = executor
         self._unit = unit
         self._policy = POLICIES[policy]
+        self._visit = Visit
         self._micro_batches = micro_batches
         self._forward: Callable[..., Any] = (
             unit.module.forward if compiler is None else compiler.compile(unit)
         )
 
-    def run_as(self, kind: Callable[[type[Run]], type[Run]]) -> None:
-        """Let runs be of another kind, made of that which they are of now."""
-        self._policy = kind(self._policy)
+    def visit_as(self, kind: type[Visit]) -> None:
+        """Let visits be of another kind."""
+        self._visit = kind
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with unwatched():
@@ -65,7 +66,7 @@ class StreamedLayer:
             return self._infer(args, kwargs, Phase.FROZEN)
         check_dual(self._unit.name, inputs)
         cut = self._micro_batches.cut(args, kwargs, inputs)
-        visit = Visit(self._executor, Call(self._unit, self._forward, rebuild), self._policy, cut)
+        visit = self._visit(self._executor, Call(self._unit, self._forward, rebuild), self._policy, cut)
         results: list[Any] = []
         with past_checkpoints():
             outputs = _Layer.apply(visit, results, *self._unit.trainable, *inputs)  # type: ignore[no-untyped-call]

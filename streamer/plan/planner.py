@@ -29,8 +29,8 @@ class Prediction:
 def predict_step(executor: Executor, step: Callable[[], object], *, warmup: int = 2) -> Prediction:
     """Run ``step`` (forward, backward, update) on the virtual backend of ``executor`` and time one of them.
 
-    The ``warmup`` steps before it let the executor learn its order. Compute time is that of the FLOPs of the
-    layers, the head and the loss; what has none that are counted (embeddings, norms, the softmax) takes none.
+    The ``warmup`` steps before it let the executor learn its order. Compute time is that of the operations of
+    the layers, the head and the loss: see `streamer.backends.operations`.
     """
     backend, trace = executor.backend, executor.issuer.trace
     assert isinstance(backend, VirtualBackend), "another has a clock of its own"

@@ -81,7 +81,7 @@ class StepPlan:
 
 def plan_step(executor: Executor, step: Callable[[], object]) -> StepPlan:
     """Plan ``step`` (forward, backward, update) of a model on the virtual backend. Layers that are alike run
-    once: [Note: recalled runs]."""
+    once: [Note: recalled visits]."""
     backend = executor.backend
     assert isinstance(backend, VirtualBackend), "elsewhere a step would have to be run"
     tracker = StepTracker(executor)
