@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 def byte_table(sections: Mapping[str, Mapping[str, int]]) -> str:
-    """A row for each entry below the title of its section: its name, its bytes and, from 1 MiB on, GiB.
+    """A row for each entry below the title of its section: its name, its bytes and, from 128 MiB on, GiB.
     Sections without entries are left out."""
     rows = {title: {f"  {name}": nbytes for name, nbytes in rows.items()} for title, rows in sections.items()}
     entries = {name: nbytes for section in rows.values() for name, nbytes in section.items()}
@@ -17,6 +17,6 @@ def byte_table(sections: Mapping[str, Mapping[str, int]]) -> str:
         if section:
             lines.append(f"{title:{width}}  {'bytes':>{digits}}")
         for name, nbytes in section.items():
-            gib = f"  {nbytes / (1 << 30):10.2f} GiB" if nbytes >= 1 << 20 else ""
+            gib = f"  {nbytes / (1 << 30):10.2f} GiB" if nbytes >= 1 << 27 else ""
             lines.append(f"{name:{width}}  {nbytes:>{digits},}{gib}")
     return "\n".join(lines)
