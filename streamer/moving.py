@@ -37,6 +37,8 @@ class MoveIn:
             (owner, name, owner._buffers[name]) for unit in units for owner, name in unit.buffer_owners
         ]
         self._moved: list[Unit] = []
+        #: buffers by what they were before; modules of several layers may share one
+        self._moved_buffers: dict[torch.Tensor, torch.Tensor] = {}
 
     def run(self) -> None:
         """Move all of them; a progress bar shows if it takes more than a second."""
@@ -89,12 +91,11 @@ class MoveIn:
                 param.grad_dtype = None  # its own or fp32: [Note: sums]
             # the root's are soon those on the device; until then they too must not keep their own storage
             param.data = slice.own(shard.weight)
-        moved: dict[torch.Tensor, torch.Tensor] = {}  # modules may share one
         for owner, name in unit.buffer_owners:
             if (buffer := owner._buffers[name]) is not None:
-                if buffer not in moved:
-                    moved[buffer] = buffer.to(self._backend.device)
-                owner._buffers[name] = moved[buffer]
+                if buffer not in self._moved_buffers:
+                    self._moved_buffers[buffer] = buffer.to(self._backend.device)
+                owner._buffers[name] = self._moved_buffers[buffer]
         give_back_freed()
 
 
