@@ -17,16 +17,9 @@ import numba
 import numpy as np
 import torch
 
+from streamer.app.hardware import processor
+
 RESULTS = Path(__file__).parent / "results"
-
-
-def processor() -> str:
-    """The processor's name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 def load_average() -> float:

@@ -48,7 +48,7 @@ from streamer.app.build import build_model, build_optimizer
 from streamer.app.config import Config, ConfigError, load_config
 from streamer.backends.base import Backend
 from streamer.backends.cuda import CudaBackend
-from streamer.backends.machine import A100_PCIE_4, H100_PCIE_5, H200, RTX_4090, RTX_4090_PCIE_3
+from streamer.backends.machines import A100_PCIE_4, H100_PCIE_5, H200, RTX_4090, RTX_4090_PCIE_3
 from streamer.backends.thread import ThreadBackend
 from streamer.backends.virtual import VirtualBackend
 from streamer.handle import wrapped
@@ -137,7 +137,7 @@ def make_backend(kind: str | None, config: Config, machine: str) -> Backend:
 def draw_one_step(trace: Path, picture: Path) -> None:
     """The last measured step of ``trace`` as a timeline, if matplotlib is there."""
     try:
-        from bench import timeline
+        from streamer.app import timeline
     except ModuleNotFoundError as error:
         print(f"not drawn: {error}; matplotlib comes with the extra [plot]")
         return

@@ -1,7 +1,8 @@
 """A step that the executor has issued once, timed anew at the rates of any machine.
 
 What is issued, in which order and with which waits does not depend on rates: so the executor runs once,
-without data, at one FLOP and one byte a second, where times are the work itself.
+without data, at one FLOP and one byte a second, where times are the work itself. On COMPUTE that is the
+FLOPs of products; what else takes time there on a machine is left out.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from streamer.backends.base import Event, Lane
+from streamer.backends.clocks import VirtualEvent
 from streamer.backends.machine import Machine
-from streamer.backends.virtual import VirtualEvent
 from streamer.engine.op import Op
 from streamer.engine.trace import Trace
 

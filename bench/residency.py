@@ -23,7 +23,7 @@ import streamer
 from bench.common import RESULTS, load_average, provenance, write_json
 from bench.least_bytes import Cycle, inference, least_bytes, training
 from bench.residency_table import residency_table
-from streamer.backends.machine import H200
+from streamer.backends.machines import H200
 from streamer.backends.virtual import VirtualBackend
 from streamer.engine.op import OpKind
 from streamer.handle import wrapped

@@ -27,37 +27,20 @@ import torch
 import torch.nn.functional as F
 
 import streamer
-from bench.peak import PeakBytes
 from bench.replay import UNIT, Recording, replay
 from bench.tokens_variants import Variant, chunked_loss, give_hidden, variants
 from streamer.app.build import build_optimizer
 from streamer.app.config import Config, load_config
 from streamer.app.factory import import_factory
 from streamer.backends.base import Lane
-from streamer.backends.machine import A100_PCIE_4, H100_PCIE_5, RTX_4090, RTX_4090_PCIE_3, Machine
+from streamer.backends.machine import Machine
+from streamer.backends.machines import A100_PCIE_4, H100_PCIE_5, RTX_4090, RTX_4090_PCIE_3
 from streamer.backends.virtual import VirtualBackend
 from streamer.handle import wrapped
+from streamer.plan.tracker import Tracker
 
 MACHINES = (RTX_4090, RTX_4090_PCIE_3, A100_PCIE_4, H100_PCIE_5)
 CONFIG = Path(__file__).parent.parent / "configs" / "gpt2-10b.toml"
-
-
-class KnownBuffers(VirtualBackend):
-    """A virtual backend that remembers what it has given out."""
-
-    def __init__(self, machine: Machine) -> None:
-        super().__init__(machine)
-        self.given: list[torch.UntypedStorage] = []
-
-    def device_buffer(self, nbytes: int) -> torch.Tensor:
-        return self._known(super().device_buffer(nbytes))
-
-    def host_buffer(self, nbytes: int, *, pinned: bool = True) -> torch.Tensor:
-        return self._known(super().host_buffer(nbytes, pinned=pinned))
-
-    def _known(self, buffer: torch.Tensor) -> torch.Tensor:
-        self.given.append(buffer.untyped_storage())
-        return buffer
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -93,7 +76,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def measure(config: Config, variant: Variant, batch_size: int) -> dict[str, Any]:
     """Bytes of a variant with this batch, and its figures on each machine."""
-    backend = KnownBuffers(UNIT)
+    backend = VirtualBackend(UNIT)
     with torch.device("meta"):
         model = import_factory(config.model.factory or "")(**config.model.args)
     streamer.wrap(
@@ -124,7 +107,7 @@ def measure(config: Config, variant: Variant, batch_size: int) -> dict[str, Any]
     with backend.counting_caller():
         step()
         first = len(recording.work)
-        with PeakBytes(ignoring=backend.given) as beside:
+        with Tracker() as beside:
             step()
     held = streamer.stats(model)
     device = sum(held.device_bytes.values()) + beside.peak

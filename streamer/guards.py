@@ -13,15 +13,12 @@ from torch.utils.hooks import RemovableHandle
 from streamer.copying import Copier
 from streamer.engine.asked import Asked, asked_of
 from streamer.engine.executor import Executor
-from streamer.engine.inner import guard_inner_modules
+from streamer.engine.inner import GUARDS, guard_inner_modules
 from streamer.engine.param_hooks import OWN_HOOK
 from streamer.engine.split import Split, watch_split
 from streamer.engine.tree import flatten
 from streamer.engine.unit import Unit
 from streamer.memory.layout import Slice
-
-#: What every module of a wrapped model has of its own in place of its class's.
-GUARDS = ("_apply", "__deepcopy__", "__reduce_ex__", "zero_grad")
 
 
 def attach_guards(

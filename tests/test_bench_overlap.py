@@ -67,11 +67,13 @@ TINY = [
 
 
 class Stack(nn.Module):
-    """Three layers of one 32 x 32 matrix each, and nothing else."""
+    """Three layers of one 32 x 32 matrix each, whose product is needed again in backward."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(3))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 32, bias=False), nn.Sigmoid()) for _ in range(3)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -365,11 +367,11 @@ def test_a_run(
 def test_without_matplotlib_there_is_no_picture_and_all_the_rest(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import bench
+    import streamer.app
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "bench.timeline", raising=False)
-    monkeypatch.delattr(bench, "timeline", raising=False)
+    monkeypatch.delitem(sys.modules, "streamer.app.timeline", raising=False)
+    monkeypatch.delattr(streamer.app, "timeline", raising=False)
     run_main(monkeypatch, tmp_path, "--backend", "virtual")
     assert "not drawn: import of matplotlib" in capsys.readouterr().out
     assert not (tmp_path / "overlap.png").exists()

@@ -13,8 +13,8 @@ from torch import nn
 
 import streamer
 from streamer.backends.base import Event, Lane, Span
+from streamer.backends.clocks import VirtualEvent
 from streamer.backends.thread import ThreadBackend
-from streamer.backends.virtual import VirtualEvent
 from streamer.engine import op as ops
 from streamer.engine.hazards import Hazards
 from streamer.engine.issuer import Issuer

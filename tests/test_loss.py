@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.peak import PeakBytes
 from streamer import chunked_cross_entropy
+from streamer.plan.tracker import Tracker
 
 Loss = Callable[..., torch.Tensor]
 
@@ -282,8 +282,7 @@ TOKENS, WORDS, WIDTH, CHUNK = 2048, 1000, 8, 128
 def test_the_peak_is_a_chunk(dtype: torch.dtype, options: dict[str, Any], bytes_each: int) -> None:
     def peak(loss_of: Loss, **more: Any) -> int:
         inputs = given(TOKENS, words=WORDS, width=WIDTH, dtype=dtype)
-        ours = [value.untyped_storage() for value in inputs.values()]
-        with PeakBytes(ignoring=ours) as counted:
+        with Tracker() as counted:
             loss_of(**inputs, **options, **more).sum().backward()
         return counted.peak
 
@@ -297,10 +296,7 @@ def test_the_peak_is_a_chunk(dtype: torch.dtype, options: dict[str, Any], bytes_
 
 def test_no_gradients_are_held_where_none_is_wanted() -> None:
     inputs = given(TOKENS, words=WORDS, width=WIDTH)
-    with (
-        PeakBytes(ignoring=[value.untyped_storage() for value in inputs.values()]) as counted,
-        torch.no_grad(),
-    ):
+    with Tracker() as counted, torch.no_grad():
         chunked_cross_entropy(**inputs, chunk_size=CHUNK)
     assert counted.peak < 1.1 * CHUNK * WORDS * 4 + 64 * TOKENS
 

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import streamer
-from bench.peak import PeakBytes
 from models.gpt2 import GPT
 from streamer.engine.op import OpKind
 from streamer.handle import wrapped
+from streamer.plan.tracker import Tracker
 from tests.reference import (
     VOCAB,
     History,
@@ -525,7 +525,7 @@ def test_the_working_set_is_that_of_a_slice() -> None:
     def peak(size: int | None) -> int:
         with streamed(Caller(), layers="layers", micro_batch_size=size) as model:
             del model.offset
-            with PeakBytes() as tracker:
+            with Tracker() as tracker:
                 model(x).sum().backward()
             return tracker.peak
 

@@ -13,7 +13,6 @@ from torch import nn
 from transformers import T5Config, T5ForConditionalGeneration
 
 import streamer
-from bench.peak import PeakBytes
 from models.gpt2 import GPT
 from streamer.backends.base import Event, Lane
 from streamer.backends.thread import ThreadBackend
@@ -21,6 +20,7 @@ from streamer.engine.input_pager import OUTGOING
 from streamer.engine.op import OpKind
 from streamer.handle import wrapped
 from streamer.memory.places import HostPlaces
+from streamer.plan.tracker import Tracker
 from tests.reference import (
     VOCAB,
     History,
@@ -128,14 +128,7 @@ def peaks(layers: int, activations: str) -> tuple[int, int, int]:
     """Of one step: bytes of the tensors that it makes, of those that wait for backward, of host memory."""
     with streamed(Stack(layers=layers), activations=activations) as model:
         stack_loss(model, 0).backward()  # makes room in host memory
-        executor = wrapped(model).executor
-        buffers = [
-            *executor.inputs.places.buffers,
-            *executor.weights.slots.buffers,
-            *executor.gradients.slots.buffers,
-        ]
-        buffers += [*executor.store._buffers.values(), *model.parameters()]
-        with PeakBytes(ignoring=[buffer.untyped_storage() for buffer in buffers]) as tracker:
+        with Tracker() as tracker:
             stack_loss(model, 0).backward()
         stats = streamer.stats(model)
         owned = sum(stats.device_bytes.values())

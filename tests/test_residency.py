@@ -17,7 +17,7 @@ from bench.least_bytes import Cycle, inference, least_bytes, training
 from bench.residency import moved_in_inference, moved_in_training
 from models.gpt2 import GPT
 from streamer.backends.base import Event, Lane
-from streamer.backends.machine import H200
+from streamer.backends.machines import H200
 from streamer.backends.thread import ThreadBackend
 from streamer.backends.virtual import VirtualBackend
 from streamer.engine import op as ops

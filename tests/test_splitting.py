@@ -18,7 +18,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 import streamer
-from streamer.backends.machine import H200
+from streamer.backends.machines import H200
 from streamer.backends.thread import ThreadBackend
 from streamer.backends.virtual import VirtualBackend
 from streamer.handle import wrapped

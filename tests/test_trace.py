@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from streamer.backends.base import Event, Lane, Span
-from streamer.backends.virtual import VirtualEvent
+from streamer.backends.clocks import VirtualEvent
 from streamer.backends.worker import HostEvent
 from streamer.engine import op as ops
 from streamer.engine.op import Op

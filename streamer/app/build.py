@@ -25,7 +25,7 @@ def build_model(config: Config, *, backend: Backend | None = None) -> nn.Module:
     Raises ConfigError for what the factory or `streamer.wrap` refuses.
     """
     if config.model.pretrained is not None:
-        return load_pretrained(config, {**_stream_options(config.stream), "backend": backend})
+        return load_pretrained(config, {**stream_options(config.stream), "backend": backend})
     assert config.model.factory is not None, "load_config has looked"
     factory = import_factory(config.model.factory)
     # a virtual machine has no use for values
@@ -39,12 +39,12 @@ def build_model(config: Config, *, backend: Backend | None = None) -> nn.Module:
         raise ConfigError(f"model.factory {config.model.factory} with these args: {error}") from error
     init = _init(config.model, model)
     try:
-        return streamer.wrap(model, init=init, backend=backend, **_stream_options(config.stream))
+        return streamer.wrap(model, init=init, backend=backend, **stream_options(config.stream))
     except (ValueError, MemoryError) as error:
         raise ConfigError(f"[stream]: {error}") from error
 
 
-def _stream_options(config: StreamConfig) -> dict[str, Any]:
+def stream_options(config: StreamConfig) -> dict[str, Any]:
     """Keyword arguments of `streamer.wrap`."""
     dims: Mapping[str, Any] | None = config.batch_dims
     return vars(config) | {

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from streamer.version import __version__
 
@@ -20,26 +21,36 @@ examples:
       a Llama, Qwen or other language model in a local Hugging Face folder, on text or JSON lines
   streamer export runs/gpt2-demo --to gpt2-demo-weights
       the weights of its latest checkpoint, for others to load
+  streamer calibrate configs/gpt2-demo.toml --output machine.toml
+      how fast this machine is at what a step consists of, in less than a minute
+  streamer plan configs/gpt2-10b.toml --machine rtx-4090
+      bytes and seconds of a step, on any machine, before anything is allocated
 """
+
+
+MACHINE_HELP = "a machine by name, or a file that streamer calibrate has written (rtx-4090)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code: 0 (also where it was asked to stop and has saved), 1 where the run
-    could not go on, 2 after an error in what it was given, 130 after Ctrl-C before the first step."""
+    could not go on, 2 after an error in what it was given and for a plan that does not fit, 130 after Ctrl-C
+    before the first step."""
     arguments = _parser().parse_args(argv)
     # OpenMP's threads spin while they wait, which takes the cores from the lanes' own threads; it is read
     # when torch is imported
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if arguments.command == "export":
         return _export(arguments)
+    if arguments.command == "calibrate":
+        return _calibrate(arguments)
+    if arguments.command == "plan":
+        return _plan(arguments)
     # torch and numba take seconds to import, which --help need not wait for
     from streamer.app.config import ConfigError, load_config
     from streamer.app.resume import checkpoint_to_resume
     from streamer.app.train import StoppedError, train
 
-    overrides = list(arguments.set)
-    if arguments.model is not None:
-        overrides.append(f"model.pretrained={json.dumps(arguments.model, ensure_ascii=False)}")
+    overrides = _overrides(arguments)
     if arguments.data:
         overrides.append(f"data.paths={json.dumps(arguments.data, ensure_ascii=False)}")
     if arguments.save_every is not None:
@@ -64,6 +75,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _overrides(arguments: argparse.Namespace) -> list[str]:
+    """What ``--set`` and ``--model`` change of the config."""
+    overrides = list(arguments.set)
+    if arguments.model is not None:
+        overrides.append(f"model.pretrained={json.dumps(arguments.model, ensure_ascii=False)}")
+    return overrides
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from streamer.app.config import ConfigError
+    from streamer.app.plan import plan
+
+    overrides = _overrides(arguments)
+    if arguments.device_memory is not None:
+        overrides.append(f"stream.device_memory={json.dumps(arguments.device_memory)}")
+    try:
+        fits = plan(
+            arguments.config,
+            overrides,
+            arguments.machine,
+            host_memory=arguments.host_memory,
+            as_json=arguments.json,
+            timeline=arguments.timeline,
+        )
+    except ConfigError as error:
+        print(f"streamer: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"streamer: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nstreamer: interrupted", file=sys.stderr)
+        return 130
+    return 0 if fits else 2
+
+
 def _export(arguments: argparse.Namespace) -> int:
     from streamer.app.config import ConfigError
     from streamer.app.export import export
@@ -79,6 +126,25 @@ def _export(arguments: argparse.Namespace) -> int:
         return 2
     except KeyboardInterrupt:
         print("\nstreamer: interrupted; nothing is left of the export", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    from streamer.app.calibrate import calibrate
+    from streamer.app.config import ConfigError, load_config
+
+    try:
+        config = None if arguments.config is None else load_config(arguments.config, arguments.set)
+        calibrate(config, device=arguments.device, output=Path(arguments.output))
+    except ConfigError as error:
+        print(f"streamer: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"streamer: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nstreamer: interrupted; nothing is written", file=sys.stderr)
         return 130
     return 0
 
@@ -99,22 +165,12 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    train.add_argument("config", help="a TOML file, such as configs/gpt2-demo.toml")
-    train.add_argument(
-        "--model", metavar="DIR", help="a Hugging Face folder with the model and tokenizer to go on from"
-    )
+    _add_config(train)
     train.add_argument(
         "--data",
         nargs="+",
         metavar="PATH",
         help="text or JSON lines, or directories of them, to train on",
-    )
-    train.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="override a key of the config; the value is TOML",
     )
     train.add_argument("--save-every", metavar="N", help="save a checkpoint every N steps")
     train.add_argument("--keep", metavar="K", help="keep the last K checkpoints (2)")
@@ -128,6 +184,19 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--fall-back", action="store_true", help="where that checkpoint is damaged, go on from the one before"
     )
+    plan = commands.add_parser(
+        "plan",
+        help="bytes and seconds of a run, before anything is allocated",
+        description="Tell what a step of a config's run takes on a machine: bytes by owner, seconds by lane, "
+        "how both move with the batch, and what would make it fit. Allocates nothing. Exit code 2: it does "
+        "not fit.",
+    )
+    _add_config(plan)
+    plan.add_argument("--machine", metavar="NAME|FILE", help=MACHINE_HELP)
+    plan.add_argument("--device-memory", metavar="BYTES", help="stream.device_memory, such as 16GiB")
+    plan.add_argument("--host-memory", metavar="BYTES", help="of the machine, such as 128GiB")
+    plan.add_argument("--json", action="store_true", help="print JSON, for programs")
+    plan.add_argument("--timeline", metavar="FILE", help="draw the predicted step as a PNG")
     export = commands.add_parser(
         "export",
         help="write a checkpoint's weights for others to load",
@@ -142,7 +211,38 @@ def _parser() -> argparse.ArgumentParser:
         help="of the weights; default: what the run streamed them in, or float32",
     )
     export.add_argument("--shard-size", default="5GB", metavar="BYTES", help="of a file; default: 5GB")
+    calibrate = commands.add_parser(
+        "calibrate",
+        help="measure this machine",
+        description="Measure in less than a minute how fast this machine is at what a step consists of "
+        "(copies each way and both at once, matrix products, activations, the host update, and each beside "
+        "the others), and write it as a TOML file.",
+    )
+    calibrate.add_argument("config", nargs="?", help="measure at the shapes and in the dtype of this config")
+    calibrate.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="override a key of the config; the value is TOML",
+    )
+    calibrate.add_argument("--device", help='"cuda" or "cpu"; default: CUDA where there is one')
+    calibrate.add_argument("--output", default="machine.toml", metavar="FILE", help="default: machine.toml")
     return parser
+
+
+def _add_config(command: argparse.ArgumentParser) -> None:
+    command.add_argument("config", help="a TOML file, such as configs/gpt2-demo.toml")
+    command.add_argument(
+        "--model", metavar="DIR", help="a Hugging Face folder with the model and tokenizer to go on from"
+    )
+    command.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="override a key of the config; the value is TOML",
+    )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -26,6 +26,8 @@ from streamer.app.kinds import (
     UPDATE,
     unreadable,
 )
+from streamer.app.sections import ConfigError as ConfigError
+from streamer.app.sections import read_toml, section
 from streamer.app.toml import toml_pairs, toml_value
 from streamer.kinds import (
     BETAS,
@@ -36,16 +38,8 @@ from streamer.kinds import (
     NOT_NEGATIVE,
     POSITIVE,
     TABLE,
-    Kind,
     nearest,
 )
-
-
-class ConfigError(ValueError):
-    """A config that cannot be used: one line with the file, the key and the mend."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.splitlines()))  # names and overrides may hold line breaks
 
 
 @dataclass(frozen=True)
@@ -152,15 +146,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     unknown or missing section or key, a value of the wrong type or out of range, and a bad override.
     """
     path, where = Path(path), " ".join([str(path), *overrides])
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        beside = ", ".join(sorted(map(str, path.parent.glob("*.toml")))) or "none"
-        raise ConfigError(f"{path}: {error.strerror}; configs in its folder: {beside}") from None
-    except ValueError as error:
-        raise ConfigError(f"{path}: not TOML in UTF-8, mend it there: {error}") from None
-    except RecursionError:
-        raise ConfigError(f"{path}: tables or arrays are nested too deeply: flatten them") from None
+    tables = read_toml(path)
     for override in overrides:
         _override(tables, override)
     if fault := unreadable(tables):
@@ -171,7 +157,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
             raise ConfigError(f"{where}: unknown section [{name}]; {nearest(name, known)}")
         if not isinstance(table, dict):
             raise ConfigError(f"{where}: {name} must be a section: write [{name}] and its keys below")
-    config = Config(**{name: _section(known[name], name, tables.get(name, {}), where) for name in known})
+    config = Config(**{name: section(known[name], name, tables.get(name, {}), where) for name in known})
     _check(config, where)
     return config
 
@@ -207,25 +193,6 @@ def _override(tables: dict[str, Any], override: str) -> None:
         if not isinstance(tables, dict):
             raise ConfigError(f"override {override!r}: {part} is not a table; set {part} itself")
     tables[key] = value
-
-
-def _section(kind: type[Any], section: str, table: dict[str, Any], where: str) -> Any:
-    """The dataclass ``kind`` made of ``table``, whose keys are checked one by one."""
-    hints = get_type_hints(kind, include_extras=True)
-    wanted: dict[str, Kind] = {key: hint.__metadata__[0] for key, hint in hints.items()}
-    values = {}
-    for key, value in table.items():
-        if key not in wanted:
-            raise ConfigError(f"{where}: unknown key {key!r} in [{section}]; {nearest(key, wanted)}")
-        if not wanted[key].accepts(value):
-            raise ConfigError(
-                f"{where}: {section}.{key} must be {wanted[key].words}, not {toml_value(value)}"
-            )
-        values[key] = wanted[key].convert(value)
-    for item in fields(kind):
-        if item.default is MISSING and item.default_factory is MISSING and item.name not in values:
-            raise ConfigError(f"{where}: {section}.{item.name} is missing: give {wanted[item.name].words}")
-    return kind(**values)
 
 
 def dump_config(config: Config) -> str:

@@ -17,6 +17,27 @@ from streamer.app.data import TokenData
 from streamer.app.loss import TokenLoss, count_learnt
 
 
+def step_on(
+    config: Config,
+    model: nn.Module,
+    optimizer: streamer.AdamW,
+    loss_of: TokenLoss,
+    tokens: torch.Tensor,
+    targets: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """One step on tokens and targets [batch, time]; its loss, and the gradient's norm where there is one to
+    be had."""
+    loss = loss_of(tokens, targets)
+    loss.backward()
+    measured = {"loss": loss.detach()}
+    if config.stream.update == "step":
+        # 0 in the config means no clipping, but the norm is worth a look all the same
+        measured["grad_norm"] = streamer.clip_grad_norm_(model, config.optimizer.grad_clip or math.inf)
+    optimizer.step()
+    optimizer.zero_grad()
+    return measured
+
+
 @dataclass
 class Loop:
     """A run's model, optimizer and data, and where in the data it is."""
@@ -49,18 +70,10 @@ class Loop:
         """One step; its loss, and the gradient's norm where there is one to be had."""
         batch = self.config.data
         tokens, targets = self.data.batch("train", batch.batch_size, batch.context, self.crops)
-        loss = self.loss(tokens, targets)
-        loss.backward()
-        measured = {}
-        if self.config.stream.update == "step":
-            # 0 in the config means no clipping, but the norm is worth a look all the same
-            norm = streamer.clip_grad_norm_(self.model, self.config.optimizer.grad_clip or math.inf)
-            measured["grad_norm"] = norm.item()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        measured = step_on(self.config, self.model, self.optimizer, self.loss, tokens, targets)
         self.rates.step()
         self.step += 1
-        return {"loss": loss.item(), **measured}
+        return {name: value.item() for name, value in measured.items()}
 
     @torch.no_grad()
     def validate(self) -> float:

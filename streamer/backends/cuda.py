@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import psutil
 import torch
 
+from streamer.backends.allocator import buffers_within
 from streamer.backends.base import Backend, Event, Lane, Process, Span
 from streamer.backends.mapping import mapped, reserved
 from streamer.backends.pinned import PinnedBlocks
@@ -21,11 +22,6 @@ from streamer.backends.worker import Worker
 
 #: Seconds after which a clock's origin is set anew.
 ORIGIN_SECONDS = 10.0
-
-#: The part of the bytes that come and go on the device which is left free for gaps between them: an eighth.
-GAPS = 8
-#: What PyTorch's allocator rounds large blocks up to.
-BLOCK_BYTES = 2 << 20
 
 
 class CudaEvent(Event):
@@ -204,8 +200,8 @@ class CudaBackend(Backend):
         return int(torch.cuda.memory_stats(self.device).get("num_ooms", 0))
 
     def device_buffers_within(self, nbytes: int, beside: int, each: int) -> int:
-        # what comes and goes leaves gaps that count against the limit, and every large block is rounded up
-        return (nbytes - beside // GAPS) // (-(-each // BLOCK_BYTES) * BLOCK_BYTES)
+        # what comes and goes leaves gaps that count against the limit
+        return buffers_within(nbytes, beside, each)
 
     def close(self) -> None:
         if not self._process.is_this():

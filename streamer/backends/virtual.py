@@ -5,56 +5,36 @@ The executor runs on it unchanged, so what it says of bytes and of order is what
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils._python_dispatch import _disable_current_modes
 
-from streamer.backends.base import Backend, Event, Lane, Span
+from streamer.backends.allocator import buffers_within
+from streamer.backends.attention import FusedAttention
+from streamer.backends.base import Backend, Event, Lane
+from streamer.backends.clocks import clock_of
 from streamer.backends.machine import Machine
+from streamer.backends.operations import NOTHING, Cost, Operations
 
 
-class Flops(TorchDispatchMode):
-    """Counts the FLOPs of matrix products, convolutions and attention in the block, by PyTorch's formulas.
+class CountsBytes(Protocol):
+    """A context manager that counts bytes: those that there are now, and were at most."""
 
-    `torch.utils.flop_counter.FlopCounterMode` counts the same, by module too, and takes several times longer.
-    """
+    now: int
+    peak: int
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.total = 0
+    def __enter__(self) -> object: ...
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(func.overloadpacket)
-        if formula is not None:
-            self.total += formula(*args, **(kwargs or {}), out_val=result)
-        return result
-
-
-class VirtualEvent(Event):
-    """Work whose time is known as soon as it is submitted."""
-
-    def __init__(self, lane: Lane, span: Span) -> None:
-        self.lane = lane
-        self._span = span
-
-    def wait(self) -> None:
-        return
-
-    def failed(self) -> bool:
-        return False
-
-    def span(self) -> Span:
-        return self._span
+    def __exit__(self, *exception: Any) -> object: ...
 
 
 class VirtualBackend(Backend):
-    """Lanes as clocks. COMPUTE runs its work on meta tensors and counts its FLOPs; the other lanes run
-    nothing and take the time of their bytes.
+    """Lanes as clocks. COMPUTE runs its work on meta tensors and takes the time of its operations; the other
+    lanes run nothing and take the time of their bytes.
 
     What the caller computes between two pieces of work (a head, a loss) takes COMPUTE's time too, inside of
     `counting_caller`; ``caller_seconds`` is the sum of that.
@@ -64,16 +44,22 @@ class VirtualBackend(Backend):
         self.device = torch.device("meta")
         self.machine = machine
         self._host_taken = self._device_taken = 0
-        self._free_at = dict.fromkeys(Lane, 0.0)
+        self._clock = clock_of(machine)
+        #: whether a layer's work runs
+        self.is_computing = False
+        #: of all that has run
+        self.flops = 0
+        self._recalled = NOTHING
+        self._memory: CountsBytes | None = None
         self.caller_seconds = 0.0
-        self._caller: Flops | None = None
-        self._counted = 0
+        self._caller: Operations | None = None
+        self._counted = NOTHING
 
     @contextmanager
     def counting_caller(self) -> Iterator[None]:
-        """Count the FLOPs of the calling thread inside the block, also those of no submitted work."""
-        with Flops() as self._caller:
-            self._counted = 0
+        """Count what the calling thread runs inside the block, also what is in no submitted work."""
+        with FusedAttention(self.machine.kind), Operations(self.machine) as self._caller:
+            self._counted = NOTHING
             try:
                 yield
                 self._let_caller_compute()
@@ -82,37 +68,69 @@ class VirtualBackend(Backend):
 
     def _let_caller_compute(self) -> None:
         if self._caller is not None:
-            seconds = (self._caller.total - self._counted) / self.machine.flops_per_second
-            self._counted = self._caller.total
-            self._free_at[Lane.COMPUTE] += seconds
-            self.caller_seconds += seconds
+            cost = self._caller.cost - self._counted
+            self._counted = self._caller.cost
+            self.flops += cost.flops
+            self.caller_seconds += self._clock.compute(cost.seconds)
 
     def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
         self._let_caller_compute()
-        if lane is Lane.COMPUTE:
-            with Flops() as counter:
+        if lane is not Lane.COMPUTE:
+            return self._clock.submit(lane, nbytes / self._bytes_per_second(lane), waits)
+        self.is_computing, self._recalled = True, NOTHING
+        try:
+            with FusedAttention(self.machine.kind), Operations(self.machine) as counter:
                 work()
-            # the mode around this one has seen them too
-            self._counted += counter.total
-            seconds = counter.total / self.machine.flops_per_second
-        else:
-            seconds = nbytes / self._bytes_per_second(lane)
-        ready = self._free_at[lane]
-        ends = [span.end for event in waits if (span := event.span()) is not None]
-        start = max([ready, *ends])
-        self._free_at[lane] = start + seconds
-        return VirtualEvent(lane, Span(ready, start, start + seconds))
+        finally:
+            self.is_computing = False
+        # the mode around this one has seen them too
+        self._counted += counter.cost
+        cost = counter.cost + self._recalled
+        self.flops += cost.flops
+        return self._clock.submit(lane, cost.seconds, waits)
+
+    def recall(self, cost: Cost) -> None:
+        """Let the work that runs have cost this too, which it did not execute."""
+        self._recalled += cost
+
+    @contextmanager
+    def counting_memory(self, counter: CountsBytes) -> Iterator[None]:
+        """Take what ``counter`` counts inside the block for what is on the device beside the buffers, where
+        the machine's device has an allocator that would count it."""
+        self._memory = counter if self.machine.kind == "cuda" else None
+        with counter:
+            yield
+
+    def device_used(self) -> tuple[int, int] | None:
+        if self._memory is None:
+            return None
+        return self._device_taken + self._memory.now, self._device_taken + self._memory.peak
+
+    def device_buffers_within(self, nbytes: int, beside: int, each: int) -> int:
+        if self.machine.kind == "cuda":
+            return buffers_within(nbytes, beside, each)
+        return super().device_buffers_within(nbytes, beside, each)
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
         raise AssertionError("nothing is copied on the virtual backend")
 
     def device_buffer(self, nbytes: int) -> torch.Tensor:
+        buffer = self._buffer(nbytes)
         self._device_taken += nbytes
-        return torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        weakref.finalize(buffer.untyped_storage(), self._give_back, nbytes).atexit = False
+        return buffer
+
+    def _give_back(self, nbytes: int) -> None:
+        self._device_taken -= nbytes
 
     def host_buffer(self, nbytes: int, *, pinned: bool = True) -> torch.Tensor:
         self._host_taken += nbytes
-        return torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        return self._buffer(nbytes)
+
+    def _buffer(self, nbytes: int) -> torch.Tensor:
+        # not by an operation, as elsewhere: what counts those counts what the model makes
+        with _disable_current_modes():
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def host_reserve(self, nbytes: int) -> torch.Tensor:
         return self.host_buffer(nbytes)

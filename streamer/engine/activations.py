@@ -22,6 +22,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import compress
 
 import torch
@@ -66,6 +67,23 @@ class Run(abc.ABC):
     def graph(self, weights: torch.Tensor, inputs: Tensors) -> AbstractContextManager[Graph]:
         """The layer's graph inside the block, in backward; its weights are in the slot ``weights``."""
 
+    def go_back(
+        self, weights: torch.Tensor, inputs: Tensors, gradients: Gradients, collector: Collector
+    ) -> list[torch.Tensor | None]:
+        """From the gradients of the outputs those of the inputs; parameters' go to ``collector``."""
+        unit = self.call.unit
+        with self.graph(weights, inputs) as graph:
+            try:
+                # for checkpoints inside of the layer: [Note: checkpointing]
+                with self.gate.opened(), unit.using(graph.leaves):
+                    backpropagate(self.executor, unit, graph, gradients, collector)
+                collector.keep_returned(graph.leaves)
+                return [tensor.grad for tensor in graph.inputs]
+            finally:
+                # a graph that is kept may be gone through again, even after an error
+                for tensor in (*graph.inputs, *graph.leaves):
+                    tensor.grad = None
+
 
 class Visit:
     """One call of a layer and the backward that belongs to it: a run of kind ``policy`` for each slice of the
@@ -90,25 +108,24 @@ class Visit:
 
     def forward(self, inputs: Tensors) -> Outputs:
         """The layer's output tensors, and what puts its result together from them."""
-        unit = self.call.unit
         self._paged = [self._pages_inputs and self.executor.inputs.takes(tensor) for tensor in inputs]
         if any(self._paged):
             self._number = self.executor.inputs.save(self, list(compress(inputs, self._paged)))
-        self._shapes = [tensor.shape for tensor in inputs]
-
-        def work(weights: torch.Tensor) -> Outputs:
-            joined = Joined(unit.name, self._cut, inputs)
-            for number, run in enumerate(self._runs):
-                given = self._cut.inputs(inputs, number)
-                outputs, rebuild = run.first_run(weights, given)
-                joined.add(number, outputs, rebuild, given)
-            self._output_parts = joined.parts
-            return joined.tensors, joined.rebuild
-
-        outputs = self.executor.forward(unit, work, Phase.FORWARD)
+        outputs = self.executor.forward(self.call.unit, partial(self.run, inputs), Phase.FORWARD)
         if self.saves_inputs:
             self._release = self.executor.saved.hold(self, storages(self.kept(inputs)))
         return outputs
+
+    def run(self, inputs: Tensors, weights: torch.Tensor) -> Outputs:
+        """The work of `forward`, on the slot ``weights``."""
+        self._shapes = [tensor.shape for tensor in inputs]
+        joined = Joined(self.call.unit.name, self._cut, inputs)
+        for number, run in enumerate(self._runs):
+            given = self._cut.inputs(inputs, number)
+            outputs, rebuild = run.first_run(weights, given)
+            joined.add(number, outputs, rebuild, given)
+        self._output_parts = joined.parts
+        return joined.tensors, joined.rebuild
 
     def kept(self, inputs: Tensors) -> list[torch.Tensor]:
         """Those of ``inputs`` that wait for backward on the device."""
@@ -130,30 +147,43 @@ class Visit:
 
         def work(weights: torch.Tensor, gradient: torch.Tensor, paged: Tensors) -> list[bool]:
             inputs = self._inputs(kept, paged)
-            collector = self._collector(asked, gradient)
-            try:
-                found = self._go_back(weights, inputs, gradients, collector)
-            except self.call.compile_failures as error:
-                # a backward is compiled when it runs for the first time
-                self.call.give_up_compiling(error)
-                if not self.saves_inputs:
-                    raise  # the graph cannot be built again
-                collector = self._collector(asked, gradient)
-                found = self._go_back(weights, inputs, gradients, collector)
-            used = collector.finish()
+            used, found = self.go_back(weights, gradient, inputs, gradients, asked)
             if not graph_is_retained():
                 self._release()
                 if self._number is not None:
                     self.executor.inputs.forget(self._number)
                 for run in self._runs:
                     run.release()
-            results.extend((*collector.returned, *found))
+            results.extend(found)
             return used
 
         # backward() of a loss of a tensor subclass runs with subclasses switched off
         with torch._C._EnableTorchFunction():
             self.executor.backward(self.call.unit, work, self._number)
         return results
+
+    def go_back(
+        self,
+        weights: torch.Tensor,
+        into: torch.Tensor,
+        inputs: Tensors,
+        gradients: Gradients,
+        asked: Sequence[Asked],
+    ) -> tuple[list[bool], list[torch.Tensor | None]]:
+        """The work of `backward`: from the weights in a slot and the gradients of the outputs to those of the
+        parameters, which it writes ``into`` a gradient slot. Says which those are, and gives what `backward`
+        returns."""
+        collector = self._collector(asked, into)
+        try:
+            found = self._go_back(weights, inputs, gradients, collector)
+        except self.call.compile_failures as error:
+            # a backward is compiled when it runs for the first time
+            self.call.give_up_compiling(error)
+            if not self.saves_inputs:
+                raise  # the graph cannot be built again
+            collector = self._collector(asked, into)
+            found = self._go_back(weights, inputs, gradients, collector)
+        return collector.finish(), [*collector.returned, *found]
 
     def _inputs(self, kept: Tensors, paged: Tensors) -> list[torch.Tensor]:
         sources = iter(kept), iter(paged)
@@ -192,20 +222,9 @@ class Visit:
         self, weights: torch.Tensor, inputs: Tensors, gradients: Gradients, collector: Collector
     ) -> list[torch.Tensor | None]:
         """Go back through the graphs of all slices; the gradients of the inputs."""
-        unit = self.call.unit
         joined = JoinedGradients(self._cut, self._shapes)
         for number, run in enumerate(self._runs):
             given = self._cut.inputs(inputs, number) if self.saves_inputs else ()
             incoming = self._cut.gradients(gradients, self._output_parts, number)
-            with run.graph(weights, given) as graph:
-                try:
-                    # for checkpoints inside of the layer: [Note: checkpointing]
-                    with run.gate.opened(), unit.using(graph.leaves):
-                        backpropagate(self.executor, unit, graph, incoming, collector)
-                    collector.keep_returned(graph.leaves)
-                    joined.add(number, [tensor.grad for tensor in graph.inputs])
-                finally:
-                    # a graph that is kept may be gone through again, even after an error
-                    for tensor in (*graph.inputs, *graph.leaves):
-                        tensor.grad = None
+            joined.add(number, run.go_back(weights, given, incoming, collector))
         return joined.tensors

@@ -63,9 +63,9 @@ class Collector:
         ):
             if not self.used[index]:
                 continue
-            view = slice.view(self._into)
             hooks = hooks_of(param)
             if hooks or self._is_summed(index):
+                view = slice.view(self._into)
                 # hooks may keep what they are given
                 gradient = self._place(index).to(view.dtype, copy=True)
                 for hook in hooks:

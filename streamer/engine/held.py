@@ -72,8 +72,11 @@ class Held:
         grad = param.grad
         if grad is None or grad.is_sparse:
             return False
-        place = self.place(slice, summed=is_summed(param))
-        return (grad.data_ptr(), grad.stride()) == (place.data_ptr(), place.stride())
+        if is_summed(param) or not slice.numel:
+            place = self.place(slice, summed=is_summed(param))
+            return (grad.data_ptr(), grad.stride()) == (place.data_ptr(), place.stride())
+        # asked several times a step for every parameter
+        return grad.data_ptr() == self._gradient.data_ptr() + slice.offset and grad.is_contiguous()
 
     def foreign(self) -> list[Foreign]:
         """Gradients that were put in place of ours (``p.grad = ...``), apart from our buffers."""

@@ -13,6 +13,9 @@ from streamer.engine import op as ops
 from streamer.engine.executor import Executor
 from streamer.engine.unit import Unit
 
+#: What every module of a wrapped model has of its own in place of its class's.
+GUARDS = ("_apply", "__deepcopy__", "__reduce_ex__", "zero_grad")
+
 
 class InnerForward:
     """Stands in for the ``forward`` of a module of ``unit`` that has parameters.

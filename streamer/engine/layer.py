@@ -42,10 +42,15 @@ class StreamedLayer:
         self._executor = executor
         self._unit = unit
         self._policy = POLICIES[policy]
+        self._visit = Visit
         self._micro_batches = micro_batches
         self._forward: Callable[..., Any] = (
             unit.module.forward if compiler is None else compiler.compile(unit)
         )
+
+    def visit_as(self, kind: type[Visit]) -> None:
+        """Let visits be of another kind."""
+        self._visit = kind
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with unwatched():
@@ -61,7 +66,7 @@ class StreamedLayer:
             return self._infer(args, kwargs, Phase.FROZEN)
         check_dual(self._unit.name, inputs)
         cut = self._micro_batches.cut(args, kwargs, inputs)
-        visit = Visit(self._executor, Call(self._unit, self._forward, rebuild), self._policy, cut)
+        visit = self._visit(self._executor, Call(self._unit, self._forward, rebuild), self._policy, cut)
         results: list[Any] = []
         with past_checkpoints():
             outputs = _Layer.apply(visit, results, *self._unit.trainable, *inputs)  # type: ignore[no-untyped-call]

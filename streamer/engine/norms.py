@@ -228,7 +228,8 @@ def _squares(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _read(squares: Sequence[torch.Tensor | float]) -> list[float]:
-    """Their values, those on the device brought over in one copy."""
+    """Their values, those on the device brought over in one copy; 0 on the virtual backend, without any."""
+    squares = [0.0 if isinstance(value, torch.Tensor) and value.is_meta else value for value in squares]
     on_device = [value for value in squares if isinstance(value, torch.Tensor)]
     read = iter(torch.stack(on_device).tolist() if on_device else ())
     return [next(read) if isinstance(value, torch.Tensor) else value for value in squares]

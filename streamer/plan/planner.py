@@ -12,9 +12,11 @@ from streamer.engine.executor import Executor
 
 @dataclass(frozen=True)
 class Prediction:
-    """One step in seconds: all of it, and by lane how long it works and how long compute waits for it."""
+    """One step in seconds: all of it, and by lane how long it works and how long compute waits for it; and
+    the FLOPs that it executes, by PyTorch's formulas."""
 
     seconds: float
+    flops: int
     busy_seconds: Mapping[Lane, float]
     exposed_seconds: Mapping[Lane, float]
 
@@ -27,8 +29,8 @@ class Prediction:
 def predict_step(executor: Executor, step: Callable[[], object], *, warmup: int = 2) -> Prediction:
     """Run ``step`` (forward, backward, update) on the virtual backend of ``executor`` and time one of them.
 
-    The ``warmup`` steps before it let the executor learn its order. Compute time is that of the FLOPs of the
-    layers, the head and the loss; what has none that are counted (embeddings, norms, the softmax) takes none.
+    The ``warmup`` steps before it let the executor learn its order. Compute time is that of the operations of
+    the layers, the head and the loss: see `streamer.backends.operations`.
     """
     backend, trace = executor.backend, executor.issuer.trace
     assert isinstance(backend, VirtualBackend), "another has a clock of its own"
@@ -40,10 +42,12 @@ def predict_step(executor: Executor, step: Callable[[], object], *, warmup: int 
         for _ in range(warmup):
             step()
         before, busy, exposed = _now(executor), busy_seconds(), dict(trace.exposed_seconds)
+        flops = backend.flops
         step()
     after = busy_seconds()
     return Prediction(
         seconds=_now(executor) - before,
+        flops=backend.flops - flops,
         busy_seconds={lane: after[lane] - busy[lane] for lane in Lane},
         exposed_seconds={lane: trace.exposed_seconds[lane] - exposed[lane] for lane in Lane},
     )

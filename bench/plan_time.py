@@ -1,0 +1,166 @@
+"""How far is the predicted time of a step from the measured one?
+
+    python -m bench.plan_time    # three minutes on two cores, no GPU
+
+In every round this machine is measured as `streamer calibrate` does, once for all models and without their
+configs, and models of different shapes train on the thread backend, a block of steps each, in an order drawn
+anew, so that whatever else the machine does meets all alike. Then each model is predicted by the executor on
+the virtual backend, from the medians of the calibration. The ratio is predicted over measured: of the medians
+over rounds, and by round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+# as the command streamer has it; read when torch is imported
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+
+import streamer  # noqa: E402
+from bench.common import RESULTS, load_average, provenance, quartiles, write_json  # noqa: E402
+from models.gpt2 import GPT  # noqa: E402
+from streamer.app.calibrate import machine_of, print_table, sizes_of  # noqa: E402
+from streamer.app.measurements import Found, Measurements, add  # noqa: E402
+from streamer.backends.base import Backend  # noqa: E402
+from streamer.backends.machine import Machine  # noqa: E402
+from streamer.backends.thread import ThreadBackend  # noqa: E402
+from streamer.backends.virtual import VirtualBackend  # noqa: E402
+from streamer.handle import wrapped  # noqa: E402
+from streamer.plan.planner import Prediction, predict_step  # noqa: E402
+
+VOCAB_SIZE = 256
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A GPT-2 and its batch."""
+
+    n_layer: int
+    n_head: int
+    n_embd: int
+    context: int
+    batch_size: int
+
+
+SHAPES = {
+    "wide and short": Shape(n_layer=3, n_head=12, n_embd=768, context=128, batch_size=2),
+    "deep and narrow": Shape(n_layer=16, n_head=4, n_embd=256, context=128, batch_size=2),
+    "long context": Shape(n_layer=4, n_head=6, n_embd=384, context=1024, batch_size=1),
+}
+
+
+def step_of(shape: Shape, backend: Backend) -> tuple[Any, Callable[[], None]]:
+    """The wrapped model, and a step of the plain loop on random tokens."""
+    torch.manual_seed(0)
+    with backend.device:
+        model = GPT(
+            vocab_size=VOCAB_SIZE,
+            block_size=shape.context,
+            n_layer=shape.n_layer,
+            n_head=shape.n_head,
+            n_embd=shape.n_embd,
+            tied=False,
+        )
+    streamer.wrap(model, layers="transformer.h", backend=backend, num_slots=2)
+    optimizer = streamer.AdamW(model.parameters(), lr=1e-6)
+    tokens, targets = torch.randint(VOCAB_SIZE, (2, shape.batch_size, shape.context)).to(backend.device)
+
+    def step() -> None:
+        logits = model(tokens)
+        F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, step
+
+
+def predict(shape: Shape, machine: Machine) -> Prediction:
+    model, step = step_of(shape, VirtualBackend(machine))
+    return predict_step(wrapped(model).executor, step)
+
+
+def block(model: Any, step: Callable[[], None], steps: int) -> float:
+    """Seconds per step: the clock runs from an update just queued to another just queued."""
+    step()
+    began = time.perf_counter()
+    for _ in range(steps):
+        step()
+    seconds = (time.perf_counter() - began) / steps
+    streamer.synchronize(model)
+    return seconds
+
+
+def measure(rounds: int, steps: int) -> tuple[Machine, dict[str, list[float]], Found]:
+    """This machine, seconds per step of each shape by rounds, and what the machine is made of."""
+    backend = ThreadBackend()
+    measurements = Measurements(backend, sizes_of(None, "cpu"))
+    loops = {name: step_of(shape, ThreadBackend()) for name, shape in SHAPES.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in loops}
+    found: Found = {}
+    order = random.Random(0)
+    for model, step in loops.values():
+        block(model, step, 1)
+    for _ in range(rounds):
+        add(found, measurements.round())
+        for name in order.sample(list(loops), len(loops)):
+            seconds[name].append(block(*loops[name], steps))
+    machine = machine_of(found, backend)
+    backend.close()
+    for model, _ in loops.values():
+        streamer.unwrap(model)
+    return machine, seconds, found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=9, help="two or more (9)")
+    parser.add_argument("--steps", type=int, default=4, help="of a block (4)")
+    parser.add_argument("--json", type=Path, default=RESULTS / "plan_time.json")
+    options = parser.parse_args()
+    load_before = load_average()
+    machine, measured, found = measure(options.rounds, options.steps)
+    print_table(found)
+    rows = {}
+    for name, shape in SHAPES.items():
+        prediction = predict(shape, machine)
+        seconds = measured[name]
+        rows[name] = {
+            "shape": asdict(shape),
+            "predicted_seconds": prediction.seconds,
+            "measured_seconds": quartiles(seconds),
+            "ratio": prediction.seconds / statistics.median(seconds),
+            "ratio_by_rounds": quartiles(prediction.seconds / value for value in seconds),
+            "predicted_busy_seconds": {k.value: v for k, v in prediction.busy_seconds.items()},
+        }
+        spread = rows[name]["ratio_by_rounds"]
+        print(
+            f"{name:16} predicted {prediction.seconds * 1e3:7.1f} ms, measured "
+            f"{statistics.median(seconds) * 1e3:7.1f} ms: {rows[name]['ratio']:.2f} "
+            f"({spread['lower_quartile']:.2f}-{spread['upper_quartile']:.2f})"
+        )
+    report = provenance("bench/plan_time.py", load_before=load_before) | {
+        "machine": asdict(machine),
+        "calibrated": {name: quartiles(values) for name, values in found.items()},
+        "compute_threads": torch.get_num_threads(),
+        "rounds": options.rounds,
+        "steps": options.steps,
+        "models": rows,
+    }
+    write_json(options.json, report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""A step's bytes by owner and seconds by lane, found by running it without data.
+
+Nothing here knows how much anything takes: the executor runs on the virtual backend, a `Tracker` counts what
+its operations hold, and the buffers that it owns are those that a real run would allocate.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from streamer.backends.allocator import gaps
+from streamer.backends.virtual import VirtualBackend
+from streamer.engine.executor import Executor
+from streamer.plan.planner import Prediction, predict_step
+from streamer.plan.recalling import Recollection, recall_layers
+from streamer.plan.tracker import Tracker
+
+#: Owners of device memory beside the buffers: see `streamer.memory.slots` for those.
+SAVED, WORKING_SET, BESIDE = "saved layer inputs", "working set of one layer", "logits and loss"
+#: What is free on purpose: gaps between what comes and goes, and what CUDA itself takes.
+GAPS, CONTEXT = "gaps in the allocator", "CUDA itself"
+#: Bytes that a process takes of a GPU before its first tensor: its context and the kernels of the libraries.
+#: Several hundred MiB, by GPU and version; here half a GiB, not a measurement.
+CONTEXT_BYTES = 1 << 29
+
+
+class StepTracker(Tracker):
+    """A `Tracker` that tells what a layer makes from what is made beside the layers, and both from what is
+    saved for backward."""
+
+    def __init__(self, executor: Executor) -> None:
+        super().__init__()
+        assert isinstance(executor.backend, VirtualBackend), "others do not tell when a layer computes"
+        self._executor = executor
+        self._backend = executor.backend
+        self._saved_at_peak = 0
+
+    def owner(self) -> str:
+        return WORKING_SET if self._backend.is_computing else BESIDE
+
+    def _note_peak(self) -> None:
+        super()._note_peak()
+        self._saved_at_peak = self._executor.saved.now
+
+    def at_peak(self) -> dict[str, int]:
+        """Bytes by owner when there were most; together `peak`."""
+        held = Counter(self.owned_at_peak)
+        # what is saved was made by layers, but for the input of the first and what all are given
+        from_layers = min(self._saved_at_peak, held[WORKING_SET])
+        held[WORKING_SET] -= from_layers
+        held[BESIDE] -= self._saved_at_peak - from_layers
+        held[SAVED] = self._saved_at_peak
+        return {owner: held[owner] for owner in (SAVED, WORKING_SET, BESIDE) if held[owner]}
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step of a wrapped model: bytes by owner (of the device when it holds most) and `Prediction`.
+
+    ``num_slots`` are the weight slots that there are in the end, ``reserve`` what is to be left free.
+    """
+
+    device_bytes: Mapping[str, int]
+    reserve: Mapping[str, int]
+    host_bytes: Mapping[str, int]
+    prediction: Prediction
+    num_slots: int
+
+    @property
+    def device_total(self) -> int:
+        """Bytes that tensors take of the device at most."""
+        return sum(self.device_bytes.values())
+
+    @property
+    def host_total(self) -> int:
+        """Bytes of host memory at most."""
+        return sum(self.host_bytes.values())
+
+
+def plan_step(executor: Executor, step: Callable[[], object]) -> StepPlan:
+    """Plan ``step`` (forward, backward, update) of a model on the virtual backend. Layers that are alike run
+    once: [Note: recalled visits]."""
+    backend = executor.backend
+    assert isinstance(backend, VirtualBackend), "elsewhere a step would have to be run"
+    tracker = StepTracker(executor)
+    recall_layers(executor, Recollection(tracker))
+    with backend.counting_memory(tracker):
+        # a step to learn the order, and one more where slots are added at its end
+        prediction = predict_step(executor, step, warmup=1 if executor.budget is None else 2)
+    reserve = {GAPS: gaps(tracker.peak), CONTEXT: CONTEXT_BYTES} if backend.machine.kind == "cuda" else {}
+    return StepPlan(
+        executor.device_bytes() | tracker.at_peak(),
+        reserve,
+        executor.host_bytes(),
+        prediction,
+        len(executor.weights.slots.buffers),
+    )

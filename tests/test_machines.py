@@ -1,0 +1,243 @@
+"""Machines: by name, as files, and what work takes on them, by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from streamer.app.machine_file import dump_machine, load_machine, machine
+from streamer.app.sections import ConfigError
+from streamer.backends.attention import FusedAttention
+from streamer.backends.base import Event, Lane, Span
+from streamer.backends.clocks import clock_of
+from streamer.backends.machine import GIB, Beside, Machine
+from streamer.backends.machines import MACHINES
+from streamer.backends.operations import Cost, Operations
+from streamer.backends.virtual import VirtualBackend
+
+#: One FLOP a second, a thousand bytes of the device's memory, and nothing for a launch.
+UNIT = Machine("unit", 1.0, 1.0, 1.0, 1.0, 1 << 40, 1 << 40, device_bytes_per_second=1000.0)
+COMPUTE, H2D, D2H, HOST = Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.HOST
+
+
+def test_common_machines_are_there() -> None:
+    wanted = ["rtx-3090", "rtx-4090", "rtx-5090", "a100-40gb", "a100-80gb", "h100-pcie", "h100-sxm"]
+    assert {*wanted, "h200", "gh200", "laptop-8gb"} <= set(MACHINES)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_named_machine_is_complete_and_plausible(name: str, tmp_path: Path) -> None:
+    found = machine(name)
+    assert found.kind == "cuda"
+    assert found.fp32_flops_per_second is not None and found.device_bytes_per_second is not None
+    assert found.fp32_flops_per_second < found.flops_per_second
+    # between a laptop and a superchip: the device's memory above the host's, the bus below both
+    assert 20e12 < found.flops_per_second < 1000e12
+    assert 0.2e12 < found.device_bytes_per_second < 4e12
+    assert found.host_bytes_per_second < found.device_bytes_per_second
+    assert 12e9 <= found.h2d_bytes_per_second == found.d2h_bytes_per_second <= 450e9
+    assert 8 * GIB <= found.device_bytes <= 144 * GIB < 512 * GIB
+    assert found.device_bytes < found.host_bytes or name == "h200"
+    assert 0 < found.seconds_per_op < 1e-4
+    path = tmp_path / "machine.toml"
+    path.write_text(dump_machine(found))
+    assert machine(str(path)) == found
+
+
+def test_a_machine_that_is_written_is_read_back(tmp_path: Path) -> None:
+    made = replace(UNIT, kind="cpu", attention_flops_per_second=0.1, beside=Beside(compute_host=1 / 3))
+    path = tmp_path / "machine.toml"
+    path.write_text(dump_machine(made, {"date": "2026-01-01", "quartiles": {"host": [1.0, 2.0, 3.0]}}))
+    assert load_machine(path) == made
+
+
+def test_an_unknown_machine_is_told_the_known_ones() -> None:
+    with pytest.raises(ConfigError) as caught:
+        machine("rtx-409")
+    assert "there is no machine 'rtx-409': known are rtx-3090, rtx-4090," in str(caught.value)
+    assert "did you mean 'rtx-4090'? or give a file ending in .toml" in str(caught.value)
+
+
+LEAST = """\
+[machine]
+name = "least"
+flops_per_second = 1e12
+h2d_bytes_per_second = 1e9
+d2h_bytes_per_second = 1e9
+host_bytes_per_second = 1e9
+device_bytes = 1
+host_bytes = 1
+"""
+
+
+def test_the_least_file(tmp_path: Path) -> None:
+    path = tmp_path / "machine.toml"
+    path.write_text(LEAST)
+    assert load_machine(path) == Machine("least", 1e12, 1e9, 1e9, 1e9, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("[machine]", "[machines]", r"unknown section \[machines\]; did you mean 'machine'\?"),
+        ("[machine]", "x = 1\n[machine]", r"unknown section \[x\]; there are: machine, beside, measured"),
+        ("[machine]", "beside = 1\n[machine]", r"beside must be a section: write \[beside\]"),
+        (LEAST, "", r"there is no \[machine\]: give a file that streamer calibrate has written"),
+        ("host_bytes = 1", "host_byte = 1", r"unknown key 'host_byte' in \[machine\]; did you mean 'host_b"),
+        ("host_bytes = 1\n", "", "machine.host_bytes is missing: give an integer of 1 or more"),
+        ("h2d_bytes_per_second = 1e9", "", "machine.h2d_bytes_per_second is missing: give a number above 0"),
+        ("= 1e12", "= 0", "machine.flops_per_second must be a number above 0, not 0"),
+        ("= 1e12", "= -1.0", "machine.flops_per_second must be a number above 0, not -1.0"),
+        ("= 1e12", "= nan", "machine.flops_per_second must be a number above 0, not nan"),
+        ("= 1e12", "= inf", "machine.flops_per_second must be a number above 0, not inf"),
+        ("= 1e12", "= true", "machine.flops_per_second must be a number above 0, not true"),
+        ("device_bytes = 1", "device_bytes = 1.5", "device_bytes must be an integer of 1 or more, not 1.5"),
+        ("device_bytes = 1", 'device_bytes = "1"', "device_bytes must be an integer of 1 or more, not"),
+        ('"least"', '""', "machine.name must be a string that is not empty"),
+        ('"least"', '"least"\nkind = "tpu"', 'machine.kind must be "cuda" or "cpu", not "tpu"'),
+        ('"least"', '"least"\nseconds_per_op = -1', "seconds_per_op must be a number of 0 or more, not -1"),
+        (
+            "host_bytes = 1\n",
+            "host_bytes = 1\n[beside]\ncopy_copy = 1.5\n",
+            "beside.copy_copy must be a number above 0 and at most 1, not 1.5",
+        ),
+        (
+            "host_bytes = 1\n",
+            "host_bytes = 1\n[beside]\ncopy_cpy = 1\n",
+            r"unknown key 'copy_cpy' in \[beside\]; did you mean 'copy_copy'\?",
+        ),
+        ("[machine]", "[machine", "not TOML in UTF-8, mend it there"),
+    ],
+)
+def test_a_bad_file_is_told_in_one_line(tmp_path: Path, old: str, new: str, message: str) -> None:
+    path = tmp_path / "machine.toml"
+    assert old in LEAST
+    path.write_text(LEAST.replace(old, new, 1))
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_machine(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(LEAST)
+    with pytest.raises(ConfigError, match=r"machine.toml: No such file .* folder: .*mine.toml"):
+        machine(str(tmp_path / "machine.toml"))
+
+
+def seconds(made: Machine, work: object) -> float:
+    with Operations(made) as counter:
+        work()  # type: ignore[operator]
+    return counter.seconds
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def test_operations_take_the_time_of_what_they_read_and_write() -> None:
+    x, y = meta(100, 10), meta(100, 10)
+    assert seconds(UNIT, lambda: x + y) == 12.0
+    assert seconds(UNIT, lambda: x.exp_()) == 8.0
+    assert seconds(UNIT, lambda: x.copy_(y)) == 8.0, "what is overwritten is not read"
+    assert seconds(UNIT, lambda: x.zero_()) == 4.0
+    assert seconds(UNIT, lambda: torch.cat([x, y])) == 16.0
+    assert seconds(UNIT, lambda: x + meta(10).expand(100, 10)) == 8.04, "an expanded tensor is read once"
+    assert seconds(UNIT, lambda: (x.view(-1), x.t(), x[3:], torch.empty_like(x))) == 0.0
+    index = torch.empty(5, dtype=torch.long, device="meta")
+    # 5 rows out, as many in, and the index
+    assert seconds(UNIT, lambda: F.embedding(index, x)) == 0.2 + 0.2 + 0.04
+
+
+def test_each_operation_takes_its_launch() -> None:
+    x = meta(100, 10)
+    launch = replace(UNIT, device_bytes_per_second=None, seconds_per_op=3.0)
+    assert seconds(launch, lambda: (x + x, x.view(-1), x * 2)) == 6.0
+
+
+def test_products_take_the_time_of_their_flops_or_of_their_bytes() -> None:
+    x, y = meta(10, 10), meta(10, 10)
+    assert seconds(UNIT, lambda: x @ y) == 2000.0
+    # 1.2 kB at a byte a second
+    slow = replace(UNIT, flops_per_second=1e9, device_bytes_per_second=1.0)
+    assert seconds(slow, lambda: x @ y) == 1200.0
+    halves = replace(UNIT, fp32_flops_per_second=4.0)
+    assert seconds(halves, lambda: x @ y) == 500.0
+    assert seconds(halves, lambda: x.bfloat16() @ y.bfloat16()) == pytest.approx(2000.0 + 4 * 0.3)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_attention_has_a_rate_of_its_own(kind: str) -> None:
+    made = replace(UNIT, kind=kind, attention_flops_per_second=2.0)
+    query = meta(2, 3, 16, 8, dtype=torch.bfloat16)
+    flops = 2 * 2 * 2 * 3 * 16 * 16 * 8  # two products, 2 FLOP each
+    with FusedAttention(kind):
+        took = seconds(made, lambda: F.scaled_dot_product_attention(query, query, query))
+    # a few bytes are moved beside it
+    assert took == pytest.approx(flops / 2, rel=1e-3)
+
+
+def test_costs_add_up() -> None:
+    assert Cost(2, 3.0) + Cost(1, 1.0) - Cost(3, 5.0) == Cost(0, 0.0)
+
+
+def shared(**beside: float) -> Machine:
+    return replace(UNIT, kind="cpu", beside=Beside(**beside))
+
+
+def test_lanes_that_share_cores_slow_one_another() -> None:
+    clock = clock_of(shared(compute_host=0.5, host_compute=0.25))
+    update = clock.submit(HOST, 1.0, ())
+    assert update.span() is None, "how long it takes depends on what comes"
+    # until 4 the update takes its second at a quarter; of compute's 3 seconds 2 are done then
+    assert clock.submit(COMPUTE, 3.0, ()).span() == Span(0, 0, 5)
+    assert update.span() == Span(0, 0, 4)
+
+
+def test_slowing_by_two_lanes_is_added_up() -> None:
+    clock = clock_of(shared(compute_host=0.5, compute_copy=0.5))
+    events = [clock.submit(HOST, 9.0, ()), clock.submit(H2D, 9.0, ())]
+    assert clock.submit(COMPUTE, 3.0, ()).span() == Span(0, 0, 9)
+    assert clock.submit(COMPUTE, 0.0, events).span() == Span(9, 9, 9)
+
+
+def test_what_is_submitted_after_compute_begins_after_it() -> None:
+    clock = clock_of(shared())
+    assert clock.compute(2.0) == 2.0
+    copy = clock.submit(H2D, 1.0, ())
+    update = clock.submit(HOST, 3.0, [copy])
+    offload = clock.submit(D2H, 1.0, [update])
+    assert clock.submit(COMPUTE, 1.0, [update]).span() == Span(2, 6, 7)
+    assert [event.span() for event in (copy, update, offload)] == [
+        Span(2, 2, 3),
+        Span(2, 3, 6),
+        Span(2, 6, 7),
+    ]
+
+
+def test_copies_both_ways_at_once() -> None:
+    clock = clock_of(replace(UNIT, beside=Beside(copy_copy=0.5)))
+    assert clock.submit(H2D, 4.0, ()).span() == Span(0, 0, 4)
+    # until 4 at half its rate, which is 2 of its 3 seconds
+    assert clock.submit(D2H, 3.0, ()).span() == Span(0, 0, 5)
+    assert clock.submit(COMPUTE, 2.0, ()).span() == Span(0, 0, 2)
+    waiting: list[Event] = [clock.submit(COMPUTE, 3.0, ())]
+    assert clock.submit(H2D, 1.0, waiting).span() == Span(4, 5, 6)
+
+
+def test_a_virtual_backend_of_shared_cores_takes_the_callers_time_too() -> None:
+    backend = VirtualBackend(shared(compute_host=0.5))
+    x = meta(100, 10)
+    backend.submit(HOST, lambda: None, (), 10)
+    with backend.counting_caller():
+        x.exp_()
+        event = backend.submit(COMPUTE, lambda: x @ x.t(), (), 0)
+    # until 10 at half the rate, which is 5 of the 8 seconds
+    assert backend.caller_seconds == 13.0
+    flops = 2 * 100 * 100 * 10
+    assert event.span() == Span(13, 13, 13 + flops)
+    assert backend.flops == flops
