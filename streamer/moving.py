@@ -7,6 +7,7 @@ weights are in its shard, and one on the meta device is given values when its tu
 from __future__ import annotations
 
 import sys
+from bisect import bisect_right
 from collections.abc import Container, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -134,8 +135,9 @@ def releasable_bytes(params: Iterable[torch.Tensor], device: torch.device) -> in
         for storage in [param.untyped_storage()]
     }
     files = file_mappings() if device.type == "cpu" else []
-    return sum(
-        nbytes
-        for address, nbytes in storages.items()
-        if not any(start <= address < stop for start, stop in files)
-    )
+
+    def is_of_a_file(address: int) -> bool:
+        before = bisect_right(files, address, key=lambda file: file[0])
+        return before > 0 and address < files[before - 1][1]
+
+    return sum(nbytes for address, nbytes in storages.items() if not is_of_a_file(address))
