@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 import streamer
 from streamer.app.build import build_model, build_optimizer, load_data
+from streamer.app.check import check_memory
 from streamer.app.config import Config
 from streamer.app.directory import free_name, run_directory
 from streamer.app.loop import Loop
@@ -46,6 +47,7 @@ def train(config: Config, resume: Path | None = None, *, fall_back: bool = False
     gradient is not finite and the config says to stop, and OSError where a checkpoint cannot be written.
     """
     data = load_data(config)
+    check_memory(config)
     torch.manual_seed(config.run.seed)
     model = build_model(config)
     try:
