@@ -1,4 +1,4 @@
-"""What a layer's result depends on besides its arguments and weights: random state and autocast."""
+"""What a layer's result depends on besides its arguments and weights: random state, settings."""
 
 from __future__ import annotations
 
@@ -43,11 +43,48 @@ class Autocast:
 
 
 @dataclass(frozen=True)
+class Attention:
+    """Which implementations of scaled_dot_product_attention PyTorch may choose at one moment, and in what
+    order (`torch.nn.attention.sdpa_kernel`)."""
+
+    enabled: tuple[bool, ...]
+    priority: tuple[int, ...]
+
+    _NAMES = ("flash", "mem_efficient", "math", "cudnn")
+
+    @staticmethod
+    def now() -> Attention:
+        """What holds in the process."""
+        cuda = torch.backends.cuda
+        enabled = tuple(getattr(cuda, f"{name}_sdp_enabled")() for name in Attention._NAMES)
+        return Attention(enabled, tuple(torch._C._get_sdp_priority_order()))
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Set it up inside the block."""
+        now = Attention.now()
+        if now == self:
+            yield
+            return
+        try:
+            self._set()
+            yield
+        finally:
+            now._set()
+
+    def _set(self) -> None:
+        for name, enabled in zip(self._NAMES, self.enabled, strict=True):
+            getattr(torch.backends.cuda, f"enable_{name}_sdp")(enabled)
+        torch._C._set_sdp_priority_order(list(self.priority))
+
+
+@dataclass(frozen=True)
 class Ambient:
-    """Random state and autocast settings of one moment, to be set up again at another."""
+    """Random state and settings of autocast and attention of one moment, to be set up again at another."""
 
     device: torch.device
     autocast: Autocast
+    attention: Attention
     python_random_state: Any
     numpy_random_state: Any
     cpu_random_state: torch.Tensor
@@ -62,6 +99,7 @@ class Ambient:
         return Ambient(
             device,
             Autocast.now(device),
+            Attention.now(),
             random.getstate(),
             np.random.get_state(),
             torch.get_rng_state(),
@@ -90,7 +128,7 @@ class Ambient:
     def again(self) -> Iterator[None]:
         """Set it up inside the block; what held before holds after it, random numbers drawn or not."""
         devices = [] if self.device_random_state is None else [self.device]
-        with torch.random.fork_rng(devices=devices), self.autocast.uncached():
+        with torch.random.fork_rng(devices=devices), self.autocast.uncached(), self.attention.again():
             now = random.getstate(), np.random.get_state()
             generators = [(generator, generator.get_state()) for generator, _ in self.generators]
             try:

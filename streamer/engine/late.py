@@ -13,6 +13,10 @@ whole of the forward:
   that the slot will not hold in backward (a context of a custom function, a closure);
 - custom functions, and saved tensors that went to other hooks than ours (a checkpoint inside of the layer),
   may keep what the layer has computed, which is what running it again is to spare.
+- somebody has recorded what the layer was given, which shall not lose its memory.
+
+TorchScript runs another code when it runs again, which saves other tensors of the same shapes: so each place
+knows how many nodes came before it. Where the second forward differs, backward has the graph built anew too.
 """
 
 from __future__ import annotations
@@ -23,28 +27,28 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
+from torch._C._autograd import _get_sequence_nr
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
 
 from streamer.engine.gate import Gate
 from streamer.engine.saved import Saved
-
-#: By the kinds of a graph's nodes and the number of our places in it, whether they are all that it saves.
-_known: dict[tuple[tuple[type, ...], int], bool] = {}
-MOST_KNOWN = 1000
 
 
 class _Place:
     """Where a graph looks for a tensor that it has saved; gone as soon as the graph needs it no more."""
 
-    __slots__ = ("__weakref__", "kind", "saved")
+    __slots__ = ("__weakref__", "kind", "nodes", "saved")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.kind = tensor.shape, tensor.dtype
+    def __init__(self, tensor: torch.Tensor, nodes: int) -> None:
+        self.kind = _kind(tensor)
+        #: how many nodes of graphs the run had made by then
+        self.nodes = nodes
         self.saved: Saved | None = None
 
 
-class _AllSaved(BaseException):
+class _Enough(BaseException):
     """Ends a forward that is only run for what it saves. Not an Exception: a layer may catch those."""
 
 
@@ -57,10 +61,11 @@ class LateTensors:
         self._places: list[weakref.ref[_Place]] = []
 
     def expected(self) -> saved_tensors_hooks:
-        """Inside the block, graphs save places only."""
+        """Inside the block, which begins now, graphs save places only."""
+        start = _get_sequence_nr()
 
         def pack(tensor: torch.Tensor) -> _Place:
-            place = _Place(tensor)
+            place = _Place(tensor, _get_sequence_nr() - start)
             self._places.append(weakref.ref(place))
             return place
 
@@ -70,47 +75,51 @@ class LateTensors:
         """Inside the block, graphs save nothing."""
         return saved_tensors_hooks(lambda _: None, self._refuse)
 
-    def are_all_of(self, outputs: Iterable[torch.Tensor]) -> bool:
-        """Whether the graph of ``outputs`` keeps nothing but our places."""
-        nodes = _nodes(outputs)
-        shape = tuple(map(type, nodes)), len(self._wanted())
-        if shape not in _known:
-            if len(_known) >= MOST_KNOWN:
-                _known.clear()
-            _known[shape] = not any(map(_is_custom, nodes)) and shape[1] == sum(
-                map(_is_defined, (saved for node in nodes for saved in _saved_by(node)))
-            )
-        return _known[shape]
+    def are_all_of(self, outputs: Iterable[torch.Tensor], leaves: Iterable[torch.Tensor]) -> bool:
+        """Whether the graph that has led from ``leaves`` to ``outputs`` keeps nothing but our places."""
+        known = set(map(id, leaves))
+        found: set[int] = set()
+        for node in _nodes(output.grad_fn for output in outputs):
+            if _is_opaque(node):
+                return False
+            variable = getattr(node, "variable", None)
+            if variable is not None and id(variable) not in known and not isinstance(variable, nn.Parameter):
+                return False  # a leaf that the layer has made
+            for saved in _saved_by(node):
+                packed = getattr(saved, "data", saved)
+                if isinstance(packed, _Place) and packed.kind is not None:
+                    found.add(id(packed))
+                elif not _is_number(packed):
+                    return False
+        return found == set(map(id, self._wanted().values()))
 
-    def bring(self, forward: Callable[[], object]) -> None:
-        """Run ``forward`` for what it saves, and no further.
-
-        Raises RuntimeError if it does not save what the first one has.
-        """
+    def bring(self, forward: Callable[[], object]) -> bool:
+        """Run ``forward`` for what it saves, and no further; whether that is what the first one has saved."""
         wanted = self._wanted()
         last = max(wanted, default=-1)
-        count = 0
+        count, is_alike, start = 0, True, _get_sequence_nr()
 
         def pack(tensor: torch.Tensor) -> None:
-            nonlocal count
+            nonlocal count, is_alike
             place = wanted.get(count)
             if place is not None:
-                if place.kind != (tensor.shape, tensor.dtype):
-                    raise self._ran_another_way()
+                is_alike = (place.kind, place.nodes) == (_kind(tensor), _get_sequence_nr() - start)
                 place.saved = Saved.now(tensor.detach())
             count += 1
-            if count > last:
-                raise _AllSaved
+            if count > last or not is_alike:
+                raise _Enough
 
-        if not wanted:
-            return
         try:
-            with saved_tensors_hooks(pack, self._refuse):
-                forward()
-        except _AllSaved:
-            return
-        if count <= last:
-            raise self._ran_another_way()
+            if wanted:
+                with saved_tensors_hooks(pack, self._refuse):
+                    forward()
+        except _Enough:
+            pass
+        except Exception:
+            # TorchScript makes an error of its own of whatever is raised under it
+            if count <= last and is_alike:
+                raise
+        return count > last and is_alike
 
     def drop(self) -> None:
         """Let go of what `bring` has brought."""
@@ -120,13 +129,6 @@ class LateTensors:
     def _wanted(self) -> dict[int, _Place]:
         """The places that a graph still has, by their number."""
         return {number: place for number, ref in enumerate(self._places) if (place := ref()) is not None}
-
-    def _ran_another_way(self) -> RuntimeError:
-        return RuntimeError(
-            f"layer '{self._layer}' did not do the same when it ran again in backward (does it depend on a "
-            "global variable, or on a random number generator of its own?): let that be an attribute of the "
-            "layer, or wrap with activations='keep'"
-        )
 
     def _unpack(self, place: _Place) -> torch.Tensor:
         self._gate.check()
@@ -138,19 +140,31 @@ class LateTensors:
         raise AssertionError("nobody goes back through the graph of a second run")
 
 
-def _nodes(outputs: Iterable[torch.Tensor]) -> list[Node]:
-    """The nodes of the graph of ``outputs``."""
-    found: dict[Node, None] = {}
-    nodes = [output.grad_fn for output in outputs if output.grad_fn is not None]
+def is_another_way(first: Iterable[GradientEdge | None], again: Iterable[GradientEdge | None]) -> bool:
+    """Whether outputs ``again`` come from other operations than the ``first``, and not because TorchScript
+    has compiled them in the meantime, or from what the first run has left in a cache."""
+    before, now = (
+        list(_nodes(None if edge is None else edge.node for edge in edges)) for edges in (first, again)
+    )
+    if any(type(node).__name__ != "AccumulateGrad" for node in {*before}.intersection(now)):
+        return True
+    return list(map(type, before)) != list(map(type, now)) and not any(map(_is_opaque, now))
+
+
+def _nodes(starts: Iterable[Node | None]) -> Iterator[Node]:
+    """Those of the graphs that end in ``starts``."""
+    seen: set[Node] = set()
+    nodes = list(starts)
     while nodes:
         node = nodes.pop()
-        if node not in found:
-            found[node] = None
-            nodes.extend(before for before, _ in node.next_functions if before is not None)
-    return list(found)
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            nodes.extend(before for before, _ in node.next_functions)
 
 
-def _is_custom(node: Node) -> bool:
+def _is_opaque(node: Node) -> bool:
+    """Whether it may keep what cannot be seen: of a custom function, of compiled code."""
     kind: type = type(node)
     return issubclass(kind, BackwardCFunction) or kind.__name__ == "CppFunction"
 
@@ -169,10 +183,14 @@ def _saved_by(node: Node) -> Iterator[Any]:
             yield saved
 
 
-def _is_defined(saved: Any) -> bool:
-    """Whether it stands for a tensor, and not for one that was not needed or not given (a bias)."""
-    try:
-        saved.register_hooks(torch.Tensor.detach, torch.Tensor.detach)
-    except RuntimeError as error:
-        return "with value None" not in str(error)
-    return True
+def _is_number(packed: object) -> bool:
+    """Whether a graph saves this in place of a tensor where it was given a number, or nothing (a bias)."""
+    return packed is None or (isinstance(packed, torch.Tensor) and packed.dim() == 0)
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype] | None:
+    """What tensors have in common that may stand for each other; None of one that only stands for itself,
+    since it is made of others (nested, or of a subclass)."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_nested:
+        return None
+    return tensor.shape, tensor.dtype

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from streamer.engine.activations import Outputs, Run
 from streamer.engine.ambient import Ambient, Autocast
@@ -17,7 +18,8 @@ from streamer.engine.backpropagation import Graph
 from streamer.engine.call import Tensors, aliases
 from streamer.engine.checkpointing import without_own_checkpoint
 from streamer.engine.gate import Gate
-from streamer.engine.late import LateTensors
+from streamer.engine.late import LateTensors, is_another_way
+from streamer.engine.owners import Owners, holders
 from streamer.engine.saved import Saved, storages
 from streamer.engine.tree import fingerprint
 
@@ -38,11 +40,13 @@ class Recompute(Run):
         tensors = [value for value in held if isinstance(value, torch.Tensor)]
         unwritten = fingerprint(tensors)
         buffers = unit.buffers_now()
-        owners = _owners(weights)
+        owners = Owners(weights)
         inner, leaves = _detached(inputs), _counting_apart(unit.leaves(weights))
         # one of its own: if the layer has kept a part of a graph that is dropped, not even backward may go on
         gate = Gate(unit.name)
         gate.guard([*inner, *leaves])
+        accumulators = [get_gradient_edge(tensor) for tensor in inner if tensor.requires_grad]
+        held_by = holders(inner)
         self._late = LateTensors(unit.name, gate)
         # hooks that do something would be compiled too
         may_keep = not self.call.is_compiled and all(map(self._comes_back_alike, inputs))
@@ -50,6 +54,7 @@ class Recompute(Run):
             self._ambient.autocast.uncached(),
             torch.enable_grad(),
             self._late.expected() if may_keep else self._late.refused(),
+            owners.counted(),
             without_own_checkpoint(unit.module),
         ):
             outputs, rebuild = self.call.run(weights, leaves, inner)
@@ -63,26 +68,43 @@ class Recompute(Run):
         self._needs_compiled = self.call.is_compiled and self._ambient.has_moved_on()
         graph = Graph.of(inner, leaves, outputs)
         detached = [output.detach() for output in outputs]
-        if may_keep and self._late.are_all_of(outputs):
+        may_keep = may_keep and self._late.are_all_of(outputs, (*inner, *leaves))
+        del outputs, accumulators
+        # a hook may have recorded what a module was given, and would see it lose its memory
+        if may_keep and holders(inner) == held_by:
             _let_go([*inner, *leaves])
-            if _owners(weights) == owners:
+            if not owners.are_more():
                 self.gate, self._graph = gate, graph
         return detached, rebuild
 
     @contextmanager
     def graph(self, weights: torch.Tensor, inputs: Tensors) -> Iterator[Graph]:
-        if self._graph is None:
+        kept, unit = self._graph, self.call.unit
+        if not graph_is_retained():
+            self._graph = None
+        if kept is None:
             yield self._built_anew(weights, inputs)
             return
-        graph = self._graph
-        _point(graph.inputs, inputs)
-        _point(graph.leaves, self.call.unit.leaves(weights))
+        _point(kept.inputs, inputs)
+        _point(kept.leaves, unit.leaves(weights))
         try:
-            self._late.bring(partial(self._run_again, weights, graph.leaves, graph.inputs))
+            # on others than the graph's own, where the layer may have put hooks
+            leaves, inner = unit.leaves(weights), _detached(inputs)
+            if self._late.bring(partial(self._run_again, weights, leaves, inner)):
+                yield kept
+                return
+            self._late.drop()
+            graph = self._built_anew(weights, inputs)
+            if is_another_way(kept.outputs, graph.outputs):
+                raise RuntimeError(
+                    f"layer '{unit.name}' did not do the same when it ran again in backward (does it depend "
+                    "on a global variable, a mode, or a random number generator of its own?): let that be an "
+                    "attribute of the layer, or wrap with activations='keep'"
+                )
             yield graph
         finally:
             self._late.drop()
-            _let_go([*graph.inputs, *graph.leaves])
+            _let_go([*kept.inputs, *kept.leaves])
 
     def _comes_back_alike(self, tensor: torch.Tensor) -> bool:
         """Whether `_point` can exchange the memory of this input for what `graph` will be given."""
@@ -203,12 +225,6 @@ POLICIES: dict[str, type[Run]] = {
 }
 
 
-def _owners(weights: torch.Tensor) -> int:
-    """How many hold the storage of ``weights``: tensors and what autograd has saved."""
-    owners: int = torch._C._storage_Use_Count(weights.untyped_storage()._cdata)
-    return owners
-
-
 def _point(leaves: Tensors, tensors: Tensors) -> None:
     """Let ``leaves`` of a graph show the memory of ``tensors``."""
     for leaf, tensor in zip(leaves, tensors, strict=True):
@@ -217,7 +233,9 @@ def _point(leaves: Tensors, tensors: Tensors) -> None:
 
 def _let_go(leaves: Tensors) -> None:
     """Let ``leaves`` of a graph hold no memory until the graph is gone through."""
-    _point(leaves, [leaf.new_empty(()).expand(leaf.shape) for leaf in leaves])
+    numbers = {(leaf.dtype, leaf.device): leaf for leaf in leaves}
+    numbers = {kind: leaf.new_empty(()) for kind, leaf in numbers.items()}
+    _point(leaves, [numbers[leaf.dtype, leaf.device].expand(leaf.shape) for leaf in leaves])
 
 
 def _counting_apart(leaves: Tensors) -> list[torch.Tensor]:

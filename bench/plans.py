@@ -1,0 +1,62 @@
+"""What does the config of ten billion parameters take on every machine that has a name?
+
+    python -m bench.plans    # a minute, no GPU: the plan of each, as `streamer plan` makes it
+
+Nothing is measured: peaks and sizes are those of data sheets (`streamer.backends.machines`).
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from bench.common import RESULTS, provenance, write_json
+from bench.plans_table import plans_table
+from streamer.app.config import Config, load_config
+from streamer.app.mending import mend
+from streamer.app.planning import RunPlan, plan_run
+from streamer.backends.machines import MACHINES, named_machine
+
+CONFIG = Path(__file__).parent.parent / "configs" / "gpt2-10b.toml"
+
+
+def figures(plan: RunPlan) -> dict[str, Any]:
+    """Of one plan."""
+    return {
+        "fits": plan.fits,
+        "num_slots": plan.step.num_slots,
+        "device_needed": plan.device_needed,
+        "device_bytes": plan.machine.device_bytes,
+        "host_needed": plan.host_needed,
+        "host_bytes": plan.machine.host_bytes,
+        "seconds": plan.step.prediction.seconds,
+        "tokens_per_second": plan.tokens_per_second,
+        "binding_lane": plan.binding_lane.value,
+    }
+
+
+def row(config: Config, name: str) -> dict[str, Any]:
+    """A machine's plan, and where that does not fit what would make it fit."""
+    machine = named_machine(name)
+    plan = plan_run(config, machine)
+    found = None if plan.fits else mend(plan, lambda changed: plan_run(changed, machine))
+    return figures(plan) | {
+        "mend": None if found is None else {"changes": dict(found.changes), **figures(found.plan)}
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, default=RESULTS / "plans.json")
+    arguments = parser.parse_args()
+    config = load_config(CONFIG)
+    report = {"config": CONFIG.name, "machines": {name: row(config, name) for name in MACHINES}}
+    write_json(arguments.output, "bench/plans.py", {**provenance(), **report})
+    print("\n".join(plans_table(report)))
+
+
+if __name__ == "__main__":
+    main()

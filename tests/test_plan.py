@@ -1,0 +1,248 @@
+"""The plan of a step beside the step itself: bytes to the byte, like layers as if each had run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import streamer
+from models.gpt2 import GPT
+from streamer.backends.base import Backend
+from streamer.backends.machine import GIB, Machine
+from streamer.backends.thread import ThreadBackend
+from streamer.backends.virtual import VirtualBackend
+from streamer.engine.executor import Executor
+from streamer.handle import wrapped
+from streamer.plan.planner import predict_step
+from streamer.plan.recalling import Recollection, recall_layers
+from streamer.plan.step_plan import BESIDE, GAPS, SAVED, WORKING_SET, StepTracker, plan_step
+from streamer.plan.tracker import Tracker
+
+CPU = Machine("cpu", 1e12, 1e10, 1e10, 1e10, 1 << 40, 1 << 40, kind="cpu")
+CUDA = replace(CPU, name="cuda", kind="cuda")
+VOCAB, TIME, BATCH = 96, 24, 6
+
+
+def gpt(*, layers: int = 4, dropout: float = 0.0) -> nn.Module:
+    return GPT(vocab_size=VOCAB, block_size=TIME, n_layer=layers, n_head=2, n_embd=32, dropout=dropout)
+
+
+def llama() -> nn.Module:
+    """Grouped keys and values, rotary positions, a gated MLP."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model: nn.Module = transformers.LlamaForCausalLM(config)
+    return model
+
+
+class Mixed(nn.Module):
+    """Layers of two kinds, one of them with frozen weights, and one that returns two tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 16)
+        self.layers = nn.ModuleList(
+            [Two(), nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)), Two(), Two()]
+        )
+        self.layers[2].requires_grad_(False)
+        self.head = nn.Linear(16, VOCAB)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+            x = sum(x) if isinstance(x, tuple) else x
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, F.gelu(self.linear(self.norm(x)))
+
+
+def steps_of(model: nn.Module, backend: Backend) -> Callable[[], None]:
+    optimizer = streamer.AdamW(model.parameters())
+    tokens = torch.zeros(BATCH, TIME, dtype=torch.long, device=backend.device)
+
+    def step() -> None:
+        result: Any = model(tokens)
+        logits = getattr(result, "logits", result)
+        F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def begin(
+    build: Callable[[], nn.Module], backend: Backend, layers: str, **options: Any
+) -> tuple[Executor, Callable[[], None]]:
+    with torch.device("meta") if backend.device.type == "meta" else nullcontext():
+        model = build()
+    streamer.wrap(model, layers=layers, backend=backend, **options)
+    return wrapped(model).executor, steps_of(model, backend)
+
+
+def measured_peak(build: Callable[[], nn.Module], layers: str, **options: Any) -> int:
+    """What a real step holds beside the buffers, on the CPU."""
+    executor, step = begin(build, ThreadBackend(), layers, **options)
+    step()
+    with Tracker() as tracker:
+        step()
+        executor.synchronize()
+    executor.backend.close()
+    return tracker.peak
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "gpt": (gpt, "transformer.h"),
+    "gpt with dropout": (lambda: gpt(dropout=0.1), "transformer.h"),
+    "llama": (llama, "model.layers"),
+    "mixed": (Mixed, "layers"),
+}
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"activations": "keep", "num_slots": 3},
+    {"activations": "recompute+offload"},
+    {"micro_batch_size": 2},
+    {"activations": "recompute+offload", "micro_batch_size": 4, "dtype": torch.bfloat16},
+    {"activations": "keep", "dtype": torch.bfloat16, "num_slots": 1},
+    {"update": "backward"},
+]
+
+
+def named(options: dict[str, Any]) -> str:
+    return ",".join(f"{name}={value}".removeprefix("activations=") for name, value in options.items())
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=named)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_plan_holds_what_a_step_holds(name: str, options: dict[str, Any]) -> None:
+    build, layers = MODELS[name]
+    executor, step = begin(build, VirtualBackend(CPU), layers, **options)
+    plan = plan_step(executor, step)
+    beside = sum(plan.device_bytes.get(owner, 0) for owner in (SAVED, WORKING_SET, BESIDE))
+    assert beside == pytest.approx(measured_peak(build, layers, **options), rel=0.05)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=named)
+@pytest.mark.parametrize("name", ["gpt", "mixed"])
+def test_recalled_layers_take_what_each_of_them_takes(name: str, options: dict[str, Any]) -> None:
+    build, layers = MODELS[name]
+
+    def figures(*, recall: bool) -> tuple[Any, ...]:
+        executor, step = begin(build, VirtualBackend(CUDA), layers, **options)
+        tracker = StepTracker(executor)
+        if recall:
+            recall_layers(executor, Recollection(tracker))
+        with tracker:
+            prediction = predict_step(executor, step)
+        return prediction, tracker.peak, executor.saved.peak, executor.host_bytes()
+
+    assert figures(recall=True) == figures(recall=False)
+
+
+def test_layers_that_are_alike_run_once() -> None:
+    runs: list[int] = []
+
+    class Counts(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            runs.append(1)
+            return super().forward(x).tanh()
+
+    def build(count: int) -> nn.Module:
+        return nn.Sequential(nn.Sequential(*(Counts(8, 8) for _ in range(count))), nn.Flatten())
+
+    def planned(count: int) -> int:
+        runs.clear()
+        with torch.device("meta"):
+            model = build(count)
+        streamer.wrap(model, layers="0", backend=VirtualBackend(CPU))
+        inputs = torch.zeros(4, 8, device="meta", requires_grad=True)
+        plan_step(wrapped(model).executor, lambda: model(inputs).sum().backward())
+        return len(runs)
+
+    # the first layer and all others, forward alone and with a backward
+    assert planned(12) == planned(6) <= 6
+
+
+def test_layers_that_differ_in_a_number_are_told_apart() -> None:
+    class Wide(nn.Module):
+        def __init__(self, times: int) -> None:
+            super().__init__()
+            self.times = times
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(self.times):
+                x = torch.tanh(self.linear(x))
+            return x
+
+    def flops(*times: int) -> int:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Sequential(*map(Wide, times)), nn.Flatten())
+        streamer.wrap(model, layers="0", backend=VirtualBackend(CPU))
+        inputs = torch.zeros(4, 8, device="meta", requires_grad=True)
+        plan = plan_step(wrapped(model).executor, lambda: model(inputs).sum().backward())
+        return plan.prediction.flops
+
+    assert flops(1, 3, 2) == flops(2, 2, 2) == 2 * flops(1, 1, 1)
+
+
+def test_owners_of_a_step_by_hand() -> None:
+    """Three layers of one matrix; tanh saves its result, so that backward computes the product again."""
+    width, rows = 32, 64
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Sequential(*(Tanh(width) for _ in range(3))), nn.Flatten())
+    streamer.wrap(model, layers="0", backend=VirtualBackend(CUDA), num_slots=2)
+    inputs = torch.zeros(rows, width, device="meta", requires_grad=True)
+
+    def step() -> None:
+        model(inputs).square().sum().backward()
+        model.zero_grad()
+
+    plan = plan_step(wrapped(model).executor, step)
+    matrix, hidden = 4 * width * width, 4 * rows * width
+    assert plan.device_bytes["weight slots"] == plan.device_bytes["gradient slots"] == 2 * matrix
+    # what the user gave was there before; of the layers' results two are saved as inputs of the next
+    assert plan.device_bytes[SAVED] == 3 * hidden
+    assert plan.reserve[GAPS] == (plan.device_total - 4 * matrix) // 8
+    assert plan.host_bytes == {"weights": 3 * matrix, "gradients": 3 * matrix}
+
+
+class Tanh(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x))
+
+
+def test_a_budget_is_filled_with_slots() -> None:
+    with torch.device("meta"):
+        model = gpt(layers=8)
+    streamer.wrap(model, layers="transformer.h", backend=VirtualBackend(CUDA), device_memory=GIB)
+    plan = plan_step(wrapped(model).executor, steps_of(model, VirtualBackend(CUDA)))
+    assert plan.num_slots == 8
+    assert sum(plan.device_bytes.values()) <= GIB
