@@ -137,8 +137,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=9, help="two or more (9)")
-    parser.add_argument("--steps", type=int, default=4, help="of a block (4)")
+    parser.add_argument("--rounds", type=int, default=12, help="two or more (12)")
+    parser.add_argument("--steps", type=int, default=2, help="of a block (2)")
     parser.add_argument("--json", type=Path, default=RESULTS / "plan_time.json")
     options = parser.parse_args()
     load_before = load_average()

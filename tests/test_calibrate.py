@@ -39,6 +39,7 @@ def test_calibrate_writes_a_machine(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(calibration, "sizes_of", lambda config, kind: TINY)
+    monkeypatch.setattr(calibration, "ROUNDS", 3)
     path = tmp_path / "machine.toml"
     assert main(["calibrate", "--device", device, "--output", str(path)]) == 0
     shown = capsys.readouterr().out
