@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from bench.common import RESULTS, provenance, write_json
+from bench.common import RESULTS, load_average, provenance, write_json
 from bench.plans_table import plans_table
 from streamer.app.config import Config, load_config
 from streamer.app.mending import mend
@@ -50,11 +50,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, default=RESULTS / "plans.json")
+    parser.add_argument("--json", type=Path, default=RESULTS / "plans.json")
     arguments = parser.parse_args()
     config = load_config(CONFIG)
-    report = {"config": CONFIG.name, "machines": {name: row(config, name) for name in MACHINES}}
-    write_json(arguments.output, "bench/plans.py", {**provenance(), **report})
+    report = {
+        **provenance("bench/plans.py", load_before=load_average()),
+        "config": CONFIG.name,
+        "machines": {name: row(config, name) for name in MACHINES},
+    }
+    write_json(arguments.json, report)
     print("\n".join(plans_table(report)))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from bench.architectures_report import architectures_table
 from bench.markdown import Report, spread, table
 from bench.plan_table import plan_table
+from bench.plans_table import plans_table
 from bench.residency_table import residency_table
 from bench.tokens_report import tokens_table
 
@@ -228,6 +229,7 @@ TABLES: dict[str, Callable[[Report], list[str]]] = {
     "bench/moments.py": moments,
     "bench/overlap.py": overlap,
     "bench/plan_time.py": plan_table,
+    "bench/plans.py": plans_table,
     "bench/residency.py": residency_table,
     "bench/soak.py": soak,
     "bench/tokens_per_transfer.py": tokens_table,

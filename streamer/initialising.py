@@ -77,6 +77,8 @@ class Initialiser:
         self._device = device
         self._inside = {module for unit in layers for module in unit.module.modules()}
         self._layers = {unit.module for unit in layers}
+        #: what has taken the place of buffers, which modules of several layers may share
+        self._blanks: dict[torch.Tensor, torch.Tensor] = {}
         self._seed = int(torch.randint(2**62, (), device="cpu").item())
 
     def __call__(self, unit: Unit) -> None:
@@ -85,13 +87,12 @@ class Initialiser:
             return
         for slice, param in zip(unit.layout.slices, unit.params, strict=True):
             exchange(slice.param.name, param, _blank(param, self._device))
-        blanks: dict[torch.Tensor, torch.Tensor] = {}  # modules may share one
         without_values = []
         for owner, name in unit.buffer_owners:
             if (buffer := owner._buffers[name]) is not None and buffer.is_meta:
-                if buffer not in blanks:
-                    blanks[buffer] = _blank(buffer, self._device)
-                owner._buffers[name] = blanks[buffer]
+                if buffer not in self._blanks:
+                    self._blanks[buffer] = _blank(buffer, self._device)
+                owner._buffers[name] = self._blanks[buffer]
                 without_values.append((owner, name))
         places = [
             *(

@@ -10,6 +10,9 @@ import torch
 from streamer.engine.executor import Executor
 from streamer.handle import Home, require_home
 from streamer.memory.purposes import ALL_MOMENTS, BF16, FP32, INT8, MOMENTS, host_bytes
+from streamer.plan.ledger import Ledger
+
+_NAMES_OF_MOMENTS = frozenset(purpose.name for purpose in ALL_MOMENTS)
 
 #: A parameter, where it lives, and its saved state.
 Saved = tuple[torch.Tensor, Home, dict[str, Any] | None]
@@ -30,14 +33,15 @@ def check_room(executor: Executor, state_dtype: torch.dtype) -> None:
         return
     layouts = [shard.layout for shard in store.shards]
     wanted, held = host_bytes(layouts, purposes), store.bytes_by_purpose()
-    given_up = sum(held.get(name, 0) for name in {purpose.name for purpose in ALL_MOMENTS})
+    kept = {name: nbytes for name, nbytes in held.items() if name not in _NAMES_OF_MOMENTS}
+    given_up = sum(held.values()) - sum(kept.values())
     needed, available = sum(wanted.values()), executor.backend.host_available() + given_up
     if needed > available:
-        parts = ", ".join(f"{name} {nbytes}" for name, nbytes in wanted.items())
+        ledger = Ledger(executor.device_bytes(), {**kept, **wanted})
         raise MemoryError(
-            f"not enough host memory for the moments: they take {needed} bytes ({parts}) and {available} are "
-            "free: choose a smaller state_dtype (torch.bfloat16 or 'int8', with bfloat16 parameters), or "
-            "freeze parameters"
+            f"not enough host memory for the moments: they take {needed} bytes and {available} are free: "
+            "choose a smaller state_dtype (torch.bfloat16 or 'int8', with bfloat16 parameters), or freeze "
+            f"parameters\n{ledger.table(host={'held already': sum(kept.values()), 'free': available})}"
         )
 
 

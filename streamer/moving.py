@@ -7,6 +7,7 @@ weights are in its shard, and one on the meta device is given values when its tu
 from __future__ import annotations
 
 import sys
+from bisect import bisect_right
 from collections.abc import Container, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -37,6 +38,8 @@ class MoveIn:
             (owner, name, owner._buffers[name]) for unit in units for owner, name in unit.buffer_owners
         ]
         self._moved: list[Unit] = []
+        #: buffers by what they were before; modules of several layers may share one
+        self._moved_buffers: dict[torch.Tensor, torch.Tensor] = {}
 
     def run(self) -> None:
         """Move all of them; a progress bar shows if it takes more than a second."""
@@ -89,12 +92,11 @@ class MoveIn:
                 param.grad_dtype = None  # its own or fp32: [Note: sums]
             # the root's are soon those on the device; until then they too must not keep their own storage
             param.data = slice.own(shard.weight)
-        moved: dict[torch.Tensor, torch.Tensor] = {}  # modules may share one
         for owner, name in unit.buffer_owners:
             if (buffer := owner._buffers[name]) is not None:
-                if buffer not in moved:
-                    moved[buffer] = buffer.to(self._backend.device)
-                owner._buffers[name] = moved[buffer]
+                if buffer not in self._moved_buffers:
+                    self._moved_buffers[buffer] = buffer.to(self._backend.device)
+                owner._buffers[name] = self._moved_buffers[buffer]
         give_back_freed()
 
 
@@ -133,8 +135,9 @@ def releasable_bytes(params: Iterable[torch.Tensor], device: torch.device) -> in
         for storage in [param.untyped_storage()]
     }
     files = file_mappings() if device.type == "cpu" else []
-    return sum(
-        nbytes
-        for address, nbytes in storages.items()
-        if not any(start <= address < stop for start, stop in files)
-    )
+
+    def is_of_a_file(address: int) -> bool:
+        before = bisect_right(files, address, key=lambda file: file[0])
+        return before > 0 and address < files[before - 1][1]
+
+    return sum(nbytes for address, nbytes in storages.items() if not is_of_a_file(address))

@@ -115,10 +115,11 @@ def wrap(
 
     Raises:
         ValueError: for a path, an option or a parameter that cannot be honoured, naming the mend.
-        MemoryError: if the device or the host has too little memory, with what each needs and has.
-            Both are raised before anything is allocated or changed, but for what ``init`` does wrong. Then,
-            as with any other error, parameters are put back, without their gradients; frozen ones that were
-            moved already are as ``dtype`` has rounded them.
+        MemoryError: if the device or the host has too little memory, or the host may page-lock too little of
+            it: a line with what each needs and has, and the bytes by owner below it. The limits of control
+            groups count. Both are raised before anything is allocated or changed, but for what ``init`` does
+            wrong. Then, as with any other error, parameters are put back, without their gradients; frozen
+            ones that were moved already are as ``dtype`` has rounded them.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"wrap takes an nn.Module, not a {type(model).__name__}")
@@ -180,6 +181,7 @@ def wrap(
             device_available=device_available,
             device_mend=cut.mend,
             host_available=backend.host_available(),
+            host_lockable=backend.host_lockable(),
             shared=not on_device,
             given_back=releasable_bytes(plain_dtypes, torch.device("cpu")),
         )

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 # the update's threads would spin while they wait, on cores that the lanes' own threads want; read once, when
 # torch is imported
@@ -19,6 +23,28 @@ from streamer.engine.op import Op
 
 # the tensors are tiny: teams of threads would only wait for one another
 torch.set_num_threads(1)
+
+for devices in (torch.cuda, torch.xpu, torch.mtia):
+    if not devices.is_available():
+        # `torch.manual_seed` would keep every seed for when there are any, each with the stack as a text
+        devices.manual_seed_all = lambda seed: None
+
+#: Files in memory, whose flushing costs nothing, and the bytes that have to be free there.
+MEMORY, ROOM = Path("/dev/shm"), 2 << 30
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest's own looks at the option
+def pytest_configure(config: pytest.Config) -> None:
+    """Let `tmp_path` be in memory where there is room: a checkpoint flushes each of its files."""
+    if config.option.basetemp is None and MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > ROOM:
+        config.option.basetemp = tempfile.mkdtemp(prefix="streamer-tests-", dir=MEMORY)
+        config.add_cleanup(lambda: shutil.rmtree(config.option.basetemp, ignore_errors=True))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the garbage collector need not go through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

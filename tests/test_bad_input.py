@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import streamer
+from streamer.backends import host_memory
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
 from streamer.engine import watch
@@ -78,8 +79,8 @@ def refused(
 
     before, threads = snapshot(model), lane_threads()
     with monkeypatch.context() as patch:
-        patch.setattr(ThreadBackend, "host_buffer", allocate)
-        patch.setattr(ThreadBackend, "device_buffer", allocate)
+        for allocator in ("host_buffer", "host_reserve", "device_buffer"):
+            patch.setattr(ThreadBackend, allocator, allocate)
         with pytest.raises(error, match=match):
             yield
     assert snapshot(model) == before
@@ -358,14 +359,23 @@ def test_an_impossible_number_of_host_threads(host_threads: object, monkeypatch:
 # --- memory -------------------------------------------------------------------------------------------
 
 #: A layer is two parameters of 128 bytes; so is each of the two modules of the rest.
-DEVICE = (
-    "the device needs 2048 bytes (weight slots 512 bytes, gradient slots 512 bytes, root weights 512 bytes, "
-    "root gradients 512 bytes)"
-)
-HOST = (
-    "the host needs 5120 bytes (weights 1280 bytes, gradients 1280 bytes, moments of AdamW at least 2560 "
-    "bytes)"
-)
+DEVICE, HOST = "the device needs 2048 bytes", "the host needs 5120 bytes"
+TABLE = """\
+device                       bytes
+  weight slots                 512
+  gradient slots               512
+  root weights                 512
+  root gradients               512
+  needed                     2,048
+  available                  2,047
+host                         bytes
+  weights                    1,280
+  gradients                  1,280
+  moments of AdamW at least  2,560
+  needed                     5,120
+  page-locked on a GPU       2,560
+  available                  9,000
+  given back by the model      400"""
 
 
 @pytest.mark.parametrize(("device", "host"), [(2047, 10**9), (10**9, 5119), (1000, 100), (7167, 6767)])
@@ -386,6 +396,46 @@ def test_too_little_memory(device: int, host: int, monkeypatch: pytest.MonkeyPat
     )
     with refused(model, MemoryError, match + "use dtype=torch.bfloat16", monkeypatch):
         streamer.wrap(model, layers="blocks", device="cpu")
+
+
+def test_below_what_is_wrong_there_is_the_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ThreadBackend, "device_available", lambda self: 2047)
+    monkeypatch.setattr(ThreadBackend, "host_available", lambda self: 9000)
+    with pytest.raises(MemoryError) as caught:
+        streamer.wrap(Net(), layers="blocks", device="cpu")
+    line, _, table = str(caught.value).partition("\n")
+    assert line.startswith("not enough memory: ") and line.endswith("if it is the host")
+    assert table == TABLE
+
+
+def test_more_is_to_be_page_locked_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ThreadBackend, "host_lockable", lambda self: 2559)
+    match = re.escape(
+        "not enough memory: 2560 bytes of the host's are to be page-locked, and this process may lock 2559 "
+        "bytes: raise the limit with 'ulimit -l unlimited', or '--ulimit memlock=-1' for a container\ndevice "
+    )
+    with refused(Net(), MemoryError, match + r"(.|\n)*\n  may be page-locked +2,559$", monkeypatch):
+        streamer.wrap(Net(), layers="blocks", device="cpu")
+    monkeypatch.setattr(ThreadBackend, "host_lockable", lambda self: 2560)
+    with wrapped() as model:
+        step(model)
+
+
+def test_a_control_group_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cgroup").write_text("0::/\n")
+    (tmp_path / "mountinfo").write_text(f"31 24 0:27 / {tmp_path} rw - cgroup2 cgroup2 rw\n")
+    (tmp_path / "memory.max").write_text("12000\n")
+    (tmp_path / "memory.current").write_text("5233\n")
+    monkeypatch.setattr(host_memory, "PROC", tmp_path)
+    monkeypatch.setattr(watch, "LOW_HOST_BYTES", 0)
+    with refused(Net(), MemoryError, "and has 6767 bytes, the host needs", monkeypatch):
+        streamer.wrap(Net(), layers="blocks", device="cpu")
+    (tmp_path / "memory.current").write_text("5232\n")
+    with wrapped() as model:
+        (tmp_path / "memory.current").write_text("9441\n")
+        with pytest.raises(MemoryError, match="moments: they take 2560 bytes and 2559 are free"):
+            streamer.AdamW(model.parameters())
+        assert "exp_avg" not in streamer.stats(model).host_bytes
 
 
 def test_just_enough_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -438,7 +488,7 @@ def test_two_memories_are_checked_each_by_itself(device: int, host: int, fits: b
     if fits:
         ledger.check(device_available=device, host_available=host, shared=False)
         return
-    match = rf"needs 100 bytes .* has {device} bytes, .* needs 200 bytes .* has {host} bytes"
+    match = rf"needs 100 bytes and has {device} bytes, .* needs 200 bytes and has {host} bytes: "
     with pytest.raises(MemoryError, match=match):
         ledger.check(device_available=device, host_available=host, shared=False)
 

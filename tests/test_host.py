@@ -13,11 +13,13 @@ from streamer.memory.purposes import (
     MODEL,
     MOMENTS,
     REMAINDERS,
+    SAVED_INPUTS,
     STAGING,
     SUMS,
     WEIGHTS,
     host_bytes,
 )
+from streamer.plan.ledger import Ledger
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = (FP32, BF16, FP16)
@@ -238,6 +240,7 @@ def test_only_what_crosses_the_bus_is_pinned() -> None:
     store = HostStore(MANY, allocate)
     store.add([GRADIENTS, SUMS, *MOMENTS[FP32]])
     store.staging(2, 4096)
+    assert Ledger({}, store.bytes_by_purpose() | {SAVED_INPUTS: 7}).pinned_host_bytes == asked[True] + 7
     crossing = host_bytes(MANY, [WEIGHTS, GRADIENTS, SUMS])
     staying = host_bytes(MANY, [REMAINDERS, MASTERS, *MOMENTS[FP32]])
     assert asked == {True: sum(crossing.values()) + 2 * 4096, False: sum(staying.values())}

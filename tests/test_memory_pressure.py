@@ -84,8 +84,25 @@ def test_host_memory_that_runs_out_is_said_once(monkeypatch: pytest.MonkeyPatch)
         step()
 
 
-def test_a_run_without_enough_device_memory_ends_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("error", "beginning", "end"),
+    [
+        (
+            torch.OutOfMemoryError("tried to allocate 20.00 GiB"),
+            "out of device memory in layer 'transformer.h.0': ",
+            "; lower stream.micro_batch_size",
+        ),
+        # from where host memory is asked for in the middle of a step
+        (MemoryError("20 bytes more and 10 are free"), "", "20 bytes more and 10 are free"),
+    ],
+)
+def test_a_run_without_enough_memory_ends_in_one_line(
+    error: Exception,
+    beginning: str,
+    end: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("a.txt", "b.txt"):
@@ -96,12 +113,11 @@ def test_a_run_without_enough_device_memory_ends_in_one_line(
 
     def full(self: MLP, x: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled():
-            raise torch.OutOfMemoryError("tried to allocate 20.00 GiB")
+            raise error
         return plain(self, x)
 
     monkeypatch.setattr(MLP, "forward", full)
     assert main(["train", "run.toml"]) == 1
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("streamer: ")]
     assert len(errors) == 1
-    assert errors[0].startswith("streamer: step 1: out of device memory in layer 'transformer.h.0': ")
-    assert errors[0].endswith("; lower stream.micro_batch_size")
+    assert errors[0].startswith(f"streamer: step 1: {beginning}") and errors[0].endswith(end)

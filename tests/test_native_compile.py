@@ -17,10 +17,10 @@ PACKAGE = Path(streamer_native.__file__).parent
 MOST = numba.config.NUMBA_NUM_THREADS
 
 
-def run_python(code: str, *, folder: Path, **environment: str) -> str:
-    """What `code` prints, run with `folder` on the path in a process of its own."""
+def run_python(code: str, *arguments: str, folder: Path, **environment: str) -> str:
+    """What `code` prints, run with `folder` on the path and these arguments in a process of its own."""
     finished = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
+        [sys.executable, "-W", "error", "-c", code, *arguments],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(folder)} | environment,
         capture_output=True,
@@ -116,7 +116,7 @@ SAYS_WHAT_IT_COMPILES = """
 import logging, sys
 logging.basicConfig(stream=sys.stdout, format="%(name)s %(levelname)s %(message)s")
 import numpy as np, streamer_native
-for dtype in (np.float32, np.uint16):
+for dtype in sys.argv[1:]:
     streamer_native.sum_squares(np.ones(5, dtype))
 """
 
@@ -124,17 +124,18 @@ for dtype in (np.float32, np.uint16):
 def test_the_first_compilation_of_a_process_is_said_once_and_a_cached_kernel_is_not(tmp_path):
     package = copy_of_the_package(tmp_path)
     cache = {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
-    printed = run_python(SAYS_WHAT_IT_COMPILES, folder=tmp_path, **cache)
+    kernels = "float32", "uint16"
+    printed = run_python(SAYS_WHAT_IT_COMPILES, *kernels, folder=tmp_path, **cache)
     (line,) = printed.splitlines()
     assert line.startswith("streamer_native WARNING compiling the host update")
     assert f"some seconds. It is kept in {tmp_path / 'cache'}" in line
     assert package.is_dir() and any((tmp_path / "cache").iterdir())
-    assert run_python(SAYS_WHAT_IT_COMPILES, folder=tmp_path, **cache) == ""
+    assert run_python(SAYS_WHAT_IT_COMPILES, *kernels, folder=tmp_path, **cache) == ""
 
 
 def test_where_nothing_can_be_cached_the_compilation_says_so(tmp_path):
     (copy_of_the_package(tmp_path) / "__pycache__").write_text("")
     nowhere = {name: "/proc/nowhere" for name in ("NUMBA_CACHE_DIR", "HOME", "XDG_CACHE_HOME")}
     for _ in range(2):
-        (line,) = run_python(SAYS_WHAT_IT_COMPILES, folder=tmp_path, **nowhere).splitlines()
+        (line,) = run_python(SAYS_WHAT_IT_COMPILES, "float32", folder=tmp_path, **nowhere).splitlines()
         assert "No cache directory can be written, so every process will do it again" in line

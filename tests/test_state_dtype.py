@@ -237,8 +237,16 @@ def test_moments_that_do_not_fit_are_refused_with_the_mend(monkeypatch: pytest.M
         assert needs[FP32] > needs[BF16] > needs[INT8]
         monkeypatch.setattr("streamer.engine.watch.LOW_HOST_BYTES", 0)
         monkeypatch.setattr(ThreadBackend, "host_available", lambda self: needs[BF16])
-        with pytest.raises(MemoryError, match=f"they take {needs[FP32]} bytes .* are free: choose a smaller"):
+        with pytest.raises(
+            MemoryError, match=f"they take {needs[FP32]} bytes and .* are free: choose a smaller"
+        ) as caught:
             streamer.AdamW(model.parameters())
+        held = sum(streamer.stats(model).host_bytes.values())
+        table = dict(line.split("  ", 1) for line in str(caught.value).replace("\n  ", "\n").splitlines()[1:])
+        host = {name: int(nbytes.replace(",", "")) for name, nbytes in table.items() if "b" not in nbytes}
+        assert host["needed"] == held + needs[FP32]
+        assert (host["held already"], host["free"]) == (held, needs[BF16])
+        assert host["exp_avg"] == host["exp_avg_sq"] == needs[FP32] // 2
         assert "exp_avg" not in streamer.stats(model).host_bytes
         optimizer = streamer.AdamW(model.parameters(), state_dtype=torch.bfloat16)
         losses(model, optimizer, range(2))

@@ -41,7 +41,7 @@ def build_model(config: Config, *, backend: Backend | None = None) -> nn.Module:
     try:
         return streamer.wrap(model, init=init, backend=backend, **stream_options(config.stream))
     except (ValueError, MemoryError) as error:
-        raise ConfigError(f"[stream]: {error}") from error
+        raise ConfigError.of("[stream]", error) from error
 
 
 def stream_options(config: StreamConfig) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def build_optimizer(
             skip_nonfinite=skip_nonfinite,
         )
     except (ValueError, MemoryError) as error:
-        raise ConfigError(f"[optimizer]: {error}") from error
+        raise ConfigError.of("[optimizer]", error) from error
 
 
 def schedule(optimizer: OptimizerConfig, steps: int) -> Callable[[int], float]:

@@ -12,7 +12,7 @@ from streamer.app.kinds import TEXT, unreadable
 from streamer.app.sections import ConfigError, read_toml, section
 from streamer.app.toml import toml_pairs
 from streamer.backends.machine import CPU, CUDA, Beside, Machine
-from streamer.backends.machines import MACHINES, named_machine
+from streamer.backends.machines import named_machine
 from streamer.kinds import COUNT, NOT_NEGATIVE, POSITIVE, nearest, number, string
 
 MACHINE, BESIDE, MEASURED = "machine", "beside", "measured"
@@ -72,5 +72,6 @@ def machine(name_or_path: str) -> Machine:
     try:
         return named_machine(name_or_path)
     except ValueError as error:
-        mend = "or give a file ending in .toml, which streamer calibrate writes"
-        raise ConfigError(f"{error}; {nearest(name_or_path, MACHINES)} {mend}") from None
+        raise ConfigError(
+            f"{error}; or give a file ending in .toml, which streamer calibrate writes"
+        ) from None

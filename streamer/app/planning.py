@@ -118,7 +118,7 @@ def plan_run(config: Config, machine: Machine) -> RunPlan:
     except ValueError as error:
         raise ConfigError(f"[stream]: {error}") from error
     except MemoryError as error:
-        refused = str(error)
+        refused = str(error).partition("\n")[0]
         streamer.wrap(model, **options | {"device_memory": None}, backend=VirtualBackend(unlimited))
     return _plan(config, machine, model, refused)
 

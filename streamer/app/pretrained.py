@@ -35,7 +35,7 @@ def load_pretrained(config: Config, options: Mapping[str, Any]) -> nn.Module:
     try:
         return streamer.from_pretrained(model.pretrained, kind, init=model.init, config=changed, **options)
     except (OSError, TypeError, ValueError, MemoryError) as error:
-        raise ConfigError(f"[model] and [stream]: {error}") from error
+        raise ConfigError.of("[model] and [stream]", error) from error
 
 
 def without_values(config: ModelConfig) -> Any:

@@ -13,10 +13,20 @@ from streamer.kinds import Kind, nearest
 
 
 class ConfigError(ValueError):
-    """A config that cannot be used: one line with the file, the key and the mend."""
+    """A config that cannot be used: one line with the file, the key and the mend, and the ``table`` below it
+    if there is one."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.splitlines()))  # names and overrides may hold line breaks
+    def __init__(self, message: str, *, table: str = "") -> None:
+        line = " ".join(message.splitlines())  # names and overrides may hold line breaks
+        super().__init__("\n".join([line, table] if table else [line]))
+
+    @staticmethod
+    def of(section: str, error: Exception) -> ConfigError:
+        """What streamer has refused of what ``section`` says."""
+        if isinstance(error, MemoryError):
+            line, _, table = str(error).partition("\n")
+            return ConfigError(f"{section}: {line}", table=table)
+        return ConfigError(f"{section}: {error}")
 
 
 def read_toml(path: Path) -> dict[str, Any]:

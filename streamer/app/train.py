@@ -121,6 +121,8 @@ class _Run:
             return False
         except torch.OutOfMemoryError as error:
             raise StoppedError(f"step {loop.step + 1}: {error}; lower stream.micro_batch_size") from error
+        except MemoryError as error:
+            raise StoppedError(f"step {loop.step + 1}: {error}") from error
         self._seconds.append(time.perf_counter() - begun)
         stats = streamer.stats(loop.model)
         if stats.skipped_steps > skipped:

@@ -141,6 +141,10 @@ class Backend(abc.ABC):
     def host_available(self) -> int:
         """Bytes available in host memory."""
 
+    def host_lockable(self) -> int | None:
+        """Bytes of host memory that may be page-locked, None where no limit is known."""
+        return None
+
     def device_used(self) -> tuple[int, int] | None:
         """Bytes of all tensors on the device, now and at most, where the device's allocator counts them."""
         return None

@@ -11,11 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-import psutil
 import torch
 
 from streamer.backends.allocator import buffers_within
 from streamer.backends.base import Backend, Event, Lane, Process, Span
+from streamer.backends.host_memory import available_bytes
 from streamer.backends.mapping import mapped, reserved
 from streamer.backends.pinned import PinnedBlocks
 from streamer.backends.worker import Worker
@@ -191,7 +191,11 @@ class CudaBackend(Backend):
         torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), self.device)
 
     def host_available(self) -> int:
-        return int(psutil.virtual_memory().available)
+        return available_bytes()
+
+    def host_lockable(self) -> int | None:
+        with torch.cuda.device(self.device):
+            return self._pinned.limit()
 
     def device_used(self) -> tuple[int, int] | None:
         return torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,6 +20,9 @@ import torch
 
 #: What one thread touches at a time, in bytes.
 TOUCH_BYTES = 1 << 28
+
+#: A line of /proc/self/maps whose inode is not 0: first-last permissions offset device inode path
+_FILE_MAPPING = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ [1-9]", re.MULTILINE)
 
 
 def mapped(nbytes: int, *, in_forks: bool) -> torch.Tensor:
@@ -48,20 +52,13 @@ def reserved(nbytes: int, *, in_forks: bool) -> torch.Tensor:
 
 
 def file_mappings() -> list[tuple[int, int]]:
-    """The addresses, each from first to one past the last, at which this process has files (shared memory is
-    one) rather than memory of its own. Only Linux tells; elsewhere there are none."""
+    """The addresses, each from first to one past the last and in ascending order, at which this process has
+    files (shared memory is one) rather than memory of its own. Only Linux tells; elsewhere there are none."""
     try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
+        maps = Path("/proc/self/maps").read_bytes()
     except OSError:
         return []
-    # first-last permissions offset device inode path
-    mappings = (line.split(maxsplit=5) for line in lines)
-    return [
-        (int(start, 16), int(stop, 16))
-        for addresses, _, _, _, inode, *_ in mappings
-        if inode != "0"
-        for start, stop in [addresses.split("-")]
-    ]
+    return [(int(start, 16), int(stop, 16)) for start, stop in _FILE_MAPPING.findall(maps)]
 
 
 def give_back_freed() -> None:

@@ -7,15 +7,21 @@ mapping, registered with CUDA.
 from __future__ import annotations
 
 import contextlib
+import mmap
+import platform
 import resource
 import warnings
 
 import torch
 
+from streamer.backends.host_memory import RAISE_LOCKED_LIMIT
 from streamer.backends.mapping import mapped
 
 #: From CUDA's runtime API: page-locked for every CUDA context, not only for the one that is current.
 REGISTER_PORTABLE = 1
+
+#: A larger limit of locked memory is not tried out.
+MOST_TRIED_BYTES = 1 << 26
 
 
 class PinnedBlocks:
@@ -55,6 +61,30 @@ class PinnedBlocks:
         while self._registered:
             torch.cuda.cudart().cudaHostUnregister(self._registered.pop())
 
+    def limit(self) -> int | None:
+        """Bytes that may be page-locked, or None where no limit is known.
+
+        NVIDIA's kernel module pins the pages of a registration itself and does not count them towards
+        RLIMIT_MEMLOCK (os_lock_user_pages in kernel-open/nvidia/os-mlock.c of its sources), of which a
+        process usually has no more than 64 KiB or 8 MiB. So the limit is believed only where a page can be
+        registered and a block just above the limit cannot. One that is too large for that is not believed;
+        should it hold after all, `allocate` says so.
+        """
+        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        if soft == resource.RLIM_INFINITY or soft > MOST_TRIED_BYTES:
+            return None
+        is_held = self._can_register(mmap.PAGESIZE) and not self._can_register(soft + mmap.PAGESIZE)
+        return soft if is_held else None
+
+    def _can_register(self, nbytes: int) -> bool:
+        block = mapped(nbytes, in_forks=False)
+        cudart = torch.cuda.cudart()
+        if int(cudart.cudaHostRegister(block.data_ptr(), nbytes, REGISTER_PORTABLE)):
+            _forget_error(self._device)
+            return False
+        cudart.cudaHostUnregister(block.data_ptr())
+        return True
+
     def _register(self, address: int, nbytes: int) -> None:
         error = torch.cuda.cudart().cudaHostRegister(address, nbytes, REGISTER_PORTABLE)
         if int(error) == 0:
@@ -62,12 +92,15 @@ class PinnedBlocks:
             return
         self._pinning = False
         _forget_error(self._device)
+        # CUDA on WSL User Guide, known limitations: there is less memory to pin than there is memory
+        is_wsl = "microsoft" in platform.release().lower()
+        mend = "WSL has no more of it; Linux itself has" if is_wsl else f"Raise it with {RAISE_LOCKED_LIMIT}"
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} bytes"
         warnings.warn(
             f"could not page-lock {nbytes} bytes of host memory (CUDA error {int(error)}: "
             f"{torch.cuda.cudart().cudaGetErrorString(error)}; the locked-memory limit is {limit}): copies "
-            "will be slower. Raise it with 'ulimit -l unlimited', or '--ulimit memlock=-1' for a container.",
+            f"will be slower. {mend}.",
             stacklevel=5,
         )
 

@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-import psutil
 import torch
 
 from streamer.backends.base import Backend, Event, Lane, Process, Span
+from streamer.backends.host_memory import available_bytes
 from streamer.backends.mapping import mapped, reserved
 from streamer.backends.worker import HostEvent, Worker
 
@@ -107,7 +107,7 @@ class ThreadBackend(Backend):
         return available if self.device_limit is None else min(available, self.device_limit)
 
     def host_available(self) -> int:
-        return int(psutil.virtual_memory().available)
+        return available_bytes()
 
     def close(self) -> None:
         Worker.close_all(self._workers.values())

@@ -21,9 +21,11 @@ class Issuer:
         self.backend = backend
         self.trace = Trace()
         self._hazards = hazards
+        self._all_is_done = False
 
     def issue(self, op: Op, work: Callable[[], object]) -> Event:
         """Submit ``work`` as ``op``; the event of its end."""
+        self._all_is_done = False
         waits = self._hazards.waits(op)
         event = self.backend.submit(op.lane, work, waits, op.nbytes)
         self._hazards.record(op, event)
@@ -56,4 +58,7 @@ class Issuer:
 
     def synchronize(self) -> None:
         """Block the caller until everything that was submitted is done."""
-        self.wait(self._hazards.written())
+        # every module of a model asks when `state_dict` comes to it
+        if not self._all_is_done:
+            self.wait(self._hazards.written())
+            self._all_is_done = True

@@ -58,6 +58,9 @@ STAGING = "gradient staging"
 #: What layers have saved for backward and paged out.
 SAVED_INPUTS = "saved inputs"
 
+#: What is copied to or from the device, and page-locked where that is a GPU.
+PINNED = frozenset({WEIGHTS.name, GRADIENTS.name, SUMS.name, STAGING, SAVED_INPUTS})
+
 #: What a model takes beside its gradients.
 MODEL = (WEIGHTS, REMAINDERS, MASTERS)
 #: Adam's moments by how they are kept; in 8 bits with one scale for every block of 256 elements.

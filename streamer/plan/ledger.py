@@ -5,9 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from streamer.backends.host_memory import RAISE_LOCKED_LIMIT
 from streamer.engine.landing import RING
 from streamer.engine.unit import Unit, buffer_bytes
-from streamer.memory.purposes import BF16, FP32, GRADIENTS, INT8, MODEL, MOMENTS, STAGING, SUMS, host_bytes
+from streamer.memory.purposes import (
+    BF16,
+    FP32,
+    GRADIENTS,
+    MODEL,
+    MOMENTS,
+    PINNED,
+    STAGING,
+    SUMS,
+    host_bytes,
+)
 from streamer.memory.slots import (
     BUFFERS,
     GRAD_SLOTS,
@@ -16,6 +27,7 @@ from streamer.memory.slots import (
     WEIGHT_SLOTS,
     num_grad_slots,
 )
+from streamer.plan.table import byte_table
 
 _SLOTS = (WEIGHT_SLOTS, GRAD_SLOTS)
 
@@ -32,6 +44,25 @@ class Ledger:
         """Bytes of the device that are for other things than slots."""
         return sum(nbytes for purpose, nbytes in self.device.items() if purpose not in _SLOTS)
 
+    @property
+    def pinned_host_bytes(self) -> int:
+        """Bytes of the host that are copied to or from the device, and page-locked where that is a GPU."""
+        return sum(nbytes for purpose, nbytes in self.host.items() if purpose in PINNED)
+
+    def table(self, *, device: Mapping[str, int] | None = None, host: Mapping[str, int] | None = None) -> str:
+        """The bytes by owner and in all, a row each; ``device`` and ``host`` are more rows for each side."""
+        sides = {
+            "device": (self.device, {}, device or {}),
+            "host": (self.host, {"page-locked on a GPU": self.pinned_host_bytes}, host or {}),
+        }
+        return byte_table(
+            {
+                side: {**owners, "needed": sum(owners.values()), **_nonzero(parts), **more}
+                for side, (owners, parts, more) in sides.items()
+                if owners
+            }
+        )
+
     def check(
         self,
         *,
@@ -39,26 +70,39 @@ class Ledger:
         host_available: int,
         shared: bool,
         given_back: int = 0,
+        host_lockable: int | None = None,
         device_mend: str | None = None,
     ) -> None:
         """Raise MemoryError, with what each side needs and has, if either has too little.
 
         ``shared`` says that both sides draw on the same memory, as where the CPU stands in for a GPU;
-        ``given_back`` bytes of the host's are taken now and will be free. ``device_mend`` says what would
-        help the device.
+        ``given_back`` bytes of the host's are taken now and will be free, ``host_lockable`` are as many as
+        may be page-locked. ``device_mend`` says what would help the device.
         """
         device, host = sum(self.device.values()), sum(self.host.values())
         on_host = device + host if shared else host
-        if device <= device_available and on_host <= host_available + given_back:
+        pinned = self.pinned_host_bytes
+        if device > device_available or on_host > host_available + given_back:
+            more = f" and gets {amount(given_back)} from the model's own weights" if given_back else ""
+            wrong = (
+                f"the device needs {amount(device)} and has {amount(device_available)}, the host needs "
+                f"{amount(host)} and has {amount(host_available)}{more}"
+                f"{' (the same memory as the device)' if shared else ''}: "
+                f"{device_mend or 'lower num_slots if it is the device'}; use dtype=torch.bfloat16 or freeze "
+                "parameters if it is the host"
+            )
+        elif host_lockable is not None and pinned > host_lockable:
+            wrong = (
+                f"{amount(pinned)} of the host's are to be page-locked, and this process may lock "
+                f"{amount(host_lockable)}: raise the limit with {RAISE_LOCKED_LIMIT}"
+            )
+        else:
             return
-        more = f" and gets {amount(given_back)} from the model's own weights" if given_back else ""
-        raise MemoryError(
-            f"not enough memory: the device needs {amount(device)} ({_parts(self.device)}) and has "
-            f"{amount(device_available)}, the host needs {amount(host)} ({_parts(self.host)}) and has "
-            f"{amount(host_available)}{more}{' (the same memory as the device)' if shared else ''}: "
-            f"{device_mend or 'lower num_slots if it is the device'}; use dtype=torch.bfloat16 or freeze "
-            "parameters if it is the host"
-        )
+        rows = {"available": host_available}
+        rows |= _nonzero({"given back by the model": given_back})
+        rows |= {} if host_lockable is None else {"may be page-locked": host_lockable}
+        table = self.table(device={"available": device_available}, host=rows)
+        raise MemoryError(f"not enough memory: {wrong}\n{table}")
 
 
 def ledger(units: Sequence[Unit], root: Unit, *, num_slots: int, update_in_backward: bool = False) -> Ledger:
@@ -80,30 +124,31 @@ def ledger(units: Sequence[Unit], root: Unit, *, num_slots: int, update_in_backw
     return Ledger(_nonzero(device), _nonzero(host))
 
 
-def accumulation_bytes(
-    units: Sequence[Unit], root: Unit, *, num_slots: int, sum_in_fp32: bool
-) -> dict[str, int]:
-    """The bytes of host memory that a second backward before a step takes on top."""
+def accumulation(units: Sequence[Unit], root: Unit, *, num_slots: int, sum_in_fp32: bool) -> Ledger:
+    """What a second backward before a step takes on top."""
     layouts = [unit.layout for unit in (*units, root)]
     staging = num_grad_slots(num_slots) * max(unit.layout.grad_nbytes for unit in units)
-    sums = host_bytes(layouts, [SUMS]) if sum_in_fp32 else {}
-    return _nonzero({STAGING: staging, **sums})
+    if not sum_in_fp32:
+        return Ledger({}, _nonzero({STAGING: staging}))
+    sums_of_root = 4 * SUMS.numel(root.layout)
+    return Ledger(
+        _nonzero({ROOT_GRADIENTS: sums_of_root}),
+        _nonzero({STAGING: staging, **host_bytes(layouts, [SUMS])}),
+    )
 
 
 def least_moments(units: Sequence[Unit], root: Unit) -> dict[str, int]:
     """The bytes of host memory that no AdamW of theirs can do without."""
     layouts = [unit.layout for unit in (*units, root)]
     dtypes = {slice.param.dtype for layout in layouts for slice in layout.trainable}
-    smallest = INT8 if dtypes <= {BF16} else FP32
-    return _nonzero({"moments of AdamW at least": sum(host_bytes(layouts, MOMENTS[smallest]).values())})
+    # short ones have padding and scales, which small parameters may not be worth
+    kept = MOMENTS if dtypes <= {BF16} else [FP32]
+    least = min(sum(host_bytes(layouts, MOMENTS[dtype]).values()) for dtype in kept)
+    return _nonzero({"moments of AdamW at least": least})
 
 
 def _nonzero(amounts: Mapping[str, int]) -> dict[str, int]:
     return {purpose: nbytes for purpose, nbytes in amounts.items() if nbytes}
-
-
-def _parts(amounts: Mapping[str, int]) -> str:
-    return ", ".join(f"{purpose} {amount(nbytes)}" for purpose, nbytes in amounts.items())
 
 
 def amount(nbytes: int) -> str:

@@ -1,0 +1,111 @@
+"""How much host memory this process may still take.
+
+The system says what it has; a control group (of a container, a batch job, a systemd unit) may allow less, and
+a process that takes more is ended without a word. Every group counts from the process's own up to the top
+one, in both versions of the kernel's interface (Documentation/admin-guide/cgroup-v2.rst and
+cgroup-v1/memory.rst).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path, PurePosixPath
+
+import psutil
+
+#: What raises the limit of locked memory.
+RAISE_LOCKED_LIMIT = "'ulimit -l unlimited', or '--ulimit memlock=-1' for a container"
+
+#: Where the kernel says which groups this process is in, and where they are mounted.
+PROC = Path("/proc/self")
+
+#: By version of the interface: the files of a group's limit and of what it has taken, and the keys of
+#: memory.stat that say how much of that is the cache of files.
+_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
+    2: ("memory.max", "memory.current", ("active_file", "inactive_file")),
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """A control group: the folder of its files and the version of the interface, 1 or 2."""
+
+    folder: Path
+    version: int
+
+    def available(self) -> int | None:
+        """Bytes that are left of the group's limit, or None where it has none.
+
+        The cache of files counts as left, as it does in what the system calls available: the kernel gives it
+        up before it ends a process.
+        """
+        limit_file, taken_file, cached_keys = _FILES[self.version]
+        limit, taken = _read(self.folder / limit_file).strip(), _read(self.folder / taken_file).strip()
+        if not limit or limit == "max" or not taken:
+            return None
+        stat = dict(line.split(maxsplit=1) for line in _read(self.folder / "memory.stat").splitlines())
+        cached = sum(int(stat.get(key, 0)) for key in cached_keys)
+        return max(0, int(limit) - max(0, int(taken) - cached))
+
+
+def available_bytes() -> int:
+    """Bytes of host memory that this process can still take; swap is not among them."""
+    allowed = [left for group in groups(PROC) if (left := group.available()) is not None]
+    return min([int(psutil.virtual_memory().available), *allowed])
+
+
+@cache
+def groups(proc: Path) -> tuple[Group, ...]:
+    """The control groups that a process is in and that may limit its memory, its own before their parents;
+    ``proc`` is its folder in /proc. Where the kernel has no such groups there are none."""
+    # number:controllers:path
+    lines = (line.split(":", 2) for line in _read(proc / "cgroup").splitlines())
+    own = {
+        2 if not controllers else 1: path
+        for _, controllers, path in lines
+        if not controllers or "memory" in controllers.split(",")
+    }
+    return tuple(
+        Group(folder, version)
+        for version, root, mount in _mounts(_read(proc / "mountinfo"))
+        if version in own
+        for folder in _lineage(mount, root, PurePosixPath(own[version]))
+    )
+
+
+def _mounts(mountinfo: str) -> Iterator[tuple[int, PurePosixPath, Path]]:
+    """The mounted hierarchies of groups: the version, the group that is mounted, and where."""
+    for line in mountinfo.splitlines():
+        # number parent major:minor root mount options ... - type source options
+        before, _, after = line.partition(" - ")
+        kind, *_, options = after.split()
+        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
+            root, mount = map(_unescaped, before.split()[3:5])
+            yield 2 if kind == "cgroup2" else 1, PurePosixPath(root), Path(mount)
+
+
+def _lineage(mount: Path, root: PurePosixPath, own: PurePosixPath) -> list[Path]:
+    """The folders from the group ``own`` up to ``root``, which is mounted at ``mount``; only that one where
+    the process's own is outside of it."""
+    inside = own.relative_to(root) if own.is_relative_to(root) else PurePosixPath()
+    if ".." in inside.parts:
+        return [mount]
+    return [mount / folder for folder in (inside, *inside.parents)]
+
+
+def _unescaped(path: str) -> str:
+    """A path of mountinfo, which has spaces and the like as octal numbers."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), path)
+
+
+def _read(path: Path) -> str:
+    """A file of the kernel's, empty where there is none or where this process may not read it."""
+    try:
+        # other mounts may have names in any encoding
+        return path.read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:
+        return ""

@@ -1,0 +1,197 @@
+"""`streamer plan`: what it prints, for people and for programs, and what it says of bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bench import plans
+from bench.common import RESULTS
+from streamer.app.cli import main
+from streamer.app.config import load_config
+from streamer.backends.machines import MACHINES
+
+SMALL = """
+[run]
+name = "small"
+steps = 1
+
+[model]
+factory = "models.gpt2:GPT"
+
+[model.args]
+vocab_size = 256
+block_size = 32
+n_layer = 5
+n_head = 2
+n_embd = 64
+
+[data]
+context = 32
+batch_size = 8
+
+[stream]
+layers = "transformer.h"
+
+[optimizer]
+lr = 1e-3
+"""
+
+
+class Decides(nn.Module):
+    """Asks for a value in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, 16)
+        self.transformer = nn.ModuleDict({"h": nn.ModuleList(nn.Linear(16, 16) for _ in range(3))})
+        self.head = nn.Linear(16, 256)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.transformer["h"]:
+            x = layer(x) if x.sum().item() > 0 else x
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "small.toml"
+    path.write_text(SMALL)
+    return str(path)
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    code = main(["plan", *arguments, "--json"])
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return code, found
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and error.count("\n") == 1
+    return error
+
+
+def test_the_plan_as_people_read_it(config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "step.png"
+    assert main(["plan", config, "--machine", "rtx-3090", "--timeline", str(picture)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("small on RTX 3090: ")
+    for words in (
+        "weight slots",
+        "gradient slots",
+        "root weights",
+        "saved layer inputs",
+        "working set of one layer",
+        "logits and loss",
+        "gaps in the allocator",
+        "exp_avg_sq",
+        "of 24.00 GiB: fits",
+        "TFLOP/s by 6 FLOP per parameter and token",
+        "largest batch that fits",
+    ):
+        assert words in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_figures_for_programs(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = planned(capsys, config)
+    assert code == 0 and found["fits"] and found["mend"] is None
+    assert found["tokens_per_step"] == 8 * 32
+    assert found["tokens_per_second"] == pytest.approx(8 * 32 / found["seconds"])
+    assert found["model_flops"] == 6 * found["parameters"] * 8 * 32
+    # what runs again in backward, attention, and no product for the first layer's tokens
+    assert found["model_flops"] < found["executed_flops"] < 1.6 * found["model_flops"]
+    assert [row["batch_size"] for row in found["batches"]] == [2, 4, 8, 16, 32]
+    needed = [row["device_needed"] for row in found["batches"]]
+    assert needed == sorted(needed)
+    assert found["largest_batch"]["batch_size"] > 32
+    assert (
+        sum(found["device_bytes"].values()) + sum(found["device_reserve_bytes"].values())
+        == found["device_needed"]
+    )
+
+
+def test_the_largest_batch_is_one(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    limit = ["--device-memory", "6MiB", "--set", "stream.num_slots=2"]
+    _, found = planned(capsys, config, *limit)
+    best = found["largest_batch"]["batch_size"]
+    code, _ = planned(capsys, config, *limit, "--set", f"data.batch_size={best}")
+    assert code == 0
+    code, _ = planned(capsys, config, *limit, "--set", f"data.batch_size={best + max(2, best // 8)}")
+    assert code == 2
+
+
+def test_what_would_make_it_fit_does(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    big = ["--set", "data.batch_size=64", "--set", "stream.num_slots=2"]
+    code, found = planned(capsys, config, *big, "--device-memory", "8MiB")
+    assert code == 2 and not found["fits_device"] and found["fits_host"]
+    changes = found["mend"]["changes"]
+    assert list(changes)[0] == "stream.micro_batch_size"
+    sets = [word for key, value in changes.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+    code, mended = planned(capsys, config, *big, "--device-memory", "8MiB", *sets)
+    assert code == 0 and mended["fits"]
+
+
+def test_a_host_that_is_too_small(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    bf16 = ["--set", 'stream.dtype="bfloat16"']
+    _, found = planned(capsys, config, *bf16)
+    least = found["host_needed"] - found["host_bytes"]["exp_avg"]
+    code, found = planned(capsys, config, *bf16, "--host-memory", f"{least}B")
+    assert code == 2 and found["fits_device"] and not found["fits_host"]
+    assert found["mend"]["changes"] == {"optimizer.state_dtype": "bfloat16"}
+    code, found = planned(capsys, config, *bf16, "--host-memory", "1GiB")
+    assert code == 2 and found["mend"] is None
+
+
+def test_slots_that_do_not_fit(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = planned(capsys, config, "--device-memory", "300kB")
+    assert code == 2 and not found["fits_device"] and found["mend"] is None
+    main(["plan", config, "--device-memory", "300kB"])
+    assert "DOES NOT FIT" in capsys.readouterr().out
+
+
+def test_gb_and_gib_differ(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    limits = [
+        planned(capsys, config, "--device-memory", text)[1]["device_memory"] for text in ("16GB", "16GiB")
+    ]
+    assert limits == [16 * 10**9, 16 * 2**30]
+
+
+def test_bad_input(config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert all(name in refused(capsys, config, "--machine", "rtx-9090") for name in MACHINES)
+    assert "give it in bytes, or as a text such as '16GiB'" in refused(
+        capsys, config, "--host-memory", "much"
+    )
+    assert "device_memory" in refused(capsys, config, "--device-memory", "16 Gib")
+    assert "layers" in refused(capsys, config, "--set", "model.args.n_layer=0")
+    assert "PNG" in refused(capsys, config, "--timeline", str(tmp_path / "step.svg"))
+    assert "no folder" in refused(capsys, config, "--timeline", str(tmp_path / "none" / "step.png"))
+    assert "data.context" in refused(capsys, config, "--set", "data.context=64")
+
+
+def test_a_model_that_wants_values_is_told_which_operation(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = refused(
+        capsys, config, "--set", 'model.factory="tests.test_plan_command:Decides"', "--set", "model.args={}"
+    )
+    assert "cannot run without values" in error and "item" in error and "run.steps=1" in error
+
+
+@pytest.mark.parametrize("name", ["rtx-4090", "laptop-8gb"])
+def test_the_golden_table(name: str) -> None:
+    golden = json.loads((RESULTS / "plans.json").read_text())["machines"]
+    assert list(golden) == list(MACHINES)
+    found = plans.figures(plans.plan_run(load_config(plans.CONFIG), MACHINES[name]))
+    for key, value in found.items():
+        assert golden[name][key] == (pytest.approx(value, rel=1e-9) if isinstance(value, float) else value)
