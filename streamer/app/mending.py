@@ -61,7 +61,7 @@ def _is_better(tried: RunPlan, plan: RunPlan) -> bool:
 def _micro_batches(config: Config) -> Iterator[tuple[dict[str, Any], Config]]:
     size = config.stream.micro_batch_size or config.data.batch_size
     while size > 1:
-        size //= 2
+        size = max(1, size // 4)
         yield _changed(config, "stream", micro_batch_size=size)
 
 
