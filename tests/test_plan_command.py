@@ -122,7 +122,7 @@ def test_figures_for_programs(config: str, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_the_largest_batch_is_one(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    limit = ["--device-memory", "6MiB", "--set", "stream.num_slots=2"]
+    limit = ["--device-memory", "24MiB", "--set", "stream.num_slots=2"]
     _, found = planned(capsys, config, *limit)
     best = found["largest_batch"]["batch_size"]
     code, _ = planned(capsys, config, *limit, "--set", f"data.batch_size={best}")
@@ -176,7 +176,7 @@ def test_bad_input(config: str, capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert "layers" in refused(capsys, config, "--set", "model.args.n_layer=0")
     assert "PNG" in refused(capsys, config, "--timeline", str(tmp_path / "step.svg"))
     assert "no folder" in refused(capsys, config, "--timeline", str(tmp_path / "none" / "step.png"))
-    assert "data.context" in refused(capsys, config, "--set", "data.context=64")
+    assert "longer than block_size=32" in refused(capsys, config, "--set", "data.context=64")
 
 
 def test_a_model_that_wants_values_is_told_which_operation(

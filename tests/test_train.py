@@ -162,8 +162,8 @@ def test_too_little_memory_is_one_line_and_the_ledger(
 def test_too_little_memory_for_the_moments(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # asked for twice by wrap, for the device too, then by the optimizer
-    free = iter([1 << 40] * 2)
+    # asked for twice by the run's plan and by wrap, for the device too, then by the optimizer
+    free = iter([1 << 40] * 4)
     monkeypatch.setattr(
         "streamer.backends.thread.ThreadBackend.host_available", lambda self: next(free, 1000)
     )

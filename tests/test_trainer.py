@@ -171,7 +171,7 @@ def test_options(options: dict[str, Any], tmp_path: Path) -> None:
     plain.train()
     with wrapped() as model:
         forwards: list[nn.Module] = []
-        model.model.layers[0].mlp.register_forward_hook(lambda module, *_: forwards.append(module))
+        model.model.layers[0].mlp.register_forward_pre_hook(lambda module, *_: forwards.append(module))
         run = trainer(model, tmp_path, **options)
         run.train()
         assert_alike(run, plain)

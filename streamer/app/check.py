@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from streamer.app.config import Config, ConfigError
 from streamer.app.mending import mend
 from streamer.app.plan_report import ledger_lines, mend_lines
@@ -23,6 +25,8 @@ def check_memory(config: Config) -> None:
         model = without_values(config.model)
     except (TypeError, ValueError):
         return  # which building the model is about to refuse, in better words
+    if not isinstance(model, nn.Module):
+        return
     parameters = sum(param.numel() for param in model.parameters())
     # tiny runs need no plan: a step makes no more bytes than it has FLOPs, and holds 18 of each parameter
     at_most = parameters * (6 * config.data.batch_size * config.data.context + 18)
