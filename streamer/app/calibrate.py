@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from streamer.app.auto import without_auto
 from streamer.app.build import build_model
 from streamer.app.config import Config
 from streamer.app.hardware import device_name, memory_bytes
@@ -76,13 +77,14 @@ def sizes_of(config: Config | None, kind: str) -> Sizes:
         dtype, width = (torch.bfloat16 if kind == "cuda" else torch.float32), USUAL_WIDTH[kind]
         usual = ((3 * width, width), (width, width), (4 * width, width), (width, 4 * width))
         return Sizes(dtype, tokens=most, weights=usual, hidden=width, context=most)
-    model = build_model(config, backend=VirtualBackend(_BOUNDLESS))
+    model = build_model(without_auto(config), backend=VirtualBackend(_BOUNDLESS))
     params = [slice.param for unit in wrapped(model).executor.units for slice in unit.layout.slices]
     shapes = Counter(param.shape for param in params if len(param.shape) == 2)
     if not shapes:
         raise ConfigError("the layers of this config have no matrices: calibrate without it")
     weights = tuple((shape[0], shape[1]) for shape, _ in shapes.most_common(MOST_WEIGHTS))
-    batch = config.stream.micro_batch_size or config.data.batch_size
+    size = config.stream.micro_batch_size
+    batch = size if isinstance(size, int) else config.data.batch_size
     return Sizes(
         dtype=next(param.dtype for param in params if len(param.shape) == 2),
         tokens=min(most, batch * config.data.context),
