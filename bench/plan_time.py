@@ -32,7 +32,7 @@ from bench.common import RESULTS, load_average, provenance, quartiles, write_jso
 from models.gpt2 import GPT  # noqa: E402
 from streamer.app.calibrate import machine_of, print_table, sizes_of  # noqa: E402
 from streamer.app.measurements import Found, Measurements, add  # noqa: E402
-from streamer.backends.base import Backend  # noqa: E402
+from streamer.backends.base import Backend, Lane  # noqa: E402
 from streamer.backends.machine import Machine  # noqa: E402
 from streamer.backends.thread import ThreadBackend  # noqa: E402
 from streamer.backends.virtual import VirtualBackend  # noqa: E402
@@ -90,23 +90,34 @@ def predict(shape: Shape, machine: Machine) -> Prediction:
     return predict_step(wrapped(model).executor, step)
 
 
-def block(model: Any, step: Callable[[], None], steps: int) -> float:
-    """Seconds per step: the clock runs from an update just queued to another just queued."""
+@dataclass(frozen=True)
+class Block:
+    """Seconds of a step, and those that each lane is busy."""
+
+    seconds: float
+    busy: dict[str, float]
+
+
+def block(model: Any, step: Callable[[], None], steps: int) -> Block:
+    """The clock runs from an update just queued to another just queued; busy seconds are of all steps."""
+    streamer.synchronize(model)
+    idle = streamer.stats(model).busy_seconds
     step()
     began = time.perf_counter()
     for _ in range(steps):
         step()
     seconds = (time.perf_counter() - began) / steps
     streamer.synchronize(model)
-    return seconds
+    busy = streamer.stats(model).busy_seconds
+    return Block(seconds, {lane: (busy[lane] - idle[lane]) / (steps + 1) for lane in busy})
 
 
-def measure(rounds: int, steps: int) -> tuple[Machine, dict[str, list[float]], Found]:
-    """This machine, seconds per step of each shape by rounds, and what the machine is made of."""
+def measure(rounds: int, steps: int) -> tuple[Machine, dict[str, list[Block]], Found]:
+    """This machine, a block of each shape by rounds, and what the machine is made of."""
     backend = ThreadBackend()
     measurements = Measurements(backend, sizes_of(None, "cpu"))
     loops = {name: step_of(shape, ThreadBackend()) for name, shape in SHAPES.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in loops}
+    blocks: dict[str, list[Block]] = {name: [] for name in loops}
     found: Found = {}
     order = random.Random(0)
     for model, step in loops.values():
@@ -114,20 +125,20 @@ def measure(rounds: int, steps: int) -> tuple[Machine, dict[str, list[float]], F
     for _ in range(rounds):
         add(found, measurements.round())
         for name in order.sample(list(loops), len(loops)):
-            seconds[name].append(block(*loops[name], steps))
+            blocks[name].append(block(*loops[name], steps))
     machine = machine_of(found, backend)
     backend.close()
     for model, _ in loops.values():
         streamer.unwrap(model)
-    return machine, seconds, found
+    return machine, blocks, found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=9, help="two or more (9)")
-    parser.add_argument("--steps", type=int, default=4, help="of a block (4)")
+    parser.add_argument("--rounds", type=int, default=12, help="two or more (12)")
+    parser.add_argument("--steps", type=int, default=2, help="of a block (2)")
     parser.add_argument("--json", type=Path, default=RESULTS / "plan_time.json")
     options = parser.parse_args()
     load_before = load_average()
@@ -136,14 +147,17 @@ def main() -> None:
     rows = {}
     for name, shape in SHAPES.items():
         prediction = predict(shape, machine)
-        seconds = measured[name]
+        seconds = [one.seconds for one in measured[name]]
         rows[name] = {
             "shape": asdict(shape),
             "predicted_seconds": prediction.seconds,
             "measured_seconds": quartiles(seconds),
             "ratio": prediction.seconds / statistics.median(seconds),
             "ratio_by_rounds": quartiles(prediction.seconds / value for value in seconds),
-            "predicted_busy_seconds": {k.value: v for k, v in prediction.busy_seconds.items()},
+            "predicted_busy_seconds": {lane.value: prediction.busy_seconds[lane] for lane in Lane},
+            "measured_busy_seconds": {
+                lane.value: statistics.median(one.busy[lane.value] for one in measured[name]) for lane in Lane
+            },
         }
         spread = rows[name]["ratio_by_rounds"]
         print(
@@ -151,6 +165,8 @@ def main() -> None:
             f"{statistics.median(seconds) * 1e3:7.1f} ms: {rows[name]['ratio']:.2f} "
             f"({spread['lower_quartile']:.2f}-{spread['upper_quartile']:.2f})"
         )
+        print(f"  busy, predicted {rows[name]['predicted_busy_seconds']}")
+        print(f"  busy, measured  {rows[name]['measured_busy_seconds']}")
     report = provenance("bench/plan_time.py", load_before=load_before) | {
         "machine": asdict(machine),
         "calibrated": {name: quartiles(values) for name, values in found.items()},

@@ -12,7 +12,7 @@ import torch
 from streamer.app import calibrate as calibration
 from streamer.app.calibrate import sizes_of
 from streamer.app.cli import main
-from streamer.app.config import load_config
+from streamer.app.config import ConfigError, load_config
 from streamer.app.machine_file import load_machine
 from streamer.app.measurements import Measurements, measure, while_all_work
 from streamer.app.workloads import Sizes
@@ -34,16 +34,18 @@ TINY = Sizes(
 )
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_calibrate_writes_a_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(calibration, "sizes_of", lambda config, kind: TINY)
+    monkeypatch.setattr(calibration, "ROUNDS", 3)
     path = tmp_path / "machine.toml"
-    assert main(["calibrate", "--device", "cpu", "--output", str(path)]) == 0
+    assert main(["calibrate", "--device", device, "--output", str(path)]) == 0
     shown = capsys.readouterr().out
     found = load_machine(path)
-    assert found.kind == "cpu"
-    assert found.device_bytes == found.host_bytes > 1 << 28
+    assert found.kind == device
+    assert min(found.device_bytes, found.host_bytes) > 1 << 28
     rates = (found.flops_per_second, found.attention_flops_per_second, found.device_bytes_per_second)
     assert all(rate is not None and rate > 0 for rate in rates)
     assert found.seconds_per_op > 0
@@ -78,6 +80,12 @@ def test_sizes_are_those_of_the_config() -> None:
     assert sizes.dtype == torch.bfloat16
     assert (sizes.tokens, sizes.context, sizes.hidden) == (2 * 64, 64, 96)
     assert set(sizes.weights) == {(288, 96), (96, 96), (384, 96), (96, 384)}
+
+
+def test_a_model_that_cannot_be_built_is_told() -> None:
+    config = load_config(CONFIGS / "gpt2-demo.toml", ['model.factory="torch.nn:Identity"', "model.args={}"])
+    with pytest.raises(ConfigError, match="the model of this config cannot be built: "):
+        sizes_of(config, "cpu")
 
 
 def test_a_large_batch_is_measured_in_part() -> None:

@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 
+import streamer
 from streamer.app.auto import without_auto
-from streamer.app.build import build_model
+from streamer.app.build import stream_options
 from streamer.app.config import Config
 from streamer.app.hardware import device_name, memory_bytes
 from streamer.app.machine_file import dump_machine
 from streamer.app.measurements import Found, Measurements, measure
+from streamer.app.pretrained import without_values
 from streamer.app.sections import ConfigError
 from streamer.app.workloads import Sizes
 from streamer.backends.base import Backend
@@ -25,6 +27,7 @@ from streamer.backends.choose import backend_for
 from streamer.backends.machine import Beside, Machine
 from streamer.backends.virtual import VirtualBackend
 from streamer.handle import wrapped
+from streamer.memory.layout import Param
 
 #: Rounds at most, and the seconds after which no more begin.
 ROUNDS, BUDGET_SECONDS = 9, 35.0
@@ -60,7 +63,9 @@ def calibrate(config: Config | None, *, device: str | None, output: Path) -> Mac
     try:
         sizes = sizes_of(config, backend.device.type)
         print(f"measuring {device_name(backend.device)}: {_told(sizes)}", flush=True)
-        found = measure(Measurements(backend, sizes), rounds=ROUNDS, budget_seconds=BUDGET_SECONDS)
+        # kept until the backend is closed, for there its page-locked memory is unregistered
+        measurements = Measurements(backend, sizes)
+        found = measure(measurements, rounds=ROUNDS, budget_seconds=BUDGET_SECONDS)
         machine = machine_of(found, backend)
     finally:
         backend.close()
@@ -76,22 +81,33 @@ def sizes_of(config: Config | None, kind: str) -> Sizes:
     if config is None:
         dtype, width = (torch.bfloat16 if kind == "cuda" else torch.float32), USUAL_WIDTH[kind]
         usual = ((3 * width, width), (width, width), (4 * width, width), (width, 4 * width))
-        return Sizes(dtype, tokens=most, weights=usual, hidden=width, context=most)
-    model = build_model(without_auto(config), backend=VirtualBackend(_BOUNDLESS))
-    params = [slice.param for unit in wrapped(model).executor.units for slice in unit.layout.slices]
-    shapes = Counter(param.shape for param in params if len(param.shape) == 2)
-    if not shapes:
+        return Sizes(dtype, tokens=most, weights=usual, hidden=width, context=min(2 * most, MOST_CONTEXT))
+    matrices = _matrices(config)
+    if not matrices:
         raise ConfigError("the layers of this config have no matrices: calibrate without it")
-    weights = tuple((shape[0], shape[1]) for shape, _ in shapes.most_common(MOST_WEIGHTS))
+    shapes = Counter((param.shape[0], param.shape[1]) for param in matrices)
+    weights = tuple(shape for shape, _ in shapes.most_common(MOST_WEIGHTS))
     size = config.stream.micro_batch_size
     batch = size if isinstance(size, int) else config.data.batch_size
     return Sizes(
-        dtype=next(param.dtype for param in params if len(param.shape) == 2),
+        dtype=matrices[0].dtype,
         tokens=min(most, batch * config.data.context),
         weights=weights,
-        hidden=min(min(shape) for shape in weights),
+        hidden=statistics.mode(in_ for _, in_ in weights),
         context=min(MOST_CONTEXT, config.data.context),
     )
+
+
+def _matrices(config: Config) -> list[Param]:
+    """Those of the layers, as they are streamed."""
+    try:
+        model = without_values(config.model)
+        options = stream_options(without_auto(config).stream) | {"device_memory": None}
+        streamer.wrap(model, **options, backend=VirtualBackend(_BOUNDLESS))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the model of this config cannot be built: {error}") from error
+    params = [slice.param for unit in wrapped(model).executor.units for slice in unit.layout.slices]
+    return [param for param in params if len(param.shape) == 2]
 
 
 def machine_of(found: Found, backend: Backend) -> Machine:

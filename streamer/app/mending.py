@@ -62,7 +62,7 @@ def _micro_batches(config: Config) -> Iterator[tuple[dict[str, Any], Config]]:
     given = config.stream.micro_batch_size
     size = given if isinstance(given, int) else config.data.batch_size
     while size > 1:
-        size //= 2
+        size = max(1, size // 4)
         yield _changed(config, "stream", micro_batch_size=size)
 
 

@@ -20,14 +20,14 @@ def plan_text(plan: RunPlan, batches: Sequence[RunPlan], largest: RunPlan | None
         f"{config.run.name} on {machine.name}: {plan.parameters:,} parameters, "
         f"{config.data.batch_size} x {config.data.context} = {plan.tokens:,} tokens a step",
         "",
-        *_ledger(plan),
+        *ledger_lines(plan),
         "",
         *_lanes(plan),
         "",
         *_batches(plan, batches, largest),
     ]
     if not plan.fits:
-        lines += ["", *_mend(plan, mend)]
+        lines += ["", *mend_lines(plan, mend)]
     return "\n".join(lines)
 
 
@@ -70,7 +70,8 @@ def _figures(plan: RunPlan) -> dict[str, Any]:
     }
 
 
-def _ledger(plan: RunPlan) -> Iterator[str]:
+def ledger_lines(plan: RunPlan) -> Iterator[str]:
+    """Bytes by owner, what each side needs and has."""
     budget, machine = plan.device_budget, plan.machine
     slots = f"{plan.step.num_slots} slot{'s' if plan.step.num_slots > 1 else ''}"
     held = plan.step.device_bytes
@@ -136,7 +137,8 @@ def _batches(plan: RunPlan, batches: Sequence[RunPlan], largest: RunPlan | None)
         yield f"largest batch that fits{slots}: {largest.config.data.batch_size}"
 
 
-def _mend(plan: RunPlan, mend: Mend | None) -> Iterator[str]:
+def mend_lines(plan: RunPlan, mend: Mend | None) -> Iterator[str]:
+    """What would make a plan fit that does not."""
     if mend is None:
         sides = [name for name, fits in (("device", plan.fits_device), ("host", plan.fits_host)) if not fits]
         yield (

@@ -14,6 +14,7 @@ from tqdm import tqdm
 import streamer
 from streamer.app.auto import settle
 from streamer.app.build import build_model, build_optimizer, load_data
+from streamer.app.check import check_memory
 from streamer.app.config import Config
 from streamer.app.directory import free_name, run_directory
 from streamer.app.loop import Loop
@@ -50,6 +51,7 @@ def train(config: Config, resume: Path | None = None, *, fall_back: bool = False
     config, chosen = settle(config)
     if chosen is not None:
         print(f"chosen: {chosen.reason}")
+    check_memory(config)
     torch.manual_seed(config.run.seed)
     model = build_model(config)
     try:
