@@ -1,5 +1,6 @@
 """Train transformers that do not fit on the GPU: `wrap` a model, train it with `AdamW` in a plain loop."""
 
+from streamer.choosing import chosen
 from streamer.clip import clip_grad_norm_
 from streamer.deepspeed.config import DeepSpeedConfig, from_deepspeed_config
 from streamer.files.errors import CheckpointError
@@ -22,6 +23,7 @@ __all__ = [
     "NonFiniteError",
     "Stats",
     "__version__",
+    "chosen",
     "chunked_cross_entropy",
     "clip_grad_norm_",
     "from_deepspeed_config",

@@ -42,6 +42,18 @@ class Wrapped:
     plain_dtypes: dict[nn.Parameter, torch.dtype]
     take_off: Callable[[], None]
     close: Callable[[], object]
+    #: what was chosen for "auto": a `streamer.plan.choosing.Chosen`
+    chosen: object = None
+
+
+def settle_in(executor: Executor) -> None:
+    """Let the root's parameters be those on the device, and every parameter know where it lives."""
+    executor.issuer.synchronize()
+    for slice, param in zip(executor.root.layout.slices, executor.root.params, strict=True):
+        param.data = slice.own(executor.weights.root_buffer)
+    for unit in (*executor.units, executor.root):
+        for slice, param in zip(unit.layout.slices, unit.params, strict=True):
+            param.__dict__[HOME] = Home(executor, unit, slice)
 
 
 def wrapped(model: nn.Module) -> Wrapped:

@@ -15,13 +15,15 @@ from torch import nn
 import streamer_native as native
 from streamer.backends.base import Backend
 from streamer.backends.choose import backend_for
+from streamer.backends.machine import Machine
+from streamer.choosing import AUTO, Number, choose_options
 from streamer.engine.compiled import CompileBackend, Compiler
 from streamer.engine.executor import Executor
 from streamer.engine.layer import StreamedLayer
 from streamer.engine.micro_batches import micro_batches
 from streamer.find import Layers, find_layers
 from streamer.guards import attach_guards
-from streamer.handle import HANDLE, HOME, Home, Wrapped, home_of, wrapped_part
+from streamer.handle import HANDLE, Wrapped, home_of, settle_in, wrapped_part
 from streamer.initialising import Init, Initialiser, check_init
 from streamer.memory.host import HostStore
 from streamer.memory.purposes import GRADIENTS
@@ -42,9 +44,9 @@ def wrap(
     layers: Layers = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-    num_slots: int | None = None,
+    num_slots: Number = None,
     activations: Activations = "recompute",
-    micro_batch_size: int | None = None,
+    micro_batch_size: Number = None,
     batch_dims: Mapping[str, int | None] | None = None,
     update: str = "step",
     grad_dtype: torch.dtype | None = torch.float32,
@@ -52,6 +54,8 @@ def wrap(
     init: Init | None = None,
     compile: bool | CompileBackend = False,
     device_memory: int | str | None = None,
+    example: object = None,
+    machine: Machine | None = None,
     backend: Backend | None = None,
 ) -> M:
     """Stream the layers of ``model`` from host memory. Changes the model in place and returns it.
@@ -129,8 +133,18 @@ def wrap(
             f"this model, or a part of it, is wrapped already: call streamer.unwrap on {part} first"
         )
     with ExitStack() as undo:
-        if backend is not None:
-            undo.callback(backend.close)
+        if backend is None:
+            backend = backend_for(device)
+        undo.callback(backend.close)
+        chosen = None
+        if activations == AUTO or num_slots == AUTO or micro_batch_size == AUTO:
+            asked = (activations, num_slots, micro_batch_size)
+            given = dict(
+                layers=layers, dtype=dtype, batch_dims=batch_dims, update=update, grad_dtype=grad_dtype
+            )
+            chosen = choose_options(wrap, model, backend, example, machine, asked, device_memory, given)
+            activations, num_slots, micro_batch_size = chosen.choice
+            batch_dims = None if micro_batch_size is None else batch_dims
         check_options(
             dtype=dtype,
             num_slots=num_slots,
@@ -153,9 +167,6 @@ def wrap(
         virtual = backend is not None and backend.device.type == "meta"
         if not virtual:
             check_init((*units, root), init)
-        if backend is None:
-            backend = backend_for(device)
-            undo.callback(backend.close)
         if limit is not None:
             backend.limit_device(limit)
         if host_threads is None and backend.device.type == "cuda":
@@ -202,7 +213,7 @@ def wrap(
             update_in_backward=in_backward,
         )
         undo.callback(forget, model, executor)
-        _settle_in(executor)
+        settle_in(executor)
         compiler = None
         if compile and not virtual:
             compiler = Compiler(backend.device, "inductor" if compile is True else compile)
@@ -216,7 +227,7 @@ def wrap(
         end_service = serve_other_optimizers(executor)
         undo.callback(end_service)
         close = weakref.finalize(model, _close, backend, end_service)
-        model.__dict__[HANDLE] = Wrapped(executor, planned, plain_dtypes, take_off, close)
+        model.__dict__[HANDLE] = Wrapped(executor, planned, plain_dtypes, take_off, close, chosen)
         undo.pop_all()
     return model
 
@@ -224,13 +235,3 @@ def wrap(
 def _close(backend: Backend, end_service: Callable[[], None]) -> None:
     end_service()
     backend.close()
-
-
-def _settle_in(executor: Executor) -> None:
-    """Let the root's parameters be those on the device, and every parameter know where it lives."""
-    executor.issuer.synchronize()
-    for slice, param in zip(executor.root.layout.slices, executor.root.params, strict=True):
-        param.data = slice.own(executor.weights.root_buffer)
-    for unit in (*executor.units, executor.root):
-        for slice, param in zip(unit.layout.slices, unit.params, strict=True):
-            param.__dict__[HOME] = Home(executor, unit, slice)

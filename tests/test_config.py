@@ -238,7 +238,7 @@ def test_a_bad_override_is_named(path: Path, override: str, message: str) -> Non
         ("data.val_fraction", "1.0", "data.val_fraction must be a number in (0, 1), not 1.0"),
         ("stream.layers", '[""]', "stream.layers must be a string or an array of strings, none empty, "
          'not [""]'),
-        ("stream.num_slots", "0", "stream.num_slots must be an integer of 1 or more, not 0"),
+        ("stream.num_slots", "0", "stream.num_slots must be an integer of 1 or more, or \"auto\", not 0"),
         ("stream.dtype", '"int8"', 'stream.dtype must be "float32", "bfloat16" or "float16", not "int8"'),
         ("optimizer.lr", "0", "optimizer.lr must be a number above 0, not 0"),
         ("optimizer.lr", "nan", "optimizer.lr must be a number above 0, not nan"),

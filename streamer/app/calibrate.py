@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import streamer
+from streamer.app.auto import without_auto
 from streamer.app.build import stream_options
 from streamer.app.config import Config
 from streamer.app.hardware import device_name, memory_bytes
@@ -86,7 +87,8 @@ def sizes_of(config: Config | None, kind: str) -> Sizes:
         raise ConfigError("the layers of this config have no matrices: calibrate without it")
     shapes = Counter((param.shape[0], param.shape[1]) for param in matrices)
     weights = tuple(shape for shape, _ in shapes.most_common(MOST_WEIGHTS))
-    batch = config.stream.micro_batch_size or config.data.batch_size
+    size = config.stream.micro_batch_size
+    batch = size if isinstance(size, int) else config.data.batch_size
     return Sizes(
         dtype=matrices[0].dtype,
         tokens=min(most, batch * config.data.context),
@@ -100,7 +102,7 @@ def _matrices(config: Config) -> list[Param]:
     """Those of the layers, as they are streamed."""
     try:
         model = without_values(config.model)
-        options = stream_options(config.stream) | {"device_memory": None}
+        options = stream_options(without_auto(config).stream) | {"device_memory": None}
         streamer.wrap(model, **options, backend=VirtualBackend(_BOUNDLESS))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"the model of this config cannot be built: {error}") from error

@@ -13,6 +13,7 @@ from streamer.app.kinds import (
     ACTIVATIONS,
     BATCH_DIMS,
     BYTES,
+    COUNT_OR_AUTO,
     DTYPE,
     FACTORY,
     FOLDER,
@@ -99,12 +100,12 @@ class DataConfig:
 @dataclass(frozen=True)
 class StreamConfig:
     """``[stream]``: the arguments of ``streamer.wrap`` of the same names; None is what wrap chooses, and is
-    "none" in ``batch_dims``, where TOML has to say it."""
+    "none" in ``batch_dims``, where TOML has to say it. "auto" is chosen for the run's own step."""
 
     layers: Annotated[str | tuple[str, ...] | None, LAYERS] = None
-    num_slots: Annotated[int | None, COUNT] = None
+    num_slots: Annotated[int | Literal["auto"] | None, COUNT_OR_AUTO] = None
     activations: Annotated[str | tuple[str, ...], ACTIVATIONS] = "recompute"
-    micro_batch_size: Annotated[int | None, COUNT] = None
+    micro_batch_size: Annotated[int | Literal["auto"] | None, COUNT_OR_AUTO] = None
     batch_dims: Annotated[dict[str, int | str] | None, BATCH_DIMS] = None
     update: Annotated[str, UPDATE] = "step"
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, DTYPE] = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from streamer.kinds import Kind, array, string
+from streamer.kinds import COUNT, Kind, array, string
 
 TEXT = string("a string that is not empty", r"(?s).+")
 FOLDER = string("a string that can name a folder", r"\w[\w.+-]*")
@@ -16,6 +16,9 @@ LAYERS = Kind(
     "a string or an array of strings, none empty",
     lambda value: TEXT.accepts(value) or TEXTS.accepts(value),
     lambda value: value if isinstance(value, str) else tuple(value),
+)
+COUNT_OR_AUTO = Kind(
+    'an integer of 1 or more, or "auto"', lambda value: value == "auto" or COUNT.accepts(value)
 )
 STATE_DTYPE = string('"float32", "bfloat16" or "int8"', "float32|bfloat16|int8")
 SAVE_FAILURE = string('"stop" or "warn"', "stop|warn")

@@ -59,7 +59,8 @@ def _is_better(tried: RunPlan, plan: RunPlan) -> bool:
 
 
 def _micro_batches(config: Config) -> Iterator[tuple[dict[str, Any], Config]]:
-    size = config.stream.micro_batch_size or config.data.batch_size
+    given = config.stream.micro_batch_size
+    size = given if isinstance(given, int) else config.data.batch_size
     while size > 1:
         size = max(1, size // 4)
         yield _changed(config, "stream", micro_batch_size=size)

@@ -12,6 +12,7 @@ import torch
 from tqdm import tqdm
 
 import streamer
+from streamer.app.auto import settle
 from streamer.app.build import build_model, build_optimizer, load_data
 from streamer.app.check import check_memory
 from streamer.app.config import Config
@@ -47,6 +48,9 @@ def train(config: Config, resume: Path | None = None, *, fall_back: bool = False
     gradient is not finite and the config says to stop, and OSError where a checkpoint cannot be written.
     """
     data = load_data(config)
+    config, chosen = settle(config)
+    if chosen is not None:
+        print(f"chosen: {chosen.reason}")
     check_memory(config)
     torch.manual_seed(config.run.seed)
     model = build_model(config)

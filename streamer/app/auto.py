@@ -1,0 +1,90 @@
+"""What a config leaves to be chosen, chosen for a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from streamer.app.config import Config, ConfigError
+from streamer.app.planning import PROCESS_BYTES, plan_run
+from streamer.app.pretrained import without_values
+from streamer.backends.choose import backend_for
+from streamer.backends.machine import Machine
+from streamer.choosing import AUTO, boxes, machine_of
+from streamer.engine.micro_batches import AmbiguousBatchError
+from streamer.find import find_layers
+from streamer.options import parse_bytes
+from streamer.plan.choices import Choice, Room
+from streamer.plan.choosing import Chosen, choose
+from streamer.plan.step_plan import StepPlan
+
+
+def settle(config: Config, machine: Machine | None = None) -> tuple[Config, Chosen | None]:
+    """``config`` with a choice for each of ``stream.activations``, ``num_slots`` and ``micro_batch_size``
+    that is "auto", and how it was come by; None where nothing is.
+
+    ``machine`` has the rates and the sizes. None is this one: the sizes are then what is free now, and the
+    rates those that `streamer.wrap` would take. Raises ConfigError for a config that cannot be run, and where
+    nothing fits.
+    """
+    stream = config.stream
+    if AUTO not in (stream.activations, stream.num_slots, stream.micro_batch_size):
+        return config, None
+    limit = parse_bytes("device_memory", stream.device_memory)
+    try:
+        if machine is None:
+            with closing(backend_for(stream.device)) as backend:
+                machine = machine_of(backend)
+                room = Room(
+                    backend.device_available(), backend.host_available(), limit, machine.kind == "cpu"
+                )
+        else:
+            host = machine.host_bytes - PROCESS_BYTES
+            room = Room(machine.device_bytes, host, limit, machine.kind == "cpu")
+        among = boxes(
+            layers=len(find_layers(without_values(config.model), stream.layers)),
+            batch=config.data.batch_size,
+            activations=stream.activations,
+            num_slots=stream.num_slots,
+            micro_batch_size=stream.micro_batch_size,
+        )
+        with torch.random.fork_rng(devices=()):
+            chosen = choose(_plan_of(config, machine), among, room)
+    except (TypeError, ValueError, MemoryError) as error:
+        raise error if isinstance(error, ConfigError) else ConfigError(f"[stream]: {error}") from error
+    return _with(config, chosen.choice), chosen
+
+
+def without_auto(config: Config) -> Config:
+    """``config`` with `streamer.wrap`'s own in place of what is "auto"."""
+    usual = {"activations": "recompute", "num_slots": None, "micro_batch_size": None}
+    changed: dict[str, Any] = {
+        key: value for key, value in usual.items() if getattr(config.stream, key) == AUTO
+    }
+    return replace(config, stream=replace(config.stream, **changed))
+
+
+def _plan_of(config: Config, machine: Machine) -> Callable[[Choice], StepPlan]:
+    def plan(choice: Choice) -> StepPlan:
+        of_choice = _with(config, choice)
+        # what fits is seen to by whoever chooses
+        unlimited = replace(of_choice, stream=replace(of_choice.stream, device_memory=None))
+        try:
+            return plan_run(unlimited, machine).step
+        except ConfigError as error:
+            if isinstance(error.__cause__, AmbiguousBatchError):
+                raise error.__cause__ from None
+            raise
+
+    return plan
+
+
+def _with(config: Config, choice: Choice) -> Config:
+    changed: dict[str, Any] = choice._asdict()
+    if choice.micro_batch_size is None:
+        changed["batch_dims"] = None
+    return replace(config, stream=replace(config.stream, **changed))
