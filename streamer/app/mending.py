@@ -135,9 +135,10 @@ def largest_batch(plan: RunPlan, plan_of: PlanOf) -> RunPlan | None:
 def _estimate(small: RunPlan, large: RunPlan) -> int:
     """The batch at which the line through both meets what there is of the device or of the host."""
     sizes = small.config.data.batch_size, large.config.data.batch_size
-    budget = min(small.device_budget or small.machine.device_bytes, small.machine.device_bytes)
+    budget = small.device_budget or small.machine.device_bytes
     sides = [
-        (small.device_needed, large.device_needed, budget),
+        (small.device_allocated, large.device_allocated, budget),
+        (small.device_needed, large.device_needed, small.machine.device_bytes),
         (small.host_needed, large.host_needed, small.machine.host_bytes),
     ]
     most = 64 * sizes[1]

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from streamer.app import machine_file
+from streamer.app.auto import settle
 from streamer.app.config import Config, ConfigError, dump_config, load_config
 from streamer.app.mending import largest_batch, mend, with_batch
 from streamer.app.plan_report import plan_json, plan_text
@@ -46,6 +47,7 @@ def plan(
         machine = replace(machine, host_bytes=host_bytes)
     if timeline is not None:
         _check_timeline(Path(timeline))
+    config, chosen = settle(config, machine)
     plan_of = _remembering(machine)
     planned = plan_of(config)
     size = config.data.batch_size
@@ -54,8 +56,11 @@ def plan(
     largest = largest_batch(planned, plan_of)
     found = None if planned.fits else mend(planned, plan_of)
     if as_json:
-        print(json.dumps(plan_json(planned, batches, largest, found), indent=2))
+        report = plan_json(planned, batches, largest, found)
+        print(json.dumps({**report, "chosen": None if chosen is None else chosen.reason}, indent=2))
     else:
+        if chosen is not None:
+            print(f"{chosen.reason}\n")
         print(plan_text(planned, batches, largest, found))
     if timeline is not None:
         _draw(planned, Path(timeline))

@@ -67,6 +67,11 @@ class RunPlan:
         return {**self.step.host_bytes, PROCESS: PROCESS_BYTES}
 
     @property
+    def device_allocated(self) -> int:
+        """What PyTorch's allocator takes of the device, in bytes."""
+        return self.step.device_total + self.step.reserve.get(GAPS, 0)
+
+    @property
     def device_needed(self) -> int:
         """Bytes of the device, what is left free there with them."""
         return self.step.device_total + sum(self.step.reserve.values())
@@ -81,8 +86,7 @@ class RunPlan:
     def fits_device(self) -> bool:
         """Whether the device has room, and the budget too."""
         budget = self.device_budget
-        allocated = self.step.device_total + self.step.reserve.get(GAPS, 0)
-        within = budget is None or allocated <= budget
+        within = budget is None or self.device_allocated <= budget
         return within and self.refused is None and self.device_needed <= self.machine.device_bytes
 
     @property
