@@ -39,13 +39,14 @@ def check_memory(config: Config) -> None:
         return
     if not plan.fits:
         found = mend(plan, lambda changed: plan_run(changed, machine))
-        lines = [*mend_lines(plan, found), "", *ledger_lines(plan)]
-        raise ConfigError.of("this run", MemoryError("\n".join(lines)))
+        (line,) = mend_lines(plan, found, with_speed=False)
+        raise ConfigError(f"this run does not fit: {line}", table="\n".join(ledger_lines(plan)))
 
 
 def _this_machine(device: str | None) -> Machine:
     """The memory that is left here; how fast it is does not matter."""
     backend = backend_for(device)
+    kind = backend.device.type
     try:
         return Machine(
             "this machine",
@@ -54,9 +55,9 @@ def _this_machine(device: str | None) -> Machine:
             1.0,
             1.0,
             # this process and its device are there already
-            backend.device_available() + CONTEXT_BYTES,
+            backend.device_available() + (CONTEXT_BYTES if kind == "cuda" else 0),
             backend.host_available() + PROCESS_BYTES,
-            kind=backend.device.type,
+            kind=kind,
         )
     finally:
         backend.close()

@@ -11,6 +11,8 @@ from streamer.app.planning import RunPlan, with_options
 
 PlanOf = Callable[[Config], RunPlan]
 
+#: How many sizes of micro-batches are tried, each a quarter of the one before.
+MICRO_BATCHES = 3
 #: How often a batch that turned out to be too large is made smaller by a twentieth.
 TRIES = 8
 
@@ -36,11 +38,11 @@ def mend(plan: RunPlan, plan_of: PlanOf) -> Mend | None:
     """The changes that make ``plan`` fit, tried in the order of what they cost and added up; None where all
     of them together do not."""
     changes: dict[str, Any] = {}
+    is_shared = plan.machine.kind == "cpu"
     for remedy in _REMEDIES:
         for changed, config in remedy.configs(plan.config):
-            if plan.fits or not (
-                (remedy.helps_device and not plan.fits_device) or (remedy.helps_host and not plan.fits_host)
-            ):
+            helps_host = remedy.helps_host or (is_shared and remedy.helps_device)
+            if not (remedy.helps_device and not plan.fits_device or helps_host and not plan.fits_host):
                 break
             try:
                 tried = plan_of(config)
@@ -61,9 +63,10 @@ def _is_better(tried: RunPlan, plan: RunPlan) -> bool:
 def _micro_batches(config: Config) -> Iterator[tuple[dict[str, Any], Config]]:
     given = config.stream.micro_batch_size
     size = given if isinstance(given, int) else config.data.batch_size
-    while size > 1:
-        size = max(1, size // 4)
-        yield _changed(config, "stream", micro_batch_size=size)
+    for _ in range(MICRO_BATCHES):
+        if size > 1:
+            size = max(1, size // 4)
+            yield _changed(config, "stream", micro_batch_size=size)
 
 
 def _offload(config: Config) -> Iterator[tuple[dict[str, Any], Config]]:

@@ -137,7 +137,7 @@ def _batches(plan: RunPlan, batches: Sequence[RunPlan], largest: RunPlan | None)
         yield f"largest batch that fits{slots}: {largest.config.data.batch_size}"
 
 
-def mend_lines(plan: RunPlan, mend: Mend | None) -> Iterator[str]:
+def mend_lines(plan: RunPlan, mend: Mend | None, *, with_speed: bool = True) -> Iterator[str]:
     """What would make a plan fit that does not."""
     if mend is None:
         sides = [name for name, fits in (("device", plan.fits_device), ("host", plan.fits_host)) if not fits]
@@ -148,7 +148,8 @@ def mend_lines(plan: RunPlan, mend: Mend | None) -> Iterator[str]:
         )
         return
     sets = " ".join(f"--set {key}={toml_value(value)}" for key, value in mend.changes.items())
+    speed = f", {mend.plan.tokens_per_second:,.0f} tokens/s" if with_speed else ""
     yield (
         f"it would fit with {sets}: device {amount(mend.plan.device_needed)}, host "
-        f"{amount(mend.plan.host_needed)}, {mend.plan.tokens_per_second:,.0f} tokens/s"
+        f"{amount(mend.plan.host_needed)}{speed}"
     )
