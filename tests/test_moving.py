@@ -163,7 +163,7 @@ def stack() -> nn.Module:
         (ThreadBackend, "host_buffer"),
         (ThreadBackend, "device_buffer"),
         (Executor, "__init__"),
-        (wrapping, "_settle_in"),
+        (wrapping, "settle_in"),
         (wrapping, "StreamedLayer"),
         (nn.Module, "register_state_dict_post_hook"),
         (wrapping, "serve_other_optimizers"),
