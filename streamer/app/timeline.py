@@ -19,7 +19,9 @@ COLOURS = {
     "F": ("#4878cf", "forward"),
     "B": ("#1b3a6b", "backward"),
     "UNSHARD": ("#6acc65", "unshard: weights to a slot"),
+    "FETCH_INPUT": ("#2c7a3f", "fetch_input: saved input back to the device"),
     "OFFLOAD_GRAD": ("#d65f5f", "offload_grad: gradient to the host"),
+    "OFFLOAD_INPUT": ("#e8a0b4", "offload_input: saved input to the host"),
     "STEP": ("#e8a33d", "step: update on the host"),
     "NORM": ("#b47cc7", "norm: for clipping"),
 }
