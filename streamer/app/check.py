@@ -40,7 +40,8 @@ def check_memory(config: Config) -> None:
     if not plan.fits:
         found = mend(plan, lambda changed: plan_run(changed, machine))
         (line,) = mend_lines(plan, found, with_speed=False)
-        raise ConfigError(f"this run does not fit: {line}", table="\n".join(ledger_lines(plan)))
+        what = "this run" if found is None else "this run does not fit"
+        raise ConfigError(f"{what}: {line}", table="\n".join(ledger_lines(plan)))
 
 
 def _this_machine(device: str | None) -> Machine:
