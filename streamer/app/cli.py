@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from streamer.version import __version__
@@ -39,12 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # OpenMP's threads spin while they wait, which takes the cores from the lanes' own threads; it is read
     # when torch is imported
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if arguments.command == "export":
-        return _export(arguments)
-    if arguments.command == "calibrate":
-        return _calibrate(arguments)
-    if arguments.command == "plan":
-        return _plan(arguments)
+    others = {"export": _export, "calibrate": _calibrate, "plan": _plan}
+    if arguments.command in others:
+        return _exit_code(others[arguments.command], arguments)
     # torch and numba take seconds to import, which --help need not wait for
     from streamer.app.config import ConfigError, load_config
     from streamer.app.resume import checkpoint_to_resume
@@ -84,60 +81,46 @@ def _overrides(arguments: argparse.Namespace) -> list[str]:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from streamer.app.config import ConfigError
     from streamer.app.plan import plan
 
     overrides = _overrides(arguments)
     if arguments.device_memory is not None:
         overrides.append(f"stream.device_memory={json.dumps(arguments.device_memory)}")
-    try:
-        fits = plan(
-            arguments.config,
-            overrides,
-            arguments.machine,
-            host_memory=arguments.host_memory,
-            as_json=arguments.json,
-            timeline=arguments.timeline,
-        )
-    except ConfigError as error:
-        print(f"streamer: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"streamer: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\nstreamer: interrupted", file=sys.stderr)
-        return 130
+    fits = plan(
+        arguments.config,
+        overrides,
+        arguments.machine,
+        host_memory=arguments.host_memory,
+        as_json=arguments.json,
+        timeline=arguments.timeline,
+    )
     return 0 if fits else 2
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from streamer.app.config import ConfigError
     from streamer.app.export import export
-    from streamer.files.errors import CheckpointError
 
-    try:
-        export(arguments.run, arguments.to, dtype=arguments.dtype, shard_size=arguments.shard_size)
-    except (ConfigError, CheckpointError) as error:
-        print(f"streamer: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"streamer: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nstreamer: interrupted; nothing is left of the export", file=sys.stderr)
-        return 130
+    export(arguments.run, arguments.to, dtype=arguments.dtype, shard_size=arguments.shard_size)
     return 0
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
     from streamer.app.calibrate import calibrate
-    from streamer.app.config import ConfigError, load_config
+    from streamer.app.config import load_config
+
+    config = None if arguments.config is None else load_config(arguments.config, arguments.set)
+    calibrate(config, device=arguments.device, output=Path(arguments.output))
+    return 0
+
+
+def _exit_code(command: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
+    """That of a command which leaves nothing behind where it does not end well."""
+    from streamer.app.sections import ConfigError
+    from streamer.files.errors import CheckpointError
 
     try:
-        config = None if arguments.config is None else load_config(arguments.config, arguments.set)
-        calibrate(config, device=arguments.device, output=Path(arguments.output))
-    except ConfigError as error:
+        return command(arguments)
+    except (ConfigError, CheckpointError) as error:
         print(f"streamer: {error}", file=sys.stderr)
         return 2
     except OSError as error:
@@ -146,7 +129,6 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("\nstreamer: interrupted; nothing is written", file=sys.stderr)
         return 130
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
