@@ -31,7 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--n-layer", type=int, default=6)
     parser.add_argument("--n-head", type=int, default=6)
-    parser.add_argument("--n-embd", type=int, default=192)
+    parser.add_argument("--n-embd", type=int, default=384)
     parser.add_argument("--vocab-size", type=int, default=256)
     parser.add_argument("--context", type=int, default=32)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[4, 16, 64], help="(4 16 64)")
@@ -41,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--rounds", type=int, default=5, help="two or more (5)")
     parser.add_argument("--steps", type=int, default=2, help="timed steps of a block (2)")
-    parser.add_argument("--seconds", type=float, default=400.0, help="all groups together, about (400)")
+    parser.add_argument("--seconds", type=float, default=420.0, help="all groups together, about (420)")
 
 
 def bus(gb_per_second: float | None) -> ThreadBackend:

@@ -1,7 +1,7 @@
 """How many tokens does a weight meet while it is on the device, and what does that make of tokens per second?
 
     python -m bench.tokens_per_transfer plain       # beside plain PyTorch; ten minutes on two cores
-    python -m bench.tokens_per_transfer bus         # a bus of 0.2 and 1 GB/s; seven minutes on two cores
+    python -m bench.tokens_per_transfer bus         # a bus of 0.2 and 1 GB/s; eight minutes on two cores
     python -m bench.tokens_per_transfer machines    # 10 billion parameters on paper; minutes, no GPU
     python -m bench.tokens_per_transfer bus --device cuda --n-layer 3 --n-head 32 --n-embd 4096 \\
         --vocab-size 50257 --context 1024 --batch-sizes 4 16 --lr 1e-4 --rounds 3 --steps 1
