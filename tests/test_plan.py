@@ -255,6 +255,20 @@ class Tanh(nn.Module):
         return torch.tanh(self.linear(x))
 
 
+@pytest.mark.parametrize(("machine", "visits"), [(CPU, 2 * 3), (CUDA, 0)])
+def test_a_host_that_computes_has_the_work_of_the_library_too(machine: Machine, visits: int) -> None:
+    def seconds(per_visit: float) -> float:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Sequential(*(Tanh(8) for _ in range(3))), nn.Flatten())
+        backend = VirtualBackend(replace(machine, seconds_per_visit=per_visit))
+        streamer.wrap(model, layers="0", backend=backend)
+        inputs = torch.zeros(4, 8, device="meta", requires_grad=True)
+        step = predict_step(wrapped(model).executor, lambda: model(inputs).sum().backward())
+        return step.seconds
+
+    assert seconds(10.0) - seconds(0.0) == pytest.approx(10.0 * visits, rel=1e-6)
+
+
 def test_a_budget_is_filled_with_slots() -> None:
     with torch.device("meta"):
         model = gpt(layers=8)
