@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +188,38 @@ def test_a_model_that_wants_values_is_told_which_operation(
         capsys, config, "--set", 'model.factory="tests.test_plan_command:Decides"', "--set", "model.args={}"
     )
     assert "cannot run without values" in error and "item" in error and "run.steps=1" in error
+
+
+LARGE = """
+import json, resource, sys
+from dataclasses import replace
+from streamer.app.config import load_config
+from streamer.app.planning import plan_run
+from streamer.backends.machines import MACHINES
+
+config = load_config(sys.argv[1], sys.argv[2:])
+plan = plan_run(config, replace(MACHINES["h100-sxm"], host_bytes=6 << 40))
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+print(json.dumps([plan.parameters, plan.fits, peak]))
+"""
+
+
+def test_half_a_trillion_parameters_are_planned_within_a_gib(config: str) -> None:
+    sizes = ["n_layer=152", "n_head=128", "n_embd=16384", "block_size=2048", "vocab_size=50257"]
+    overrides = [f"model.args.{size}" for size in sizes] + [
+        "data.context=2048",
+        'stream.dtype="bfloat16"',
+        "stream.micro_batch_size=1",
+        'stream.activations="recompute+offload"',
+        'optimizer.state_dtype="int8"',
+    ]
+    run = subprocess.run(
+        [sys.executable, "-c", LARGE, config, *overrides], capture_output=True, text=True, check=True
+    )
+    parameters, fits, peak = json.loads(run.stdout)
+    assert parameters == 152 * (12 * 16384**2 + 13 * 16384) + (50257 + 2048 + 2) * 16384
+    assert fits
+    assert peak < 1 << 30
 
 
 @pytest.mark.parametrize("name", ["rtx-4090", "laptop-8gb"])

@@ -23,7 +23,7 @@ from streamer.engine.trace import Trace
 from streamer.handle import wrapped
 from streamer.options import parse_bytes
 from streamer.plan.recalling import Recollection
-from streamer.plan.step_plan import GAPS, StepPlan, plan_step
+from streamer.plan.step_plan import GAPS, StepPlan, plan_step, uncollected
 
 #: Bytes of host memory that Python and its libraries take: a round figure, not a measurement.
 PROCESS, PROCESS_BYTES = "Python and its libraries", 1 << 30
@@ -106,6 +106,7 @@ class RunPlan:
         return self.step.prediction.binding_lane
 
 
+@uncollected()
 def plan_run(config: Config, machine: Machine, recollection: Recollection | None = None) -> RunPlan:
     """Plan a step of ``config`` on ``machine``, with the loop's own code, without data. Plans of one model
     are made faster with one ``recollection``.
