@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -23,9 +24,10 @@ from streamer.backends.machine import Machine
 from streamer.choosing import Batch, boxes, plan_of, skeleton
 from streamer.engine.micro_batches import AmbiguousBatchError
 from streamer.handle import wrapped
-from streamer.plan.choices import Choice, Choices, Room, needs
-from streamer.plan.choosing import AS_FAST, Chosen, choose
+from streamer.plan.choices import Choice, Choices, Room, needs, sizes_below
+from streamer.plan.choosing import Chosen, choose
 from streamer.plan.planner import Prediction
+from streamer.plan.plans import AS_FAST
 from streamer.plan.step_plan import StepPlan
 from streamer.plan.tracker import Tracker
 from tests.reference import VOCAB, assert_parity, batch, train, train_plain
@@ -126,7 +128,32 @@ def test_it_plans_few_of_many() -> None:
     table, among = made_up(40, 64, draw), all_of(40, 64)
     assert len(table) == (41 + 40) * 40 * 7
     for room in rooms(table, draw, 6):
-        assert assert_chosen_as_by(table, among, room) < 150
+        assert assert_chosen_as_by(table, among, room) < 80
+
+
+def test_it_plans_fewer_where_compute_binds() -> None:
+    layers, samples, slot, saved, graph = 48, 32, 57, 105, 1757
+
+    def plan(choice: Choice) -> StepPlan:
+        names = choice.activations if isinstance(choice.activations, tuple) else [choice.activations] * layers
+        kept, away = names.count("keep"), names.count("recompute+offload")
+        size, slots = choice.micro_batch_size or samples, choice.num_slots
+        assert slots is not None
+        device = {
+            "weight slots": slots * slot,
+            "gradient slots": min(slots, 2) * slot,
+            "saved": kept * graph + (layers - kept - away) * saved + min(away, 2) * saved,
+            "work": 3000 * size // samples,
+        }
+        seconds = (4 * layers - kept) * (1 + samples / size / 100) + 10 * (slots == 1)
+        prediction = Prediction(seconds, 1, {}, {})
+        return StepPlan(device, {}, {"weights": 20_000, "saved": away * saved}, prediction, slots)
+
+    among = all_of(layers, samples)
+    table = {choice: plan(choice) for box in among for choice in box}
+    for graphs in (1, 4, 11.5, 30, 47):
+        room = Room(int(5000 + graphs * graph), 1 << 40)
+        assert assert_chosen_as_by(table, among, room) <= 25
 
 
 def test_what_cannot_be_cut_is_left_out_and_told() -> None:
@@ -142,6 +169,36 @@ def test_what_cannot_be_cut_is_left_out_and_told() -> None:
     assert chosen.reason.endswith(
         "Micro-batches are left out: it cannot be told: wrap with batch_dims={'mask': 0}"
     )
+
+
+def test_what_cannot_be_cut_is_told_where_nothing_else_may_be_chosen() -> None:
+    def plan(choice: Choice) -> StepPlan:
+        raise AmbiguousBatchError("it cannot be told")
+
+    with pytest.raises(AmbiguousBatchError, match="it cannot be told"):
+        choose(plan, [Choices(["recompute", "keep"], [2], [4])], Room(1 << 40, 1 << 40))
+
+
+def test_slices_are_not_too_many() -> None:
+    assert sizes_below(8) == [1, 2, 4]
+    assert sizes_below(256) == [1, 2, 4, 8, 16, 32, 64, 128]
+    assert sizes_below(257) == [2, 4, 8, 16, 32, 64, 128, 256]
+    assert sizes_below(1_000_000)[0] == 4096
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_bar_counts_the_plans_on_a_terminal(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    stderr = Terminal() if is_terminal else io.StringIO()
+    monkeypatch.setattr("sys.stderr", stderr)
+    table = made_up(2, 1, random.Random(0))
+    choose(table.__getitem__, all_of(2, 1), Room(1 << 40, 1 << 40))
+    assert ("'auto': 0 plans" in stderr.getvalue()) is is_terminal
+    assert is_terminal or not stderr.getvalue()
 
 
 # --- plans of a model ----------------------------------------------------------------------------------

@@ -11,6 +11,9 @@ from streamer.memory.slots import GRAD_SLOTS, WEIGHT_SLOTS, num_grad_slots
 from streamer.plan.ledger import amount
 from streamer.plan.step_plan import GAPS, StepPlan
 
+#: Slices of a batch that are tried at most: a plan takes time for each of them, and so does a step.
+MOST_SLICES = 256
+
 Policies = str | tuple[str, ...] | Callable[[int], str]
 
 
@@ -91,8 +94,10 @@ def kept_last(policy: str, count: int) -> list[Policies]:
 
 
 def sizes_below(batch: int) -> list[int]:
-    """Micro-batch sizes worth a try: the powers of two below ``batch``."""
-    return [1 << power for power in range((batch - 1).bit_length())]
+    """Micro-batch sizes worth a try: the powers of two below ``batch`` of which it has `MOST_SLICES` or
+    fewer."""
+    powers = (1 << power for power in range((batch - 1).bit_length()))
+    return [size for size in powers if batch <= size * MOST_SLICES]
 
 
 def needs(plan: StepPlan) -> Needs:
