@@ -7,8 +7,9 @@ on top: a loss made outside of the model takes a copy or two of the logits. ``de
 given, is the budget of the device, else what is free there; the host has what is free, and what the model's
 own weights give back. Rates, where no ``machine`` is given, are those of
 `streamer.backends.machines.RTX_4090` for a GPU and of `CPU` here; sizes are never the machine's, but those of
-the device and the host that there are. Where ``num_slots`` is None, two are planned, and what
-``device_memory`` leaves room for comes on top as it always does.
+the device and the host that there are. A micro-batch has a power of two of samples, and a batch at most 256
+of them. Where ``num_slots`` is None, two are planned, and what ``device_memory`` leaves room for comes on top
+as it always does.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -24,18 +25,20 @@ from torch import nn
 
 from streamer.backends.base import Backend
 from streamer.backends.machine import GIB, Machine
-from streamer.backends.machines import RTX_4090
+from streamer.backends.machines import RTX_4090, named_machine
 from streamer.backends.virtual import VirtualBackend
-from streamer.engine.tree import Rebuild, flatten
+from streamer.engine.micro_batches import AmbiguousBatchError
+from streamer.example import Batch, not_planned, skeleton
 from streamer.find import find_layers
 from streamer.handle import wrapped
+from streamer.initialising import Init, check_init
 from streamer.moving import releasable_bytes
-from streamer.optim import AdamW
 from streamer.options import Activations, parse_bytes
 from streamer.plan.choices import Choice, Choices, Policies, Room, kept_last, sizes_below
 from streamer.plan.choosing import Chosen, choose
 from streamer.plan.recalling import Recollection
 from streamer.plan.step_plan import StepPlan, plan_step
+from streamer.units import make_units
 
 AUTO: Literal["auto"] = "auto"
 #: A number that `wrap` may be told to choose.
@@ -56,78 +59,6 @@ CPU = Machine(
 )
 #: Room for anything: what does not fit is to be told in figures.
 _ENOUGH = 1 << 60
-
-Step = Callable[[nn.Module], Callable[[], object]]
-
-
-def skeleton(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` on the meta device, whose parameters, buffers and plain tensor attributes have no
-    values: none is copied. What is shared is shared in the copy.
-
-    Raises ValueError where a module cannot be copied.
-    """
-    memo: dict[int, Any] = {}
-    for param in model.parameters():
-        memo[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
-    held = [value for module in model.modules() for value in vars(module).values()]
-    for tensor in (*model.buffers(), *(value for value in held if isinstance(value, torch.Tensor))):
-        without = torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
-        memo.setdefault(id(tensor), without)
-    try:
-        return copy.deepcopy(model, memo)
-    except (TypeError, RuntimeError) as error:
-        raise ValueError(
-            f"'auto' plans a copy of the model, and this {type(model).__name__} cannot be copied "
-            f"({_one_line(error)}): give activations, num_slots and micro_batch_size yourself"
-        ) from error
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What a model is called with in a plan: tensors without values."""
-
-    tensors: list[torch.Tensor]
-    rebuild: Rebuild
-
-    @staticmethod
-    def like(example: object) -> Batch:
-        """Raises ValueError for what is no batch."""
-        if isinstance(example, torch.Tensor):
-            example = (example,)
-        if not isinstance(example, tuple | Mapping):
-            raise ValueError(
-                "'auto' needs a batch to plan with: give wrap(example=...) a tensor, a tuple of the model's "
-                "arguments, or a dict of them by name; only shapes and dtypes are used"
-            )
-        given = ((), dict(example)) if isinstance(example, Mapping) else (example, {})
-        tensors, rebuild = flatten(given)
-        if not any(tensor.dim() for tensor in tensors):
-            raise ValueError("example: there is no tensor in it whose first dimension could be the batch")
-        return Batch([torch.empty_like(tensor, device="meta") for tensor in tensors], rebuild)
-
-    @property
-    def size(self) -> int:
-        """Samples: the first dimension of its first tensor that has one."""
-        return next(tensor.shape[0] for tensor in self.tensors if tensor.dim())
-
-    def step(self, model: nn.Module) -> Callable[[], None]:
-        """A step of ``model`` on it: forward, backward of its ``loss`` or of the sum of all that it returns,
-        and AdamW."""
-        args, kwargs = self.rebuild(self.tensors)
-        is_trained = any(param.requires_grad for param in model.parameters())
-        optimizer = AdamW(model.parameters()) if is_trained else None
-
-        def step() -> None:
-            result = model(*args, **kwargs)
-            loss = getattr(result, "loss", None)
-            found = [loss] if isinstance(loss, torch.Tensor) else flatten(result)[0]
-            summed = [tensor.sum() for tensor in found if tensor.requires_grad]
-            if optimizer is not None and summed:
-                torch.stack([value.float() for value in summed]).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-
-        return step
 
 
 def boxes(
@@ -164,11 +95,14 @@ def plan_of(
         planned = wrap(copy.deepcopy(model).train(), backend=VirtualBackend(unlimited.machine), **given)
         try:
             return plan_step(wrapped(planned).executor, batch.step(planned), recollection)
-        except (NotImplementedError, RuntimeError) as error:
-            raise ValueError(
-                f"'auto' runs the model without values, which this one needs ({_one_line(error)}): give "
-                "activations, num_slots and micro_batch_size yourself"
-            ) from error
+        except AmbiguousBatchError:
+            raise
+        except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError) as error:
+            raise not_planned(error) from error
+        except (TypeError, ValueError) as error:
+            if choice.micro_batch_size is not None:
+                raise
+            raise not_planned(error) from error
 
     return plan
 
@@ -178,24 +112,30 @@ def choose_options(
     model: nn.Module,
     backend: Backend,
     example: object,
-    machine: Machine | None,
+    machine: Machine | str | None,
     asked: tuple[Activations, Number, Number],
     device_memory: int | str | None,
+    init: Init | None,
     options: Mapping[str, Any],
 ) -> Chosen:
     """What ``wrap(model, ...)`` is to be told for those of ``asked`` (activations, num_slots,
     micro_batch_size) that are "auto", for ``backend``'s device and memory.
 
-    ``machine`` says how fast that is; ``options`` are the others of ``wrap``. [Note: options that are chosen]
+    ``machine`` says how fast that is, itself or by name; ``options`` are the others of ``wrap``. Raises
+    ValueError for what cannot be planned, or not be run with ``init``. [Note: options that are chosen]
     """
     activations, num_slots, micro_batch_size = asked
     limit = parse_bytes("device_memory", device_memory)
     batch = Batch.like(example)
-    if machine is None:
-        machine = machine_of(backend)
+    batch.check_arguments(model)
+    machine = machine_of(backend) if machine is None else _machine(machine)
+    layers = find_layers(model, options["layers"])
+    if not isinstance(backend, VirtualBackend):
+        units, root = make_units(model, layers, None)
+        check_init((*units, root), init)
     given = activations if callable(activations) or isinstance(activations, str) else tuple(activations)
     among = boxes(
-        layers=len(find_layers(model, options["layers"])),
+        layers=len(layers),
         batch=batch.size,
         activations=given,
         num_slots=num_slots,
@@ -226,8 +166,12 @@ def machine_of(backend: Backend) -> Machine:
     return CPU if backend.device.type == "cpu" else RTX_4090
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
+def _machine(machine: Machine | str) -> Machine:
+    if isinstance(machine, str):
+        return named_machine(machine)
+    if not isinstance(machine, Machine):
+        raise ValueError(f"machine={machine!r}: give the name of one, or a streamer.backends.machine.Machine")
+    return machine
 
 
 def chosen(model: nn.Module) -> Chosen | None:

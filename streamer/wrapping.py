@@ -55,7 +55,7 @@ def wrap(
     compile: bool | CompileBackend = False,
     device_memory: int | str | None = None,
     example: object = None,
-    machine: Machine | None = None,
+    machine: Machine | str | None = None,
     backend: Backend | None = None,
 ) -> M:
     """Stream the layers of ``model`` from host memory. Changes the model in place and returns it.
@@ -114,6 +114,11 @@ def wrap(
             as many as fit; on a GPU an eighth of what others take is left free for gaps in PyTorch's
             allocator. Where a later step takes more, slots are given back. One that runs out of memory takes
             back all but two for good: run it again.
+        example: where ``activations``, ``num_slots`` or ``micro_batch_size`` is ``"auto"``, a batch to plan
+            with: a tensor, a tuple of the model's arguments, or a dict of them by name. Only shapes and
+            dtypes count, which the batches of the steps should have. [Note: options that are chosen]
+        machine: how fast the device is, for such a plan: the name of one in `streamer.backends.machines`,
+            ``"rtx-4090"`` say, or a `Machine`. None means an RTX 4090 where there is a GPU.
         backend: runs on this backend in place of the device's own. A virtual one has no values and compiles
             nothing.
 
@@ -142,7 +147,7 @@ def wrap(
             given = dict(
                 layers=layers, dtype=dtype, batch_dims=batch_dims, update=update, grad_dtype=grad_dtype
             )
-            chosen = choose_options(wrap, model, backend, example, machine, asked, device_memory, given)
+            chosen = choose_options(wrap, model, backend, example, machine, asked, device_memory, init, given)
             activations, num_slots, micro_batch_size = chosen.choice
             batch_dims = None if micro_batch_size is None else batch_dims
         check_options(

@@ -21,8 +21,9 @@ from streamer.app.planning import PROCESS_BYTES, plan_run, with_options
 from streamer.app.sections import ConfigError
 from streamer.app.train import train as train_config
 from streamer.backends.machine import Machine
-from streamer.choosing import Batch, boxes, plan_of, skeleton
+from streamer.choosing import boxes, plan_of
 from streamer.engine.micro_batches import AmbiguousBatchError
+from streamer.example import Batch, skeleton
 from streamer.handle import wrapped
 from streamer.plan.choices import Choice, Choices, Room, needs, sizes_below
 from streamer.plan.choosing import Chosen, choose
@@ -362,6 +363,29 @@ class Curious(Stack):
     [
         (gpt(2), {"example": None}, r"'auto' needs a batch to plan with: give wrap\(example=...\)"),
         (gpt(2), {"example": (3,)}, "example: there is no tensor in it whose first dimension could be"),
+        (
+            gpt(2),
+            {"example": {"ids": torch.zeros(4, 8)}},
+            r"example: it is not what GPT.forward takes \(missing a",
+        ),
+        (
+            gpt(2),
+            {"example": (torch.zeros(4, 8),) * 4},
+            r"example: it is not what GPT.forward takes \(too many",
+        ),
+        (gpt(2), {"example": torch.zeros(0, 8).long()}, "example: its batch is empty: give one as large"),
+        (
+            gpt(2),
+            {"example": torch.zeros(4, 8)},
+            r"example: the model cannot run on a batch like it \(Expected .* Long, Int; but got",
+        ),
+        (
+            gpt(2),
+            {"example": torch.zeros(4, 17).long()},
+            r"example: the model cannot run on a batch like it \(.+\)",
+        ),
+        (gpt(2), {"machine": "rtx-4091"}, "there is no machine 'rtx-4091': known are rtx-3090, rtx-4090"),
+        (gpt(2), {"machine": 3}, "machine=3: give the name of one, or a streamer.backends.machine.Machine"),
         (gpt(2), {"activations": "automatic"}, "activations='automatic' is unknown: use one of"),
         (gpt(2), {"num_slots": "automatic"}, "num_slots='automatic': it must be an integer of 1 or more"),
         (gpt(2), {"layers": "transformer.x"}, "layers='transformer.x': there is no such module"),
@@ -378,6 +402,22 @@ def test_what_cannot_be_chosen_is_one_clear_line(
     with pytest.raises(ValueError, match=message) as raised:
         wrapped_auto(model, **options)
     assert "\n" not in str(raised.value)
+
+
+def test_what_has_no_values_is_refused_before_it_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamer.choosing.plan_step", lambda *args: pytest.fail("it was planned"))
+    with torch.device("meta"):
+        model = gpt(2)
+    with pytest.raises(ValueError, match=r"is on the meta device and has no values: give wrap\(init="):
+        wrapped_auto(model)
+
+
+def test_a_machine_may_be_given_by_name() -> None:
+    model = gpt(2)
+    slow = wrapped_auto(model, machine="laptop-8gb").plan.prediction.seconds
+    streamer.unwrap(model)
+    assert wrapped_auto(model, machine="h100-sxm").plan.prediction.seconds < slow
+    streamer.unwrap(model)
 
 
 # --- streamer train ------------------------------------------------------------------------------------
