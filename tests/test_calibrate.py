@@ -49,6 +49,7 @@ def test_calibrate_writes_a_machine(
     rates = (found.flops_per_second, found.attention_flops_per_second, found.device_bytes_per_second)
     assert all(rate is not None and rate > 0 for rate in rates)
     assert found.seconds_per_op > 0
+    assert (found.seconds_per_visit > 0) is (device == "cpu")
     assert min(vars(found.beside).values()) > 0 and max(vars(found.beside).values()) <= 1
     measured = tomllib.loads(path.read_text())["measured"]
     assert measured["torch"] == torch.__version__
@@ -63,9 +64,9 @@ def test_calibrate_writes_a_machine(
 def test_sixteen_bit_products_are_measured_beside_those_in_fp32() -> None:
     backend = ThreadBackend()
     try:
-        found = measure(
-            Measurements(backend, replace(TINY, dtype=torch.bfloat16)), rounds=2, budget_seconds=0.0
-        )
+        measurements = Measurements(backend, replace(TINY, dtype=torch.bfloat16))
+        found = measure(measurements, rounds=2, budget_seconds=0.0)
+        measurements.close()
     finally:
         backend.close()
     assert {"flops_per_second", "fp32_flops_per_second"} <= found.keys()

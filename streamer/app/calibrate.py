@@ -7,6 +7,7 @@ import os
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,12 @@ MOST_WEIGHTS = 4
 _BOUNDLESS = Machine("boundless", 1.0, 1.0, 1.0, 1.0, 1 << 60, 1 << 60)
 
 #: How a figure is shown: its unit, and what it is divided by.
-_UNITS = {"flops_per_second": ("TFLOP/s", 1e12), "bytes_per_second": ("GB/s", 1e9), "per_op": ("us", 1e-6)}
+_UNITS = {
+    "flops_per_second": ("TFLOP/s", 1e12),
+    "bytes_per_second": ("GB/s", 1e9),
+    "per_op": ("us", 1e-6),
+    "per_visit": ("us", 1e-6),
+}
 
 
 def calibrate(config: Config | None, *, device: str | None, output: Path) -> Machine:
@@ -67,15 +73,13 @@ def calibrate(config: Config | None, *, device: str | None, output: Path) -> Mac
         backend = backend_for(device)
     except ValueError as error:
         raise ConfigError(f"--device: {error}") from None
-    try:
+    with closing(backend):
         sizes = sizes_of(config, backend.device.type)
         print(f"measuring {device_name(backend.device)}: {_told(sizes)}", flush=True)
         # kept until the backend is closed, for there its page-locked memory is unregistered
-        measurements = Measurements(backend, sizes)
-        found = measure(measurements, rounds=ROUNDS, budget_seconds=BUDGET_SECONDS)
+        with closing(Measurements(backend, sizes)) as measurements:
+            found = measure(measurements, rounds=ROUNDS, budget_seconds=BUDGET_SECONDS)
         machine = machine_of(found, backend)
-    finally:
-        backend.close()
     print_table(found)
     output.write_text(dump_machine(machine, _measured(found, sizes)), encoding="utf-8")
     print(f"written: {output}")

@@ -79,13 +79,16 @@ class StepPlan:
         return sum(self.host_bytes.values())
 
 
-def plan_step(executor: Executor, step: Callable[[], object]) -> StepPlan:
+def plan_step(
+    executor: Executor, step: Callable[[], object], recollection: Recollection | None = None
+) -> StepPlan:
     """Plan ``step`` (forward, backward, update) of a model on the virtual backend. Layers that are alike run
-    once: [Note: recalled visits]."""
+    once, also those of copies of the model that are planned with one ``recollection``: [Note: recalled
+    visits]."""
     backend = executor.backend
     assert isinstance(backend, VirtualBackend), "elsewhere a step would have to be run"
     tracker = StepTracker(executor)
-    recall_layers(executor, Recollection(tracker))
+    recall_layers(executor, tracker, Recollection() if recollection is None else recollection)
     with backend.counting_memory(tracker):
         # a step to learn the order, and one more where slots are added at its end
         prediction = predict_step(executor, step, warmup=1 if executor.budget is None else 2)
