@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -171,9 +173,7 @@ def test_gb_and_gib_differ(config: str, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_bad_input(config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert all(name in refused(capsys, config, "--machine", "rtx-9090") for name in MACHINES)
-    assert "give it in bytes, or as a text such as '16GiB'" in refused(
-        capsys, config, "--host-memory", "much"
-    )
+    assert "give a number and its unit such as '16GiB'" in refused(capsys, config, "--host-memory", "16")
     assert "device_memory" in refused(capsys, config, "--device-memory", "16 Gib")
     assert "layers" in refused(capsys, config, "--set", "model.args.n_layer=0")
     assert "PNG" in refused(capsys, config, "--timeline", str(tmp_path / "step.svg"))
@@ -229,3 +229,29 @@ def test_the_golden_table(name: str) -> None:
     found = plans.figures(plans.plan_run(load_config(plans.CONFIG), MACHINES[name]))
     for key, value in found.items():
         assert golden[name][key] == (pytest.approx(value, rel=1e-9) if isinstance(value, float) else value)
+
+
+def test_a_reader_that_has_read_enough_is_no_error(
+    config: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan(*_: object, **__: object) -> bool:
+        print("a plan")
+        return True
+
+    monkeypatch.setattr("streamer.app.plan.plan", plan)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe:
+        monkeypatch.setattr("sys.stdout", pipe)
+        assert main(["plan", config]) == 141
+    assert capfd.readouterr().err == ""
+
+
+def test_an_error_of_no_file_is_told(
+    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan(*_: object, **__: object) -> bool:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("streamer.app.plan.plan", plan)
+    assert refused(capsys, config) == "streamer: No space left on device\n"
