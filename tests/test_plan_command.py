@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from bench.common import RESULTS
 from streamer.app.cli import main
 from streamer.app.config import load_config
 from streamer.backends.machines import MACHINES
+from streamer.plan.step_plan import BESIDE, WORKING_SET
 
 SMALL = """
 [run]
@@ -155,6 +157,62 @@ def test_a_host_that_is_too_small(config: str, capsys: pytest.CaptureFixture[str
     assert found["mend"]["changes"] == {"optimizer.state_dtype": "bfloat16"}
     code, found = planned(capsys, config, *bf16, "--host-memory", "1GiB")
     assert code == 2 and found["mend"] is None
+    main(["plan", config, *bf16, "--host-memory", "1GiB"])
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("it does not fit on the host; even with --set ")
+    assert "optimizer.state_dtype" in last and ", the host lacks 2" in last
+
+
+def test_what_turns_out_not_to_be_needed_is_left_as_it_was(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Inputs that wait in host memory make a smaller batch help it too, which shorter moments make idle."""
+    given = ["--set", 'stream.dtype="bfloat16"', "--set", 'stream.activations="recompute+offload"']
+    _, found = planned(capsys, config, *given)
+    least = found["host_needed"] - found["host_bytes"]["exp_avg"]
+    code, found = planned(capsys, config, *given, "--host-memory", f"{least}B")
+    assert code == 2
+    assert found["mend"]["changes"] == {"optimizer.state_dtype": "bfloat16"}
+
+
+def test_a_budget_that_the_device_does_not_have_is_lowered(
+    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = replace(MACHINES["laptop-8gb"], device_bytes=(512 + 80) << 20)
+    monkeypatch.setattr("streamer.app.machine_file.machine", lambda _: small)
+    layers = ["--set", "model.args.n_layer=40", "--set", "model.args.n_embd=256"]
+    code, found = planned(capsys, config, "--device-memory", "16GiB", *layers)
+    assert code == 2 and not found["fits_device"]
+    assert found["mend"]["changes"] == {"stream.device_memory": "80MiB"}
+
+
+def test_on_the_cpu_a_budget_is_that_of_buffers_and_saved_inputs(
+    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = replace(MACHINES["laptop-8gb"], kind="cpu", device_bytes=1 << 34, host_bytes=1 << 34)
+    monkeypatch.setattr("streamer.app.machine_file.machine", lambda _: host)
+    code, found = planned(capsys, config, "--device-memory", "4MiB", "--set", "data.batch_size=64")
+    assert code == 0
+    counted = {
+        owner: nbytes for owner, nbytes in found["device_bytes"].items() if owner not in (WORKING_SET, BESIDE)
+    }
+    assert sum(counted.values()) <= 4 << 20 < sum(found["device_bytes"].values())
+
+
+def test_the_verdict_is_beside_what_is_too_small(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", config, "--device-memory", "300kB"])
+    lines = capsys.readouterr().out.splitlines()
+    (tensors,) = [line for line in lines if line.startswith("  all tensors")]
+    device, _ = [line for line in lines if line.startswith("  needed")]
+    assert tensors.endswith("of 292.97 KiB (device_memory): DOES NOT FIT")
+    assert device.endswith("of 24.00 GiB: fits")
+
+
+def test_where_no_larger_batch_was_looked_for(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, found = planned(capsys, config)
+    assert found["largest_batch"]["or_more"] and found["largest_batch"]["batch_size"] == 16 * 4 * 8
+    main(["plan", config])
+    assert "largest batch that fits (with two slots): 512 or more" in capsys.readouterr().out
 
 
 def test_slots_that_do_not_fit(config: str, capsys: pytest.CaptureFixture[str]) -> None:
