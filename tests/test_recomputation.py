@@ -218,12 +218,26 @@ def test_weights_that_a_layer_holds_in_a_slot_that_another_layer_gets() -> None:
     assert_equal_to_plain(hook_that_holds_a_view_of_a_weight, to_and_fro, depth=4)
 
 
-def test_torch_script_that_is_compiled_between_forward_and_backward() -> None:
+@pytest.mark.parametrize(
+    "code, run_with",
+    [
+        (
+            "z = x + y\n    return z * torch.sigmoid(z) * torch.tanh(z)",
+            lambda gate, layer, x: layer.down(gate(layer.up(x), layer.scale)),
+        ),
+        # what it saves comes in another order later
+        ("return x * y + y", lambda gate, layer, x: gate(x, layer.scale)),
+        ("return x * y + y", lambda gate, layer, x: gate(layer.up(x), layer.down(x))),
+        ("return x * y + y", lambda gate, layer, x: x + gate(layer.up.bias, layer.scale)),
+        ("return x * y + y", lambda gate, layer, x: gate(*layer.up(x).chunk(2, -1)).repeat(1, 2)),
+    ],
+    ids=["others", "input and weight", "computed", "weights", "views"],
+)
+def test_torch_script_that_is_compiled_between_forward_and_backward(code: str, run_with: Any) -> None:
     """It runs as it is once, and later as one operation that saves other tensors of the same shapes."""
     # not from source, which torch.jit.script would look up
-    code = "def gate(x, y):\n    z = x + y\n    return z * torch.sigmoid(z) * torch.tanh(z)\n"
-    gate = torch.jit.CompilationUnit(code).gate
-    assert_equal_to_plain(lambda layer, x: layer.down(gate(layer.up(x), layer.scale)))
+    gate = torch.jit.CompilationUnit(f"def gate(x, y):\n    {code}\n").gate
+    assert_equal_to_plain(lambda layer, x: run_with(gate, layer, x))
 
 
 def several(layer: Layer, x: torch.Tensor) -> torch.Tensor:
