@@ -230,8 +230,10 @@ def test_weights_that_a_layer_holds_in_a_slot_that_another_layer_gets() -> None:
         ("return x * y + y", lambda gate, layer, x: gate(layer.up(x), layer.down(x))),
         ("return x * y + y", lambda gate, layer, x: x + gate(layer.up.bias, layer.scale)),
         ("return x * y + y", lambda gate, layer, x: gate(*layer.up(x).chunk(2, -1)).repeat(1, 2)),
+        # and here another in place of the only one
+        ("return torch.softmax(x, 1) + y", lambda gate, layer, x: gate(layer.up(x), layer.down(x))),
     ],
-    ids=["others", "input and weight", "computed", "weights", "views"],
+    ids=["others", "input and weight", "computed", "weights", "views", "one"],
 )
 def test_torch_script_that_is_compiled_between_forward_and_backward(code: str, run_with: Any) -> None:
     """It runs as it is once, and later as one operation that saves other tensors of the same shapes."""

@@ -16,8 +16,8 @@ whole of the forward:
 - somebody has recorded what the layer was given, which shall not lose its memory.
 
 TorchScript runs another code when it runs again, which saves other tensors of the same shapes, or the same in
-another order: so each place knows how many nodes came before it, and which of them its tensor comes from.
-Where the second forward differs, backward has the graph built anew too.
+another order: so each place knows how many nodes came before it, and which of them its tensor comes from, of
+which kind. Where the second forward differs, backward has the graph built anew too.
 """
 
 from __future__ import annotations
@@ -196,10 +196,10 @@ def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype] | None:
     return tensor.shape, tensor.dtype
 
 
-def _origin(tensor: torch.Tensor, start: int) -> tuple[int, int]:
-    """How many nodes of graphs there are in a run since number ``start``, and which of them ``tensor`` comes
-    from; -1 if from none of them."""
+def _origin(tensor: torch.Tensor, start: int) -> tuple[int, int, type]:
+    """How many nodes of graphs there are in a run since number ``start``, which of them ``tensor`` comes from
+    (-1 if from none of them), and of which kind that is."""
     nodes = _get_sequence_nr() - start
     node = -1 if tensor.grad_fn is None else tensor.grad_fn._sequence_nr() - start
     # others may have been made by another thread, which counts its own
-    return nodes, node if 0 <= node < nodes else -1
+    return nodes, node if 0 <= node < nodes else -1, type(tensor.grad_fn)
