@@ -340,15 +340,39 @@ def test_a_step_runs_as_much_as_under_pytorchs_checkpoint(options: dict[str, Any
     assert actual == flops(model)
 
 
-def test_numbers_in_a_layer_do_not_have_it_run_as_a_whole() -> None:
-    runs = 0
+def with_numbers(layer: Layer, x: torch.Tensor, elsewhere: nn.Parameter) -> torch.Tensor:
+    return tanh(layer, x) * 0.5 / 3
+
+
+def with_a_parameter_from_elsewhere(layer: Layer, x: torch.Tensor, elsewhere: nn.Parameter) -> torch.Tensor:
+    return torch.tanh(layer.up(x) * elsewhere)
+
+
+@pytest.mark.parametrize("part", [with_numbers, with_a_parameter_from_elsewhere])
+def test_what_does_not_have_a_layer_run_as_a_whole(part: Any) -> None:
+    runs, elsewhere = 0, nn.Parameter(torch.ones(D))
 
     def run(layer: Layer, x: torch.Tensor) -> torch.Tensor:
         nonlocal runs
-        hidden = tanh(layer, x) * 0.5 / 3
+        hidden: torch.Tensor = part(layer, x, elsewhere)
         runs += 1
         return hidden
 
     with streamed(Net(run), layers="blocks") as model:
         backward(model, inputs())
     assert runs == 3
+
+
+def test_a_layer_that_catches_exceptions_does_not_see_its_second_run_end() -> None:
+    failures: list[Exception] = []
+
+    def run(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return tanh(layer, x)
+        except Exception as error:
+            failures.append(error)
+            raise
+
+    with streamed(Net(run), layers="blocks") as model:
+        backward(model, inputs())
+    assert failures == []
