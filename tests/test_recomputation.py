@@ -287,6 +287,17 @@ def test_what_computes_something_else_again_is_refused() -> None:
             loss.backward()
 
 
+def test_what_is_written_after_it_was_saved_is_refused_as_by_plain_pytorch() -> None:
+    model = Net(lambda layer, x: layer.down(tanh(layer, x).mul_(2)))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        backward(model, inputs())
+    with (
+        streamed(model, layers="blocks") as model,
+        pytest.raises(RuntimeError, match="modified by an inplace operation"),
+    ):
+        backward(model, inputs())
+
+
 # --- several backwards ----------------------------------------------------------------------------------
 
 

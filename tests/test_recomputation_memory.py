@@ -74,6 +74,13 @@ def keeps_in_hooks(layer: Layer, x: torch.Tensor) -> torch.Tensor:
     return layer.down(hidden)
 
 
+def keeps_in_hooks_of_a_part(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    hidden, factor = layer.up(x) * 0.5, x[:, :4].sin()
+    with saved_tensors_hooks(torch.clone, lambda copied: copied):
+        hidden[:, :4].mul_(factor)
+    return layer.down(hidden)
+
+
 @pytest.mark.parametrize(
     "run",
     [
@@ -83,6 +90,7 @@ def keeps_in_hooks(layer: Layer, x: torch.Tensor) -> torch.Tensor:
         keeps_a_leaf,
         keeps_in_a_context,
         keeps_in_hooks,
+        keeps_in_hooks_of_a_part,
     ],
 )
 def test_forward_keeps_inputs_and_nothing_else(run: Forward) -> None:

@@ -80,7 +80,8 @@ class LateTensors:
         known = set(map(id, leaves))
         found: set[int] = set()
         for node in _nodes(output.grad_fn for output in outputs):
-            if _is_opaque(node):
+            # a write into a part keeps the node of its operation to itself
+            if _is_opaque(node) or type(node).__name__ == "CopySlices":
                 return False
             variable = getattr(node, "variable", None)
             if variable is not None and id(variable) not in known and not isinstance(variable, nn.Parameter):
