@@ -127,6 +127,7 @@ def measure(rounds: int, steps: int) -> tuple[Machine, dict[str, list[Block]], F
         for name in order.sample(list(loops), len(loops)):
             blocks[name].append(block(*loops[name], steps))
     machine = machine_of(found, backend)
+    measurements.close()
     backend.close()
     for model, _ in loops.values():
         streamer.unwrap(model)

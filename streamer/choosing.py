@@ -34,6 +34,7 @@ from streamer.optim import AdamW
 from streamer.options import Activations, parse_bytes
 from streamer.plan.choices import Choice, Choices, Policies, Room, kept_last, sizes_below
 from streamer.plan.choosing import Chosen, choose
+from streamer.plan.recalling import Recollection
 from streamer.plan.step_plan import StepPlan, plan_step
 
 AUTO: Literal["auto"] = "auto"
@@ -154,6 +155,7 @@ def plan_of(
     """What plans a choice for ``model``, a `skeleton`, on ``machine`` with room for anything: what fits is
     seen to by whoever chooses. ``options`` are those of ``wrap`` that are the same for all choices."""
     unlimited = VirtualBackend(replace(machine, device_bytes=_ENOUGH, host_bytes=_ENOUGH))
+    recollection = Recollection()
 
     def plan(choice: Choice) -> StepPlan:
         given = dict(options) | choice._asdict()
@@ -161,7 +163,7 @@ def plan_of(
             given["batch_dims"] = None
         planned = wrap(copy.deepcopy(model).train(), backend=VirtualBackend(unlimited.machine), **given)
         try:
-            return plan_step(wrapped(planned).executor, batch.step(planned))
+            return plan_step(wrapped(planned).executor, batch.step(planned), recollection)
         except (NotImplementedError, RuntimeError) as error:
             raise ValueError(
                 f"'auto' runs the model without values, which this one needs ({_one_line(error)}): give "

@@ -125,6 +125,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"activations": "keep", "num_slots": 3},
     {"activations": "recompute+offload"},
     {"micro_batch_size": 2},
+    {"activations": "keep", "micro_batch_size": 1},
     {"activations": "recompute+offload", "micro_batch_size": 4, "dtype": torch.bfloat16},
     {"activations": "keep", "dtype": torch.bfloat16, "num_slots": 1},
     {"update": "backward"},
@@ -154,7 +155,7 @@ def test_recalled_layers_take_what_each_of_them_takes(name: str, options: dict[s
         executor, step = begin(build, VirtualBackend(CUDA), layers, **options)
         tracker = StepTracker(executor)
         if recall:
-            recall_layers(executor, Recollection(tracker))
+            recall_layers(executor, tracker, Recollection())
         with tracker:
             prediction = predict_step(executor, step)
         seconds = [
@@ -181,17 +182,24 @@ def test_layers_that_are_alike_run_once() -> None:
     def build(count: int) -> nn.Module:
         return nn.Sequential(nn.Sequential(*(Counts(8, 8) for _ in range(count))), nn.Flatten())
 
-    def planned(count: int) -> int:
+    def planned(count: int, batch: int = 4, recollection: Recollection | None = None, **options: Any) -> int:
         runs.clear()
         with torch.device("meta"):
             model = build(count)
-        streamer.wrap(model, layers="0", backend=VirtualBackend(CPU))
-        inputs = torch.zeros(4, 8, device="meta", requires_grad=True)
-        plan_step(wrapped(model).executor, lambda: model(inputs).sum().backward())
+        streamer.wrap(model, layers="0", backend=VirtualBackend(CPU), **options)
+        inputs = torch.zeros(batch, 8, device="meta", requires_grad=True)
+        plan_step(wrapped(model).executor, lambda: model(inputs).sum().backward(), recollection)
         return len(runs)
 
     # the first layer and all others, forward alone and with a backward
     assert planned(12) == planned(6) <= 6
+    # the first two slices, and the last, which is shorter
+    assert planned(6, 21, micro_batch_size=2) == planned(6, 41, micro_batch_size=2) <= 18
+    # copies of a model, whatever their slots
+    recollection = Recollection()
+    assert planned(6, recollection=recollection)
+    assert planned(6, recollection=recollection, num_slots=4) == 0
+    assert planned(6, 5, recollection=recollection)
 
 
 def test_layers_that_differ_in_a_number_are_told_apart() -> None:
@@ -245,6 +253,20 @@ class Tanh(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.linear(x))
+
+
+@pytest.mark.parametrize(("machine", "visits"), [(CPU, 2 * 3), (CUDA, 0)])
+def test_a_host_that_computes_has_the_work_of_the_library_too(machine: Machine, visits: int) -> None:
+    def seconds(per_visit: float) -> float:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Sequential(*(Tanh(8) for _ in range(3))), nn.Flatten())
+        backend = VirtualBackend(replace(machine, seconds_per_visit=per_visit))
+        streamer.wrap(model, layers="0", backend=backend)
+        inputs = torch.zeros(4, 8, device="meta", requires_grad=True)
+        step = predict_step(wrapped(model).executor, lambda: model(inputs).sum().backward())
+        return step.seconds
+
+    assert seconds(10.0) - seconds(0.0) == pytest.approx(10.0 * visits, rel=1e-6)
 
 
 def test_a_budget_is_filled_with_slots() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -169,9 +173,7 @@ def test_gb_and_gib_differ(config: str, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_bad_input(config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert all(name in refused(capsys, config, "--machine", "rtx-9090") for name in MACHINES)
-    assert "give it in bytes, or as a text such as '16GiB'" in refused(
-        capsys, config, "--host-memory", "much"
-    )
+    assert "give a number and its unit such as '16GiB'" in refused(capsys, config, "--host-memory", "16")
     assert "device_memory" in refused(capsys, config, "--device-memory", "16 Gib")
     assert "layers" in refused(capsys, config, "--set", "model.args.n_layer=0")
     assert "PNG" in refused(capsys, config, "--timeline", str(tmp_path / "step.svg"))
@@ -188,6 +190,38 @@ def test_a_model_that_wants_values_is_told_which_operation(
     assert "cannot run without values" in error and "item" in error and "run.steps=1" in error
 
 
+LARGE = """
+import json, resource, sys
+from dataclasses import replace
+from streamer.app.config import load_config
+from streamer.app.planning import plan_run
+from streamer.backends.machines import MACHINES
+
+config = load_config(sys.argv[1], sys.argv[2:])
+plan = plan_run(config, replace(MACHINES["h100-sxm"], host_bytes=6 << 40))
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+print(json.dumps([plan.parameters, plan.fits, peak]))
+"""
+
+
+def test_half_a_trillion_parameters_are_planned_within_a_gib(config: str) -> None:
+    sizes = ["n_layer=152", "n_head=128", "n_embd=16384", "block_size=2048", "vocab_size=50257"]
+    overrides = [f"model.args.{size}" for size in sizes] + [
+        "data.context=2048",
+        'stream.dtype="bfloat16"',
+        "stream.micro_batch_size=1",
+        'stream.activations="recompute+offload"',
+        'optimizer.state_dtype="int8"',
+    ]
+    run = subprocess.run(
+        [sys.executable, "-c", LARGE, config, *overrides], capture_output=True, text=True, check=True
+    )
+    parameters, fits, peak = json.loads(run.stdout)
+    assert parameters == 152 * (12 * 16384**2 + 13 * 16384) + (50257 + 2048 + 2) * 16384
+    assert fits
+    assert peak < 1 << 30
+
+
 @pytest.mark.parametrize("name", ["rtx-4090", "laptop-8gb"])
 def test_the_golden_table(name: str) -> None:
     golden = json.loads((RESULTS / "plans.json").read_text())["machines"]
@@ -195,3 +229,29 @@ def test_the_golden_table(name: str) -> None:
     found = plans.figures(plans.plan_run(load_config(plans.CONFIG), MACHINES[name]))
     for key, value in found.items():
         assert golden[name][key] == (pytest.approx(value, rel=1e-9) if isinstance(value, float) else value)
+
+
+def test_a_reader_that_has_read_enough_is_no_error(
+    config: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan(*_: object, **__: object) -> bool:
+        print("a plan")
+        return True
+
+    monkeypatch.setattr("streamer.app.plan.plan", plan)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe:
+        monkeypatch.setattr("sys.stdout", pipe)
+        assert main(["plan", config]) == 141
+    assert capfd.readouterr().err == ""
+
+
+def test_an_error_of_no_file_is_told(
+    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan(*_: object, **__: object) -> bool:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("streamer.app.plan.plan", plan)
+    assert refused(capsys, config) == "streamer: No space left on device\n"

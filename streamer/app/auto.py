@@ -20,16 +20,19 @@ from streamer.find import find_layers
 from streamer.options import parse_bytes
 from streamer.plan.choices import Choice, Room
 from streamer.plan.choosing import Chosen, choose
+from streamer.plan.recalling import Recollection
 from streamer.plan.step_plan import StepPlan
 
 
-def settle(config: Config, machine: Machine | None = None) -> tuple[Config, Chosen | None]:
+def settle(
+    config: Config, machine: Machine | None = None, recollection: Recollection | None = None
+) -> tuple[Config, Chosen | None]:
     """``config`` with a choice for each of ``stream.activations``, ``num_slots`` and ``micro_batch_size``
     that is "auto", and how it was come by; None where nothing is.
 
     ``machine`` has the rates and the sizes. None is this one: the sizes are then what is free now, and the
-    rates those that `streamer.wrap` would take. Raises ConfigError for a config that cannot be run, and where
-    nothing fits.
+    rates those that `streamer.wrap` would take. ``recollection`` is that of other plans of it. Raises
+    ConfigError for a config that cannot be run, and where nothing fits.
     """
     stream = config.stream
     if AUTO not in (stream.activations, stream.num_slots, stream.micro_batch_size):
@@ -53,7 +56,7 @@ def settle(config: Config, machine: Machine | None = None) -> tuple[Config, Chos
             micro_batch_size=stream.micro_batch_size,
         )
         with torch.random.fork_rng(devices=()):
-            chosen = choose(_plan_of(config, machine), among, room)
+            chosen = choose(_plan_of(config, machine, recollection or Recollection()), among, room)
     except (TypeError, ValueError, MemoryError) as error:
         raise error if isinstance(error, ConfigError) else ConfigError(f"[stream]: {error}") from error
     return _with(config, chosen.choice), chosen
@@ -68,13 +71,13 @@ def without_auto(config: Config) -> Config:
     return replace(config, stream=replace(config.stream, **changed))
 
 
-def _plan_of(config: Config, machine: Machine) -> Callable[[Choice], StepPlan]:
+def _plan_of(config: Config, machine: Machine, recollection: Recollection) -> Callable[[Choice], StepPlan]:
     def plan(choice: Choice) -> StepPlan:
         of_choice = _with(config, choice)
         # what fits is seen to by whoever chooses
         unlimited = replace(of_choice, stream=replace(of_choice.stream, device_memory=None))
         try:
-            return plan_run(unlimited, machine).step
+            return plan_run(unlimited, machine, recollection).step
         except ConfigError as error:
             if isinstance(error.__cause__, AmbiguousBatchError):
                 raise error.__cause__ from None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import os
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -44,31 +46,40 @@ MOST_WEIGHTS = 4
 _BOUNDLESS = Machine("boundless", 1.0, 1.0, 1.0, 1.0, 1 << 60, 1 << 60)
 
 #: How a figure is shown: its unit, and what it is divided by.
-_UNITS = {"flops_per_second": ("TFLOP/s", 1e12), "bytes_per_second": ("GB/s", 1e9), "per_op": ("us", 1e-6)}
+_UNITS = {
+    "flops_per_second": ("TFLOP/s", 1e12),
+    "bytes_per_second": ("GB/s", 1e9),
+    "per_op": ("us", 1e-6),
+    "per_visit": ("us", 1e-6),
+}
 
 
 def calibrate(config: Config | None, *, device: str | None, output: Path) -> Machine:
     """Measure this machine, at the shapes and in the dtype of ``config`` if there is one, print what was
     found and write it into ``output``.
 
-    Raises ConfigError for a device that is not there, a config whose model cannot be built, and an output
-    whose folder is not there.
+    Raises ConfigError for a device that is not there, a config whose model cannot be built, and, before
+    anything is measured, an output that cannot be written.
     """
     if not output.parent.is_dir():
         raise ConfigError(f"--output {output}: there is no folder {output.parent}; make it first")
+    if output.is_dir():
+        raise ConfigError(
+            f"--output {output}: it is a folder; give a file in it, such as {output / 'machine.toml'}"
+        )
+    if not os.access(output if output.exists() else output.parent, os.W_OK):
+        raise ConfigError(f"--output {output}: it cannot be written; give a file elsewhere")
     try:
         backend = backend_for(device)
     except ValueError as error:
         raise ConfigError(f"--device: {error}") from None
-    try:
+    with closing(backend):
         sizes = sizes_of(config, backend.device.type)
         print(f"measuring {device_name(backend.device)}: {_told(sizes)}", flush=True)
         # kept until the backend is closed, for there its page-locked memory is unregistered
-        measurements = Measurements(backend, sizes)
-        found = measure(measurements, rounds=ROUNDS, budget_seconds=BUDGET_SECONDS)
+        with closing(Measurements(backend, sizes)) as measurements:
+            found = measure(measurements, rounds=ROUNDS, budget_seconds=BUDGET_SECONDS)
         machine = machine_of(found, backend)
-    finally:
-        backend.close()
     print_table(found)
     output.write_text(dump_machine(machine, _measured(found, sizes)), encoding="utf-8")
     print(f"written: {output}")

@@ -11,6 +11,7 @@ from streamer.app.planning import PROCESS_BYTES, plan_run
 from streamer.app.pretrained import without_values
 from streamer.backends.choose import backend_for
 from streamer.backends.machine import Machine
+from streamer.plan.recalling import Recollection
 from streamer.plan.step_plan import CONTEXT_BYTES
 
 
@@ -33,12 +34,13 @@ def check_memory(config: Config) -> None:
     if at_most < min(machine.device_bytes, machine.host_bytes) / 2:
         return
     try:
-        plan = plan_run(config, machine)
+        recollection = Recollection()
+        plan = plan_run(config, machine, recollection)
     except ConfigError as error:
         print(f"not planned: {error}")
         return
     if not plan.fits:
-        found = mend(plan, lambda changed: plan_run(changed, machine))
+        found = mend(plan, lambda changed: plan_run(changed, machine, recollection))
         (line,) = mend_lines(plan, found, with_speed=False)
         what = "this run" if found is None else "this run does not fit"
         raise ConfigError(f"{what}: {line}", table="\n".join(ledger_lines(plan)))

@@ -24,6 +24,7 @@ _OTHERS = {
     "device_bytes": COUNT,
     "host_bytes": COUNT,
     "seconds_per_op": NOT_NEGATIVE,
+    "seconds_per_visit": NOT_NEGATIVE,
 }
 _MACHINE = {item.name: _OTHERS.get(item.name, POSITIVE) for item in fields(Machine) if item.name != BESIDE}
 _BESIDE = {item.name: _SHARE for item in fields(Beside)}

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from streamer.app import workloads
+from streamer.app.visits import Visits
 from streamer.app.workloads import Sizes, Work
 from streamer.backends.base import Backend, Event, Lane, Span
 from streamer.backends.operations import Operations
@@ -76,6 +77,8 @@ class Measurements:
 
     def __init__(self, backend: Backend, sizes: Sizes) -> None:
         self._watch = Stopwatch(backend, sizes.seconds)
+        # a device's loop runs ahead of it
+        self._visits = Visits() if backend.device.type == "cpu" else None
         self._computing = workloads.computing(backend, sizes)
         update_bytes, update = workloads.update(backend, sizes)
         self._lanes: dict[Lane, Work] = {
@@ -93,6 +96,8 @@ class Measurements:
         """What `Machine` and `Beside` are to say of this machine, by field, measured once."""
         seconds = {name: self._watch.alone(Lane.COMPUTE, work) for name, work in self._computing.items()}
         values = _of_compute(seconds, self._counts)
+        if self._visits is not None:
+            values["seconds_per_visit"] = self._visits.seconds(values["seconds_per_op"])
         alone = {lane: self._watch.alone(lane, work) for lane, work in self._lanes.items()}
         for lane, nbytes in self._nbytes.items():
             values[f"{lane.value}_bytes_per_second"] = nbytes / alone[lane]
@@ -101,6 +106,11 @@ class Measurements:
             for lane, name in zip(pair, names, strict=True):
                 values[name] = min(1.0, alone[lane] / beside[lane])
         return values
+
+    def close(self) -> None:
+        """Give back what it holds; the backend is the caller's."""
+        if self._visits is not None:
+            self._visits.close()
 
 
 def measure(measurements: Measurements, *, rounds: int, budget_seconds: float) -> Found:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,8 @@ PlanOf = Callable[[Config], RunPlan]
 MICRO_BATCHES = 3
 #: How often a batch that turned out to be too large is made smaller by a twentieth.
 TRIES = 8
+#: The largest batch that is looked for is so many times the largest of the table.
+FURTHEST = 16
 
 
 @dataclass(frozen=True)
@@ -117,13 +119,15 @@ def with_batch(config: Config, batch_size: int) -> Config:
     )
 
 
-def largest_batch(plan: RunPlan, plan_of: PlanOf) -> RunPlan | None:
+def largest_batch(plan: RunPlan, batches: Sequence[RunPlan], plan_of: PlanOf) -> RunPlan | None:
     """The plan of the largest batch that fits, give or take a twentieth; None where not even one sequence
-    does. What a batch takes grows evenly with it, so two plans tell it, and a third one is held against it.
+    does. What a batch takes grows evenly with it, so two of ``batches``, of rising sizes, tell it, and one
+    more plan is held against it.
     """
-    size = plan.config.data.batch_size
-    small = plan_of(with_batch(plan.config, max(1, size // 2)))
-    large = plan_of(with_batch(plan.config, 2 * small.config.data.batch_size))
+    alike = [one for one in batches if one.config.stream.num_slots is not None]
+    fitting = sum(one.fits for one in alike)
+    # the last that fits and the first that does not
+    small, large = alike[max(0, min(fitting, len(alike) - 1) - 1) :][:2]
     batch = _estimate(small, large)
     for _ in range(TRIES):
         if batch < 1:
@@ -144,7 +148,7 @@ def _estimate(small: RunPlan, large: RunPlan) -> int:
         (small.device_needed, large.device_needed, small.machine.device_bytes),
         (small.host_needed, large.host_needed, small.machine.host_bytes),
     ]
-    most = 64 * sizes[1]
+    most = FURTHEST * sizes[1]
     for low, high, room in sides:
         each = (high - low) / (sizes[1] - sizes[0])
         if each > 0:

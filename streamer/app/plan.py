@@ -16,6 +16,7 @@ from streamer.app.plan_report import plan_json, plan_text
 from streamer.app.planning import RunPlan, plan_run
 from streamer.backends.machine import Machine
 from streamer.options import parse_bytes
+from streamer.plan.recalling import Recollection
 
 #: Where none is given.
 MACHINE = "rtx-4090"
@@ -47,13 +48,14 @@ def plan(
         machine = replace(machine, host_bytes=host_bytes)
     if timeline is not None:
         _check_timeline(Path(timeline))
-    config, chosen = settle(config, machine)
-    plan_of = _remembering(machine)
+    recollection = Recollection()
+    config, chosen = settle(config, machine, recollection)
+    plan_of = _remembering(machine, recollection)
     planned = plan_of(config)
     size = config.data.batch_size
     sizes = sorted({max(1, int(size * share)) for share in BATCHES})
     batches = [plan_of(config if one == size else with_batch(config, one)) for one in sizes]
-    largest = largest_batch(planned, plan_of)
+    largest = largest_batch(planned, batches, plan_of)
     found = None if planned.fits else mend(planned, plan_of)
     if as_json:
         report = plan_json(planned, batches, largest, found)
@@ -67,12 +69,12 @@ def plan(
     return planned.fits
 
 
-def _remembering(machine: Machine) -> Callable[[Config], RunPlan]:
+def _remembering(machine: Machine, recollection: Recollection) -> Callable[[Config], RunPlan]:
     """`plan_run`, which plans no config twice."""
 
     @cache
     def by_text(text: str) -> RunPlan:
-        return plan_run(configs[text], machine)
+        return plan_run(configs[text], machine, recollection)
 
     configs: dict[str, Config] = {}
 

@@ -40,6 +40,8 @@ class Machine:
         device_bytes_per_second: of operations that wait for the device's memory (norms, activations), counted
             as what they read and write; None: they take no time.
         seconds_per_op: what an operation takes however little it does.
+        seconds_per_visit: what this library takes for each forward and backward of a layer, beside its
+            operations. Of kind "cpu" alone: elsewhere the loop runs ahead of the device.
         beside: what lanes keep of their rates beside one another.
     """
 
@@ -55,4 +57,5 @@ class Machine:
     attention_flops_per_second: float | None = None
     device_bytes_per_second: float | None = None
     seconds_per_op: float = 0.0
+    seconds_per_visit: float = 0.0
     beside: Beside = Beside()

@@ -84,6 +84,11 @@ class Operations(TorchDispatchMode):
         """Of all so far."""
         return Cost(self.flops, self.seconds)
 
+    def recall(self, cost: Cost) -> None:
+        """Count what was not run: ``cost`` is what it would have cost."""
+        self.flops += cost.flops
+        self.seconds += cost.seconds
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)

@@ -17,7 +17,7 @@ from streamer.backends.allocator import buffers_within
 from streamer.backends.attention import FusedAttention
 from streamer.backends.base import Backend, Event, Lane
 from streamer.backends.clocks import clock_of
-from streamer.backends.machine import Machine
+from streamer.backends.machine import CPU, Machine
 from streamer.backends.operations import NOTHING, Cost, Operations
 
 
@@ -87,7 +87,11 @@ class VirtualBackend(Backend):
         self._counted += counter.cost
         cost = counter.cost + self._recalled
         self.flops += cost.flops
-        return self._clock.submit(lane, cost.seconds, waits)
+        seconds = cost.seconds
+        # some work marks a moment and does nothing
+        if seconds and self.machine.kind == CPU:
+            seconds += self.machine.seconds_per_visit
+        return self._clock.submit(lane, seconds, waits)
 
     def recall(self, cost: Cost) -> None:
         """Let the work that runs have cost this too, which it did not execute."""

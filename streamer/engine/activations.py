@@ -98,7 +98,8 @@ class Visit:
         self._paged: list[bool] = []
         self._number: int | None = None
         self._cut = cut
-        self._runs = [policy(executor, call) for _ in cut.slices]
+        #: one for each slice
+        self.runs = [policy(executor, call) for _ in cut.slices]
         self._shapes: Sequence[torch.Size] = ()
         self._output_parts: Parts = ()
         self._release: Callable[[], object] = lambda: None
@@ -120,7 +121,7 @@ class Visit:
         """The work of `forward`, on the slot ``weights``."""
         self._shapes = [tensor.shape for tensor in inputs]
         joined = Joined(self.call.unit.name, self._cut, inputs)
-        for number, run in enumerate(self._runs):
+        for number, run in enumerate(self.runs):
             given = self._cut.inputs(inputs, number)
             outputs, rebuild = run.first_run(weights, given)
             joined.add(number, outputs, rebuild, given)
@@ -152,7 +153,7 @@ class Visit:
                 self._release()
                 if self._number is not None:
                     self.executor.inputs.forget(self._number)
-                for run in self._runs:
+                for run in self.runs:
                     run.release()
             results.extend(found)
             return used
@@ -215,7 +216,7 @@ class Visit:
             )
 
     def _collector(self, asked: Sequence[Asked], into: torch.Tensor) -> Collector:
-        several = len(self._runs) > 1
+        several = len(self.runs) > 1
         return Collector(self.call.unit, asked, into, in_fp32=several and self.executor.sum_in_fp32)
 
     def _go_back(
@@ -223,7 +224,7 @@ class Visit:
     ) -> list[torch.Tensor | None]:
         """Go back through the graphs of all slices; the gradients of the inputs."""
         joined = JoinedGradients(self._cut, self._shapes)
-        for number, run in enumerate(self._runs):
+        for number, run in enumerate(self.runs):
             given = self._cut.inputs(inputs, number) if self.saves_inputs else ()
             incoming = self._cut.gradients(gradients, self._output_parts, number)
             joined.add(number, run.go_back(weights, given, incoming, collector))

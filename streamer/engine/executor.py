@@ -79,6 +79,8 @@ class Executor:
         self.hooked = OncePerBackward()
         self.norms = Norms(self.issuer, units, root, store)
         self.saved = SavedBytes()
+        #: the sum of squares of a unit's gradients: fp32, on the device
+        self.squares_of: Callable[[Unit, torch.Tensor, Sequence[bool]], torch.Tensor] = _squares_of
         self.memory = DeviceMemory(backend, (*units, root), self.weights, self.gradients, self.saved)
         self.budget: Budget | None = None
         if budget is not None:
@@ -172,7 +174,7 @@ class Executor:
             # bytes of ones are NaN in every floating-point format
             gradient.fill_(255)
         used = work()
-        return used, sum_squares(unit.layout, gradient, used)
+        return used, self.squares_of(unit, gradient, used)
 
     def zero_grad(self) -> None:
         """Gradients are about to be dropped."""
@@ -239,3 +241,7 @@ class Executor:
     def shard(self, unit: Unit) -> HostShard:
         """The host shard of ``unit``."""
         return self.store.shards[unit.index]
+
+
+def _squares_of(unit: Unit, gradient: torch.Tensor, used: Sequence[bool]) -> torch.Tensor:
+    return sum_squares(unit.layout, gradient, used)

@@ -72,10 +72,10 @@ class Held:
         grad = param.grad
         if grad is None or grad.is_sparse:
             return False
-        if is_summed(param) or not slice.numel:
-            place = self.place(slice, summed=is_summed(param))
+        summed = is_summed(param)
+        if summed or not slice.numel:
+            place = self.place(slice, summed=summed)
             return (grad.data_ptr(), grad.stride()) == (place.data_ptr(), place.stride())
-        # asked several times a step for every parameter
         return grad.data_ptr() == self._gradient.data_ptr() + slice.offset and grad.is_contiguous()
 
     def foreign(self) -> list[Foreign]:
@@ -141,4 +141,5 @@ def noticing_writes(unit: Unit, shard: HostShard, update: Callable[[], None]) ->
 
 def is_summed(param: torch.Tensor) -> bool:
     """Whether ``p.grad`` is an fp32 sum beside a parameter of a shorter dtype."""
-    return param.grad is not None and param.grad.dtype == FP32 != param.dtype
+    # asked several times a step for every parameter
+    return param.dtype != FP32 and (grad := param.grad) is not None and grad.dtype == FP32

@@ -4,7 +4,9 @@
 A plan runs the executor without data, though most layers are copies of one. What a visit of one of them
 takes (time, bytes that come and go, bytes that stay for backward) depends on its structure and on the shapes
 it is given alone. So each kind of visit is carried out once, on meta tensors and apart from the step, and
-recalled from then on: the executor still issues every op, and the tensors that stay are still made.
+recalled from then on: the executor still issues every op, and the tensors that stay are still made. Within
+one, slices of a batch that are alike are recalled from the second on, and what is recalled may serve other
+plans of the same model: with other batches, more slots.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from streamer.backends.operations import Cost, Operations
+from streamer.backends.machine import Machine
+from streamer.backends.operations import Cost
 from streamer.backends.virtual import VirtualBackend
 from streamer.engine.activations import Outputs, Run, Visit
 from streamer.engine.ambient import Autocast
@@ -26,10 +29,13 @@ from streamer.engine.call import Call, Tensors
 from streamer.engine.cut import Cut
 from streamer.engine.executor import Executor
 from streamer.engine.layer import StreamedLayer
+from streamer.engine.norms import sum_squares
 from streamer.engine.saved import storages
 from streamer.engine.tree import Rebuild, constants
 from streamer.engine.unit import Unit
-from streamer.plan.structure import Kind, structure_of
+from streamer.plan.meter import Meter
+from streamer.plan.slices import recall_slices
+from streamer.plan.structure import Kind, Numbers, structure_of
 from streamer.plan.tracker import Tracker
 
 
@@ -56,54 +62,88 @@ class _Backward:
     rise: int
 
 
+@dataclass(frozen=True)
+class _Squares:
+    """The sum of squares of its gradients."""
+
+    cost: Cost
+    rise: int
+
+
 @dataclass
 class Recollection:
-    """What visits of layers have taken. [Note: recalled visits]"""
+    """What visits of layers have taken, in one plan or in several of copies of a model. [Note: recalled
+    visits]"""
 
-    tracker: Tracker
     forwards: dict[Hashable, _Forward] = field(default_factory=dict)
     backwards: dict[Hashable, _Backward] = field(default_factory=dict)
-    _structures: dict[int, Hashable] = field(default_factory=dict)
+    squares: dict[Hashable, _Squares] = field(default_factory=dict)
 
-    def structure(self, unit: Unit) -> Hashable:
-        """Equal for layers that compute alike."""
-        if unit.index not in self._structures:
-            self._structures[unit.index] = structure_of(unit)
-        return self._structures[unit.index]
+
+class Memory:
+    """A `Recollection` as the layers of one wrapped model use it."""
+
+    def __init__(self, executor: Executor, recollection: Recollection, tracker: Tracker) -> None:
+        assert isinstance(executor.backend, VirtualBackend), "others have work to do"
+        self.recollection = recollection
+        self._backend = executor.backend
+        self._tracker = tracker
+        numbers = Numbers()
+        machine, in_fp32 = executor.backend.machine, executor.sum_in_fp32
+        #: by a layer's index: equal for layers that compute alike
+        self.structures = {
+            unit.index: (machine, in_fp32, structure_of(unit, numbers)) for unit in executor.units
+        }
 
     def kind(self) -> type[Visit]:
         """Visits that recall. For `StreamedLayer.visit_as`."""
 
         class Recalled(_Recalled):
-            recollection = self
+            memory = self
 
         return Recalled
 
+    def count(self, cost: Cost, rise: int) -> None:
+        """What is recalled would have cost this, and taken so many bytes for a while."""
+        self._backend.recall(cost)
+        self._tracker.rise(rise)
+
+    def squares_of(self, unit: Unit, gradient: torch.Tensor, used: Sequence[bool]) -> torch.Tensor:
+        """`Executor.squares_of`, recalled."""
+        found = self.recollection.squares
+        key = (self.structures[unit.index], tuple(used))
+        if key not in found:
+            with _disable_current_modes(), Meter(self._backend.machine) as meter:
+                sum_squares(unit.layout, gradient, used)
+            found[key] = _Squares(meter.cost, meter.peak)
+        self.count(found[key].cost, found[key].rise)
+        return torch.empty((), dtype=torch.float32, device=gradient.device)
+
 
 class _Recalled(Visit):
-    recollection: Recollection
+    memory: Memory
 
     def __init__(self, executor: Executor, call: Call, policy: type[Run], cut: Cut) -> None:
         super().__init__(executor, call, policy, cut)
         self._policy = policy
-        self._runs = []
+        self.runs = []
         self._kept: list[torch.Tensor] = []
 
     def run(self, inputs: Tensors, weights: torch.Tensor) -> Outputs:
-        memory = self.recollection
+        forwards = self.memory.recollection.forwards
         self._given = [Kind.of(tensor) for tensor in inputs]
         self._key = (
             self._policy,
-            memory.structure(self.call.unit),
+            self.memory.structures[self.call.unit.index],
             tuple(self._given),
             tuple(constants(self.call.rebuild(inputs))),
             repr(self._cut),
             Autocast.now(self.executor.backend.device),
         )
-        if self._key not in memory.forwards:
-            memory.forwards[self._key] = self._measure_forward(weights)
-        found = memory.forwards[self._key]
-        self._count(found.cost, found.rise)
+        if self._key not in forwards:
+            forwards[self._key] = self._measure_forward(weights)
+        found = forwards[self._key]
+        self.memory.count(found.cost, found.rise)
         if found.kept:
             self._kept.append(torch.empty(found.kept, dtype=torch.uint8, device="meta"))
         if not self.saves_inputs:
@@ -120,35 +160,25 @@ class _Recalled(Visit):
         gradients: Gradients,
         asked: Sequence[Asked],
     ) -> tuple[list[bool], list[torch.Tensor | None]]:
-        memory = self.recollection
+        backwards = self.memory.recollection.backwards
         incoming = tuple(None if gradient is None else Kind.of(gradient) for gradient in gradients)
         key = (self._key, incoming, tuple(asked))
-        if key not in memory.backwards:
-            memory.backwards[key] = self._measure_backward(weights, into, incoming, asked)
-        found = memory.backwards[key]
-        self._count(found.cost, found.rise)
+        if key not in backwards:
+            backwards[key] = self._measure_backward(weights, into, incoming, asked)
+        found = backwards[key]
+        self.memory.count(found.cost, found.rise)
         self._kept.clear()
         return list(found.used), [None if kind is None else kind.make() for kind in found.returned]
-
-    @property
-    def _backend(self) -> VirtualBackend:
-        backend = self.executor.backend
-        assert isinstance(backend, VirtualBackend), "others have work to do"
-        return backend
-
-    def _count(self, cost: Cost, rise: int) -> None:
-        self._backend.recall(cost)
-        self.recollection.tracker.rise(rise)
 
     def _measure_forward(self, weights: torch.Tensor) -> _Forward:
         with _disable_current_modes():
             visit, inputs = self._apart()
-            with Tracker() as tracker, Operations(self._backend.machine) as counter:
+            with Meter(self._machine) as meter:
+                recall_slices(visit, meter)
                 outputs, rebuild = visit.run(inputs, weights)
-            rise, cost = tracker.peak, counter.cost
             kinds = [Kind.of(output) for output in outputs]
             del outputs
-            return _Forward(kinds, rebuild, cost, rise, kept=tracker.now)
+            return _Forward(kinds, rebuild, meter.cost, meter.peak, kept=meter.now)
 
     def _measure_backward(
         self,
@@ -160,16 +190,21 @@ class _Recalled(Visit):
         with _disable_current_modes():
             visit, inputs = self._apart()
             gradients = [None if kind is None else kind.make() for kind in incoming]
-            with Tracker() as tracker:
+            given = inputs if self.saves_inputs else ()
+            with Meter(self._machine) as meter:
+                recall_slices(visit, meter)
                 outputs, _ = visit.run(inputs, weights)
                 del outputs
-                before = tracker.peak = tracker.now
-                with Operations(self._backend.machine) as counter:
-                    used, found = visit.go_back(
-                        weights, into, inputs if self.saves_inputs else (), gradients, asked
-                    )
-                kinds = [None if gradient is None else Kind.of(gradient) for gradient in found]
-            return _Backward(used, kinds, counter.cost, tracker.peak - before)
+                with meter.measuring() as measured:
+                    used, found = visit.go_back(weights, into, given, gradients, asked)
+            kinds = [None if gradient is None else Kind.of(gradient) for gradient in found]
+            return _Backward(used, kinds, measured.cost, measured.rise)
+
+    @property
+    def _machine(self) -> Machine:
+        backend = self.executor.backend
+        assert isinstance(backend, VirtualBackend), "others have work to do"
+        return backend.machine
 
     def _apart(self) -> tuple[Visit, list[torch.Tensor]]:
         """A visit that does not belong to the step, and inputs for it."""
@@ -191,10 +226,13 @@ class _SavesNothing:
         return lambda: None
 
 
-def recall_layers(executor: Executor, recollection: Recollection) -> None:
-    """Let the layers of a model on the virtual backend recall their visits."""
-    kind = recollection.kind()
+def recall_layers(executor: Executor, tracker: Tracker, recollection: Recollection) -> None:
+    """Let the layers of a model on the virtual backend recall their visits, and add what they hold to what
+    ``tracker`` counts."""
+    memory = Memory(executor, recollection, tracker)
+    kind = memory.kind()
     for unit in executor.units:
         layer = unit.module.forward
         assert isinstance(layer, StreamedLayer), "the model is wrapped"
         layer.visit_as(kind)
+    executor.squares_of = memory.squares_of

@@ -6,8 +6,10 @@ its operations hold, and the buffers that it owns are those that a real run woul
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from streamer.backends.allocator import gaps
@@ -79,13 +81,30 @@ class StepPlan:
         return sum(self.host_bytes.values())
 
 
-def plan_step(executor: Executor, step: Callable[[], object]) -> StepPlan:
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Let Python not look for garbage inside the block: a plan makes many objects, which stay until its end,
+    and to look at them again and again takes a third of its time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@uncollected()
+def plan_step(
+    executor: Executor, step: Callable[[], object], recollection: Recollection | None = None
+) -> StepPlan:
     """Plan ``step`` (forward, backward, update) of a model on the virtual backend. Layers that are alike run
-    once: [Note: recalled visits]."""
+    once, also those of copies of the model that are planned with one ``recollection``: [Note: recalled
+    visits]."""
     backend = executor.backend
     assert isinstance(backend, VirtualBackend), "elsewhere a step would have to be run"
     tracker = StepTracker(executor)
-    recall_layers(executor, Recollection(tracker))
+    recall_layers(executor, tracker, Recollection() if recollection is None else recollection)
     with backend.counting_memory(tracker):
         # a step to learn the order, and one more where slots are added at its end
         prediction = predict_step(executor, step, warmup=1 if executor.budget is None else 2)

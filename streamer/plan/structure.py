@@ -38,26 +38,39 @@ class Kind:
         return tensor.requires_grad_(self.requires_grad)
 
 
-def structure_of(unit: Unit) -> Hashable:
-    """The structure of a layer: its modules, their attributes and hooks, the layout of its parameters."""
+class Numbers:
+    """Objects by number, in the order in which they were met first: the same ones for copies of a model whose
+    layers are gone through in the same order."""
+
+    def __init__(self) -> None:
+        self._met: dict[int, tuple[int, object]] = {}
+
+    def of(self, value: object) -> int:
+        """The number of an object, which is kept alive: its identity is not to be another's."""
+        return self._met.setdefault(id(value), (len(self._met), value))[0]
+
+
+def structure_of(unit: Unit, numbers: Numbers) -> Hashable:
+    """The structure of a layer: its modules, their attributes and hooks, the layout of its parameters. What
+    cannot be compared goes by its number among ``numbers``."""
     layout = [
         (slice.offset, slice.param.shape, slice.param.dtype, slice.param.trainable)
         for slice in unit.layout.slices
     ]
     names = {module: name for name, module in unit.module.named_modules()}
     ties = [[(names[module], name) for module, name in owners] for owners in unit.owners]
-    modules = [(name, type(module), *_own(module)) for module, name in names.items()]
+    modules = [(name, type(module), *_own(module, numbers)) for module, name in names.items()]
     return repr((layout, ties, modules))
 
 
-def _own(module: nn.Module) -> list[Any]:
+def _own(module: nn.Module, numbers: Numbers) -> list[Any]:
     """What a module computes by, beside parameters and children."""
-    found: list[Any] = [(name, _plain(value)) for name, value in module._buffers.items()]
+    found: list[Any] = [(name, _plain(value, numbers)) for name, value in module._buffers.items()]
     for name, value in vars(module).items():
         if name in _HOOKS:
-            found += [id(hook) for hook in value.values()]
+            found += [numbers.of(hook) for hook in value.values()]
         elif name not in NUMBERS and name not in (*GUARDS, "forward") and not name.endswith(_SKIPPED):
-            found.append((name, _plain(value)))
+            found.append((name, _plain(value, numbers)))
     return found
 
 
@@ -73,11 +86,11 @@ _SKIPPED = (
 )
 
 
-def _plain(value: object) -> object:
+def _plain(value: object, numbers: Numbers) -> object:
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, torch.Tensor):
         return Kind.of(value)
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return id(value)
+        return [_plain(item, numbers) for item in value]
+    return numbers.of(value)

@@ -33,6 +33,8 @@ class Tracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if func.is_view:
+            return result
         given = None
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
