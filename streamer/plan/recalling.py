@@ -80,7 +80,7 @@ class Recollection:
     squares: dict[Hashable, _Squares] = field(default_factory=dict)
 
 
-class Memory:
+class Recalling:
     """A `Recollection` as the layers of one wrapped model use it."""
 
     def __init__(self, executor: Executor, recollection: Recollection, tracker: Tracker) -> None:
@@ -99,7 +99,7 @@ class Memory:
         """Visits that recall. For `StreamedLayer.visit_as`."""
 
         class Recalled(_Recalled):
-            memory = self
+            recalling = self
 
         return Recalled
 
@@ -121,7 +121,7 @@ class Memory:
 
 
 class _Recalled(Visit):
-    memory: Memory
+    recalling: Recalling
 
     def __init__(self, executor: Executor, call: Call, policy: type[Run], cut: Cut) -> None:
         super().__init__(executor, call, policy, cut)
@@ -130,11 +130,11 @@ class _Recalled(Visit):
         self._kept: list[torch.Tensor] = []
 
     def run(self, inputs: Tensors, weights: torch.Tensor) -> Outputs:
-        forwards = self.memory.recollection.forwards
+        forwards = self.recalling.recollection.forwards
         self._given = [Kind.of(tensor) for tensor in inputs]
         self._key = (
             self._policy,
-            self.memory.structures[self.call.unit.index],
+            self.recalling.structures[self.call.unit.index],
             tuple(self._given),
             tuple(constants(self.call.rebuild(inputs))),
             repr(self._cut),
@@ -143,7 +143,7 @@ class _Recalled(Visit):
         if self._key not in forwards:
             forwards[self._key] = self._measure_forward(weights)
         found = forwards[self._key]
-        self.memory.count(found.cost, found.rise)
+        self.recalling.count(found.cost, found.rise)
         if found.kept:
             self._kept.append(torch.empty(found.kept, dtype=torch.uint8, device="meta"))
         if not self.saves_inputs:
@@ -160,13 +160,13 @@ class _Recalled(Visit):
         gradients: Gradients,
         asked: Sequence[Asked],
     ) -> tuple[list[bool], list[torch.Tensor | None]]:
-        backwards = self.memory.recollection.backwards
+        backwards = self.recalling.recollection.backwards
         incoming = tuple(None if gradient is None else Kind.of(gradient) for gradient in gradients)
         key = (self._key, incoming, tuple(asked))
         if key not in backwards:
             backwards[key] = self._measure_backward(weights, into, incoming, asked)
         found = backwards[key]
-        self.memory.count(found.cost, found.rise)
+        self.recalling.count(found.cost, found.rise)
         self._kept.clear()
         return list(found.used), [None if kind is None else kind.make() for kind in found.returned]
 
@@ -229,10 +229,10 @@ class _SavesNothing:
 def recall_layers(executor: Executor, tracker: Tracker, recollection: Recollection) -> None:
     """Let the layers of a model on the virtual backend recall their visits, and add what they hold to what
     ``tracker`` counts."""
-    memory = Memory(executor, recollection, tracker)
-    kind = memory.kind()
+    recalling = Recalling(executor, recollection, tracker)
+    kind = recalling.kind()
     for unit in executor.units:
         layer = unit.module.forward
         assert isinstance(layer, StreamedLayer), "the model is wrapped"
         layer.visit_as(kind)
-    executor.squares_of = memory.squares_of
+    executor.squares_of = recalling.squares_of
