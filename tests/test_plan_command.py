@@ -101,6 +101,7 @@ def test_the_plan_as_people_read_it(config: str, capsys: pytest.CaptureFixture[s
         "logits and loss",
         "gaps in the allocator",
         "exp_avg_sq",
+        "of these page-locked",
         "of 24.00 GiB: fits",
         "TFLOP/s by 6 FLOP per parameter and token",
         "largest batch that fits",
@@ -121,6 +122,8 @@ def test_figures_for_programs(config: str, capsys: pytest.CaptureFixture[str]) -
     needed = [row["device_needed"] for row in found["batches"]]
     assert needed == sorted(needed)
     assert found["largest_batch"]["batch_size"] > 32
+    host = found["host_bytes"]
+    assert found["host_pinned"] == host["weights"] + host["gradients"] < found["host_needed"]
     assert (
         sum(found["device_bytes"].values()) + sum(found["device_reserve_bytes"].values())
         == found["device_needed"]

@@ -67,6 +67,7 @@ def _figures(plan: RunPlan) -> dict[str, Any]:
         "device_needed": plan.device_needed,
         "device_memory": plan.device_budget,
         "host_bytes": dict(plan.host_bytes),
+        "host_pinned": plan.host_pinned,
         "host_needed": plan.host_needed,
         "seconds": prediction.seconds,
         "busy_seconds": {lane.value: prediction.busy_seconds[lane] for lane in Lane},
@@ -95,6 +96,8 @@ def ledger_lines(plan: RunPlan) -> Iterator[str]:
         + f" of {amount(machine.device_bytes)}: {_verdict(plan.device_needed <= machine.device_bytes)}"
     )
     yield from _side("host", plan.host_bytes, plan.parameters)
+    if plan.host_pinned:
+        yield _line("  of these page-locked", plan.host_pinned, plan.parameters)
     also = " (with the device, whose memory it is)" if machine.kind == "cpu" else ""
     yield (
         _line("  needed", plan.host_needed, plan.parameters)

@@ -21,6 +21,7 @@ from streamer.backends.machine import CPU, Machine
 from streamer.backends.virtual import VirtualBackend
 from streamer.engine.trace import Trace
 from streamer.handle import wrapped
+from streamer.memory.purposes import PINNED
 from streamer.options import parse_bytes
 from streamer.plan.recalling import Recollection
 from streamer.plan.step_plan import BESIDE, GAPS, WORKING_SET, StepPlan, plan_step, uncollected
@@ -66,6 +67,13 @@ class RunPlan:
     def host_bytes(self) -> Mapping[str, int]:
         """Bytes of host memory by owner, the process's own with them."""
         return {**self.step.host_bytes, PROCESS: PROCESS_BYTES}
+
+    @property
+    def host_pinned(self) -> int:
+        """Bytes of host memory that are page-locked, as what is copied to or from a GPU is."""
+        if self.machine.kind == CPU:
+            return 0
+        return sum(nbytes for purpose, nbytes in self.step.host_bytes.items() if purpose in PINNED)
 
     @property
     def device_allocated(self) -> int:
