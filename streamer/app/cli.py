@@ -34,7 +34,7 @@ MACHINE_HELP = "a machine by name, or a file that streamer calibrate has written
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code: 0 (also where it was asked to stop and has saved), 1 where the run
     could not go on, 2 after an error in what it was given and for a plan that does not fit, 130 after Ctrl-C
-    before the first step."""
+    before the first step, 141 where nobody reads what it prints any more."""
     arguments = _parser().parse_args(argv)
     # OpenMP's threads spin while they wait, which takes the cores from the lanes' own threads; it is read
     # when torch is imported
@@ -119,12 +119,20 @@ def _exit_code(command: Callable[[argparse.Namespace], int], arguments: argparse
     from streamer.files.errors import CheckpointError
 
     try:
-        return command(arguments)
+        code = command(arguments)
+        sys.stdout.flush()
+        return code
     except (ConfigError, CheckpointError) as error:
         print(f"streamer: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # head has read enough; Python writes what is left when it ends, which must not fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except OSError as error:
-        print(f"streamer: {error.filename}: {error.strerror}", file=sys.stderr)
+        what = error.strerror or error
+        named = what if error.filename is None else f"{error.filename}: {what}"
+        print(f"streamer: {named}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nstreamer: interrupted; nothing is written", file=sys.stderr)
