@@ -35,7 +35,7 @@ from streamer.initialising import Init, check_init
 from streamer.moving import releasable_bytes
 from streamer.options import Activations, parse_bytes
 from streamer.plan.choices import Choice, Choices, Policies, Room, kept_last, sizes_below
-from streamer.plan.choosing import Chosen, choose
+from streamer.plan.choosing import Chosen, PlanOf, choose
 from streamer.plan.recalling import Recollection
 from streamer.plan.step_plan import StepPlan, plan_step
 from streamer.units import make_units
@@ -82,10 +82,12 @@ def plan_of(
     machine: Machine,
     batch: Batch,
     options: Mapping[str, Any],
-) -> Callable[[Choice], StepPlan]:
+    device_bytes: int = _ENOUGH,
+) -> PlanOf:
     """What plans a choice for ``model``, a `skeleton`, on ``machine`` with room for anything: what fits is
-    seen to by whoever chooses. ``options`` are those of ``wrap`` that are the same for all choices."""
-    unlimited = VirtualBackend(replace(machine, device_bytes=_ENOUGH, host_bytes=_ENOUGH))
+    seen to by whoever chooses. ``options`` are those of ``wrap`` that are the same for all choices. Layers
+    that are too large for ``device_bytes`` are cut, as `wrap` does."""
+    unlimited = VirtualBackend(replace(machine, device_bytes=device_bytes, host_bytes=_ENOUGH))
     recollection = Recollection()
 
     def plan(choice: Choice) -> StepPlan:
@@ -142,8 +144,11 @@ def choose_options(
         micro_batch_size=micro_batch_size,
     )
     with torch.random.fork_rng(devices=()):
-        plan = plan_of(wrap, skeleton(model), machine, batch, options)
-        chosen = choose(plan, among, room_of(backend, model, machine, limit))
+        room = room_of(backend, model, machine, limit)
+        without = skeleton(model)
+        whole = plan_of(wrap, without, machine, batch, options)
+        in_parts = plan_of(wrap, without, machine, batch, options, room.tensors)
+        chosen = choose(whole, among, room, in_parts)
     logging.getLogger("streamer").info("chosen: %s", chosen.reason)
     return chosen
 

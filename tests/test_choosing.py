@@ -324,9 +324,11 @@ def test_what_is_given_is_kept() -> None:
 
 @pytest.mark.parametrize("device_memory", ["460kB", "10MB"])
 def test_the_device_takes_what_was_planned(device_memory: str) -> None:
-    model = gpt()
-    tokens = batch(0)[:, :-1]
-    chosen = wrapped_auto(model, num_slots=2, device_memory=device_memory)
+    assert_device_takes_what_was_planned(gpt(), batch(0)[:, :-1], num_slots=2, device_memory=device_memory)
+
+
+def assert_device_takes_what_was_planned(model: nn.Module, tokens: torch.Tensor, **options: Any) -> Chosen:
+    chosen = wrapped_auto(model, example=tokens, **options)
     optimizer = streamer.AdamW(model.parameters())
 
     def step() -> None:
@@ -340,6 +342,24 @@ def test_the_device_takes_what_was_planned(device_memory: str) -> None:
     buffers = sum(streamer.stats(model).device_bytes.values())
     streamer.unwrap(model)
     assert buffers + tracker.peak == pytest.approx(chosen.plan.device_total, rel=0.05)
+    return chosen
+
+
+IN_PARTS = "Whole layers do not fit: the largest are streamed in parts"
+
+
+def test_layers_are_streamed_in_parts_where_whole_ones_do_not_fit() -> None:
+    torch.manual_seed(0)
+    model = GPT(vocab_size=VOCAB, block_size=16, n_layer=1, n_head=2, n_embd=128)
+    options = {"num_slots": "auto", "device_memory": "1MB"}
+    tokens = batch(0)[:1, :4]
+    chosen = assert_device_takes_what_was_planned(model, tokens, micro_batch_size="auto", **options)
+    assert chosen.reason.endswith(IN_PARTS)
+    assert needs(chosen.plan).device <= 1_000_000
+    with pytest.raises(ValueError, match="would be streamed in parts, which cannot be given micro-batches"):
+        wrapped_auto(model, example=batch(0)[:2, :4], micro_batch_size=1, **options)
+    with pytest.raises(MemoryError, match="Layers that are streamed in parts do not fit either$"):
+        wrapped_auto(model, example=tokens, **options | {"device_memory": "300kB"})
 
 
 def test_where_nothing_fits_both_sides_are_told() -> None:
@@ -458,6 +478,20 @@ def test_a_config_is_settled_for_a_machine(config: Config) -> None:
     assert settle(settled, machine) == (settled, None)
     with pytest.raises(ConfigError, match=r"\[stream\]: nothing that 'auto' may choose fits"):
         settle(config, replace(machine, device_bytes=1000))
+
+
+def test_a_config_is_settled_with_layers_in_parts(config: Config) -> None:
+    config = with_options(
+        config,
+        model={"args": config.model.args | {"n_embd": 128}},
+        data={"context": 4, "batch_size": 1},
+        stream={"activations": "recompute", "num_slots": "auto", "device_memory": "1050kB"},
+    )
+    machine = replace(MACHINES[1], host_bytes=PROCESS_BYTES + (1 << 30), device_bytes=1 << 30)
+    settled, chosen = settle(config, machine)
+    assert chosen is not None and chosen.reason.endswith(IN_PARTS)
+    planned = plan_run(settled, machine)
+    assert planned.fits and planned.step == chosen.plan
 
 
 def test_train_says_what_was_chosen_and_runs_it(

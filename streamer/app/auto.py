@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -19,7 +18,7 @@ from streamer.engine.micro_batches import AmbiguousBatchError
 from streamer.find import find_layers
 from streamer.options import parse_bytes
 from streamer.plan.choices import Choice, Room
-from streamer.plan.choosing import Chosen, choose
+from streamer.plan.choosing import Chosen, PlanOf, choose
 from streamer.plan.recalling import Recollection
 from streamer.plan.step_plan import StepPlan
 
@@ -55,8 +54,11 @@ def settle(
             num_slots=stream.num_slots,
             micro_batch_size=stream.micro_batch_size,
         )
+        recollection = recollection or Recollection()
+        whole = _plan_of(config, machine, recollection, in_parts=False)
+        in_parts = None if limit is None else _plan_of(config, machine, recollection, in_parts=True)
         with torch.random.fork_rng(devices=()):
-            chosen = choose(_plan_of(config, machine, recollection or Recollection()), among, room)
+            chosen = choose(whole, among, room, in_parts)
     except (TypeError, ValueError, MemoryError) as error:
         raise error if isinstance(error, ConfigError) else ConfigError(f"[stream]: {error}") from error
     return _with(config, chosen.choice), chosen
@@ -71,13 +73,16 @@ def without_auto(config: Config) -> Config:
     return replace(config, stream=replace(config.stream, **changed))
 
 
-def _plan_of(config: Config, machine: Machine, recollection: Recollection) -> Callable[[Choice], StepPlan]:
+def _plan_of(config: Config, machine: Machine, recollection: Recollection, *, in_parts: bool) -> PlanOf:
+    """What plans a choice; with ``in_parts`` layers are cut where the config's ``device_memory`` needs it."""
+
     def plan(choice: Choice) -> StepPlan:
         of_choice = _with(config, choice)
-        # what fits is seen to by whoever chooses
-        unlimited = replace(of_choice, stream=replace(of_choice.stream, device_memory=None))
+        if not in_parts:
+            # what fits is seen to by whoever chooses
+            of_choice = replace(of_choice, stream=replace(of_choice.stream, device_memory=None))
         try:
-            return plan_run(unlimited, machine, recollection).step
+            return plan_run(of_choice, machine, recollection).step
         except ConfigError as error:
             if isinstance(error.__cause__, AmbiguousBatchError):
                 raise error.__cause__ from None

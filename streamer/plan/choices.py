@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from streamer.memory.slots import GRAD_SLOTS, WEIGHT_SLOTS, num_grad_slots
 from streamer.plan.ledger import amount
-from streamer.plan.step_plan import GAPS, StepPlan
+from streamer.plan.step_plan import BESIDE, GAPS, SAVED, WORKING_SET, StepPlan
 
 #: Slices of a batch that are tried at most: a plan takes time for each of them, and so does a step.
 MOST_SLICES = 256
@@ -49,6 +49,11 @@ class Room:
     host: int
     budget: int | None = None
     shared: bool = False
+
+    @property
+    def tensors(self) -> int:
+        """Bytes of the device that there are for tensors."""
+        return self.device if self.budget is None else min(self.device, self.budget)
 
 
 class Needs(NamedTuple):
@@ -108,11 +113,22 @@ def needs(plan: StepPlan) -> Needs:
 
 def with_slots(plan: StepPlan, had: int, wanted: int) -> Needs:
     """What ``plan``, made with ``had`` slots, would take with ``wanted``."""
-    of_weights, of_gradients = (plan.device_bytes.get(owner, 0) for owner in (WEIGHT_SLOTS, GRAD_SLOTS))
-    more = (wanted - had) * (of_weights // had)
-    more += (num_grad_slots(wanted) - num_grad_slots(had)) * (of_gradients // num_grad_slots(had))
+    more = _slots_more(plan, had, wanted)
     found = needs(plan)
     return Needs(found.tensors + more, found.device + more, found.host)
+
+
+def buffers(plan: StepPlan, num_slots: int) -> int:
+    """Bytes of the device that ``plan`` would take for good with ``num_slots``, in slots and beside them."""
+    others = sum(plan.device_bytes.get(owner, 0) for owner in (SAVED, WORKING_SET, BESIDE))
+    return plan.device_total - others + _slots_more(plan, plan.num_slots, num_slots)
+
+
+def _slots_more(plan: StepPlan, had: int, wanted: int) -> int:
+    """Bytes that ``wanted`` slots take on top of the ``had`` that there are."""
+    of_weights, of_gradients = (plan.device_bytes.get(owner, 0) for owner in (WEIGHT_SLOTS, GRAD_SLOTS))
+    more = (wanted - had) * (of_weights // had)
+    return more + (num_grad_slots(wanted) - num_grad_slots(had)) * (of_gradients // num_grad_slots(had))
 
 
 def missing(excess: Mapping[str, int]) -> str:

@@ -15,22 +15,29 @@ alike, so a straight line between the fewest and the most that keep their graphs
 plan of one more that the others are not worth a look. The number that just fits is then a box of its own.
 
 Whole batches, and inputs that wait in host memory, are boxes of their own: a micro-batch needs room to add up
-gradients, so that it may take more than the whole, and what leaves the device comes to the host.
+gradients, so that it may take more than the whole, and what leaves the device comes to the host. Layers in parts are looked for only where no whole ones fit, and each
+number of slots by itself: how far layers are cut depends on it.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tqdm import tqdm
 
 from streamer.plan.box import KEPT, SIZES, SLOTS, Box, Queue, first, moved
-from streamer.plan.choices import Choice, Choices, Needs, Room
+from streamer.plan.choices import Choice, Choices, Needs, Room, needs
 from streamer.plan.plans import AS_FAST, Plans
 from streamer.plan.step_plan import StepPlan
+
+PlanOf = Callable[[Choice], StepPlan]
+
+#: Slots that are tried where they hold parts of layers. Each number is a search of its own.
+SLOTS_FOR_PARTS = (1, 2, 4)
 
 
 @dataclass(frozen=True)
@@ -43,12 +50,13 @@ class Chosen:
     considered: Mapping[Choice, StepPlan]
 
 
-def choose(plan_of: Callable[[Choice], StepPlan], boxes: Sequence[Choices], room: Room) -> Chosen:
+def choose(plan_of: PlanOf, boxes: Sequence[Choices], room: Room, in_parts: PlanOf | None = None) -> Chosen:
     """The choice in ``boxes`` with the shortest predicted step among those that fit into ``room``; of those
     that are as fast (within `AS_FAST`) the one that takes the least memory of both sides.
 
-    ``plan_of`` plans a choice with room for anything. A box for which it raises AmbiguousBatchError is left
-    out, and raised where no other is left. Raises MemoryError, with what the nearest choice needs and what
+    ``plan_of`` plans a choice with room for anything, ``in_parts`` one of which the layers are cut to fit
+    into ``room``; it is used where no whole ones fit. A box for which AmbiguousBatchError is raised is left
+    out; it is raised where no other is left. Raises MemoryError, with what the nearest choice needs and what
     there is, where nothing fits. Meanwhile a bar counts the plans, if stderr is a terminal.
     """
     begin = [Box.all(choices) for choices in boxes]
@@ -59,10 +67,31 @@ def choose(plan_of: Callable[[Choice], StepPlan], boxes: Sequence[Choices], room
         search = _Search(plans)
         fastest, left = search.fastest(begin)
         if fastest is None:
-            raise plans.nothing_fits(begin)
+            return _choose_in_parts(in_parts, boxes, plans)
         least = search.smallest(left, plans.seconds(fastest) * (1 + AS_FAST))
     choice = fastest if least is None else least
     return Chosen(choice, plans.made[choice], plans.reason(choice), plans.made)
+
+
+def _choose_in_parts(plan_of: PlanOf | None, boxes: Sequence[Choices], whole: Plans) -> Chosen:
+    """What to choose of ``boxes``, without micro-batches, where ``plan_of`` plans layers in parts. Raises
+    what the plans of ``whole`` layers lack if nothing fits. [Note: split layers]"""
+    lacking = whole.nothing_fits([Box.all(choices) for choices in boxes])
+    among = [choices for choices in boxes if None in choices.micro_batch_sizes] or boxes
+    given = among[0].num_slots
+    counts = [slots for slots in (SLOTS_FOR_PARTS if len(given) > 1 else given) if whole.are_too_many(slots)]
+    if plan_of is None or not counts:
+        raise lacking
+    found = []
+    for slots in counts:
+        with suppress(MemoryError):
+            found.append(choose(plan_of, [replace(one, num_slots=[slots]) for one in among], whole.room))
+    if not found:
+        raise MemoryError(f"{lacking}. Layers that are streamed in parts do not fit either") from None
+    best = min(found, key=lambda one: (one.plan.prediction.seconds, needs(one.plan).all))
+    reason = f"{best.reason}. Whole layers do not fit: the largest are streamed in parts"
+    considered = {choice: plan for one in found for choice, plan in one.considered.items()}
+    return replace(best, reason=reason, considered=considered)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from streamer.engine.micro_batches import AmbiguousBatchError
 from streamer.plan.box import Box
-from streamer.plan.choices import Choice, Needs, Room, missing, needs, with_slots
+from streamer.plan.choices import Choice, Needs, Room, buffers, missing, needs, with_slots
 from streamer.plan.ledger import amount
 from streamer.plan.step_plan import StepPlan
 
@@ -86,6 +86,13 @@ class Plans:
         if self.ambiguous is not None:
             told.append(f"Micro-batches are left out: {self.ambiguous}")
         return ". ".join(told)
+
+    def are_too_many(self, slots: int | None) -> bool:
+        """Whether so many slots (where None is told: two) for whole layers are more than the device has room
+        for, even if nothing else is there."""
+        return bool(self.made) and all(
+            buffers(plan, slots or 2) > self.room.tensors for plan in self.made.values()
+        )
 
     def nothing_fits(self, boxes: Sequence[Box]) -> Exception:
         """What to raise: the nearest miss, or, where nothing could be planned, what was in the way."""
