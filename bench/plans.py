@@ -42,7 +42,9 @@ def row(config: Config, name: str) -> dict[str, Any]:
     plan = plan_run(config, machine)
     found = None if plan.fits else mend(plan, lambda changed: plan_run(changed, machine))
     return figures(plan) | {
-        "mend": None if found is None else {"changes": dict(found.changes), **figures(found.plan)}
+        "mend": None
+        if found is None or not found.plan.fits
+        else {"changes": dict(found.changes), **figures(found.plan)}
     }
 
 

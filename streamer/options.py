@@ -123,7 +123,8 @@ def parse_bytes(name: str, given: int | str | None) -> int | None:
         return None if given is None else int(given)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(k|[KMGT]i?)?B\s*", given) if isinstance(given, str) else None
     if match is None or (nbytes := int(float(match[1]) * _FACTORS[match[2]])) < 1:
-        raise ValueError(f"{name}={given!r}: give it in bytes, or as a text such as '16GiB'")
+        what = "a number and its unit" if isinstance(given, str) else "it in bytes, or as a text"
+        raise ValueError(f"{name}={given!r}: give {what} such as '16GiB'")
     return nbytes
 
 

@@ -468,7 +468,8 @@ def test_amounts_of_memory(given: int | str | None, nbytes: int | None) -> None:
 
 @pytest.mark.parametrize("given", [0, -1, 1.5, True, "", "16", "GiB", "16G", "-1GB", "0.1B", "1e3B", b"1GB"])
 def test_no_amounts_of_memory(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    match = re.escape(f"device_memory={given!r}: give it in bytes, or as a text such as '16GiB'")
+    what = "a number and its unit" if isinstance(given, str) else "it in bytes, or as a text"
+    match = re.escape(f"device_memory={given!r}: give {what} such as '16GiB'")
     wrap_is_refused(Net(), match, monkeypatch, device_memory=given)
 
 

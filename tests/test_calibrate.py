@@ -121,6 +121,7 @@ def test_of_pieces_that_are_never_wholly_beside_those_that_are_most_count() -> N
         (["--device", "tpu"], "--device: device='tpu' is not supported: use 'cuda' or 'cpu'"),
         (["--device", "mps"], "--device: device='mps' is not supported: use 'cuda' or 'cpu'"),
         (["--output", "nowhere/machine.toml"], "--output nowhere/machine.toml: there is no folder nowhere"),
+        (["--output", ".."], "--output ..: it is a folder; give a file in it, such as ../machine.toml"),
         (["nothing.toml"], "nothing.toml: No such file or directory"),
     ],
 )
@@ -136,6 +137,18 @@ def test_bad_input_is_told_in_one_line(
     error = capsys.readouterr().err
     assert error.startswith(f"streamer: {message}") and error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # chmod does not hold root back
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    monkeypatch.setattr(calibration, "measure", lambda *_, **__: pytest.fail("it has begun to measure"))
+    path = tmp_path / "machine.toml"
+    assert main(["calibrate", "--output", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error == f"streamer: --output {path}: it cannot be written; give a file elsewhere\n"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")

@@ -40,9 +40,8 @@ def test_a_step_that_is_too_large_ends_before_anything_is_built(
     monkeypatch.setattr(app, "build_model", built)
     assert main(["train", str(config), "--set", "data.batch_size=128"]) == 2
     line, *table = capsys.readouterr().err.splitlines()
-    assert line.startswith(
-        "streamer: this run does not fit: it would fit with --set stream.micro_batch_size="
-    )
+    assert line.startswith("streamer: this run does not fit on the device and the host; it would with --set ")
+    assert " stream.micro_batch_size=" in line
     text = "\n".join(table)
     assert all(words in text for words in ("weight slots", "logits and loss", "exp_avg", "DOES NOT FIT"))
     assert not (tmp_path / "runs").exists()

@@ -317,16 +317,17 @@ def test_a_file_that_is_not_toml_is_named_with_the_line(path: Path) -> None:
 def test_a_file_that_cannot_be_read_is_named_with_those_beside_it(path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(path)
-    assert str(error.value) == "c.toml: No such file or directory; configs in its folder: none"
+    assert str(error.value) == "c.toml: No such file or directory; TOML files in its folder: none"
     for name in ("b.toml", "a.toml", "a.txt"):
         Path(name).touch()
     with pytest.raises(ConfigError) as error:
         load_config(str(path))
-    assert str(error.value) == "c.toml: No such file or directory; configs in its folder: a.toml, b.toml"
+    assert str(error.value) == "c.toml: No such file or directory; TOML files in its folder: a.toml, b.toml"
     path.mkdir()
+    (path / "d.toml").touch()
     with pytest.raises(ConfigError) as error:
         load_config(path)
-    assert str(error.value) == "c.toml: Is a directory; configs in its folder: a.toml, b.toml, c.toml"
+    assert str(error.value) == f"c.toml: Is a directory; TOML files in it: {path / 'd.toml'}"
 
 
 @pytest.fixture

@@ -360,7 +360,7 @@ MISTAKES: list[tuple[Callable[[Path], object], list[str], str]] = [
         [],
         "differ: lm_head",
     ),
-    (lambda run: None, ["--shard-size", "big"], "shard_size='big': give it in bytes"),
+    (lambda run: None, ["--shard-size", "big"], "shard_size='big': give a number and its unit"),
     (lambda run: (run.parent / "out").write_text(""), [], "out: there is something already: export to a new"),
     (lambda run: (run.parent / "out").mkdir(), [], "out: there is something already: export to a new"),
     (lambda run: None, ["--to", "/proc/no/out"], "/proc/no/out: "),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from bench.common import RESULTS
 from streamer.app.cli import main
 from streamer.app.config import load_config
 from streamer.backends.machines import MACHINES
+from streamer.plan.step_plan import BESIDE, WORKING_SET
 
 SMALL = """
 [run]
@@ -97,6 +101,7 @@ def test_the_plan_as_people_read_it(config: str, capsys: pytest.CaptureFixture[s
         "logits and loss",
         "gaps in the allocator",
         "exp_avg_sq",
+        "of these page-locked",
         "of 24.00 GiB: fits",
         "TFLOP/s by 6 FLOP per parameter and token",
         "largest batch that fits",
@@ -117,6 +122,8 @@ def test_figures_for_programs(config: str, capsys: pytest.CaptureFixture[str]) -
     needed = [row["device_needed"] for row in found["batches"]]
     assert needed == sorted(needed)
     assert found["largest_batch"]["batch_size"] > 32
+    host = found["host_bytes"]
+    assert found["host_pinned"] == host["weights"] + host["gradients"] < found["host_needed"]
     assert (
         sum(found["device_bytes"].values()) + sum(found["device_reserve_bytes"].values())
         == found["device_needed"]
@@ -153,6 +160,62 @@ def test_a_host_that_is_too_small(config: str, capsys: pytest.CaptureFixture[str
     assert found["mend"]["changes"] == {"optimizer.state_dtype": "bfloat16"}
     code, found = planned(capsys, config, *bf16, "--host-memory", "1GiB")
     assert code == 2 and found["mend"] is None
+    main(["plan", config, *bf16, "--host-memory", "1GiB"])
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("it does not fit on the host; even with --set ")
+    assert "optimizer.state_dtype" in last and ", the host lacks 2" in last
+
+
+def test_what_turns_out_not_to_be_needed_is_left_as_it_was(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Inputs that wait in host memory make a smaller batch help it too, which shorter moments make idle."""
+    given = ["--set", 'stream.dtype="bfloat16"', "--set", 'stream.activations="recompute+offload"']
+    _, found = planned(capsys, config, *given)
+    least = found["host_needed"] - found["host_bytes"]["exp_avg"]
+    code, found = planned(capsys, config, *given, "--host-memory", f"{least}B")
+    assert code == 2
+    assert found["mend"]["changes"] == {"optimizer.state_dtype": "bfloat16"}
+
+
+def test_a_budget_that_the_device_does_not_have_is_lowered(
+    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = replace(MACHINES["laptop-8gb"], device_bytes=(512 + 80) << 20)
+    monkeypatch.setattr("streamer.app.machine_file.machine", lambda _: small)
+    layers = ["--set", "model.args.n_layer=40", "--set", "model.args.n_embd=256"]
+    code, found = planned(capsys, config, "--device-memory", "16GiB", *layers)
+    assert code == 2 and not found["fits_device"]
+    assert found["mend"]["changes"] == {"stream.device_memory": "80MiB"}
+
+
+def test_on_the_cpu_a_budget_is_that_of_buffers_and_saved_inputs(
+    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = replace(MACHINES["laptop-8gb"], kind="cpu", device_bytes=1 << 34, host_bytes=1 << 34)
+    monkeypatch.setattr("streamer.app.machine_file.machine", lambda _: host)
+    code, found = planned(capsys, config, "--device-memory", "4MiB", "--set", "data.batch_size=64")
+    assert code == 0
+    counted = {
+        owner: nbytes for owner, nbytes in found["device_bytes"].items() if owner not in (WORKING_SET, BESIDE)
+    }
+    assert sum(counted.values()) <= 4 << 20 < sum(found["device_bytes"].values())
+
+
+def test_the_verdict_is_beside_what_is_too_small(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", config, "--device-memory", "300kB"])
+    lines = capsys.readouterr().out.splitlines()
+    (tensors,) = [line for line in lines if line.startswith("  all tensors")]
+    device, _ = [line for line in lines if line.startswith("  needed")]
+    assert tensors.endswith("of 292.97 KiB (device_memory): DOES NOT FIT")
+    assert device.endswith("of 24.00 GiB: fits")
+
+
+def test_where_no_larger_batch_was_looked_for(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, found = planned(capsys, config)
+    assert found["largest_batch"]["or_more"] and found["largest_batch"]["batch_size"] == 16 * 4 * 8
+    main(["plan", config])
+    assert "largest batch that fits (with two slots): 512 or more" in capsys.readouterr().out
 
 
 def test_slots_that_do_not_fit(config: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,9 +234,7 @@ def test_gb_and_gib_differ(config: str, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_bad_input(config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert all(name in refused(capsys, config, "--machine", "rtx-9090") for name in MACHINES)
-    assert "give it in bytes, or as a text such as '16GiB'" in refused(
-        capsys, config, "--host-memory", "much"
-    )
+    assert "give a number and its unit such as '16GiB'" in refused(capsys, config, "--host-memory", "16")
     assert "device_memory" in refused(capsys, config, "--device-memory", "16 Gib")
     assert "layers" in refused(capsys, config, "--set", "model.args.n_layer=0")
     assert "PNG" in refused(capsys, config, "--timeline", str(tmp_path / "step.svg"))
@@ -229,3 +290,29 @@ def test_the_golden_table(name: str) -> None:
     found = plans.figures(plans.plan_run(load_config(plans.CONFIG), MACHINES[name]))
     for key, value in found.items():
         assert golden[name][key] == (pytest.approx(value, rel=1e-9) if isinstance(value, float) else value)
+
+
+def test_a_reader_that_has_read_enough_is_no_error(
+    config: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan(*_: object, **__: object) -> bool:
+        print("a plan")
+        return True
+
+    monkeypatch.setattr("streamer.app.plan.plan", plan)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe:
+        monkeypatch.setattr("sys.stdout", pipe)
+        assert main(["plan", config]) == 141
+    assert capfd.readouterr().err == ""
+
+
+def test_an_error_of_no_file_is_told(
+    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan(*_: object, **__: object) -> bool:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("streamer.app.plan.plan", plan)
+    assert refused(capsys, config) == "streamer: No space left on device\n"

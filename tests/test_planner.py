@@ -63,6 +63,24 @@ def test_what_a_layer_saves_nothing_of_is_not_computed_again() -> None:
     assert prediction.busy_seconds[Lane.COMPUTE] == 2 * 64 * 32 * 32 * (3 + 0 + 3 + 2)
 
 
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_step_is_no_shorter_than_what_its_compute_does(kind: str) -> None:
+    machine = replace(UNIT, kind=kind, device_bytes_per_second=1.0, seconds_per_op=100.0)
+    with torch.device("meta"):
+        model = Stack()
+    streamer.wrap(model, backend=VirtualBackend(machine), layers="layers", num_slots=2)
+    inputs = torch.empty(64, 32, device="meta")
+
+    def step() -> None:
+        model(inputs).sum().backward()
+        model.zero_grad()
+        # after all that is paged: of this step, and of no other
+        inputs.square().sum()
+
+    prediction = predict_step(wrapped(model).executor, step)
+    assert prediction.seconds >= prediction.busy_seconds[Lane.COMPUTE] * (1 - 1e-9)
+
+
 def test_busy_seconds_are_the_work() -> None:
     with torch.device("meta"):
         model = Stack()

@@ -1,9 +1,7 @@
-"""Layers that run again in backward: plain PyTorch's gradients, nothing kept, nothing run for nothing."""
+"""Layers that run again in backward: plain PyTorch's gradients, nothing run for nothing."""
 
 from __future__ import annotations
 
-import copy
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from models.gpt2 import GPT
-from streamer.engine.owners import Owners, holders
-from streamer.plan.tracker import Tracker
 from tests.reference import VOCAB, language_loss, streamed
 
 D = 8
@@ -76,11 +72,11 @@ def assert_equal_to_plain(
     run: Forward,
     train: Callable[[nn.Module, torch.Tensor], None] = backward,
     activations: str = "recompute",
-    **options: Any,
+    depth: int = 3,
 ) -> None:
-    model = Net(run)
+    model = Net(run, depth)
     # first: TorchScript runs other code when it has run before
-    with streamed(model, layers="blocks", activations=activations, **options) as wrapped_model:
+    with streamed(model, layers="blocks", activations=activations) as wrapped_model:
         actual = gradients(wrapped_model, train)
     expected = gradients(model, train)
     names = ["inputs", *dict(model.named_parameters())]
@@ -212,12 +208,38 @@ def test_gradients_are_plain_pytorchs(run: Forward, activations: str) -> None:
     assert_equal_to_plain(run, activations=activations)
 
 
-def test_torch_script_that_is_compiled_between_forward_and_backward() -> None:
+def to_and_fro(model: nn.Module, x: torch.Tensor) -> None:
+    """The second layer is in one slot in forward and in the other in backward."""
+    first, second = model.blocks[0], model.blocks[1]
+    backward(lambda x: first(second(first(x))), x)  # type: ignore[arg-type]
+
+
+def test_weights_that_a_layer_holds_in_a_slot_that_another_layer_gets() -> None:
+    assert_equal_to_plain(hook_that_holds_a_view_of_a_weight, to_and_fro, depth=4)
+
+
+@pytest.mark.parametrize(
+    "code, run_with",
+    [
+        (
+            "z = x + y\n    return z * torch.sigmoid(z) * torch.tanh(z)",
+            lambda gate, layer, x: layer.down(gate(layer.up(x), layer.scale)),
+        ),
+        # what it saves comes in another order later
+        ("return x * y + y", lambda gate, layer, x: gate(x, layer.scale)),
+        ("return x * y + y", lambda gate, layer, x: gate(layer.up(x), layer.down(x))),
+        ("return x * y + y", lambda gate, layer, x: x + gate(layer.up.bias, layer.scale)),
+        ("return x * y + y", lambda gate, layer, x: gate(*layer.up(x).chunk(2, -1)).repeat(1, 2)),
+        # and here another in place of the only one
+        ("return torch.softmax(x, 1) + y", lambda gate, layer, x: gate(layer.up(x), layer.down(x))),
+    ],
+    ids=["others", "input and weight", "computed", "weights", "views", "one"],
+)
+def test_torch_script_that_is_compiled_between_forward_and_backward(code: str, run_with: Any) -> None:
     """It runs as it is once, and later as one operation that saves other tensors of the same shapes."""
     # not from source, which torch.jit.script would look up
-    code = "def gate(x, y):\n    z = x + y\n    return z * torch.sigmoid(z) * torch.tanh(z)\n"
-    gate = torch.jit.CompilationUnit(code).gate
-    assert_equal_to_plain(lambda layer, x: layer.down(gate(layer.up(x), layer.scale)))
+    gate = torch.jit.CompilationUnit(f"def gate(x, y):\n    {code}\n").gate
+    assert_equal_to_plain(lambda layer, x: run_with(gate, layer, x))
 
 
 def several(layer: Layer, x: torch.Tensor) -> torch.Tensor:
@@ -265,6 +287,17 @@ def test_what_computes_something_else_again_is_refused() -> None:
             loss.backward()
 
 
+def test_what_is_written_after_it_was_saved_is_refused_as_by_plain_pytorch() -> None:
+    model = Net(lambda layer, x: layer.down(tanh(layer, x).mul_(2)))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        backward(model, inputs())
+    with (
+        streamed(model, layers="blocks") as model,
+        pytest.raises(RuntimeError, match="modified by an inplace operation"),
+    ):
+        backward(model, inputs())
+
+
 # --- several backwards ----------------------------------------------------------------------------------
 
 
@@ -288,77 +321,6 @@ def often_in_one_forward(model: nn.Module, x: torch.Tensor) -> None:
 @pytest.mark.parametrize("train", [twice, of_some, often_in_one_forward])
 def test_graphs_that_are_gone_through_again(train: Any) -> None:
     assert_equal_to_plain(lambda layer, x: layer.down(tanh(layer, x)) * 0.5, train)
-
-
-# --- what is kept ---------------------------------------------------------------------------------------
-
-
-@POLICIES
-def test_what_a_hook_has_recorded_stays_readable(activations: str) -> None:
-    recorded: list[torch.Tensor] = []
-
-    def record(module: nn.Module, args: tuple[torch.Tensor], output: torch.Tensor) -> None:
-        recorded.append(args[0])
-
-    plain = Net(tanh)
-    plain.blocks[1].up.register_forward_hook(record)
-    model = copy.deepcopy(plain)
-    plain(inputs())
-    with streamed(model, layers="blocks", activations=activations) as model:
-        loss = square(model, inputs())
-        assert torch.equal(recorded[1], recorded[0])
-        loss.backward()
-        assert torch.equal(recorded[1], recorded[0])
-
-
-def keeps_a_leaf(layer: Layer, x: torch.Tensor) -> torch.Tensor:
-    hidden = tanh(layer, x).detach().requires_grad_()
-    return x + hidden * 0.5
-
-
-@pytest.mark.parametrize("run", [several, checkpoints, custom_function, keeps_a_leaf])
-def test_forward_keeps_inputs_and_nothing_else(run: Forward) -> None:
-    x, count = inputs(size=64), 3
-    with streamed(Net(run, layers=count), layers="blocks") as model:
-        for _ in range(2):  # what is allocated once
-            backward(model, x)
-        gc.collect()
-        with Tracker() as counted:
-            after: list[int] = []
-            for _ in range(3):
-                before, hidden = counted.now, model(x)
-                # the first of them is what the embedding returns; leaves show one number each
-                numbers = counted.now - before - (count + 1) * hidden.nbytes
-                assert 0 <= numbers <= count * x.element_size()
-                hidden.sum().backward()
-                del hidden
-                after.append(counted.now)
-        assert after[2] == after[1]
-
-
-def test_garbage_makes_no_room_for_new_owners() -> None:
-    slot = torch.zeros(64, dtype=torch.uint8)
-    cycle: list[Any] = [slot[:8]]
-    cycle.append(cycle)
-    owners = Owners(slot)
-    with owners.counted():
-        assert not owners.are_more()
-        del cycle
-        gc.collect()
-        assert not owners.are_more()
-        view = slot[8:]
-    assert owners.are_more()
-    del view
-    assert not owners.are_more()
-
-
-def test_holders_are_counted() -> None:
-    tensors = [torch.zeros(1)]
-    before = holders(tensors)
-    other = tensors[0]
-    assert holders(tensors) != before
-    del other
-    assert holders(tensors) == before
 
 
 # --- what is run ----------------------------------------------------------------------------------------
@@ -389,15 +351,39 @@ def test_a_step_runs_as_much_as_under_pytorchs_checkpoint(options: dict[str, Any
     assert actual == flops(model)
 
 
-def test_numbers_in_a_layer_do_not_have_it_run_as_a_whole() -> None:
-    runs = 0
+def with_numbers(layer: Layer, x: torch.Tensor, elsewhere: nn.Parameter) -> torch.Tensor:
+    return tanh(layer, x) * 0.5 / 3
+
+
+def with_a_parameter_from_elsewhere(layer: Layer, x: torch.Tensor, elsewhere: nn.Parameter) -> torch.Tensor:
+    return torch.tanh(layer.up(x) * elsewhere)
+
+
+@pytest.mark.parametrize("part", [with_numbers, with_a_parameter_from_elsewhere])
+def test_what_does_not_have_a_layer_run_as_a_whole(part: Any) -> None:
+    runs, elsewhere = 0, nn.Parameter(torch.ones(D))
 
     def run(layer: Layer, x: torch.Tensor) -> torch.Tensor:
         nonlocal runs
-        hidden = tanh(layer, x) * 0.5 / 3
+        hidden: torch.Tensor = part(layer, x, elsewhere)
         runs += 1
         return hidden
 
     with streamed(Net(run), layers="blocks") as model:
         backward(model, inputs())
     assert runs == 3
+
+
+def test_a_layer_that_catches_exceptions_does_not_see_its_second_run_end() -> None:
+    failures: list[Exception] = []
+
+    def run(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return tanh(layer, x)
+        except Exception as error:
+            failures.append(error)
+            raise
+
+    with streamed(Net(run), layers="blocks") as model:
+        backward(model, inputs())
+    assert failures == []

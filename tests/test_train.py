@@ -120,7 +120,10 @@ def test_the_same_run_again_gives_the_same_losses(config: Path, tmp_path: Path) 
             ["--set", "stream.host_threads=1000000"],
             "[stream]: host_threads=1000000: it must be an integer from 1",
         ),
-        (["--set", "stream.device_memory='much'"], "stream.device_memory must be a string such as "),
+        (
+            ["--set", "stream.device_memory='much'"],
+            "stream.device_memory must be a string of a number and its unit, ",
+        ),
         (["--set", "stream.compile=1"], "stream.compile must be true or false, not 1"),
         (["--set", "model.init='initialise'"], "model.init = 'initialise': GPT has no such method"),
         (["--set", "model.args.n_layers=3"], "model.factory models.gpt2:GPT with these args: "),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -57,11 +58,17 @@ def calibrate(config: Config | None, *, device: str | None, output: Path) -> Mac
     """Measure this machine, at the shapes and in the dtype of ``config`` if there is one, print what was
     found and write it into ``output``.
 
-    Raises ConfigError for a device that is not there, a config whose model cannot be built, and an output
-    whose folder is not there.
+    Raises ConfigError for a device that is not there, a config whose model cannot be built, and, before
+    anything is measured, an output that cannot be written.
     """
     if not output.parent.is_dir():
         raise ConfigError(f"--output {output}: there is no folder {output.parent}; make it first")
+    if output.is_dir():
+        raise ConfigError(
+            f"--output {output}: it is a folder; give a file in it, such as {output / 'machine.toml'}"
+        )
+    if not os.access(output if output.exists() else output.parent, os.W_OK):
+        raise ConfigError(f"--output {output}: it cannot be written; give a file elsewhere")
     try:
         backend = backend_for(device)
     except ValueError as error:

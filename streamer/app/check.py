@@ -6,7 +6,7 @@ from torch import nn
 
 from streamer.app.config import Config, ConfigError
 from streamer.app.mending import mend
-from streamer.app.plan_report import ledger_lines, mend_lines
+from streamer.app.plan_report import ledger_lines, mend_line
 from streamer.app.planning import PROCESS_BYTES, plan_run
 from streamer.app.pretrained import without_values
 from streamer.backends.choose import backend_for
@@ -41,9 +41,8 @@ def check_memory(config: Config) -> None:
         return
     if not plan.fits:
         found = mend(plan, lambda changed: plan_run(changed, machine, recollection))
-        (line,) = mend_lines(plan, found, with_speed=False)
-        what = "this run" if found is None else "this run does not fit"
-        raise ConfigError(f"{what}: {line}", table="\n".join(ledger_lines(plan)))
+        line = mend_line("this run", found, plan, with_speed=False)
+        raise ConfigError(line, table="\n".join(ledger_lines(plan)))
 
 
 def _this_machine(device: str | None) -> Machine:

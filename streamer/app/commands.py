@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -19,12 +20,20 @@ def run(arguments: Namespace) -> int:
     """The exit code of the command that the parser has found; see `streamer.app.cli.main`."""
     commands = {"train": _train, "export": _export, "calibrate": _calibrate, "plan": _plan}
     try:
-        return commands[arguments.command](arguments)
+        code = commands[arguments.command](arguments)
+        sys.stdout.flush()
+        return code
     except (ConfigError, CheckpointError) as error:
         print(f"streamer: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # head has read enough; Python writes what is left when it ends, which must not fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except OSError as error:
-        print(f"streamer: {error.filename}: {error.strerror}", file=sys.stderr)
+        what = error.strerror or error
+        named = what if error.filename is None else f"{error.filename}: {what}"
+        print(f"streamer: {named}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(INTERRUPTED, file=sys.stderr)

@@ -32,7 +32,7 @@ BATCH_DIMS = Kind(
     ),
 )
 METHOD = string("a string that can name a method", r"[A-Za-z_]\w*")
-BYTES = string('a string such as "16GiB"', r"\d+(\.\d+)?\s*(k|[KMGT]i?)?B")
+BYTES = string('a string of a number and its unit, such as "16GiB"', r"\d+(\.\d+)?\s*(k|[KMGT]i?)?B")
 
 #: So deep may tables and arrays lie in one another: what Python reads and writes by recursion, it can.
 MOST_LEVELS = 32

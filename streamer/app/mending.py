@@ -1,27 +1,23 @@
-"""What would make a run fit that does not, and the largest batch that does."""
+"""What would make a run fit that does not."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from streamer.app.config import Config, ConfigError
-from streamer.app.planning import RunPlan, with_options
-
-PlanOf = Callable[[Config], RunPlan]
+from streamer.app.planning import PlanOf, RunPlan, with_options
+from streamer.plan.step_plan import CONTEXT
 
 #: How many sizes of micro-batches are tried, each a quarter of the one before.
 MICRO_BATCHES = 3
-#: How often a batch that turned out to be too large is made smaller by a twentieth.
-TRIES = 8
-#: The largest batch that is looked for is so many times the largest of the table.
-FURTHEST = 16
 
 
 @dataclass(frozen=True)
 class Mend:
-    """Keys of the config (``section.key``) to be changed, and the plan with them."""
+    """Keys of the config (``section.key``) to be changed, and the plan with them, which fits if anything
+    does."""
 
     changes: Mapping[str, Any]
     plan: RunPlan
@@ -29,30 +25,60 @@ class Mend:
 
 @dataclass(frozen=True)
 class _Remedy:
-    """One kind of change: which side of the memory it helps, and the configs to try, the mildest first."""
+    """A key to change: which side of the memory that helps, and the values to try, the mildest first."""
 
+    key: str
     helps_device: bool
     helps_host: bool
-    configs: Callable[[Config], Iterator[tuple[dict[str, Any], Config]]]
+    values: Callable[[RunPlan], Iterator[Any]]
+
+    def helps(self, plan: RunPlan) -> bool:
+        """Whether it gives what ``plan`` lacks."""
+        helps_host = self.helps_host or (plan.machine.kind == "cpu" and self.helps_device)
+        return self.helps_device and not plan.fits_device or helps_host and not plan.fits_host
 
 
-def mend(plan: RunPlan, plan_of: PlanOf) -> Mend | None:
-    """The changes that make ``plan`` fit, tried in the order of what they cost and added up; None where all
-    of them together do not."""
+def mend(plan: RunPlan, plan_of: PlanOf) -> Mend:
+    """The changes that make ``plan`` fit: tried in the order of what they cost and added up until it does,
+    then each made as mild as the others allow. Where it does not fit with all of them, those that help."""
     changes: dict[str, Any] = {}
-    is_shared = plan.machine.kind == "cpu"
+    best = plan
     for remedy in _REMEDIES:
-        for changed, config in remedy.configs(plan.config):
-            helps_host = remedy.helps_host or (is_shared and remedy.helps_device)
-            if not (remedy.helps_device and not plan.fits_device or helps_host and not plan.fits_host):
+        for value in remedy.values(best):
+            if not remedy.helps(best):
                 break
-            try:
-                tried = plan_of(config)
-            except ConfigError:
-                continue  # not for this model (moments in 8 bits of fp32 parameters)
-            if _is_better(tried, plan):
-                changes, plan = changes | changed, tried
-    return Mend(changes, plan) if plan.fits and changes else None
+            tried = _tried(best, remedy.key, value, plan_of)
+            if tried is not None and _is_better(tried, best):
+                changes[remedy.key], best = value, tried
+    if best.fits:
+        for remedy in reversed(_REMEDIES):
+            if remedy.key in changes:
+                best = _milder(remedy, changes, best, plan, plan_of)
+    return Mend(changes, best)
+
+
+def _milder(
+    remedy: _Remedy, changes: dict[str, Any], best: RunPlan, plan: RunPlan, plan_of: PlanOf
+) -> RunPlan:
+    """``best`` with less of a remedy, or none, if it still fits; ``changes`` are made those of it."""
+    key, given = remedy.key, _value(plan.config, remedy.key)
+    for value in (given, *remedy.values(replace(best, config=_with(best.config, key, given)))):
+        if value == changes[key]:
+            return best
+        tried = _tried(best, key, value, plan_of)
+        if tried is not None and tried.fits:
+            changes[key] = value
+            if value == given:
+                del changes[key]
+            return tried
+    return best
+
+
+def _tried(plan: RunPlan, key: str, value: Any, plan_of: PlanOf) -> RunPlan | None:
+    try:
+        return plan_of(_with(plan.config, key, value))
+    except ConfigError:
+        return None  # not for this model (moments in 8 bits of fp32 parameters)
 
 
 def _is_better(tried: RunPlan, plan: RunPlan) -> bool:
@@ -62,97 +88,58 @@ def _is_better(tried: RunPlan, plan: RunPlan) -> bool:
     return device or host
 
 
-def _micro_batches(config: Config) -> Iterator[tuple[dict[str, Any], Config]]:
-    given = config.stream.micro_batch_size
-    size = given if isinstance(given, int) else config.data.batch_size
+def _budgets(plan: RunPlan) -> Iterator[str]:
+    room = plan.machine.device_bytes - plan.step.reserve.get(CONTEXT, 0)
+    if plan.device_budget is not None and plan.device_budget > room > 0:
+        yield f"{room >> 20}MiB"
+
+
+def _micro_batches(plan: RunPlan) -> Iterator[int]:
+    given = plan.config.stream.micro_batch_size
+    size = given if isinstance(given, int) else plan.config.data.batch_size
     for _ in range(MICRO_BATCHES):
         if size > 1:
             size = max(1, size // 4)
-            yield _changed(config, "stream", micro_batch_size=size)
+            yield size
 
 
-def _offload(config: Config) -> Iterator[tuple[dict[str, Any], Config]]:
-    if config.stream.activations != "recompute+offload":
-        yield _changed(config, "stream", activations="recompute+offload")
+def _activations(plan: RunPlan) -> Iterator[str]:
+    if plan.config.stream.activations != "recompute+offload":
+        yield "recompute+offload"
 
 
-def _batches(config: Config) -> Iterator[tuple[dict[str, Any], Config]]:
-    size = config.data.batch_size
+def _batches(plan: RunPlan) -> Iterator[int]:
+    size = plan.config.data.batch_size
     while size > 1:
         size //= 2
-        yield _changed(config, "data", batch_size=size)
+        yield size
 
 
-def _moments(state_dtype: str) -> Callable[[Config], Iterator[tuple[dict[str, Any], Config]]]:
-    def configs(config: Config) -> Iterator[tuple[dict[str, Any], Config]]:
-        if config.optimizer.state_dtype != state_dtype:
-            yield _changed(config, "optimizer", state_dtype=state_dtype)
-
-    return configs
+def _moments(plan: RunPlan) -> Iterator[str]:
+    shorter = {"float32": ["bfloat16", "int8"], "bfloat16": ["int8"]}
+    yield from shorter.get(plan.config.optimizer.state_dtype, [])
 
 
-def _one_slot(config: Config) -> Iterator[tuple[dict[str, Any], Config]]:
-    if config.stream.num_slots != 1:
-        yield _changed(config, "stream", num_slots=1)
+def _slots(plan: RunPlan) -> Iterator[int]:
+    if plan.config.stream.num_slots != 1:
+        yield 1
 
 
 _REMEDIES = (
-    _Remedy(helps_device=True, helps_host=False, configs=_micro_batches),
-    _Remedy(helps_device=True, helps_host=False, configs=_offload),
-    _Remedy(helps_device=True, helps_host=True, configs=_batches),
-    _Remedy(helps_device=False, helps_host=True, configs=_moments("bfloat16")),
-    _Remedy(helps_device=False, helps_host=True, configs=_moments("int8")),
-    _Remedy(helps_device=True, helps_host=False, configs=_one_slot),
+    _Remedy("stream.device_memory", helps_device=True, helps_host=False, values=_budgets),
+    _Remedy("stream.micro_batch_size", helps_device=True, helps_host=False, values=_micro_batches),
+    _Remedy("stream.activations", helps_device=True, helps_host=False, values=_activations),
+    _Remedy("data.batch_size", helps_device=True, helps_host=True, values=_batches),
+    _Remedy("optimizer.state_dtype", helps_device=False, helps_host=True, values=_moments),
+    _Remedy("stream.num_slots", helps_device=True, helps_host=False, values=_slots),
 )
 
 
-def _changed(config: Config, section: str, **keys: Any) -> tuple[dict[str, Any], Config]:
-    return {f"{section}.{key}": value for key, value in keys.items()}, with_options(config, **{section: keys})
+def _value(config: Config, key: str) -> Any:
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)
 
 
-def with_batch(config: Config, batch_size: int) -> Config:
-    """``config`` with another batch, and no more slots than it asks for: more of them than two give way to a
-    larger batch."""
-    return replace(
-        with_options(config, data={"batch_size": batch_size}),
-        stream=replace(config.stream, num_slots=config.stream.num_slots or 2),
-    )
-
-
-def largest_batch(plan: RunPlan, batches: Sequence[RunPlan], plan_of: PlanOf) -> RunPlan | None:
-    """The plan of the largest batch that fits, give or take a twentieth; None where not even one sequence
-    does. What a batch takes grows evenly with it, so two of ``batches``, of rising sizes, tell it, and one
-    more plan is held against it.
-    """
-    alike = [one for one in batches if one.config.stream.num_slots is not None]
-    fitting = sum(one.fits for one in alike)
-    # the last that fits and the first that does not
-    small, large = alike[max(0, min(fitting, len(alike) - 1) - 1) :][:2]
-    batch = _estimate(small, large)
-    for _ in range(TRIES):
-        if batch < 1:
-            return None
-        found = plan_of(with_batch(plan.config, batch))
-        if found.fits:
-            return found
-        batch -= max(1, batch // 20)
-    return None
-
-
-def _estimate(small: RunPlan, large: RunPlan) -> int:
-    """The batch at which the line through both meets what there is of the device or of the host."""
-    sizes = small.config.data.batch_size, large.config.data.batch_size
-    budget = small.device_budget or small.machine.device_bytes
-    sides = [
-        (small.device_allocated, large.device_allocated, budget),
-        (small.device_needed, large.device_needed, small.machine.device_bytes),
-        (small.host_needed, large.host_needed, small.machine.host_bytes),
-    ]
-    most = FURTHEST * sizes[1]
-    for low, high, room in sides:
-        each = (high - low) / (sizes[1] - sizes[0])
-        if each > 0:
-            most = min(most, int(sizes[0] + (room - low) / each))
-        elif low > room:
-            return 0
-    return most
+def _with(config: Config, key: str, value: Any) -> Config:
+    section, name = key.split(".")
+    return with_options(config, **{section: {name: value}})

@@ -11,8 +11,7 @@ from pathlib import Path
 from streamer.app import machine_file
 from streamer.app.auto import settle
 from streamer.app.config import Config, ConfigError, dump_config, load_config
-from streamer.app.mending import largest_batch, mend, with_batch
-from streamer.app.plan_report import plan_json, plan_text
+from streamer.app.plan_report import plan_json, plan_lines
 from streamer.app.planning import RunPlan, plan_run
 from streamer.backends.machine import Machine
 from streamer.options import parse_bytes
@@ -20,8 +19,6 @@ from streamer.plan.recalling import Recollection
 
 #: Where none is given.
 MACHINE = "rtx-4090"
-#: What the batches of the table are of the config's.
-BATCHES = (0.25, 0.5, 1, 2, 4)
 
 
 def plan(
@@ -51,19 +48,15 @@ def plan(
     recollection = Recollection()
     config, chosen = settle(config, machine, recollection)
     plan_of = _remembering(machine, recollection)
-    planned = plan_of(config)
-    size = config.data.batch_size
-    sizes = sorted({max(1, int(size * share)) for share in BATCHES})
-    batches = [plan_of(config if one == size else with_batch(config, one)) for one in sizes]
-    largest = largest_batch(planned, batches, plan_of)
-    found = None if planned.fits else mend(planned, plan_of)
     if as_json:
-        report = plan_json(planned, batches, largest, found)
+        report = plan_json(config, plan_of)
         print(json.dumps({**report, "chosen": None if chosen is None else chosen.reason}, indent=2))
     else:
         if chosen is not None:
             print(f"{chosen.reason}\n")
-        print(plan_text(planned, batches, largest, found))
+        for line in plan_lines(config, plan_of):
+            print(line, flush=True)
+    planned = plan_of(config)
     if timeline is not None:
         _draw(planned, Path(timeline))
     return planned.fits

@@ -2,46 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from streamer.app.mending import Mend
-from streamer.app.planning import RunPlan
+from streamer.app.batches import batches, is_furthest, largest_batch
+from streamer.app.config import Config
+from streamer.app.mending import Mend, mend
+from streamer.app.planning import PlanOf, RunPlan
 from streamer.app.report import amount
 from streamer.app.toml import toml_value
 from streamer.backends.base import Lane
 
 
-def plan_text(plan: RunPlan, batches: Sequence[RunPlan], largest: RunPlan | None, mend: Mend | None) -> str:
-    """The whole plan as text."""
-    config, machine = plan.config, plan.machine
-    lines = [
-        f"{config.run.name} on {machine.name}: {plan.parameters:,} parameters, "
-        f"{config.data.batch_size} x {config.data.context} = {plan.tokens:,} tokens a step",
-        "",
-        *ledger_lines(plan),
-        "",
-        *_lanes(plan),
-        "",
-        *_batches(plan, batches, largest),
-    ]
+def plan_lines(config: Config, plan_of: PlanOf) -> Iterator[str]:
+    """The whole plan as text, each line as soon as it is known."""
+    plan = plan_of(config)
+    yield (
+        f"{config.run.name} on {plan.machine.name}: {plan.parameters:,} parameters, "
+        f"{config.data.batch_size} x {config.data.context} = {plan.tokens:,} tokens a step"
+    )
+    yield ""
+    yield from ledger_lines(plan)
+    yield ""
+    yield from _lanes(plan)
+    yield ""
+    yield from _batches(plan, plan_of)
     if not plan.fits:
-        lines += ["", *mend_lines(plan, mend)]
-    return "\n".join(lines)
+        yield ""
+        yield mend_line("it", mend(plan, plan_of), plan)
 
 
-def plan_json(
-    plan: RunPlan, batches: Sequence[RunPlan], largest: RunPlan | None, mend: Mend | None
-) -> dict[str, Any]:
+def plan_json(config: Config, plan_of: PlanOf) -> dict[str, Any]:
     """The whole plan in JSON values; bytes, seconds, FLOPs."""
+    plan = plan_of(config)
+    table = list(batches(config, plan_of))
+    largest = largest_batch(plan, table, plan_of)
+    found = None if plan.fits else mend(plan, plan_of)
     return {
         "machine": asdict(plan.machine),
         "parameters": plan.parameters,
         **_figures(plan),
-        "batches": [_figures(one) for one in batches],
-        "largest_batch": None if largest is None else _figures(largest),
-        "mend": None if mend is None else {"changes": dict(mend.changes), **_figures(mend.plan)},
+        "batches": [_figures(one) for one in table],
+        "largest_batch": None
+        if largest is None
+        else {**_figures(largest), "or_more": is_furthest(largest, table)},
+        "mend": None
+        if found is None or not found.plan.fits
+        else {"changes": dict(found.changes), **_figures(found.plan)},
     }
 
 
@@ -59,6 +67,7 @@ def _figures(plan: RunPlan) -> dict[str, Any]:
         "device_needed": plan.device_needed,
         "device_memory": plan.device_budget,
         "host_bytes": dict(plan.host_bytes),
+        "host_pinned": plan.host_pinned,
         "host_needed": plan.host_needed,
         "seconds": prediction.seconds,
         "busy_seconds": {lane.value: prediction.busy_seconds[lane] for lane in Lane},
@@ -77,14 +86,18 @@ def ledger_lines(plan: RunPlan) -> Iterator[str]:
     held = plan.step.device_bytes
     yield from _side(f"device, {slots}, when it holds most", held, plan.parameters)
     within = "" if budget is None else f" of {amount(budget)} (device_memory)"
+    if not plan.fits_budget:
+        within += f": {_verdict(False)}"
     yield _line("  all tensors", plan.step.device_total, plan.parameters) + within
     for name, nbytes in plan.step.reserve.items():
         yield _line(f"  {name}", nbytes, plan.parameters)
     yield (
         _line("  needed", plan.device_needed, plan.parameters)
-        + f" of {amount(machine.device_bytes)}: {_verdict(plan.fits_device)}"
+        + f" of {amount(machine.device_bytes)}: {_verdict(plan.device_needed <= machine.device_bytes)}"
     )
     yield from _side("host", plan.host_bytes, plan.parameters)
+    if plan.host_pinned:
+        yield _line("  of these page-locked", plan.host_pinned, plan.parameters)
     also = " (with the device, whose memory it is)" if machine.kind == "cpu" else ""
     yield (
         _line("  needed", plan.host_needed, plan.parameters)
@@ -122,34 +135,39 @@ def _lanes(plan: RunPlan) -> Iterator[str]:
     )
 
 
-def _batches(plan: RunPlan, batches: Sequence[RunPlan], largest: RunPlan | None) -> Iterator[str]:
-    yield f"{'batch':>8}{'tokens':>10}{'step s':>10}{'tokens/s':>12}  {'binds':9}{'device':>12}{'host':>12}"
-    for one in batches:
+def _batches(plan: RunPlan, plan_of: PlanOf) -> Iterator[str]:
+    yield (
+        f"{'batch':>8}{'tokens':>10}{'slots':>7}{'step s':>10}{'tokens/s':>12}  {'binds':9}{'device':>12}"
+        f"{'host':>12}"
+    )
+    table: list[RunPlan] = []
+    for one in batches(plan.config, plan_of):
+        table.append(one)
         yield (
-            f"{one.config.data.batch_size:>8}{one.tokens:>10,}{one.step.prediction.seconds:>10.3f}"
-            f"{one.tokens_per_second:>12,.0f}  {one.binding_lane.value:9}{amount(one.device_needed):>12}"
-            f"{amount(one.host_needed):>12}{'' if one.fits else '  does not fit'}"
+            f"{one.config.data.batch_size:>8}{one.tokens:>10,}{one.step.num_slots:>7}"
+            f"{one.step.prediction.seconds:>10.3f}{one.tokens_per_second:>12,.0f}  "
+            f"{one.binding_lane.value:9}{amount(one.device_needed):>12}{amount(one.host_needed):>12}"
+            f"{'' if one.fits else '  does not fit'}"
         )
+    largest = largest_batch(plan, table, plan_of)
     if largest is None:
         yield "not even a batch of one sequence fits"
     else:
         slots = "" if plan.config.stream.num_slots else " (with two slots)"
-        yield f"largest batch that fits{slots}: {largest.config.data.batch_size}"
+        more = " or more" if is_furthest(largest, table) else ""
+        yield f"largest batch that fits{slots}: {largest.config.data.batch_size}{more}"
 
 
-def mend_lines(plan: RunPlan, mend: Mend | None, *, with_speed: bool = True) -> Iterator[str]:
-    """What would make a plan fit that does not."""
-    if mend is None:
-        sides = [name for name, fits in (("device", plan.fits_device), ("host", plan.fits_host)) if not fits]
-        yield (
-            f"it does not fit on the {' and the '.join(sides)}, and smaller micro-batches, offloaded inputs, "
-            "a smaller batch, shorter moments and one slot do not make it fit: take a smaller model, or more "
-            "memory"
-        )
-        return
-    sets = " ".join(f"--set {key}={toml_value(value)}" for key, value in mend.changes.items())
-    speed = f", {mend.plan.tokens_per_second:,.0f} tokens/s" if with_speed else ""
-    yield (
-        f"it would fit with {sets}: device {amount(mend.plan.device_needed)}, host "
-        f"{amount(mend.plan.host_needed)}{speed}"
+def mend_line(subject: str, found: Mend, plan: RunPlan, *, with_speed: bool = True) -> str:
+    """What would make a plan fit that does not; ``subject`` is what it is called."""
+    sets = " ".join(f"--set {key}={toml_value(value)}" for key, value in found.changes.items())
+    misfit = f"{subject} does not fit on the {' and the '.join(plan.lacking) or 'device'}"
+    if not found.plan.fits:
+        lacks = " and ".join(f"the {side} lacks {amount(lack)}" for side, lack in found.plan.lacking.items())
+        even = f"even with {sets}, " if sets else ""
+        return f"{misfit}; {even}{lacks or found.plan.refused}: take a smaller model, or more memory"
+    speed = f", {found.plan.tokens_per_second:,.0f} tokens/s" if with_speed else ""
+    return (
+        f"{misfit}; it would with {sets}: device {amount(found.plan.device_needed)}, host "
+        f"{amount(found.plan.host_needed)}{speed}"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,13 +17,14 @@ from streamer.app.loop import step_on
 from streamer.app.loss import TokenLoss
 from streamer.app.pretrained import without_values
 from streamer.backends.base import Lane
-from streamer.backends.machine import Machine
+from streamer.backends.machine import CPU, Machine
 from streamer.backends.virtual import VirtualBackend
 from streamer.engine.trace import Trace
 from streamer.handle import wrapped
+from streamer.memory.purposes import PINNED
 from streamer.options import parse_bytes
 from streamer.plan.recalling import Recollection
-from streamer.plan.step_plan import GAPS, StepPlan, plan_step, uncollected
+from streamer.plan.step_plan import BESIDE, GAPS, WORKING_SET, StepPlan, plan_step, uncollected
 
 #: Bytes of host memory that Python and its libraries take: a round figure, not a measurement.
 PROCESS, PROCESS_BYTES = "Python and its libraries", 1 << 30
@@ -68,8 +69,19 @@ class RunPlan:
         return {**self.step.host_bytes, PROCESS: PROCESS_BYTES}
 
     @property
+    def host_pinned(self) -> int:
+        """Bytes of host memory that are page-locked, as what is copied to or from a GPU is."""
+        if self.machine.kind == CPU:
+            return 0
+        return sum(nbytes for purpose, nbytes in self.step.host_bytes.items() if purpose in PINNED)
+
+    @property
     def device_allocated(self) -> int:
-        """What PyTorch's allocator takes of the device, in bytes."""
+        """What counts towards the budget, in bytes: all that PyTorch's allocator takes of the device; where
+        the host stands in for one, which has no such count, buffers and saved inputs."""
+        if self.machine.kind == CPU:
+            uncounted = (WORKING_SET, BESIDE)
+            return sum(nbytes for owner, nbytes in self.step.device_bytes.items() if owner not in uncounted)
         return self.step.device_total + self.step.reserve.get(GAPS, 0)
 
     @property
@@ -81,14 +93,18 @@ class RunPlan:
     def host_needed(self) -> int:
         """Bytes of host memory; where the host stands in for a device, with those of that."""
         own = sum(self.host_bytes.values())
-        return own + self.device_needed if self.machine.kind == "cpu" else own
+        return own + self.device_needed if self.machine.kind == CPU else own
+
+    @property
+    def fits_budget(self) -> bool:
+        """Whether the budget has room, if there is one."""
+        budget = self.device_budget
+        return self.refused is None and (budget is None or self.device_allocated <= budget)
 
     @property
     def fits_device(self) -> bool:
         """Whether the device has room, and the budget too."""
-        budget = self.device_budget
-        within = budget is None or self.device_allocated <= budget
-        return within and self.refused is None and self.device_needed <= self.machine.device_bytes
+        return self.fits_budget and self.device_needed <= self.machine.device_bytes
 
     @property
     def fits_host(self) -> bool:
@@ -99,6 +115,15 @@ class RunPlan:
     def fits(self) -> bool:
         """Whether the run can start."""
         return self.fits_device and self.fits_host
+
+    @property
+    def lacking(self) -> Mapping[str, int]:
+        """Bytes that there are too few of, by side."""
+        of_device = self.device_needed - self.machine.device_bytes
+        if self.device_budget is not None:
+            of_device = max(of_device, self.device_allocated - self.device_budget)
+        of_host = self.host_needed - self.machine.host_bytes
+        return {side: lack for side, lack in (("device", of_device), ("host", of_host)) if lack > 0}
 
     @property
     def binding_lane(self) -> Lane:
@@ -161,6 +186,10 @@ def _without_values(error: Exception) -> str:
         f"({' '.join(str(error).split())[:300]}): let its forward decide by shapes alone, or start it with "
         "run.steps=1 and read what it takes from summary.json"
     )
+
+
+#: Plans a config.
+PlanOf = Callable[[Config], RunPlan]
 
 
 def with_options(config: Config, **sections: Mapping[str, Any]) -> Config:

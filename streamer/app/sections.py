@@ -34,8 +34,9 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        beside = ", ".join(sorted(map(str, path.parent.glob("*.toml")))) or "none"
-        raise ConfigError(f"{path}: {error.strerror}; configs in its folder: {beside}") from None
+        folder, where = (path, "it") if path.is_dir() else (path.parent, "its folder")
+        there = ", ".join(sorted(map(str, folder.glob("*.toml")))) or "none"
+        raise ConfigError(f"{path}: {error.strerror}; TOML files in {where}: {there}") from None
     except ValueError as error:
         raise ConfigError(f"{path}: not TOML in UTF-8, mend it there: {error}") from None
     except RecursionError:

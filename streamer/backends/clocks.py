@@ -42,6 +42,9 @@ class Clock(Protocol):
     def compute(self, seconds: float) -> float:
         """Work of the caller's own on COMPUTE, between two that are submitted; the seconds that it takes."""
 
+    def now(self) -> float:
+        """When COMPUTE is done with what it has been given."""
+
 
 def clock_of(machine: Machine) -> Clock:
     """The clock that runs as lanes do on that kind of machine."""
@@ -90,6 +93,9 @@ class Queues:
     def compute(self, seconds: float) -> float:
         self._free_at[Lane.COMPUTE] += seconds
         return seconds
+
+    def now(self) -> float:
+        return self._free_at[Lane.COMPUTE]
 
     def _end(self, lane: Lane, start: float, seconds: float) -> float:
         """When work ends that begins at ``start``, beside what the other lanes have been given."""
@@ -144,6 +150,9 @@ class SharedCores:
         work = _Work(VirtualEvent(Lane.COMPUTE), seconds, (), start)
         self._run(lambda: work.left <= 0, work)
         return self._now - start
+
+    def now(self) -> float:
+        return self._now
 
     def _run(self, finished: Callable[[], bool], computing: _Work | None = None) -> None:
         """Let time go on until ``finished``."""

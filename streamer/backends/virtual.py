@@ -62,11 +62,16 @@ class VirtualBackend(Backend):
             self._counted = NOTHING
             try:
                 yield
-                self._let_caller_compute()
+                self.let_caller_compute()
             finally:
                 self._caller = None
 
-    def _let_caller_compute(self) -> None:
+    def now(self) -> float:
+        """When COMPUTE is done with what it has been given so far, in seconds."""
+        return self._clock.now()
+
+    def let_caller_compute(self) -> None:
+        """Let what the caller has computed by now take its time."""
         if self._caller is not None:
             cost = self._caller.cost - self._counted
             self._counted = self._caller.cost
@@ -74,7 +79,7 @@ class VirtualBackend(Backend):
             self.caller_seconds += self._clock.compute(cost.seconds)
 
     def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
-        self._let_caller_compute()
+        self.let_caller_compute()
         if lane is not Lane.COMPUTE:
             return self._clock.submit(lane, nbytes / self._bytes_per_second(lane), waits)
         self.is_computing, self._recalled = True, NOTHING

@@ -15,8 +15,9 @@ whole of the forward:
   may keep what the layer has computed, which is what running it again is to spare.
 - somebody has recorded what the layer was given, which shall not lose its memory.
 
-TorchScript runs another code when it runs again, which saves other tensors of the same shapes: so each place
-knows how many nodes came before it. Where the second forward differs, backward has the graph built anew too.
+TorchScript runs another code when it runs again, which saves other tensors of the same shapes, or the same in
+another order: so each place knows how many nodes came before it, and which of them its tensor comes from, of
+which kind. Where the second forward differs, backward has the graph built anew too.
 """
 
 from __future__ import annotations
@@ -39,12 +40,11 @@ from streamer.engine.saved import Saved
 class _Place:
     """Where a graph looks for a tensor that it has saved; gone as soon as the graph needs it no more."""
 
-    __slots__ = ("__weakref__", "kind", "nodes", "saved")
+    __slots__ = ("__weakref__", "kind", "origin", "saved")
 
-    def __init__(self, tensor: torch.Tensor, nodes: int) -> None:
+    def __init__(self, tensor: torch.Tensor, start: int) -> None:
         self.kind = _kind(tensor)
-        #: how many nodes of graphs the run had made by then
-        self.nodes = nodes
+        self.origin = _origin(tensor, start)
         self.saved: Saved | None = None
 
 
@@ -65,7 +65,7 @@ class LateTensors:
         start = _get_sequence_nr()
 
         def pack(tensor: torch.Tensor) -> _Place:
-            place = _Place(tensor, _get_sequence_nr() - start)
+            place = _Place(tensor, start)
             self._places.append(weakref.ref(place))
             return place
 
@@ -80,7 +80,8 @@ class LateTensors:
         known = set(map(id, leaves))
         found: set[int] = set()
         for node in _nodes(output.grad_fn for output in outputs):
-            if _is_opaque(node):
+            # a write into a part keeps the node of its operation to itself
+            if _is_opaque(node) or type(node).__name__ == "CopySlices":
                 return False
             variable = getattr(node, "variable", None)
             if variable is not None and id(variable) not in known and not isinstance(variable, nn.Parameter):
@@ -103,7 +104,7 @@ class LateTensors:
             nonlocal count, is_alike
             place = wanted.get(count)
             if place is not None:
-                is_alike = (place.kind, place.nodes) == (_kind(tensor), _get_sequence_nr() - start)
+                is_alike = (place.kind, place.origin) == (_kind(tensor), _origin(tensor, start))
                 place.saved = Saved.now(tensor.detach())
             count += 1
             if count > last or not is_alike:
@@ -194,3 +195,12 @@ def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype] | None:
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_nested:
         return None
     return tensor.shape, tensor.dtype
+
+
+def _origin(tensor: torch.Tensor, start: int) -> tuple[int, int, type]:
+    """How many nodes of graphs there are in a run since number ``start``, which of them ``tensor`` comes from
+    (-1 if from none of them), and of which kind that is."""
+    nodes = _get_sequence_nr() - start
+    node = -1 if tensor.grad_fn is None else tensor.grad_fn._sequence_nr() - start
+    # others may have been made by another thread, which counts its own
+    return nodes, node if 0 <= node < nodes else -1, type(tensor.grad_fn)

@@ -32,19 +32,14 @@ class Meter(ExitStack):
         return self
 
     @property
-    def cost(self) -> Cost:
-        """Of all in the block."""
-        return self._operations.cost
+    def all(self) -> Measured:
+        """What the whole block has taken."""
+        return Measured(self._operations.cost, self._tracker.peak)
 
     @property
     def now(self) -> int:
         """Bytes that were made in the block and are still there."""
         return self._tracker.now
-
-    @property
-    def peak(self) -> int:
-        """The most of them that there were."""
-        return self._tracker.peak
 
     def recall(self, measured: Measured) -> None:
         """Count what was not run, and would have taken this."""

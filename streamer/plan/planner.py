@@ -36,24 +36,19 @@ def predict_step(executor: Executor, step: Callable[[], object], *, warmup: int 
     assert isinstance(backend, VirtualBackend), "another has a clock of its own"
 
     def busy_seconds() -> dict[Lane, float]:
+        backend.let_caller_compute()
         return trace.busy_seconds | {Lane.COMPUTE: trace.busy_seconds[Lane.COMPUTE] + backend.caller_seconds}
 
     with backend.counting_caller():
         for _ in range(warmup):
             step()
-        before, busy, exposed = _now(executor), busy_seconds(), dict(trace.exposed_seconds)
-        flops = backend.flops
+        busy, exposed = busy_seconds(), dict(trace.exposed_seconds)
+        before, flops = backend.now(), backend.flops
         step()
-    after = busy_seconds()
+        after = busy_seconds()
     return Prediction(
-        seconds=_now(executor) - before,
+        seconds=backend.now() - before,
         flops=backend.flops - flops,
         busy_seconds={lane: after[lane] - busy[lane] for lane in Lane},
         exposed_seconds={lane: trace.exposed_seconds[lane] - exposed[lane] for lane in Lane},
     )
-
-
-def _now(executor: Executor) -> float:
-    """When compute is done with what it has been given, on the virtual clock."""
-    ends = [record.span.end for record in executor.issuer.trace.records() if record.op.lane is Lane.COMPUTE]
-    return max(ends, default=0.0)

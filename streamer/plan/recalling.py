@@ -19,7 +19,6 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from streamer.backends.machine import Machine
-from streamer.backends.operations import Cost
 from streamer.backends.virtual import VirtualBackend
 from streamer.engine.activations import Outputs, Run, Visit
 from streamer.engine.ambient import Autocast
@@ -33,7 +32,7 @@ from streamer.engine.norms import sum_squares
 from streamer.engine.saved import storages
 from streamer.engine.tree import Rebuild, constants
 from streamer.engine.unit import Unit
-from streamer.plan.meter import Meter
+from streamer.plan.meter import Measured, Meter
 from streamer.plan.slices import recall_slices
 from streamer.plan.structure import Kind, Numbers, structure_of
 from streamer.plan.tracker import Tracker
@@ -41,33 +40,21 @@ from streamer.plan.tracker import Tracker
 
 @dataclass(frozen=True)
 class _Forward:
-    """A layer's forward: its outputs, cost, the most bytes on top of what was there, and those that stay
-    beside the outputs."""
+    """A layer's forward: its outputs, what it took, and the bytes that stay beside the outputs."""
 
     outputs: list[Kind]
     rebuild: Rebuild
-    cost: Cost
-    rise: int
+    measured: Measured
     kept: int
 
 
 @dataclass(frozen=True)
 class _Backward:
-    """Its backward: for which parameters there are gradients, what it returns, cost, and the most bytes on
-    top of what was there."""
+    """Its backward: for which parameters there are gradients, what it returns, what it took."""
 
     used: list[bool]
     returned: list[Kind | None]
-    cost: Cost
-    rise: int
-
-
-@dataclass(frozen=True)
-class _Squares:
-    """The sum of squares of its gradients."""
-
-    cost: Cost
-    rise: int
+    measured: Measured
 
 
 @dataclass
@@ -77,10 +64,11 @@ class Recollection:
 
     forwards: dict[Hashable, _Forward] = field(default_factory=dict)
     backwards: dict[Hashable, _Backward] = field(default_factory=dict)
-    squares: dict[Hashable, _Squares] = field(default_factory=dict)
+    #: of sums of squares of gradients
+    squares: dict[Hashable, Measured] = field(default_factory=dict)
 
 
-class Memory:
+class Recalling:
     """A `Recollection` as the layers of one wrapped model use it."""
 
     def __init__(self, executor: Executor, recollection: Recollection, tracker: Tracker) -> None:
@@ -99,14 +87,14 @@ class Memory:
         """Visits that recall. For `StreamedLayer.visit_as`."""
 
         class Recalled(_Recalled):
-            memory = self
+            recalling = self
 
         return Recalled
 
-    def count(self, cost: Cost, rise: int) -> None:
-        """What is recalled would have cost this, and taken so many bytes for a while."""
-        self._backend.recall(cost)
-        self._tracker.rise(rise)
+    def count(self, measured: Measured) -> None:
+        """Count what is recalled, and would have taken this."""
+        self._backend.recall(measured.cost)
+        self._tracker.rise(measured.rise)
 
     def squares_of(self, unit: Unit, gradient: torch.Tensor, used: Sequence[bool]) -> torch.Tensor:
         """`Executor.squares_of`, recalled."""
@@ -115,13 +103,13 @@ class Memory:
         if key not in found:
             with _disable_current_modes(), Meter(self._backend.machine) as meter:
                 sum_squares(unit.layout, gradient, used)
-            found[key] = _Squares(meter.cost, meter.peak)
-        self.count(found[key].cost, found[key].rise)
+            found[key] = meter.all
+        self.count(found[key])
         return torch.empty((), dtype=torch.float32, device=gradient.device)
 
 
 class _Recalled(Visit):
-    memory: Memory
+    recalling: Recalling
 
     def __init__(self, executor: Executor, call: Call, policy: type[Run], cut: Cut) -> None:
         super().__init__(executor, call, policy, cut)
@@ -130,11 +118,11 @@ class _Recalled(Visit):
         self._kept: list[torch.Tensor] = []
 
     def run(self, inputs: Tensors, weights: torch.Tensor) -> Outputs:
-        forwards = self.memory.recollection.forwards
+        forwards = self.recalling.recollection.forwards
         self._given = [Kind.of(tensor) for tensor in inputs]
         self._key = (
             self._policy,
-            self.memory.structures[self.call.unit.index],
+            self.recalling.structures[self.call.unit.index],
             tuple(self._given),
             tuple(constants(self.call.rebuild(inputs))),
             repr(self._cut),
@@ -143,7 +131,7 @@ class _Recalled(Visit):
         if self._key not in forwards:
             forwards[self._key] = self._measure_forward(weights)
         found = forwards[self._key]
-        self.memory.count(found.cost, found.rise)
+        self.recalling.count(found.measured)
         if found.kept:
             self._kept.append(torch.empty(found.kept, dtype=torch.uint8, device="meta"))
         if not self.saves_inputs:
@@ -160,13 +148,13 @@ class _Recalled(Visit):
         gradients: Gradients,
         asked: Sequence[Asked],
     ) -> tuple[list[bool], list[torch.Tensor | None]]:
-        backwards = self.memory.recollection.backwards
+        backwards = self.recalling.recollection.backwards
         incoming = tuple(None if gradient is None else Kind.of(gradient) for gradient in gradients)
         key = (self._key, incoming, tuple(asked))
         if key not in backwards:
             backwards[key] = self._measure_backward(weights, into, incoming, asked)
         found = backwards[key]
-        self.memory.count(found.cost, found.rise)
+        self.recalling.count(found.measured)
         self._kept.clear()
         return list(found.used), [None if kind is None else kind.make() for kind in found.returned]
 
@@ -178,7 +166,7 @@ class _Recalled(Visit):
                 outputs, rebuild = visit.run(inputs, weights)
             kinds = [Kind.of(output) for output in outputs]
             del outputs
-            return _Forward(kinds, rebuild, meter.cost, meter.peak, kept=meter.now)
+            return _Forward(kinds, rebuild, meter.all, kept=meter.now)
 
     def _measure_backward(
         self,
@@ -198,7 +186,7 @@ class _Recalled(Visit):
                 with meter.measuring() as measured:
                     used, found = visit.go_back(weights, into, given, gradients, asked)
             kinds = [None if gradient is None else Kind.of(gradient) for gradient in found]
-            return _Backward(used, kinds, measured.cost, measured.rise)
+            return _Backward(used, kinds, measured)
 
     @property
     def _machine(self) -> Machine:
@@ -229,10 +217,10 @@ class _SavesNothing:
 def recall_layers(executor: Executor, tracker: Tracker, recollection: Recollection) -> None:
     """Let the layers of a model on the virtual backend recall their visits, and add what they hold to what
     ``tracker`` counts."""
-    memory = Memory(executor, recollection, tracker)
-    kind = memory.kind()
+    recalling = Recalling(executor, recollection, tracker)
+    kind = recalling.kind()
     for unit in executor.units:
         layer = unit.module.forward
         assert isinstance(layer, StreamedLayer), "the model is wrapped"
         layer.visit_as(kind)
-    executor.squares_of = memory.squares_of
+    executor.squares_of = recalling.squares_of
