@@ -75,14 +75,14 @@ def _overrides(arguments: Namespace) -> list[str]:
 
 
 def _plan(arguments: Namespace) -> int:
-    with exiting_on_interrupt():
-        from streamer.app.plan import plan
     overrides = _overrides(arguments)
     if arguments.device_memory is not None:
         overrides.append(f"stream.device_memory={json.dumps(arguments.device_memory)}")
+    config = load_config(arguments.config, overrides)
+    with exiting_on_interrupt():
+        from streamer.app.plan import plan
     fits = plan(
-        arguments.config,
-        overrides,
+        config,
         arguments.machine,
         host_memory=arguments.host_memory,
         as_json=arguments.json,
