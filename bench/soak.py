@@ -64,7 +64,7 @@ class Broken(RuntimeError):
 
 def start(config: Path, out: str, *arguments: str) -> subprocess.Popen[str]:
     """`streamer train` in a process of its own, in the config's folder."""
-    command = [sys.executable, "-m", "streamer.app.cli", "train", str(config), "--set", f"run.out='{out}'"]
+    command = [sys.executable, "-m", "streamer", "train", str(config), "--set", f"run.out='{out}'"]
     environment = os.environ | {"PYTHONPATH": str(HOME), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [*command, *arguments],

@@ -23,6 +23,7 @@ FLOORS = (
     "streamer.files",
     "streamer",
     "streamer.app",
+    "streamer.__main__",
 )
 
 Graph = Mapping[str, frozenset[str]]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 from streamer.app import machine_file
 from streamer.app.auto import settle
-from streamer.app.config import Config, ConfigError, dump_config, load_config
+from streamer.app.config import Config, ConfigError, dump_config
 from streamer.app.plan_report import plan_json, plan_lines
 from streamer.app.planning import RunPlan, plan_run
 from streamer.backends.machine import Machine
@@ -22,8 +22,7 @@ MACHINE = "rtx-4090"
 
 
 def plan(
-    config_path: str,
-    overrides: Sequence[str],
+    config: Config,
     machine_name: str | None,
     *,
     host_memory: str | None = None,
@@ -35,7 +34,6 @@ def plan(
 
     Raises ConfigError, in one line, for what cannot be planned.
     """
-    config = load_config(config_path, overrides)
     machine = machine_file.machine(machine_name or MACHINE)
     try:
         host_bytes = parse_bytes("--host-memory", host_memory)

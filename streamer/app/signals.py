@@ -1,12 +1,15 @@
-"""Ctrl-C and SIGTERM asked for politely: the step that runs is finished first."""
+"""Ctrl-C and SIGTERM: at once while nothing has begun, politely in a run, whose step is finished first."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+INTERRUPTED = "\nstreamer: interrupted; nothing is written"
 
 
 class Stop:
@@ -41,3 +44,29 @@ def stopping() -> Iterator[Stop]:
     finally:
         for name, handler in before.items():
             signal.signal(name, handler)
+
+
+@contextmanager
+def exiting_on_interrupt() -> Iterator[None]:
+    """Inside the block, which only imports and reads, Ctrl-C ends the process at once, with exit code 130.
+
+    A KeyboardInterrupt would do so less surely: amid the import of an extension module it is swallowed, or
+    comes out as an error of another kind. SIGINT is left alone where it is ignored or somebody else listens.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        os.write(2, f"{INTERRUPTED}\n".encode())
+        os._exit(130)
+
+    before = signal.getsignal(signal.SIGINT)
+    listens = False
+    if before is signal.default_int_handler:
+        # only the main thread may listen
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGINT, leave)
+            listens = True
+    try:
+        yield
+    finally:
+        if listens:
+            signal.signal(signal.SIGINT, before)

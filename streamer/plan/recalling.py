@@ -5,14 +5,15 @@ A plan runs the executor without data, though most layers are copies of one. Wha
 takes (time, bytes that come and go, bytes that stay for backward) depends on its structure and on the shapes
 it is given alone. So each kind of visit is carried out once, on meta tensors and apart from the step, and
 recalled from then on: the executor still issues every op, and the tensors that stay are still made. Within
-one, slices of a batch that are alike are recalled from the second on, and what is recalled may serve other
+one, slices of a batch that are alike are recalled from the fourth on, and what is recalled may serve other
 plans of the same model: with other batches, more slots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from streamer.engine.saved import storages
 from streamer.engine.tree import Rebuild, constants
 from streamer.engine.unit import Unit
 from streamer.plan.meter import Measured, Meter
+from streamer.plan.outputs import OutputKinds
 from streamer.plan.slices import recall_slices
 from streamer.plan.structure import Kind, Numbers, structure_of
 from streamer.plan.tracker import Tracker
@@ -40,12 +42,14 @@ from streamer.plan.tracker import Tracker
 
 @dataclass(frozen=True)
 class _Forward:
-    """A layer's forward: its outputs, what it took, and the bytes that stay beside the outputs."""
+    """A layer's forward: its outputs, what it took, the bytes that stay beside them, and which of the inputs
+    its graph has saved."""
 
-    outputs: list[Kind]
+    outputs: OutputKinds
     rebuild: Rebuild
     measured: Measured
     kept: int
+    saved: list[bool]
 
 
 @dataclass(frozen=True)
@@ -132,13 +136,16 @@ class _Recalled(Visit):
             forwards[self._key] = self._measure_forward(weights)
         found = forwards[self._key]
         self.recalling.count(found.measured)
+        outputs, kept = found.outputs.make(inputs)
+        self._kept += kept
         if found.kept:
             self._kept.append(torch.empty(found.kept, dtype=torch.uint8, device="meta"))
         if not self.saves_inputs:
+            saved = [*self._kept, *compress(inputs, found.saved)]
+            self._release = self.executor.saved.hold(self, storages(saved))
             # a graph that is kept holds what it was given
             self._kept += inputs
-            self._release = self.executor.saved.hold(self, storages(self._kept))
-        return [kind.make() for kind in found.outputs], found.rebuild
+        return outputs, found.rebuild
 
     def go_back(
         self,
@@ -160,13 +167,16 @@ class _Recalled(Visit):
 
     def _measure_forward(self, weights: torch.Tensor) -> _Forward:
         with _disable_current_modes():
-            visit, inputs = self._apart()
+            apart = _Apart(self.executor)
+            visit, inputs = self._apart(apart)
             with Meter(self._machine) as meter:
                 recall_slices(visit, meter)
                 outputs, rebuild = visit.run(inputs, weights)
-            kinds = [Kind.of(output) for output in outputs]
+            kinds = OutputKinds(outputs, inputs)
             del outputs
-            return _Forward(kinds, rebuild, meter.all, kept=meter.now)
+            held = apart.saved.held
+            saved = [tensor.untyped_storage()._cdata in held for tensor in inputs]
+            return _Forward(kinds, rebuild, meter.all, meter.now - kinds.note_kept(), saved)
 
     def _measure_backward(
         self,
@@ -176,7 +186,7 @@ class _Recalled(Visit):
         asked: Sequence[Asked],
     ) -> _Backward:
         with _disable_current_modes():
-            visit, inputs = self._apart()
+            visit, inputs = self._apart(_Apart(self.executor))
             gradients = [None if kind is None else kind.make() for kind in incoming]
             given = inputs if self.saves_inputs else ()
             with Meter(self._machine) as meter:
@@ -194,9 +204,8 @@ class _Recalled(Visit):
         assert isinstance(backend, VirtualBackend), "others have work to do"
         return backend.machine
 
-    def _apart(self) -> tuple[Visit, list[torch.Tensor]]:
+    def _apart(self, executor: Any) -> tuple[Visit, list[torch.Tensor]]:
         """A visit that does not belong to the step, and inputs for it."""
-        executor: Any = _Apart(self.executor)
         return Visit(executor, self.call, self._policy, self._cut), [kind.make() for kind in self._given]
 
 
@@ -206,11 +215,15 @@ class _Apart:
     def __init__(self, executor: Executor) -> None:
         self.backend, self.units, self.root = executor.backend, executor.units, executor.root
         self.sum_in_fp32 = executor.sum_in_fp32
-        self.saved = _SavesNothing()
+        self.saved = _SavedApart()
 
 
-class _SavesNothing:
-    def hold(self, owner: object, held: object) -> Callable[[], object]:
+class _SavedApart:
+    def __init__(self) -> None:
+        self.held: set[int] = set()
+
+    def hold(self, owner: object, held: Mapping[int, int]) -> Callable[[], object]:
+        self.held.update(held)
         return lambda: None
 
 

@@ -1,4 +1,4 @@
-"""Slices of a layer's batch that are alike, of which two are run. [Note: recalled visits]"""
+"""Slices of a layer's batch that are alike, of which three are run. [Note: recalled visits]"""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from streamer.engine.activations import Outputs, Run, Visit
 from streamer.engine.backpropagation import Gradients, Graph
 from streamer.engine.collecting import Collector
 from streamer.engine.cut import Tensors
-from streamer.engine.saved import storages
 from streamer.engine.tree import Rebuild
 from streamer.plan.meter import Measured, Meter
+from streamer.plan.outputs import OutputKinds
 from streamer.plan.structure import Kind
 
 
 def recall_slices(visit: Visit, meter: Meter) -> None:
-    """Let the third slice of ``visit``, and those after it, be recalled where they are like the second one;
-    the first is another, since what is added up begins with it. The visit is to run inside of ``meter``."""
+    """Let the fourth slice of ``visit``, and those after it, be recalled where they are like the second one:
+    the first is another, since what is added up begins with it, and what the second one keeps shows when the
+    third has run. The visit is to run inside of ``meter``."""
     first, *others = visit.runs
-    if len(others) > 1:
+    if len(others) > 2:
         pattern = _Pattern(others[0], meter)
         visit.runs = [first, pattern, *(_Like(run, pattern) for run in others[1:])]
 
@@ -41,7 +42,7 @@ class _Forward:
     """What a slice was given, has returned, and took."""
 
     given: list[Kind]
-    outputs: list[Kind]
+    outputs: OutputKinds
     rebuild: Rebuild
     measured: Measured
 
@@ -55,24 +56,21 @@ class _Backward:
 class _Pattern(_Around):
     """The slice that others may be like: it is run and measured."""
 
-    #: None where others cannot be made like it
-    forward: _Forward | None = None
+    forward: _Forward
     backward: _Backward
 
     def __init__(self, run: Run, meter: Meter) -> None:
         super().__init__(run)
         self.meter = meter
         self._began = 0
+        self._grown: int | None = None
         self._kept: int | None = None
 
     def first_run(self, weights: torch.Tensor, inputs: Tensors) -> Outputs:
         self._began = self.meter.now
         with self.meter.measuring() as measured:
             outputs, rebuild = self._run.first_run(weights, inputs)
-        held = [storages([tensor]) for tensor in (*inputs, *outputs)]
-        # memory that is shared, with what was given say, is not made anew
-        if len(set().union(*held)) == len(held):
-            self.forward = _Forward(_kinds(inputs), _kinds(outputs), rebuild, measured)
+        self.forward = _Forward(_kinds(inputs), OutputKinds(outputs, inputs), rebuild, measured)
         return outputs, rebuild
 
     def go_back(
@@ -84,18 +82,22 @@ class _Pattern(_Around):
         self.backward = _Backward(returned, measured)
         return found
 
-    def kept(self) -> int:
-        """Bytes that stay for backward, beside the outputs. To be asked when the next slice begins: like the
-        pattern itself, that has the outputs of one slice before it."""
-        if self._kept is None:
-            self._kept = self.meter.now - self._began
+    def kept(self) -> int | None:
+        """Bytes that stay for backward, beside the outputs; None where that is not known yet. To be asked
+        when each of the slices after it begins."""
+        if self._grown is None:
+            # as when the pattern began, there are the outputs of one slice before
+            self._grown = self.meter.now - self._began
+        elif self._kept is None:
+            # its outputs have been dropped since then
+            self._kept = self._grown - self.forward.outputs.note_kept()
         return self._kept
 
 
 class _Like(_Around):
     """A slice that is recalled if it is like the pattern, else run."""
 
-    _kept: torch.Tensor | None = None
+    _kept: list[torch.Tensor] | None = None
 
     def __init__(self, run: Run, pattern: _Pattern) -> None:
         super().__init__(run)
@@ -103,11 +105,12 @@ class _Like(_Around):
 
     def first_run(self, weights: torch.Tensor, inputs: Tensors) -> Outputs:
         kept, found = self._pattern.kept(), self._pattern.forward
-        if found is None or _kinds(inputs) != found.given:
+        if kept is None or _kinds(inputs) != found.given:
             return self._run.first_run(weights, inputs)
         self._pattern.meter.recall(found.measured)
-        self._kept = torch.empty(kept, dtype=torch.uint8, device="meta")
-        return [kind.make() for kind in found.outputs], found.rebuild
+        outputs, self._kept = found.outputs.make(inputs)
+        self._kept.append(torch.empty(kept, dtype=torch.uint8, device="meta"))
+        return outputs, found.rebuild
 
     def go_back(
         self, weights: torch.Tensor, inputs: Tensors, gradients: Gradients, collector: Collector

@@ -1,0 +1,8 @@
+"""``python -m streamer``, the command where its script is not on the path."""
+
+import sys
+
+from streamer.app.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
