@@ -15,8 +15,9 @@ alike, so a straight line between the fewest and the most that keep their graphs
 plan of one more that the others are not worth a look. The number that just fits is then a box of its own.
 
 Whole batches, and inputs that wait in host memory, are boxes of their own: a micro-batch needs room to add up
-gradients, so that it may take more than the whole, and what leaves the device comes to the host. Layers in parts are looked for only where no whole ones fit, and each
-number of slots by itself: how far layers are cut depends on it.
+gradients, so that it may take more than the whole, and what leaves the device comes to the host. Layers in
+parts are looked for only where no whole ones fit, and each number of slots by itself: how far layers are cut
+depends on it.
 """
 
 from __future__ import annotations
