@@ -26,7 +26,7 @@ from streamer.engine.micro_batches import AmbiguousBatchError
 from streamer.example import Batch, skeleton
 from streamer.handle import wrapped
 from streamer.plan.choices import Choice, Choices, Room, needs, sizes_below
-from streamer.plan.choosing import Chosen, choose
+from streamer.plan.choosing import SCALARS, Chosen, choose
 from streamer.plan.planner import Prediction
 from streamer.plan.plans import AS_FAST
 from streamer.plan.step_plan import StepPlan
@@ -39,10 +39,6 @@ AUTO = {"activations": "auto", "num_slots": "auto", "micro_batch_size": "auto"}
 
 def all_of(layers: int, samples: int) -> list[Choices]:
     return boxes(layers=layers, batch=samples, **AUTO)
-
-
-def cost(plan: StepPlan) -> tuple[float, int]:
-    return plan.prediction.seconds, needs(plan).all
 
 
 def exhaustive(table: Table, room: Room) -> StepPlan | None:
@@ -64,8 +60,9 @@ def assert_chosen_as_by(table: Table, among: Sequence[Choices], room: Room) -> i
         return 0
     chosen = choose(table.__getitem__, among, room)
     assert chosen.plan is table[chosen.choice]
-    assert cost(chosen.plan) == pytest.approx(cost(expected), rel=AS_FAST)
-    assert needs(chosen.plan).all == needs(expected).all
+    seconds = expected.prediction.seconds
+    assert chosen.plan.prediction.seconds == pytest.approx(seconds, rel=AS_FAST)
+    assert 0 <= needs(chosen.plan).all - needs(expected).all <= SCALARS
     return len(chosen.considered)
 
 
@@ -91,8 +88,8 @@ def rooms(table: Table, draw: random.Random, count: int) -> Iterator[Room]:
 
 def made_up(layers: int, samples: int, draw: random.Random) -> Table:
     """Plans of a machine whose copies, updates and compute are as uneven as it comes."""
-    slot, saved, work = draw.randint(50, 200), draw.randint(1, 60), draw.randint(10, 400)
-    graph = saved + draw.randint(0, 300)
+    slot, saved, work = (1000 * draw.randint(*most) for most in ((50, 200), (1, 60), (10, 400)))
+    graph = saved + 1000 * draw.randint(0, 300)
     compute, bus, offload = draw.choice([0.1, 1, 10]), draw.choice([0.2, 1, 5]), draw.choice([0, 0.1, 1])
     per_slice = draw.choice([0, 0.01, 0.5])
 
@@ -129,11 +126,11 @@ def test_it_plans_few_of_many() -> None:
     table, among = made_up(40, 64, draw), all_of(40, 64)
     assert len(table) == (41 + 40) * 40 * 7
     for room in rooms(table, draw, 6):
-        assert assert_chosen_as_by(table, among, room) < 80
+        assert assert_chosen_as_by(table, among, room) < 110
 
 
 def test_it_plans_fewer_where_compute_binds() -> None:
-    layers, samples, slot, saved, graph = 48, 32, 57, 105, 1757
+    layers, samples, slot, saved, graph = 48, 32, 57_000, 105_000, 1_757_000
 
     def plan(choice: Choice) -> StepPlan:
         names = choice.activations if isinstance(choice.activations, tuple) else [choice.activations] * layers
@@ -144,16 +141,16 @@ def test_it_plans_fewer_where_compute_binds() -> None:
             "weight slots": slots * slot,
             "gradient slots": min(slots, 2) * slot,
             "saved": kept * graph + (layers - kept - away) * saved + min(away, 2) * saved,
-            "work": 3000 * size // samples,
+            "work": 3_000_000 * size // samples,
         }
         seconds = (4 * layers - kept) * (1 + samples / size / 100) + 10 * (slots == 1)
         prediction = Prediction(seconds, 1, {}, {})
-        return StepPlan(device, {}, {"weights": 20_000, "saved": away * saved}, prediction, slots)
+        return StepPlan(device, {}, {"weights": 20_000_000, "saved": away * saved}, prediction, slots)
 
     among = all_of(layers, samples)
     table = {choice: plan(choice) for box in among for choice in box}
     for graphs in (1, 4, 11.5, 30, 47):
-        room = Room(int(5000 + graphs * graph), 1 << 40)
+        room = Room(int(5_000_000 + graphs * graph), 1 << 40)
         assert assert_chosen_as_by(table, among, room) <= 25
 
 

@@ -2,8 +2,9 @@
 
 [Note: chosen options]
 A combination is planned, not calculated, and a plan takes as long as a step on meta tensors. So few are.
-All combinations are boxes of chains along which a step takes more memory and no more time: layers that keep
-their graphs, from none to all, the last ones first; weight slots; samples in a micro-batch. The corner of a
+All combinations are boxes of chains along which a step takes more memory (give or take some scalars) and no
+more time: layers that keep their graphs, from none to all, the last ones first; weight slots; samples in a
+micro-batch. The corner of a
 box with the least of all is the smallest, that with the most the fastest. A box whose smallest does not fit
 is dropped, and of all others the one with the fastest corner is looked at first: if that corner fits, nothing
 is faster; if not, the box is cut. Of the combinations that are as fast the one that takes least memory is
@@ -37,6 +38,10 @@ from streamer.plan.step_plan import StepPlan
 
 PlanOf = Callable[[Choice], StepPlan]
 
+#: Bytes of the device by which a step may take less where a layer keeps its graph: a few small tensors of a
+#: visit that is not recomputed, while the rest of the graph would be there in backward in any case.
+SCALARS = 64
+
 #: Slots that are tried where they hold parts of layers. Each number is a search of its own.
 SLOTS_FOR_PARTS = (1, 2, 4)
 
@@ -53,7 +58,7 @@ class Chosen:
 
 def choose(plan_of: PlanOf, boxes: Sequence[Choices], room: Room, in_parts: PlanOf | None = None) -> Chosen:
     """The choice in ``boxes`` with the shortest predicted step among those that fit into ``room``; of those
-    that are as fast (within `AS_FAST`) the one that takes the least memory of both sides.
+    that are as fast (within `AS_FAST`) the one that takes the least memory of both sides (within `SCALARS`).
 
     ``plan_of`` plans a choice with room for anything, ``in_parts`` one of which the layers are cut to fit
     into ``room``; it is used where no whole ones fit. A box for which AmbiguousBatchError is raised is left
@@ -106,10 +111,12 @@ class _Search:
         return bool(self.least(box, box.smallest).excess(self.plans.room))
 
     def least(self, box: Box, choice: Choice) -> Needs:
-        """What ``choice`` takes, with the least host memory in ``box``: what is kept on the device need
-        not leave it."""
+        """What ``choice``, or one with more of anything, takes at least, with the least host memory in
+        ``box``: what is kept on the device need not leave it."""
         needed = self.plans.needs(choice)
-        if not needed.excess(self.plans.room) or needed._replace(host=0).excess(self.plans.room):
+        needed = Needs(needed.tensors - SCALARS, needed.device - SCALARS, needed.host)
+        room = self.plans.room
+        if not needed.excess(room) or needed._replace(host=0).excess(room):
             return needed
         return needed._replace(host=min(needed.host, self.plans.needs(box.fastest).host))
 
