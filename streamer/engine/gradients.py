@@ -137,9 +137,9 @@ class Gradients:
         scale, self.scale = self.scale, 1.0
         held = [
             param.grad
-            for unit in self._units
+            for unit in (self._units if scale != 1.0 else ())
             for slice, param in self.held[unit.index].pairs()
-            if scale != 1.0 and param.grad is not None and self.held[unit.index].is_ours(slice, param)
+            if param.grad is not None and self.held[unit.index].is_ours(slice, param)
         ]
         if held:
             self._issuer.wait((ops.gradient(unit.index) for unit in self._units), to_write=True)
