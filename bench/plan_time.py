@@ -12,7 +12,6 @@ over rounds, and by round.
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import statistics
 import time
@@ -21,23 +20,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-# as the command streamer has it; read when torch is imported
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+import torch
+import torch.nn.functional as F
 
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-
-import streamer  # noqa: E402
-from bench.common import RESULTS, load_average, provenance, quartiles, write_json  # noqa: E402
-from models.gpt2 import GPT  # noqa: E402
-from streamer.app.calibrate import machine_of, print_table, sizes_of  # noqa: E402
-from streamer.app.measurements import Found, Measurements, add  # noqa: E402
-from streamer.backends.base import Backend, Lane  # noqa: E402
-from streamer.backends.machine import Machine  # noqa: E402
-from streamer.backends.thread import ThreadBackend  # noqa: E402
-from streamer.backends.virtual import VirtualBackend  # noqa: E402
-from streamer.handle import wrapped  # noqa: E402
-from streamer.plan.planner import Prediction, predict_step  # noqa: E402
+import streamer
+from bench.common import RESULTS, load_average, provenance, quartiles, write_json
+from models.gpt2 import GPT
+from streamer.app.calibrate import machine_of, print_table, sizes_of
+from streamer.app.measurements import Found, Measurements, add
+from streamer.backends.base import Backend, Lane
+from streamer.backends.machine import Machine
+from streamer.backends.thread import ThreadBackend
+from streamer.backends.virtual import VirtualBackend
+from streamer.handle import wrapped
+from streamer.plan.planner import Prediction, predict_step
 
 VOCAB_SIZE = 256
 

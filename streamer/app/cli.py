@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from streamer.app.signals import exiting_on_interrupt
@@ -17,7 +16,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         from streamer.app.commands import run
 
         arguments = command_line().parse_args(argv)
-    # OpenMP's threads spin while they wait, which takes the cores from the lanes' own threads; it is read
-    # when torch is imported
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     return run(arguments)
