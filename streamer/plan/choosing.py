@@ -4,11 +4,10 @@
 A combination is planned, not calculated, and a plan takes as long as a step on meta tensors. So few are.
 All combinations are boxes of chains along which a step takes more memory (give or take some scalars) and no
 more time: layers that keep their graphs, from none to all, the last ones first; weight slots; samples in a
-micro-batch. The corner of a
-box with the least of all is the smallest, that with the most the fastest. A box whose smallest does not fit
-is dropped, and of all others the one with the fastest corner is looked at first: if that corner fits, nothing
-is faster; if not, the box is cut. Of the combinations that are as fast the one that takes least memory is
-found in the same way, from the other corner, among the boxes that are left.
+micro-batch. The corner of a box with the least of all is the smallest, that with the most the fastest. A box
+whose smallest does not fit is dropped, and of all others the one with the fastest corner is looked at first:
+if that corner fits, nothing is faster; if not, the box is cut. Of the combinations that are as fast the one
+that takes least memory is found in the same way, from the other corner, among the boxes that are left.
 
 Where to cut is guessed, and what is guessed is planned before anything is built on it. Nothing but slots
 depends on how many there are, so the plan of one number gives the memory of all. Layers that are alike take
