@@ -92,7 +92,9 @@ def sizes_of(config: Config | None, kind: str) -> Sizes:
     if config is None:
         dtype, width = (torch.bfloat16 if kind == "cuda" else torch.float32), USUAL_WIDTH[kind]
         usual = ((3 * width, width), (width, width), (4 * width, width), (width, 4 * width))
-        return Sizes(dtype, tokens=most, weights=usual, hidden=width, context=min(2 * most, MOST_CONTEXT))
+        # attention takes time where it is long, and the longer it is the more a causal kernel leaves out
+        context = min(4 * most, MOST_CONTEXT)
+        return Sizes(dtype, tokens=most, weights=usual, hidden=width, context=context)
     matrices = _matrices(config)
     if not matrices:
         raise ConfigError("the layers of this config have no matrices: calibrate without it")
