@@ -86,6 +86,25 @@ def rooms(table: Table, draw: random.Random, count: int) -> Iterator[Room]:
 # --- the search ----------------------------------------------------------------------------------------
 
 
+def counts(choice: Choice, layers: int, samples: int) -> tuple[int, int, int, int]:
+    """How many layers are kept and offloaded, samples in a slice, slots."""
+    names = choice.activations if isinstance(choice.activations, tuple) else [choice.activations] * layers
+    assert choice.num_slots is not None
+    kept, away = names.count("keep"), names.count("recompute+offload")
+    return kept, away, choice.micro_batch_size or samples, choice.num_slots
+
+
+def slots_and_saved(
+    kept: int, away: int, layers: int, slots: int, *, slot: int, saved: int, graph: int
+) -> dict[str, int]:
+    """Bytes by owner, but for what a layer computes."""
+    return {
+        "weight slots": slots * slot,
+        "gradient slots": min(slots, 2) * slot,
+        "saved": kept * graph + (layers - kept - away) * saved + min(away, 2) * saved,
+    }
+
+
 def made_up(layers: int, samples: int, draw: random.Random) -> Table:
     """Plans of a machine whose copies, updates and compute are as uneven as it comes."""
     slot, saved, work = (1000 * draw.randint(*most) for most in ((50, 200), (1, 60), (10, 400)))
@@ -94,14 +113,8 @@ def made_up(layers: int, samples: int, draw: random.Random) -> Table:
     per_slice = draw.choice([0, 0.01, 0.5])
 
     def plan(choice: Choice) -> StepPlan:
-        names = choice.activations if isinstance(choice.activations, tuple) else [choice.activations] * layers
-        kept, away = names.count("keep"), names.count("recompute+offload")
-        size, slots = choice.micro_batch_size or samples, choice.num_slots
-        assert slots is not None
-        device = {
-            "weight slots": slots * slot,
-            "gradient slots": min(slots, 2) * slot,
-            "saved": kept * graph + (layers - kept - away) * saved + min(away, 2) * saved,
+        kept, away, size, slots = counts(choice, layers, samples)
+        device = slots_and_saved(kept, away, layers, slots, slot=slot, saved=saved, graph=graph) | {
             "work": work * size // samples + (slot if choice.micro_batch_size else 0),
         }
         busy = compute * (4 * layers - kept) + per_slice * (samples / size - 1)
@@ -133,14 +146,8 @@ def test_it_plans_fewer_where_compute_binds() -> None:
     layers, samples, slot, saved, graph = 48, 32, 57_000, 105_000, 1_757_000
 
     def plan(choice: Choice) -> StepPlan:
-        names = choice.activations if isinstance(choice.activations, tuple) else [choice.activations] * layers
-        kept, away = names.count("keep"), names.count("recompute+offload")
-        size, slots = choice.micro_batch_size or samples, choice.num_slots
-        assert slots is not None
-        device = {
-            "weight slots": slots * slot,
-            "gradient slots": min(slots, 2) * slot,
-            "saved": kept * graph + (layers - kept - away) * saved + min(away, 2) * saved,
+        kept, away, size, slots = counts(choice, layers, samples)
+        device = slots_and_saved(kept, away, layers, slots, slot=slot, saved=saved, graph=graph) | {
             "work": 3_000_000 * size // samples,
         }
         seconds = (4 * layers - kept) * (1 + samples / size / 100) + 10 * (slots == 1)

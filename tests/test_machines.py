@@ -159,6 +159,13 @@ def test_each_operation_takes_its_launch() -> None:
     assert seconds(launch, lambda: (x + x, x.view(-1), x * 2)) == 6.0
 
 
+def test_what_the_host_counts_is_no_work_of_a_gpu() -> None:
+    steps = torch.zeros(())
+    machine = replace(UNIT, seconds_per_op=3.0)
+    assert seconds(replace(machine, kind="cuda"), lambda: (steps.add_(1), steps.item())) == 0.0
+    assert seconds(replace(machine, kind="cpu"), lambda: (steps.add_(1), steps.item())) > 0.0
+
+
 def test_products_take_the_time_of_their_flops_or_of_their_bytes() -> None:
     x, y = meta(10, 10), meta(10, 10)
     assert seconds(UNIT, lambda: x @ y) == 2000.0

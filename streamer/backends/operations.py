@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from streamer.backends.attention import CPU_FLOPS
-from streamer.backends.machine import Machine
+from streamer.backends.machine import CUDA, Machine
 
 aten = torch.ops.aten
 
@@ -93,7 +93,7 @@ class Operations(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         packet = func.overloadpacket
-        if func.is_view or packet in _FREE:
+        if func.is_view or packet in _FREE or self._is_of_host(args, result):
             return result
         self.ops += 1
         flops = _flops(packet, args, kwargs, result)
@@ -109,6 +109,13 @@ class Operations(TorchDispatchMode):
                 seconds = max(seconds, nbytes / machine.device_bytes_per_second)
             self.seconds += seconds + machine.seconds_per_op
         return result
+
+    def _is_of_host(self, args: Any, result: Any) -> bool:
+        """Whether a GPU has nothing to do with it: an optimizer counts its steps on the host."""
+        if self._machine is None or self._machine.kind != CUDA:
+            return False
+        first = next(_tensors((result, *args)), None)
+        return first is not None and first.is_cpu
 
 
 def _flops(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
