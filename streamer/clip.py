@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 from streamer.engine.executor import Executor
+from streamer.engine.guarded import as_plain
 from streamer.handle import wrapped
 
 
+@as_plain
 def clip_grad_norm_(
     model: nn.Module,
     max_norm: float,
@@ -23,8 +25,8 @@ def clip_grad_norm_(
 
     Returns the norm before clipping as an fp32 scalar on the CPU, as
     `torch.nn.utils.clip_grad_norm_` does. The coefficient ``max_norm / (norm + 1e-6)``, where it is below
-    1, is applied to layers by the next `AdamW.step`, in the pass that reads their gradients anyway, so that
-    their ``p.grad`` shows them unclipped until then: write gradients before clipping, not after. The 2-norm
+    1, is applied to layers by the next `AdamW.step`, in the pass that reads their gradients anyway, or before
+    that, when somebody touches the gradient of a layer. The 2-norm
     is known when backward ends; any other ``norm_type`` (``math.inf`` for the largest element) costs a pass
     over the gradients in host memory.
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from streamer.engine.executor import Executor
+from streamer.engine.guarded import as_plain
 from streamer.engine.unit import Unit
 from streamer.files.manifest import Manifest
 from streamer.files.tensors import DTYPES, Entry, Flushing, Piece, file_bytes, write_tensors
@@ -168,9 +169,13 @@ def _weight(slice: Slice, shard: HostShard, on_host: Executor | None) -> Piece:
     return Piece(slice.param.name, torch.float32, slice.param.shape, read)
 
 
+@as_plain
 def _gradients(unit: Unit) -> list[Piece]:
-    pairs = zip(unit.layout.slices, unit.params, strict=True)
-    return [Piece.of(slice.param.name, param.grad) for slice, param in pairs if param.grad is not None]
+    return [
+        Piece.of(slice.param.name, param.grad.detach())
+        for slice, param in zip(unit.layout.slices, unit.params, strict=True)
+        if param.grad is not None
+    ]
 
 
 def _optimizer(

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from streamer.engine.executor import Executor
+from streamer.engine.guarded import as_plain, plain_class
 from streamer.engine.inner import InnerForward
 from streamer.engine.layer import StreamedLayer
 from streamer.engine.split import SplitForward
@@ -61,6 +62,7 @@ class Copier:
         finally:
             object.__setattr__(module, "__dict__", attributes)
 
+    @as_plain
     def _copy_tensors(self, module: nn.Module, memo: Memo) -> None:
         """Let ``memo`` have the exact weights of ``module``, and its buffers, on the CPU."""
         for buffer in module.buffers():
@@ -72,7 +74,7 @@ class Copier:
         self._executor.synchronize()
         self._check_room(params)
         for param in params:
-            memo[id(param)] = type(param)(self._exact(param), requires_grad=param.requires_grad)
+            memo[id(param)] = plain_class(type(param))(self._exact(param), requires_grad=param.requires_grad)
 
     def _exact(self, param: nn.Parameter) -> torch.Tensor:
         home, backend = home_of(param), self._executor.backend

@@ -11,7 +11,7 @@ from streamer.engine.executor import Executor
 from streamer.files.errors import shortened
 
 #: Where a warning about a step points: the line that called `optimizer.step()`.
-_CALLER = 5
+_CALLER = 6
 
 
 class NonFiniteError(RuntimeError):

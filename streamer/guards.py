@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from streamer.copying import Copier
 from streamer.engine.asked import Asked, asked_of
 from streamer.engine.executor import Executor
+from streamer.engine.guarded import as_plain
 from streamer.engine.inner import GUARDS, guard_inner_modules
 from streamer.engine.param_hooks import OWN_HOOK
 from streamer.engine.split import Split, watch_split
@@ -107,6 +108,7 @@ def _before_adding(
     """A hook for a parameter to whose ``grad`` autograd is about to add by itself: the root's, and a layer's
     that is used outside of its layer (a penalty on weights)."""
 
+    @as_plain
     def hook(gradient: torch.Tensor | None) -> None:
         if gradient is None:  # the layer's own went another way
             return

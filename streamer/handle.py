@@ -11,6 +11,7 @@ from torch import nn
 
 from streamer.engine.executor import Executor
 from streamer.engine.unit import Unit
+from streamer.engine.user_view import guard_model, unguard_model
 from streamer.memory.layout import Slice
 from streamer.plan.ledger import Ledger
 
@@ -29,7 +30,7 @@ class Home:
         # with the parameter, to which it is attached
         raise RuntimeError(
             f"'{self.slice.param.name}' belongs to a wrapped model and cannot be pickled: save "
-            "model.state_dict(), or param.detach() after streamer.synchronize(model)"
+            "model.state_dict(), or param.detach()"
         )
 
 
@@ -47,13 +48,24 @@ class Wrapped:
 
 
 def settle_in(executor: Executor) -> None:
-    """Let the root's parameters be those on the device, and every parameter know where it lives."""
+    """Let the root's parameters be those on the device, and every parameter know where it lives and what to
+    wait for."""
     executor.issuer.synchronize()
     for slice, param in zip(executor.root.layout.slices, executor.root.params, strict=True):
         param.data = slice.own(executor.weights.root_buffer)
     for unit in (*executor.units, executor.root):
         for slice, param in zip(unit.layout.slices, unit.params, strict=True):
             param.__dict__[HOME] = Home(executor, unit, slice)
+    if executor.backend.device.type != "meta":
+        guard_model(executor)
+
+
+def settle_out(executor: Executor) -> None:
+    """Let the parameters be plain ones."""
+    unguard_model(executor)
+    for unit in (*executor.units, executor.root):
+        for param in unit.params:
+            param.__dict__.pop(HOME, None)
 
 
 def wrapped(model: nn.Module) -> Wrapped:

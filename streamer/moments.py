@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from streamer.engine.executor import Executor
+from streamer.engine.user_view import guarded_state
 from streamer.handle import Home, require_home
 from streamer.memory.purposes import ALL_MOMENTS, BF16, FP32, INT8, MOMENTS, host_bytes
 from streamer.plan.ledger import Ledger
@@ -120,7 +121,10 @@ class State(dict[str, Any]):
         """With the moments as they are, or, once updates are done, those of ``values``."""
         self._home = home
         self.moments = moments_of(home, state_dtype)
-        super().__init__(step=torch.tensor(0.0), **self.moments)
+        self._shown = {
+            name: guarded_state(home.executor, home.unit, moment) for name, moment in self.moments.items()
+        }
+        super().__init__(step=torch.tensor(0.0), **self._shown)
         if values is not None:
             self["step"] = torch.as_tensor(values["step"]).clone()
             for name, moment in self.moments.items():
@@ -129,11 +133,12 @@ class State(dict[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         if name == "step":
             value = torch.as_tensor(value, dtype=FP32, device="cpu")
-        elif (moment := self.moments.get(name)) is not None and value is not moment:
+        elif (moment := self.moments.get(name)) is not None and value is not self._shown[name]:
             self._home.executor.wait_for_saving()
             self._home.executor.synchronize()
             with torch.no_grad():
-                value = moment.copy_(value)
+                moment.copy_(value)
+            value = self._shown[name]
         super().__setitem__(name, value)
 
     def update(self, *args: Any, **kwargs: Any) -> None:

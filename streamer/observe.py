@@ -61,8 +61,12 @@ def stats(model: nn.Module) -> Stats:
 
 
 def synchronize(model: nn.Module) -> None:
-    """Wait until every copy and update of a wrapped model is done, so that its weights and optimizer state
-    may be read. Raises what one of them raised, and ValueError if the model is not wrapped."""
+    """Wait until every copy and update of a wrapped model is done.
+
+    PyTorch code that touches parameters, gradients or optimizer state waits by itself. C++ code that is given
+    their memory does not. Raises what a copy or an update has raised, and ValueError if the model is not
+    wrapped.
+    """
     wrapped(model).executor.synchronize()
 
 

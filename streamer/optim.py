@@ -11,6 +11,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from streamer.engine.executor import Executor
+from streamer.engine.guarded import as_plain, unguarded
 from streamer.engine.held import is_summed
 from streamer.engine.landing import Update
 from streamer.engine.unit import Unit
@@ -43,7 +44,7 @@ class AdamW(torch.optim.Optimizer):
     of 256 with fp32 scales, rounded stochastically). Other parameters need float32. ``state[p]`` has ``step``
     and, as views of host memory, ``exp_avg`` and ``exp_avg_sq`` in the shape of ``p``; in 8 bits these are
     codes, and ``exp_avg_scale`` and ``exp_avg_sq_scale`` the scales of their blocks (streamer_native's
-    [Note: 8-bit moments] says what they stand for). Call `streamer.synchronize` before reading them.
+    [Note: 8-bit moments] says what they stand for). Whoever reads them waits for the update that is running.
 
     A step whose gradients are not all finite changes nothing: with ``skip_nonfinite`` it warns and counts in
     ``streamer.stats(model).skipped_steps``, without it raises RuntimeError. `torch.amp.GradScaler` works: its
@@ -117,6 +118,11 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with unguarded():
+            self._step()
+        return loss
+
+    def _step(self) -> None:
         groups = self._group_of()
         for param in groups:
             if param.grad is not None:
@@ -127,7 +133,7 @@ class AdamW(torch.optim.Optimizer):
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         try:
             if not take_step(self._executors, skip_nonfinite=self._skip_nonfinite, found_inf=found_inf):
-                return loss
+                return
         except BaseException:
             self.__dict__.pop("found_inf", None)
             self.__dict__.pop("grad_scale", None)
@@ -141,8 +147,8 @@ class AdamW(torch.optim.Optimizer):
         for executor in self._executors:
             mine = {unit: merge(runs[owner, unit]) for owner, unit in runs if owner is executor}
             self._queue(executor, mine, unscale)
-        return loss
 
+    @as_plain
     def _update_on_landing(self, unit: Unit, used: Sequence[bool]) -> Update | None:
         """The update of ``unit`` from a gradient that has just landed. [Note: landing]"""
         groups = self._group_of()
@@ -196,7 +202,8 @@ class AdamW(torch.optim.Optimizer):
             self._synchronize()
         for executor in self._executors:
             executor.zero_grad()
-        super().zero_grad(set_to_none)
+        with unguarded():
+            super().zero_grad(set_to_none)
 
     def __getstate__(self) -> NoReturn:
         raise RuntimeError(

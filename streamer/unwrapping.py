@@ -8,13 +8,15 @@ from torch import nn
 
 from streamer.engine import op as ops
 from streamer.engine.executor import Executor
-from streamer.handle import HANDLE, HOME, wrapped
+from streamer.engine.guarded import as_plain
+from streamer.handle import HANDLE, settle_out, wrapped
 from streamer.memory.purposes import ALL_MOMENTS
 from streamer.moving import take_out
 
 M = TypeVar("M", bound=nn.Module)
 
 
+@as_plain
 def unwrap(model: M) -> M:
     """Make ``model`` a plain CPU module again, with the trained weights, and give its memory back.
 
@@ -49,7 +51,5 @@ def forget(model: nn.Module, executor: Executor) -> None:
     are."""
     for unit in executor.units:
         unit.module.__dict__.pop("forward", None)
-    for unit in (*executor.units, executor.root):
-        for param in unit.params:
-            param.__dict__.pop(HOME, None)
+    settle_out(executor)
     model.__dict__.pop(HANDLE, None)

@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 
+import torch
+
 from streamer.backends.base import Event, Lane, Process, Span
 
 
@@ -89,6 +91,11 @@ class Worker:
                 self._tasks.put(None)
 
     def _run(self) -> None:
+        # what waits for lanes where the user's code touches it is a plain tensor to the lanes themselves
+        with torch._C.DisableTorchFunctionSubclass():
+            self._run_tasks()
+
+    def _run_tasks(self) -> None:
         while (task := self._tasks.get()) is not None:
             work, waits, done = task
             ready = time.perf_counter()

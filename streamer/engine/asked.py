@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from streamer.engine.guarded import as_plain
+
 
 class Asked(enum.Enum):
     """What becomes of a parameter's gradient."""
@@ -32,6 +34,7 @@ def asked_of(accumulator: Any) -> Asked:
         return Asked.RETURNED
 
 
+@as_plain
 def asked_for(params: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Asked]]:
     """Those of ``params`` whose gradients are asked for, and what becomes of them."""
     edge = torch.autograd.graph.get_gradient_edge

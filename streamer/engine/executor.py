@@ -102,7 +102,7 @@ class Executor:
         if not self._root_ready:
             self.issuer.issue(ops.root_forward(), lambda: None)
             self.weights.refresh_root()
-            self.weights.in_flight.discard(ROOT)
+            self.weights.end_flight(self.root)
             self._root_ready = True
 
     def synchronize(self) -> None:
@@ -111,7 +111,22 @@ class Executor:
             return
         self.weights.refresh()
         self.issuer.synchronize()
-        self.weights.in_flight.clear()
+        for unit in (*self.units, self.root):
+            self.weights.end_flight(unit)
+
+    def await_update(self, unit: Unit) -> None:
+        """Block until the user's code may read and write the weights and the optimizer's state of ``unit``.
+
+        On a GPU what it does with the root's may still have to wait for them there.
+        """
+        if unit.index not in self.weights.in_flight or self.released:
+            return
+        if unit is self.root:
+            self._root_ready = False
+            self.begin()
+        else:
+            self.issuer.wait((ops.shard(unit.index),))
+            self.weights.end_flight(unit)
 
     def wait_for_saving(self) -> None:
         """Block until no checkpoint is being written; what went wrong there is told by `saving`."""
@@ -162,10 +177,18 @@ class Executor:
                 if self.landing is None:
                     self.norms.keep(unit, self.gradients.offload(unit, into, used, squares))
                 else:
+                    self.weights.settle_masters(unit)
                     self.landing.land(unit, into, gradient, used)
         if self.landing is not None and any(used):
             self.weights.updated(unit)
             self.weights.prefetch()
+
+    def _await_lent(self) -> None:
+        """Wait for the updates of units that the user sees through other tensors than their parameters, which
+        would not wait. [Note: lent parameters]"""
+        for unit in self.weights.keep_lent():
+            self.await_update(unit)
+            self.weights.take_checksums(unit)
 
     def _measured(
         self, unit: Unit, work: Callable[[], Sequence[bool]], gradient: torch.Tensor
@@ -191,6 +214,7 @@ class Executor:
         self.norms.landed()
         if self.landing is not None:
             self.landing.finish_backward()
+            self._await_lent()
 
     def step(self, updates: Mapping[int, tuple[Callable[[], None], int]]) -> None:
         """Queue updates of host shards: by unit, what updates it and the bytes of memory that this moves.
@@ -211,6 +235,7 @@ class Executor:
         self._root_ready = False
         self.fit_budget()
         self.weights.prefetch()
+        self._await_lent()
 
     def fit_budget(self) -> None:
         """A step has been made: have the weight slots that the budget leaves room for, if there is one."""

@@ -10,6 +10,7 @@ import torch
 
 import streamer_native as native
 from streamer.engine import op as ops
+from streamer.engine.guarded import as_plain
 from streamer.engine.held import FP32, Held, is_summed
 from streamer.engine.issuer import Issuer
 from streamer.engine.op import ROOT
@@ -67,6 +68,7 @@ class Gradients:
             before_write=self._before_writing_root,
         )
 
+    @as_plain
     def offload(self, unit: Unit, slot: int, used: Sequence[bool], squares: torch.Tensor) -> Squares | None:
         """Page out the gradient in ``slot``; ``used`` says which trainable parameters have one, ``squares``
         is its sum of squares.
@@ -95,6 +97,7 @@ class Gradients:
         self._staging.clear()
         self.held.clear()
 
+    @as_plain
     def offload_root(self) -> None:
         """Page out the root unit's gradient."""
         root = self.held[ROOT]
@@ -111,12 +114,14 @@ class Gradients:
 
         self._issuer.issue(ops.offload_grad(ROOT, ROOT, sum(into.nbytes for into, _ in pairs)), copy)
 
+    @as_plain
     def adopt_all(self) -> None:
         """`Held.adopt` for all layers, none written before all are read: they may have been exchanged."""
         foreign = {unit.index: self.held[unit.index].foreign() for unit in self._units}
         for index, gradients in foreign.items():
             self.held[index].adopt(gradients)
 
+    @as_plain
     def rescale(self, factor: float) -> None:
         """Multiply all gradients by ``factor``: the root's at once, the layers' when they are next used.
 
@@ -129,6 +134,7 @@ class Gradients:
         for gradient in held:
             gradient.mul_(factor)
 
+    @as_plain
     def settle_scale(self) -> None:
         """Apply `scale` to the gradients that are held: others, unscaled, are about to join them.
 
@@ -150,6 +156,7 @@ class Gradients:
         """Block until the gradients of all layers are in host memory, where ``p.grad`` shows them."""
         self._issuer.wait(ops.gradient(unit.index) for unit in self._units if unit.layout.grad_nbytes)
 
+    @as_plain
     def _accumulate(
         self, unit: Unit, slot: int, used: Sequence[bool], has_grad: Sequence[bool]
     ) -> Callable[[], float] | None:
@@ -199,6 +206,7 @@ class Gradients:
         self._issuer.issue(op, lambda: self._issuer.backend.copy(staged, source))
         return staged
 
+    @as_plain
     def _show(self, unit: Unit, which: Sequence[bool]) -> None:
         """Let the gradient that has just been paged out be ``p.grad``, where there is none."""
         held = self.held[unit.index]
@@ -235,6 +243,14 @@ class Gradients:
                 f"({', '.join(wanted)}) and {available} are free: wrap with grad_dtype=None to add gradients "
                 "up in the parameters' own dtype, or with a larger batch in place of several"
             )
+
+    def before_access(self, unit: Unit, *, in_use: bool) -> None:
+        """Return when the user's code may read and write the gradient of ``unit``; ``in_use`` says whether an
+        update may be reading it."""
+        if self.scale != 1.0:
+            self.settle_scale()
+        if in_use:
+            self.held[unit.index].before_write()
 
     def _before_writing_root(self) -> None:
         # no need to block: what the caller's thread does on the device comes after

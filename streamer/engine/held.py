@@ -14,6 +14,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 import torch
 from torch import nn
 
+from streamer.engine.guarded import Guard, GuardedTensor, as_plain
 from streamer.engine.unit import Unit
 from streamer.memory.host import HostShard
 from streamer.memory.layout import Slice
@@ -27,8 +28,6 @@ Foreign = tuple[Slice, nn.Parameter, torch.Tensor]
 class Held:
     """The gradients of one unit: ``gradient`` (flat uint8, in the parameters' dtypes) and, once there is a
     use for them, the fp32 sums that ``make_sums`` returns, both laid out by the unit's layout. [Note: sums]
-
-    ``before_write`` returns when what the caller does next may write them.
     """
 
     def __init__(
@@ -42,12 +41,21 @@ class Held:
         self._unit = unit
         self._gradient = gradient
         self._make_sums = make_sums
-        self._before_write = before_write
+        #: returns when what the caller does next may write the gradients
+        self.before_write = before_write
+        self._guard: Guard | None = None
+        #: what ``p.grad`` has been, by the parameter and whether it is a sum: it is the same at every step
+        self._shown: dict[tuple[nn.Parameter, bool], torch.Tensor] = {}
+
+    def guard_with(self, guard: Guard) -> None:
+        """Let the user's code see gradients that ask ``guard`` first. [Note: what the user sees]"""
+        self._guard = guard
 
     def pairs(self) -> Iterator[tuple[Slice, nn.Parameter]]:
         """Each trainable parameter and its place."""
         return zip(self._unit.layout.trainable, self._unit.params, strict=False)
 
+    @as_plain
     def sums_in_fp32(self, param: nn.Parameter) -> bool:
         """Whether a second gradient of ``param`` is to be added in fp32, beside its own dtype."""
         return self._make_sums is not None and param.dtype != FP32
@@ -63,10 +71,18 @@ class Held:
             return slice.state(self._make_sums())
         return slice.view(self._gradient)
 
+    @as_plain
     def show(self, slice: Slice, param: nn.Parameter, *, summed: bool) -> None:
         """Let ``p.grad`` be what is in that place."""
-        param.grad = self.place(slice, summed=summed)
+        shown = self._shown.get((param, summed))
+        if shown is None:
+            shown = self.place(slice, summed=summed)
+            if self._guard is not None:
+                shown = GuardedTensor.of(shown, self._guard)
+            self._shown[param, summed] = shown
+        param.grad = shown
 
+    @as_plain
     def is_ours(self, slice: Slice, param: nn.Parameter) -> bool:
         """Whether ``p.grad`` is there and in one of our places."""
         grad = param.grad
@@ -78,6 +94,7 @@ class Held:
             return (grad.data_ptr(), grad.stride()) == (place.data_ptr(), place.stride())
         return grad.data_ptr() == self._gradient.data_ptr() + slice.offset and grad.is_contiguous()
 
+    @as_plain
     def foreign(self) -> list[Foreign]:
         """Gradients that were put in place of ours (``p.grad = ...``), apart from our buffers."""
         return [
@@ -86,10 +103,11 @@ class Held:
             if param.grad is not None and not self.is_ours(slice, param)
         ]
 
+    @as_plain
     def adopt(self, foreign: Sequence[Foreign]) -> None:
         """Bring gradients into our buffers, where ``p.grad`` shows them again."""
         if foreign:
-            self._before_write()
+            self.before_write()
         for slice, param, grad in foreign:
             summed = is_summed(param)
             self.place(slice, summed=summed).copy_(grad)
@@ -102,23 +120,25 @@ class Held:
         ours = self._gradient.untyped_storage().data_ptr()
         return grad.clone() if grad.untyped_storage().data_ptr() == ours else grad
 
+    @as_plain
     def widen(self, slice: Slice, param: nn.Parameter) -> None:
         """Autograd is about to add to ``p.grad`` by itself: let it be fp32 where it is to be summed."""
         grad = param.grad
         if grad is None:
             return
-        self._before_write()
+        self.before_write()
         if self.sums_in_fp32(param) and not is_summed(param):
             self.place(slice, summed=True).copy_(grad.to_dense() if grad.is_sparse else grad)
             self.show(slice, param, summed=True)
 
+    @as_plain
     def narrow(self, params: Container[torch.Tensor]) -> None:
         """Let the gradients of ``params`` have the dtypes of those, as other optimizers than ours expect."""
         for slice, param in self.pairs():
             if param in params and is_summed(param):
                 total = param.grad
                 assert total is not None
-                self._before_write()
+                self.before_write()
                 self.place(slice, summed=False).copy_(total)
                 self.show(slice, param, summed=False)
 
@@ -139,6 +159,7 @@ def noticing_writes(unit: Unit, shard: HostShard, update: Callable[[], None]) ->
     return work
 
 
+@as_plain
 def is_summed(param: torch.Tensor) -> bool:
     """Whether ``p.grad`` is an fp32 sum beside a parameter of a shorter dtype."""
     # asked several times a step for every parameter

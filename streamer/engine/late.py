@@ -34,6 +34,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
 
 from streamer.engine.gate import Gate
+from streamer.engine.guarded import is_plain
 from streamer.engine.saved import Saved
 
 
@@ -192,7 +193,7 @@ def _is_number(packed: object) -> bool:
 def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype] | None:
     """What tensors have in common that may stand for each other; None of one that only stands for itself,
     since it is made of others (nested, or of a subclass)."""
-    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_nested:
+    if not is_plain(tensor) or tensor.is_nested:
         return None
     return tensor.shape, tensor.dtype
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from streamer.engine.call import Call, aliases, run_on_slot
 from streamer.engine.checkpointing import past_checkpoints
 from streamer.engine.compiled import Compiler
 from streamer.engine.executor import Executor
+from streamer.engine.guarded import as_plain
 from streamer.engine.inference import infer
 from streamer.engine.kvcache import without_caches
 from streamer.engine.micro_batches import MicroBatches
@@ -62,7 +63,7 @@ class StreamedLayer:
             return self._infer(args, kwargs, Phase.INFERENCE)
         args, kwargs = without_caches(args, kwargs, self._unit.name)
         inputs, rebuild = flatten((args, kwargs))
-        if not any(tensor.requires_grad for tensor in (*inputs, *self._unit.params)):
+        if not _needs_graph(inputs) and not _needs_graph(self._unit.params):
             return self._infer(args, kwargs, Phase.FROZEN)
         check_dual(self._unit.name, inputs)
         cut = self._micro_batches.cut(args, kwargs, inputs)
@@ -147,6 +148,11 @@ class _Layer(torch.autograd.Function):
             for gradient, param in zip(of_params, unit.trainable, strict=True)
         ]
         return (None, None, *returned, *of_inputs)
+
+
+@as_plain
+def _needs_graph(tensors: Iterable[torch.Tensor]) -> bool:
+    return any(tensor.requires_grad for tensor in tensors)
 
 
 def _is_differentiable(dtype: torch.dtype) -> bool:

@@ -22,6 +22,7 @@ import torch
 import streamer_native as native
 from streamer.engine import op as ops
 from streamer.engine.gradients import Squares
+from streamer.engine.guarded import as_plain
 from streamer.engine.held import is_summed
 from streamer.engine.issuer import Issuer
 from streamer.engine.unit import Unit
@@ -65,14 +66,29 @@ class Norms:
         self._root = root
         self._store = store
         self._measured: dict[int, _Measured] = {}
+        #: by unit, how its gradient was when it was measured and since then only made smaller
+        self._scaled: dict[int, _State] = {}
         self._finite: _Moment | None = None
 
+    @as_plain
     def keep(self, unit: Unit, squares: Squares | None) -> None:
         """``squares`` belong to the gradient that ``unit`` now holds; None if they are not known."""
         self._measured.pop(unit.index, None)
+        self._scaled.pop(unit.index, None)
         if squares is not None:
             self._measured[unit.index] = _Measured(squares, self._state(unit))
 
+    def begin_scaling(self, unit: Unit) -> bool:
+        """The user's code is about to write gradients of ``unit``: whether they are as they were measured, or
+        smaller, until now."""
+        return self._is_scaled(unit) or self._is_measured(unit)
+
+    def scaled(self, unit: Unit) -> None:
+        """It has multiplied them by a number from -1 to 1, as clipping does, so that they are finite if they
+        were. What they add up to, rounded, is not known."""
+        self._scaled[unit.index] = self._state(unit)
+
+    @as_plain
     def landed(self) -> None:
         """The gradients have arrived on the host: sample those whose squares were taken on the way."""
         for index, measured in self._measured.items():
@@ -82,11 +98,14 @@ class Norms:
                     measured, squares=squares, sample=self._sample(self._units[index])
                 )
 
-    def total(self, layers_scale: float) -> float:
+    @as_plain
+    def total(self, layers_scale: float, *, or_more: bool = False) -> float:
         """The sum of squares of all gradients that are held, those of layers multiplied by ``layers_scale``
-        first; NaN or Inf if one of them is."""
+        first; NaN or Inf if one of them is. With ``or_more`` a larger sum will do."""
         holding = [unit for unit in self._units if any(param.grad is not None for param in unit.params)]
         anew = [unit for unit in holding if not self._is_measured(unit)]
+        if or_more:
+            anew = [unit for unit in anew if not self._is_scaled(unit)]
         if layers_scale != 1:
             for unit in anew:
                 self._check_unwritten(unit)
@@ -102,20 +121,23 @@ class Norms:
         # the scale may be NaN, which is nothing to the root where there are no layers
         return (layers_scale**2 * of_layers if layers else 0.0) + of_root
 
+    @as_plain
     def remember_finite(self) -> None:
         """All gradients that are held now are finite, so that `is_finite` need not read them again."""
         layers, root = self._held_now()
         refs = [(weakref.ref(gradient), gradient._version) for gradient in root]
         self._finite = None if layers is None else _Moment(layers, refs)
 
+    @as_plain
     def is_finite(self, layers_scale: float) -> bool:
         """Whether `total` is finite. The device is read only if something was written since it was last."""
         remembered, self._finite = self._finite, None
         layers, root = self._held_now()
         if remembered is not None and layers is not None and remembered.is_still(layers, root):
             return True
-        return math.isfinite(self.total(layers_scale))
+        return math.isfinite(self.total(layers_scale, or_more=True))
 
+    @as_plain
     def not_finite(self) -> list[str]:
         """The layers whose gradient, as `total` has last measured it, is not finite, in the order of
         backward; where there is none, such parameters of the rest."""
@@ -135,8 +157,10 @@ class Norms:
     def forget(self) -> None:
         """The gradients have been exchanged for others."""
         self._measured.clear()
+        self._scaled.clear()
         self._finite = None
 
+    @as_plain
     def forget_outdated(self) -> None:
         """Gradients are clipped by another norm than these: what was written until now was clipped too."""
         self._measured = {
@@ -157,6 +181,10 @@ class Norms:
         known = all(self._is_measured(unit) for unit in holding)
         root = [param.grad for param in self._root.params if param.grad is not None]
         return {unit.index: self._state(unit) for unit in holding} if known else None, root
+
+    def _is_scaled(self, unit: Unit) -> bool:
+        scaled = self._scaled.get(unit.index)
+        return scaled is not None and unit.index in self._measured and scaled == self._state(unit)
 
     def _is_measured(self, unit: Unit) -> bool:
         measured = self._measured.get(unit.index)

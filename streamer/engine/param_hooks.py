@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
+from streamer.engine.guarded import as_plain
 from streamer.memory.layout import Slice
 
 #: Marks a hook on a parameter as streamer's own.
@@ -36,11 +37,13 @@ class _Shielded:
         return None if gradient is None else self._hook(gradient)
 
 
+@as_plain
 def hooks_of(param: torch.Tensor) -> list[Hook]:
     """The hooks that the user has put on ``param``."""
     return [hook for hook in (param._backward_hooks or {}).values() if not getattr(hook, OWN_HOOK, False)]
 
 
+@as_plain
 def shield(params: Iterable[nn.Parameter]) -> None:
     """Keep it from the user's hooks that no gradient comes by the user's graph. [Note: parameter hooks]"""
     for param in params:
@@ -50,6 +53,7 @@ def shield(params: Iterable[nn.Parameter]) -> None:
                 hooks[key] = _Shielded(hook)
 
 
+@as_plain
 def check_hooks(slices: Iterable[Slice], params: Iterable[nn.Parameter]) -> None:
     """Raise ValueError for a hook that cannot be served."""
     for slice, param in zip(slices, params, strict=False):

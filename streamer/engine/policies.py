@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from streamer.engine.activations import Outputs, Run
@@ -18,6 +17,7 @@ from streamer.engine.backpropagation import Graph
 from streamer.engine.call import Tensors, aliases
 from streamer.engine.checkpointing import without_own_checkpoint
 from streamer.engine.gate import Gate
+from streamer.engine.guarded import is_plain
 from streamer.engine.late import LateTensors, is_another_way
 from streamer.engine.owners import Owners, holders
 from streamer.engine.saved import Saved, storages
@@ -108,7 +108,7 @@ class Recompute(Run):
 
     def _comes_back_alike(self, tensor: torch.Tensor) -> bool:
         """Whether `_point` can exchange the memory of this input for what `graph` will be given."""
-        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
+        if not is_plain(tensor) or tensor.layout != torch.strided:
             return False
         # what has gaps comes from the host without them, and PyTorch may compute with it by other operations
         return not self.pages_inputs or tensor.stride() == torch.empty_like(tensor, device="meta").stride()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from streamer.engine.guarded import as_plain
 from streamer.memory.layout import Layout, Slice
 
 BufferPlace = tuple[nn.Module, str]
@@ -40,10 +41,12 @@ class Unit:
         """The parameters that have room for a gradient, in the order of ``layout.trainable``."""
         return self.params[: len(self.layout.trainable)]
 
+    @as_plain
     def written(self) -> int:
         """A number that grows whenever somebody writes a parameter in place through PyTorch."""
         return sum(param._version for param in self.params)
 
+    @as_plain
     def wanted(self) -> list[bool]:
         """Of which parameters a gradient is wanted now.
 
@@ -59,6 +62,7 @@ class Unit:
                 )
         return wanted
 
+    @as_plain
     def leaves(self, weights: torch.Tensor) -> list[torch.Tensor]:
         """The parameters as autograd leaves that are views of a flat uint8 buffer of weights."""
         return [
@@ -185,6 +189,7 @@ class Unit:
                 if seen is not None and not isinstance(seen, nn.Parameter):
                     module._parameters[name] = param
 
+    @as_plain
     def elsewhere(self, weights: torch.Tensor) -> list[tuple[Slice, nn.Parameter]]:
         """The parameters that do not show their place in ``weights`` (flat uint8): somebody has given them
         other memory."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import nn
 
 from streamer.engine import op as ops
+from streamer.engine.guarded import as_plain, holders, set_in_flight
 from streamer.engine.issuer import Issuer
 from streamer.engine.op import ROOT
 from streamer.engine.order import Order, Visit, farthest
@@ -40,6 +43,12 @@ class Weights:
         #: units whose update was issued and that nobody has waited for since
         self.in_flight: set[int] = set()
         self._written = {unit.index: unit.written() for unit in (*units, root)}
+        #: by unit, which of its parameters are lent: [Note: lent parameters]
+        self._lent: dict[int, set[int]] = {}
+        #: of those whose weight is not its own master, the checksum of the weight when it was lent
+        self._checksums: dict[int, dict[int, int]] = {}
+        #: how many hold the storage of a parameter that is not lent
+        self._holders: dict[int, list[int]] = {}
 
     @contextmanager
     def visited(self, unit: Unit, visit: Visit) -> Iterator[int]:
@@ -48,11 +57,11 @@ class Weights:
         self._refresh_layer(unit)
         self._order.visit(visit)
         slot = self._unshard(unit)
-        self.in_flight.discard(unit.index)
         self.slots.busy.add(slot)
         try:
             self.prefetch()
             yield slot
+            self.end_flight(unit)
         finally:
             self.slots.busy.discard(slot)
             self.prefetch()
@@ -128,6 +137,7 @@ class Weights:
 
     def replaced(self, unit: Unit) -> None:
         """All of ``unit``'s host shard was exchanged, what is frozen too."""
+        self._checksums.pop(unit.index, None)
         self._changed(unit)
         if unit.index == ROOT:
             self.unshard_root()
@@ -139,6 +149,87 @@ class Weights:
         torch.autograd.graph.increment_version(unit.params)
         self._written[unit.index] = unit.written()
         self.in_flight.add(unit.index)
+        set_in_flight(unit.params, is_in_flight=True)
+
+    def end_flight(self, unit: Unit) -> None:
+        """The caller has waited for the update of ``unit``."""
+        if unit.index in self.in_flight:
+            self.in_flight.discard(unit.index)
+            set_in_flight(unit.params, is_in_flight=False)
+
+    @as_plain
+    def count_holders(self) -> None:
+        """Nobody is lent a parameter now: note how many hold the storage of each."""
+        self._holders = {
+            unit.index: [holders(param) for param in unit.params] for unit in (*self._units, self._root)
+        }
+
+    def lend(self, unit: Unit, position: int) -> None:
+        """The user has got what shares memory with a parameter of ``unit``, and may write it unseen.
+
+        [Note: lent parameters]
+        Nothing tells of a write through ``param.data`` or a NumPy array. So, as long as a storage has more
+        holders than it had after `wrap`, and once more after that,
+
+        - a layer is copied to the device anew for each visit, because its copies there may be old;
+        - a parameter of the root unit, which the user sees on the device, is compared with its copy in host
+          memory before that is used;
+        - a weight of 16 bits, which has an fp32 master beside it, is compared by a checksum before the master
+          is used (by an update, a checkpoint, `unwrap`). The master of one that was written becomes the
+          weight, of others it stays: weights that are exchanged for others and put back lose nothing.
+
+        What is written through it while an update runs would be lost: updates of lent parameters are waited
+        for in `step`.
+        """
+        self._lent.setdefault(unit.index, set()).add(position)
+        self._take_checksum(unit, position)
+
+    @as_plain
+    def keep_lent(self) -> list[Unit]:
+        """The units that are still lent; what was lent of others has come back."""
+        units = (*self._units, self._root)
+        return [unit for unit in units if unit.index in self._lent and self._is_lent(unit)]
+
+    def take_checksums(self, unit: Unit) -> None:
+        """The update of a lent unit is done."""
+        for position in self._lent.get(unit.index, ()):
+            self._take_checksum(unit, position)
+
+    def _is_lent(self, unit: Unit) -> bool:
+        before = self._holders.get(unit.index)
+        lent = {
+            position
+            for position in self._lent.pop(unit.index, ())
+            if before is None or holders(unit.params[position]) != before[position]
+        }
+        if lent:
+            self._lent[unit.index] = lent
+        return bool(lent)
+
+    def _take_checksum(self, unit: Unit, position: int) -> None:
+        slice = unit.layout.slices[position]
+        if unit.index == ROOT or not slice.param.trainable or slice.param.dtype == torch.float32:
+            return
+        taken = self._checksums.setdefault(unit.index, {})
+        if position not in taken:
+            taken[position] = self._checksum(unit, slice)
+
+    def _checksum(self, unit: Unit, slice: Slice) -> int:
+        weight = self._store.shards[unit.index].weight
+        place: Any = weight[slice.offset : slice.offset + slice.nbytes].numpy()
+        return zlib.crc32(place)
+
+    def settle_masters(self, unit: Unit) -> None:
+        """The masters of ``unit`` are about to be used: make those of weights that were written unseen equal
+        to the weights."""
+        taken = self._checksums.pop(unit.index, None)
+        if taken is None:
+            return
+        self._issuer.wait((ops.shard(unit.index),), to_write=True)
+        for position, before in taken.items():
+            slice = unit.layout.slices[position]
+            if self._checksum(unit, slice) != before:
+                self._store.shards[unit.index].rebase(slice)
 
     def unshard_root(self, nbytes: int | None = None) -> None:
         """Copy the root unit's host shard, or its first ``nbytes``, to its place on the device."""
@@ -154,6 +245,7 @@ class Weights:
         """
         for unit in self._units:
             self._refresh_layer(unit, moved)
+            self.settle_masters(unit)
         self.refresh_root(moved)
 
     def elsewhere(self, unit: Unit) -> list[tuple[Slice, nn.Parameter]]:
@@ -168,9 +260,27 @@ class Weights:
             self._issuer.wait((ops.weight_slot(ROOT), ops.shard(ROOT)), to_write=True)
             self._store.shards[ROOT].weight.copy_(self.root_buffer)
             self._rebase(self._root)
+        elif ROOT in self._lent:
+            self._take_over_lent_root()
+
+    @as_plain
+    def _take_over_lent_root(self) -> None:
+        self._issuer.wait((ops.weight_slot(ROOT), ops.shard(ROOT)), to_write=True)
+        shard = self._store.shards[ROOT]
+        for position in self._lent[ROOT]:
+            slice = self._root.layout.slices[position]
+            place = range(slice.offset, slice.offset + slice.nbytes)
+            seen = self.root_buffer[place.start : place.stop].cpu()
+            if not torch.equal(seen, shard.weight[place.start : place.stop]):
+                shard.weight[place.start : place.stop].copy_(seen)
+                shard.rebase(slice)
+        self._is_lent(self._root)
 
     def _refresh_layer(self, unit: Unit, moved: Container[torch.Tensor] = ()) -> None:
         self._check_places(unit, moved)
+        if unit.index in self._lent:
+            self._reshard(unit.index)
+            self._is_lent(unit)
         if unit.written() != self._written[unit.index]:
             self._issuer.wait((ops.shard(unit.index),), to_write=True)
             self._rebase(unit)
@@ -189,6 +299,7 @@ class Weights:
     def _rebase(self, unit: Unit) -> None:
         """Make the masters of ``unit`` equal to the weights that the user has written."""
         self._written[unit.index] = unit.written()
+        self._checksums.pop(unit.index, None)
         if unit.index in self.in_flight:
             # said once for all units; then the weights are what the updates leave
             self._written |= {u.index: u.written() for u in (*self._units, self._root)}

@@ -1,0 +1,105 @@
+"""What guarded tensors of one wrapped model wait for. [Note: what the user sees]"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from streamer.engine.executor import Executor
+from streamer.engine.guarded import (
+    Function,
+    GuardedTensor,
+    gives_memory,
+    guard_parameter,
+    unguard_parameter,
+)
+from streamer.engine.unit import Unit
+
+
+class _UnitGuard:
+    """Waits for the update of ``unit``."""
+
+    def __init__(self, executor: Executor, unit: Unit) -> None:
+        self._executor = executor
+        self._unit = unit
+
+    def before(self, function: Function) -> None:
+        self._executor.await_update(self._unit)
+
+    def after(self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object) -> None:
+        pass
+
+    def __reduce__(self) -> NoReturn:
+        raise RuntimeError("what belongs to a wrapped model cannot be pickled: save model.state_dict()")
+
+
+class _ParameterGuard(_UnitGuard):
+    """Sees also who can write the parameter at ``position`` unseen. [Note: lent parameters]"""
+
+    def __init__(self, executor: Executor, unit: Unit, position: int) -> None:
+        super().__init__(executor, unit)
+        self._position = position
+
+    def after(self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object) -> None:
+        if gives_memory(function, tensor, result):
+            self._executor.weights.lend(self._unit, self._position)
+
+
+class _GradientGuard(_UnitGuard):
+    """Applies what clipping has left to be applied, and waits for the update that reads the gradient."""
+
+    def before(self, function: Function) -> None:
+        if self._executor.released:
+            return
+        in_use = self._unit.index in self._executor.weights.in_flight
+        self._executor.gradients.before_access(self._unit, in_use=in_use)
+        self._is_scaling = function in _SCALING and self._executor.norms.begin_scaling(self._unit)
+
+    def after(self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object) -> None:
+        if self._is_scaling and len(args) == 2 and _is_small(_SCALING[function], args[1]):
+            self._executor.norms.scaled(self._unit)
+
+
+#: In-place functions that multiply gradients by a number: the power of that number by which they do.
+_SCALING = {
+    torch.Tensor.mul_: 1,
+    torch.Tensor.__imul__: 1,
+    torch._foreach_mul_: 1,
+    torch.Tensor.div_: -1,
+    torch.Tensor.__itruediv__: -1,
+    torch._foreach_div_: -1,
+}
+
+
+def _is_small(power: int, number: Any) -> bool:
+    """Whether multiplying by ``number`` to the ``power`` makes nothing larger."""
+    if isinstance(number, torch.Tensor):
+        if number.numel() != 1 or number.is_complex():
+            return False
+        number = number.item()
+    if not isinstance(number, int | float):
+        return False
+    return abs(number) <= 1 if power == 1 else abs(number) >= 1
+
+
+def guard_model(executor: Executor) -> None:
+    """Let parameters and gradients of the wrapped model be guarded."""
+    executor.weights.count_holders()
+    for unit in (*executor.units, executor.root):
+        for position, param in enumerate(unit.params):
+            guard_parameter(param, _ParameterGuard(executor, unit, position))
+        executor.gradients.held[unit.index].guard_with(_GradientGuard(executor, unit))
+
+
+def unguard_model(executor: Executor) -> None:
+    """Let parameters be plain ones again."""
+    for unit in (*executor.units, executor.root):
+        for param in unit.params:
+            unguard_parameter(param)
+
+
+def guarded_state(executor: Executor, unit: Unit, state: torch.Tensor) -> torch.Tensor:
+    """A tensor of the optimizer's state of ``unit``, for the user."""
+    return GuardedTensor.of(state, _UnitGuard(executor, unit))

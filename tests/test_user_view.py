@@ -1,0 +1,369 @@
+"""Whatever reads or writes a wrapped model's parameters, gradients or optimizer state needs no line more than
+with a plain model. [Note: what the user sees]"""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import get_total_norm, parameters_to_vector
+
+import streamer
+from models.gpt2 import GPT
+from streamer.backends.base import Lane
+from streamer.backends.thread import ThreadBackend
+from streamer.engine.executor import Executor
+from streamer.engine.op import Op, OpKind
+from tests.reference import language_loss, streamed
+
+LAYERS = 3
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+
+def gpt() -> GPT:
+    torch.manual_seed(0)
+    return GPT(vocab_size=64, block_size=16, n_layer=LAYERS, n_head=2, n_embd=16)
+
+
+def late_updates() -> ThreadBackend:
+    """Each update begins so late that whoever does not wait for it reads old weights."""
+    return ThreadBackend(delays={Lane.HOST: lambda: 0.005}, poison=True)
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    language_loss(model, step).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def values(tensors: Any) -> list[Any]:
+    return [tensor.tolist() for tensor in tensors]
+
+
+def saved(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    file = io.BytesIO()
+    torch.save([tensor.detach() for tensor in tensors], file)
+    file.seek(0)
+    loaded: list[torch.Tensor] = torch.load(file)
+    return loaded
+
+
+def lerped(params: list[torch.Tensor]) -> list[torch.Tensor]:
+    averages = [torch.zeros_like(param) for param in params]
+    torch._foreach_lerp_(averages, params, 0.5)
+    return averages
+
+
+def swapped_in(params: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.zeros_like(param).copy_(param) for param in params]
+
+
+READERS: dict[str, Callable[[list[Any]], Any]] = {
+    "cat": lambda params: torch.cat([param.detach().flatten() for param in params]).tolist(),
+    "vector": lambda params: parameters_to_vector(params).tolist(),
+    "data": lambda params: values(param.data for param in params),
+    "numpy": lambda params: [param.detach().numpy().tolist() for param in params],
+    "asarray": lambda params: [np.asarray(param.detach()).tolist() for param in params],
+    "tolist": values,
+    "item": lambda params: [param.flatten()[0].item() for param in params],
+    "clone": lambda params: values(param.clone() for param in params),
+    "deepcopy": lambda params: values(copy.deepcopy(param) for param in params),
+    "cast": lambda params: values(param.to(torch.float64) for param in params),
+    "foreach norm": lambda params: values(torch._foreach_norm(params)),
+    "foreach lerp": lambda params: values(lerped(params)),
+    "copied": lambda params: values(swapped_in(params)),
+    "total norm": lambda params: get_total_norm(params).item(),
+    "saved": lambda params: values(saved(params)),
+    "compiled": lambda params: values(torch.compile(lambda ps: [p * 2 for p in ps], backend="eager")(params)),
+    "text": lambda params: [repr(param) for param in params],
+    "dlpack": lambda params: [np.from_dlpack(param.detach()).tolist() for param in params],
+}
+
+
+@contextmanager
+def training(
+    dtype: torch.dtype | None = None, **options: Any
+) -> Iterator[tuple[nn.Module, streamer.AdamW, list[Any]]]:
+    """A wrapped model whose updates are late, its optimizer, and a list of its parameters from before."""
+    model = gpt()
+    params = list(model.parameters())
+    streamer.wrap(model, layers="transformer.h", dtype=dtype, backend=late_updates(), **options)
+    try:
+        yield model, streamer.AdamW(model.parameters(), lr=0.1), params
+    finally:
+        streamer.unwrap(model)
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+@pytest.mark.parametrize("name", READERS)
+@torch.no_grad()
+def test_what_is_read_after_a_step_is_the_finished_update(name: str) -> None:
+    read = READERS[name]
+    with training() as (model, optimizer, params):
+        for step in range(2):
+            with torch.enable_grad():
+                one_step(model, optimizer, step)
+            found = read(params)
+            streamer.synchronize(model)
+            assert found == read(params)
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+@torch.no_grad()
+def test_what_shares_memory_with_a_parameter_is_never_old(update: str) -> None:
+    with training(update=update) as (model, optimizer, params):
+        shown = [param.data for param in params[: len(params) // 2]]
+        shown += [torch.from_numpy(param.detach().numpy()) for param in params[len(params) // 2 :]]
+        for step in range(2):
+            with torch.enable_grad():
+                language_loss(model, step).backward()
+            optimizer.step()
+            found = values(shown)
+            streamer.synchronize(model)
+            assert found == values(params)
+            optimizer.zero_grad()
+
+
+def test_a_read_waits_for_its_layer_alone() -> None:
+    may_end, updates = threading.Event(), []
+
+    def hold_the_last() -> float:
+        updates.append(None)
+        if len(updates) > LAYERS + before:
+            may_end.wait()
+        return 0.0
+
+    before = 1 << 30
+    model = gpt()
+    backend = ThreadBackend(delays={Lane.HOST: hold_the_last})
+    streamer.wrap(model, layers="transformer.h", backend=backend)
+    optimizer = streamer.AdamW(model.parameters())
+    language_loss(model, 0).backward()
+    streamer.synchronize(model)
+    before = len(updates)  # of the step the root's update comes first, then those of the layers
+    optimizer.step()
+    weight = model.transformer.h[LAYERS - 2].mlp.c_fc.weight
+    found = weight.tolist()  # would never return if it waited for the last layer's
+    may_end.set()
+    streamer.synchronize(model)
+    assert found == weight.tolist()
+    streamer.unwrap(model)
+
+
+def test_a_loop_that_looks_at_nothing_waits_for_nothing(
+    issued: list[Op], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    with streamed(gpt(), layers="transformer.h", num_slots=LAYERS) as model:
+        optimizer = streamer.AdamW(model.parameters())
+        monkeypatch.setattr(Executor, "await_update", lambda self, unit: asked.append(unit.index))
+        for step in range(3):
+            language_loss(model, step).backward()
+            streamer.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            # what tells of parameters and gradients does not touch them
+            assert all(p.requires_grad and p.numel() and p.grad is None for p in model.parameters())
+        assert set(asked) <= {-1}, "the root's parameters are used by the model's own forward"
+        streamer.synchronize(model)
+        copied = [op.unit for op in issued if op.kind is OpKind.UNSHARD and op.unit >= 0]
+        assert len(copied) == LAYERS * (1 + 3), "at first and after each update"
+
+
+WRITERS: dict[str, Callable[[nn.Parameter], object]] = {
+    "data": lambda param: param.data.mul_(0.5).clamp_(-0.1, 0.1),
+    "data of a part": lambda param: param.data[0].zero_(),
+    "numpy": lambda param: np.multiply(param.detach().numpy(), 0.5, out=param.detach().numpy()),
+    "dlpack": lambda param: torch.from_dlpack(param.detach()).data.mul_(0.5),
+    "in place": lambda param: param.mul_(0.5),
+    "storage": lambda param: param.untyped_storage().copy_(param.detach().mul(0.5).untyped_storage()),
+}
+MOMENTS = ("before forward", "before backward", "before step", "after step", "after all")
+
+
+@pytest.mark.parametrize("when", MOMENTS)
+@pytest.mark.parametrize(("how", "num_slots"), [("data", 2), *((how, LAYERS) for how in WRITERS)])
+def test_what_is_written_is_what_runs(how: str, when: str, num_slots: int) -> None:
+    if when == "before backward" and how == "in place":
+        pytest.skip("PyTorch refuses that: the graph needs what is written")
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> list[float]:
+        def write(now: str) -> None:
+            if now == when:
+                with torch.no_grad():
+                    for param in params:
+                        WRITERS[how](param)
+
+        losses = []
+        for step in range(3):
+            write("before forward")
+            loss = language_loss(model, step)
+            write("before backward")
+            loss.backward()
+            write("before step")
+            optimizer.step()
+            write("after step")
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            with torch.no_grad():  # lets the layers come to rest in their slots
+                language_loss(model, step)
+            write("after all")
+        return losses
+
+    settings = {"lr": 1e-2, "eps": 1.0}  # so large that rounding errors are not blown up
+    plain = gpt()
+    expected = run(plain, torch.optim.AdamW(plain.parameters(), **settings), list(plain.parameters()))
+    model = gpt()
+    params = list(model.parameters())
+    options = {"num_slots": num_slots, "activations": "keep"}
+    streamer.wrap(model, layers="transformer.h", backend=late_updates(), **options)
+    losses = run(model, streamer.AdamW(params, **settings), params)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=0)
+    streamer.unwrap(model)
+    for mine, theirs in zip(params, plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+@torch.no_grad()
+def test_weights_that_are_exchanged_for_others_and_put_back_lose_nothing(dtype: torch.dtype) -> None:
+    """As averaged weights are for an evaluation."""
+
+    def run(*, exchange: bool) -> list[Any]:
+        with training(dtype) as (model, optimizer, params):
+            for step in range(3):
+                with torch.enable_grad():
+                    one_step(model, optimizer, step)
+                if exchange:
+                    kept = [param.data.clone() for param in params]
+                    for param in params:
+                        param.data.copy_(torch.ones_like(param))
+                    assert language_loss(model, 0).item() == pytest.approx(np.log(64), rel=1e-2)
+                    for param, value in zip(params, kept, strict=True):
+                        param.data.copy_(value)
+            exact = [param.tolist() for param in copy.deepcopy(model).parameters()]
+        return exact
+
+    assert run(exchange=True) == run(exchange=False)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+def test_the_master_of_a_weight_that_was_written_is_the_weight(dtype: torch.dtype) -> None:
+    with training(dtype) as (model, optimizer, params):
+        one_step(model, optimizer, 0)
+        first, last = model.transformer.h[0].mlp.c_fc.weight, model.transformer.wte.weight
+        untouched = model.transformer.h[0].mlp.c_proj.weight
+        exact = copy.deepcopy(model).transformer.h[0].mlp.c_proj.weight
+        for param in (first, last):
+            param.data.fill_(0.3)
+        shown = torch.tensor(0.3, dtype=dtype).float()
+    for param in (first, last):
+        assert torch.equal(param, shown.expand_as(param))
+    assert torch.equal(untouched, exact)
+
+
+def test_gradients_are_clipped_when_they_are_read_and_may_be_written_then() -> None:
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[], object]) -> list[Any]:
+        language_loss(model, 0).backward()
+        clip()
+        found = [param.grad.clone() for param in model.parameters()]
+        with torch.no_grad():
+            for param in model.parameters():
+                param.grad.add_(0.01)
+                param.grad.data.mul_(2.0)
+        optimizer.step()
+        for param in model.parameters():
+            param.grad.zero_()
+        language_loss(model, 1).backward()
+        optimizer.step()
+        return found
+
+    settings = {"lr": 1e-2, "eps": 1.0}
+    plain = gpt()
+    optimizer = torch.optim.AdamW(plain.parameters(), **settings)
+    expected = run(plain, optimizer, lambda: torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e-2))
+    model = gpt()
+    streamer.wrap(model, layers="transformer.h", backend=late_updates())
+    mine = streamer.AdamW(model.parameters(), **settings)
+    found = run(model, mine, lambda: streamer.clip_grad_norm_(model, 1e-2))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    streamer.unwrap(model)
+    torch.testing.assert_close(list(model.parameters()), list(plain.parameters()), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("foreach", [None, True])
+def test_torchs_own_clipping_makes_step_pass_over_no_gradient(issued: list[Op], foreach: bool | None) -> None:
+    with streamed(gpt(), layers="transformer.h") as model:
+        optimizer = streamer.AdamW(model.parameters())
+        for step in range(2):
+            language_loss(model, step).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=foreach)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert OpKind.NORM not in [op.kind for op in issued]
+        language_loss(model, 2).backward()
+        with torch.no_grad():
+            model.transformer.h[1].mlp.c_fc.weight.grad.mul_(torch.inf)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        with pytest.warns(match="the gradient of transformer.h.1 is NaN or infinite"):
+            optimizer.step()
+
+
+@torch.no_grad()
+def test_optimizer_state_that_is_read_is_that_of_the_finished_update() -> None:
+    with training() as (model, optimizer, params):
+        kept = None
+        for step in range(2):
+            with torch.enable_grad():
+                one_step(model, optimizer, step)
+            shown = [tensor for param in params for tensor in optimizer.state[param].values()]
+            found = values(shown if kept is None else kept)
+            streamer.synchronize(model)
+            assert found == values(shown)
+            kept = shown
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+        assert loaded["state"][0]["exp_avg"].tolist() == optimizer.state[params[0]]["exp_avg"].tolist()
+
+
+class Mine(torch.Tensor):
+    """A subclass of the user's."""
+
+
+@torch.no_grad()
+def test_parameters_are_plain_ones_to_everybody_else() -> None:
+    with training() as (model, optimizer, params):
+        one_step_types = {type(param).__name__ for param in params}
+        assert one_step_types == {"Parameter"} and all(isinstance(p, nn.Parameter) for p in params)
+        weight = model.lm_head.weight
+        mine = torch.ones(2, weight.shape[1]).as_subclass(Mine)
+        assert type(torch.nn.functional.linear(mine, weight)) is Mine
+        assert type(weight.data) is type(weight.detach()) is type(weight + 1) is torch.Tensor
+        assert type(copy.deepcopy(weight)) is type(nn.Parameter(weight.data)) is nn.Parameter
+        assert {type(param) for param in copy.deepcopy(model).parameters()} == {nn.Parameter}
+    assert {type(param) for param in params} == {nn.Parameter}
+
+
+def test_a_compiled_loss_uses_parameters_in_one_graph() -> None:
+    def loss(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(hidden, weight).square().mean()
+
+    gradients = []
+    for function in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True)):
+        with training() as (model, optimizer, params):
+            one_step(model, optimizer, 0)
+            language_loss(model, 1)
+            hidden = torch.ones(4, model.lm_head.weight.shape[1])
+            function(hidden, model.lm_head.weight).backward()
+            gradients.append(model.lm_head.weight.grad.clone())
+    assert torch.equal(*gradients)
