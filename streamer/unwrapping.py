@@ -32,6 +32,8 @@ def unwrap(model: M) -> M:
     units = (*executor.units, executor.root)
     # copies to the device may have failed without harm to what is here
     executor.issuer.wait(ops.shard(unit.index) for unit in units)
+    for unit in units:
+        executor.weights.end_flight(unit)
     moved = {param for unit in units for _, param in executor.weights.elsewhere(unit)}
     executor.weights.refresh(moved)
     # room for the weights that come out

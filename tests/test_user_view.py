@@ -367,3 +367,24 @@ def test_a_compiled_loss_uses_parameters_in_one_graph() -> None:
             function(hidden, model.lm_head.weight).backward()
             gradients.append(model.lm_head.weight.grad.clone())
     assert torch.equal(*gradients)
+
+
+def test_who_cannot_wait_finds_no_old_weights() -> None:
+    with training() as (model, optimizer, params):
+        one_step(model, optimizer, 0)
+        with pytest.warns(UserWarning, match="To copy construct from a tensor"):
+            seen = [torch.tensor(param) for param in params[1:]]
+        assert all(tensor.isnan().all() for tensor in seen)
+        streamer.synchronize(model)
+        with pytest.warns(UserWarning, match="To copy construct from a tensor"):
+            assert values(torch.tensor(param) for param in params) == values(params)
+
+
+def test_a_parameter_can_be_made_of_a_parameter() -> None:
+    with training() as (model, optimizer, params):
+        one_step(model, optimizer, 0)
+        mine = nn.Parameter(model.transformer.h[0].mlp.c_fc.weight)
+        assert isinstance(mine, nn.Parameter) and mine.requires_grad
+        assert mine.tolist() == model.transformer.h[0].mlp.c_fc.weight.tolist()
+        (mine * 2).sum().backward()
+        assert torch.equal(mine.grad, torch.full_like(mine, 2.0))

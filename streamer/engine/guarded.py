@@ -17,14 +17,16 @@ every library that it calls, knows nothing of that, and does not have to. So
 
 Inside of the library these tensors are used as plain ones, in `unguarded` blocks.
 
-What this cannot see: code in C++ that is given the tensor itself (an extension) or its address. Such code
-should be called after `streamer.synchronize`. If it writes while an update runs, the next use of the layer
-raises RuntimeError, provided that it counts its writes as PyTorch's own operations do. `torch.compile` sees
-the plain tensor: what it compiles breaks its graph at a parameter whose update is still running, and waits.
+What this cannot see: C++ code that is given a tensor by other ways than PyTorch's functions. That is so for
+extensions, TorchScript, `torch.func`'s transforms of a parameter itself, ``torch.tensor(param)``,
+``torch.as_tensor(param, dtype=...)`` and ``to_dlpack(param)``. It finds NaN in a parameter whose update is
+still running (`Seen`), so call `streamer.synchronize` before it. `torch.compile` sees the plain tensor: what
+it compiles breaks its graph at such a parameter, and waits.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, wraps
@@ -129,6 +131,14 @@ class GuardedTensor(Guarded, torch.Tensor):
 class GuardedParameter(Guarded):
     """A parameter of a wrapped model."""
 
+    def detach(self: Any) -> torch.Tensor:
+        """`torch.Tensor.detach`."""
+        detached = torch.Tensor.detach(self)
+        # `nn.Parameter(param)` wants that of its own class, from any class but two
+        if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+            detached = torch.Tensor._make_subclass(type(self), detached)
+        return detached
+
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> nn.Parameter:
         copy: nn.Parameter = plain_class(type(self))(self.detach().clone(), self.requires_grad)
         memo[id(self)] = copy
@@ -168,26 +178,46 @@ def unguard_parameter(param: nn.Parameter) -> None:
     param.__class__ = plain_class(type(param))
 
 
-def set_in_flight(params: Iterable[nn.Parameter], *, is_in_flight: bool) -> None:
-    """Let the classes of guarded ``params`` tell `torch.compile`, which looks at nothing else, whether an
-    update of them may be running."""
-    for param in params:
-        kind = type(param)
-        if issubclass(kind, GuardedParameter):
-            plain: type[nn.Parameter] = plain_class(kind)
-            param.__class__ = _guarded_class(plain, is_in_flight=is_in_flight)
+class Seen:
+    """What is seen of a guarded parameter by those who do not ask its guard.
+
+    While an update may be running they see NaN, which tells of itself, as old or half-written weights do not.
+    `torch.compile` looks at the class alone, so that is another one then.
+    """
+
+    def __init__(self, param: nn.Parameter) -> None:
+        plain: type[nn.Parameter] = plain_class(type(param))
+        self._param = param
+        self._kinds = [_guarded_class(plain, is_in_flight=is_in_flight) for is_in_flight in (False, True)]
+        with unguarded():
+            self._values = param.detach()
+            # one number, of whatever shape: it takes no memory, and cannot be written
+            self._nan = param.new_full((), float("nan")).expand(param.shape)
+
+    def hide(self) -> None:
+        """An update begins."""
+        self._exchange(self._kinds[True], self._nan)
+
+    def show(self) -> None:
+        """It is done."""
+        self._exchange(self._kinds[False], self._values)
+
+    def holders(self) -> int:
+        """How many tensors, and other things, hold the storage of the parameter beside the parameter."""
+        count: int = torch._C._storage_Use_Count(self._values.untyped_storage()._cdata)
+        return count - (type(self._param) is not self._kinds[True])
+
+    def _exchange(self, kind: type[nn.Parameter], values: torch.Tensor) -> None:
+        if type(self._param) in self._kinds:
+            with unguarded():
+                self._param.data = values
+            self._param.__class__ = kind
 
 
 def gives_memory(function: Function, tensor: torch.Tensor, result: object) -> bool:
     """Whether the memory of ``tensor`` can be written unseen through ``result``, which ``function`` has made
     of it: a tensor that is not part of a graph, an array, or an address."""
     return function in _GIVES_MEMORY or _shares_memory(result, tensor)
-
-
-def holders(tensor: torch.Tensor) -> int:
-    """How many tensors, and other things, hold the storage of ``tensor``."""
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return count
 
 
 def _shares_memory(result: object, tensor: torch.Tensor) -> bool:
@@ -239,11 +269,11 @@ METADATA = frozenset(
         "shape dtype device layout ndim names requires_grad is_leaf itemsize nbytes is_cpu is_cuda is_meta "
         "is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_mps is_xpu is_vulkan grad grad_fn "
         "grad_dtype retains_grad output_nr _version _base _backward_hooks _post_accumulate_grad_hooks "
-        "size dim ndimension numel nelement stride storage_offset element_size is_floating_point is_complex "
-        "is_contiguous is_inference is_conj is_neg get_device requires_grad_ register_hook "
+        "size dim ndimension numel nelement element_size is_floating_point is_complex "
+        "is_inference is_conj is_neg get_device requires_grad_ register_hook "
         "register_post_accumulate_grad_hook retain_grad backward is_distributed has_names is_signed "
         "is_same_size is_shared is_pinned is_coalesced __len__ new_empty new_empty_strided new_zeros "
-        "new_ones new_full new_tensor empty_like zeros_like ones_like full_like rand_like randn_like "
+        "new_ones new_full empty_like zeros_like ones_like full_like rand_like randn_like "
         "randint_like"
     )
 )

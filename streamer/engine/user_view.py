@@ -86,11 +86,11 @@ def _is_small(power: int, number: Any) -> bool:
 
 def guard_model(executor: Executor) -> None:
     """Let parameters and gradients of the wrapped model be guarded."""
-    executor.weights.count_holders()
     for unit in (*executor.units, executor.root):
         for position, param in enumerate(unit.params):
             guard_parameter(param, _ParameterGuard(executor, unit, position))
         executor.gradients.held[unit.index].guard_with(_GradientGuard(executor, unit))
+    executor.weights.guard()
 
 
 def unguard_model(executor: Executor) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from streamer.engine import op as ops
-from streamer.engine.guarded import as_plain, holders, set_in_flight
+from streamer.engine.guarded import Seen
 from streamer.engine.issuer import Issuer
 from streamer.engine.op import ROOT
 from streamer.engine.order import Order, Visit, farthest
@@ -47,7 +47,9 @@ class Weights:
         self._lent: dict[int, set[int]] = {}
         #: of those whose weight is not its own master, the checksum of the weight when it was lent
         self._checksums: dict[int, dict[int, int]] = {}
-        #: how many hold the storage of a parameter that is not lent
+        #: by unit, what the user sees of its parameters, once they are guarded
+        self._seen: dict[int, list[Seen]] = {}
+        #: how many hold the storage of a parameter beside it where it is not lent
         self._holders: dict[int, list[int]] = {}
 
     @contextmanager
@@ -122,8 +124,9 @@ class Weights:
             )
 
     def release(self) -> None:
-        """Give up the slots and the root's buffer."""
+        """Give up the slots, the root's buffer and what is shown of the weights."""
         self.slots.buffers.clear()
+        self._seen.clear()
         self.root_buffer = torch.empty(0, dtype=torch.uint8)
 
     def updated(self, unit: Unit) -> None:
@@ -149,20 +152,21 @@ class Weights:
         torch.autograd.graph.increment_version(unit.params)
         self._written[unit.index] = unit.written()
         self.in_flight.add(unit.index)
-        set_in_flight(unit.params, is_in_flight=True)
+        for seen in self._seen.get(unit.index, ()):
+            seen.hide()
 
     def end_flight(self, unit: Unit) -> None:
         """The caller has waited for the update of ``unit``."""
         if unit.index in self.in_flight:
+            for seen in self._seen.get(unit.index, ()):
+                seen.show()
             self.in_flight.discard(unit.index)
-            set_in_flight(unit.params, is_in_flight=False)
 
-    @as_plain
-    def count_holders(self) -> None:
-        """Nobody is lent a parameter now: note how many hold the storage of each."""
-        self._holders = {
-            unit.index: [holders(param) for param in unit.params] for unit in (*self._units, self._root)
-        }
+    def guard(self) -> None:
+        """Parameters are guarded now, and nobody has been lent one."""
+        for unit in (*self._units, self._root):
+            self._seen[unit.index] = [Seen(param) for param in unit.params]
+        self._holders = {index: [each.holders() for each in seen] for index, seen in self._seen.items()}
 
     def lend(self, unit: Unit, position: int) -> None:
         """The user has got what shares memory with a parameter of ``unit``, and may write it unseen.
@@ -184,7 +188,6 @@ class Weights:
         self._lent.setdefault(unit.index, set()).add(position)
         self._take_checksum(unit, position)
 
-    @as_plain
     def keep_lent(self) -> list[Unit]:
         """The units that are still lent; what was lent of others has come back."""
         units = (*self._units, self._root)
@@ -196,11 +199,11 @@ class Weights:
             self._take_checksum(unit, position)
 
     def _is_lent(self, unit: Unit) -> bool:
-        before = self._holders.get(unit.index)
+        seen, before = self._seen[unit.index], self._holders[unit.index]
         lent = {
             position
-            for position in self._lent.pop(unit.index, ())
-            if before is None or holders(unit.params[position]) != before[position]
+            for position in self._lent.pop(unit.index)
+            if seen[position].holders() != before[position]
         }
         if lent:
             self._lent[unit.index] = lent
@@ -263,7 +266,6 @@ class Weights:
         elif ROOT in self._lent:
             self._take_over_lent_root()
 
-    @as_plain
     def _take_over_lent_root(self) -> None:
         self._issuer.wait((ops.weight_slot(ROOT), ops.shard(ROOT)), to_write=True)
         shard = self._store.shards[ROOT]
@@ -287,7 +289,8 @@ class Weights:
             self._reshard(unit.index)
 
     def _check_places(self, unit: Unit, moved: Container[torch.Tensor]) -> None:
-        for slice, param in self.elsewhere(unit):
+        # what is in flight was seen to be in its place, and is hidden now
+        for slice, param in self.elsewhere(unit) if unit.index not in self.in_flight else ():
             if param in moved:
                 continue
             raise ValueError(
