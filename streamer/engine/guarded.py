@@ -185,14 +185,15 @@ class Seen:
     `torch.compile` looks at the class alone, so that is another one then.
     """
 
-    def __init__(self, param: nn.Parameter) -> None:
+    def __init__(self, param: nn.Parameter, nan: torch.Tensor) -> None:
+        """``nan`` has no dimension, and the dtype and device of ``param``."""
         plain: type[nn.Parameter] = plain_class(type(param))
         self._param = param
         self._kinds = [_guarded_class(plain, is_in_flight=is_in_flight) for is_in_flight in (False, True)]
         with unguarded():
             self._values = param.detach()
             # one number, of whatever shape: it takes no memory, and cannot be written
-            self._nan = param.new_full((), float("nan")).expand(param.shape)
+            self._nan = nan.expand(param.shape)
 
     def hide(self) -> None:
         """An update begins."""

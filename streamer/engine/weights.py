@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -164,8 +165,11 @@ class Weights:
 
     def guard(self) -> None:
         """Parameters are guarded now, and nobody has been lent one."""
-        for unit in (*self._units, self._root):
-            self._seen[unit.index] = [Seen(param) for param in unit.params]
+        units = (*self._units, self._root)
+        kinds = {(param.dtype, param.device) for unit in units for param in unit.params}
+        nans = {kind: torch.tensor(math.nan, dtype=kind[0], device=kind[1]) for kind in kinds}
+        for unit in units:
+            self._seen[unit.index] = [Seen(param, nans[param.dtype, param.device]) for param in unit.params]
         self._holders = {index: [each.holders() for each in seen] for index, seen in self._seen.items()}
 
     def lend(self, unit: Unit, position: int) -> None:
