@@ -423,6 +423,30 @@ def test_other_optimizers_go_on(runs: Any, tmp_path: Path, make: Any) -> None:
     assert second.all() == first.all()
 
 
+@pytest.mark.parametrize("options", [{}, BF16 | {"state_dtype": "int8"}], ids=str)
+@pytest.mark.parametrize("by_state_dict", [False, True])
+def test_what_was_saved_before_the_first_step_begins_with_zero_moments(
+    runs: Any, tmp_path: Path, options: dict[str, Any], by_state_dict: bool
+) -> None:
+    """Also where others have been loaded in the meantime, which no step has used."""
+    first, second, fresh = runs(**options), runs(seed=4, **options), runs(**options)
+    first.save(tmp_path / "begin")
+    begin = copy.deepcopy(first.optimizer.state_dict())
+    first.train(0, 1)
+    first.save(tmp_path / "later")
+    second.load(tmp_path / "later")
+    if by_state_dict:
+        streamer.load(second.model, None, tmp_path / "begin")
+        second.optimizer.load_state_dict(begin)
+    else:
+        second.load(tmp_path / "begin")
+    for run in (second, fresh):
+        run.train(2, 3)
+    for actual, expected in ((second.masters(), fresh.masters()), (second.moments(), fresh.moments())):
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in actual.items())
+
+
 def test_weights_alone_and_a_scaler(runs: Any, tmp_path: Path) -> None:
     first, second = runs(), runs(seed=4)
     first.train(0)
