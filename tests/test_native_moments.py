@@ -211,16 +211,20 @@ def test_rounding_follows_the_seed_and_the_step_and_not_the_threads(kind):
 def test_an_element_is_rounded_up_as_often_as_it_should_be_over_runs_and_steps(kind, run):
     """What is rounded up in all runs at once, or at every step, drifts together."""
     runs = steps = 16
-    # half-way between two that can be held
-    grad = np.full(runs * run, np.sqrt(1 + 2**-4 + 2**-8), np.float32)
+    # a third of the way from one that can be held to the next
+    value = np.array(0x3F800000 + 0x55555, np.uint32).view(np.float32)
+    grad = np.full(runs * run, np.sqrt(value), np.float32)
     ups = []
     for step in range(1, 1 + steps):
         state = kind(np.ones(grad.size, np.float32))
         state.step(grad, step=step, **USUAL | {"beta2": 0.0})
         _, above = np.unique(state.second_moment)
         ups.append((state.second_moment == above).reshape(runs, run))
-    often = np.concatenate(ups).mean(axis=0)
-    assert np.abs(often - 0.5).max() < 6 * np.sqrt(0.25 / (runs * steps))
+    rounded = np.stack(ups)
+    for alike in (*rounded, *rounded.transpose(1, 0, 2)):
+        assert len({row.tobytes() for row in alike}) > 12, "runs of a step, or a run at all steps"
+    often = rounded.mean(axis=(0, 1))
+    assert np.abs(often - 1 / 3).max() < 6 * np.sqrt(2 / 9 / (runs * steps))
 
 
 class NearestBf16:
@@ -369,6 +373,8 @@ def test_a_block_of_tiny_gradients_keeps_their_signs_or_nothing(largest):
     # a code at each step, or all that is less than what the largest code of the smallest scale stands for
     assert (np.abs(moment - exact.exp_avg) <= 3 * (1.01 * kept if kept else 127 * 2.0**-126)).all()
     assert kept > 0 or largest < 2.0**-115
+    # a scale is one where its codes are too small for it, not what wraps around below zero
+    assert (state.exp_avg_sq_scales >= 0).all()
 
 
 def test_scales_follow_the_largest_moment_down():
