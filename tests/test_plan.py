@@ -306,3 +306,10 @@ def test_a_budget_is_filled_with_slots() -> None:
     plan = plan_step(wrapped(model).executor, steps_of(model, VirtualBackend(CUDA)))
     assert plan.num_slots == 8
     assert sum(plan.device_bytes.values()) <= GIB
+    # the step that is told is one that has had them from its beginning
+    with torch.device("meta"):
+        other = gpt(layers=8)
+    streamer.wrap(other, layers="transformer.h", backend=VirtualBackend(CUDA), num_slots=8)
+    expected = plan_step(wrapped(other).executor, steps_of(other, VirtualBackend(CUDA)))
+    assert plan.prediction.busy_seconds == pytest.approx(expected.prediction.busy_seconds)
+    assert plan.prediction.seconds == pytest.approx(expected.prediction.seconds)
