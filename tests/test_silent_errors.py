@@ -221,6 +221,41 @@ def test_keep_notices_a_saved_tensor_that_was_written() -> None:
             loss.backward()
 
 
+@pytest.mark.parametrize("activations", [*POLICIES, "recompute+offload"])
+@pytest.mark.parametrize("num_slots", [1, 4])
+@pytest.mark.parametrize("change", ["our step", "PyTorch's step", "a write"])
+def test_weights_that_have_changed_between_forward_and_backward(
+    change: str, num_slots: int, activations: str
+) -> None:
+    """Plain PyTorch says that what backward needs was modified; here no parameter of the root is needed."""
+
+    def change_them(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        if change != "a write":
+            optimizer.step()
+            return
+        if model is not plain:
+            streamer.synchronize(model)
+        with torch.no_grad():
+            model[0][1][0].bias.add_(1)
+            model[0][1][0].weight.add_(1)
+
+    def step(model: Any, make: Any) -> None:
+        optimizer = make(model.parameters(), lr=0.1)
+        model(inputs()).sum().backward()
+        loss = model(inputs(1)).sum()
+        change_them(model, optimizer)
+        loss.backward()
+
+    layers = nn.Sequential(nn.Sequential(*Net().blocks), nn.Flatten())
+    plain = copy.deepcopy(layers)
+    ours = streamer.AdamW if change == "our step" else torch.optim.AdamW
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        step(plain, torch.optim.AdamW)
+    refusal = pytest.raises(RuntimeError, match=r"'0\.[12]' have changed since the forward.*run the forward")
+    with streamed(layers, layers="0", num_slots=num_slots, activations=activations) as model, refusal:
+        step(model, ours)
+
+
 class WritesWeight(Base):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
