@@ -126,7 +126,9 @@ class AdamW(torch.optim.Optimizer):
         groups = self._group_of()
         for param in groups:
             if param.grad is not None:
-                check_owner(require_home(param), self.token)
+                home = require_home(param)
+                check_owner(home, self.token)
+                home.executor.weights.check_idle(home.unit)
         landed_with, self._landed_with = self._landed_with, {}
         check_landed_with(landed_with, self.param_groups)
         # a GradScaler sets both, and deletes them: whether an element was not finite, the scale to take out

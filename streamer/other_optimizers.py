@@ -46,6 +46,9 @@ def serve_other_optimizers(executor: Executor) -> Callable[[], None]:
                 f"update='backward' updates layers by streamer.AdamW, not {type(optimizer).__name__}: "
                 "wrap with update='step' to use another optimizer"
             )
+        for param in touched(optimizer):
+            if param.grad is not None and (home := home_of(param)) is not None:
+                running.weights.check_idle(home.unit)
         settle(running, optimizer)
         given = inspect.signature(type(optimizer).step).bind(*args, **kwargs)
         closure = given.arguments.get("closure")

@@ -230,6 +230,21 @@ def test_moments_that_are_exchanged_are_written_first(
         assert path.read_bytes() == (tmp_path / "there" / path.name).read_bytes(), path.name
 
 
+def test_a_load_waits_for_what_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(dtype=torch.bfloat16)
+    run.steps(1)
+    run.save(tmp_path / "before")
+    run.steps(2)
+    run.save(tmp_path / "here")
+    slowed(monkeypatch, 0.02)
+    saving = streamer.save(run.model, run.optimizer, tmp_path / "there", step=3, block=False)
+    run.load(tmp_path / "before")
+    saving.result()
+    for path in [*(tmp_path / "here").glob("weights-*"), *(tmp_path / "here").glob("optimizer-*")]:
+        assert path.read_bytes() == (tmp_path / "there" / path.name).read_bytes(), path.name
+    streamer.unwrap(run.model)
+
+
 def test_unwrap_waits_for_what_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(dtype=torch.bfloat16)
     run.steps(1)

@@ -423,6 +423,30 @@ def test_other_optimizers_go_on(runs: Any, tmp_path: Path, make: Any) -> None:
     assert second.all() == first.all()
 
 
+@pytest.mark.parametrize("options", [{}, BF16 | {"state_dtype": "int8"}], ids=str)
+@pytest.mark.parametrize("by_state_dict", [False, True])
+def test_what_was_saved_before_the_first_step_begins_with_zero_moments(
+    runs: Any, tmp_path: Path, options: dict[str, Any], by_state_dict: bool
+) -> None:
+    """Also where others have been loaded in the meantime, which no step has used."""
+    first, second, fresh = runs(**options), runs(seed=4, **options), runs(**options)
+    first.save(tmp_path / "begin")
+    begin = copy.deepcopy(first.optimizer.state_dict())
+    first.train(0, 1)
+    first.save(tmp_path / "later")
+    second.load(tmp_path / "later")
+    if by_state_dict:
+        streamer.load(second.model, None, tmp_path / "begin")
+        second.optimizer.load_state_dict(begin)
+    else:
+        second.load(tmp_path / "begin")
+    for run in (second, fresh):
+        run.train(2, 3)
+    for actual, expected in ((second.masters(), fresh.masters()), (second.moments(), fresh.moments())):
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in actual.items())
+
+
 def test_weights_alone_and_a_scaler(runs: Any, tmp_path: Path) -> None:
     first, second = runs(), runs(seed=4)
     first.train(0)
@@ -552,6 +576,69 @@ def test_a_full_disk(runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     run.save(tmp_path / "newer")
     assert len(checkpoints(tmp_path)) == 2
     runs(seed=3).load(tmp_path / "newer")
+
+
+def fsync_calling(monkeypatch: pytest.MonkeyPatch, note: Callable[[os.stat_result], None]) -> None:
+    """Let every flush tell what is flushed, and its size then."""
+
+    def fsync(descriptor: int) -> None:
+        note(os.fstat(descriptor))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+
+
+@pytest.mark.parametrize("block", [True, False])
+def test_all_is_on_the_disk_before_the_checkpoint_has_its_name(
+    runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: bool
+) -> None:
+    run, path = runs(), tmp_path / "a"
+    run.train(0)
+    run.backward(1)
+    flushed: dict[int, int] = {}
+    fsync_calling(monkeypatch, lambda what: flushed.update({what.st_ino: what.st_size}))
+    before: dict[int, int] = {}
+    rename = Path.rename
+
+    def renamed(self: Path, target: Path) -> Path:
+        before.update(flushed)
+        flushed.clear()
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    streamer.save(run.model, run.optimizer, path, step=1, block=block).result()
+    written = {file.stat().st_ino: file.stat().st_size for file in path.iterdir()}
+    assert len(written) > 10
+    assert {inode: before.get(inode) for inode in written} == written
+    assert path.stat().st_ino in before, "the files' names"
+    assert tmp_path.stat().st_ino in flushed, "the folder's own name"
+
+
+@pytest.mark.parametrize("block", [True, False])
+def test_a_checkpoint_of_which_a_part_is_not_on_the_disk_is_not_there(
+    runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: bool
+) -> None:
+    run = runs()
+    run.train(0)
+    flushes, fails = 0, 0
+
+    def note(_: os.stat_result) -> None:
+        nonlocal flushes
+        flushes += 1
+        if flushes == fails:
+            raise OSError(errno.EIO, "not on the disk")
+
+    fsync_calling(monkeypatch, note)
+    while fails <= flushes:
+        flushes, fails = 0, fails + 1
+        try:
+            streamer.save(run.model, run.optimizer, tmp_path / "a", step=1, block=block).result()
+        except OSError as error:
+            assert "not on the disk" in str(error)
+            assert list(tmp_path.iterdir()) == []
+        else:
+            assert flushes == fails - 1, "each of them has failed once"
+    assert fails > 10
+    Manifest.read(tmp_path / "a").check(tmp_path / "a")
 
 
 def test_a_small_file_system(runs: Any, tmp_path: Path) -> None:

@@ -25,15 +25,16 @@ from streamer.choosing import boxes, plan_of
 from streamer.engine.micro_batches import AmbiguousBatchError
 from streamer.example import Batch, skeleton
 from streamer.handle import wrapped
-from streamer.plan.choices import Choice, Choices, Room, needs, sizes_below
+from streamer.plan.choices import Choice, Choices, Room, needs, sizes_below, with_slots
 from streamer.plan.choosing import SCALARS, Chosen, choose
 from streamer.plan.planner import Prediction
 from streamer.plan.plans import AS_FAST
-from streamer.plan.step_plan import StepPlan
+from streamer.plan.step_plan import CONTEXT, GAPS, StepPlan
 from streamer.plan.tracker import Tracker
 from tests.reference import VOCAB, assert_parity, batch, train, train_plain
 
 Table = dict[Choice, StepPlan]
+PREDICTION = Prediction(1.0, 1, {}, {})
 AUTO = {"activations": "auto", "num_slots": "auto", "micro_batch_size": "auto"}
 
 
@@ -81,6 +82,28 @@ def rooms(table: Table, draw: random.Random, count: int) -> Iterator[Room]:
             budget=draw.choice([None, None, draw.choice(device)]),
             shared=shared,
         )
+
+
+def test_what_a_step_needs_and_what_is_lacking() -> None:
+    device = {"weight slots": 100, "gradient slots": 40, "saved layer inputs": 30}
+    plan = StepPlan(device, {GAPS: 5, CONTEXT: 7}, {"weights": 900, "gradients": 100}, PREDICTION, 2)
+    needed = needs(plan)
+    assert needed == (175, 182, 1000)
+    assert needed.all == 1182
+    # one slot less has one for gradients less, one more has not one more
+    assert [with_slots(plan, 2, slots) for slots in (1, 2, 3)] == [
+        (175 - 70, 182 - 70, 1000),
+        needed,
+        (175 + 50, 182 + 50, 1000),
+    ]
+    for room, lacking in (
+        (Room(182, 1000, budget=175), {}),
+        (Room(181, 998), {"the device": 1, "the host": 2}),
+        (Room(1 << 30, 1 << 30, budget=172), {"device_memory": 3}),
+        (Room(182, 1182, shared=True), {}),
+        (Room(182, 1178, shared=True), {"the host": 4}),
+    ):
+        assert needed.excess(room) == lacking, room
 
 
 # --- the search ----------------------------------------------------------------------------------------

@@ -149,6 +149,22 @@ def test_gradients_written_before_clipping_are_not_taken_for_later_writes(norm_t
             torch.testing.assert_close(actual[name], weight, rtol=0, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_added_after_clipping_is_looked_at_too(bad: float) -> None:
+    """Also where layers alone are trained, so that the root's gradients say nothing."""
+    model = copy.deepcopy(gpt()).requires_grad_(False)
+    model.transformer.h.requires_grad_(True)
+    with streamed(model, layers="transformer.h") as mine:
+        optimizer = streamer.AdamW(mine.parameters())
+        before = copy.deepcopy(mine.state_dict())
+        language_loss(mine, 0).backward()
+        streamer.clip_grad_norm_(mine, 1e-3)
+        (language_loss(mine, 1) * bad).backward()
+        with pytest.warns(UserWarning, match="is NaN or infinite.*this step is skipped"):
+            optimizer.step()
+        assert all(torch.equal(value, before[name]) for name, value in mine.state_dict().items())
+
+
 def test_a_backward_through_the_root_alone_is_no_write_to_layers() -> None:
     with streamed(gpt(), layers="transformer.h", dtype=torch.bfloat16) as model:
         optimizer = streamer.AdamW(model.parameters())

@@ -24,10 +24,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import streamer.files.tensors
 from streamer import CheckpointError
 from streamer.files.folder import checkpoints, new_folder, prune
 from streamer.files.manifest import NAME, VERSION, Manifest
-from streamer.files.tensors import DTYPES, Piece, check_tensors, file_bytes, reading, write_tensors
+from streamer.files.tensors import (
+    CHUNK_BYTES,
+    DTYPES,
+    Piece,
+    check_tensors,
+    file_bytes,
+    reading,
+    write_tensors,
+)
 from streamer.files.tree import decode, encode
 
 FEW = settings(max_examples=60, deadline=None, derandomize=True)
@@ -132,8 +141,13 @@ def test_what_is_no_file_of_tensors(tmp_path: Path) -> None:
 SMALL = {"a": torch.arange(5, dtype=torch.int8), "b": torch.arange(6.0).view(2, 3)}
 
 
-def test_every_truncation_and_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("chunk_bytes", [CHUNK_BYTES, 5])
+def test_every_truncation_and_every_flipped_bit_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
+) -> None:
+    monkeypatch.setattr(streamer.files.tensors, "CHUNK_BYTES", chunk_bytes)
     entries = write(tmp_path / "t", SMALL)
+    check_tensors(tmp_path / "t", entries)
     good = (tmp_path / "t").read_bytes()
     damaged = [good[:length] for length in range(len(good))] + [good + b"\0"]
     for at in range(8 * len(good)):
@@ -146,6 +160,26 @@ def test_every_truncation_and_every_flipped_bit_is_noticed(tmp_path: Path) -> No
             check_tensors(tmp_path / "t", entries)
         assert str(tmp_path / "t") in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+def test_a_tensor_is_read_in_chunks_to_be_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streamer.files.tensors, "CHUNK_BYTES", 64)
+    entries = write(tmp_path / "t", {"a": torch.arange(100), "b": bits((77,), torch.uint8)})
+    check_tensors(tmp_path / "t", entries)
+    good = (tmp_path / "t").read_bytes()
+    for tensor, nbytes in (("a", 800), ("b", 77)):
+        begin = len(good) - 877 + (800 if tensor == "b" else 0)
+        chunks = [good[begin + at : begin + min(at + 64, nbytes)] for at in range(0, nbytes, 64)]
+        damaged = [[*chunks[:-1], chunks[-1][:-1] + bytes([chunks[-1][-1] ^ 1])]]
+        for second in range(1, len(chunks)):
+            damaged += [chunks.copy(), chunks.copy()]
+            damaged[-2][second] = bytes([chunks[second][0] ^ 128]) + chunks[second][1:]
+            # of the same chunks in another order
+            damaged[-1][second - 1 : second + 1] = chunks[second], chunks[second - 1]
+        for parts in damaged:
+            (tmp_path / "t").write_bytes(good[:begin] + b"".join(parts) + good[begin + nbytes :])
+            with pytest.raises(CheckpointError, match=f"tensor '{tensor}' is damaged"):
+                check_tensors(tmp_path / "t", entries)
 
 
 def test_damage_names_the_tensor(tmp_path: Path) -> None:

@@ -116,6 +116,18 @@ def test_nothing_to_learn_is_as_in_pytorch(reduction: str, smoothing: float) -> 
         assert all(not value.any() for value in actual[1].values())
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_one_or_two_tokens_to_learn_are_as_in_pytorch(reduction: str, smoothing: float) -> None:
+    for learnt, chunk_size in itertools.product((1, 2), (1, 4, 6)):
+        inputs = given(2, 3)
+        inputs["targets"].view(-1)[learnt:] = -100
+        options = {"reduction": reduction, "label_smoothing": smoothing}
+        actual = run(chunked_cross_entropy, inputs, 0.7, chunk_size=chunk_size, **options)
+        assert_close(actual, run(whole, inputs, 0.7, **options))
+        assert all(value.any() for value in actual[1].values())
+
+
 def test_a_single_token_without_a_batch() -> None:
     inputs = given(1)
     inputs = inputs | {"hidden": inputs["hidden"].detach()[0], "targets": inputs["targets"][0]}

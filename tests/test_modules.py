@@ -464,6 +464,35 @@ def test_layers_inside_of_layers(activations: str) -> None:
         streamer.unwrap(model)
 
 
+@pytest.mark.parametrize("make", [streamer.AdamW, torch.optim.AdamW], ids=["ours", "PyTorch's"])
+@pytest.mark.parametrize("num_slots", [2, 3])
+def test_a_step_inside_of_a_layer_is_refused(make: Any, num_slots: int) -> None:
+    """Plain PyTorch changes the weights at once, and the rest of the layer runs on the new ones."""
+    with streamed(Nesting(deep=False), layers="blocks", num_slots=num_slots) as model:
+        optimizer = make(model.parameters(), lr=0.1)
+        loss = loss_on(model, 0)
+        loss.backward()
+        before = {name: param.clone() for name, param in model.state_dict().items()}
+        within = model.blocks[2].linear.register_forward_hook(lambda *_: optimizer.step())
+        with (
+            pytest.raises(RuntimeError, match=r"step\(\) is called inside of layer 'blocks.2'.*has returned"),
+            torch.no_grad(),
+        ):
+            loss_on(model, 0)
+        within.remove()
+        assert all(torch.equal(param, before[name]) for name, param in model.state_dict().items())
+        # one of a layer that has returned changes nothing of the one around it
+        for param in (*model.blocks[2].parameters(), *model.embed.parameters()):
+            param.grad = None
+        within = model.blocks[2].linear.register_forward_pre_hook(lambda *_: optimizer.step())
+        with torch.no_grad():
+            assert torch.equal(loss_on(model, 0), loss)
+        within.remove()
+        after = model.state_dict()
+        changed = {name for name, param in before.items() if not torch.equal(after[name], param)}
+        assert changed == {name for name in before if name.startswith(("blocks.0.", "blocks.1."))}
+
+
 def test_layers_too_deep_inside_of_layers() -> None:
     with streamed(Nesting(deep=True), layers="blocks", num_slots=3) as model:
         with pytest.raises(RuntimeError, match="'blocks.0' is called inside of 2 others.*outside of them"):

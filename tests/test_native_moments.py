@@ -207,6 +207,26 @@ def test_rounding_follows_the_seed_and_the_step_and_not_the_threads(kind):
     assert np.mean(run(5, 1)["exp_avg_sq"] != run(6, 1)["exp_avg_sq"]) > 0.2
 
 
+@pytest.mark.parametrize(("kind", "run"), [(Bf16State, 2048), (Int8State, QUANTUM)])
+def test_an_element_is_rounded_up_as_often_as_it_should_be_over_runs_and_steps(kind, run):
+    """What is rounded up in all runs at once, or at every step, drifts together."""
+    runs = steps = 16
+    # a third of the way from one that can be held to the next
+    value = np.array(0x3F800000 + 0x55555, np.uint32).view(np.float32)
+    grad = np.full(runs * run, np.sqrt(value), np.float32)
+    ups = []
+    for step in range(1, 1 + steps):
+        state = kind(np.ones(grad.size, np.float32))
+        state.step(grad, step=step, **USUAL | {"beta2": 0.0})
+        _, above = np.unique(state.second_moment)
+        ups.append((state.second_moment == above).reshape(runs, run))
+    rounded = np.stack(ups)
+    for alike in (*rounded, *rounded.transpose(1, 0, 2)):
+        assert len({row.tobytes() for row in alike}) > 12, "runs of a step, or a run at all steps"
+    often = rounded.mean(axis=(0, 1))
+    assert np.abs(often - 1 / 3).max() < 6 * np.sqrt(2 / 9 / (runs * steps))
+
+
 class NearestBf16:
     """The second moment alone, in bfloat16, rounded to nearest."""
 
@@ -337,6 +357,24 @@ def test_tiny_and_huge_gradients_leave_finite_masters_that_move_no_farther_than_
         state.step(grad, step=step, **USUAL | {"weight_decay": 0.0})
     # The same gradient ten times: each step moves by lr, or less where rounding holds the second moment up.
     assert np.abs(state.master - master).max() < 1.5 * 10 * USUAL["lr"]
+
+
+@pytest.mark.parametrize("largest", [2.0**-power for power in range(110, 150, 3)])
+def test_a_block_of_tiny_gradients_keeps_their_signs_or_nothing(largest):
+    """The inverse of its scale may be more than a float32 holds."""
+    grad = (np.linspace(-1, 1, QUANTUM) * largest).astype(np.float32)
+    state, exact = Int8State(np.ones(QUANTUM, np.float32)), Fp32State(np.ones(QUANTUM, np.float32))
+    for step in range(1, 4):
+        state.step(grad, step=step, **USUAL)
+        exact.step(grad, step=step, **USUAL)
+    moment = state.first_moment
+    assert (moment * np.sign(grad) >= 0).all()
+    kept = state.exp_avg_scales[0]
+    # a code at each step, or all that is less than what the largest code of the smallest scale stands for
+    assert (np.abs(moment - exact.exp_avg) <= 3 * (1.01 * kept if kept else 127 * 2.0**-126)).all()
+    assert kept > 0 or largest < 2.0**-115
+    # a scale is one where its codes are too small for it, not what wraps around below zero
+    assert (state.exp_avg_sq_scales >= 0).all()
 
 
 def test_scales_follow_the_largest_moment_down():

@@ -232,6 +232,27 @@ def test_an_input_that_is_written_when_it_has_left_is_the_one_that_was_saved() -
         assert torch.equal(gradient(mine, is_written=True), expected)
 
 
+@pytest.mark.parametrize("later", range(4))
+def test_a_tensor_that_is_written_between_two_layers_leaves_again(later: int) -> None:
+    """The first of them has it saved, and does not need it: no gradient goes through that."""
+
+    def gradients(model: Any) -> list[torch.Tensor]:
+        x = torch.linspace(-1, 1, 6 * WIDTH).view(2, 3, WIDTH).requires_grad_()
+        hidden = x * 2
+        aside = model.layers[0](hidden)
+        for layer in model.layers[1 : 1 + later]:  # until it has left
+            aside = layer(aside)
+        with torch.no_grad():
+            hidden.add_(1)
+        model.layers[4](hidden).square().sum().backward()
+        assert aside.grad_fn is not None
+        return [x.grad, *(param.grad for param in model.layers[4].parameters())]
+
+    expected = gradients(Stack())
+    with streamed(Stack(), activations="recompute+offload") as mine:
+        assert all(map(torch.equal, gradients(mine), expected))
+
+
 def host_places(model: nn.Module) -> int:
     return streamer.stats(model).host_bytes.get("saved inputs", 0)
 

@@ -22,7 +22,7 @@ from streamer.engine.executor import Executor
 from streamer.handle import wrapped
 from streamer.plan.planner import predict_step
 from streamer.plan.recalling import Recollection, recall_layers
-from streamer.plan.step_plan import BESIDE, GAPS, SAVED, WORKING_SET, StepTracker, plan_step
+from streamer.plan.step_plan import BESIDE, GAPS, SAVED, WORKING_SET, StepPlan, StepTracker, plan_step
 from streamer.plan.tracker import Tracker
 
 CPU = Machine("cpu", 1e12, 1e10, 1e10, 1e10, 1 << 40, 1 << 40, kind="cpu")
@@ -300,9 +300,17 @@ def test_a_host_that_computes_has_the_work_of_the_library_too(machine: Machine, 
 
 
 def test_a_budget_is_filled_with_slots() -> None:
-    with torch.device("meta"):
-        model = gpt(layers=8)
-    streamer.wrap(model, layers="transformer.h", backend=VirtualBackend(CUDA), device_memory=GIB)
-    plan = plan_step(wrapped(model).executor, steps_of(model, VirtualBackend(CUDA)))
+    def plan_with(**options: Any) -> StepPlan:
+        with torch.device("meta"):
+            model = gpt(layers=8)
+        for block in model.transformer.h:
+            block.mlp.requires_grad_(False)
+        streamer.wrap(model, layers="transformer.h", backend=VirtualBackend(CUDA), **options)
+        return plan_step(wrapped(model).executor, steps_of(model, VirtualBackend(CUDA)))
+
+    plan, expected = plan_with(device_memory=GIB), plan_with(num_slots=8)
     assert plan.num_slots == 8
     assert sum(plan.device_bytes.values()) <= GIB
+    # the step that is told is one that has had them from its beginning, frozen weights in them too
+    assert plan.prediction.busy_seconds == pytest.approx(expected.prediction.busy_seconds)
+    assert plan.prediction.seconds == pytest.approx(expected.prediction.seconds)

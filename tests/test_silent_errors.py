@@ -105,6 +105,48 @@ def test_equal_to_plain_pytorch(layer: Callable[[], nn.Module], activations: str
     assert_equal_to_plain(Net(layer), activations)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_slots", [1, 2, 4])
+def test_weights_that_are_written_are_those_of_the_next_visit(num_slots: int, dtype: torch.dtype) -> None:
+    """Also where every layer stays in its slot: the copy there is old."""
+
+    def results(model: Any, optimizer: torch.optim.Optimizer, synchronize: Callable[[], None]) -> list[Any]:
+        found: list[Any] = []
+
+        def look() -> None:
+            with torch.no_grad():
+                found.append(model(inputs().to(dtype)))
+
+        def write() -> None:
+            synchronize()
+            with torch.no_grad():
+                for layer in (model.embed, model.blocks[0][0], model.blocks[2][0]):
+                    layer.bias.add_(0.5)
+                    layer.weight[3].zero_()
+
+        for _ in range(2):
+            look()
+            write()
+            look()
+            model(inputs(1).to(dtype)).float().square().sum().backward()
+            found += [param.grad.clone() for param in model.parameters()]
+            write()  # between forward and step
+            optimizer.step()
+            optimizer.zero_grad()
+            write()
+        look()
+        return found
+
+    model = Net().to(dtype)
+    plain = copy.deepcopy(model)
+    expected = results(plain, torch.optim.SGD(plain.parameters(), 0.125), lambda: None)
+    with streamed(model, layers="blocks", num_slots=num_slots) as mine:
+        optimizer = torch.optim.SGD(mine.parameters(), 0.125)
+        actual = results(mine, optimizer, lambda: streamer.synchronize(mine))
+    differs = [not torch.equal(mine, theirs) for mine, theirs in zip(actual, expected, strict=True)]
+    assert [number for number, is_other in enumerate(differs) if is_other] == []
+
+
 class SideDoor(Base):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.tanh(self.linear(x))
@@ -177,6 +219,41 @@ def test_keep_notices_a_saved_tensor_that_was_written() -> None:
         loss = square(model)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+@pytest.mark.parametrize("activations", [*POLICIES, "recompute+offload"])
+@pytest.mark.parametrize("num_slots", [1, 4])
+@pytest.mark.parametrize("change", ["our step", "PyTorch's step", "a write"])
+def test_weights_that_have_changed_between_forward_and_backward(
+    change: str, num_slots: int, activations: str
+) -> None:
+    """Plain PyTorch says that what backward needs was modified; here no parameter of the root is needed."""
+
+    def change_them(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        if change != "a write":
+            optimizer.step()
+            return
+        if model is not plain:
+            streamer.synchronize(model)
+        with torch.no_grad():
+            model[0][1][0].bias.add_(1)
+            model[0][1][0].weight.add_(1)
+
+    def step(model: Any, make: Any) -> None:
+        optimizer = make(model.parameters(), lr=0.1)
+        model(inputs()).sum().backward()
+        loss = model(inputs(1)).sum()
+        change_them(model, optimizer)
+        loss.backward()
+
+    layers = nn.Sequential(nn.Sequential(*Net().blocks), nn.Flatten())
+    plain = copy.deepcopy(layers)
+    ours = streamer.AdamW if change == "our step" else torch.optim.AdamW
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        step(plain, torch.optim.AdamW)
+    refusal = pytest.raises(RuntimeError, match=r"'0\.[12]' have changed since the forward.*run the forward")
+    with streamed(layers, layers="0", num_slots=num_slots, activations=activations) as model, refusal:
+        step(model, ours)
 
 
 class WritesWeight(Base):

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 import streamer
+from streamer.app.build import build_model, build_optimizer, schedule
 from streamer.app.cli import main
 from streamer.app.config import load_config
+from streamer.app.data import IGNORED, TokenData
+from streamer.app.loop import Loop
 from streamer.backends.thread import ThreadBackend
 
 CONFIG = """
@@ -90,6 +96,53 @@ def test_a_run_with_other_ways_to_update(options: list[str], config: Path, tmp_p
     values = [json.loads(line) for line in metrics]
     assert values[-1]["val_loss"] < values[0]["val_loss"]
     assert any("grad_norm" in value for value in values) == ("stream.update='backward'" not in options)
+
+
+def test_the_validation_loss_is_the_mean_of_all_tokens_that_are_learnt(config: Path) -> None:
+    """Batches have different numbers of them."""
+    loaded = load_config(config, ["run.eval_batches=4"])
+    draws = torch.Generator().manual_seed(0)
+    tokens = torch.randint(256, (600,), generator=draws)
+    targets = tokens.where(torch.rand(600, generator=draws) < torch.linspace(0.02, 1, 600), IGNORED)
+    data = TokenData(train=tokens, val=tokens, targets={"train": targets, "val": targets})
+    model = build_model(loaded)
+    try:
+        optimizer = build_optimizer(loaded.optimizer, model, skip_nonfinite=True)
+        loss = Loop(loaded, model, optimizer, data).validate()
+        batches = data.val_batches(4, 4, 16)
+        assert len({int((wanted != IGNORED).sum()) for _, wanted in batches}) == 4
+        with torch.no_grad():
+            logits = torch.cat([model(given) for given, _ in batches])
+        wanted = torch.cat([wanted for _, wanted in batches])
+        expected = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=IGNORED)
+        assert loss == pytest.approx(expected.item(), rel=1e-5)
+    finally:
+        streamer.unwrap(model)
+
+
+def test_the_learning_rate_rises_and_falls_as_the_config_says(config: Path, tmp_path: Path) -> None:
+    options = ["run.steps=12", "optimizer.warmup_steps=4", "optimizer.min_lr=1e-3", "run.eval_every=20"]
+    factor = schedule(load_config(config, options).optimizer, 12)
+    falling = [0.1 + 0.45 * (1 + math.cos(math.pi * step / 8)) for step in range(9)]
+    expected = [0.25, 0.5, 0.75, 1.0, *falling]
+    assert [factor(step) for step in range(13)] == pytest.approx(expected, rel=1e-12)
+    assert [factor(step) for step in (13, 100)] == pytest.approx([0.1, 0.1])
+    assert main(["train", str(config), *(part for option in options for part in ("--set", option))]) == 0
+    lines = (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()
+    rates = [values["lr"] for values in map(json.loads, lines) if "loss" in values]
+    # of the step that comes
+    assert rates == pytest.approx([0.01 * rate for rate in expected[1:]])
+
+
+def test_the_optimizer_is_that_of_the_config(config: Path) -> None:
+    options = {"lr": 0.03, "betas": [0.7, 0.8], "eps": 1e-4, "weight_decay": 0.3}
+    loaded = load_config(config, [f"optimizer.{name}={value}" for name, value in options.items()])
+    model = build_model(loaded)
+    try:
+        optimizer = build_optimizer(loaded.optimizer, model, skip_nonfinite=True)
+        assert {name: optimizer.param_groups[0][name] for name in options} == options | {"betas": (0.7, 0.8)}
+    finally:
+        streamer.unwrap(model)
 
 
 def test_the_same_run_again_gives_the_same_losses(config: Path, tmp_path: Path) -> None:

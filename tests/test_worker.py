@@ -217,6 +217,24 @@ def test_nothing_of_the_work_is_held_when_its_end_is_told(
     assert found == [True]
 
 
+def test_an_error_is_there_when_its_end_is_told(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is told first and finds no error would go on with what was never copied."""
+    found: list[bool] = []
+    tell = threading.Event.set
+
+    def looking(self: threading.Event) -> None:
+        found.append(failed.failed())
+        tell(self)
+
+    gate = HostEvent(Lane.COMPUTE)
+    failed = worker.submit(raise_oops, [gate])
+    monkeypatch.setattr(threading.Event, "set", looking)
+    gate.finish(Span(0, 0, 0))
+    with pytest.raises(Oops):
+        failed.wait()
+    assert found == [False, True], "the gate's, and the work's own"
+
+
 def test_delay_comes_before_the_work_and_counts_as_waiting() -> None:
     delays: list[float] = []
 

@@ -93,7 +93,8 @@ class Weights:
                 if slot is None:
                     return
                 self._fill(slot, self._units[index])
-            elif index in self._outdated and slot not in slots.busy:
+            elif index in self._outdated:
+                # not in use: `check_idle` refuses updates of a layer that is running
                 self._fill(slot, self._units[index])
             if index in unused:
                 unused.remove(index)
@@ -122,6 +123,14 @@ class Weights:
             raise RuntimeError(
                 f"layer '{unit.name}' is called inside of {depth} others, and gradients of no more than "
                 f"{MOST_GRAD_SLOTS} layers are made at a time: call it outside of them"
+            )
+
+    def check_idle(self, unit: Unit) -> None:
+        """Raise RuntimeError if ``unit`` is running, which would go on with the weights of before."""
+        if self.slots.find(unit.index) in self.slots.busy:
+            raise RuntimeError(
+                f"optimizer.step() is called inside of layer '{unit.name}', whose weights it updates: call "
+                "it when the layer has returned"
             )
 
     def release(self) -> None:
