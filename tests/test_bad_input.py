@@ -34,6 +34,7 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
         self.single = nn.Linear(4, 4)
         self.empty = nn.ModuleList()
+        self.nothing = nn.ModuleList([None, None])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embed(x)
@@ -43,7 +44,7 @@ class Net(nn.Module):
 
 
 KNOWN = re.escape("Found in this model: 'blocks' (3 x Linear)")
-LIST = r"it must be an nn\.ModuleList or nn\.Sequential\. " + KNOWN
+LIST = r"it must be an nn\.ModuleList, nn\.Sequential or nn\.ModuleDict\. " + KNOWN
 DTYPES = r"use torch\.float32, torch\.bfloat16 or torch\.float16"
 POLICIES = r"use one of 'recompute', 'recompute\+offload', 'keep'"
 X = torch.ones(2, 4)
@@ -126,6 +127,7 @@ def test_the_snapshot_sees_a_wrap() -> None:
         ({"layers": "single"}, r"'single' is a Linear; " + LIST),
         ({"layers": ""}, r"layers='' is a Net; " + LIST),
         ({"layers": "empty"}, r"'empty' is an empty list\. " + KNOWN),
+        ({"layers": "nothing"}, r"'nothing' is an empty list\. " + KNOWN),
         ({"layers": ["blocks", "nowhere"]}, r"'nowhere': there is no such module\. " + KNOWN),
         ({"layers": []}, r"layers is empty: give the path of a list of layers\. " + KNOWN),
         ({"num_slots": 0}, r"num_slots=0: it must be an integer of 1 or more"),
@@ -179,9 +181,12 @@ def test_unknown_keyword(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_list_to_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.ModuleDict({"one": nn.Linear(2, 2)})
+    model = nn.Linear(2, 2)
     with refused(model, ValueError, "layers=None: .*This model has no list of modules", monkeypatch):
         streamer.wrap(model, device="cpu")
+    lists = nn.Sequential(nn.ModuleList([None, nn.Tanh()]), nn.ModuleList([nn.Tanh()]))
+    with refused(lists, ValueError, r"layers='' has no module with parameters in it\. Found", monkeypatch):
+        streamer.wrap(lists, layers="", device="cpu")
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     with refused(mixed, ValueError, r"layers=None: no list of like blocks.*'' \(2 x Linear\)", monkeypatch):
         streamer.wrap(mixed, device="cpu")
@@ -215,10 +220,35 @@ def test_a_list_of_lists_stands_for_what_is_in_them() -> None:
         assert [name for name, _ in find_layers(model, layers)] == ["stages.0.0", "stages.1.0"]
 
 
+def test_a_dict_is_a_list_too() -> None:
+    """In the order of its entries; by itself it is found only where all of them are of one class, since a
+    dict may as well hold an embedding, the layers and a norm."""
+    blocks = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("2", "1", "last")})
+    model = nn.ModuleDict({"one": nn.Linear(2, 2), "two": nn.Linear(2, 2), "blocks": blocks, "norm": blocks})
+    model["norm"] = nn.LayerNorm(2)
+    for layers in (None, "blocks"):
+        names = [name for name, _ in find_layers(model, layers)]
+        assert names == ["blocks.2", "blocks.1", "blocks.last"]
+    lists = nn.ModuleDict({name: nn.ModuleDict({"x": nn.Linear(2, 2)}) for name in "ab"})
+    for layers in (None, ""):
+        assert [name for name, _ in find_layers(lists, layers)] == ["a.x", "b.x"]
+
+
+def test_what_takes_no_slot_in_a_list_of_lists() -> None:
+    """Children without parameters, and with few beside the largest."""
+    stages = nn.ModuleList(
+        nn.ModuleList([nn.ModuleList([nn.LayerNorm(9), None]), nn.Linear(199, 9), None, nn.Tanh()])
+        for _ in range(2)
+    )
+    model = nn.ModuleDict({"stages": stages, "head": nn.Linear(2, 2)})
+    for layers in (None, "stages"):
+        assert [name for name, _ in find_layers(model, layers)] == ["stages.0.1", "stages.1.1"]
+
+
 def test_layers_that_are_never_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    block = nn.ModuleDict({"attention": nn.Linear(2, 2)})
+    block = nn.ParameterList([torch.ones(2, 2)])
     model = nn.ModuleDict({"blocks": nn.ModuleList([block, copy.deepcopy(block)])})
-    with refused(model, ValueError, r"layer 'blocks\.0' is a ModuleDict, which has no forward", monkeypatch):
+    with refused(model, ValueError, r"layer 'blocks\.0' is a ParameterList, which has no forw", monkeypatch):
         streamer.wrap(model, layers="blocks", device="cpu")
     with refused(model, ValueError, "layers=None: no list of like blocks", monkeypatch):
         streamer.wrap(model, device="cpu")

@@ -270,6 +270,62 @@ def test_a_stack_in_a_sequential() -> None:
     assert_trains(model, layers="1")
 
 
+class Added(nn.Module):
+    def forward(self, x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        return x + before
+
+
+class AttentionLayers(nn.Module):
+    """As in x-transformers: a list of lists, in which norms may be None and residuals are modules."""
+
+    def __init__(self, norm: Callable[[int], nn.Module] = nn.LayerNorm) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList()
+        for make in 2 * (nn.GELU, nn.Tanh):
+            norms = nn.ModuleList([norm(WIDTH), None, None])
+            block = nn.Sequential(nn.Linear(WIDTH, WIDTH), make(), nn.Linear(WIDTH, WIDTH))
+            self.layers.append(nn.ModuleList([norms, block, Added()]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for (before, branch, after), block, residual in self.layers:
+            out = block(before(x))
+            out = branch(out) if branch is not None else out
+            x = residual(out, x)
+            x = after(x) if after is not None else x
+        return x
+
+
+@POLICIES
+@pytest.mark.parametrize("layers", ["layers", None])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, lambda _: nn.Identity()])
+def test_lists_of_lists(norm: Callable[[int], nn.Module], layers: str | None, activations: str) -> None:
+    model = AttentionLayers(norm)
+    with streamed(model, layers=layers) as wrapped:
+        assert ["forward" in block.__dict__ for _, block, _ in wrapped.layers] == [True] * 4
+    assert_trains(model, layers=layers, activations=activations)
+
+
+class Named(Stack):
+    """As torchtitan has them: a dict from which layers may be missing."""
+
+    def __init__(self) -> None:
+        super().__init__(Residual)
+        self.blocks = nn.ModuleDict({str(2 * number): block for number, block in enumerate(self.blocks)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks.values():
+            x = block(x)
+        return x
+
+
+@POLICIES
+@pytest.mark.parametrize("layers", ["blocks", None])
+def test_a_dict_of_layers(layers: str | None, activations: str) -> None:
+    assert_trains(Named(), layers=layers, activations=activations)
+
+
 class Writing(Layer):
     """Writes into a tensor that is no buffer."""
 
