@@ -7,10 +7,12 @@ import math
 import torch
 from torch import nn
 
+from streamer.engine.compiled import never_traced
 from streamer.engine.executor import Executor
 from streamer.handle import wrapped
 
 
+@never_traced
 def clip_grad_norm_(
     model: nn.Module,
     max_norm: float,

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from streamer.copying import Copier
 from streamer.engine.asked import Asked, asked_of
+from streamer.engine.compiled import never_traced
 from streamer.engine.executor import Executor
 from streamer.engine.inner import GUARDS, guard_inner_modules
 from streamer.engine.param_hooks import OWN_HOOK
@@ -48,11 +49,12 @@ def attach_guards(
         stack.callback(watch_split(executor, split))
         keep(model.register_forward_pre_hook(_check_wanted(executor.root)))
         keep(model.register_forward_pre_hook(_move_inputs(executor.backend.device), with_kwargs=True))
+        begin = never_traced(lambda *_: executor.begin())
         for module in modules:
             if module not in in_layers:
                 # an update may be on its way to what it reads: its own parameters, or others' inside of it;
                 # user code may call it without calling the model
-                keep(module.register_forward_pre_hook(lambda *_: executor.begin()))
+                keep(module.register_forward_pre_hook(begin))
         for unit in (*executor.units, executor.root):
             for slice, param in executor.gradients.held[unit.index].pairs():
                 keep(param.register_hook(_before_adding(executor, unit, slice, param)))
@@ -82,6 +84,7 @@ def _remove(module: nn.Module) -> None:
 
 
 def _check_wanted(root: Unit) -> Callable[..., None]:
+    @never_traced
     def hook(module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled():
             root.wanted()  # refuses what there is no room for
@@ -90,6 +93,7 @@ def _check_wanted(root: Unit) -> Callable[..., None]:
 
 
 def _move_inputs(device: torch.device) -> Callable[..., tuple[Any, Any]]:
+    @never_traced
     def hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         tensors, rebuild = flatten((args, kwargs))
         if all(tensor.device == device for tensor in tensors):
@@ -107,6 +111,7 @@ def _before_adding(
     """A hook for a parameter to whose ``grad`` autograd is about to add by itself: the root's, and a layer's
     that is used outside of its layer (a penalty on weights)."""
 
+    @never_traced
     def hook(gradient: torch.Tensor | None) -> None:
         if gradient is None:  # the layer's own went another way
             return
@@ -153,6 +158,7 @@ def _to_cpu(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata
 
 
 def _zero_grad(module: nn.Module, executor: Executor) -> Callable[..., None]:
+    @never_traced
     def zero_grad(set_to_none: bool = True) -> None:
         if not set_to_none:
             # updates in flight are reading the gradients

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch.optim.optimizer import ParamsT
 
+from streamer.engine.compiled import never_traced
 from streamer.engine.executor import Executor
 from streamer.engine.held import is_summed
 from streamer.engine.landing import Update
@@ -111,6 +112,7 @@ class AdamW(torch.optim.Optimizer):
                 executor.landing.add_updater(self._update_on_landing)
 
     @torch.no_grad()
+    @never_traced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Queue the update of every parameter that has a gradient; returns what ``closure`` returns."""
         loss = None
@@ -190,6 +192,7 @@ class AdamW(torch.optim.Optimizer):
         state["step"] += 1
         return Run.of(home.slice, hyper_of(group, int(state["step"])), summed=is_summed(param))
 
+    @never_traced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or set them to zero once the updates that read them are done."""
         if not set_to_none:

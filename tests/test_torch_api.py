@@ -651,6 +651,17 @@ def test_unwrap_after_a_layer_was_changed() -> None:
     assert torch.equal(wrapped(inputs()), expected)
 
 
+def test_a_forward_that_a_layer_has_of_its_own_outlives_wrap() -> None:
+    """As those who patch modules put it there; `torch.compile(layer)` is a module with such a one."""
+    model = Net()
+    model.blocks[1].forward = partial(torch.mul, 2)
+    expected = model(inputs())
+    with streamed(model, layers="blocks") as wrapped:
+        assert torch.equal(wrapped(inputs()), expected)
+        assert torch.equal(copy.deepcopy(wrapped)(inputs()), expected)
+    assert torch.equal(wrapped(inputs()), expected)
+
+
 # --- parametrizations -----------------------------------------------------------------------------------
 
 PARAMETRIZATIONS: dict[str, Callable[[nn.Module], Any]] = {

@@ -1,19 +1,39 @@
-"""A layer's forward through `torch.compile`, for as long as that works."""
+"""A layer's forward through `torch.compile`, for as long as that works; and what is kept from the user's own
+`torch.compile`."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch._C._dynamo import eval_frame
 
 from streamer.engine.ambient import Ambient
 from streamer.engine.unit import Unit
 
 #: What names a backend of `torch.compile`.
 CompileBackend = str | Callable[..., Any]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def never_traced(function: F) -> F:
+    """Let ``function``, and all that it calls, run as it is where the user compiles what calls it.
+
+    `torch.compiler.disable` does so with a wrapper, and imports the compiler, which takes seconds. It is the
+    code of the function that is marked: it must not be a wrapper, whose code others have too.
+    """
+    assert not hasattr(function, "__wrapped__")
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    vars(function).update(
+        _torchdynamo_disable=True,
+        _torchdynamo_disable_msg="streamer pages weights in it; streamer.wrap(compile=True) compiles layers",
+    )
+    return function
 
 
 class Compiler:

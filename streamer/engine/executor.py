@@ -13,6 +13,7 @@ import torch
 from streamer.backends.base import Backend, Lane
 from streamer.backends.handover import Background
 from streamer.engine import op as ops
+from streamer.engine.compiled import never_traced
 from streamer.engine.device_memory import Budget, DeviceMemory
 from streamer.engine.gradients import Gradients
 from streamer.engine.hazards import Hazards
@@ -185,6 +186,7 @@ class Executor:
         """Let HOST do ``work`` that touches nothing here (load kernels, say) while others go on."""
         self.backend.submit(Lane.HOST, work, (), 0)
 
+    @never_traced
     def finish_backward(self) -> None:
         """Block until the gradients of all layers are in host memory, where ``p.grad`` shows them."""
         self.gradients.finish()

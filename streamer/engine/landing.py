@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from streamer.engine import op as ops
+from streamer.engine.compiled import never_traced
 from streamer.engine.issuer import Issuer
 from streamer.engine.unit import Unit
 
@@ -79,6 +80,7 @@ class Landing:
                 work, moved = update
                 self._issuer.issue(ops.step_on_landing(unit.index, place, moved), _bound(work, landed))
 
+    @never_traced
     def added(self, param: torch.Tensor) -> None:
         """Autograd has added to the gradient of a parameter of the root unit."""
         assert param.grad is not None, "this is called afterwards"

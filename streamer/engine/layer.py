@@ -14,7 +14,7 @@ from streamer.engine.ambient import Autocast
 from streamer.engine.asked import asked_of
 from streamer.engine.call import Call, aliases, run_on_slot
 from streamer.engine.checkpointing import past_checkpoints
-from streamer.engine.compiled import Compiler
+from streamer.engine.compiled import Compiler, never_traced
 from streamer.engine.executor import Executor
 from streamer.engine.inference import infer
 from streamer.engine.kvcache import without_caches
@@ -41,6 +41,8 @@ class StreamedLayer:
     ) -> None:
         self._executor = executor
         self._unit = unit
+        #: what the module had of its own in place of its class's forward
+        self.had = unit.module.__dict__.get("forward")
         self._policy = POLICIES[policy]
         self._visit = Visit
         self._micro_batches = micro_batches
@@ -52,6 +54,7 @@ class StreamedLayer:
         """Let visits be of another kind."""
         self._visit = kind
 
+    @never_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with unwatched():
             return self._call(args, kwargs)
@@ -127,6 +130,7 @@ class _Layer(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
+    @never_traced
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         visit: Visit = ctx.visit
         unit = visit.call.unit
