@@ -47,7 +47,7 @@ def attach_guards(
         if not is_compiled:  # torch.compile would tell layers apart by what stands in for their forwards
             stack.callback(guard_inner_modules(executor))
         stack.callback(watch_split(executor, split))
-        keep(model.register_forward_pre_hook(_check_wanted(executor.root)))
+        keep(model.register_forward_pre_hook(_check_model(executor)))
         keep(model.register_forward_pre_hook(_move_inputs(executor.backend.device), with_kwargs=True))
         begin = never_traced(lambda *_: executor.begin())
         for module in modules:
@@ -83,11 +83,12 @@ def _remove(module: nn.Module) -> None:
         module.__dict__.pop(name, None)
 
 
-def _check_wanted(root: Unit) -> Callable[..., None]:
+def _check_model(executor: Executor) -> Callable[..., None]:
     @never_traced
     def hook(module: nn.Module, args: Any) -> None:
+        executor.structure.check()
         if torch.is_grad_enabled():
-            root.wanted()  # refuses what there is no room for
+            executor.root.wanted()  # refuses what there is no room for
 
     return hook
 

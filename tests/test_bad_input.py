@@ -20,6 +20,7 @@ from streamer.backends import host_memory
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
 from streamer.engine import watch
+from streamer.engine.structure import Structure
 from streamer.find import find_layers
 from streamer.options import parse_bytes
 from streamer.plan.ledger import Ledger
@@ -645,6 +646,113 @@ def test_removing_a_layers_parameter(change: str) -> None:
                 model(X)
         finally:
             model.blocks[1].bias = mine
+
+
+def replaced(model: nn.Module) -> None:
+    model.blocks[1] = nn.Linear(4, 4)
+
+
+def appended(model: nn.Module) -> None:
+    model.blocks.append(nn.Linear(4, 4))
+
+
+def deleted(model: nn.Module) -> None:
+    del model.blocks[1]
+
+
+def cut_short(model: nn.Module) -> None:
+    model.blocks = model.blocks[:2]
+
+
+def reordered(model: nn.Module) -> None:
+    model.blocks[0], model.blocks[2] = model.blocks[2], model.blocks[0]
+
+
+def wrapped_in_an_adapter(model: nn.Module) -> None:
+    model.blocks[1] = nn.Sequential(model.blocks[1], nn.Linear(4, 4))
+
+
+def with_another_head(model: nn.Module) -> None:
+    model.single = nn.Linear(4, 4)
+
+
+def with_an_adapter(model: nn.Module) -> None:
+    model.single.adapter = nn.Parameter(torch.zeros(4))
+
+
+def with_another_weight(model: nn.Module) -> None:
+    model.single.weight = nn.Parameter(torch.zeros(4, 4))
+
+
+def with_another_module_in_a_layer(model: nn.Module) -> None:
+    model.blocks[1].more = nn.Linear(4, 4)
+
+
+def the_model(model: nn.Module) -> None:
+    model(X)
+
+
+def layers_by_hand(model: nn.Module) -> None:
+    x = X
+    for block in model.blocks:
+        x = block(x)
+
+
+REFUSED: dict[Callable[[nn.Module], None], str] = {
+    replaced: "layer 'blocks.1' was replaced by another Linear.* is neither streamed nor clipped",
+    appended: "parameter 'blocks.3.weight' was added or replaced.* is neither streamed nor clipped",
+    deleted: "layer 'blocks.1' was replaced by another Linear",
+    cut_short: "layer 'blocks.2' was removed after streamer.wrap",
+    reordered: "layer 'blocks.0' was replaced by another Linear",
+    wrapped_in_an_adapter: "parameter 'blocks.1.1.weight' was added or replaced",
+    with_another_head: "parameter 'single.weight' was added or replaced",
+    with_an_adapter: "parameter 'single.adapter' was added or replaced",
+    with_another_weight: "parameter 'single.weight' was added or replaced",
+    with_another_module_in_a_layer: "layer 'blocks.1' has gained or lost parameters.*'more.bias' and 1 more",
+}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("use", [the_model, layers_by_hand])
+@pytest.mark.parametrize("change", REFUSED)
+def test_changing_the_model(
+    change: Callable[[nn.Module], None], use: Callable[[nn.Module], None], grad: bool
+) -> None:
+    """Whether or not a step comes in between; once it is wrapped again, the changed model is what trains."""
+    match = REFUSED[change] + r".*call streamer.unwrap\(model\), change the model.*and wrap it again"
+    with wrapped() as model, torch.set_grad_enabled(grad):
+        use(model)
+        change(model)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=match):
+                use(model)
+    plain = copy.deepcopy(model)
+    with wrapped(model):
+        assert torch.equal(model(X), plain(X))
+        step(model)
+
+
+def test_changing_what_has_no_parameters_works() -> None:
+    """As in plain PyTorch, and what is put around a layer (`torch.distributed` does so) calls it."""
+    with wrapped() as model:
+        model.single = nn.Identity()
+        model.blocks[1] = nn.Sequential(model.blocks[1], nn.Tanh())
+        expected = copy.deepcopy(model)
+        assert torch.equal(model(X), expected(X))
+        step(model)
+
+
+def test_changes_are_looked_for_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks: list[object] = []
+    check = Structure.check
+    monkeypatch.setattr(Structure, "check", lambda self: checks.append(check(self)))
+    with wrapped() as model:
+        for passes in range(1, 4):
+            model(X).sum().backward()
+            assert len(checks) == passes + 1  # and before the first use of the root unit
+        layers_by_hand(model)
+        layers_by_hand(model)
+        assert len(checks) <= 6
 
 
 def test_unfreezing_a_layers_parameter() -> None:

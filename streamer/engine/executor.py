@@ -26,6 +26,7 @@ from streamer.engine.op import ROOT
 from streamer.engine.order import Phase, Visit
 from streamer.engine.param_hooks import OncePerBackward
 from streamer.engine.saved import SavedBytes
+from streamer.engine.structure import Structure
 from streamer.engine.unit import Unit
 from streamer.engine.watch import HostWatch
 from streamer.engine.weights import Weights
@@ -88,6 +89,7 @@ class Executor:
             is_trained = any(unit.layout.grad_nbytes for unit in (*units, root))
             self.budget = Budget(budget, self.memory, most=len(units), is_trained=is_trained)
         self.inputs = InputPager(self.issuer, self.saved)
+        self.structure = Structure(units, root)
         self.skipped_steps = 0
         self.released = False
         #: the checkpoint that is being written, or was last, in the background
@@ -101,6 +103,7 @@ class Executor:
     def begin(self) -> None:
         """Make the root unit's weights on the device those of the last update, before they are read."""
         if not self._root_ready:
+            self.structure.check()
             self.issuer.issue(ops.root_forward(), lambda: None)
             self.weights.refresh_root()
             self.weights.in_flight.discard(ROOT)

@@ -60,6 +60,7 @@ class StreamedLayer:
             return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._executor.structure.enter(self._unit.index)
         check_transforms(self._unit.name)
         if not torch.is_grad_enabled():
             return self._infer(args, kwargs, Phase.INFERENCE)
