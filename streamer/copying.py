@@ -12,13 +12,13 @@ from torch import nn
 
 from streamer.engine.executor import Executor
 from streamer.engine.guarded import as_plain, plain_class
-from streamer.engine.inner import InnerForward
+from streamer.engine.inner import InnerForward, PlainForward
 from streamer.engine.layer import StreamedLayer
 from streamer.engine.split import SplitForward
 from streamer.handle import HANDLE, home_of
 
 #: What stands in for a forward, and knows the one that was there.
-_INSTEAD = InnerForward | SplitForward
+_INSTEAD = InnerForward | PlainForward | SplitForward | StreamedLayer
 
 Memo = dict[int, Any]
 
@@ -51,7 +51,7 @@ class Copier:
         plain = {
             name: self._without_own_hooks(name, value.had if isinstance(value, _INSTEAD) else value)
             for name, value in attributes.items()
-            if name not in self._attributes and not isinstance(value, StreamedLayer)
+            if name not in self._attributes
         }
         if plain.get("forward", plain) is None:
             del plain["forward"]

@@ -8,17 +8,27 @@ from torch import nn
 
 Layers = str | Sequence[str] | None
 
+#: What holds modules that are called one by one, by the name that errors give it.
+Container = nn.ModuleList | nn.Sequential | nn.ModuleDict
+CONTAINERS = "nn.ModuleList, nn.Sequential or nn.ModuleDict"
+
 #: A second stack is streamed too if it has this share of the parameters of the largest.
 WORTH_STREAMING = 0.1
+
+#: In a list inside of a list, a child this many times smaller than the largest one is not streamed, and
+#: neither is such a part of a layer that is streamed in parts: a norm would take a slot in which the matrix
+#: after it could be on its way.
+SMALL = 64
 
 
 def find_layers(model: nn.Module, layers: Layers) -> list[tuple[str, nn.Module]]:
     """The layers of ``model`` by qualified name, in order, each module once.
 
-    ``layers`` is the dotted path of an `nn.ModuleList` or `nn.Sequential`, several such paths, or None
-    for the stacks of like blocks that are found. A list of lists stands for what is in those. Raises
-    ValueError where a path does not lead to a non-empty list, or where none can be found; it names the lists
-    that the model has.
+    ``layers`` is the dotted path of an `nn.ModuleList`, `nn.Sequential` or `nn.ModuleDict`, several such
+    paths, or None for the stacks of like blocks that are found. A list of lists stands for what is in those,
+    without the children that have no parameters, or few (`SMALL`): they run as they are. Raises ValueError
+    where a path does not lead to a list with modules, or where none can be found; it names the lists that the
+    model has.
     """
     if not (layers is None or isinstance(layers, str | Sequence)):
         raise ValueError(f"layers={layers!r}: it must be a dotted path, several of them, or None")
@@ -34,17 +44,39 @@ def find_layers(model: nn.Module, layers: Layers) -> list[tuple[str, nn.Module]]
                     "give wrap(layers=...) the paths of the lists in it"
                 )
             found.setdefault(id(layer), (name, layer))
+    if not found:
+        raise ValueError(f"layers={layers!r} has no module with parameters in it. {_known_lists(model)}")
     return list(found.values())
 
 
 def _blocks(blocks: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """The children of ``blocks``; in place of a list, which is never called itself, its own children."""
-    for key, child in blocks.named_children():
-        name = f"{path}.{key}" if path else key
-        if isinstance(child, nn.ModuleList):
-            yield from _blocks(child, name)
+    """The children of ``blocks``; in place of a list, which is never called itself, those of its own children
+    that are worth a slot."""
+    for name, child in _children(blocks, path):
+        if is_list(child):
+            yield from _worth_a_slot(child, name)
         else:
             yield name, child
+
+
+def _worth_a_slot(blocks: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    sizes = {child: sum(param.numel() for param in child.parameters()) for child in blocks.children()}
+    for name, child in _children(blocks, path):
+        if SMALL * sizes[child] <= max(sizes.values()):
+            continue
+        if is_list(child):
+            yield from _worth_a_slot(child, name)
+        else:
+            yield name, child
+
+
+def _children(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    return ((f"{path}.{key}" if path else key, child) for key, child in module.named_children())
+
+
+def is_list(module: nn.Module) -> bool:
+    """Whether ``module`` only holds others, which are called in its place."""
+    return isinstance(module, nn.ModuleList | nn.ModuleDict) and not is_called(module)
 
 
 def is_called(module: nn.Module) -> bool:
@@ -57,13 +89,10 @@ def _list_at(model: nn.Module, path: str) -> nn.Module:
         module = model.get_submodule(path)
     except AttributeError:
         raise ValueError(f"layers='{path}': there is no such module. {_known_lists(model)}") from None
-    if not isinstance(module, nn.ModuleList | nn.Sequential):
+    if not isinstance(module, Container):
         kind = type(module).__name__
-        raise ValueError(
-            f"layers='{path}' is a {kind}; it must be an nn.ModuleList or nn.Sequential. "
-            f"{_known_lists(model)}"
-        )
-    if not len(module):
+        raise ValueError(f"layers='{path}' is a {kind}; it must be an {CONTAINERS}. {_known_lists(model)}")
+    if next(module.children(), None) is None:
         raise ValueError(f"layers='{path}' is an empty list. {_known_lists(model)}")
     return module
 
@@ -72,7 +101,8 @@ def _lists(model: nn.Module) -> dict[str, nn.Module]:
     return {
         path: module
         for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module)
+        # a list may hold None
+        if isinstance(module, Container) and next(module.children(), None) is not None
     }
 
 
@@ -106,6 +136,9 @@ def _stacks(model: nn.Module) -> list[str]:
 
 
 def _is_stack(module: nn.Module) -> bool:
+    # a dict may as well hold all of a model: an embedding, the layers, a norm, a head
+    if isinstance(module, nn.ModuleDict) and len({type(child) for child in module.children()}) > 1:
+        return False
     blocks = [block for _, block in _blocks(module, "")]
     return len({type(block) for block in blocks}) < len(blocks) and all(
         is_called(block) and next(block.parameters(), None) is not None for block in blocks

@@ -14,9 +14,10 @@ from streamer.copying import Copier
 from streamer.engine.asked import Asked, asked_of
 from streamer.engine.executor import Executor
 from streamer.engine.guarded import as_plain
-from streamer.engine.inner import GUARDS, guard_inner_modules
+from streamer.engine.inner import GUARDS, guard_inner_modules, plain_forwards
 from streamer.engine.param_hooks import OWN_HOOK
 from streamer.engine.split import Split, watch_split
+from streamer.engine.tracing import never_traced
 from streamer.engine.tree import flatten
 from streamer.engine.unit import Unit
 from streamer.memory.layout import Slice
@@ -47,13 +48,15 @@ def attach_guards(
         if not is_compiled:  # torch.compile would tell layers apart by what stands in for their forwards
             stack.callback(guard_inner_modules(executor))
         stack.callback(watch_split(executor, split))
-        keep(model.register_forward_pre_hook(_check_wanted(executor.root)))
+        stack.callback(plain_forwards(module for module in modules if module not in in_layers))
+        keep(model.register_forward_pre_hook(_check_model(executor)))
         keep(model.register_forward_pre_hook(_move_inputs(executor.backend.device), with_kwargs=True))
+        begin = never_traced(lambda *_: executor.begin())
         for module in modules:
             if module not in in_layers:
                 # an update may be on its way to what it reads: its own parameters, or others' inside of it;
                 # user code may call it without calling the model
-                keep(module.register_forward_pre_hook(lambda *_: executor.begin()))
+                keep(module.register_forward_pre_hook(begin))
         for unit in (*executor.units, executor.root):
             for slice, param in executor.gradients.held[unit.index].pairs():
                 keep(param.register_hook(_before_adding(executor, unit, slice, param)))
@@ -82,15 +85,18 @@ def _remove(module: nn.Module) -> None:
         module.__dict__.pop(name, None)
 
 
-def _check_wanted(root: Unit) -> Callable[..., None]:
+def _check_model(executor: Executor) -> Callable[..., None]:
+    @never_traced
     def hook(module: nn.Module, args: Any) -> None:
+        executor.structure.check()
         if torch.is_grad_enabled():
-            root.wanted()  # refuses what there is no room for
+            executor.root.wanted()  # refuses what there is no room for
 
     return hook
 
 
 def _move_inputs(device: torch.device) -> Callable[..., tuple[Any, Any]]:
+    @never_traced
     def hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         tensors, rebuild = flatten((args, kwargs))
         if all(tensor.device == device for tensor in tensors):
@@ -155,6 +161,7 @@ def _to_cpu(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata
 
 
 def _zero_grad(module: nn.Module, executor: Executor) -> Callable[..., None]:
+    @never_traced
     def zero_grad(set_to_none: bool = True) -> None:
         if not set_to_none:
             # updates in flight are reading the gradients

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 
 from streamer.engine import op as ops
+from streamer.engine.tracing import never_traced
 from streamer.handle import home_of
 from streamer.loss_chunks import CrossEntropy, Loss
 
@@ -14,7 +14,7 @@ REDUCTIONS = ("mean", "sum", "none")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-@_disable_dynamo  # which would unroll the loop, and knows nothing of what a wrapped model's parameters have
+@never_traced  # Dynamo would unroll the loop, and knows nothing of what a wrapped model's parameters have
 def chunked_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,

@@ -14,6 +14,7 @@ from streamer.engine.executor import Executor
 from streamer.engine.guarded import as_plain, unguarded
 from streamer.engine.held import is_summed
 from streamer.engine.landing import Update
+from streamer.engine.tracing import never_traced
 from streamer.engine.unit import Unit
 from streamer.finite import take_step
 from streamer.groups import check_group, check_landed_with, hyper_of
@@ -112,6 +113,7 @@ class AdamW(torch.optim.Optimizer):
                 executor.landing.add_updater(self._update_on_landing)
 
     @torch.no_grad()
+    @never_traced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Queue the update of every parameter that has a gradient; returns what ``closure`` returns."""
         loss = None
@@ -198,6 +200,7 @@ class AdamW(torch.optim.Optimizer):
         state["step"] += 1
         return Run.of(home.slice, hyper_of(group, int(state["step"])), summed=is_summed(param))
 
+    @never_traced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or set them to zero once the updates that read them are done."""
         if not set_to_none:

@@ -18,13 +18,10 @@ from torch.nn.utils import parametrize
 
 from streamer.engine.split import Split
 from streamer.engine.unit import Unit
-from streamer.find import is_called
+from streamer.find import SMALL, is_called, is_list
 from streamer.memory.slots import num_grad_slots
 from streamer.plan.ledger import Ledger, amount, ledger
 from streamer.units import layout_of, make_units
-
-#: A part this many times smaller than the largest of the same layer is not streamed.
-SMALL = 64
 
 
 @dataclass(frozen=True)
@@ -155,7 +152,7 @@ def _children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]
     for key, child in module.named_children():
         if next(child.parameters(), None) is None:
             continue
-        if isinstance(child, nn.ModuleList | nn.ModuleDict) and not is_called(child):
+        if is_list(child):
             yield from _children(child, f"{prefix}.{key}")
         else:
             yield f"{prefix}.{key}", child

@@ -9,6 +9,7 @@ from torch import nn
 from streamer.engine import op as ops
 from streamer.engine.executor import Executor
 from streamer.engine.guarded import as_plain
+from streamer.engine.layer import StreamedLayer
 from streamer.handle import HANDLE, settle_out, wrapped
 from streamer.memory.purposes import ALL_MOMENTS
 from streamer.moving import take_out
@@ -52,6 +53,8 @@ def forget(model: nn.Module, executor: Executor) -> None:
     """Take off what tells a wrapped model and its parameters where they live, and let its layers run as they
     are."""
     for unit in executor.units:
-        unit.module.__dict__.pop("forward", None)
+        stands_in = unit.module.__dict__.pop("forward", None)
+        if isinstance(stands_in, StreamedLayer) and stands_in.had is not None:
+            unit.module.__dict__["forward"] = stands_in.had
     settle_out(executor)
     model.__dict__.pop(HANDLE, None)

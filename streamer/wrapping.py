@@ -68,8 +68,8 @@ def wrap(
     stay as they are; `copy.deepcopy` gives a plain CPU model. Train it with `streamer.AdamW`.
 
     Args:
-        layers: dotted path of an ``nn.ModuleList`` or ``nn.Sequential``, several paths (an encoder's and
-            a decoder's), or None for the lists of like blocks that hold most of the parameters.
+        layers: dotted path of an ``nn.ModuleList``, ``nn.Sequential`` or ``nn.ModuleDict``, several paths (an
+            encoder's and a decoder's), or None for the lists of like blocks that hold most of the parameters.
         device: ``"cuda"``, ``"cuda:1"`` or ``"cpu"`` (threads stand in for a GPU's copy engines); None
             means CUDA where there is one, else the CPU.
         dtype: what parameters are computed in: float32, bfloat16 or float16; None keeps each as it is.

@@ -20,6 +20,7 @@ from streamer.backends import host_memory
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
 from streamer.engine import watch
+from streamer.engine.structure import Structure
 from streamer.find import find_layers
 from streamer.options import parse_bytes
 from streamer.plan.ledger import Ledger
@@ -34,6 +35,7 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
         self.single = nn.Linear(4, 4)
         self.empty = nn.ModuleList()
+        self.nothing = nn.ModuleList([None, None])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embed(x)
@@ -43,7 +45,7 @@ class Net(nn.Module):
 
 
 KNOWN = re.escape("Found in this model: 'blocks' (3 x Linear)")
-LIST = r"it must be an nn\.ModuleList or nn\.Sequential\. " + KNOWN
+LIST = r"it must be an nn\.ModuleList, nn\.Sequential or nn\.ModuleDict\. " + KNOWN
 DTYPES = r"use torch\.float32, torch\.bfloat16 or torch\.float16"
 POLICIES = r"use one of 'recompute', 'recompute\+offload', 'keep'"
 X = torch.ones(2, 4)
@@ -126,6 +128,7 @@ def test_the_snapshot_sees_a_wrap() -> None:
         ({"layers": "single"}, r"'single' is a Linear; " + LIST),
         ({"layers": ""}, r"layers='' is a Net; " + LIST),
         ({"layers": "empty"}, r"'empty' is an empty list\. " + KNOWN),
+        ({"layers": "nothing"}, r"'nothing' is an empty list\. " + KNOWN),
         ({"layers": ["blocks", "nowhere"]}, r"'nowhere': there is no such module\. " + KNOWN),
         ({"layers": []}, r"layers is empty: give the path of a list of layers\. " + KNOWN),
         ({"num_slots": 0}, r"num_slots=0: it must be an integer of 1 or more"),
@@ -179,9 +182,12 @@ def test_unknown_keyword(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_list_to_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.ModuleDict({"one": nn.Linear(2, 2)})
+    model = nn.Linear(2, 2)
     with refused(model, ValueError, "layers=None: .*This model has no list of modules", monkeypatch):
         streamer.wrap(model, device="cpu")
+    lists = nn.Sequential(nn.ModuleList([None, nn.Tanh()]), nn.ModuleList([nn.Tanh()]))
+    with refused(lists, ValueError, r"layers='' has no module with parameters in it\. Found", monkeypatch):
+        streamer.wrap(lists, layers="", device="cpu")
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     with refused(mixed, ValueError, r"layers=None: no list of like blocks.*'' \(2 x Linear\)", monkeypatch):
         streamer.wrap(mixed, device="cpu")
@@ -215,10 +221,35 @@ def test_a_list_of_lists_stands_for_what_is_in_them() -> None:
         assert [name for name, _ in find_layers(model, layers)] == ["stages.0.0", "stages.1.0"]
 
 
+def test_a_dict_is_a_list_too() -> None:
+    """In the order of its entries; by itself it is found only where all of them are of one class, since a
+    dict may as well hold an embedding, the layers and a norm."""
+    blocks = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("2", "1", "last")})
+    model = nn.ModuleDict({"one": nn.Linear(2, 2), "two": nn.Linear(2, 2), "blocks": blocks, "norm": blocks})
+    model["norm"] = nn.LayerNorm(2)
+    for layers in (None, "blocks"):
+        names = [name for name, _ in find_layers(model, layers)]
+        assert names == ["blocks.2", "blocks.1", "blocks.last"]
+    lists = nn.ModuleDict({name: nn.ModuleDict({"x": nn.Linear(2, 2)}) for name in "ab"})
+    for layers in (None, ""):
+        assert [name for name, _ in find_layers(lists, layers)] == ["a.x", "b.x"]
+
+
+def test_what_takes_no_slot_in_a_list_of_lists() -> None:
+    """Children without parameters, and with few beside the largest."""
+    stages = nn.ModuleList(
+        nn.ModuleList([nn.ModuleList([nn.LayerNorm(9), None]), nn.Linear(199, 9), None, nn.Tanh()])
+        for _ in range(2)
+    )
+    model = nn.ModuleDict({"stages": stages, "head": nn.Linear(2, 2)})
+    for layers in (None, "stages"):
+        assert [name for name, _ in find_layers(model, layers)] == ["stages.0.1", "stages.1.1"]
+
+
 def test_layers_that_are_never_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    block = nn.ModuleDict({"attention": nn.Linear(2, 2)})
+    block = nn.ParameterList([torch.ones(2, 2)])
     model = nn.ModuleDict({"blocks": nn.ModuleList([block, copy.deepcopy(block)])})
-    with refused(model, ValueError, r"layer 'blocks\.0' is a ModuleDict, which has no forward", monkeypatch):
+    with refused(model, ValueError, r"layer 'blocks\.0' is a ParameterList, which has no forw", monkeypatch):
         streamer.wrap(model, layers="blocks", device="cpu")
     with refused(model, ValueError, "layers=None: no list of like blocks", monkeypatch):
         streamer.wrap(model, device="cpu")
@@ -617,6 +648,113 @@ def test_removing_a_layers_parameter(change: str) -> None:
             model.blocks[1].bias = mine
 
 
+def replaced(model: nn.Module) -> None:
+    model.blocks[1] = nn.Linear(4, 4)
+
+
+def appended(model: nn.Module) -> None:
+    model.blocks.append(nn.Linear(4, 4))
+
+
+def deleted(model: nn.Module) -> None:
+    del model.blocks[1]
+
+
+def cut_short(model: nn.Module) -> None:
+    model.blocks = model.blocks[:2]
+
+
+def reordered(model: nn.Module) -> None:
+    model.blocks[0], model.blocks[2] = model.blocks[2], model.blocks[0]
+
+
+def wrapped_in_an_adapter(model: nn.Module) -> None:
+    model.blocks[1] = nn.Sequential(model.blocks[1], nn.Linear(4, 4))
+
+
+def with_another_head(model: nn.Module) -> None:
+    model.single = nn.Linear(4, 4)
+
+
+def with_an_adapter(model: nn.Module) -> None:
+    model.single.adapter = nn.Parameter(torch.zeros(4))
+
+
+def with_another_weight(model: nn.Module) -> None:
+    model.single.weight = nn.Parameter(torch.zeros(4, 4))
+
+
+def with_another_module_in_a_layer(model: nn.Module) -> None:
+    model.blocks[1].more = nn.Linear(4, 4)
+
+
+def the_model(model: nn.Module) -> None:
+    model(X)
+
+
+def layers_by_hand(model: nn.Module) -> None:
+    x = X
+    for block in model.blocks:
+        x = block(x)
+
+
+REFUSED: dict[Callable[[nn.Module], None], str] = {
+    replaced: "layer 'blocks.1' was replaced by another Linear.* is neither streamed nor clipped",
+    appended: "parameter 'blocks.3.weight' was added or replaced.* is neither streamed nor clipped",
+    deleted: "layer 'blocks.1' was replaced by another Linear",
+    cut_short: "layer 'blocks.2' was removed after streamer.wrap",
+    reordered: "layer 'blocks.0' was replaced by another Linear",
+    wrapped_in_an_adapter: "parameter 'blocks.1.1.weight' was added or replaced",
+    with_another_head: "parameter 'single.weight' was added or replaced",
+    with_an_adapter: "parameter 'single.adapter' was added or replaced",
+    with_another_weight: "parameter 'single.weight' was added or replaced",
+    with_another_module_in_a_layer: "layer 'blocks.1' has gained or lost parameters.*'more.bias' and 1 more",
+}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("use", [the_model, layers_by_hand])
+@pytest.mark.parametrize("change", REFUSED)
+def test_changing_the_model(
+    change: Callable[[nn.Module], None], use: Callable[[nn.Module], None], grad: bool
+) -> None:
+    """Whether or not a step comes in between; once it is wrapped again, the changed model is what trains."""
+    match = REFUSED[change] + r".*call streamer.unwrap\(model\), change the model.*and wrap it again"
+    with wrapped() as model, torch.set_grad_enabled(grad):
+        use(model)
+        change(model)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=match):
+                use(model)
+    plain = copy.deepcopy(model)
+    with wrapped(model):
+        assert torch.equal(model(X), plain(X))
+        step(model)
+
+
+def test_changing_what_has_no_parameters_works() -> None:
+    """As in plain PyTorch, and what is put around a layer (`torch.distributed` does so) calls it."""
+    with wrapped() as model:
+        model.single = nn.Identity()
+        model.blocks[1] = nn.Sequential(model.blocks[1], nn.Tanh())
+        expected = copy.deepcopy(model)
+        assert torch.equal(model(X), expected(X))
+        step(model)
+
+
+def test_changes_are_looked_for_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks: list[object] = []
+    check = Structure.check
+    monkeypatch.setattr(Structure, "check", lambda self: checks.append(check(self)))
+    with wrapped() as model:
+        for passes in range(1, 4):
+            model(X).sum().backward()
+            assert len(checks) == passes + 1  # and before the first use of the root unit
+        layers_by_hand(model)
+        layers_by_hand(model)
+        assert len(checks) <= 6
+
+
 def test_unfreezing_a_layers_parameter() -> None:
     model = Net()
     model.blocks[1].bias.requires_grad_(False)
@@ -875,16 +1013,15 @@ def test_a_gradient_set_by_hand_waits_for_the_update_that_reads_the_last_one() -
     assert [torch.equal(a, b) for a, b in zip(actual, expected, strict=True)] == [True] * len(expected)
 
 
-def test_weights_written_while_their_update_runs_are_not_lost() -> None:
-    """Weight clipping after ``optimizer.step()``: it must count, or be refused with the mend."""
+def test_weights_written_unseen_while_their_update_runs_are_refused() -> None:
+    """By who is given their memory before, and counts his writes as PyTorch's own operations do."""
     slow = ThreadBackend(delays={Lane.HOST: lambda: 0.01})
     with wrapped(backend=slow) as model:
         optimizer = streamer.AdamW(model.parameters(), lr=0.1)
         model(X).sum().backward()
         optimizer.step()
-        with torch.no_grad():
-            for block in model.blocks:
-                block.weight.zero_()
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.autograd.graph.increment_version([block.weight for block in model.blocks])
         with pytest.raises(RuntimeError, match=r"weights of 'blocks.0' were written.*streamer.synchronize"):
             model(X)
 

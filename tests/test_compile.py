@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -16,7 +18,18 @@ from torch._inductor.exc import InductorError
 import streamer
 from models.gpt2 import GPT
 from streamer.backends.thread import ThreadBackend
-from tests.reference import VOCAB, assert_parity, assert_same, train_plain, train_streamed
+from tests.reference import (
+    VOCAB,
+    History,
+    LossOf,
+    assert_parity,
+    assert_same,
+    batch,
+    language_loss,
+    train,
+    train_plain,
+    train_streamed,
+)
 
 LAYERS = {"layers": "transformer.h"}
 
@@ -114,6 +127,124 @@ def test_the_default_backend_gives_the_same_training() -> None:
     assert torch.tensor(actual.norms).allclose(torch.tensor(expected.norms), rtol=1e-5, atol=0)
     for name, gradient in expected.first_gradients.items():
         torch.testing.assert_close(actual.first_gradients[name], gradient, rtol=1e-4, atol=1e-7)
+
+
+# The user's own torch.compile
+
+#: PyTorch's, of a tensor that goes from one graph to the next.
+TORCHS_OWN_WARNING = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+
+
+def of_tokens(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def in_place(model: nn.Module, backend: str) -> None:
+    model.compile(backend=backend)
+
+
+def layers_in_place(model: nn.Module, backend: str) -> None:
+    for block in model.transformer.h:
+        block.compile(backend=backend)
+
+
+def layers(model: nn.Module, backend: str) -> None:
+    for number, block in enumerate(model.transformer.h):
+        model.transformer.h[number] = torch.compile(block, backend=backend)
+
+
+def around(model: nn.Module, backend: str) -> LossOf:
+    compiled = torch.compile(model, backend=backend)
+    return lambda _, step: language_loss(compiled, step)
+
+
+def loss_alone(model: nn.Module, backend: str) -> LossOf:
+    cross_entropy = torch.compile(F.cross_entropy, backend=backend)
+
+    def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+        tokens = batch(step)
+        return cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+    return loss_of
+
+
+def forward_and_loss(model: nn.Module, backend: str) -> LossOf:
+    compiled = torch.compile(of_tokens, backend=backend)
+    return lambda model, step: compiled(model, batch(step))
+
+
+def all_but_the_data(model: nn.Module, backend: str) -> LossOf:
+    def forward_and_backward(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        loss = of_tokens(model, tokens)
+        loss.backward()
+        streamer.clip_grad_norm_(model, 1e9)
+        return loss.detach().requires_grad_()  # the loop goes backward once more, through nothing
+
+    compiled = torch.compile(forward_and_backward, backend=backend)
+    return lambda model, step: compiled(model, batch(step))
+
+
+def train_compiled(
+    compile: Callable[[nn.Module, str], LossOf | None], backend: str, *, is_wrapped: bool, **options: Any
+) -> History:
+    """Five steps of what the user compiles before or after `wrap`; names as if nothing had been compiled."""
+    model, loss_of = gpt(layers=2), None
+    if not is_wrapped:
+        loss_of = compile(model, backend)
+    streamer.wrap(model, device="cpu", **options)
+    if is_wrapped:
+        loss_of = compile(model, backend)
+    optimizer = streamer.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    clip = partial(streamer.clip_grad_norm_, model, 1.0)
+    history = train(model, optimizer, clip, steps=5, loss_of=loss_of or language_loss)
+    streamer.unwrap(model)
+    for tensors in (history.first_gradients, history.weights):
+        for name in list(tensors):
+            tensors[name.replace("_orig_mod.", "")] = tensors.pop(name)
+    return history
+
+
+@TORCHS_OWN_WARNING
+@pytest.mark.parametrize(
+    ("compile", "is_wrapped", "activations"),
+    [
+        (around, True, "recompute"),
+        (around, False, "keep"),
+        (in_place, True, "recompute"),
+        (layers_in_place, True, "recompute"),
+        (layers_in_place, False, "recompute"),
+        (layers_in_place, False, "keep"),
+        (layers, False, "recompute"),
+        (layers, False, "keep"),
+        (loss_alone, True, "recompute"),
+        (forward_and_loss, True, "recompute"),
+        (forward_and_loss, True, "keep"),
+        (all_but_the_data, True, "recompute"),
+    ],
+)
+def test_what_users_compile_trains_as_plain(compile: Any, is_wrapped: bool, activations: str) -> None:
+    options = {"activations": activations, **LAYERS}
+    actual = train_compiled(compile, "eager", is_wrapped=is_wrapped, **options)
+    assert_parity(actual, train_plain(gpt(layers=2), steps=5))
+    assert_same(actual, train_streamed(gpt(layers=2), steps=5, **options))
+
+
+@TORCHS_OWN_WARNING
+def test_a_model_that_users_compile_with_the_default_backend() -> None:
+    actual = train_compiled(forward_and_loss, "inductor", is_wrapped=True, **LAYERS)
+    expected = train_plain(gpt(layers=2), steps=5)
+    assert torch.tensor(actual.losses).allclose(torch.tensor(expected.losses), rtol=1e-5, atol=0)
+    for name, gradient in expected.first_gradients.items():
+        torch.testing.assert_close(actual.first_gradients[name], gradient, rtol=1e-4, atol=1e-7)
+
+
+@TORCHS_OWN_WARNING
+def test_a_model_compiled_whole_is_told_why_not() -> None:
+    model = streamer.wrap(gpt(layers=2), device="cpu", **LAYERS)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"wrap\(compile=True\) compiles layers"):
+        compiled(batch(0)[:, :-1])
+    streamer.unwrap(model)
 
 
 # What cannot be compiled

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -268,6 +269,62 @@ def test_a_stack_in_a_sequential() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(*(Residual() for _ in range(3))))
     assert_trains(model, layers="1")
+
+
+class Added(nn.Module):
+    def forward(self, x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        return x + before
+
+
+class AttentionLayers(nn.Module):
+    """As in x-transformers: a list of lists, in which norms may be None and residuals are modules."""
+
+    def __init__(self, norm: Callable[[int], nn.Module] = nn.LayerNorm) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList()
+        for make in 2 * (nn.GELU, nn.Tanh):
+            norms = nn.ModuleList([norm(WIDTH), None, None])
+            block = nn.Sequential(nn.Linear(WIDTH, WIDTH), make(), nn.Linear(WIDTH, WIDTH))
+            self.layers.append(nn.ModuleList([norms, block, Added()]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for (before, branch, after), block, residual in self.layers:
+            out = block(before(x))
+            out = branch(out) if branch is not None else out
+            x = residual(out, x)
+            x = after(x) if after is not None else x
+        return x
+
+
+@POLICIES
+@pytest.mark.parametrize("layers", ["layers", None])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, lambda _: nn.Identity()])
+def test_lists_of_lists(norm: Callable[[int], nn.Module], layers: str | None, activations: str) -> None:
+    model = AttentionLayers(norm)
+    with streamed(model, layers=layers) as wrapped:
+        assert ["forward" in block.__dict__ for _, block, _ in wrapped.layers] == [True] * 4
+    assert_trains(model, layers=layers, activations=activations)
+
+
+class Named(Stack):
+    """As torchtitan has them: a dict from which layers may be missing."""
+
+    def __init__(self) -> None:
+        super().__init__(Residual)
+        self.blocks = nn.ModuleDict({str(2 * number): block for number, block in enumerate(self.blocks)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks.values():
+            x = block(x)
+        return x
+
+
+@POLICIES
+@pytest.mark.parametrize("layers", ["blocks", None])
+def test_a_dict_of_layers(layers: str | None, activations: str) -> None:
+    assert_trains(Named(), layers=layers, activations=activations)
 
 
 class Writing(Layer):
@@ -569,18 +626,29 @@ def test_a_wrapped_model_in_a_larger_one(optimizers: Optimizers) -> None:
         torch.testing.assert_close(actual[name], value, rtol=0, atol=1e-5, msg=name)
 
 
-def test_gradients_that_a_larger_model_zeroes_while_updates_read_them() -> None:
-    slow = ThreadBackend(delays={Lane.HOST: lambda: 0.02})
-    model = streamer.wrap(Stack(Residual), layers="blocks", backend=slow)
-    larger, optimizer = Larger(model), streamer.AdamW(model.parameters())
-    for wait in (True, False):
-        loss_on(larger, 0).backward()
-        optimizer.step()
-        if wait:
-            streamer.synchronize(model)
-        larger.zero_grad(set_to_none=False)
-    with pytest.raises(
-        RuntimeError, match="gradients of 'blocks.*' were written while its update was reading"
-    ):
-        streamer.synchronize(model)
-    model._streamer.close()
+@pytest.mark.parametrize("unseen", [False, True])
+def test_gradients_that_a_larger_model_zeroes_while_updates_read_them(unseen: bool) -> None:
+    def train(*, wait: bool, unseen: bool) -> list[torch.Tensor]:
+        slow = ThreadBackend(delays={Lane.HOST: lambda: 0.02})
+        model = streamer.wrap(Stack(Residual), layers="blocks", backend=slow)
+        larger, optimizer = Larger(model), streamer.AdamW(model.parameters())
+        for _ in range(2):
+            loss_on(larger, 0).backward()
+            optimizer.step()
+            if wait:
+                streamer.synchronize(model)
+            with torch._C.DisableTorchFunctionSubclass() if unseen else nullcontext():
+                larger.zero_grad(set_to_none=False)
+            if unseen:
+                with pytest.raises(RuntimeError, match=r"gradients of 'blocks.*' were written while"):
+                    streamer.synchronize(model)
+                model._streamer.close()
+                return []
+        streamer.unwrap(model)
+        return [param.detach() for param in model.parameters()]
+
+    if unseen:
+        train(wait=False, unseen=True)
+    else:
+        actual, expected = (train(wait=wait, unseen=False) for wait in (False, True))
+        assert all(map(torch.equal, actual, expected))

@@ -621,10 +621,11 @@ def test_other_memory_is_noticed_and_is_there_after_unwrap(change: Callable[[nn.
 
 
 def test_a_parameter_of_the_root_that_is_replaced(tmp_path: Path) -> None:
-    """The new one is what runs, as in plain PyTorch; it is no part of a checkpoint, which says so."""
+    """The new one would be trained by nobody; it is no part of a checkpoint either, which says so."""
     with streamed(Net(), layers="blocks") as model:
         model.head.weight = nn.Parameter(torch.zeros(D, D))
-        assert torch.equal(model(inputs()), model.head.bias.expand(4, D))
+        with pytest.raises(ValueError, match="'head.weight' was added or replaced after streamer.wrap"):
+            model(inputs())
         with pytest.raises(ValueError, match="'head.weight' was replaced or removed.*cannot be saved"):
             streamer.save(model, None, tmp_path / "checkpoint", step=0)
     assert not model.head.weight.any()
@@ -648,6 +649,17 @@ def test_unwrap_after_a_layer_was_changed() -> None:
         with pytest.raises(ValueError, match="'blocks.1.up.weight_orig' was given other memory"):
             wrapped(inputs())
     assert wrapped.state_dict().keys() == Net().state_dict().keys()
+    assert torch.equal(wrapped(inputs()), expected)
+
+
+def test_a_forward_that_a_layer_has_of_its_own_outlives_wrap() -> None:
+    """As those who patch modules put it there; `torch.compile(layer)` is a module with such a one."""
+    model = Net()
+    model.blocks[1].forward = partial(torch.mul, 2)
+    expected = model(inputs())
+    with streamed(model, layers="blocks") as wrapped:
+        assert torch.equal(wrapped(inputs()), expected)
+        assert torch.equal(copy.deepcopy(wrapped)(inputs()), expected)
     assert torch.equal(wrapped(inputs()), expected)
 
 

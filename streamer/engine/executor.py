@@ -25,6 +25,8 @@ from streamer.engine.op import ROOT
 from streamer.engine.order import Phase, Visit
 from streamer.engine.param_hooks import OncePerBackward
 from streamer.engine.saved import SavedBytes
+from streamer.engine.structure import Structure
+from streamer.engine.tracing import never_traced
 from streamer.engine.unit import Unit
 from streamer.engine.watch import HostWatch
 from streamer.engine.weights import Weights
@@ -87,6 +89,7 @@ class Executor:
             is_trained = any(unit.layout.grad_nbytes for unit in (*units, root))
             self.budget = Budget(budget, self.memory, most=len(units), is_trained=is_trained)
         self.inputs = InputPager(self.issuer, self.saved)
+        self.structure = Structure(units, root)
         self.skipped_steps = 0
         self.released = False
         #: the checkpoint that is being written, or was last, in the background
@@ -100,6 +103,7 @@ class Executor:
     def begin(self) -> None:
         """Make the root unit's weights on the device those of the last update, before they are read."""
         if not self._root_ready:
+            self.structure.check()
             self.issuer.issue(ops.root_forward(), lambda: None)
             self.weights.refresh_root()
             self.weights.end_flight(self.root)
@@ -208,6 +212,7 @@ class Executor:
         """Let HOST do ``work`` that touches nothing here (load kernels, say) while others go on."""
         self.backend.submit(Lane.HOST, work, (), 0)
 
+    @never_traced
     def finish_backward(self) -> None:
         """Block until the gradients of all layers are in host memory, where ``p.grad`` shows them."""
         self.gradients.finish()

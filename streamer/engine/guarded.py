@@ -35,6 +35,8 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 import torch
 from torch import nn
 
+from streamer.engine.tracing import never_traced
+
 #: Inside of the block the tensors of this module are plain ones to PyTorch.
 unguarded = torch._C.DisableTorchFunctionSubclass
 
@@ -47,6 +49,7 @@ def as_plain(function: Callable[P, R]) -> Callable[P, R]:
     """``function``, to which guarded tensors are plain ones; it calls no code of the user's."""
 
     @wraps(function)
+    @never_traced
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         with unguarded():
             return function(*args, **kwargs)
@@ -226,9 +229,14 @@ def _shares_memory(result: object, tensor: torch.Tensor) -> bool:
         return any(_shares_memory(item, tensor) for item in result)
     if not isinstance(result, torch.Tensor) or result is tensor or result.requires_grad:
         return False
-    if result.layout is not torch.strided or result.is_nested:
+    if result.layout is not torch.strided or result.is_nested or _is_of_transform(result):
         return False
     return bool(result.untyped_storage()._cdata == tensor.untyped_storage()._cdata)
+
+
+def _is_of_transform(tensor: torch.Tensor) -> bool:
+    """Whether a transform of `torch.func` stands between ``tensor`` and its values."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def _guarded_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:

@@ -1,9 +1,10 @@
-"""Modules inside of streamed layers, called by others than their layer."""
+"""Modules whose forward needs company: those inside of layers that others call, and those that look at the
+class of parameters."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from streamer.engine import op as ops
 from streamer.engine.executor import Executor
+from streamer.engine.guarded import unguarded
 from streamer.engine.unit import Unit
 
 #: What every module of a wrapped model has of its own in place of its class's.
@@ -48,6 +50,35 @@ class InnerForward:
                 "where its weights are in host memory: call the layer, or do not stream it"
             )
         self._executor.issuer.wait([ops.shard(self._unit.index)])
+
+
+class PlainForward:
+    """Stands in for the ``forward`` of a module outside of layers that computes by other operations where a
+    parameter's class overrides PyTorch's functions, as those of a wrapped model do."""
+
+    #: They ask `torch.overrides.has_torch_function`, and leave their fast path.
+    KINDS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+
+    def __init__(self, module: nn.Module) -> None:
+        #: what the module had of its own in place of its class's forward
+        self.had = module.__dict__.get("forward")
+        # for inspect.signature
+        functools.update_wrapper(self, module.forward, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with unguarded():
+            return self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
+
+
+def plain_forwards(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """Put a `PlainForward` on those of ``modules`` that need one; the returned function takes them off."""
+    with ExitStack() as stack:
+        for module in modules:
+            if isinstance(module, PlainForward.KINDS):
+                plain = PlainForward(module)
+                module.__dict__["forward"] = plain
+                stack.callback(_restore, module, plain.had)
+        return stack.pop_all().close
 
 
 def guard_inner_modules(executor: Executor) -> Callable[[], None]:

@@ -24,6 +24,7 @@ from streamer.engine.order import Phase
 from streamer.engine.param_hooks import shield
 from streamer.engine.policies import POLICIES
 from streamer.engine.split import unwatched
+from streamer.engine.tracing import never_traced
 from streamer.engine.transforms import check_dual, check_transforms
 from streamer.engine.tree import flatten
 from streamer.engine.unit import Unit
@@ -42,6 +43,8 @@ class StreamedLayer:
     ) -> None:
         self._executor = executor
         self._unit = unit
+        #: what the module had of its own in place of its class's forward
+        self.had = unit.module.__dict__.get("forward")
         self._policy = POLICIES[policy]
         self._visit = Visit
         self._micro_batches = micro_batches
@@ -53,11 +56,14 @@ class StreamedLayer:
         """Let visits be of another kind."""
         self._visit = kind
 
+    @never_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with unwatched():
+        # a module around it may have switched subclasses off: `PlainForward`
+        with unwatched(), torch._C._EnableTorchFunction():
             return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._executor.structure.enter(self._unit.index)
         check_transforms(self._unit.name)
         if not torch.is_grad_enabled():
             return self._infer(args, kwargs, Phase.INFERENCE)
@@ -128,6 +134,7 @@ class _Layer(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
+    @never_traced
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         visit: Visit = ctx.visit
         unit = visit.call.unit

@@ -168,9 +168,8 @@ class Unit:
         if places == self._places:
             return
         paths = {module: path for path, module in self.module.named_modules()}
-        changed = sorted(
-            f"{paths.get(module, type(module).__name__)}.{name}" for module, name in places ^ self._places
-        )
+        differing = places - self._places or self._places - places
+        changed = sorted(f"{paths.get(module, type(module).__name__)}.{name}" for module, name in differing)
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         raise ValueError(
             f"layer '{self.name}' has gained or lost parameters since streamer.wrap ('{changed[0]}'{more}): "
