@@ -75,7 +75,7 @@ class Run(abc.ABC):
         with self.graph(weights, inputs) as graph:
             try:
                 # for checkpoints inside of the layer: [Note: checkpointing]
-                with self.gate.opened(), unit.using(graph.leaves):
+                with self.gate.opened(), unit.restored(), unit.using(graph.leaves):
                     backpropagate(self.executor, unit, graph, gradients, collector)
                 collector.keep_returned(graph.leaves)
                 return [tensor.grad for tensor in graph.inputs]

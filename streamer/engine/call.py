@@ -97,7 +97,7 @@ def run_on_slot(
     the slot. Raises ValueError if it writes its weights, since the slot is a copy, or keeps them."""
     slot = (weights, *leaves)
     before, attributes = fingerprint(slot), unit.attributes()
-    with unit.using(leaves):
+    with unit.restored(), unit.using(leaves):
         result = forward(*args, **kwargs)
     _check_not_kept(unit, attributes, weights)
     if fingerprint(slot) != before:
