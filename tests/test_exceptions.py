@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import os
 import signal
 import subprocess
@@ -9,6 +11,7 @@ import sys
 import traceback
 from functools import cache
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -18,6 +21,8 @@ from torch import nn
 import streamer
 from models.gpt2 import GPT
 from streamer.backends.thread import ThreadBackend
+from streamer.engine import unit
+from streamer.engine.backpropagation import backpropagate
 from tests.reference import VOCAB, History, assert_parity, language_loss, streamed, train, train_plain
 
 
@@ -121,6 +126,84 @@ def test_an_error_in_an_update_reaches_the_user(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(Trouble):
         model.state_dict()
     model._streamer.close()
+
+
+class Interrupt:
+    """Ctrl-C before operation ``number`` of those that Python executes when function ``after`` has returned
+    to its caller, as long as that does nothing but leave blocks of a unit. Set it with `sys.settrace`."""
+
+    BLOCKS = (contextlib.__file__, unit.__file__)
+
+    def __init__(self, after: CodeType, number: int) -> None:
+        self.has_come = False
+        self._after = after
+        self._left = number
+        self._caller: FrameType | None = None
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Interrupt:
+        frame.f_trace_opcodes = True
+        if event == "call" and self._caller is not None and frame.f_code.co_filename not in self.BLOCKS:
+            self._left, self._caller = -1, None
+        elif event == "return" and self._caller is None and frame.f_code is self._after:
+            self._caller = frame.f_back
+        elif event == "opcode" and self._caller is not None:
+            self._left -= 1
+            if self._left == 0:
+                self.has_come = True
+                raise KeyboardInterrupt
+        return self
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Bend() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Bend(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).tanh()
+
+
+def small_gradients(model: nn.Module) -> list[torch.Tensor]:
+    model(torch.ones(1, 4)).sum().backward()
+    gradients = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+    model.zero_grad()
+    return gradients
+
+
+@pytest.mark.parametrize("after, grad", [(Bend.forward, True), (Bend.forward, False), (backpropagate, True)])
+def test_ctrl_c_while_a_layer_gets_its_parameters_back(after: Any, grad: bool) -> None:
+    expected, number, has_come = small_gradients(Small()), 0, True
+    with streamed(Small(), layers="layers") as model:
+        params = list(model.parameters())
+        while has_come:
+            number += 1
+            interrupt = Interrupt(after.__code__, number)
+            with contextlib.suppress(KeyboardInterrupt), torch.set_grad_enabled(grad):
+                sys.settrace(interrupt)
+                try:
+                    output = model(torch.ones(1, 4))
+                    if grad:
+                        output.sum().backward()
+                finally:
+                    sys.settrace(None)
+            has_come = interrupt.has_come
+            # before the next visit: a checkpoint may be written now
+            assert all(map(operator.is_, model.parameters(), params)), f"operation {number}"
+            model.zero_grad()
+            assert all(map(torch.equal, small_gradients(model), expected)), f"operation {number}"
+    assert number > 20
 
 
 CHILD = """

@@ -75,7 +75,7 @@ class Run(abc.ABC):
         with self.graph(weights, inputs) as graph:
             try:
                 # for checkpoints inside of the layer: [Note: checkpointing]
-                with self.gate.opened(), unit.using(graph.leaves):
+                with self.gate.opened(), unit.restored(), unit.using(graph.leaves):
                     backpropagate(self.executor, unit, graph, gradients, collector)
                 collector.keep_returned(graph.leaves)
                 return [tensor.grad for tensor in graph.inputs]
@@ -108,7 +108,8 @@ class Visit:
         self._wanted = call.unit.wanted()
 
     def forward(self, inputs: Tensors) -> Outputs:
-        """The layer's output tensors, and what puts its result together from them."""
+        """The tensors that leave the layer, and what puts its result together from them and, after them,
+        ``inputs``."""
         self._paged = [self._pages_inputs and self.executor.inputs.takes(tensor) for tensor in inputs]
         if any(self._paged):
             self._number = self.executor.inputs.save(self, list(compress(inputs, self._paged)))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from streamer.engine.compiled import CompiledForward
+from streamer.engine.sharing import untangle
 from streamer.engine.tree import Rebuild, fingerprint, flatten, reachable
 from streamer.engine.unit import Attributes, Unit, changed_attributes, set_attributes
 
@@ -43,8 +44,9 @@ class Call:
     ) -> tuple[list[torch.Tensor], Rebuild]:
         """Run it with ``leaves``, which are views of the slot ``weights``, as parameters.
 
-        Returns the tensors of the result and what puts the result together. None of them aliases the
-        slot, which will soon hold another layer. Raises ValueError if the layer changes its arguments.
+        Returns the tensors that are to leave the layer, and what puts its result together from them and,
+        after them, the user's inputs: [Note: shared outputs]. None of them aliases the slot, which will soon
+        hold another layer. Raises ValueError if the layer changes its arguments.
         """
         args, kwargs = self.rebuild(inputs)
         given = reachable((args, kwargs))
@@ -61,7 +63,7 @@ class Call:
             raise self._changes_its_arguments()
         outputs, rebuild = flatten(result)
         self._check_seen(reachable(result), outputs, "returns", lambda tensor: tensor.is_floating_point())
-        return outputs, rebuild
+        return untangle(self.unit.name, outputs, rebuild, inputs)
 
     def _check_seen(
         self,
@@ -97,7 +99,7 @@ def run_on_slot(
     the slot. Raises ValueError if it writes its weights, since the slot is a copy, or keeps them."""
     slot = (weights, *leaves)
     before, attributes = fingerprint(slot), unit.attributes()
-    with unit.using(leaves):
+    with unit.restored(), unit.using(leaves):
         result = forward(*args, **kwargs)
     _check_not_kept(unit, attributes, weights)
     if fingerprint(slot) != before:

@@ -45,7 +45,8 @@ class Cut(NamedTuple):
             # no-grad mode would leave requires_grad out
             tensor
             if part is None
-            else part.of(tensor.detach(), start, length).requires_grad_(tensor.requires_grad)
+            # detached again: no view, so that what is a view of it can be told
+            else part.of(tensor.detach(), start, length).detach().requires_grad_(tensor.requires_grad)
             for tensor, part in zip(inputs, self.parts, strict=True)
         ]
 

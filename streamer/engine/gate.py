@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from streamer.engine.call import Tensors
+from streamer.engine.param_hooks import OWN_HOOK
 
 
 class Gate:
@@ -43,3 +44,6 @@ class Gate:
         for tensor in tensors:
             if tensor.requires_grad:
                 tensor.register_hook(self.check)
+
+
+setattr(Gate.check, OWN_HOOK, True)

@@ -12,6 +12,7 @@ from streamer.engine.cut import Cut
 from streamer.engine.joining import Joined
 from streamer.engine.kvcache import holds_cache
 from streamer.engine.micro_batches import AmbiguousBatchError, MicroBatches
+from streamer.engine.sharing import untangle
 from streamer.engine.tree import fingerprint, flatten, reachable
 from streamer.engine.unit import Unit
 
@@ -40,7 +41,7 @@ def infer(
         given = cut.inputs(inputs, number)
         given_args, given_kwargs = rebuild(given)
         before, kept = fingerprint((given_args, given_kwargs)), _kept(unit)
-        outputs, rebuild_result = flatten(run(given_args, given_kwargs))
+        outputs, rebuild_result = untangle(unit.name, *flatten(run(given_args, given_kwargs)), given)
         if fingerprint((given_args, given_kwargs)) != before:
             raise ValueError(
                 f"layer '{unit.name}' changes what it is given (a tensor in place, or a list), and would do "
@@ -48,7 +49,7 @@ def infer(
             )
         _check_kept(unit, kept, cut.slices[number][1])
         joined.add(number, outputs, rebuild_result, given)
-    return joined.rebuild(joined.tensors)
+    return joined.rebuild([*joined.tensors, *inputs])
 
 
 def _kept(unit: Unit) -> list[tuple[torch.Tensor, int]]:

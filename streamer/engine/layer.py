@@ -77,7 +77,7 @@ class StreamedLayer:
         results: list[Any] = []
         with past_checkpoints():
             outputs = _Layer.apply(visit, results, *self._unit.trainable, *inputs)  # type: ignore[no-untyped-call]
-        return results.pop()(outputs)
+        return results.pop()((*outputs, *inputs))
 
     def _infer(self, args: tuple[Any, ...], kwargs: dict[str, Any], phase: Phase) -> Any:
         """Run the layer without a graph, on the very objects it was given: it may write into a cache."""
@@ -117,7 +117,8 @@ class _Layer(torch.autograd.Function):
     """A streamed layer in the user's graph: its trainable parameters and tensors in, tensors out.
 
     The parameters are there to be found by who asks for their gradients: [Note: parameter hooks]. What builds
-    the layer's result around the tensors that come out is appended to ``results``.
+    the layer's result around the tensors that come out and, after them, those that went in is appended to
+    ``results``.
     """
 
     @staticmethod
@@ -147,7 +148,16 @@ class _Layer(torch.autograd.Function):
         accumulators = [node for node, _ in ctx.next_functions[: len(unit.trainable)]]
         asked = [asked_of(accumulator) for accumulator in accumulators]
         _finish_with_this_backward(visit.executor)
-        found = visit.backward(ctx.saved_tensors, gradients, asked)
+        try:
+            found = visit.backward(ctx.saved_tensors, gradients, asked)
+        except RuntimeError as error:
+            if "modified by an inplace operation" in str(error):
+                # autograd's own words name no layer
+                raise RuntimeError(
+                    f"layer '{unit.name}' was given, or has returned, a tensor that was written before its "
+                    f"backward, which needs it (write into a clone): {error}"
+                ) from error
+            raise
         shield(unit.trainable)
         of_params, of_inputs = found[: len(asked)], found[len(asked) :]
         returned = [

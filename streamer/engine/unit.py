@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -137,12 +137,21 @@ class Unit:
     def _places(self) -> frozenset[tuple[nn.Module, str]]:
         return frozenset(place for owners in self.owners for place in owners)
 
-    @contextmanager
-    def using(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Let the unit's modules see ``leaves`` in place of their parameters.
+    def using(self, leaves: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+        """Let the unit's modules see ``leaves`` in place of their parameters inside the block, which is to be
+        ``with unit.restored(), unit.using(leaves)``."""
+        return _Lent(self, leaves)
 
-        Raises ValueError if they have others than they had when the model was wrapped.
+    def restored(self) -> AbstractContextManager[None]:
+        """After the block the unit's modules see their own parameters, even if Ctrl-C comes while `using`
+        lends leaves or gives the parameters back: one Ctrl-C cannot interrupt the ends of both blocks.
+
+        Raises ValueError if the modules have others than they had when the model was wrapped.
         """
+        return _Lent(self, None)
+
+    def check_owned(self) -> None:
+        """Raise ValueError if the unit's modules have others than their own parameters."""
         for param, owners in zip(self.params, self.owners, strict=True):
             for module, name in owners:
                 if module._parameters.get(name) is not param:
@@ -152,11 +161,6 @@ class Unit:
                         "write into it (param.copy_ under torch.no_grad), or unwrap first"
                     )
         self._check_places()
-        try:
-            self._register(leaves)
-            yield
-        finally:
-            self._register(self.params)
 
     def _check_places(self) -> None:
         places = {
@@ -178,7 +182,7 @@ class Unit:
 
     def restore(self) -> None:
         """Let the unit's modules see their own parameters, whatever they see now."""
-        self._register(self.params)
+        self.register(self.params)
 
     def drop_leaves(self) -> None:
         """Let the unit's modules see their own parameters, should an interrupt have left them with leaves."""
@@ -199,11 +203,33 @@ class Unit:
             if slice.numel and not param.is_meta and param.data_ptr() != start + slice.offset
         ]
 
-    def _register(self, tensors: Sequence[torch.Tensor]) -> None:
+    def register(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Let the unit's modules see ``tensors`` as their parameters."""
         for tensor, owners in zip(tensors, self.owners, strict=True):
             for module, name in owners:
                 # as torch.func.functional_call does: the module's own __setattr__ takes only Parameters
                 module._parameters[name] = tensor  # type: ignore[assignment]
+
+
+class _Lent:
+    """The block of `Unit.using`, or without leaves that of `Unit.restored`.
+
+    Not a generator: one that an interrupt has left unfinished would give the parameters back when the garbage
+    collector finds it, which may be in the middle of another run of the layer.
+    """
+
+    def __init__(self, unit: Unit, leaves: Sequence[torch.Tensor] | None) -> None:
+        self._unit = unit
+        self._leaves = leaves
+
+    def __enter__(self) -> None:
+        if self._leaves is None:
+            self._unit.check_owned()
+        else:
+            self._unit.register(self._leaves)
+
+    def __exit__(self, *_: object) -> None:
+        self._unit.register(self._unit.params)
 
 
 def buffer_bytes(units: Iterable[Unit]) -> int:
