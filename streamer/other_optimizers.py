@@ -46,6 +46,7 @@ def serve_other_optimizers(executor: Executor) -> Callable[[], None]:
                 f"update='backward' updates layers by streamer.AdamW, not {type(optimizer).__name__}: "
                 "wrap with update='step' to use another optimizer"
             )
+        running.turns.check()
         settle(running, optimizer)
         given = inspect.signature(type(optimizer).step).bind(*args, **kwargs)
         closure = given.arguments.get("closure")
@@ -65,6 +66,7 @@ def serve_other_optimizers(executor: Executor) -> Callable[[], None]:
         torch.autograd.graph.increment_version(written)
         if written and (running := weakly()) is not None:
             running.fit_budget()
+            running.turns.end()
 
     handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
 

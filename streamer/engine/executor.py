@@ -25,6 +25,7 @@ from streamer.engine.op import ROOT
 from streamer.engine.order import Phase, Visit
 from streamer.engine.param_hooks import OncePerBackward
 from streamer.engine.saved import SavedBytes
+from streamer.engine.turns import Turns
 from streamer.engine.unit import Unit
 from streamer.engine.watch import HostWatch
 from streamer.engine.weights import Weights
@@ -64,6 +65,8 @@ class Executor:
         self.root = root
         self.store = store
         self.sum_in_fp32 = sum_in_fp32
+        #: which thread may do what. [Note: threads]
+        self.turns = Turns()
         self.issuer = Issuer(backend, hazards or Hazards())
         self.weights = Weights(self.issuer, units, root, store, num_slots=num_slots)
         self.gradients = Gradients(
@@ -99,19 +102,21 @@ class Executor:
 
     def begin(self) -> None:
         """Make the root unit's weights on the device those of the last update, before they are read."""
-        if not self._root_ready:
-            self.issuer.issue(ops.root_forward(), lambda: None)
-            self.weights.refresh_root()
-            self.weights.in_flight.discard(ROOT)
-            self._root_ready = True
+        with self.turns.lock:
+            if not self._root_ready:
+                self.issuer.issue(ops.root_forward(), lambda: None)
+                self.weights.refresh_root()
+                self.weights.in_flight.discard(ROOT)
+                self._root_ready = True
 
     def synchronize(self) -> None:
         """Block the caller until every copy and update is done."""
-        if self.released:
-            return
-        self.weights.refresh()
-        self.issuer.synchronize()
-        self.weights.in_flight.clear()
+        with self.turns.lock:
+            if self.released:
+                return
+            self.weights.refresh()
+            self.issuer.synchronize()
+            self.weights.in_flight.clear()
 
     def wait_for_saving(self) -> None:
         """Block until no checkpoint is being written; what went wrong there is told by `saving`."""
@@ -119,15 +124,17 @@ class Executor:
             wait([self.saving])
 
     def forward(self, unit: Unit, work: Callable[[torch.Tensor], T], phase: Phase) -> T:
-        """Run ``work`` on the slot (flat uint8) that holds ``unit``'s weights."""
-        self.begin()
-        if self.budget is not None:
-            self.budget.begin_forward(unit.index)
-        if phase is Phase.FORWARD:
-            self.weights.check_depth(unit)
-        with self.memory.naming_holders(unit), self.weights.visited(unit, Visit(unit.index, phase)) as slot:
-            buffer = self.weights.slots.buffers[slot]
-            return self.issuer.compute(ops.forward(unit.index, slot), lambda: work(buffer))
+        """Run ``work`` on the slot (flat uint8) that holds ``unit``'s weights. [Note: threads]"""
+        with self.turns.lock:
+            self.begin()
+            if self.budget is not None:
+                self.budget.begin_forward(unit.index)
+            if phase is Phase.FORWARD:
+                self.weights.check_depth(unit)
+            visit = Visit(unit.index, phase)
+            with self.memory.naming_holders(unit), self.weights.visited(unit, visit) as slot:
+                buffer = self.weights.slots.buffers[slot]
+                return self.issuer.compute(ops.forward(unit.index, slot), lambda: work(buffer))
 
     def check_backward(self, unit: Unit) -> None:
         """Raise RuntimeError if a gradient of ``unit`` cannot be taken now."""
@@ -141,7 +148,7 @@ class Executor:
         saved: int | None = None,
     ) -> None:
         """Run ``work`` on the slot with ``unit``'s weights, on a gradient slot, and on what `InputPager` has
-        saved under the number ``saved``; the gradients leave for the host.
+        saved under the number ``saved``; the gradients leave for the host. The caller holds `turns.lock`.
         """
         self.begin()
         self.gradients.settle_scale()
@@ -178,6 +185,7 @@ class Executor:
 
     def zero_grad(self) -> None:
         """Gradients are about to be dropped."""
+        self.turns.end()
         if self.landing is not None:
             self.landing.zero_grad()
 
@@ -198,6 +206,12 @@ class Executor:
         They run in the order in which the next forward asks for the units, and a unit is unsharded only
         after its update, so this may return before any of them has begun.
         """
+        with self.turns.lock:
+            self.turns.check()
+            self._step(updates)
+            self.turns.end()
+
+    def _step(self, updates: Mapping[int, tuple[Callable[[], None], int]]) -> None:
         self.weights.refresh()
         self._host_watch.check(self.host_bytes())
         if ROOT in updates:

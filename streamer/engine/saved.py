@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -43,21 +44,25 @@ class SavedBytes:
         self.now = 0
         self.peak = 0
         self._holders: Counter[int] = Counter()
+        # reentrant: the garbage collector may release in the middle of `hold`, in any thread
+        self._lock = threading.RLock()
 
     def hold(self, owner: object, held: Mapping[int, int]) -> weakref.finalize[[Mapping[int, int]], object]:
         """Count ``held`` (as from `storages`) until ``owner`` is gone or the returned object is called."""
-        for storage, nbytes in held.items():
-            self._holders[storage] += 1
-            if self._holders[storage] == 1:
-                self.now += nbytes
-        self.peak = max(self.peak, self.now)
+        with self._lock:
+            for storage, nbytes in held.items():
+                self._holders[storage] += 1
+                if self._holders[storage] == 1:
+                    self.now += nbytes
+            self.peak = max(self.peak, self.now)
         release = weakref.finalize(owner, self._release, held)
         release.atexit = False
         return release
 
     def _release(self, held: Mapping[int, int]) -> None:
-        for storage, nbytes in held.items():
-            self._holders[storage] -= 1
-            if not self._holders[storage]:
-                del self._holders[storage]
-                self.now -= nbytes
+        with self._lock:
+            for storage, nbytes in held.items():
+                self._holders[storage] -= 1
+                if not self._holders[storage]:
+                    del self._holders[storage]
+                    self.now -= nbytes

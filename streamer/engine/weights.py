@@ -49,12 +49,12 @@ class Weights:
         self._order.visit(visit)
         slot = self._unshard(unit)
         self.in_flight.discard(unit.index)
-        self.slots.busy.add(slot)
+        self.slots.enter(slot)
         try:
             self.prefetch()
             yield slot
         finally:
-            self.slots.busy.discard(slot)
+            self.slots.leave(slot)
             self.prefetch()
 
     def prefetch(self) -> None:
@@ -106,7 +106,7 @@ class Weights:
     def check_depth(self, unit: Unit) -> None:
         """Raise RuntimeError if ``unit`` is called inside of so many others that its backward would find no
         gradient slot."""
-        if (depth := len(self.slots.busy)) >= MOST_GRAD_SLOTS:
+        if (depth := self.slots.busy.total()) >= MOST_GRAD_SLOTS:
             raise RuntimeError(
                 f"layer '{unit.name}' is called inside of {depth} others, and gradients of no more than "
                 f"{MOST_GRAD_SLOTS} layers are made at a time: call it outside of them"
