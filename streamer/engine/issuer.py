@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from streamer.backends.base import Backend, Event, Lane
+from streamer.backends.threads import Lock
 from streamer.engine import op as ops
 from streamer.engine.hazards import Hazards
 from streamer.engine.op import Op, OpKind, Resource
@@ -28,7 +28,7 @@ class Issuer:
         self.trace = Trace()
         self._hazards = hazards
         #: held while an op gets its waits and its place in its lane; the garbage collector may interrupt that
-        self._lock = threading.RLock()
+        self._lock = Lock()
         #: ops that were issued, and those of them that were awaited by `synchronize`
         self._issued = self._awaited = 0
 

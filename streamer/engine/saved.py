@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
+
+from streamer.backends.threads import Lock
 
 
 class Saved(NamedTuple):
@@ -44,8 +45,8 @@ class SavedBytes:
         self.now = 0
         self.peak = 0
         self._holders: Counter[int] = Counter()
-        # reentrant: the garbage collector may release in the middle of `hold`, in any thread
-        self._lock = threading.RLock()
+        # the garbage collector may release in any thread, in the middle of `hold` too
+        self._lock = Lock()
 
     def hold(self, owner: object, held: Mapping[int, int]) -> weakref.finalize[[Mapping[int, int]], object]:
         """Count ``held`` (as from `storages`) until ``owner`` is gone or the returned object is called."""

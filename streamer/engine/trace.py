@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from streamer.backends.base import Event, Lane, Span
+from streamer.backends.threads import Lock
 from streamer.engine.op import Op
 
 
@@ -45,7 +45,7 @@ class Trace:
         self.busy_seconds = dict.fromkeys(Lane, 0.0)
         self.exposed_seconds = dict.fromkeys(Lane, 0.0)
         #: any thread may issue ops, and ask for what has run
-        self._lock = threading.RLock()
+        self._lock = Lock()
         self._pending: deque[tuple[Op, Event, Sequence[Event]]] = deque()
         self._blame: dict[Event, tuple[Interval, ...]] = {}
         self._records: deque[Record] = deque(maxlen=keep)

@@ -18,11 +18,12 @@ that are run again there belong to the pass of that backward; so a visit keeps t
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 
 import torch
+
+from streamer.backends.threads import Lock, Thread, current_thread
 
 
 class Turns:
@@ -30,12 +31,12 @@ class Turns:
 
     def __init__(self) -> None:
         #: held for a visit
-        self.lock = threading.RLock()
+        self.lock = Lock()
         #: of the pass that was begun last, by which thread it was
         self._number = 0
-        self._trainer: threading.Thread | None = None
+        self._trainer: Thread | None = None
         #: threads whose pass has not ended
-        self._open: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self._open: weakref.WeakSet[Thread] = weakref.WeakSet()
         self._backwards: weakref.WeakSet[_Backward] = weakref.WeakSet()
 
     def forward(self) -> int:
@@ -44,7 +45,7 @@ class Turns:
         Raises RuntimeError if another thread is training.
         """
         if torch._C._current_graph_task_id() < 0:
-            thread = threading.current_thread()
+            thread = current_thread()
             if thread is not self._trainer:
                 self._check_no_backward(thread)
                 self._check_not_overtaken(thread)
@@ -57,8 +58,8 @@ class Turns:
         """The backward of a forward of pass ``number`` begins. The caller holds the lock. Raises RuntimeError
         if another thread is training."""
         if number != self._number and self._is_training():
-            self._refuse(threading.current_thread())
-        self._check_no_backward(threading.current_thread())
+            self._refuse(current_thread())
+        self._check_no_backward(current_thread())
 
     def until_backward_ends(self, call: Callable[[], None]) -> None:
         """Let ``call`` be called when the backward that is running ends; none begins in another thread before
@@ -75,30 +76,30 @@ class Turns:
 
     def check(self) -> None:
         """Weights are about to be updated. Raises RuntimeError if another thread is training."""
-        thread = threading.current_thread()
+        thread = current_thread()
         with self.lock:
             self._check_no_backward(thread)
             self._check_not_overtaken(thread)
 
     def end(self) -> None:
         """The calling thread's pass has ended."""
-        self._open.discard(threading.current_thread())
+        self._open.discard(current_thread())
 
     def _is_training(self) -> bool:
         trainer = self._trainer
         return trainer is not None and trainer in self._open and trainer.is_alive()
 
-    def _check_not_overtaken(self, thread: threading.Thread) -> None:
+    def _check_not_overtaken(self, thread: Thread) -> None:
         if thread in self._open and thread is not self._trainer and self._is_training():
             self._refuse(thread)
 
-    def _check_no_backward(self, thread: threading.Thread) -> None:
+    def _check_no_backward(self, thread: Thread) -> None:
         # not a backward itself: the traceback of the error would keep what this frame holds
         others = [backward.thread for backward in self._backwards if backward.thread is not thread]
         if others:
             self._refuse(thread, others[0])
 
-    def _refuse(self, thread: threading.Thread, other: threading.Thread | None = None) -> None:
+    def _refuse(self, thread: Thread, other: Thread | None = None) -> None:
         other = other or self._trainer
         assert other is not None, "somebody else is training"
         raise RuntimeError(
@@ -114,7 +115,7 @@ class _Backward:
     def __init__(self, turns: Turns, call: Callable[[], None]) -> None:
         self._turns = weakref.ref(turns)
         self._call = call
-        self.thread = threading.current_thread()
+        self.thread = current_thread()
 
     def __call__(self) -> None:
         try:
