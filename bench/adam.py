@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numba
 import torch
 
+import streamer_native
 from bench.adam_contenders import (
     ACCUMULATE,
     BASELINE,
@@ -81,9 +81,8 @@ def main() -> None:
         "parameters": size,
         "rounds": options.rounds,
         "threads": {
-            "numba": numba.get_num_threads(),
+            "kernels": streamer_native.get_num_threads(),
             "torch": torch.get_num_threads(),
-            "numba_threading_layer": numba.threading_layer(),
         },
         "same_traffic": loop,
         "contenders": rows,

@@ -76,9 +76,9 @@ class Mover:
     """A step's traffic on all cores: `changed` bytes per parameter loaded and stored, `read` bytes loaded."""
 
     def __init__(self, size: int, changed: int, read: int, move: Callable[..., object]) -> None:
-        self.pool = ThreadPoolExecutor(numba.get_num_threads())
+        self.pool = ThreadPoolExecutor(streamer_native.get_num_threads())
         arrays = [mapped(size * count // 8 * 8, in_forks=True).numpy() for count in (changed, read)]
-        parts = [np.array_split(array.view(np.uint64), numba.get_num_threads()) for array in arrays]
+        parts = [np.array_split(array.view(np.uint64), streamer_native.get_num_threads()) for array in arrays]
         self.parts = list(zip(*parts, strict=True))
         self.move = move
 

@@ -13,7 +13,7 @@ folder=${1:-bench/results/gpu}
 mkdir -p "$folder"
 python=${PYTHON:-python3}
 [ -z "${PYTHON:-}" ] && [ -x .venv/bin/python ] && python=.venv/bin/python
-export PYTHONUNBUFFERED=1 OMP_WAIT_POLICY=PASSIVE
+export PYTHONUNBUFFERED=1
 export PYTHONPATH=".${PYTHONPATH:+:$PYTHONPATH}"
 
 if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then

@@ -130,7 +130,7 @@ class AdamW(torch.optim.Optimizer):
             if param.grad is not None:
                 home = require_home(param)
                 check_owner(home, self.token)
-                home.executor.weights.check_idle(home.unit)
+                home.executor.check_idle(home.unit)
         landed_with, self._landed_with = self._landed_with, {}
         check_landed_with(landed_with, self.param_groups)
         # a GradScaler sets both, and deletes them: whether an element was not finite, the scale to take out

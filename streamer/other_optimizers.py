@@ -46,9 +46,10 @@ def serve_other_optimizers(executor: Executor) -> Callable[[], None]:
                 f"update='backward' updates layers by streamer.AdamW, not {type(optimizer).__name__}: "
                 "wrap with update='step' to use another optimizer"
             )
+        running.turns.check()
         for param in touched(optimizer):
             if param.grad is not None and (home := home_of(param)) is not None:
-                running.weights.check_idle(home.unit)
+                running.check_idle(home.unit)
         settle(running, optimizer)
         given = inspect.signature(type(optimizer).step).bind(*args, **kwargs)
         closure = given.arguments.get("closure")
@@ -68,6 +69,7 @@ def serve_other_optimizers(executor: Executor) -> Callable[[], None]:
         torch.autograd.graph.increment_version(written)
         if written and (running := weakly()) is not None:
             running.fit_budget()
+            running.turns.end()
 
     handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
 

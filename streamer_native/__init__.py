@@ -1,10 +1,10 @@
 """Host kernels for streamer, compiled by Numba: NumPy arrays in, NumPy arrays updated in place.
 
-bfloat16 arrays are passed as their bits, uint16. Any thread may call; calls run one at a time, each on as
-many threads as its caller has set with `set_num_threads`.
+bfloat16 arrays are passed as their bits, uint16. Any thread may call; a call runs on as many threads as its
+caller has set with `set_num_threads`, and those threads sleep between calls.
 """
 
-from streamer_native._compile import num_threads_available, set_num_threads
+from streamer_native._threads import get_num_threads, num_threads_available, set_num_threads
 from streamer_native.adam import (
     adamw_fp16,
     adamw_fp32,
@@ -27,6 +27,7 @@ __all__ = [
     "adamw_split",
     "adamw_split_bf16",
     "adamw_split_int8",
+    "get_num_threads",
     "join",
     "num_threads_available",
     "set_num_threads",

@@ -1,14 +1,13 @@
-"""How every kernel of this package is compiled, and the one door through which it is entered.
+"""How every kernel of this package is compiled.
 
-`kernel` compiles a parallel loop over blocks, `inline` and `reduction` the functions that such a loop calls.
-The shape that vectorises is always the same: `kernel` runs a `prange` over blocks of `BLOCK` elements and
-hands slices to an `inline` function, whose own loop counts from 0. A signed `range(lo, hi)` inside the
-`prange` would stay scalar and take six times as long.
+`kernel` compiles a loop over the blocks that a thread claims (`_threads.claimed`), `inline` and `reduction`
+the functions that such a loop calls. The shape that vectorises is always the same: `kernel` goes through
+blocks of `BLOCK` elements and hands slices to an `inline` function, whose own loop counts from 0. A signed
+`range(lo, hi)` in the kernel itself would stay scalar and take six times as long.
 """
 
 import hashlib
 import logging
-import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -43,20 +42,20 @@ _FINGERPRINT = _source_fingerprint()
 
 
 def kernel(function: Function) -> Function:
-    """Compile a parallel kernel, cached on disk where Numba finds a directory it can write to.
+    """Compile a kernel, cached on disk where Numba finds a directory it can write to.
 
     Numba's cache notices an edit to the file that holds the kernel, but not to one whose functions it calls.
     The name of a cache file is made from `__qualname__`, so a fingerprint of the whole package goes in there.
     """
     function.__qualname__ = f"{function.__qualname__}_{_FINGERPRINT}"
-    parallel = partial(numba.njit, parallel=True, nogil=True, error_model="numpy")
+    compiled = partial(numba.njit, nogil=True, error_model="numpy")
     try:
-        return cast(Function, parallel(cache=True)(function))
+        return cast(Function, compiled(cache=True)(function))
     except RuntimeError as error:
         # A read-only installation with no home directory: compile anew in each process.
         if "no locator available" not in str(error):
             raise
-        return cast(Function, parallel()(function))
+        return cast(Function, compiled()(function))
 
 
 def inline(function: Function) -> Function:
@@ -67,38 +66,6 @@ def inline(function: Function) -> Function:
 def reduction(function: Function) -> Function:
     """Compile a function to be called from a kernel whose sums may be taken in any order, hence in lanes."""
     return cast(Function, numba.njit(nogil=True, fastmath=_REDUCTION, error_model="numpy")(function))
-
-
-_door = threading.Lock()
-
-
-def num_threads_available() -> int:
-    """The most threads that `set_num_threads` takes: what Numba was started with, one for each core."""
-    return int(numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]  # config fills itself at run time
-
-
-def set_num_threads(num_threads: int) -> None:
-    """Set how many threads the kernels use that the calling thread enters; other threads have settings of
-    their own, the most there are to begin with.
-
-    Raises ValueError if `num_threads` is not between 1 and the number Numba was started with.
-    """
-    most = num_threads_available()
-    if not 1 <= num_threads <= most:
-        raise ValueError(
-            f"num_threads={num_threads} must be between 1 and {most}; "
-            "for more, set the environment variable NUMBA_NUM_THREADS before Python starts"
-        )
-    numba.set_num_threads(num_threads)
-
-
-def exclusive() -> threading.Lock:
-    """The door, to be held for one kernel call: one Python thread at a time.
-
-    Numba's work-queue threading layer, which is what remains where no OpenMP is installed, aborts the process
-    when two Python threads are inside kernels; two models in one process have two worker threads.
-    """
-    return _door
 
 
 class _FirstCompile(event.Listener):

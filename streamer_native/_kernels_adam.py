@@ -5,7 +5,6 @@ to the bit where they hold the same state. `adam.py` has the formula and the con
 """
 
 import numpy as np
-from numba import prange
 
 from streamer_native._arrays import Float32Array, Int16Array, Uint16Array
 from streamer_native._compile import inline, kernel
@@ -15,6 +14,7 @@ from streamer_native._llvm import (
     narrow_half,
     to_float32,
 )
+from streamer_native._threads import Blocks, borrowed, claimed
 from streamer_native.bfloat16 import join_bits, split_bits
 from streamer_native.segments import Coefficients, Pieces, coefficients_of
 
@@ -59,9 +59,15 @@ def _fp32_piece(
 
 @kernel
 def fp32(
-    master: Float32Array, grad: Float32Array, exp_avg: Float32Array, exp_avg_sq: Float32Array, pieces: Pieces
+    blocks: Blocks,
+    master: Float32Array,
+    grad: Float32Array,
+    exp_avg: Float32Array,
+    exp_avg_sq: Float32Array,
+    pieces: Pieces,
 ) -> None:
-    for piece in prange(len(pieces.bounds)):
+    master, grad, exp_avg, exp_avg_sq, pieces = borrowed((master, grad, exp_avg, exp_avg_sq, pieces))
+    for piece in claimed(blocks):
         lo, hi, segment, _ = pieces.bounds[piece]
         c = coefficients_of(pieces.coefficients[segment])
         _fp32_piece(master[lo:hi], grad[lo:hi], exp_avg[lo:hi], exp_avg_sq[lo:hi], c)
@@ -85,6 +91,7 @@ def _fp16_piece(
 
 @kernel
 def fp16(
+    blocks: Blocks,
     weight: Int16Array,
     master: Float32Array,
     grad: Int16Array | Float32Array,
@@ -92,7 +99,9 @@ def fp16(
     exp_avg_sq: Float32Array,
     pieces: Pieces,
 ) -> None:
-    for piece in prange(len(pieces.bounds)):
+    arrays = weight, master, grad, exp_avg, exp_avg_sq, pieces
+    weight, master, grad, exp_avg, exp_avg_sq, pieces = borrowed(arrays)
+    for piece in claimed(blocks):
         lo, hi, segment, _ = pieces.bounds[piece]
         c = coefficients_of(pieces.coefficients[segment])
         _fp16_piece(weight[lo:hi], master[lo:hi], grad[lo:hi], exp_avg[lo:hi], exp_avg_sq[lo:hi], c)
@@ -118,6 +127,7 @@ def _split_piece(
 
 @kernel
 def split(
+    blocks: Blocks,
     weight: Uint16Array,
     remainder: Uint16Array,
     grad: Uint16Array | Float32Array,
@@ -125,7 +135,9 @@ def split(
     exp_avg_sq: Float32Array,
     pieces: Pieces,
 ) -> None:
-    for piece in prange(len(pieces.bounds)):
+    arrays = weight, remainder, grad, exp_avg, exp_avg_sq, pieces
+    weight, remainder, grad, exp_avg, exp_avg_sq, pieces = borrowed(arrays)
+    for piece in claimed(blocks):
         lo, hi, segment, _ = pieces.bounds[piece]
         c = coefficients_of(pieces.coefficients[segment])
         _split_piece(weight[lo:hi], remainder[lo:hi], grad[lo:hi], exp_avg[lo:hi], exp_avg_sq[lo:hi], c)

@@ -1,7 +1,6 @@
 """The kernel of AdamW on a split master with bfloat16 moments. `adam.py` has the contract."""
 
 import numpy as np
-from numba import prange
 
 from streamer_native._arrays import Float32Array, Uint16Array, Uint32Array
 from streamer_native._compile import inline, kernel
@@ -9,6 +8,7 @@ from streamer_native._kernels_adam import update
 from streamer_native._llvm import float32_from_bits, to_float32
 from streamer_native._pairs import even_of, join_even, join_odd, odd_of, pair_of, pairs
 from streamer_native._rounding import RUN, TABLE, draw, narrow_randomly
+from streamer_native._threads import Blocks, borrowed, claimed
 from streamer_native.bfloat16 import narrow_to_even, split_bits
 from streamer_native.segments import Coefficients, Pieces, coefficients_of
 
@@ -73,6 +73,7 @@ def _update_last(
 
 @kernel
 def split_bf16(
+    blocks: Blocks,
     weight: Uint16Array,
     remainder: Uint16Array,
     grad: Uint16Array | Float32Array,
@@ -80,7 +81,9 @@ def split_bf16(
     exp_avg_sq: Uint16Array,
     pieces: Pieces,
 ) -> None:
-    for piece in prange(len(pieces.bounds)):
+    arrays = weight, remainder, grad, exp_avg, exp_avg_sq, pieces
+    weight, remainder, grad, exp_avg, exp_avg_sq, pieces = borrowed(arrays)
+    for piece in claimed(blocks):
         start, stop, segment, _ = pieces.bounds[piece]
         c = coefficients_of(pieces.coefficients[segment])
         key = np.uint32(pieces.keys[segment])

@@ -23,13 +23,13 @@ them, made these loops half as slow again.)
 """
 
 import numpy as np
-from numba import prange
 
 from streamer_native._arrays import Float32Array, Int8Array, Uint8Array, Uint16Array, Uint32Array
 from streamer_native._compile import inline, kernel
 from streamer_native._kernels_adam import moments, moved
 from streamer_native._llvm import float32_bits, float32_from_bits, fused_multiply_add, to_float32
 from streamer_native._rounding import TABLE, draw
+from streamer_native._threads import Blocks, borrowed, claimed
 from streamer_native.bfloat16 import join_bits, split_bits
 from streamer_native.segments import QUANTUM, Coefficients, Pieces, coefficients_of
 
@@ -178,6 +178,7 @@ def _update_block(
 
 @kernel
 def split_int8(
+    blocks: Blocks,
     weight: Uint16Array,
     remainder: Uint16Array,
     grad: Uint16Array | Float32Array,
@@ -187,7 +188,9 @@ def split_int8(
     exp_avg_sq_scales: Float32Array,
     pieces: Pieces,
 ) -> None:
-    for piece in prange(len(pieces.bounds)):
+    arrays = weight, remainder, grad, exp_avg, exp_avg_sq, exp_avg_scales, exp_avg_sq_scales, pieces
+    weight, remainder, grad, exp_avg, exp_avg_sq, exp_avg_scales, exp_avg_sq_scales, pieces = borrowed(arrays)
+    for piece in claimed(blocks):
         start, stop, segment, scale = pieces.bounds[piece]
         c = coefficients_of(pieces.coefficients[segment])
         key = np.uint32(pieces.keys[segment])

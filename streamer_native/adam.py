@@ -33,9 +33,9 @@ from streamer_native._arrays import (
     check,
     for_kernel,
 )
-from streamer_native._compile import exclusive
 from streamer_native._kernels_bf16 import split_bf16
 from streamer_native._kernels_int8 import split_int8
+from streamer_native._threads import share_out
 from streamer_native.segments import Segment, check_scales, pieces_of
 
 
@@ -58,8 +58,7 @@ def adamw_fp32(
     check("exp_avg", exp_avg, FLOAT32, size=size, written=True)
     check("exp_avg_sq", exp_avg_sq, FLOAT32, size=size, written=True)
     pieces = pieces_of(segments, size, grad_scale)
-    with exclusive():
-        kernels.fp32(master, grad, exp_avg, exp_avg_sq, pieces)
+    share_out(kernels.fp32, len(pieces.bounds), master, grad, exp_avg, exp_avg_sq, pieces)
 
 
 def adamw_fp16(
@@ -85,8 +84,8 @@ def adamw_fp16(
     check("exp_avg", exp_avg, FLOAT32, size=size, written=True)
     check("exp_avg_sq", exp_avg_sq, FLOAT32, size=size, written=True)
     pieces = pieces_of(segments, size, grad_scale)
-    with exclusive():
-        kernels.fp16(for_kernel(weight), master, for_kernel(grad), exp_avg, exp_avg_sq, pieces)
+    half = for_kernel(weight), master, for_kernel(grad)
+    share_out(kernels.fp16, len(pieces.bounds), *half, exp_avg, exp_avg_sq, pieces)
 
 
 def adamw_split(
@@ -110,8 +109,7 @@ def adamw_split(
     check("exp_avg", exp_avg, FLOAT32, size=size, written=True)
     check("exp_avg_sq", exp_avg_sq, FLOAT32, size=size, written=True)
     pieces = pieces_of(segments, size, grad_scale)
-    with exclusive():
-        kernels.split(weight, remainder, grad, exp_avg, exp_avg_sq, pieces)
+    share_out(kernels.split, len(pieces.bounds), weight, remainder, grad, exp_avg, exp_avg_sq, pieces)
 
 
 def adamw_split_bf16(
@@ -137,8 +135,7 @@ def adamw_split_bf16(
     check("exp_avg", exp_avg, BFLOAT16, size=size, written=True)
     check("exp_avg_sq", exp_avg_sq, BFLOAT16, size=size, written=True)
     pieces = pieces_of(segments, size, grad_scale, seed)
-    with exclusive():
-        split_bf16(weight, remainder, grad, exp_avg, exp_avg_sq, pieces)
+    share_out(split_bf16, len(pieces.bounds), weight, remainder, grad, exp_avg, exp_avg_sq, pieces)
 
 
 def adamw_split_int8(
@@ -170,8 +167,7 @@ def adamw_split_int8(
     check_scales(segments, scales)
     pieces = pieces_of(segments, size, grad_scale, seed)
     state = exp_avg, exp_avg_sq, exp_avg_scales, exp_avg_sq_scales
-    with exclusive():
-        split_int8(weight, remainder, grad, *state, pieces)
+    share_out(split_int8, len(pieces.bounds), weight, remainder, grad, *state, pieces)
 
 
 def _check_split(weight: Uint16Array, remainder: Uint16Array, grad: Uint16Array | Float32Array) -> int:

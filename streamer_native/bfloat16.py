@@ -15,12 +15,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import prange, types
+from numba import types
 from numba.extending import overload
 
 from streamer_native._arrays import BFLOAT16, FLOAT32, Float32Array, Uint16Array, check
-from streamer_native._compile import BLOCK, exclusive, inline, kernel
+from streamer_native._compile import BLOCK, inline, kernel
 from streamer_native._llvm import float32_bits, float32_from_bits, narrow_half
+from streamer_native._threads import Blocks, borrowed, claimed, num_blocks, share_out
 
 
 @inline
@@ -69,8 +70,9 @@ def _split_block(master: Float32Array, weight: Uint16Array, remainder: Uint16Arr
 
 
 @kernel
-def _split(master: Float32Array, weight: Uint16Array, remainder: Uint16Array) -> None:
-    for block in prange((master.size + BLOCK - 1) // BLOCK):
+def _split(blocks: Blocks, master: Float32Array, weight: Uint16Array, remainder: Uint16Array) -> None:
+    master, weight, remainder = borrowed((master, weight, remainder))
+    for block in claimed(blocks):
         lo, hi = block * BLOCK, (block + 1) * BLOCK
         _split_block(master[lo:hi], weight[lo:hi], remainder[lo:hi])
 
@@ -82,8 +84,9 @@ def _join_block(weight: Uint16Array, remainder: Uint16Array, master: Float32Arra
 
 
 @kernel
-def _join(weight: Uint16Array, remainder: Uint16Array, master: Float32Array) -> None:
-    for block in prange((master.size + BLOCK - 1) // BLOCK):
+def _join(blocks: Blocks, weight: Uint16Array, remainder: Uint16Array, master: Float32Array) -> None:
+    weight, remainder, master = borrowed((weight, remainder, master))
+    for block in claimed(blocks):
         lo, hi = block * BLOCK, (block + 1) * BLOCK
         _join_block(weight[lo:hi], remainder[lo:hi], master[lo:hi])
 
@@ -100,8 +103,7 @@ def split(master: Float32Array, weight: Uint16Array, remainder: Uint16Array) -> 
     size = check("master", master, FLOAT32)
     check("weight", weight, BFLOAT16, size=size, written=True)
     check("remainder", remainder, BFLOAT16, size=size, written=True)
-    with exclusive():
-        _split(master, weight, remainder)
+    share_out(_split, num_blocks(size), master, weight, remainder)
 
 
 def join(weight: Uint16Array, remainder: Uint16Array, master: Float32Array) -> None:
@@ -114,5 +116,4 @@ def join(weight: Uint16Array, remainder: Uint16Array, master: Float32Array) -> N
     size = check("weight", weight, BFLOAT16)
     check("remainder", remainder, BFLOAT16, size=size)
     check("master", master, FLOAT32, size=size, written=True)
-    with exclusive():
-        _join(weight, remainder, master)
+    share_out(_join, num_blocks(size), weight, remainder, master)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
-from numba import prange
 
 from streamer_native._arrays import (
     BFLOAT16,
@@ -24,9 +23,10 @@ from streamer_native._arrays import (
     check,
     for_kernel,
 )
-from streamer_native._compile import BLOCK, exclusive, kernel, reduction
+from streamer_native._compile import BLOCK, kernel, reduction
 from streamer_native._llvm import to_float32
 from streamer_native._pairs import even_of, odd_of, pair_of, pairs
+from streamer_native._threads import Blocks, borrowed, claimed, num_blocks, share_out
 from streamer_native.bfloat16 import narrow_like, narrow_to_even
 
 Gradient = Float32Array | Uint16Array | Float16Array
@@ -44,8 +44,9 @@ def _sum_squares_block(grad: _InKernel) -> float:
 
 
 @kernel
-def _sum_squares(grad: _InKernel, sums: _Sums) -> None:
-    for block in prange(sums.size):
+def _sum_squares(blocks: Blocks, grad: _InKernel, sums: _Sums) -> None:
+    grad, sums = borrowed((grad, sums))
+    for block in claimed(blocks):
         sums[block] = _sum_squares_block(grad[block * BLOCK : (block + 1) * BLOCK])
 
 
@@ -59,8 +60,9 @@ def _sum_squares_pairs(grad: Uint32Array) -> float:
 
 
 @kernel
-def _sum_squares_bf16(grad: Uint16Array, sums: _Sums) -> None:
-    for block in prange(sums.size):
+def _sum_squares_bf16(blocks: Blocks, grad: Uint16Array, sums: _Sums) -> None:
+    grad, sums = borrowed((grad, sums))
+    for block in claimed(blocks):
         part = grad[block * BLOCK : (block + 1) * BLOCK]
         even = part.size - part.size % 2
         sums[block] = _sum_squares_pairs(pairs(part[:even])) + _sum_squares_block(part[even:])
@@ -78,8 +80,9 @@ def _accumulate_block(into: _InKernel, grad: _InKernel) -> float:
 
 
 @kernel
-def _accumulate(into: _InKernel, grad: _InKernel, sums: _Sums) -> None:
-    for block in prange(sums.size):
+def _accumulate(blocks: Blocks, into: _InKernel, grad: _InKernel, sums: _Sums) -> None:
+    into, grad, sums = borrowed((into, grad, sums))
+    for block in claimed(blocks):
         lo, hi = block * BLOCK, (block + 1) * BLOCK
         sums[block] = _accumulate_block(into[lo:hi], grad[lo:hi])
 
@@ -99,8 +102,9 @@ def _accumulate_pairs(into: Uint32Array, grad: Uint32Array) -> float:
 
 
 @kernel
-def _accumulate_bf16(into: Uint16Array, grad: Uint16Array, sums: _Sums) -> None:
-    for block in prange(sums.size):
+def _accumulate_bf16(blocks: Blocks, into: Uint16Array, grad: Uint16Array, sums: _Sums) -> None:
+    into, grad, sums = borrowed((into, grad, sums))
+    for block in claimed(blocks):
         lo, hi = block * BLOCK, min((block + 1) * BLOCK, into.size)
         even = hi - (hi - lo) % 2
         sums[block] = _accumulate_pairs(pairs(into[lo:even]), pairs(grad[lo:even]))
@@ -118,8 +122,9 @@ def _add_block(into: Float32Array, first: _InKernel, second: _InKernel) -> float
 
 
 @kernel
-def _add(into: Float32Array, first: _InKernel, second: _InKernel, sums: _Sums) -> None:
-    for block in prange(sums.size):
+def _add(blocks: Blocks, into: Float32Array, first: _InKernel, second: _InKernel, sums: _Sums) -> None:
+    into, first, second, sums = borrowed((into, first, second, sums))
+    for block in claimed(blocks):
         lo, hi = block * BLOCK, (block + 1) * BLOCK
         sums[block] = _add_block(into[lo:hi], first[lo:hi], second[lo:hi])
 
@@ -134,8 +139,7 @@ def sum_squares(grad: Gradient) -> float:
     """
     sums = _sums(check("grad", grad, FLOAT32, BFLOAT16, FLOAT16))
     add_up: Callable[..., None] = _sum_squares_bf16 if grad.dtype == BFLOAT16 else _sum_squares
-    with exclusive():
-        add_up(for_kernel(grad), sums)
+    share_out(add_up, sums.size, for_kernel(grad), sums)
     return float(sums.sum())
 
 
@@ -155,8 +159,7 @@ def accumulate(into: Gradient, grad: Gradient) -> float:
     )
     sums = _sums(size)
     run: Callable[..., None] = _accumulate_bf16 if into.dtype == BFLOAT16 else _accumulate
-    with exclusive():
-        run(for_kernel(into), for_kernel(grad), sums)
+    share_out(run, sums.size, for_kernel(into), for_kernel(grad), sums)
     return float(sums.sum())
 
 
@@ -172,10 +175,9 @@ def add(into: Float32Array, first: Uint16Array | Float16Array, second: Uint16Arr
     check("first", first, BFLOAT16, FLOAT16, size=size)
     check("second", second, first.dtype, size=size)
     sums = _sums(size)
-    with exclusive():
-        _add(into, for_kernel(first), for_kernel(second), sums)
+    share_out(_add, sums.size, into, for_kernel(first), for_kernel(second), sums)
     return float(sums.sum())
 
 
 def _sums(size: int) -> _Sums:
-    return np.empty((size + BLOCK - 1) // BLOCK, dtype=np.float64)
+    return np.empty(num_blocks(size), dtype=np.float64)

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import gc
-import os
 import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-
-# the update's threads would spin while they wait, on cores that the lanes' own threads want; read once, when
-# torch is imported
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch

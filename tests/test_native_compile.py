@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import streamer_native
+from streamer_native import _threads
 
 PACKAGE = Path(streamer_native.__file__).parent
 MOST = numba.config.NUMBA_NUM_THREADS
@@ -19,10 +20,11 @@ MOST = numba.config.NUMBA_NUM_THREADS
 
 def run_python(code: str, *arguments: str, folder: Path, **environment: str) -> str:
     """What `code` prints, run with `folder` on the path and these arguments in a process of its own."""
+    without_openmp = {name: value for name, value in os.environ.items() if "OMP_" not in name}
     finished = subprocess.run(
         [sys.executable, "-W", "error", "-c", code, *arguments],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(folder)} | environment,
+        env=without_openmp | {"PYTHONPATH": str(folder)} | environment,
         capture_output=True,
         text=True,
         timeout=60,
@@ -35,10 +37,14 @@ def copy_of_the_package(folder: Path) -> Path:
     return shutil.copytree(PACKAGE, folder / "streamer_native", ignore=shutil.ignore_patterns("__pycache__"))
 
 
-def test_two_threads_at_once_survive_the_workqueue_layer():
+#: Two threads, whatever the machine has, and no setting of OpenMP: what a user's process is like.
+TWO = {"NUMBA_NUM_THREADS": "2"}
+
+
+def test_two_threads_at_once_do_not_disturb_each_other():
     code = """
-import threading, numba, numpy as np, streamer_native
-arrays = [[np.zeros(70_000, np.float32) for _ in range(4)] for _ in range(2)]
+import threading, numpy as np, streamer_native
+arrays = [[np.zeros(70_000, np.float32) for _ in range(4)] for _ in range(3)]
 def steps(arrays):
     master, grad, exp_avg, exp_avg_sq = arrays
     grad[:] = 1
@@ -46,15 +52,75 @@ def steps(arrays):
         hyper = streamer_native.Hyper(0.01, 0.9, 0.99, 1e-8, 0.0, step)
         segments = [streamer_native.Segment(0, 70_000, hyper)]
         streamer_native.adamw_fp32(master, grad, exp_avg, exp_avg_sq, segments)
-        streamer_native.sum_squares(grad)
-threads = [threading.Thread(target=steps, args=(a,)) for a in arrays]
+        assert streamer_native.sum_squares(grad) == 70_000
+threads = [threading.Thread(target=steps, args=(a,)) for a in arrays[:2]]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
-assert numba.threading_layer() == "workqueue"
-assert (arrays[0][0] == arrays[1][0]).all()
+streamer_native.set_num_threads(1)
+steps(arrays[2])
+assert (arrays[0][0] == arrays[2][0]).all() and (arrays[1][0] == arrays[2][0]).all()
 print(arrays[0][0][0].round(2))
 """
-    assert run_python(code, folder=PACKAGE.parent, NUMBA_THREADING_LAYER="workqueue") == "-3.0"
+    assert run_python(code, folder=PACKAGE.parent, **TWO) == "-3.0"
+
+
+@pytest.mark.parametrize("first", ["", "import torch; torch.set_num_threads(1)"])
+def test_the_threads_sleep_between_calls(first):
+    # counted is the processor time of all threads but this one while this one sleeps: not how long it took
+    code = f"""
+{first}
+import time, numpy as np, streamer_native
+grad = np.ones(70_000, np.float32)
+streamer_native.sum_squares(grad)
+asleep = 0.0
+for _ in range(100):
+    streamer_native.sum_squares(grad)
+    before = time.process_time()
+    time.sleep(0.003)
+    asleep += time.process_time() - before
+print(asleep)
+"""
+    # a thread that spins takes up to 0.3 seconds
+    assert float(run_python(code, folder=PACKAGE.parent, **TWO)) < 0.03
+
+
+def test_a_forked_process_computes_alone():
+    code = """
+import os, threading, numpy as np, streamer_native
+from streamer_native import _threads
+grad = np.ones(200_000, np.float32)
+assert streamer_native.sum_squares(grad) == 200_000
+# another thread is in the middle of a call
+with _threads._team._in_use:
+    child = os.fork()
+    if not child:
+        os._exit(streamer_native.sum_squares(grad) != 200_000)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), threading.active_count())
+"""
+    assert run_python(code, folder=PACKAGE.parent, **TWO) == "0 2"
+
+
+def test_what_a_thread_raises_reaches_the_caller():
+    caller = threading.get_ident()
+    both = threading.Barrier(2, timeout=60)
+
+    def kernel(blocks):
+        both.wait()
+        if threading.get_ident() != caller:
+            raise MemoryError("no scratch")
+
+    with pytest.raises(MemoryError, match="no scratch"):
+        _threads._team.run(lambda: kernel(None), 1)
+    # and leaves nothing behind
+    assert streamer_native.sum_squares(np.ones(100_000, np.float32)) == 100_000
+
+
+def test_a_thread_that_has_not_begun_is_not_waited_for(monkeypatch):
+    team = _threads._Team()
+    monkeypatch.setattr(team, "_serve", lambda: None)
+    ran = []
+    team.run(lambda: ran.append(threading.get_ident()), 3)
+    assert ran == [threading.get_ident()]
 
 
 @pytest.mark.skipif(MOST < 2, reason="Numba has one thread here")
@@ -65,9 +131,9 @@ def test_the_number_of_threads_is_that_of_the_thread_that_calls():
         streamer_native.set_num_threads(number)
         both_have_set.wait()
         streamer_native.sum_squares(np.ones(100_000, np.float32))
-        seen[number] = numba.get_num_threads()
+        seen[number] = streamer_native.get_num_threads()
 
-    before = numba.get_num_threads()
+    before = streamer_native.get_num_threads()
     both_have_set = threading.Barrier(2, timeout=60)
     workers = [threading.Thread(target=call, args=(number,)) for number in (1, 2)]
     for worker in workers:
@@ -75,7 +141,7 @@ def test_the_number_of_threads_is_that_of_the_thread_that_calls():
     for worker in workers:
         worker.join()
     assert seen == {1: 1, 2: 2}
-    assert numba.get_num_threads() == before
+    assert streamer_native.get_num_threads() == before
 
 
 @pytest.mark.parametrize("num_threads", [0, -1, MOST + 1])

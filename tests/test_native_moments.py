@@ -1,6 +1,5 @@
 """Segments, in all layouts; the fp16 layout; and moments of 16 and 8 bits, whose rounding must not drift."""
 
-import numba
 import numpy as np
 import pytest
 import torch
@@ -76,7 +75,7 @@ class Int8State(Bf16State):
 @pytest.fixture
 def one_thread():
     """For thousands of launches over few elements: waking the threads would take longer than the work."""
-    before = numba.get_num_threads()
+    before = streamer_native.get_num_threads()
     streamer_native.set_num_threads(1)
     yield
     streamer_native.set_num_threads(before)
@@ -191,7 +190,7 @@ def test_fp16_equals_fp32_to_the_bit_and_streams_the_nearest_half(grad_dtype):
 
 @pytest.mark.parametrize("kind", ROUNDED)
 def test_rounding_follows_the_seed_and_the_step_and_not_the_threads(kind):
-    most = numba.get_num_threads()
+    most = streamer_native.get_num_threads()
 
     def run(seed, threads):
         state = kind(normal(N, 1))

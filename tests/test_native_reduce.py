@@ -94,7 +94,7 @@ def test_an_addition_that_overflows_is_reported_by_its_sum():
 @pytest.mark.skipif(numba.config.NUMBA_NUM_THREADS < 2, reason="Numba has one thread here")
 def test_sums_do_not_depend_on_the_number_of_threads():
     grad = normal(50 * BLOCK + 1)
-    before = numba.get_num_threads()
+    before = streamer_native.get_num_threads()
     sums = []
     try:
         for threads in (1, 2):

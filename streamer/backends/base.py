@@ -97,8 +97,8 @@ class Backend(abc.ABC):
     def on_host(self, work: Callable[[], T]) -> T:
         """Run ``work`` on HOST after all that is in that lane, wait for it, and return its result.
 
-        Kernels of streamer_native are only called on that lane: OpenMP's settings belong to a thread, and a
-        kernel run in the caller's thread would change the number of threads that PyTorch uses there.
+        Kernels of streamer_native are only called on that lane: the number of threads that they run in is a
+        setting of its thread.
         """
         results: list[T] = []
         self.submit(Lane.HOST, lambda: results.append(work()), (), 0).wait()

@@ -27,6 +27,7 @@ from streamer.engine.param_hooks import OncePerBackward
 from streamer.engine.saved import SavedBytes
 from streamer.engine.structure import Structure
 from streamer.engine.tracing import never_traced
+from streamer.engine.turns import Turns
 from streamer.engine.unit import Unit
 from streamer.engine.watch import HostWatch
 from streamer.engine.weights import Weights
@@ -66,6 +67,8 @@ class Executor:
         self.root = root
         self.store = store
         self.sum_in_fp32 = sum_in_fp32
+        #: which thread may do what. [Note: threads]
+        self.turns = Turns()
         self.issuer = Issuer(backend, hazards or Hazards())
         self.weights = Weights(self.issuer, units, root, store, num_slots=num_slots)
         self.gradients = Gradients(
@@ -102,35 +105,40 @@ class Executor:
 
     def begin(self) -> None:
         """Make the root unit's weights on the device those of the last update, before they are read."""
-        if not self._root_ready:
-            self.structure.check()
-            self.issuer.issue(ops.root_forward(), lambda: None)
-            self.weights.refresh_root()
-            self.weights.end_flight(self.root)
-            self._root_ready = True
+        with self.turns.lock:
+            if not self._root_ready:
+                self.structure.check()
+                self.issuer.issue(ops.root_forward(), lambda: None)
+                self.weights.refresh_root()
+                self.weights.end_flight(self.root)
+                self._root_ready = True
 
     def synchronize(self) -> None:
         """Block the caller until every copy and update is done."""
-        if self.released:
-            return
-        self.weights.refresh()
-        self.issuer.synchronize()
-        for unit in (*self.units, self.root):
-            self.weights.end_flight(unit)
+        with self.turns.lock:
+            if self.released:
+                return
+            self.weights.refresh()
+            self.issuer.synchronize()
+            for unit in (*self.units, self.root):
+                self.weights.end_flight(unit)
 
     def await_update(self, unit: Unit) -> None:
         """Block until the user's code may read and write the weights and the optimizer's state of ``unit``.
 
         On a GPU what it does with the root's may still have to wait for them there.
         """
-        if unit.index not in self.weights.in_flight or self.released:
+        if unit.index not in self.weights.in_flight:
             return
-        if unit is self.root:
-            self._root_ready = False
-            self.begin()
-        else:
-            self.issuer.wait((ops.shard(unit.index),))
-            self.weights.end_flight(unit)
+        with self.turns.lock:
+            if unit.index not in self.weights.in_flight or self.released:
+                return
+            if unit is self.root:
+                self._root_ready = False
+                self.begin()
+            else:
+                self.issuer.wait((ops.shard(unit.index),))
+                self.weights.end_flight(unit)
 
     def wait_for_saving(self) -> None:
         """Block until no checkpoint is being written; what went wrong there is told by `saving`."""
@@ -138,15 +146,17 @@ class Executor:
             wait([self.saving])
 
     def forward(self, unit: Unit, work: Callable[[torch.Tensor], T], phase: Phase) -> T:
-        """Run ``work`` on the slot (flat uint8) that holds ``unit``'s weights."""
-        self.begin()
-        if self.budget is not None:
-            self.budget.begin_forward(unit.index)
-        if phase is Phase.FORWARD:
-            self.weights.check_depth(unit)
-        with self.memory.naming_holders(unit), self.weights.visited(unit, Visit(unit.index, phase)) as slot:
-            buffer = self.weights.slots.buffers[slot]
-            return self.issuer.compute(ops.forward(unit.index, slot), lambda: work(buffer))
+        """Run ``work`` on the slot (flat uint8) that holds ``unit``'s weights. [Note: threads]"""
+        with self.turns.lock:
+            self.begin()
+            if self.budget is not None:
+                self.budget.begin_forward(unit.index)
+            if phase is Phase.FORWARD:
+                self.weights.check_depth(unit)
+            visit = Visit(unit.index, phase)
+            with self.memory.naming_holders(unit), self.weights.visited(unit, visit) as slot:
+                buffer = self.weights.slots.buffers[slot]
+                return self.issuer.compute(ops.forward(unit.index, slot), lambda: work(buffer))
 
     def check_backward(self, unit: Unit) -> None:
         """Raise RuntimeError if a gradient of ``unit`` cannot be taken now."""
@@ -160,7 +170,7 @@ class Executor:
         saved: int | None = None,
     ) -> None:
         """Run ``work`` on the slot with ``unit``'s weights, on a gradient slot, and on what `InputPager` has
-        saved under the number ``saved``; the gradients leave for the host.
+        saved under the number ``saved``; the gradients leave for the host. The caller holds `turns.lock`.
         """
         self.begin()
         self.gradients.settle_scale()
@@ -182,6 +192,7 @@ class Executor:
                     self.norms.keep(unit, self.gradients.offload(unit, into, used, squares))
                 else:
                     self.weights.settle_masters(unit)
+                    self.weights.begin_flight(unit)
                     self.landing.land(unit, into, gradient, used)
         if self.landing is not None and any(used):
             self.weights.updated(unit)
@@ -205,6 +216,7 @@ class Executor:
 
     def zero_grad(self) -> None:
         """Gradients are about to be dropped."""
+        self.turns.end()
         if self.landing is not None:
             self.landing.zero_grad()
 
@@ -221,12 +233,23 @@ class Executor:
             self.landing.finish_backward()
             self._await_lent()
 
+    def check_idle(self, unit: Unit) -> None:
+        """Raise RuntimeError if the calling thread is inside of a visit of ``unit``, which is to be updated."""
+        with self.turns.lock:  # a visit of another thread is over then
+            self.weights.check_idle(unit)
+
     def step(self, updates: Mapping[int, tuple[Callable[[], None], int]]) -> None:
         """Queue updates of host shards: by unit, what updates it and the bytes of memory that this moves.
 
         They run in the order in which the next forward asks for the units, and a unit is unsharded only
         after its update, so this may return before any of them has begun.
         """
+        with self.turns.lock:
+            self.turns.check()
+            self._step(updates)
+            self.turns.end()
+
+    def _step(self, updates: Mapping[int, tuple[Callable[[], None], int]]) -> None:
         self.weights.refresh()
         self._host_watch.check(self.host_bytes())
         if ROOT in updates:
@@ -235,6 +258,7 @@ class Executor:
             if unit.index in updates:
                 update, nbytes = updates[unit.index]
                 noticing = noticing_writes(unit, self.shard(unit), update)
+                self.weights.begin_flight(unit)
                 self.issuer.issue(ops.step(unit.index, nbytes), noticing)
                 self.weights.updated(unit)
         self._root_ready = False

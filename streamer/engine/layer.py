@@ -128,7 +128,10 @@ class _Layer(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.visit = visit
         inputs = tensors[len(visit.call.unit.trainable) :]
-        outputs, rebuild = visit.forward(inputs)
+        turns = visit.executor.turns
+        with turns.lock:
+            ctx.training_pass = turns.forward()
+            outputs, rebuild = visit.forward(inputs)
         results.append(rebuild)
         ctx.save_for_backward(*visit.kept(inputs))
         ctx.mark_non_differentiable(*(out for out in outputs if not _is_differentiable(out.dtype)))
@@ -147,9 +150,12 @@ class _Layer(torch.autograd.Function):
             )
         accumulators = [node for node, _ in ctx.next_functions[: len(unit.trainable)]]
         asked = [asked_of(accumulator) for accumulator in accumulators]
-        _finish_with_this_backward(visit.executor)
+        turns = visit.executor.turns
         try:
-            found = visit.backward(ctx.saved_tensors, gradients, asked)
+            with turns.lock:
+                turns.backward(ctx.training_pass)
+                _finish_with_this_backward(visit.executor)
+                found = visit.backward(ctx.saved_tensors, gradients, asked)
         except RuntimeError as error:
             if "modified by an inplace operation" in str(error):
                 # autograd's own words name no layer
@@ -181,4 +187,4 @@ def _finish_with_this_backward(executor: Executor) -> None:
     task = torch._C._current_graph_task_id()
     if executor.backward_task != task:
         executor.backward_task = task
-        torch.autograd.Variable._execution_engine.queue_callback(executor.finish_backward)
+        executor.turns.until_backward_ends(executor.finish_backward)

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from streamer.backends.threads import Lock
+
 
 class Saved(NamedTuple):
     """A tensor that a graph has saved; PyTorch leaves it to hooks to see that it is not written."""
@@ -43,21 +45,25 @@ class SavedBytes:
         self.now = 0
         self.peak = 0
         self._holders: Counter[int] = Counter()
+        # the garbage collector may release in any thread, in the middle of `hold` too
+        self._lock = Lock()
 
     def hold(self, owner: object, held: Mapping[int, int]) -> weakref.finalize[[Mapping[int, int]], object]:
         """Count ``held`` (as from `storages`) until ``owner`` is gone or the returned object is called."""
-        for storage, nbytes in held.items():
-            self._holders[storage] += 1
-            if self._holders[storage] == 1:
-                self.now += nbytes
-        self.peak = max(self.peak, self.now)
+        with self._lock:
+            for storage, nbytes in held.items():
+                self._holders[storage] += 1
+                if self._holders[storage] == 1:
+                    self.now += nbytes
+            self.peak = max(self.peak, self.now)
         release = weakref.finalize(owner, self._release, held)
         release.atexit = False
         return release
 
     def _release(self, held: Mapping[int, int]) -> None:
-        for storage, nbytes in held.items():
-            self._holders[storage] -= 1
-            if not self._holders[storage]:
-                del self._holders[storage]
-                self.now -= nbytes
+        with self._lock:
+            for storage, nbytes in held.items():
+                self._holders[storage] -= 1
+                if not self._holders[storage]:
+                    del self._holders[storage]
+                    self.now -= nbytes

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from streamer.backends.base import Event, Lane, Span
+from streamer.backends.threads import Lock
 from streamer.engine.op import Op
 
 
@@ -43,6 +44,8 @@ class Trace:
     def __init__(self, keep: int = 20_000) -> None:
         self.busy_seconds = dict.fromkeys(Lane, 0.0)
         self.exposed_seconds = dict.fromkeys(Lane, 0.0)
+        #: any thread may issue ops, and ask for what has run
+        self._lock = Lock()
         self._pending: deque[tuple[Op, Event, Sequence[Event]]] = deque()
         self._blame: dict[Event, tuple[Interval, ...]] = {}
         self._records: deque[Record] = deque(maxlen=keep)
@@ -50,11 +53,16 @@ class Trace:
 
     def add(self, op: Op, event: Event, waits: Sequence[Event]) -> None:
         """Note that ``op`` was submitted with these waits, and settle what has finished meanwhile."""
-        self._pending.append((op, event, waits))
-        self.settle()
+        with self._lock:
+            self._pending.append((op, event, waits))
+            self._settle()
 
     def settle(self) -> None:
         """Take the times of the ops that are done, in the order of their submission."""
+        with self._lock:
+            self._settle()
+
+    def _settle(self) -> None:
         still: deque[tuple[Op, Event, Sequence[Event]]] = deque()
         stuck: set[Lane] = set()
         for op, event, waits in self._pending:
@@ -70,8 +78,9 @@ class Trace:
 
     def records(self) -> list[Record]:
         """The last ops that have run, by their start."""
-        self.settle()
-        return sorted(self._records, key=lambda record: record.span.start)
+        with self._lock:
+            self._settle()
+            return sorted(self._records, key=lambda record: record.span.start)
 
     def overlap(self, lane: Lane) -> float:
         """1 - exposed / busy: the part of the lane's work that COMPUTE did not stand still for.

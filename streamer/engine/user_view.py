@@ -44,18 +44,20 @@ class _ParameterGuard(_UnitGuard):
 
     def after(self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object) -> None:
         if gives_memory(function, tensor, result):
-            self._executor.weights.lend(self._unit, self._position)
+            with self._executor.turns.lock:
+                self._executor.weights.lend(self._unit, self._position)
 
 
 class _GradientGuard(_UnitGuard):
     """Applies what clipping has left to be applied, and waits for the update that reads the gradient."""
 
     def before(self, function: Function) -> None:
-        if self._executor.released:
+        executor, unit = self._executor, self._unit
+        if executor.released:
             return
-        in_use = self._unit.index in self._executor.weights.in_flight
-        self._executor.gradients.before_access(self._unit, in_use=in_use)
-        self._is_scaling = function in _SCALING and self._executor.norms.begin_scaling(self._unit)
+        with executor.turns.lock:
+            executor.gradients.before_access(unit, in_use=unit.index in executor.weights.in_flight)
+            self._is_scaling = function in _SCALING and executor.norms.begin_scaling(unit)
 
     def after(self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object) -> None:
         if self._is_scaling and len(args) == 2 and _is_small(_SCALING[function], args[1]):

@@ -60,13 +60,13 @@ class Weights:
         self._refresh_layer(unit)
         self._order.visit(visit)
         slot = self._unshard(unit)
-        self.slots.busy.add(slot)
+        self.slots.enter(slot)
         try:
             self.prefetch()
             yield slot
             self.end_flight(unit)
         finally:
-            self.slots.busy.discard(slot)
+            self.slots.leave(slot)
             self.prefetch()
 
     def prefetch(self) -> None:
@@ -119,7 +119,7 @@ class Weights:
     def check_depth(self, unit: Unit) -> None:
         """Raise RuntimeError if ``unit`` is called inside of so many others that its backward would find no
         gradient slot."""
-        if (depth := len(self.slots.busy)) >= MOST_GRAD_SLOTS:
+        if (depth := self.slots.busy.total()) >= MOST_GRAD_SLOTS:
             raise RuntimeError(
                 f"layer '{unit.name}' is called inside of {depth} others, and gradients of no more than "
                 f"{MOST_GRAD_SLOTS} layers are made at a time: call it outside of them"
@@ -161,9 +161,14 @@ class Weights:
         # for autograd the weights are written here, as by any optimizer
         torch.autograd.graph.increment_version(unit.params)
         self._written[unit.index] = unit.written()
-        self.in_flight.add(unit.index)
-        for seen in self._seen.get(unit.index, ()):
-            seen.hide()
+        self.begin_flight(unit)
+
+    def begin_flight(self, unit: Unit) -> None:
+        """An update of ``unit`` is about to be issued: who touches its parameters from now on waits for it."""
+        if unit.index not in self.in_flight:
+            self.in_flight.add(unit.index)
+            for seen in self._seen.get(unit.index, ()):
+                seen.hide()
 
     def end_flight(self, unit: Unit) -> None:
         """The caller has waited for the update of ``unit``."""

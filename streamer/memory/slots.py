@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -29,8 +30,8 @@ class WeightSlots:
         self.nbytes = nbytes
         self.buffers = [allocate(nbytes) for _ in range(count)]
         self.holder: list[int | None] = [None] * count
-        #: slots that are read now and must keep what they hold
-        self.busy: set[int] = set()
+        #: how many visits read a slot now, which must keep what it holds
+        self.busy: Counter[int] = Counter()
         self._allocate = allocate
 
     def find(self, unit: int) -> int | None:
@@ -45,6 +46,16 @@ class WeightSlots:
     def idle(self) -> list[int]:
         """The units in slots that are not busy."""
         return [unit for slot, unit in enumerate(self.holder) if unit is not None and slot not in self.busy]
+
+    def enter(self, slot: int) -> None:
+        """A visit begins that reads ``slot``."""
+        self.busy[slot] += 1
+
+    def leave(self, slot: int) -> None:
+        """A visit that has read ``slot`` ends."""
+        self.busy[slot] -= 1
+        if not self.busy[slot]:
+            del self.busy[slot]
 
     def add(self) -> None:
         """Allocate one more, whose number is the next."""

@@ -1,0 +1,459 @@
+"""One model in several threads: inference is plain PyTorch's, also beside training; one thread trains."""
+
+from __future__ import annotations
+
+import copy
+import faulthandler
+import queue
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import streamer
+from models.gpt2 import GPT
+from streamer.backends.base import Event, Lane
+from streamer.backends.thread import ThreadBackend
+from streamer.engine import op as ops
+from streamer.engine.hazards import Hazards
+from streamer.engine.issuer import Issuer
+from tests.reference import VOCAB, language_loss, streamed
+
+WIDTH, DEPTH = 24, 4
+
+
+@pytest.fixture(autouse=True)
+def threads_change_often() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def together(*works: Callable[[], object], seconds: float = 100) -> None:
+    """Run each in a thread of its own, raise what one of them has raised, and fail if they wait for ever."""
+    errors: list[BaseException] = []
+
+    def run(work: Callable[[], object]) -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seconds)
+    if any(thread.is_alive() for thread in threads):
+        faulthandler.dump_traceback(all_threads=True)
+        pytest.fail("threads wait for one another")
+    if errors:
+        raise errors[0]
+
+
+def disturbed(seed: int) -> ThreadBackend:
+    draw = random.Random(seed)
+    scale = {lane: draw.choice([0.0, 0.0005, 0.002]) for lane in Lane}
+    return ThreadBackend(
+        delays={lane: partial(lambda lane: draw.random() * scale[lane], lane) for lane in Lane}, poison=True
+    )
+
+
+def gpt() -> GPT:
+    torch.manual_seed(0)
+    return GPT(vocab_size=VOCAB, block_size=16, n_layer=DEPTH, n_head=2, n_embd=16, dropout=0.0)
+
+
+class Layer(nn.Module):
+    """Two matrices, so that a mixture of two updates is seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Stack(nn.Module):
+    """Layers, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer() for _ in range(DEPTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def inputs(seed: int, size: int = 4) -> torch.Tensor:
+    return torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        model(inputs(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_inference_in_several_threads_is_that_of_plain_pytorch(seed: int) -> None:
+    plain = gpt().eval()
+    options = {"num_slots": seed % 4 + 1, "micro_batch_size": (None, 1)[seed // 4]}
+
+    def generate(model: nn.Module, thread: int) -> torch.Tensor:
+        tokens = torch.randint(0, VOCAB, (2, 4), generator=torch.Generator().manual_seed(thread))
+        with torch.no_grad():
+            for _ in range(10):
+                tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], dim=1)
+        return tokens
+
+    with streamed(copy.deepcopy(plain), backend=disturbed(seed), **options) as model:
+        found: dict[int, torch.Tensor] = {}
+        logits: dict[int, torch.Tensor] = {}
+
+        def work(thread: int) -> None:
+            found[thread] = generate(model, thread)
+            with torch.no_grad():
+                logits[thread] = model(found[thread])
+
+        together(*(partial(work, thread) for thread in range(2 + seed % 3)))
+    with torch.no_grad():
+        for thread, tokens in found.items():
+            assert torch.equal(tokens, generate(plain, thread))
+            assert torch.equal(logits[thread], plain(tokens))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_layer_beside_training_has_the_weights_of_some_step(seed: int) -> None:
+    steps = range(6)
+    options = {
+        "layers": "layers",
+        "num_slots": seed % 4 + 1,
+        "activations": ("recompute", "keep", "recompute+offload")[seed % 3],
+        "micro_batch_size": (None, 2)[seed // 4],
+    }
+    versions: list[nn.Module] = [Stack()]
+    with streamed(Stack(), **options) as model:
+        optimizer = streamer.AdamW(model.parameters(), lr=0.1)
+        for step in steps:
+            train(model, optimizer, range(step, step + 1))
+            versions.append(Stack())
+            versions[-1].load_state_dict(weights_of(model))
+    assert not equal(weights_of(versions[0]), weights_of(versions[1]))
+
+    seen: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+    over = threading.Event()
+    with streamed(Stack(), backend=disturbed(seed), **options) as model:
+        optimizer = streamer.AdamW(model.parameters(), lr=0.1)
+        sampled = threading.Barrier(3, timeout=100)
+
+        def trains() -> None:
+            try:
+                for step in steps:
+                    sampled.wait()
+                    train(model, optimizer, range(step, step + 1))
+            finally:
+                over.set()
+                sampled.abort()
+
+        def samples(thread: int) -> None:
+            x = inputs(100 + thread)
+            turn = 0
+            while not over.is_set():
+                with torch.no_grad():
+                    for index, layer in enumerate(model.layers):
+                        seen.append((index, x, layer(x)))
+                        x = seen[-1][2]
+                x = inputs(1000 * thread + (turn := turn + 1))
+                if turn <= len(steps):
+                    try:
+                        sampled.wait()
+                    except threading.BrokenBarrierError:
+                        return
+                streamer.stats(model)
+
+        together(trains, partial(samples, 1), partial(samples, 2))
+        assert equal(weights_of(model), weights_of(versions[-1]))
+    assert len(seen) > 2 * DEPTH
+    with torch.no_grad():
+        for index, x, y in seen:
+            # a product of fewer rows may be another to the bit
+            slices = x.split(options["micro_batch_size"] or len(x))
+            layers = (version.layers[index] for version in versions)
+            assert any(torch.equal(y, torch.cat([layer(part) for part in slices])) for layer in layers)
+
+
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_a_thread_that_dies_in_a_layer_leaves_the_others_alone(num_slots: int) -> None:
+    plain = Stack()
+
+    def breaks(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        if args[0].isnan().any():
+            raise ArithmeticError("this thread dies here")
+
+    with streamed(copy.deepcopy(plain), layers="layers", backend=disturbed(1), num_slots=num_slots) as model:
+        # inside of the layer's run
+        model.layers[2].down.register_forward_pre_hook(breaks)
+
+        def dies() -> None:
+            for grad in (False, True) * 5:
+                with torch.set_grad_enabled(grad), pytest.raises(ArithmeticError, match="dies here"):
+                    model(torch.full((4, WIDTH), float("nan")))
+
+        def lives(thread: int) -> None:
+            with torch.no_grad():
+                for turn in range(15):
+                    x = inputs(100 * thread + turn)
+                    assert torch.equal(model(x), plain(x))
+
+        together(dies, partial(lives, 1), partial(lives, 2))
+        # what it has begun keeps nobody from training
+        train(model, streamer.AdamW(model.parameters()), range(2))
+
+
+AT_ONCE = "train one model at once"
+
+
+def forward(model: nn.Module, seed: int = 0) -> torch.Tensor:
+    return model(inputs(seed)).square().mean()
+
+
+def in_a_thread(work: Callable[[], object]) -> None:
+    together(work)
+
+
+class Alive:
+    """A thread that does what it is given, one thing after another, and stays."""
+
+    def __init__(self) -> None:
+        self._works: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="other")
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (work := self._works.get()) is not None:
+            try:
+                self._results.put(work())
+            except BaseException as error:  # noqa: BLE001 - raised again by do
+                self._results.put(error)
+
+    def do(self, work: Callable[[], object]) -> object:
+        self._works.put(work)
+        result = self._results.get(timeout=100)
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def end(self) -> None:
+        self._works.put(None)
+        self._thread.join()
+
+
+@pytest.fixture
+def other() -> Iterator[Alive]:
+    alive = Alive()
+    yield alive
+    alive.end()
+
+
+@pytest.mark.parametrize("goes_on_with", ["forward", "backward", "step"])
+@pytest.mark.parametrize("of_torch", [False, True], ids=["streamer", "torch"])
+def test_to_go_on_with_a_pass_that_another_thread_has_cut_into_is_refused(
+    goes_on_with: str, of_torch: bool, other: Alive
+) -> None:
+    with streamed(Stack(), layers="layers") as model:
+        kind = torch.optim.SGD if of_torch else streamer.AdamW
+        optimizer = kind(model.parameters(), lr=0.1)
+        loss = forward(model)
+        if goes_on_with == "step":
+            loss.backward()
+        theirs = other.do(lambda: forward(model, 1))
+        acts = {"forward": lambda: forward(model), "backward": loss.backward, "step": optimizer.step}
+        with pytest.raises(RuntimeError, match=AT_ONCE):
+            acts[goes_on_with]()
+        # the one that has cut in goes on
+        other.do(theirs.backward)
+        other.do(optimizer.step)
+
+
+def test_two_training_loops_at_once_are_refused() -> None:
+    with streamed(Stack(), layers="layers", backend=disturbed(3)) as model:
+        optimizer = streamer.AdamW(model.parameters(), lr=0.1)
+        # each begins a pass before either ends one
+        begun = threading.Barrier(2, timeout=100)
+
+        def loop(first: int) -> None:
+            try:
+                loss = forward(model, first)
+                begun.wait()
+            except threading.BrokenBarrierError:
+                return
+            except RuntimeError:
+                begun.abort()
+                raise
+            loss.backward()
+            optimizer.step()
+
+        with pytest.raises(RuntimeError, match=AT_ONCE):
+            together(partial(loop, 0), partial(loop, 1))
+
+
+def test_a_forward_while_another_threads_backward_runs_is_refused(other: Alive) -> None:
+    with streamed(Stack(), layers="layers") as model:
+        x = inputs(0).requires_grad_()
+        loss = model.layers[1](hooked := model.layers[0](x)).sum()
+        found: list[BaseException] = []
+
+        def meanwhile(_: torch.Tensor) -> None:
+            try:
+                other.do(lambda: forward(model))
+            except RuntimeError as error:
+                found.append(error)
+
+        hooked.register_hook(meanwhile)
+        loss.backward()
+        assert AT_ONCE in str(found.pop())
+        # it is over
+        other.do(lambda: forward(model).backward())
+
+
+def test_threads_that_take_a_lock_train_one_after_the_other() -> None:
+    with streamed(Stack(), layers="layers", backend=disturbed(4)) as model:
+        optimizer = streamer.AdamW(model.parameters(), lr=0.1)
+        lock, order = threading.Lock(), []
+
+        def loop(first: int) -> None:
+            for step in range(first, first + 3):
+                with lock:
+                    train(model, optimizer, range(step, step + 1))
+                    order.append(step)
+
+        together(partial(loop, 0), partial(loop, 10))
+        weights = weights_of(model)
+    with streamed(Stack(), layers="layers") as model:
+        optimizer = streamer.AdamW(model.parameters(), lr=0.1)
+        for step in order:
+            train(model, optimizer, range(step, step + 1))
+        assert equal(weights_of(model), weights)
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep", "recompute+offload"])
+def test_another_thread_may_take_the_training_over(activations: str, other: Alive) -> None:
+    def loops(in_other: Callable[[Callable[[], object]], object]) -> dict[str, torch.Tensor]:
+        with streamed(Stack(), layers="layers", activations=activations) as model:
+            optimizer = streamer.AdamW(model.parameters(), lr=0.1)
+            # a forward to warm up, whose graph stays
+            warm = forward(model)
+            in_other(lambda: train(model, optimizer, range(3)))
+            train(model, optimizer, range(3, 5))
+            # a forward here, its backward there
+            loss = forward(model, 7)
+            in_other(loss.backward)
+            optimizer.step()
+            optimizer.zero_grad()
+            in_other(lambda: train(model, optimizer, range(5, 7)))
+            assert warm.requires_grad
+            return weights_of(model)
+
+    assert equal(loops(other.do), loops(lambda work: work()))
+
+
+def test_a_backward_that_failed_keeps_no_thread_from_training(other: Alive) -> None:
+    with streamed(Stack(), layers="layers") as model:
+        optimizer = streamer.AdamW(model.parameters(), lr=0.1)
+
+        def fails() -> None:
+            def refuse(_: torch.Tensor) -> None:
+                raise ArithmeticError("no gradient")
+
+            x = inputs(0).requires_grad_()
+            y = model.layers[0](x)
+            y.register_hook(refuse)
+            with pytest.raises(ArithmeticError, match="no gradient"):
+                model.layers[1](y).sum().backward()
+
+        other.do(fails)
+        optimizer.zero_grad()
+        train(model, optimizer, range(2))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_others_may_synchronize_and_ask_beside_training(seed: int) -> None:
+    def run(*beside: Callable[[nn.Module], object]) -> dict[str, torch.Tensor]:
+        over = threading.Event()
+        with streamed(gpt(), backend=disturbed(seed), num_slots=seed % 3 + 1) as model:
+            optimizer = streamer.AdamW(model.parameters(), lr=0.01)
+
+            def trains() -> None:
+                try:
+                    for step in range(4):
+                        language_loss(model, step).backward()
+                        streamer.clip_grad_norm_(model, 1.0)
+                        optimizer.step()
+                        optimizer.zero_grad()
+                finally:
+                    over.set()
+
+            def repeats(ask: Callable[[nn.Module], object]) -> None:
+                while not over.is_set():
+                    ask(model)
+
+            together(trains, *(partial(repeats, ask) for ask in beside))
+            return weights_of(model)
+
+    assert equal(run(streamer.synchronize, streamer.stats), run())
+
+
+def test_what_a_sync_waits_for_includes_what_came_while_it_waited() -> None:
+    backend = ThreadBackend()
+    issuer = Issuer(backend, Hazards())
+    happened: queue.SimpleQueue[str] = queue.SimpleQueue()
+    submit, gates = backend.submit, [threading.Event(), threading.Event()]
+
+    def noting(lane: Lane, *rest: object) -> Event:
+        if lane is Lane.COMPUTE:
+            happened.put("waits")
+        return submit(lane, *rest)
+
+    backend.submit = noting  # type: ignore[method-assign]
+    try:
+        issuer.issue(ops.unshard(0, 0, 0), partial(gates[0].wait, 100))
+
+        def writes() -> None:
+            issuer.wait([ops.shard(0)], to_write=True)
+            happened.put("writes")
+
+        def reads() -> None:
+            assert happened.get(timeout=100) == "waits"
+            # another copy reads the shard that is about to be written
+            issuer.issue(ops.unshard(0, 1, 0), partial(gates[1].wait, 100))
+            gates[0].set()
+            assert happened.get(timeout=100) == "waits"
+            gates[1].set()
+            assert happened.get(timeout=100) == "writes"
+
+        together(writes, reads)
+    finally:
+        for gate in gates:
+            gate.set()
+        backend.close()
