@@ -232,6 +232,23 @@ def test_layers_that_are_alike_run_once() -> None:
     assert planned(6, 5, recollection=recollection)
 
 
+def test_plans_of_one_recollection_are_those_of_their_own() -> None:
+    """Of copies of a model that differ in how they cut the same batch."""
+
+    def plan(recollection: Recollection, size: int | None) -> tuple[Any, ...]:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Sequential(*(Tanh(32) for _ in range(2))), nn.Flatten())
+        streamer.wrap(model, layers="0", backend=VirtualBackend(CPU), micro_batch_size=size)
+        inputs = torch.zeros(8, 32, device="meta", requires_grad=True)
+        made = plan_step(wrapped(model).executor, lambda: model(inputs).sum().backward(), recollection)
+        return made.device_bytes, made.prediction.flops
+
+    one, sizes = Recollection(), (None, 2, 1)
+    shared = [plan(one, size) for size in sizes]
+    assert shared == [plan(Recollection(), size) for size in sizes]
+    assert all(shared.count(made) == 1 for made in shared), "there is something to confuse"
+
+
 def test_layers_that_differ_in_a_number_are_told_apart() -> None:
     class Wide(nn.Module):
         def __init__(self, times: int) -> None:
