@@ -128,6 +128,43 @@ def test_gradients_written_after_clipping_are_an_error(how: str) -> None:
         optimizer.step()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_write_to_any_gradient_after_clipping_is_noticed(dtype: torch.dtype) -> None:
+    """Also to a short one, by who does not tell autograd."""
+    with streamed(gpt(), layers="transformer.h", dtype=dtype) as model:
+        optimizer = streamer.AdamW(model.parameters())
+        for backwards in (1, 2):
+            language_loss(model, backwards).backward()
+            streamer.clip_grad_norm_(model, 1e-3)
+            for name, param in model.transformer.h.named_parameters():
+                param.grad.data.mul_(2)
+                with pytest.raises(RuntimeError, match="gradients were written after clip_grad_norm_"):
+                    optimizer.step()
+                    pytest.fail(f"not noticed: {name}")
+                param.grad.data.div_(2)
+        optimizer.step()
+
+
+def test_a_norm_that_is_no_number_leaves_no_gradient_that_is_one() -> None:
+    """As in PyTorch: whoever steps in spite of it sees that it went wrong."""
+
+    def step(model: nn.Module, clip: Callable[[nn.Module], torch.Tensor]) -> dict[str, torch.Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        language_loss(model, 0).backward()
+        with torch.no_grad():
+            model.transformer.h[1].mlp.c_fc.weight.grad[3, 4] = torch.nan
+        assert clip(model).isnan()
+        optimizer.step()
+        return {name: weight.isnan() for name, weight in model.state_dict().items()}
+
+    plain = copy.deepcopy(gpt())
+    expected = step(plain, lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    assert all(spoilt.all() for spoilt in expected.values())
+    with streamed(gpt(), layers="transformer.h") as model:
+        actual = step(model, lambda model: streamer.clip_grad_norm_(model, 1.0))
+    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
+
+
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 def test_gradients_written_before_clipping_are_not_taken_for_later_writes(norm_type: float) -> None:
     def step(
