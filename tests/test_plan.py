@@ -201,6 +201,27 @@ def test_recalled_layers_take_what_each_of_them_takes(name: str, options: dict[s
     assert recalled[0] == pytest.approx(run[0], rel=1e-9)
 
 
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_slices_that_are_recalled_take_no_more_while_they_run(activations: str) -> None:
+    """With no backward after it, whose peak would hide that of the forward."""
+
+    def figures(*, recall: bool) -> tuple[int, int]:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Sequential(*(Tanh(16) for _ in range(2))), nn.Flatten())
+        options: dict[str, Any] = {"activations": activations, "micro_batch_size": 1}
+        streamer.wrap(model, layers="0", backend=VirtualBackend(CPU), **options)
+        inputs = torch.zeros(6, 16, device="meta", requires_grad=True)
+        executor = wrapped(model).executor
+        tracker = StepTracker(executor)
+        if recall:
+            recall_layers(executor, tracker, Recollection())
+        with tracker:
+            model(inputs)
+        return tracker.peak, executor.saved.peak
+
+    assert figures(recall=True) == figures(recall=False)
+
+
 def test_layers_that_are_alike_run_once() -> None:
     runs: list[int] = []
 
