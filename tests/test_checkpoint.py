@@ -230,6 +230,28 @@ def test_moments_that_are_exchanged_are_written_first(
         assert path.read_bytes() == (tmp_path / "there" / path.name).read_bytes(), path.name
 
 
+def test_frozen_weights_of_the_root_are_there_after_a_load(tmp_path: Path) -> None:
+    """On the device too, to which a step brings trained ones only."""
+
+    def frozen(seed: int) -> torch.nn.Module:
+        torch.manual_seed(seed)
+        model = GPT(vocab_size=VOCAB, block_size=16, n_layer=2, n_head=2, n_embd=16)
+        for name, param in model.named_parameters():
+            param.requires_grad_("h.1" in name or "ln_f" in name)
+        return streamer.wrap(model, **LAYERS)
+
+    first, second = frozen(1), frozen(2)
+    streamer.save(first, None, tmp_path / "c", step=1)
+    streamer.load(second, None, tmp_path / "c")
+    there, here = first.state_dict(), second.state_dict()
+    assert [name for name in there if not torch.equal(here[name], there[name])] == []
+    tokens = batch(0)[:, :-1]
+    with torch.no_grad():
+        assert torch.equal(second(tokens), first(tokens))
+    for model in (first, second):
+        streamer.unwrap(model)
+
+
 def test_a_load_waits_for_what_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(dtype=torch.bfloat16)
     run.steps(1)

@@ -126,6 +126,44 @@ def test_gradients_written_unseen_after_clipping_are_an_error() -> None:
         optimizer.step()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_write_to_any_gradient_after_clipping_is_noticed(dtype: torch.dtype) -> None:
+    """Also to a short one, by who does not tell autograd."""
+    with streamed(gpt(), layers="transformer.h", dtype=dtype) as model:
+        optimizer = streamer.AdamW(model.parameters())
+        for backwards in (1, 2):
+            language_loss(model, backwards).backward()
+            shown = {name: param.grad.data for name, param in model.transformer.h.named_parameters()}
+            streamer.clip_grad_norm_(model, 1e-3)
+            for name, gradient in shown.items():
+                gradient.mul_(2)
+                with pytest.raises(RuntimeError, match="gradients were written after clip_grad_norm_"):
+                    optimizer.step()
+                    pytest.fail(f"not noticed: {name}")
+                gradient.div_(2)
+        optimizer.step()
+
+
+def test_a_norm_that_is_no_number_leaves_no_gradient_that_is_one() -> None:
+    """As in PyTorch: whoever steps in spite of it sees that it went wrong."""
+
+    def step(model: nn.Module, clip: Callable[[nn.Module], torch.Tensor]) -> dict[str, torch.Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        language_loss(model, 0).backward()
+        with torch.no_grad():
+            model.transformer.h[1].mlp.c_fc.weight.grad[3, 4] = torch.nan
+        assert clip(model).isnan()
+        optimizer.step()
+        return {name: weight.isnan() for name, weight in model.state_dict().items()}
+
+    plain = copy.deepcopy(gpt())
+    expected = step(plain, lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    assert all(spoilt.all() for spoilt in expected.values())
+    with streamed(gpt(), layers="transformer.h") as model:
+        actual = step(model, lambda model: streamer.clip_grad_norm_(model, 1.0))
+    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
+
+
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 def test_gradients_written_before_clipping_are_not_taken_for_later_writes(norm_type: float) -> None:
     def step(
@@ -193,6 +231,35 @@ def test_clipping_after_a_step_does_not_reach_the_update_under_way() -> None:
     plain = torch.optim.AdamW(reference.parameters(), **settings)
     trained(reference, plain, lambda norm: clip(reference.parameters(), norm))
     backend = ThreadBackend(delays={lane: lambda: 0.004 for lane in Lane})
+    with streamed(gpt(), layers="transformer.h", backend=backend) as model:
+        optimizer = streamer.AdamW(model.parameters(), **settings)
+        trained(model, optimizer, lambda norm: streamer.clip_grad_norm_(model, norm))
+        actual = model.state_dict()
+        for name, weight in reference.state_dict().items():
+            torch.testing.assert_close(actual[name], weight, rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("change", ["a gradient is replaced", "one layer goes backward"])
+def test_gradients_that_join_clipped_ones_wait_for_the_update_under_way(change: str) -> None:
+    """The coefficient is then applied to all that are held, which the update is still reading."""
+
+    def trained(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[float], object]) -> None:
+        language_loss(model, 0).backward()
+        clip(1e-2)
+        optimizer.step()
+        if change == "a gradient is replaced":
+            replaced(model)
+        else:
+            model.transformer.h[0](torch.linspace(-1, 1, 80).view(1, 4, 20)).square().sum().backward()
+        clip(1e-2)
+        optimizer.step()
+
+    reference = copy.deepcopy(gpt())
+    settings = {"lr": 1e-2, "eps": 1.0}
+    clip = torch.nn.utils.clip_grad_norm_
+    plain = torch.optim.AdamW(reference.parameters(), **settings)
+    trained(reference, plain, lambda norm: clip(reference.parameters(), norm))
+    backend = ThreadBackend(delays={Lane.HOST: lambda: 0.02})
     with streamed(gpt(), layers="transformer.h", backend=backend) as model:
         optimizer = streamer.AdamW(model.parameters(), **settings)
         trained(model, optimizer, lambda norm: streamer.clip_grad_norm_(model, norm))

@@ -106,6 +106,12 @@ def quietly(config: Any, **answers: Any) -> streamer.DeepSpeedConfig:
         return streamer.from_deepspeed_config(config, **answers)
 
 
+def test_the_scaler_of_a_config_that_only_enables_fp16_is_deepspeeds() -> None:
+    """PyTorch's own doubles its scale half as often."""
+    read = quietly({"fp16": {"enabled": True}})
+    assert read.grad_scaler == {"init_scale": 2.0**16, "growth_interval": 1000}
+
+
 def test_zero_2_offload() -> None:
     read = quietly(ZERO_2)
     assert read.wrap == {"dtype": torch.float16}

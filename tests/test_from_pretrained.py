@@ -393,7 +393,7 @@ def test_values_that_a_class_computes_are_there_beside_new_ones(tmp_path: Path) 
     assert torch.equal(actual["model.encoder.layers.0.fc1.weight"], torch.ones(64, 32))
 
 
-@pytest.mark.parametrize("ignore", [r"^lm_head\.", ["lm_head", "nowhere"]])
+@pytest.mark.parametrize("ignore", [r"^lm_head\.", ["lm_head", "nowhere"], r"_head\.weight$"])
 def test_a_head_is_left_out(ignore: Any, llama: Path) -> None:
     expected = transformers.LlamaModel.from_pretrained(llama)
     model = unwrapped(llama, transformers.LlamaModel, ignore=ignore)

@@ -157,10 +157,12 @@ def test_a_unit_of_mixed_dtypes_takes_a_launch_for_each(
         assert torch.equal(shard.exact(slice), alone.exact(alone.layout.slices[0]))
 
 
-def test_the_seed_reaches_the_rounding() -> None:
-    shards = [shard_of([BF16] * len(SIZES), BF16) for _ in range(3)]
+@pytest.mark.parametrize("state_dtype", [BF16, torch.int8])
+def test_the_seed_reaches_the_rounding(state_dtype: torch.dtype) -> None:
+    shards = [shard_of([BF16] * len(SIZES), state_dtype) for _ in range(3)]
     for shard, seed in zip(shards, (1, 1, 2), strict=True):
-        update_shard(shard, [Run.of(slice, CALM) for slice in shard.layout.slices], BF16, 1.0, seed=seed)
+        runs = [Run.of(slice, CALM) for slice in shard.layout.slices]
+        update_shard(shard, runs, state_dtype, 1.0, seed=seed)
     second = [shard.held["exp_avg_sq"] for shard in shards]
     assert torch.equal(second[0], second[1])
     assert not torch.equal(second[0], second[2])

@@ -201,6 +201,27 @@ def test_recalled_layers_take_what_each_of_them_takes(name: str, options: dict[s
     assert recalled[0] == pytest.approx(run[0], rel=1e-9)
 
 
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_slices_that_are_recalled_take_no_more_while_they_run(activations: str) -> None:
+    """With no backward after it, whose peak would hide that of the forward."""
+
+    def figures(*, recall: bool) -> tuple[int, int]:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Sequential(*(Tanh(16) for _ in range(2))), nn.Flatten())
+        options: dict[str, Any] = {"activations": activations, "micro_batch_size": 1}
+        streamer.wrap(model, layers="0", backend=VirtualBackend(CPU), **options)
+        inputs = torch.zeros(6, 16, device="meta", requires_grad=True)
+        executor = wrapped(model).executor
+        tracker = StepTracker(executor)
+        if recall:
+            recall_layers(executor, tracker, Recollection())
+        with tracker:
+            model(inputs)
+        return tracker.peak, executor.saved.peak
+
+    assert figures(recall=True) == figures(recall=False)
+
+
 def test_layers_that_are_alike_run_once() -> None:
     runs: list[int] = []
 
@@ -230,6 +251,23 @@ def test_layers_that_are_alike_run_once() -> None:
     assert planned(6, recollection=recollection)
     assert planned(6, recollection=recollection, num_slots=4) == 0
     assert planned(6, 5, recollection=recollection)
+
+
+def test_plans_of_one_recollection_are_those_of_their_own() -> None:
+    """Of copies of a model that differ in how they cut the same batch."""
+
+    def plan(recollection: Recollection, size: int | None) -> tuple[Any, ...]:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Sequential(*(Tanh(32) for _ in range(2))), nn.Flatten())
+        streamer.wrap(model, layers="0", backend=VirtualBackend(CPU), micro_batch_size=size)
+        inputs = torch.zeros(8, 32, device="meta", requires_grad=True)
+        made = plan_step(wrapped(model).executor, lambda: model(inputs).sum().backward(), recollection)
+        return made.device_bytes, made.prediction.flops
+
+    one, sizes = Recollection(), (None, 2, 1)
+    shared = [plan(one, size) for size in sizes]
+    assert shared == [plan(Recollection(), size) for size in sizes]
+    assert all(shared.count(made) == 1 for made in shared), "there is something to confuse"
 
 
 def test_layers_that_differ_in_a_number_are_told_apart() -> None:

@@ -226,19 +226,21 @@ def test_a_checkpoint_that_cannot_be_written_stops_the_run_or_not_as_asked(
 # A loss that is no number
 
 
-def nan_at(monkeypatch: pytest.MonkeyPatch, *calls: int) -> None:
+def nan_at(monkeypatch: pytest.MonkeyPatch, *calls: int) -> list[list[int]]:
+    """Let these steps' losses be NaN, counted from 1; the tokens of each step as it is made."""
     plain = TokenLoss.__call__
-    count: list[int] = []
+    drawn: list[list[int]] = []
 
     def sometimes(self: TokenLoss, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         loss = plain(self, tokens, targets)
         if torch.is_grad_enabled():
-            count.append(1)
-            if len(count) in calls:
+            drawn.append(tokens.flatten().tolist())
+            if len(drawn) in calls:
                 return loss * float("nan")
         return loss
 
     monkeypatch.setattr(TokenLoss, "__call__", sometimes)
+    return drawn
 
 
 def test_a_loss_that_is_nan_is_skipped_and_named(
@@ -264,7 +266,7 @@ def test_a_loss_that_is_nan_stops_the_run_if_asked(
 def test_a_run_goes_back_after_a_loss_that_is_nan_and_draws_other_batches(
     config: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    nan_at(monkeypatch, 8, 11)
+    drawn = nan_at(monkeypatch, 8, 11)
     assert train(config, "--set", "run.nonfinite='back'") == 0
     printed = capfd.readouterr().out
     assert printed.count("; back to step 6, and on with other batches") == 2
@@ -273,6 +275,8 @@ def test_a_run_goes_back_after_a_loss_that_is_nan_and_draws_other_batches(
     assert [line["step"] for line in mine] == steps
     same = [one == other for one, other in zip(mine, theirs, strict=True)]
     assert same == [step <= 6 for step in steps]
+    # step 7 of each try: none sees again what an earlier one has seen
+    assert len({tuple(drawn[call - 1]) for call in (7, 9, 12)}) == 3
 
 
 def test_a_run_that_has_nowhere_to_go_back_to_stops(

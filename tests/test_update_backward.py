@@ -173,6 +173,12 @@ def test_what_it_cannot_do_is_said() -> None:
             optimizer.step()
         optimizer.zero_grad()
         optimizer.step()
+        language_loss(model, 2).backward()
+        model.lm_head.weight.grad = model.lm_head.weight.grad * 0.5
+        with pytest.raises(RuntimeError, match="gradients were written"):
+            optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()
         language_loss(model, 3).backward()
         (model.transformer.wte.weight.square().sum() * 1e-3).backward()
         optimizer.step()
