@@ -11,7 +11,8 @@ together along the same dimension. Nothing is cut beside a nested tensor (of seq
 
 Random numbers are drawn slice after slice, in each layer. A layer that looks across its batch (batch
 normalisation, experts with a capacity, a state that it keeps) sees one slice after another, as with gradient
-accumulation.
+accumulation: running statistics take in each slice, and count it. The power iteration of a spectral norm,
+which looks at weights alone, makes one step for all of them (`Unit.start_again`).
 """
 
 from __future__ import annotations

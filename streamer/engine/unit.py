@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from streamer.memory.layout import Layout, Slice
 
@@ -128,6 +130,33 @@ class Unit:
         finally:
             for (owner, name), buffer in now.items():
                 owner._buffers[name] = buffer
+
+    def start_again(self) -> Callable[[], None]:
+        """A function that takes spectral norms back to the power iteration of this moment.
+
+        In training each forward makes one iteration more, and with it another weight: the slices of a batch
+        each begin with that of the first one, so that all see the weight that the whole batch would.
+        """
+        before = [(owner, name, owner._buffers[name]) for owner, name in self._iterated]
+        values = [(owner, name, buffer.clone()) for owner, name, buffer in before if buffer is not None]
+
+        def put_back() -> None:
+            with torch.no_grad():
+                for owner, name, value in values:
+                    owner._buffers[name].copy_(value)  # type: ignore[union-attr]
+
+        return put_back
+
+    @cached_property
+    def _iterated(self) -> tuple[BufferPlace, ...]:
+        places: list[BufferPlace] = []
+        for module in self.module.modules():
+            if isinstance(module, _SpectralNorm):
+                places += [(module, "_u"), (module, "_v")]
+            for hook in module._forward_pre_hooks.values():
+                if isinstance(hook, SpectralNorm):  # of before there were parametrizations
+                    places += [(module, f"{hook.name}_u"), (module, f"{hook.name}_v")]
+        return tuple((module, name) for module, name in places if name in module._buffers)
 
     @cached_property
     def _places(self) -> frozenset[tuple[nn.Module, str]]:
