@@ -254,6 +254,18 @@ class Listing(Layer):
         return x + torch.tanh(x @ self.held[0])
 
 
+class Scaled(Layer):
+    """Has a parameter without elements and one without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.zeros(0, 3))
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale + self.nothing.sum()
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -270,6 +282,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "normalising": lambda: Stack(Normalising),
     "drawing": lambda: Stack(Drawing),
     "listing": lambda: Stack(Listing),
+    "scaled": lambda: Stack(Scaled),
     "recurrent": lambda: Stack(Recurrent),
 }
 
