@@ -266,6 +266,13 @@ class Scaled(Layer):
         return super().forward(x) * self.scale + self.nothing.sum()
 
 
+class Asking(Layer):
+    """Does something else where its weight is none of its parameters."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if isinstance(self.linear.weight, nn.Parameter) else x
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -283,6 +290,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "drawing": lambda: Stack(Drawing),
     "listing": lambda: Stack(Listing),
     "scaled": lambda: Stack(Scaled),
+    "asking": lambda: Stack(Asking),
     "recurrent": lambda: Stack(Recurrent),
 }
 

@@ -177,6 +177,9 @@ class Unit:
                         "write into it (param.copy_ under torch.no_grad), or unwrap first"
                     )
         self._check_places()
+        for leaf in leaves:
+            # isinstance(leaf, nn.Parameter), by which layers may tell a weight from what is computed of one
+            leaf._is_param = True
         try:
             self._register(leaves)
             yield
@@ -194,7 +197,9 @@ class Unit:
             return
         paths = {module: path for path, module in self.module.named_modules()}
         differing = places - self._places or self._places - places
-        changed = sorted(f"{paths.get(module, type(module).__name__)}.{name}" for module, name in differing)
+        changed = sorted(
+            f"{paths.get(module, type(module).__name__)}.{name}".lstrip(".") for module, name in differing
+        )
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         raise ValueError(
             f"layer '{self.name}' has gained or lost parameters since streamer.wrap ('{changed[0]}'{more}): "
@@ -210,7 +215,7 @@ class Unit:
         for param, owners in zip(self.params, self.owners, strict=True):
             for module, name in owners:
                 seen: torch.Tensor | None = module._parameters.get(name)
-                if seen is not None and not isinstance(seen, nn.Parameter):
+                if type(seen) is torch.Tensor:
                     module._parameters[name] = param
 
     def elsewhere(self, weights: torch.Tensor) -> list[tuple[Slice, nn.Parameter]]:
