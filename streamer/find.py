@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 Layers = str | Sequence[str] | None
 
@@ -32,6 +33,11 @@ def find_layers(model: nn.Module, layers: Layers) -> list[tuple[str, nn.Module]]
     """
     if not (layers is None or isinstance(layers, str | Sequence)):
         raise ValueError(f"layers={layers!r}: it must be a dotted path, several of them, or None")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(
+                f"'{name}' has no shape yet, since its module is a lazy one: run the model once, then wrap it"
+            )
     paths = _stacks(model) if layers is None else [layers] if isinstance(layers, str) else list(layers)
     if not paths:
         raise ValueError(f"layers is empty: give the path of a list of layers. {_known_lists(model)}")
@@ -81,7 +87,9 @@ def is_list(module: nn.Module) -> bool:
 
 def is_called(module: nn.Module) -> bool:
     """Whether ``module`` has a forward."""
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+    # TorchScript's modules show theirs on the instance alone
+    forward = getattr(type(module), "forward", None)
+    return forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _list_at(model: nn.Module, path: str) -> nn.Module:

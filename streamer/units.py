@@ -23,9 +23,15 @@ def make_units(
     """One unit for each of ``layers`` (qualified name and module), and the root unit.
 
     ``dtype`` is what parameters are streamed in; None keeps theirs. Raises ValueError for what cannot be
-    streamed: a layer without parameters, a parameter that two units share, or one that is sparse,
+    streamed: TorchScript, a layer without parameters, a parameter that two units share or that is sparse,
     complex, on the meta device without being virtual, or of another dtype than fp32, bf16 and fp16.
     """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"'{name}' is TorchScript, whose code does not see weights that are in a slot: wrap the "
+                "model with the module that it was made of"
+            )
     inside = {module for _, layer in layers for module in layer.modules()}
     owners = [_owners(name, layer.named_modules()) for name, layer in layers]
     rest = ((name, module) for name, module in model.named_modules() if module not in inside)
@@ -121,8 +127,13 @@ def _streamed_dtype(param: nn.Parameter, name: str, dtype: torch.dtype | None) -
         )
     if param.dtype.is_complex:
         raise ValueError(f"parameter '{name}' is complex ({param.dtype}): store its real and imaginary parts")
+    if not param.dtype.is_floating_point:
+        raise ValueError(
+            f"parameter '{name}' has dtype {param.dtype}, which is no floating point: cast the model first, "
+            "or register it as a buffer, which stays on the device"
+        )
     streamed = param.dtype if dtype is None else dtype
-    if streamed not in DTYPES or not param.dtype.is_floating_point:
+    if streamed not in DTYPES:
         raise ValueError(
             f"parameter '{name}' has dtype {param.dtype}: streamed weights are torch.float32, torch.bfloat16 "
             "or torch.float16; give wrap(dtype=...) one of them, or cast the model first"

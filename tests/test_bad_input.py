@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 import streamer
 from streamer.backends import host_memory
@@ -56,7 +57,7 @@ def lane_threads() -> set[threading.Thread]:
 
 
 def address(tensor: torch.Tensor) -> int | None:
-    return tensor.data_ptr() if tensor.layout is torch.strided else None
+    return None if is_lazy(tensor) or tensor.layout is not torch.strided else tensor.data_ptr()
 
 
 def snapshot(model: nn.Module) -> list[object]:
@@ -334,7 +335,7 @@ def test_same_module_twice_in_a_list_works() -> None:
         (torch.eye(4, dtype=torch.complex64), torch.float32, r"is complex .*: store its real"),
         (torch.eye(4, dtype=torch.float64), None, r"torch\.float64.*give wrap\(dtype=\.\.\.\)"),
         (torch.eye(4, dtype=torch.int64), None, r"torch\.int64.*cast the model first"),
-        (torch.eye(4, dtype=torch.int8), torch.bfloat16, r"torch\.int8.*cast the model first"),
+        (torch.eye(4, dtype=torch.int8), torch.bfloat16, r"torch\.int8.*or register it as a buffer"),
     ],
 )
 def test_parameters_that_cannot_be_streamed(
@@ -351,6 +352,23 @@ def test_float64_is_streamed_as_what_is_asked_for() -> None:
     with wrapped(model, dtype=torch.float32):
         assert model(X).dtype == torch.float32
     assert {param.dtype for param in model.parameters()} == {torch.float64}
+
+
+@pytest.mark.parametrize("layers", ["blocks", None])
+def test_lazy_parameters(layers: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in ("blocks", "single"):
+        model = Net()
+        model.get_submodule(place).lazy = nn.LazyLinear(4)
+        match = rf"'{place}\.lazy\.weight' has no shape yet.*run the model once, then wrap it"
+        wrap_is_refused(model, match, monkeypatch, layers=layers)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("place", ["blocks.1", "single"])
+def test_torch_script(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net()
+    model.set_submodule(place, torch.jit.trace(nn.Linear(4, 4), X))
+    wrap_is_refused(model, f"'{place}' is TorchScript.*wrap the model with the module", monkeypatch)
 
 
 def test_meta_parameters(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from tests.reference import (
     train_plain,
     train_streamed,
 )
-from tests.test_modules import TIME, WIDTH, Layer
+from tests.test_modules import TIME, WIDTH, Layer, Normalising, Stack, loss_on
 
 POLICIES = pytest.mark.parametrize("activations", ["recompute", "keep"])
 
@@ -75,6 +75,51 @@ def test_it_equals_the_whole_batch_and_gradient_accumulation_but_for_the_order_o
         gradient = actual.first_gradients[name]
         torch.testing.assert_close(gradient, whole[name], rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(gradient, param.grad, rtol=1e-5, atol=1e-7)
+
+
+def normalised(norm: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer() for _ in range(3)))
+    for layer in model:
+        norm(layer.linear)
+    return model
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("activations", ["recompute", "recompute+offload", "keep"])
+@pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
+def test_a_spectral_norm_makes_one_iteration_for_all_slices(
+    norm: Callable[[nn.Module], nn.Module], activations: str, grad: bool
+) -> None:
+    """All see the weight that the whole batch would have seen."""
+    plain, x = normalised(norm), torch.randn(5, WIDTH)
+    model = streamer.wrap(
+        normalised(norm), layers="", device="cpu", activations=activations, micro_batch_size=2
+    )
+    for _ in range(2):
+        with torch.set_grad_enabled(grad):
+            actual, expected = model(x), plain(x)
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+        if grad:
+            actual.square().sum().backward()
+            expected.square().sum().backward()
+        assert len(list(plain.buffers())) == 6
+        for mine, theirs in zip(model.buffers(), plain.buffers(), strict=True):
+            assert torch.equal(mine, theirs)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (mine.grad is not None) == grad
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-5)
+    streamer.unwrap(model)
+
+
+@POLICIES
+def test_running_statistics_take_in_each_slice(activations: str) -> None:
+    """As with gradient accumulation; they are among the weights that are compared."""
+    expected = train_in_slices(Stack(Normalising), 2, "blocks", loss_of=loss_on)
+    assert any("running_mean" in name for name in expected.weights)
+    options = {"layers": "blocks", "micro_batch_size": 2, "activations": activations}
+    actual = train_streamed(Stack(Normalising), steps=5, max_norm=0.5, loss_of=loss_on, **options)
+    assert_parity(actual, expected)
 
 
 @pytest.mark.parametrize("size", [4, 5])

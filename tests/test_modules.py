@@ -104,7 +104,10 @@ def test_an_encoder_and_a_decoder(activations: str) -> None:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("loss_of", [loss_on, padded, causal])
 @pytest.mark.parametrize("nested", [False, True])
-def test_an_encoder_in_evaluation(nested: bool, loss_of: LossOf, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", [None, 2])
+def test_an_encoder_in_evaluation(
+    size: int | None, nested: bool, loss_of: LossOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its layers give their weights to one fused function then, and the encoder may leave padding out."""
     model = encoder(nested=nested, bias=True).eval()
     fused, calls = torch._transformer_encoder_layer_fwd, []
@@ -114,12 +117,27 @@ def test_an_encoder_in_evaluation(nested: bool, loss_of: LossOf, monkeypatch: py
     with torch.no_grad():
         expected = loss_of(model, 0)
     in_plain, calls[:] = list(calls), []
-    with streamed(model, layers="layers", num_slots=1) as wrapped:
+    is_nested = nested and loss_of is padded
+    slices = 1 if size is None or is_nested else 2
+    with streamed(model, layers="layers", num_slots=1, micro_batch_size=size) as wrapped:
         with torch.no_grad():
             assert torch.equal(loss_of(wrapped, 0), expected)
         with torch.inference_mode():
             assert torch.equal(loss_of(wrapped, 0), expected)
-        assert calls == 2 * in_plain == 6 * [nested and loss_of is padded]
+        assert in_plain == 3 * [is_nested]
+        assert calls == 6 * slices * [is_nested]
+
+
+@POLICIES
+@pytest.mark.parametrize("size", [None, 2])
+def test_nested_tensors_in_training(size: int | None, activations: str) -> None:
+    def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+        sequences = [tokens[:length] for tokens, length in zip(batch(step), (3, 5, 2), strict=True)]
+        out = model(torch.nested.nested_tensor(sequences, layout=torch.jagged))
+        return sum(tensor.square().sum() for tensor in out.unbind())
+
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
+    assert_trains(model, loss_of, layers="", activations=activations, micro_batch_size=size)
 
 
 # --- layers of other kinds ------------------------------------------------------------------------------
@@ -237,6 +255,25 @@ class Listing(Layer):
         return x + torch.tanh(x @ self.held[0])
 
 
+class Scaled(Layer):
+    """Has a parameter without elements and one without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.zeros(0, 3))
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale + self.nothing.sum()
+
+
+class Asking(Layer):
+    """Does something else where its weight is none of its parameters."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if isinstance(self.linear.weight, nn.Parameter) else x
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -253,6 +290,8 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "normalising": lambda: Stack(Normalising),
     "drawing": lambda: Stack(Drawing),
     "listing": lambda: Stack(Listing),
+    "scaled": lambda: Stack(Scaled),
+    "asking": lambda: Stack(Asking),
     "recurrent": lambda: Stack(Recurrent),
 }
 

@@ -122,7 +122,10 @@ class Visit:
         """The work of `forward`, on the slot ``weights``."""
         self._shapes = [tensor.shape for tensor in inputs]
         joined = Joined(self.call.unit.name, self._cut, inputs)
+        start_again = self.call.unit.start_again() if len(self.runs) > 1 else None
         for number, run in enumerate(self.runs):
+            if start_again is not None:
+                start_again()
             given = self._cut.inputs(inputs, number)
             outputs, rebuild = run.first_run(weights, given)
             joined.add(number, outputs, rebuild, given)

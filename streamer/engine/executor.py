@@ -234,7 +234,7 @@ class Executor:
             self._await_lent()
 
     def check_idle(self, unit: Unit) -> None:
-        """Raise RuntimeError if the calling thread is inside of a visit of ``unit``, which is to be updated."""
+        """Raise RuntimeError if the calling thread is in a visit of ``unit``, which is to be updated."""
         with self.turns.lock:  # a visit of another thread is over then
             self.weights.check_idle(unit)
 

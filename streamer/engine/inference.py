@@ -37,7 +37,9 @@ def infer(
     if len(cut.slices) == 1:
         return run(args, kwargs)
     joined = Joined(unit.name, cut, inputs)
+    start_again = unit.start_again()
     for number in range(len(cut.slices)):
+        start_again()
         given = cut.inputs(inputs, number)
         given_args, given_kwargs = rebuild(given)
         before, kept = fingerprint((given_args, given_kwargs)), _kept(unit)

@@ -6,11 +6,13 @@ the bus twice a step whatever the batch, and what it computes takes the memory o
 cut if its first dimension is the batch, which is that of the hidden states: the first tensor of floating
 point among the arguments. Where that may be chance (the batch is as long as the sequence, or there are as
 many heads) the caller is asked, since a wrong cut may broadcast without a word. What the layer returns is put
-together along the same dimension.
+together along the same dimension. Nothing is cut beside a nested tensor (of sequences that differ in length;
+`nn.TransformerEncoder` makes one of a padded batch in evaluation).
 
 Random numbers are drawn slice after slice, in each layer. A layer that looks across its batch (batch
 normalisation, experts with a capacity, a state that it keeps) sees one slice after another, as with gradient
-accumulation.
+accumulation: running statistics take in each slice, and count it. The power iteration of a spectral norm,
+which looks at weights alone, makes one step for all of them (`Unit.start_again`).
 """
 
 from __future__ import annotations
@@ -52,6 +54,8 @@ class MicroBatches:
         """
         if self._size is None or not inputs or self._signature is None:
             return Cut.none(inputs)
+        if any(tensor.is_nested for tensor in inputs):
+            return Cut.none(inputs)  # PyTorch cannot take a part of it
         given = self._given(self._signature, args, kwargs)
         names = self._names(given)
         hidden = self._hidden(names, inputs)

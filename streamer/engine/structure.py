@@ -1,9 +1,9 @@
 """Whether a wrapped model still has the modules that it was wrapped with.
 
-A module that is put in the place of a layer runs without being streamed. Nobody clips or updates a parameter
-that is added outside of the layers. No loss shows that. So what each module outside of the layers holds is
-compared with what it held, by identity, where a pass over the model begins. Inside of a layer `Unit.using`
-looks.
+A module that is put in the place of a layer runs without being streamed, and nobody clips or updates a
+parameter that is added outside of the layers. No loss shows that. So what each module outside of the layers
+holds is compared with what it held, by identity, where a pass over the model begins. Inside of a layer
+`Unit.using` looks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Held(NamedTuple):
 
 
 class Structure:
-    """The modules of a model that are in none of ``units``, with their parameters: those of ``root``."""
+    """The modules of a model that are in none of ``units``. Their parameters are those of ``root``."""
 
     def __init__(self, units: Sequence[Unit], root: Unit) -> None:
         self._units = units
@@ -44,8 +44,8 @@ class Structure:
         self._called.add(index)
 
     def check(self) -> None:
-        """Raise ValueError if, since the model was wrapped, a layer was replaced, removed or moved, or a
-        parameter was added outside of the layers."""
+        """Raise ValueError if a layer was replaced, removed or moved, or if a parameter was added outside of
+        the layers, since the model was wrapped."""
         for module, modules, params in self._held:
             # tensors have an equality of their own
             if (*module._modules.values(),) != modules or not _are_same(module._parameters.values(), params):

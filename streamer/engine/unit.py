@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from streamer.engine.guarded import as_plain
 from streamer.memory.layout import Layout, Slice
@@ -133,6 +135,33 @@ class Unit:
             for (owner, name), buffer in now.items():
                 owner._buffers[name] = buffer
 
+    def start_again(self) -> Callable[[], None]:
+        """A function that takes spectral norms back to the power iteration of this moment.
+
+        In training each forward makes one iteration more, and with it another weight: the slices of a batch
+        each begin with that of the first one, so that all see the weight that the whole batch would.
+        """
+        before = [(owner, name, owner._buffers[name]) for owner, name in self._iterated]
+        values = [(owner, name, buffer.clone()) for owner, name, buffer in before if buffer is not None]
+
+        def put_back() -> None:
+            with torch.no_grad():
+                for owner, name, value in values:
+                    owner._buffers[name].copy_(value)  # type: ignore[union-attr]
+
+        return put_back
+
+    @cached_property
+    def _iterated(self) -> tuple[BufferPlace, ...]:
+        places: list[BufferPlace] = []
+        for module in self.module.modules():
+            if isinstance(module, _SpectralNorm):
+                places += [(module, "_u"), (module, "_v")]
+            for hook in module._forward_pre_hooks.values():
+                if isinstance(hook, SpectralNorm):  # of before there were parametrizations
+                    places += [(module, f"{hook.name}_u"), (module, f"{hook.name}_v")]
+        return tuple((module, name) for module, name in places if name in module._buffers)
+
     @cached_property
     def _places(self) -> frozenset[tuple[nn.Module, str]]:
         return frozenset(place for owners in self.owners for place in owners)
@@ -140,6 +169,9 @@ class Unit:
     def using(self, leaves: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
         """Let the unit's modules see ``leaves`` in place of their parameters inside the block, which is to be
         ``with unit.restored(), unit.using(leaves)``."""
+        for leaf in leaves:
+            # isinstance(leaf, nn.Parameter), by which layers may tell a weight from what is computed of one
+            leaf._is_param = True
         return _Lent(self, leaves)
 
     def restored(self) -> AbstractContextManager[None]:
@@ -173,7 +205,9 @@ class Unit:
             return
         paths = {module: path for path, module in self.module.named_modules()}
         differing = places - self._places or self._places - places
-        changed = sorted(f"{paths.get(module, type(module).__name__)}.{name}" for module, name in differing)
+        changed = sorted(
+            f"{paths.get(module, type(module).__name__)}.{name}".lstrip(".") for module, name in differing
+        )
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         raise ValueError(
             f"layer '{self.name}' has gained or lost parameters since streamer.wrap ('{changed[0]}'{more}): "
@@ -189,7 +223,7 @@ class Unit:
         for param, owners in zip(self.params, self.owners, strict=True):
             for module, name in owners:
                 seen: torch.Tensor | None = module._parameters.get(name)
-                if seen is not None and not isinstance(seen, nn.Parameter):
+                if type(seen) is torch.Tensor:
                     module._parameters[name] = param
 
     @as_plain

@@ -164,7 +164,7 @@ class Weights:
         self.begin_flight(unit)
 
     def begin_flight(self, unit: Unit) -> None:
-        """An update of ``unit`` is about to be issued: who touches its parameters from now on waits for it."""
+        """An update of ``unit`` is about to be issued: who touches its parameters from now on waits."""
         if unit.index not in self.in_flight:
             self.in_flight.add(unit.index)
             for seen in self._seen.get(unit.index, ()):

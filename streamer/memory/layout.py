@@ -50,7 +50,7 @@ class Slice:
     def own(self, buffer: torch.Tensor) -> torch.Tensor:
         """`view`, under a storage of the parameter's own if the buffer is in host memory: who saves one
         tensor, or looks for tensors that are tied, goes by storages."""
-        if buffer.device.type != "cpu":
+        if buffer.device.type != "cpu" or not self.numel:
             return self.view(buffer)
         piece = torch.from_numpy(buffer[self.offset : self.offset + self.nbytes].numpy())
         return piece.view(self.param.dtype).view(self.param.shape)
