@@ -15,6 +15,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -43,8 +44,8 @@ from tests.test_huggingface import loss as labelled_loss
 from tests.test_peft import lora
 
 STEPS = 3
-#: Seconds by which each update comes late: far longer than a client takes to its first read.
-LATE = 0.005
+#: Seconds by which each update comes late: longer than a client takes to its first read.
+LATE = 0.004
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 
 
@@ -211,19 +212,26 @@ def assert_same(
     plain = copy.deepcopy(net() if model is None else model)
     streamed = copy.deepcopy(plain)
     expected = run_client(client, Run(plain, Adam(trained(plain)), loss_of))
-    streamer.wrap(streamed, backend=slow(), **options)
-    try:
+    with wrapped(streamed, **options):
         run = Run(streamed, streamer.AdamW(trained(streamed), **HYPER), loss_of)
         actual = run_client(client, run)
-    finally:
-        streamer.unwrap(streamed)
     assert differences(actual, expected) == {}
     assert differences(flat(streamed.state_dict()), flat(plain.state_dict())) == {}
 
 
-def slow() -> ThreadBackend:
-    """A backend whose updates come late, and whose slots are full of NaN when they are given up."""
-    return ThreadBackend(delays={Lane.HOST: lambda: LATE}, poison=True)
+@contextmanager
+def wrapped(model: nn.Module, **options: Any) -> Iterator[None]:
+    """``model`` is wrapped inside the block, where updates come late and slots that are given up are full of
+    NaN."""
+    late = [0.0]
+    backend = ThreadBackend(delays={Lane.HOST: lambda: late[0]}, poison=True)
+    streamer.wrap(model, backend=backend, **options)
+    try:
+        late[0] = LATE
+        yield
+    finally:
+        late[0] = 0.0
+        streamer.unwrap(model)
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
@@ -335,7 +343,7 @@ READS: dict[str, Client] = {
     "cat": each_step(lambda run: torch.cat([param.detach().flatten() for param in run.params])),
     "data": each_step(lambda run: [param.data for param in run.params]),
     "numpy": each_step(lambda run: [param.detach().float().numpy() for param in run.params]),
-    "tolist": each_step(lambda run: [param.tolist() for param in run.params]),
+    "tolist": each_step(lambda run: [torch.tensor(param.tolist()) for param in run.params]),
     "item": each_step(lambda run: [param.flatten()[0].item() for param in run.params]),
     "deepcopy of the model": each_step(lambda run: copy.deepcopy(run.model).state_dict()),
     "deepcopy of parameters": each_step(lambda run: [copy.deepcopy(param) for param in run.params]),
@@ -355,10 +363,22 @@ READS: dict[str, Client] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("client", READS)
+#: What reads otherwise where there is a master beside the weight, or a sum beside the gradient.
+BF16_READS = ["ema", "parameters_to_vector", "deepcopy of the model", "deepcopy of parameters", "torch.save"]
+BF16_READS += ["gradients", "moments", "kept data", "change"]
+
+
+@pytest.mark.parametrize(
+    ("client", "dtype"),
+    [*((client, torch.float32) for client in READS), *((client, torch.bfloat16) for client in BF16_READS)],
+    ids=str,
+)
 def test_reads_after_a_step(client: str, dtype: torch.dtype) -> None:
     assert_same(READS[client], copy.deepcopy(net()).to(dtype), layers="layers")
+
+
+def test_reads_after_a_step_whose_updates_run_in_backward() -> None:
+    assert_same(READS["parameters_to_vector"], layers="layers", update="backward")
 
 
 # --- writes through .data -------------------------------------------------------------------------------
@@ -381,12 +401,9 @@ def noise(run: Run) -> None:
         param.data.add_(torch.randn(param.shape, generator=draw), alpha=0.1)
 
 
-def reset_a_row(run: Run) -> None:
+def rows(run: Run) -> None:
     run.model.embed.weight.data[0].zero_()
     run.model.layers[1].up.weight.data[0].zero_()
-
-
-def assign_a_row(run: Run) -> None:
     run.model.head.weight.data[:2] = 0.1
     run.model.layers[2].norm.weight.data[:2] = 0.1
 
@@ -399,13 +416,21 @@ def exchange_layers(run: Run) -> None:
         theirs.data.copy_(kept)
 
 
-WRITES = [clamp, mask, noise, reset_a_row, assign_a_row, exchange_layers]
-WHEN = ["before forward", "after backward", "after step"]
+WRITES = [clamp, mask, noise, rows, exchange_layers]
 #: Layers that are copied at every visit, and layers that stay in their slots.
 PLACES = {
     "paged": {"num_slots": 2, "activations": "recompute"},
     "resident": {"num_slots": 3, "activations": "keep"},
 }
+WHEN_AND_WHERE = pytest.mark.parametrize(
+    ("when", "place"),
+    [
+        ("before forward", "resident"),
+        ("after backward", "paged"),
+        ("after step", "paged"),
+        ("after step", "resident"),
+    ],
+)
 
 
 def each_time(write: Callable[[Run], None], when: str) -> Client:
@@ -422,8 +447,7 @@ def each_time(write: Callable[[Run], None], when: str) -> Client:
     return client
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("when", WHEN)
+@WHEN_AND_WHERE
 @pytest.mark.parametrize("write", WRITES)
 def test_writes_through_data(write: Callable[[Run], None], when: str, place: str) -> None:
     assert_same(each_time(write, when), layers="layers", **PLACES[place])
@@ -454,17 +478,16 @@ def test_pruning(place: str) -> None:
     assert_same(iterative_pruning, pruned_net(), layers="layers", **PLACES[place])
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("when", WHEN)
+@WHEN_AND_WHERE
 def test_bf16_weights_that_were_written_are_what_runs_and_what_is_read(when: str, place: str) -> None:
     """Masters have no plain counterpart. So this asks that all ways to the weights agree at each moment: what
     the client reads, what is there when all is done, a plain copy, and what runs."""
-    model = streamer.wrap(copy.deepcopy(net()).bfloat16(), backend=slow(), layers="layers", **PLACES[place])
-    try:
+    model = copy.deepcopy(net()).bfloat16()
+    with wrapped(model, layers="layers", **PLACES[place]):
         run = Run(model, streamer.AdamW(model.parameters(), **HYPER))
         for step in run.steps(when):
             clamp(run)
-            reset_a_row(run)
+            rows(run)
             read = [param.detach().clone() for param in run.params]
             assert not read[0][0].any()
             assert max(param.abs().max().item() for param in read) == torch.tensor(0.2).bfloat16().item()
@@ -474,8 +497,6 @@ def test_bf16_weights_that_were_written_are_what_runs_and_what_is_read(when: str
             assert all(map(torch.equal, plain.parameters(), read))
             with torch.no_grad():
                 assert torch.equal(token_loss(model, step), token_loss(plain, step))
-    finally:
-        streamer.unwrap(model)
     if when == "after step":
         assert all(map(torch.equal, run.params, read))
 
@@ -566,8 +587,14 @@ AVERAGES: dict[str, Client] = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("client", AVERAGES)
+#: Those that put the average into the model.
+SWAPPING = ["torch_ema", "ema_pytorch", "diffusers", "diffusers foreach"]
+
+
+@pytest.mark.parametrize(
+    ("client", "place"),
+    [*((client, "paged") for client in AVERAGES), *((client, "resident") for client in SWAPPING)],
+)
 def test_averages_of_libraries(client: str, place: str) -> None:
     assert_same(AVERAGES[client], layers="layers", **PLACES[place])
 
