@@ -340,11 +340,6 @@ READS: dict[str, Client] = {
     "ema of buffers too": partial(swa, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True),
     "update_bn": batch_norm,
     "parameters_to_vector": each_step(vector),
-    "cat": each_step(lambda run: torch.cat([param.detach().flatten() for param in run.params])),
-    "data": each_step(lambda run: [param.data for param in run.params]),
-    "numpy": each_step(lambda run: [param.detach().float().numpy() for param in run.params]),
-    "tolist": each_step(lambda run: [torch.tensor(param.tolist()) for param in run.params]),
-    "item": each_step(lambda run: [param.flatten()[0].item() for param in run.params]),
     "deepcopy of the model": each_step(lambda run: copy.deepcopy(run.model).state_dict()),
     "deepcopy of parameters": each_step(lambda run: [copy.deepcopy(param) for param in run.params]),
     "torch.save": each_step(saved),
@@ -499,6 +494,162 @@ def test_bf16_weights_that_were_written_are_what_runs_and_what_is_read(when: str
                 assert torch.equal(token_loss(model, step), token_loss(plain, step))
     if when == "after step":
         assert all(map(torch.equal, run.params, read))
+
+
+# --- more that a training script does -------------------------------------------------------------------
+
+
+def hook_of_the_optimizer(run: Run) -> Any:
+    """An average that is kept by a hook that runs at the end of ``step`` itself."""
+    average = [param.detach().clone() for param in run.params]
+    hook = run.optimizer.register_step_post_hook(
+        lambda *_: [mine.lerp_(param.detach(), 0.1) for mine, param in zip(average, run.params, strict=True)]
+    )
+    for _ in run.steps():
+        pass
+    hook.remove()
+    return average
+
+
+def lookahead(run: Run) -> Any:
+    slow = [param.detach().clone() for param in run.params]
+    for _ in run.steps():
+        for mine, param in zip(slow, run.params, strict=True):
+            mine.add_(param.data - mine, alpha=0.5)
+            param.data.copy_(mine)
+    return slow
+
+
+def sharpness_aware(run: Run) -> None:
+    """SAM: the gradient at weights that were moved uphill through ``.data``, and are moved back."""
+    for _ in run.steps("after backward"):
+        kept = [param.data.clone() for param in run.params]
+        for param in run.params:
+            param.data.add_(param.grad, alpha=0.05)
+        run.optimizer.zero_grad()
+        run.loss_of(run.model, 7).backward()
+        for param, value in zip(run.params, kept, strict=True):
+            param.data.copy_(value)
+
+
+def without_gradients(run: Run) -> None:
+    """MeZO: losses at weights that are moved to both sides through ``.data``."""
+    for step in run.steps():
+        for sign in (1, -2, 1):
+            draw = torch.Generator().manual_seed(step)
+            for param in run.params:
+                param.data.add_(torch.randn(param.shape, generator=draw), alpha=sign * 0.01)
+            run.evaluate(f"loss {step} at {sign}")
+
+
+def gradients_are_written_after_the_step(run: Run) -> None:
+    """Which is too late to change anything."""
+    for step in run.steps():
+        for param in run.params:
+            (param.grad.zero_() if step % 2 else param.grad.data.mul_(-5))
+
+
+def moments_are_reset(run: Run) -> Any:
+    for _ in run.steps():
+        for param in run.params[::2]:
+            run.optimizer.state[param]["exp_avg"].zero_()
+            run.optimizer.state[param]["exp_avg_sq"].data.mul_(0.5)
+    return moments(run)
+
+
+SCRIPTS = [hook_of_the_optimizer, lookahead, sharpness_aware, without_gradients]
+SCRIPTS += [gradients_are_written_after_the_step, moments_are_reset]
+
+
+@pytest.mark.parametrize("client", SCRIPTS)
+def test_scripts(client: Client) -> None:
+    assert_same(client, layers="layers")
+
+
+# --- what is still wrong --------------------------------------------------------------------------------
+
+
+def gradients_kept(run: Run) -> Any:
+    """PCGrad and its like: gradients of one loss are kept while those of another are made."""
+    for step in range(STEPS):
+        run.loss_of(run.model, step).backward()
+        first = [param.grad for param in run.params]
+        run.optimizer.zero_grad()
+        run.loss_of(run.model, step + 50).backward()
+        for param, gradient in zip(run.params, first, strict=True):
+            param.grad = param.grad + 0.5 * gradient
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+def gradient_data_assigned(run: Run) -> None:
+    for _ in run.steps("after backward"):
+        for param in run.params:
+            param.grad.data = param.grad.data * 0.5
+
+
+def old_zero_grad(run: Run) -> None:
+    """As `zero_grad` of optimizers that are older than ``set_to_none``."""
+    for _ in run.steps():
+        for param in run.params:
+            param.grad.detach_()
+            param.grad.zero_()
+
+
+def kept_view(run: Run) -> Any:
+    kept = [param.view(-1) for param in run.params]
+    return [[view.detach().clone() for view in kept] for _ in run.steps()]
+
+
+def constructed(run: Run) -> Any:
+    """PyTorch's own warning says what to call instead."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "To copy construct from a tensor", UserWarning)
+        return [torch.as_tensor(param, dtype=torch.float64).detach() for param in run.params]
+
+
+def compiled(read: Callable[[torch.Tensor], torch.Tensor]) -> Client:
+    def client(run: Run) -> Any:
+        torch._dynamo.reset()
+        function = torch.compile(read, backend="aot_eager")
+        return [[function(param).detach() for param in run.params[:2]] for _ in run.steps()]
+
+    return client
+
+
+class Clamping(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.up.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+def clamping() -> nn.Module:
+    model = copy.deepcopy(net())
+    model.layers = nn.ModuleList(Clamping() for _ in range(3))
+    return model
+
+
+#: What it is, the client, the model, and why the result is not that of the plain model.
+OPEN: list[tuple[str, Client, Callable[[], nn.Module], str]] = [
+    ("kept gradients", gradients_kept, net, "the next backward writes the memory of a gradient that is kept"),
+    ("gradient data", gradient_data_assigned, net, "Held.show shows memory that the user has exchanged"),
+    ("detach_", old_zero_grad, net, "p.grad is a view, of which PyTorch detaches none in place"),
+    ("kept view", kept_view, net, "a view that is part of a graph does not make step() wait"),
+    ("as_tensor", each_step(constructed), net, "constructors do not ask __torch_function__"),
+    ("compiled", compiled(lambda param: param.data.sum()), net, "graph_break() in __torch_function__ recurs"),
+    ("own data", each_step(vector), clamping, "what a layer writes through .data is written into its slot"),
+]
+
+
+@pytest.mark.parametrize(
+    ("client", "model"),
+    [
+        pytest.param(client, model, marks=pytest.mark.xfail(strict=True, reason=why), id=name)
+        for name, client, model, why in OPEN
+    ],
+)
+def test_what_is_still_wrong(client: Client, model: Callable[[], nn.Module]) -> None:
+    assert_same(client, model(), layers="layers")
 
 
 # --- averages of libraries ------------------------------------------------------------------------------
