@@ -652,6 +652,17 @@ def test_what_is_still_wrong(client: Client, model: Callable[[], nn.Module]) -> 
     assert_same(client, model(), layers="layers")
 
 
+@pytest.mark.xfail(strict=True, reason="a layer that is run again takes what was written, without a word")
+def test_weights_that_are_written_between_forward_and_backward() -> None:
+    """Through PyTorch they would be refused: neither the old nor the new weights give the plain gradient."""
+    model = copy.deepcopy(net())
+    with wrapped(model, layers="layers"):
+        loss = token_loss(model, 0)
+        model.layers[1].up.weight.data.mul_(0.5)
+        with pytest.raises(RuntimeError, match="have changed since the forward"):
+            loss.backward()
+
+
 # --- averages of libraries ------------------------------------------------------------------------------
 
 
