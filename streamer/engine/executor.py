@@ -24,6 +24,7 @@ from streamer.engine.norms import Norms, sum_squares
 from streamer.engine.op import ROOT
 from streamer.engine.order import Phase, Visit
 from streamer.engine.param_hooks import OncePerBackward
+from streamer.engine.samples import Samples
 from streamer.engine.saved import SavedBytes
 from streamer.engine.unit import Unit
 from streamer.engine.watch import HostWatch
@@ -79,6 +80,7 @@ class Executor:
         self.hooked = OncePerBackward()
         self.norms = Norms(self.issuer, units, root, store)
         self.saved = SavedBytes()
+        self.samples = Samples()
         #: the sum of squares of a unit's gradients: fp32, on the device
         self.squares_of: Callable[[Unit, torch.Tensor, Sequence[bool]], torch.Tensor] = _squares_of
         self.memory = DeviceMemory(backend, (*units, root), self.weights, self.gradients, self.saved)
@@ -186,11 +188,15 @@ class Executor:
         self.backend.submit(Lane.HOST, work, (), 0)
 
     def finish_backward(self) -> None:
-        """Block until the gradients of all layers are in host memory, where ``p.grad`` shows them."""
+        """Block until the gradients of all layers are in host memory, where ``p.grad`` shows them.
+
+        Raises RuntimeError if a layer has computed something else when it ran again.
+        """
         self.gradients.finish()
         self.norms.landed()
         if self.landing is not None:
             self.landing.finish_backward()
+        self.samples.finish()
 
     def step(self, updates: Mapping[int, tuple[Callable[[], None], int]]) -> None:
         """Queue updates of host shards: by unit, what updates it and the bytes of memory that this moves.

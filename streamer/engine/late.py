@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
@@ -34,18 +35,33 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
 
 from streamer.engine.gate import Gate
+from streamer.engine.samples import Sample, Turns
 from streamer.engine.saved import Saved
+
+#: Names under which nodes save what an operation was given. What it has made beside its result (the state of
+#: a random generator, a workspace) may have elements that nobody has written.
+_ARGUMENTS = frozenset(
+    f"_raw_saved_{name}"
+    for names in (
+        ("self", "other", "input", "weight", "mat1", "mat2", "batch1", "batch2", "vec", "vec1", "vec2"),
+        ("tensor1", "tensor2", "tensors", "query", "key", "value", "attn_mask", "attn_bias", "exponent"),
+        ("mask", "condition", "index", "indices", "source", "src", "end"),
+    )
+    for name in names
+)
 
 
 class _Place:
     """Where a graph looks for a tensor that it has saved; gone as soon as the graph needs it no more."""
 
-    __slots__ = ("__weakref__", "kind", "origin", "saved")
+    __slots__ = ("__weakref__", "has_gradient", "kind", "origin", "sample", "saved")
 
     def __init__(self, tensor: torch.Tensor, start: int) -> None:
         self.kind = _kind(tensor)
         self.origin = _origin(tensor, start)
         self.saved: Saved | None = None
+        self.has_gradient = tensor.requires_grad
+        self.sample: Sample | None = None
 
 
 class _Enough(BaseException):
@@ -59,19 +75,31 @@ class LateTensors:
         self._layer = layer
         self._gate = gate
         self._places: list[weakref.ref[_Place]] = []
+        #: of what `bring` has brought: a tensor in the first run and in the second
+        self.samples: list[tuple[Sample | None, Sample | None]] = []
 
-    def expected(self) -> saved_tensors_hooks:
-        """Inside the block, which begins now, graphs save places only."""
-        start = _get_sequence_nr()
+    @contextmanager
+    def expected(self, turns: Turns, weights: torch.Tensor) -> Iterator[None]:
+        """Inside the block graphs save places only. Some have samples of tensors that are computed in it, not
+        views of ``weights`` or other leaves, as it is their turn."""
+        start, slot, count = _get_sequence_nr(), weights.untyped_storage()._cdata, 0
 
         def pack(tensor: torch.Tensor) -> _Place:
+            nonlocal count
             place = _Place(tensor, start)
             self._places.append(weakref.ref(place))
+            is_leaf = tensor.requires_grad and tensor.grad_fn is None
+            if place.kind is not None and not is_leaf and tensor.untyped_storage()._cdata != slot:
+                if turns.takes(count):
+                    place.sample = Sample.of(tensor)
+                count += 1
             return place
 
-        return saved_tensors_hooks(pack, self._unpack)
+        with saved_tensors_hooks(pack, self._unpack):
+            yield
+        turns.end(count)
 
-    def refused(self) -> saved_tensors_hooks:
+    def refused(self) -> AbstractContextManager[None]:
         """Inside the block, graphs save nothing."""
         return saved_tensors_hooks(lambda _: None, self._refuse)
 
@@ -86,10 +114,12 @@ class LateTensors:
             variable = getattr(node, "variable", None)
             if variable is not None and id(variable) not in known and not isinstance(variable, nn.Parameter):
                 return False  # a leaf that the layer has made
-            for saved in _saved_by(node):
+            for name, saved in _saved_by(node):
                 packed = getattr(saved, "data", saved)
                 if isinstance(packed, _Place) and packed.kind is not None:
                     found.add(id(packed))
+                    if not packed.has_gradient and name not in _ARGUMENTS:
+                        packed.sample = None
                 elif not _is_number(packed):
                     return False
         return found == set(map(id, self._wanted().values()))
@@ -97,6 +127,7 @@ class LateTensors:
     def bring(self, forward: Callable[[], object]) -> bool:
         """Run ``forward`` for what it saves, and no further; whether that is what the first one has saved."""
         wanted = self._wanted()
+        self.samples.clear()
         last = max(wanted, default=-1)
         count, is_alike, start = 0, True, _get_sequence_nr()
 
@@ -106,6 +137,8 @@ class LateTensors:
             if place is not None:
                 is_alike = (place.kind, place.origin) == (_kind(tensor), _origin(tensor, start))
                 place.saved = Saved.now(tensor.detach())
+                if is_alike and place.sample is not None:
+                    self.samples.append((place.sample, Sample.of(tensor)))
             count += 1
             if count > last or not is_alike:
                 raise _Enough
@@ -175,13 +208,14 @@ def _names(kind: type[Node]) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
-def _saved_by(node: Node) -> Iterator[Any]:
+def _saved_by(node: Node) -> Iterator[tuple[str, Any]]:
+    """What a node has saved, and under which names."""
     for name in _names(type(node)):
         saved = getattr(node, name)
         if isinstance(saved, tuple):
-            yield from saved
+            yield from ((name, one) for one in saved)
         elif saved is not None:
-            yield saved
+            yield name, saved
 
 
 def _is_number(packed: object) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,9 +17,11 @@ from streamer.engine.asked import graph_is_retained
 from streamer.engine.backpropagation import Graph
 from streamer.engine.call import Tensors, aliases
 from streamer.engine.checkpointing import without_own_checkpoint
+from streamer.engine.containers import Contents
 from streamer.engine.gate import Gate
 from streamer.engine.late import LateTensors, is_another_way
 from streamer.engine.owners import Owners, holders
+from streamer.engine.samples import Sample, another_way
 from streamer.engine.saved import Saved, storages
 from streamer.engine.tree import fingerprint
 
@@ -34,10 +36,9 @@ class Recompute(Run):
     def first_run(self, weights: torch.Tensor, inputs: Tensors) -> Outputs:
         unit = self.call.unit
         self._attributes = unit.attributes()
-        held = [value for values in self._attributes.values() for value in values.values()]
-        generators = [value for value in held if type(value) is torch.Generator]
-        self._ambient = Ambient.now(self.executor.backend.device, generators)
-        tensors = [value for value in held if isinstance(value, torch.Tensor)]
+        self._contents = Contents(self._attributes)
+        self._ambient = Ambient.now(self.executor.backend.device, self._contents.generators)
+        tensors = self._contents.tensors
         unwritten = fingerprint(tensors)
         buffers = unit.buffers_now()
         owners = Owners(weights)
@@ -53,7 +54,7 @@ class Recompute(Run):
         with (
             self._ambient.autocast.uncached(),
             torch.enable_grad(),
-            self._late.expected() if may_keep else self._late.refused(),
+            self._late.expected(unit.turns, weights) if may_keep else self._late.refused(),
             owners.counted(),
             without_own_checkpoint(unit.module),
         ):
@@ -68,6 +69,7 @@ class Recompute(Run):
         self._needs_compiled = self.call.is_compiled and self._ambient.has_moved_on()
         graph = Graph.of(inner, leaves, outputs)
         detached = [output.detach() for output in outputs]
+        self._samples = [Sample.of(output) for output in detached]
         may_keep = may_keep and self._late.are_all_of(outputs, (*inner, *leaves))
         del outputs, accumulators
         # a hook may have recorded what a module was given, and would see it lose its memory
@@ -91,16 +93,13 @@ class Recompute(Run):
             # on others than the graph's own, where the layer may have put hooks
             leaves, inner = unit.leaves(weights), _detached(inputs)
             if self._late.bring(partial(self._run_again, weights, leaves, inner)):
+                self._compare(self._late.samples)
                 yield kept
                 return
             self._late.drop()
             graph = self._built_anew(weights, inputs)
             if is_another_way(kept.outputs, graph.outputs):
-                raise RuntimeError(
-                    f"layer '{unit.name}' did not do the same when it ran again in backward (does it depend "
-                    "on a global variable, a mode, or a random number generator of its own?): let that be an "
-                    "attribute of the layer, or wrap with activations='keep'"
-                )
+                raise another_way(unit.name)
             yield graph
         finally:
             self._late.drop()
@@ -123,13 +122,24 @@ class Recompute(Run):
         leaves = unit.leaves(weights)
         inner = _detached(inputs)
         self.gate.guard([*inner, *leaves])
-        return Graph.of(inner, leaves, self._run_again(weights, leaves, inner))
+        outputs = self._run_again(weights, leaves, inner)
+        self._compare(zip(self._samples, map(Sample.of, outputs), strict=False))
+        return Graph.of(inner, leaves, outputs)
+
+    def _compare(self, samples: Iterable[tuple[Sample | None, Sample | None]]) -> None:
+        """Hold what both runs have computed against each other. [Note: samples]"""
+        unit = self.call.unit
+        is_short = unit.is_short or self._ambient.autocast.is_on()
+        for first, again in samples:
+            if first is not None and again is not None:
+                self.executor.samples.add(unit.name, first, again, is_short=is_short)
 
     def _run_again(self, weights: torch.Tensor, leaves: Tensors, inner: Tensors) -> Tensors:
         unit = self.call.unit
         with (
             self._ambient.again(),
             unit.with_attributes(self._attributes),
+            self._contents.again(),
             unit.with_buffers(self._buffers),
             torch.enable_grad(),
             without_own_checkpoint(unit.module),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from streamer.engine.samples import Turns
 from streamer.memory.layout import Layout, Slice
 
 BufferPlace = tuple[nn.Module, str]
@@ -128,6 +129,16 @@ class Unit:
         finally:
             for (owner, name), buffer in now.items():
                 owner._buffers[name] = buffer
+
+    @cached_property
+    def is_short(self) -> bool:
+        """Whether it has parameters of fewer bits than fp32."""
+        return any(param.dtype.itemsize < torch.float32.itemsize for param in self.params)
+
+    @cached_property
+    def turns(self) -> Turns:
+        """Of which of the tensors that the layer saves there are samples."""
+        return Turns()
 
     @cached_property
     def _places(self) -> frozenset[tuple[nn.Module, str]]:
