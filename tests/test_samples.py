@@ -97,13 +97,13 @@ def test_what_depends_on_something_outside_of_the_layer_is_refused(
 
 
 def test_every_saved_tensor_is_looked_at_in_turn() -> None:
-    """A mask that changes nothing that comes after it, among twenty that do not change at all."""
+    """A mask that changes nothing that comes after it, among six that do not change at all."""
 
     def run(layer: Layer, x: torch.Tensor) -> torch.Tensor:
         hidden = layer.up(x)
         total = torch.zeros_like(x)
-        for number in range(20):
-            mask = torch.rand(x.shape, generator=RANDOM if number == 7 else None) < 0.5
+        for number in range(6):
+            mask = torch.rand(x.shape, generator=RANDOM if number == 2 else None) < 0.5
             total = total + hidden.masked_fill(mask, 0)
         return total + torch.tanh(layer.down(x))
 
@@ -228,13 +228,13 @@ def test_a_sample_has_elements_of_the_tensor(dtype: torch.dtype, shape: tuple[in
 def test_turns_come_round() -> None:
     turns = Turns()
     assert all(turns.takes(number) for number in range(10))
-    turns.end(10)
+    turns.end(range(10))
     seen: set[int] = set()
-    for _ in range(4):
+    for _ in range(9):
         taken = {number for number in range(10) if turns.takes(number)}
-        assert 9 in taken and len(taken) <= 4
+        assert 9 in taken and len(taken) == 2
         seen |= taken
-        turns.end(10)
+        turns.end(range(10))
     assert seen == set(range(10))
 
 

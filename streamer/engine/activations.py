@@ -6,7 +6,8 @@ separate one that begins at the detached inputs and at views of the slot. The po
 that graph is built:
 
 - ``recompute`` keeps the inputs, and of the forward's graph no tensors; backward runs the forward again,
-  with the random state and autocast of the first time, for what the graph needs: [Note: recomputation].
+  with the random state and autocast of the first time, for what the graph needs: [Note: recomputation]. Where
+  it does something else, that is seen: [Note: samples].
 - ``recompute+offload`` does the same, and the inputs wait in host memory: [Note: saved inputs].
 - ``keep`` builds the graph in forward. What the graph saves of the weights is saved as a place in the
   slot, because the slot will hold other layers in between; backward looks it up in whichever slot the

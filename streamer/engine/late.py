@@ -54,13 +54,19 @@ _ARGUMENTS = frozenset(
 class _Place:
     """Where a graph looks for a tensor that it has saved; gone as soon as the graph needs it no more."""
 
-    __slots__ = ("__weakref__", "has_gradient", "kind", "origin", "sample", "saved")
+    __slots__ = ("__weakref__", "has_gradient", "is_computed", "kind", "number", "origin", "sample", "saved")
 
-    def __init__(self, tensor: torch.Tensor, start: int) -> None:
+    def __init__(self, tensor: torch.Tensor, start: int, number: int, slot: int) -> None:
+        self.number = number
         self.kind = _kind(tensor)
         self.origin = _origin(tensor, start)
         self.saved: Saved | None = None
         self.has_gradient = tensor.requires_grad
+        is_leaf = tensor.requires_grad and tensor.grad_fn is None
+        #: neither a leaf nor a view of the weights in the storage ``slot``
+        self.is_computed = (
+            self.kind is not None and not is_leaf and tensor.untyped_storage()._cdata != slot
+        )
         self.sample: Sample | None = None
 
 
@@ -80,33 +86,32 @@ class LateTensors:
 
     @contextmanager
     def expected(self, turns: Turns, weights: torch.Tensor) -> Iterator[None]:
-        """Inside the block graphs save places only. Some have samples of tensors that are computed in it, not
-        views of ``weights`` or other leaves, as it is their turn."""
-        start, slot, count = _get_sequence_nr(), weights.untyped_storage()._cdata, 0
+        """Inside the block graphs save places only. Those whose turn it is have samples of tensors that are
+        computed in it, not of views of ``weights`` or other leaves."""
+        start, slot = _get_sequence_nr(), weights.untyped_storage()._cdata
 
         def pack(tensor: torch.Tensor) -> _Place:
-            nonlocal count
-            place = _Place(tensor, start)
+            place = _Place(tensor, start, len(self._places), slot)
             self._places.append(weakref.ref(place))
-            is_leaf = tensor.requires_grad and tensor.grad_fn is None
-            if place.kind is not None and not is_leaf and tensor.untyped_storage()._cdata != slot:
-                if turns.takes(count):
-                    place.sample = Sample.of(tensor)
-                count += 1
+            if place.is_computed and turns.takes(place.number):
+                place.sample = Sample.of(tensor)
             return place
 
         with saved_tensors_hooks(pack, self._unpack):
             yield
-        turns.end(count)
 
     def refused(self) -> AbstractContextManager[None]:
         """Inside the block, graphs save nothing."""
         return saved_tensors_hooks(lambda _: None, self._refuse)
 
-    def are_all_of(self, outputs: Iterable[torch.Tensor], leaves: Iterable[torch.Tensor]) -> bool:
-        """Whether the graph that has led from ``leaves`` to ``outputs`` keeps nothing but our places."""
+    def are_all_of(
+        self, outputs: Iterable[torch.Tensor], leaves: Iterable[torch.Tensor], turns: Turns
+    ) -> bool:
+        """Whether the graph that has led from ``leaves`` to ``outputs`` keeps nothing but our places; if so,
+        ``turns`` hears in which of them there is something to see."""
         known = set(map(id, leaves))
         found: set[int] = set()
+        seen: list[int] = []
         for node in _nodes(output.grad_fn for output in outputs):
             # a write into a part keeps the node of its operation to itself
             if _is_opaque(node) or type(node).__name__ == "CopySlices":
@@ -118,10 +123,13 @@ class LateTensors:
                 packed = getattr(saved, "data", saved)
                 if isinstance(packed, _Place) and packed.kind is not None:
                     found.add(id(packed))
-                    if not packed.has_gradient and name not in _ARGUMENTS:
+                    if packed.is_computed and (packed.has_gradient or name in _ARGUMENTS):
+                        seen.append(packed.number)
+                    else:
                         packed.sample = None
                 elif not _is_number(packed):
                     return False
+        turns.end(seen)
         return found == set(map(id, self._wanted().values()))
 
     def bring(self, forward: Callable[[], object]) -> bool:

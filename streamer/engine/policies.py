@@ -69,14 +69,14 @@ class Recompute(Run):
         self._needs_compiled = self.call.is_compiled and self._ambient.has_moved_on()
         graph = Graph.of(inner, leaves, outputs)
         detached = [output.detach() for output in outputs]
-        self._samples = [Sample.of(output) for output in detached]
-        may_keep = may_keep and self._late.are_all_of(outputs, (*inner, *leaves))
+        may_keep = may_keep and self._late.are_all_of(outputs, (*inner, *leaves), unit.turns)
         del outputs, accumulators
         # a hook may have recorded what a module was given, and would see it lose its memory
         if may_keep and holders(inner) == held_by:
             _let_go([*inner, *leaves])
             if not owners.are_more():
                 self.gate, self._graph = gate, graph
+        self._samples = [] if self._graph is not None else [Sample.of(output) for output in detached]
         return detached, rebuild
 
     @contextmanager

@@ -4,8 +4,8 @@
 A layer that runs again in backward must compute what it has computed in forward, or gradients are silently
 wrong. Random state, attributes and buffers are put back for the second run; a generator or a counter that
 the layer finds elsewhere, among global variables say, is not. So 256 elements are kept of some tensors that
-the first run saves: of the last one, which depends on nearly all that was computed before it, and of a few
-before it, which are others in each visit. The second run must bring the same.
+the first run saves: of the last one, which depends on nearly all that was computed before it, and of one
+before it, which is another one in each visit. The second run must bring the same.
 
 "The same" leaves room for kernels that add up in no fixed order. They change the last bits, and what follows
 in the layer makes more of that. So an element may differ by 16 steps of bfloat16, or 2^13 steps of fp32, of
@@ -27,8 +27,6 @@ from torch import nn
 
 #: Elements of a tensor that are kept.
 SIZE = 256
-#: Tensors of a visit that are looked at beside the last.
-OTHERS = 3
 #: What may differ of that many elements, one in `FEW`, is taken for noise.
 FEW = 32
 
@@ -37,21 +35,22 @@ _SHORT = (torch.bfloat16, torch.float16)
 
 
 class Turns:
-    """Which of the tensors that a layer saves are looked at in a visit: the last, and others by turns."""
+    """Which of the tensors that a layer saves are looked at in a visit: the last, and another by turns."""
 
     def __init__(self) -> None:
         self._turn = 0
-        #: of the visit before
-        self._count = 0
+        #: None before the first visit, which looks at all
+        self._chosen: frozenset[int] | None = None
 
     def takes(self, number: int) -> bool:
         """Whether tensor ``number`` is looked at in this visit."""
-        step = -(-self._count // OTHERS) or 1
-        return number >= self._count - 1 or (number + self._turn) % step == 0
+        return self._chosen is None or number in self._chosen
 
-    def end(self, count: int) -> None:
-        """There were ``count`` tensors in this visit."""
-        self._turn, self._count = self._turn + 1, count
+    def end(self, numbers: Sequence[int]) -> None:
+        """In this visit there was something to see in the tensors ``numbers``."""
+        *others, last = sorted(numbers) or [-1]
+        self._turn += 1
+        self._chosen = frozenset((last, others[self._turn % len(others)] if others else last))
 
 
 class Sample(NamedTuple):
