@@ -52,6 +52,8 @@ class Run(abc.ABC):
     saves_inputs: bool
     #: whether those that bring a gradient are in host memory in the meantime
     pages_inputs = False
+    #: whether it is given the whole batch, the user's own tensors
+    is_whole = True
 
     def __init__(self, executor: Executor, call: Call) -> None:
         self.executor = executor
@@ -101,6 +103,8 @@ class Visit:
         self._cut = cut
         #: one for each slice
         self.runs = [policy(executor, call) for _ in cut.slices]
+        for run in self.runs:
+            run.is_whole = len(self.runs) == 1
         self._shapes: Sequence[torch.Size] = ()
         self._output_parts: Parts = ()
         self._release: Callable[[], object] = lambda: None

@@ -21,6 +21,7 @@ from streamer.engine.containers import Contents
 from streamer.engine.gate import Gate
 from streamer.engine.late import LateTensors, is_another_way
 from streamer.engine.owners import Owners, holders
+from streamer.engine.param_hooks import OWN_HOOK
 from streamer.engine.samples import Sample, another_way
 from streamer.engine.saved import Saved, storages
 from streamer.engine.tree import fingerprint
@@ -59,6 +60,8 @@ class Recompute(Run):
             without_own_checkpoint(unit.module),
         ):
             outputs, rebuild = self.call.run(weights, leaves, inner)
+        if self.is_whole:
+            _hand_on_hooks(inner, inputs)
         if fingerprint(tensors) != unwritten:
             raise ValueError(
                 f"layer '{unit.name}' writes into a tensor that is one of its attributes, and would do so "
@@ -145,6 +148,8 @@ class Recompute(Run):
             without_own_checkpoint(unit.module),
         ):
             outputs, _ = self.call.run(weights, leaves, inner)
+        if self.is_whole:
+            _hand_on_hooks(inner)
         return outputs
 
 
@@ -208,6 +213,8 @@ class Keep(Run):
             torch.autograd.graph.saved_tensors_hooks(pack, unpack),
         ):
             outputs, rebuild = self.call.run(weights, leaves, inner)
+        if self.is_whole:
+            _hand_on_hooks(inner, inputs)
         self.release = self.executor.saved.hold(self, held)
         self._graph: Graph | None = Graph.of(inner, leaves, outputs)
         return [output.detach() for output in outputs], rebuild
@@ -246,6 +253,17 @@ def _let_go(leaves: Tensors) -> None:
     numbers = {(leaf.dtype, leaf.device): leaf for leaf in leaves}
     numbers = {kind: leaf.new_empty(()) for kind, leaf in numbers.items()}
     _point(leaves, [numbers[leaf.dtype, leaf.device].expand(leaf.shape) for leaf in leaves])
+
+
+def _hand_on_hooks(inner: Tensors, inputs: Tensors = ()) -> None:
+    """Take the hooks that a layer has put on what it was given, and put them on ``inputs`` in the user's
+    graph: they hear of the gradient of all that is made of a tensor, in the layer or elsewhere."""
+    for number, tensor in enumerate(inner):
+        hooks = tensor._backward_hooks or {}
+        for key in [key for key, hook in hooks.items() if not getattr(hook, OWN_HOOK, False)]:
+            hook = hooks.pop(key)
+            if inputs:
+                inputs[number].register_hook(hook)
 
 
 def _counting_apart(leaves: Tensors) -> list[torch.Tensor]:
