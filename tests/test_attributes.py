@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import random
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+import streamer
 from tests.reference import assert_parity, streamed, train_plain, train_streamed
 
 WIDTH = 8
@@ -22,6 +31,67 @@ class Counting(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         return x + self.linear(x).tanh() / self.calls
+
+
+@dataclass
+class Count:
+    n: int = 0
+
+
+class CountingInside(nn.Module):
+    """Its result depends on how often it was called, which something that an attribute holds tells."""
+
+    def __init__(self, held: Callable[[], Any], count: Callable[[Any], float]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.held, self.count = held(), count
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # before what backward needs: a run in backward ends when that is there
+        return x + (self.linear(x) / self.count(self.held)).tanh()
+
+
+def in_a_dict(held: dict[str, int]) -> float:
+    held["n"] = held.get("n", 0) + 1
+    return held["n"]
+
+
+def in_a_list(held: list[int]) -> float:
+    held.append(1)
+    return len(held)
+
+
+def in_an_object(held: Any) -> float:
+    held.n += 1
+    return held.n
+
+
+def in_a_nested_dict(held: Any) -> float:
+    return in_a_dict(held["all"][0][1])
+
+
+def drawn_by_torch(held: dict[str, torch.Generator]) -> float:
+    return 1 + torch.rand((), generator=held["random"]).item()
+
+
+def drawn_by_python(held: Any) -> float:
+    return 1 + held.random()
+
+
+INSIDE = {
+    "dict": (dict, in_a_dict),
+    "defaultdict": (lambda: defaultdict(int), in_a_dict),
+    "list": (list, in_a_list),
+    "deque": (deque, in_a_list),
+    "set": (set, lambda held: held.add(len(held)) or len(held)),
+    "dataclass": (Count, in_an_object),
+    "namespace": (lambda: SimpleNamespace(n=0), in_an_object),
+    "nested": (lambda: {"all": [(None, {})]}, in_a_nested_dict),
+    "torch.Generator": (lambda: {"random": torch.Generator().manual_seed(0)}, drawn_by_torch),
+    "random.Random": (lambda: random.Random(0), drawn_by_python),
+    "numpy.Generator": (lambda: np.random.default_rng(0), drawn_by_python),
+    "numpy.RandomState": (lambda: np.random.RandomState(0), lambda held: 1 + held.rand()),
+}
 
 
 class Recurrent(nn.Module):
@@ -69,6 +139,50 @@ def test_attributes_change_once_per_forward(layer: type[nn.Module], activations:
     model = stack(layer)
     expected = train_plain(model, loss_of=loss, steps=4)
     assert_parity(train_streamed(model, loss_of=loss, steps=4, layers="", activations=activations), expected)
+
+
+@pytest.mark.parametrize("held, count", INSIDE.values(), ids=INSIDE)
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_what_attributes_hold_changes_once_per_forward(held: Any, count: Any, activations: str) -> None:
+    make = lambda: nn.Sequential(*(CountingInside(held, count) for _ in range(3)))  # noqa: E731
+    torch.manual_seed(0)
+    expected = train(make(), steps=3)
+    torch.manual_seed(0)
+    model = streamer.wrap(make(), layers="", device="cpu", activations=activations)
+    try:
+        assert train(model, steps=3) == expected
+    finally:
+        streamer.unwrap(model)
+
+
+def train(model: nn.Module, *, steps: int) -> list[float]:
+    """Losses and sums of gradients, step by step."""
+    found = []
+    for step in range(steps):
+        value = loss(model, step)
+        value.backward()
+        found += [value.item(), *(param.grad.abs().sum().item() for param in model.parameters())]
+        model.zero_grad()
+    return found
+
+
+class WritesInside(nn.Module):
+    """Writes a tensor that a dict holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.held = {"sum": torch.zeros(())}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.held["sum"] += 1
+        return self.linear(x) * self.held["sum"].clone()
+
+
+def test_a_tensor_that_a_dict_holds_is_not_written() -> None:
+    refusal = pytest.raises(ValueError, match="layer '0' writes into a tensor that is one of its attributes")
+    with streamed(stack(WritesInside), layers="") as model, refusal:
+        loss(model, 0)
 
 
 def test_attributes_after_backward_are_those_after_forward() -> None:

@@ -75,12 +75,13 @@ def test_without_either_kind_of_wait_the_result_is_wrong(
     try:
         actual = disturbed("recompute", {slow: always(0.02)}, num_slots=1)
     except (RuntimeError, ValueError) as error:
-        # autograd, the layer's own check or the norms' may notice what was written while it was in use
+        # autograd, the layer's own checks or the norms' may notice what was written while it was in use
         noticed = (
             "modified by an inplace operation",
             "writes its own weights",
             "gradients were written after",
             "were written while its update was reading them",
+            "did not do the same when it ran again",
         )
         assert any(words in str(error) for words in noticed), str(error)
         return

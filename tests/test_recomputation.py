@@ -96,6 +96,11 @@ def hook_on_its_input(layer: Layer, x: torch.Tensor) -> torch.Tensor:
     return layer.down(tanh(layer, x))
 
 
+def hook_on_what_others_use_too(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    x.register_hook(lambda gradient: gradient * gradient)
+    return layer.down(tanh(layer, x))
+
+
 def hook_on_its_weight(layer: Layer, x: torch.Tensor) -> torch.Tensor:
     layer.up.weight.register_hook(lambda gradient: 2 * gradient)
     return layer.down(tanh(layer, x))
@@ -206,6 +211,33 @@ HARD = [
 @pytest.mark.parametrize("run", HARD, ids=lambda run: run.__name__)
 def test_gradients_are_plain_pytorchs(run: Forward, activations: str) -> None:
     assert_equal_to_plain(run, activations=activations)
+
+
+def with_residuals(model: nn.Module, x: torch.Tensor) -> None:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        x = model.embed(x)
+        for block in model.blocks:
+            x = x + block(x)
+        return x
+
+    backward(run, x)  # type: ignore[arg-type]
+
+
+def test_a_hook_on_the_input_hears_of_each_slice() -> None:
+    heard: list[int] = []
+
+    def run(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        x.register_hook(lambda gradient: heard.append(len(gradient)))
+        return tanh(layer, x)
+
+    with streamed(Net(run, layers=1), layers="blocks", micro_batch_size=3) as model:
+        backward(model, inputs(6))
+    assert heard == [3, 3]
+
+
+@pytest.mark.parametrize("activations", ["recompute", "recompute+offload", "keep"])
+def test_a_hook_on_the_input_hears_of_all_of_its_gradient(activations: str) -> None:
+    assert_equal_to_plain(hook_on_what_others_use_too, with_residuals, activations)
 
 
 def to_and_fro(model: nn.Module, x: torch.Tensor) -> None:

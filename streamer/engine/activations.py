@@ -6,7 +6,8 @@ separate one that begins at the detached inputs and at views of the slot. The po
 that graph is built:
 
 - ``recompute`` keeps the inputs, and of the forward's graph no tensors; backward runs the forward again,
-  with the random state and autocast of the first time, for what the graph needs: [Note: recomputation].
+  with the random state and autocast of the first time, for what the graph needs: [Note: recomputation]. Where
+  it does something else, that is seen: [Note: samples].
 - ``recompute+offload`` does the same, and the inputs wait in host memory: [Note: saved inputs].
 - ``keep`` builds the graph in forward. What the graph saves of the weights is saved as a place in the
   slot, because the slot will hold other layers in between; backward looks it up in whichever slot the
@@ -51,6 +52,8 @@ class Run(abc.ABC):
     saves_inputs: bool
     #: whether those that bring a gradient are in host memory in the meantime
     pages_inputs = False
+    #: whether it is given the whole batch, the user's own tensors
+    is_whole = True
 
     def __init__(self, executor: Executor, call: Call) -> None:
         self.executor = executor
@@ -100,6 +103,8 @@ class Visit:
         self._cut = cut
         #: one for each slice
         self.runs = [policy(executor, call) for _ in cut.slices]
+        for run in self.runs:
+            run.is_whole = len(self.runs) == 1
         self._shapes: Sequence[torch.Size] = ()
         self._output_parts: Parts = ()
         self._release: Callable[[], object] = lambda: None

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from streamer.engine.containers import Generator
+
 
 @dataclass(frozen=True)
 class Autocast:
@@ -25,6 +27,10 @@ class Autocast:
         return Autocast(
             tuple((type, torch.is_autocast_enabled(type), torch.get_autocast_dtype(type)) for type in types)
         )
+
+    def is_on(self) -> bool:
+        """Whether it is enabled for any type of device."""
+        return any(enabled for _, enabled, _ in self.settings)
 
     @contextmanager
     def uncached(self) -> Iterator[None]:
@@ -89,11 +95,11 @@ class Ambient:
     numpy_random_state: Any
     cpu_random_state: torch.Tensor
     device_random_state: torch.Tensor | None
-    #: of others than PyTorch's own
-    generators: tuple[tuple[torch.Generator, torch.Tensor], ...]
+    #: of others than PyTorch's, Python's and NumPy's own
+    generators: tuple[tuple[Generator, Any], ...]
 
     @staticmethod
-    def now(device: torch.device, generators: Iterable[torch.Generator] = ()) -> Ambient:
+    def now(device: torch.device, generators: Iterable[Generator] = ()) -> Ambient:
         """What holds in the calling thread, and the states of these ``generators``."""
         device_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         return Ambient(
@@ -104,7 +110,7 @@ class Ambient:
             np.random.get_state(),
             torch.get_rng_state(),
             device_state,
-            tuple((generator, generator.get_state()) for generator in generators),
+            tuple((generator, _state_of(generator)) for generator in generators),
         )
 
     def has_moved_on(self) -> bool:
@@ -122,7 +128,7 @@ class Ambient:
         if self.device_random_state is not None:
             torch.cuda.set_rng_state(self.device_random_state, self.device)
         for generator, state in self.generators:
-            generator.set_state(state)
+            _set_state(generator, state)
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -130,7 +136,7 @@ class Ambient:
         devices = [] if self.device_random_state is None else [self.device]
         with torch.random.fork_rng(devices=devices), self.autocast.uncached(), self.attention.again():
             now = random.getstate(), np.random.get_state()
-            generators = [(generator, generator.get_state()) for generator, _ in self.generators]
+            generators = [(generator, _state_of(generator)) for generator, _ in self.generators]
             try:
                 self.rewind()
                 yield
@@ -138,4 +144,21 @@ class Ambient:
                 random.setstate(now[0])
                 np.random.set_state(now[1])
                 for generator, state in generators:
-                    generator.set_state(state)
+                    _set_state(generator, state)
+
+
+def _state_of(generator: Generator) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state()
+
+
+def _set_state(generator: Generator, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)

@@ -24,6 +24,7 @@ from streamer.engine.norms import Norms, sum_squares
 from streamer.engine.op import ROOT
 from streamer.engine.order import Phase, Visit
 from streamer.engine.param_hooks import OncePerBackward
+from streamer.engine.samples import Samples
 from streamer.engine.saved import SavedBytes
 from streamer.engine.structure import Structure
 from streamer.engine.tracing import never_traced
@@ -84,6 +85,7 @@ class Executor:
         self.hooked = OncePerBackward()
         self.norms = Norms(self.issuer, units, root, store)
         self.saved = SavedBytes()
+        self.samples = Samples()
         #: the sum of squares of a unit's gradients: fp32, on the device
         self.squares_of: Callable[[Unit, torch.Tensor, Sequence[bool]], torch.Tensor] = _squares_of
         self.memory = DeviceMemory(backend, (*units, root), self.weights, self.gradients, self.saved)
@@ -226,12 +228,16 @@ class Executor:
 
     @never_traced
     def finish_backward(self) -> None:
-        """Block until the gradients of all layers are in host memory, where ``p.grad`` shows them."""
+        """Block until the gradients of all layers are in host memory, where ``p.grad`` shows them.
+
+        Raises RuntimeError if a layer has computed something else when it ran again.
+        """
         self.gradients.finish()
         self.norms.landed()
         if self.landing is not None:
             self.landing.finish_backward()
             self._await_lent()
+        self.samples.finish()
 
     def check_idle(self, unit: Unit) -> None:
         """Raise RuntimeError if the calling thread is in a visit of ``unit``, which is to be updated."""

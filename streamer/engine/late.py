@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
@@ -35,18 +36,39 @@ from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
 
 from streamer.engine.gate import Gate
 from streamer.engine.guarded import is_plain
+from streamer.engine.samples import Sample, Selection
 from streamer.engine.saved import Saved
+
+#: Names under which nodes save what an operation was given. What it has made beside its result (the state of
+#: a random generator, a workspace) may have elements that nobody has written.
+_ARGUMENTS = frozenset(
+    f"_raw_saved_{name}"
+    for names in (
+        ("self", "other", "input", "weight", "mat1", "mat2", "batch1", "batch2", "vec", "vec1", "vec2"),
+        ("tensor1", "tensor2", "tensors", "query", "key", "value", "attn_mask", "attn_bias", "exponent"),
+        ("mask", "condition", "index", "indices", "source", "src", "end"),
+    )
+    for name in names
+)
 
 
 class _Place:
     """Where a graph looks for a tensor that it has saved; gone as soon as the graph needs it no more."""
 
-    __slots__ = ("__weakref__", "kind", "origin", "saved")
+    __slots__ = ("__weakref__", "has_gradient", "is_computed", "kind", "number", "origin", "sample", "saved")
 
-    def __init__(self, tensor: torch.Tensor, start: int) -> None:
+    def __init__(self, tensor: torch.Tensor, start: int, number: int, slot: int) -> None:
+        self.number = number
         self.kind = _kind(tensor)
         self.origin = _origin(tensor, start)
         self.saved: Saved | None = None
+        self.has_gradient = tensor.requires_grad
+        is_leaf = tensor.requires_grad and tensor.grad_fn is None
+        #: neither a leaf nor a view of the weights in the storage ``slot``
+        self.is_computed = (
+            self.kind is not None and not is_leaf and tensor.untyped_storage()._cdata != slot
+        )
+        self.sample: Sample | None = None
 
 
 class _Enough(BaseException):
@@ -60,26 +82,37 @@ class LateTensors:
         self._layer = layer
         self._gate = gate
         self._places: list[weakref.ref[_Place]] = []
+        #: of what `bring` has brought: a tensor in the first run and in the second
+        self.samples: list[tuple[Sample | None, Sample | None]] = []
 
-    def expected(self) -> saved_tensors_hooks:
-        """Inside the block, which begins now, graphs save places only."""
-        start = _get_sequence_nr()
+    @contextmanager
+    def expected(self, selection: Selection, weights: torch.Tensor) -> Iterator[None]:
+        """Inside the block graphs save places only. Those whose turn it is have samples of tensors that are
+        computed in it, not of views of ``weights`` or other leaves."""
+        start, slot = _get_sequence_nr(), weights.untyped_storage()._cdata
 
         def pack(tensor: torch.Tensor) -> _Place:
-            place = _Place(tensor, start)
+            place = _Place(tensor, start, len(self._places), slot)
             self._places.append(weakref.ref(place))
+            if place.is_computed and selection.takes(place.number):
+                place.sample = Sample.of(tensor)
             return place
 
-        return saved_tensors_hooks(pack, self._unpack)
+        with saved_tensors_hooks(pack, self._unpack):
+            yield
 
-    def refused(self) -> saved_tensors_hooks:
+    def refused(self) -> AbstractContextManager[None]:
         """Inside the block, graphs save nothing."""
         return saved_tensors_hooks(lambda _: None, self._refuse)
 
-    def are_all_of(self, outputs: Iterable[torch.Tensor], leaves: Iterable[torch.Tensor]) -> bool:
-        """Whether the graph that has led from ``leaves`` to ``outputs`` keeps nothing but our places."""
+    def are_all_of(
+        self, outputs: Iterable[torch.Tensor], leaves: Iterable[torch.Tensor], selection: Selection
+    ) -> bool:
+        """Whether the graph that has led from ``leaves`` to ``outputs`` keeps nothing but our places; if so,
+        ``selection`` hears in which of them there is something to see."""
         known = set(map(id, leaves))
         found: set[int] = set()
+        seen: list[int] = []
         for node in _nodes(output.grad_fn for output in outputs):
             # a write into a part keeps the node of its operation to itself
             if _is_opaque(node) or type(node).__name__ == "CopySlices":
@@ -87,17 +120,23 @@ class LateTensors:
             variable = getattr(node, "variable", None)
             if variable is not None and id(variable) not in known and not isinstance(variable, nn.Parameter):
                 return False  # a leaf that the layer has made
-            for saved in _saved_by(node):
+            for name, saved in _saved_by(node):
                 packed = getattr(saved, "data", saved)
                 if isinstance(packed, _Place) and packed.kind is not None:
                     found.add(id(packed))
+                    if packed.is_computed and (packed.has_gradient or name in _ARGUMENTS):
+                        seen.append(packed.number)
+                    else:
+                        packed.sample = None
                 elif not _is_number(packed):
                     return False
+        selection.end(seen)
         return found == set(map(id, self._wanted().values()))
 
     def bring(self, forward: Callable[[], object]) -> bool:
         """Run ``forward`` for what it saves, and no further; whether that is what the first one has saved."""
         wanted = self._wanted()
+        self.samples.clear()
         last = max(wanted, default=-1)
         count, is_alike, start = 0, True, _get_sequence_nr()
 
@@ -107,6 +146,8 @@ class LateTensors:
             if place is not None:
                 is_alike = (place.kind, place.origin) == (_kind(tensor), _origin(tensor, start))
                 place.saved = Saved.now(tensor.detach())
+                if is_alike and place.sample is not None:
+                    self.samples.append((place.sample, Sample.of(tensor)))
             count += 1
             if count > last or not is_alike:
                 raise _Enough
@@ -176,13 +217,14 @@ def _names(kind: type[Node]) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
-def _saved_by(node: Node) -> Iterator[Any]:
+def _saved_by(node: Node) -> Iterator[tuple[str, Any]]:
+    """What a node has saved, and under which names."""
     for name in _names(type(node)):
         saved = getattr(node, name)
         if isinstance(saved, tuple):
-            yield from saved
+            yield from ((name, one) for one in saved)
         elif saved is not None:
-            yield saved
+            yield name, saved
 
 
 def _is_number(packed: object) -> bool:

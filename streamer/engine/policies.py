@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,10 +16,13 @@ from streamer.engine.asked import graph_is_retained
 from streamer.engine.backpropagation import Graph
 from streamer.engine.call import Tensors, aliases
 from streamer.engine.checkpointing import without_own_checkpoint
+from streamer.engine.containers import Contents
 from streamer.engine.gate import Gate
 from streamer.engine.guarded import is_plain
 from streamer.engine.late import LateTensors, is_another_way
 from streamer.engine.owners import Owners, holders
+from streamer.engine.param_hooks import OWN_HOOK
+from streamer.engine.samples import Sample, another_way
 from streamer.engine.saved import Saved, storages
 from streamer.engine.tree import fingerprint
 
@@ -34,10 +37,9 @@ class Recompute(Run):
     def first_run(self, weights: torch.Tensor, inputs: Tensors) -> Outputs:
         unit = self.call.unit
         self._attributes = unit.attributes()
-        held = [value for values in self._attributes.values() for value in values.values()]
-        generators = [value for value in held if type(value) is torch.Generator]
-        self._ambient = Ambient.now(self.executor.backend.device, generators)
-        tensors = [value for value in held if isinstance(value, torch.Tensor)]
+        self._contents = Contents(self._attributes)
+        self._ambient = Ambient.now(self.executor.backend.device, self._contents.generators)
+        tensors = self._contents.tensors
         unwritten = fingerprint(tensors)
         buffers = unit.buffers_now()
         owners = Owners(weights)
@@ -53,11 +55,13 @@ class Recompute(Run):
         with (
             self._ambient.autocast.uncached(),
             torch.enable_grad(),
-            self._late.expected() if may_keep else self._late.refused(),
+            self._late.expected(unit.selection, weights) if may_keep else self._late.refused(),
             owners.counted(),
             without_own_checkpoint(unit.module),
         ):
             outputs, rebuild = self.call.run(weights, leaves, inner)
+        if self.is_whole:
+            _hand_on_hooks(inner, inputs)
         if fingerprint(tensors) != unwritten:
             raise ValueError(
                 f"layer '{unit.name}' writes into a tensor that is one of its attributes, and would do so "
@@ -68,13 +72,14 @@ class Recompute(Run):
         self._needs_compiled = self.call.is_compiled and self._ambient.has_moved_on()
         graph = Graph.of(inner, leaves, outputs)
         detached = [output.detach() for output in outputs]
-        may_keep = may_keep and self._late.are_all_of(outputs, (*inner, *leaves))
+        may_keep = may_keep and self._late.are_all_of(outputs, (*inner, *leaves), unit.selection)
         del outputs, accumulators
         # a hook may have recorded what a module was given, and would see it lose its memory
         if may_keep and holders(inner) == held_by:
             _let_go([*inner, *leaves])
             if not owners.are_more():
                 self.gate, self._graph = gate, graph
+        self._samples = [] if self._graph is not None else [Sample.of(output) for output in detached]
         return detached, rebuild
 
     @contextmanager
@@ -91,16 +96,13 @@ class Recompute(Run):
             # on others than the graph's own, where the layer may have put hooks
             leaves, inner = unit.leaves(weights), _detached(inputs)
             if self._late.bring(partial(self._run_again, weights, leaves, inner)):
+                self._compare(self._late.samples)
                 yield kept
                 return
             self._late.drop()
             graph = self._built_anew(weights, inputs)
             if is_another_way(kept.outputs, graph.outputs):
-                raise RuntimeError(
-                    f"layer '{unit.name}' did not do the same when it ran again in backward (does it depend "
-                    "on a global variable, a mode, or a random number generator of its own?): let that be an "
-                    "attribute of the layer, or wrap with activations='keep'"
-                )
+                raise another_way(unit.name)
             yield graph
         finally:
             self._late.drop()
@@ -123,18 +125,31 @@ class Recompute(Run):
         leaves = unit.leaves(weights)
         inner = _detached(inputs)
         self.gate.guard([*inner, *leaves])
-        return Graph.of(inner, leaves, self._run_again(weights, leaves, inner))
+        outputs = self._run_again(weights, leaves, inner)
+        self._compare(zip(self._samples, map(Sample.of, outputs), strict=False))
+        return Graph.of(inner, leaves, outputs)
+
+    def _compare(self, samples: Iterable[tuple[Sample | None, Sample | None]]) -> None:
+        """Hold what both runs have computed against each other. [Note: samples]"""
+        unit = self.call.unit
+        is_short = unit.is_short or self._ambient.autocast.is_on()
+        for first, again in samples:
+            if first is not None and again is not None:
+                self.executor.samples.add(unit.name, first, again, is_short=is_short)
 
     def _run_again(self, weights: torch.Tensor, leaves: Tensors, inner: Tensors) -> Tensors:
         unit = self.call.unit
         with (
             self._ambient.again(),
             unit.with_attributes(self._attributes),
+            self._contents.again(),
             unit.with_buffers(self._buffers),
             torch.enable_grad(),
             without_own_checkpoint(unit.module),
         ):
             outputs, _ = self.call.run(weights, leaves, inner)
+        if self.is_whole:
+            _hand_on_hooks(inner)
         return outputs
 
 
@@ -198,6 +213,8 @@ class Keep(Run):
             torch.autograd.graph.saved_tensors_hooks(pack, unpack),
         ):
             outputs, rebuild = self.call.run(weights, leaves, inner)
+        if self.is_whole:
+            _hand_on_hooks(inner, inputs)
         self.release = self.executor.saved.hold(self, held)
         self._graph: Graph | None = Graph.of(inner, leaves, outputs)
         return [output.detach() for output in outputs], rebuild
@@ -236,6 +253,17 @@ def _let_go(leaves: Tensors) -> None:
     numbers = {(leaf.dtype, leaf.device): leaf for leaf in leaves}
     numbers = {kind: leaf.new_empty(()) for kind, leaf in numbers.items()}
     _point(leaves, [numbers[leaf.dtype, leaf.device].expand(leaf.shape) for leaf in leaves])
+
+
+def _hand_on_hooks(inner: Tensors, inputs: Tensors = ()) -> None:
+    """Take the hooks that a layer has put on what it was given, and put them on ``inputs`` in the user's
+    graph: they hear of the gradient of all that is made of a tensor, in the layer or elsewhere."""
+    for number, tensor in enumerate(inner):
+        hooks = tensor._backward_hooks or {}
+        for key in [key for key, hook in hooks.items() if not getattr(hook, OWN_HOOK, False)]:
+            hook = hooks.pop(key)
+            if inputs:
+                inputs[number].register_hook(hook)
 
 
 def _counting_apart(leaves: Tensors) -> list[torch.Tensor]:

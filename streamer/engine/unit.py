@@ -15,6 +15,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from streamer.engine.guarded import as_plain
+from streamer.engine.samples import Selection
 from streamer.memory.layout import Layout, Slice
 
 BufferPlace = tuple[nn.Module, str]
@@ -161,6 +162,16 @@ class Unit:
                 if isinstance(hook, SpectralNorm):  # of before there were parametrizations
                     places += [(module, f"{hook.name}_u"), (module, f"{hook.name}_v")]
         return tuple((module, name) for module, name in places if name in module._buffers)
+
+    @cached_property
+    def is_short(self) -> bool:
+        """Whether it has parameters of fewer bits than fp32."""
+        return any(param.dtype.itemsize < torch.float32.itemsize for param in self.params)
+
+    @cached_property
+    def selection(self) -> Selection:
+        """Of which of the tensors that the layer saves there are samples."""
+        return Selection()
 
     @cached_property
     def _places(self) -> frozenset[tuple[nn.Module, str]]:

@@ -1,0 +1,114 @@
+"""What is inside of the attributes of a layer's modules: counts in a dict, a list that grows, a generator."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+#: What every module has; parameters, buffers and hooks are looked after elsewhere.
+_OWN = frozenset(vars(nn.Module()))
+_MAPPINGS = frozenset((dict, OrderedDict, defaultdict, Counter))
+_SEQUENCES = frozenset((list, deque))
+_NUMBERS = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device))
+
+#: Random generators that have a state of their own.
+Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+
+class Contents:
+    """The containers among ``attributes`` of modules, and in them, with what they hold now. [Note: activation
+    policies]
+
+    Containers are dicts, lists, deques, sets, dataclasses and `SimpleNamespace`; tuples are looked into.
+    """
+
+    def __init__(self, attributes: Mapping[nn.Module, Mapping[str, Any]]) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.generators: list[Generator] = []
+        self._held: list[tuple[Any, Any]] = []
+        seen: set[int] = set()
+        for values in attributes.values():
+            for name in values.keys() - _OWN:
+                value = values[name]
+                if type(value) not in _NUMBERS:
+                    self._look(value, seen)
+
+    def _look(self, value: Any, seen: set[int]) -> None:
+        stack = [value]
+        while stack:
+            value = stack.pop()
+            kind = type(value)
+            if kind in _NUMBERS or id(value) in seen:
+                continue
+            seen.add(id(value))
+            if isinstance(value, torch.Tensor):
+                self.tensors.append(value)
+            elif isinstance(value, _GENERATORS):
+                self.generators.append(value)
+            elif kind is tuple:
+                stack.extend(value)
+            elif (held := _copy(value)) is not None:
+                self._held.append((value, held))
+                stack.extend(held.values() if isinstance(held, dict) else held)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Let the containers hold inside the block what they held then; after it, what they hold now."""
+        now = [(container, _copy(container)) for container, _ in self._held]
+        try:
+            _fill(self._held)
+            yield
+        finally:
+            _fill(now)
+
+
+def _copy(value: Any) -> dict[Any, Any] | list[Any] | set[Any] | None:
+    """What a container holds; None for what is none."""
+    kind = type(value)
+    if kind in _MAPPINGS:
+        return dict(value)
+    if kind in _SEQUENCES:
+        return list(value)
+    if kind is set:
+        return set(value)
+    if kind is SimpleNamespace or (dataclasses.is_dataclass(value) and hasattr(value, "__dict__")):
+        # of a class there is nothing to put back
+        return None if isinstance(value, type) else dict(vars(value))
+    return None
+
+
+def _fill(contents: Iterable[tuple[Any, Any]]) -> None:
+    for container, held in contents:
+        now = _copy(container)
+        if now is not None and _is_same(now, held):
+            continue
+        kind = type(container)
+        inside = container if kind in _MAPPINGS or kind in _SEQUENCES or kind is set else vars(container)
+        inside.clear()
+        if kind in _SEQUENCES:
+            inside.extend(held)
+        else:
+            inside.update(held)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two copies of a container hold the same objects."""
+    if len(one) != len(other):
+        return False
+    if isinstance(one, dict):
+        return all(map(_is, one.items(), other.items()))
+    return one == other if isinstance(one, set) else all(a is b for a, b in zip(one, other, strict=True))
+
+
+def _is(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+    return one[0] is other[0] and one[1] is other[1]
