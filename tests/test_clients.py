@@ -566,7 +566,7 @@ def test_scripts(client: Client) -> None:
     assert_same(client, layers="layers")
 
 
-# --- what is still wrong --------------------------------------------------------------------------------
+# --- what is kept, exchanged or written elsewhere -------------------------------------------------------
 
 
 def gradients_kept(run: Run) -> Any:
@@ -601,13 +601,6 @@ def kept_view(run: Run) -> Any:
     return [[view.detach().clone() for view in kept] for _ in run.steps()]
 
 
-def constructed(run: Run) -> Any:
-    """PyTorch's own warning says what to call instead."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "To copy construct from a tensor", UserWarning)
-        return [torch.as_tensor(param, dtype=torch.float64).detach() for param in run.params]
-
-
 def compiled(read: Callable[[torch.Tensor], torch.Tensor]) -> Client:
     def client(run: Run) -> Any:
         torch._dynamo.reset()
@@ -629,37 +622,34 @@ def clamping() -> nn.Module:
     return model
 
 
-#: What it is, the client, the model, and why the result is not that of the plain model.
-OPEN: list[tuple[str, Client, Callable[[], nn.Module], str]] = [
-    ("kept gradients", gradients_kept, net, "the next backward writes the memory of a gradient that is kept"),
-    ("gradient data", gradient_data_assigned, net, "Held.show shows memory that the user has exchanged"),
-    ("detach_", old_zero_grad, net, "p.grad is a view, of which PyTorch detaches none in place"),
-    ("kept view", kept_view, net, "a view that is part of a graph does not make step() wait"),
-    ("as_tensor", each_step(constructed), net, "constructors do not ask __torch_function__"),
-    ("compiled", compiled(lambda param: param.data.sum()), net, "graph_break() in __torch_function__ recurs"),
-    ("own data", each_step(vector), clamping, "what a layer writes through .data is written into its slot"),
-]
+KEPT: dict[str, Client] = {
+    "gradients": gradients_kept,
+    "a gradient's data": gradient_data_assigned,
+    "gradients that are detached in place": old_zero_grad,
+    "views": kept_view,
+    "compiled": compiled(lambda param: param.data.sum()),
+}
 
 
-@pytest.mark.parametrize(
-    ("client", "model"),
-    [
-        pytest.param(client, model, marks=pytest.mark.xfail(strict=True, reason=why), id=name)
-        for name, client, model, why in OPEN
-    ],
-)
-def test_what_is_still_wrong(client: Client, model: Callable[[], nn.Module]) -> None:
-    assert_same(client, model(), layers="layers")
+@pytest.mark.parametrize("name", KEPT)
+def test_what_is_kept_or_exchanged(name: str) -> None:
+    assert_same(KEPT[name], net(), layers="layers")
 
 
-@pytest.mark.xfail(strict=True, reason="a layer that is run again takes what was written, without a word")
-def test_weights_that_are_written_between_forward_and_backward() -> None:
-    """Through PyTorch they would be refused: neither the old nor the new weights give the plain gradient."""
+def test_a_layer_that_writes_its_own_weights_unseen_is_refused() -> None:
+    refusal = pytest.raises(ValueError, match=r"layer 'layers.0' writes its own weights.*between steps")
+    model = clamping()
+    with wrapped(model, layers="layers"), refusal:
+        token_loss(model, 0)
+
+
+def test_weights_that_are_written_unseen_between_forward_and_backward() -> None:
+    """Neither the old nor the new weights give the plain gradient where the layer is run again."""
     model = copy.deepcopy(net())
     with wrapped(model, layers="layers"):
         loss = token_loss(model, 0)
         model.layers[1].up.weight.data.mul_(0.5)
-        with pytest.raises(RuntimeError, match="have changed since the forward"):
+        with pytest.raises(RuntimeError, match=r"layer 'layers.1' did not do the same.*written through .data"):
             loss.backward()
 
 

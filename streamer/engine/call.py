@@ -105,7 +105,7 @@ def run_on_slot(
     if fingerprint(slot) != before:
         raise ValueError(
             f"layer '{unit.name}' writes its own weights in its forward, which would be lost: write them "
-            "between steps, after streamer.synchronize(model)"
+            "between steps"
         )
     outputs, rebuild = flatten(result)
     return rebuild([out.clone() if aliases(out, weights) else out for out in outputs])

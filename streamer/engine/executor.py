@@ -103,6 +103,8 @@ class Executor:
         #: by the name of a parameter, what stands for the optimizer that updates it
         self.updated_by: dict[str, object] = {}
         self._root_ready = False
+        #: layers that were seen not to write into their slot
+        self._looked_at: set[int] = set()
         self.weights.unshard_root()
 
     def begin(self) -> None:
@@ -158,7 +160,11 @@ class Executor:
             visit = Visit(unit.index, phase)
             with self.memory.naming_holders(unit), self.weights.visited(unit, visit) as slot:
                 buffer = self.weights.slots.buffers[slot]
-                return self.issuer.compute(ops.forward(unit.index, slot), lambda: work(buffer))
+                result = self.issuer.compute(ops.forward(unit.index, slot), lambda: work(buffer))
+                if unit.index not in self._looked_at:
+                    self._looked_at.add(unit.index)
+                    self.weights.check_slot(unit, slot)
+                return result
 
     def check_backward(self, unit: Unit) -> None:
         """Raise RuntimeError if a gradient of ``unit`` cannot be taken now."""

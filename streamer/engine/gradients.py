@@ -82,6 +82,7 @@ class Gradients:
         has_grad = [param.grad is not None for _, param in held.pairs()]
         if any(has_grad):
             return self._accumulate(unit, slot, used, has_grad)
+        held.leave_to_keepers(1.0)
         nbytes = unit.layout.grad_nbytes
         source = self.slots.buffers[slot][:nbytes]
         gradient = self._gradient(unit)
@@ -141,6 +142,9 @@ class Gradients:
         An update does not settle it: as in PyTorch, gradients stay clipped until they are dropped.
         """
         scale, self.scale = self.scale, 1.0
+        if scale != 1.0:
+            for unit in self._units:
+                self.held[unit.index].leave_to_keepers(scale)
         held = [
             param.grad
             for unit in (self._units if scale != 1.0 else ())
@@ -162,6 +166,7 @@ class Gradients:
     ) -> Callable[[], float] | None:
         """Add what is in ``slot`` to the gradients there are, in one pass over each."""
         held = self.held[unit.index]
+        held.leave_to_keepers(1.0)
         pairs = list(held.pairs())
         both = [is_used and has for is_used, has in zip(used, has_grad, strict=True)]
         summed = [is_summed(param) for _, param in pairs]

@@ -21,21 +21,21 @@ What this cannot see: C++ code that is given a tensor by other ways than PyTorch
 extensions, TorchScript, `torch.func`'s transforms of a parameter itself, ``torch.tensor(param)``,
 ``torch.as_tensor(param, dtype=...)`` and ``to_dlpack(param)``. It finds NaN in a parameter whose update is
 still running (`Seen`), so call `streamer.synchronize` before it. `torch.compile` sees the plain tensor: what
-it compiles breaks its graph at such a parameter, and waits.
+it compiles breaks its graph at such a parameter, and waits. It must not write through ``param.data``.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, wraps
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import nn
 
-from streamer.engine.tracing import never_traced
+from streamer.engine.tracing import never_traced, run_as_it_is
 
 #: Inside of the block the tensors of this module are plain ones to PyTorch.
 unguarded = torch._C.DisableTorchFunctionSubclass
@@ -67,44 +67,23 @@ class Guard(Protocol):
     def after(self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object) -> None:
         """``function`` was called with ``args``, of which ``tensor`` is one or holds one."""
 
+    @property
+    def lock(self) -> AbstractContextManager[object]:
+        """Held from `before` to `after`, so that no other thread begins an update in between."""
+
 
 class Guarded:
     """A tensor with a `Guard`, which is its attribute of the name `GUARD`."""
 
-    _is_in_flight = False
-
     @classmethod
+    @run_as_it_is
     def __torch_function__(
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         if torch.compiler.is_compiling():
-            if cls._is_in_flight:
-                torch._dynamo.graph_break()
             with unguarded():
-                return function(*args, **kwargs)
-        if function in METADATA:
-            with unguarded():
-                return function(*args, **kwargs)
-        touched = [
-            (guard, tensor)
-            for tensor in _guarded_in(args, kwargs)
-            if (guard := tensor.__dict__.get(GUARD)) is not None
-        ]
-        for guard, _ in touched:
-            guard.before(function)
-        if all(issubclass(kind, Guarded) for kind in types):
-            with unguarded():
-                result = function(*args, **kwargs)
-        else:
-            # other subclasses have a say too, as they would beside a plain parameter
-            with _plain_for_now(tensor for _, tensor in touched):
-                result = function(*args, **kwargs)
-        if touched:
-            with unguarded():
-                for guard, tensor in touched:
-                    guard.after(function, args, tensor, result)
-        return result
+                return function(*args, **kwargs or {})
+        return _touch(function, types, args, kwargs or {})
 
 
 #: The attribute of a guarded tensor that holds its `Guard`.
@@ -121,6 +100,10 @@ class GuardedTensor(Guarded, torch.Tensor):
             guarded = tensor.as_subclass(GuardedTensor)
         guarded.__dict__[GUARD] = guard
         return guarded
+
+    def detach_(self) -> torch.Tensor:
+        """`torch.Tensor.detach_`, which there is nothing to do for; of a view PyTorch refuses it."""
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         copy = memo[id(self)] = self.clone()
@@ -148,10 +131,21 @@ class GuardedParameter(Guarded):
         return copy
 
 
+class InFlight(GuardedParameter):
+    """One whose update may be running: `torch.compile` must not look behind it."""
+
+    @classmethod
+    @never_traced
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _touch(function, types, args, kwargs or {})
+
+
 @cache
 def _guarded_class(kind: type[nn.Parameter], *, is_in_flight: bool) -> type[nn.Parameter]:
-    bases = (GuardedParameter, kind)
-    return type(kind.__name__, bases, {"_is_in_flight": is_in_flight, "_plain_class": kind})
+    guarded = InFlight if is_in_flight else GuardedParameter
+    return type(kind.__name__, (guarded, kind), {"_plain_class": kind})
 
 
 def plain_class(kind: type[Any]) -> type[Any]:
@@ -219,15 +213,23 @@ class Seen:
 
 
 def gives_memory(function: Function, tensor: torch.Tensor, result: object) -> bool:
-    """Whether the memory of ``tensor`` can be written unseen through ``result``, which ``function`` has made
-    of it: a tensor that is not part of a graph, an array, or an address."""
+    """Whether ``result``, which ``function`` has made of ``tensor``, gives access to its memory: another
+    tensor, an array, or an address."""
     return function in _GIVES_MEMORY or _shares_memory(result, tensor)
+
+
+def is_in_graph(result: object) -> bool:
+    """Whether ``result`` is a tensor of autograd's, or several, which nobody writes without autograd's
+    knowing."""
+    if isinstance(result, list | tuple):
+        return all(map(is_in_graph, result))
+    return isinstance(result, torch.Tensor) and result.requires_grad
 
 
 def _shares_memory(result: object, tensor: torch.Tensor) -> bool:
     if isinstance(result, list | tuple):
         return any(_shares_memory(item, tensor) for item in result)
-    if not isinstance(result, torch.Tensor) or result is tensor or result.requires_grad:
+    if not isinstance(result, torch.Tensor) or result is tensor:
         return False
     if result.layout is not torch.strided or result.is_nested or _is_of_transform(result):
         return False
@@ -237,6 +239,44 @@ def _shares_memory(result: object, tensor: torch.Tensor) -> bool:
 def _is_of_transform(tensor: torch.Tensor) -> bool:
     """Whether a transform of `torch.func` stands between ``tensor`` and its values."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+@never_traced
+def _touch(function: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call ``function``, which is given guarded tensors, with what their guards have to do around it."""
+    if function in METADATA:
+        with unguarded():
+            return function(*args, **kwargs)
+    touched = [
+        (guard, tensor)
+        for tensor in _guarded_in(args, kwargs)
+        if (guard := tensor.__dict__.get(GUARD)) is not None
+    ]
+    with _held(guard.lock for guard, _ in touched):
+        for guard, _ in touched:
+            guard.before(function)
+        if all(issubclass(kind, Guarded) for kind in types):
+            with unguarded():
+                result = function(*args, **kwargs)
+        else:
+            # other subclasses have a say too, as they would beside a plain parameter
+            with _plain_for_now(tensor for _, tensor in touched):
+                result = function(*args, **kwargs)
+        with unguarded():
+            for guard, tensor in touched:
+                guard.after(function, args, tensor, result)
+    return result
+
+
+def _held(locks: Iterable[AbstractContextManager[object]]) -> AbstractContextManager[object]:
+    """All of ``locks``, always in the same order."""
+    found = {id(lock): lock for lock in locks}
+    if len(found) == 1:
+        return found.popitem()[1]
+    stack = ExitStack()
+    for _, lock in sorted(found.items()):
+        stack.enter_context(lock)
+    return stack
 
 
 def _guarded_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:

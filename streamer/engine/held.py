@@ -9,12 +9,13 @@ until it is dropped. A gradient that stays alone never takes those four bytes.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Container, Iterator, Sequence
 
 import torch
 from torch import nn
 
-from streamer.engine.guarded import Guard, GuardedTensor, as_plain
+from streamer.engine.guarded import GUARD, Guard, GuardedTensor, as_plain
 from streamer.engine.unit import Unit
 from streamer.memory.host import HostShard
 from streamer.memory.layout import Slice
@@ -75,12 +76,26 @@ class Held:
     def show(self, slice: Slice, param: nn.Parameter, *, summed: bool) -> None:
         """Let ``p.grad`` be what is in that place."""
         shown = self._shown.get((param, summed))
-        if shown is None:
+        # the user may have given it other memory (p.grad.data = ...)
+        if shown is None or summed or shown.data_ptr() != self._gradient.data_ptr() + slice.offset:
             shown = self.place(slice, summed=summed)
             if self._guard is not None:
                 shown = GuardedTensor.of(shown, self._guard)
             self._shown[param, summed] = shown
         param.grad = shown
+
+    @as_plain
+    def leave_to_keepers(self, scale: float) -> None:
+        """New gradients are about to be written: one of before that the user has kept (``g = p.grad``, and
+        ``p.grad`` dropped since) gets memory of its own. ``scale`` is what is still to be applied to it."""
+        for _, param in self.pairs():
+            shown = self._shown.get((param, False))
+            # held by the dict, by this name and by the call
+            if shown is None or sys.getrefcount(shown) <= 3 or param.grad is shown:
+                continue
+            shown.data = shown.detach() * scale
+            shown.__dict__.pop(GUARD, None)
+            del self._shown[param, False]
 
     @as_plain
     def is_ours(self, slice: Slice, param: nn.Parameter) -> bool:

@@ -139,8 +139,9 @@ def another_way(layer: str) -> RuntimeError:
     """The error for a layer that does not do the same in both runs."""
     return RuntimeError(
         f"layer '{layer}' did not do the same when it ran again in backward (does it depend on a global "
-        "variable, a mode, or a random number generator of its own?): let that be an attribute of the layer, "
-        "or wrap with activations='keep'"
+        "variable, a mode, or a random number generator of its own? were its weights written through .data "
+        "since its forward?): let that be an attribute of the layer, write weights after backward, or wrap "
+        "with activations='keep'"
     )
 
 

@@ -13,6 +13,7 @@ from streamer.engine.guarded import (
     GuardedTensor,
     gives_memory,
     guard_parameter,
+    is_in_graph,
     unguard_parameter,
 )
 from streamer.engine.unit import Unit
@@ -24,6 +25,7 @@ class _UnitGuard:
     def __init__(self, executor: Executor, unit: Unit) -> None:
         self._executor = executor
         self._unit = unit
+        self.lock = executor.turns.lock
 
     def before(self, function: Function) -> None:
         self._executor.await_update(self._unit)
@@ -44,8 +46,7 @@ class _ParameterGuard(_UnitGuard):
 
     def after(self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object) -> None:
         if gives_memory(function, tensor, result):
-            with self._executor.turns.lock:
-                self._executor.weights.lend(self._unit, self._position)
+            self._executor.weights.lend(self._unit, self._position, to_read=is_in_graph(result))
 
 
 class _GradientGuard(_UnitGuard):
@@ -55,9 +56,8 @@ class _GradientGuard(_UnitGuard):
         executor, unit = self._executor, self._unit
         if executor.released:
             return
-        with executor.turns.lock:
-            executor.gradients.before_access(unit, in_use=unit.index in executor.weights.in_flight)
-            self._is_scaling = function in _SCALING and executor.norms.begin_scaling(unit)
+        executor.gradients.before_access(unit, in_use=unit.index in executor.weights.in_flight)
+        self._is_scaling = function in _SCALING and executor.norms.begin_scaling(unit)
 
     def after(self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object) -> None:
         if self._is_scaling and len(args) == 2 and _is_small(_SCALING[function], args[1]):

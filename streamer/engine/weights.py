@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -46,6 +46,7 @@ class Weights:
         self._written = {unit.index: unit.written() for unit in (*units, root)}
         #: by unit, which of its parameters are lent: [Note: lent parameters]
         self._lent: dict[int, set[int]] = {}
+        self._lent_to_read: dict[int, set[int]] = {}
         #: of those whose weight is not its own master, the checksum of the weight when it was lent
         self._checksums: dict[int, dict[int, int]] = {}
         #: by unit, what the user sees of its parameters, once they are guarded
@@ -115,6 +116,17 @@ class Weights:
                 self._reshard(unit)
             self._issuer.wait((ops.weight_slot(last),), to_write=True)
             self.slots.drop()
+
+    def check_slot(self, unit: Unit, slot: int) -> None:
+        """Raise ValueError if ``unit`` has written its weights in its first forward, by ``param.data``, which
+        nothing tells of."""
+        weight = self._store.shards[unit.index].weight
+        if weight.is_meta or torch.equal(self.slots.buffers[slot][: weight.numel()].cpu(), weight):
+            return
+        raise ValueError(
+            f"layer '{unit.name}' writes its own weights in its forward, which would be lost: write them "
+            "between steps"
+        )
 
     def check_depth(self, unit: Unit) -> None:
         """Raise RuntimeError if ``unit`` is called inside of so many others that its backward would find no
@@ -186,8 +198,9 @@ class Weights:
             self._seen[unit.index] = [Seen(param, nans[param.dtype, param.device]) for param in unit.params]
         self._holders = {index: [each.holders() for each in seen] for index, seen in self._seen.items()}
 
-    def lend(self, unit: Unit, position: int) -> None:
-        """The user has got what shares memory with a parameter of ``unit``, and may write it unseen.
+    def lend(self, unit: Unit, position: int, *, to_read: bool) -> None:
+        """The user has got what shares memory with a parameter of ``unit``. Unless it is ``to_read`` only, he
+        may write it unseen.
 
         [Note: lent parameters]
         Nothing tells of a write through ``param.data`` or a NumPy array. So, as long as a storage has more
@@ -201,31 +214,39 @@ class Weights:
           weight, of others it stays: weights that are exchanged for others and put back lose nothing.
 
         What is written through it while an update runs would be lost: updates of lent parameters are waited
-        for in `step`.
+        for in `step`. That goes for a view in a graph too, which is lent to be read.
         """
+        if to_read:
+            self._lent_to_read.setdefault(unit.index, set()).add(position)
+            return
         self._lent.setdefault(unit.index, set()).add(position)
         self._take_checksum(unit, position)
 
     def keep_lent(self) -> list[Unit]:
-        """The units that are still lent; what was lent of others has come back."""
-        units = (*self._units, self._root)
-        return [unit for unit in units if unit.index in self._lent and self._is_lent(unit)]
+        """The units that are still lent, if only to be read; what was lent of others has come back."""
+        if not self._lent and not self._lent_to_read:
+            return []
+        self._lent_to_read = self._still_lent(self._lent_to_read)
+        self._lent = self._still_lent(self._lent)
+        lent = {*self._lent, *self._lent_to_read}
+        return [unit for unit in (*self._units, self._root) if unit.index in lent]
 
     def take_checksums(self, unit: Unit) -> None:
         """The update of a lent unit is done."""
         for position in self._lent.get(unit.index, ()):
             self._take_checksum(unit, position)
 
-    def _is_lent(self, unit: Unit) -> bool:
-        seen, before = self._seen[unit.index], self._holders[unit.index]
-        lent = {
-            position
-            for position in self._lent.pop(unit.index)
-            if seen[position].holders() != before[position]
+    def _still_lent(self, lent: Mapping[int, set[int]]) -> dict[int, set[int]]:
+        """What of ``lent`` has not come back."""
+        still = {
+            index: {p for p in positions if self._seen[index][p].holders() != self._holders[index][p]}
+            for index, positions in lent.items()
         }
-        if lent:
-            self._lent[unit.index] = lent
-        return bool(lent)
+        return {index: positions for index, positions in still.items() if positions}
+
+    def _take_back(self, unit: Unit) -> None:
+        """Forget that ``unit`` was lent where it has come back."""
+        self._lent |= self._still_lent({unit.index: self._lent.pop(unit.index)})
 
     def _take_checksum(self, unit: Unit, position: int) -> None:
         slice = unit.layout.slices[position]
@@ -294,13 +315,13 @@ class Weights:
             if not torch.equal(seen, shard.weight[place.start : place.stop]):
                 shard.weight[place.start : place.stop].copy_(seen)
                 shard.rebase(slice)
-        self._is_lent(self._root)
+        self._take_back(self._root)
 
     def _refresh_layer(self, unit: Unit, moved: Container[torch.Tensor] = ()) -> None:
         self._check_places(unit, moved)
         if unit.index in self._lent:
             self._reshard(unit.index)
-            self._is_lent(unit)
+            self._take_back(unit)
         if unit.written() != self._written[unit.index]:
             self._issuer.wait((ops.shard(unit.index),), to_write=True)
             self._rebase(unit)
