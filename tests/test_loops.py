@@ -34,13 +34,17 @@ Loop = Callable[[nn.Module, torch.optim.Optimizer], list[float]]
 Make = Callable[[nn.Module, Any], torch.optim.Optimizer]
 
 
+class Calls(list[None]):
+    """Of a class of its own: a list would be what it was when its layer runs again."""
+
+
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
         self.dropout = nn.Dropout(0.1)
         #: a list, since attributes are set back when a layer runs again
-        self.forwards: list[None] = []
+        self.forwards = Calls()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.forwards.append(None)

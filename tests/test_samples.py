@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from streamer.engine.samples import SIZE, Sample, Samples, Turns
+from streamer.engine.samples import SIZE, Sample, Samples, Selection
 from tests.reference import streamed
 from tests.test_recomputation import (
     Layer,
@@ -226,7 +226,7 @@ def test_a_sample_has_elements_of_the_tensor(dtype: torch.dtype, shape: tuple[in
 
 
 def test_turns_come_round() -> None:
-    turns = Turns()
+    turns = Selection()
     assert all(turns.takes(number) for number in range(10))
     turns.end(range(10))
     seen: set[int] = set()

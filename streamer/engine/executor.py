@@ -304,6 +304,10 @@ class Executor:
         saved = self.inputs.places.nbytes
         return self.store.bytes_by_purpose() | ({SAVED_INPUTS: saved} if saved else {})
 
+    def unit(self, index: int) -> Unit:
+        """The unit of that number, ROOT for the root."""
+        return self.root if index == ROOT else self.units[index]
+
     def shard(self, unit: Unit) -> HostShard:
         """The host shard of ``unit``."""
         return self.store.shards[unit.index]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -20,15 +21,20 @@ from streamer.engine.unit import Unit
 
 
 class _UnitGuard:
-    """Waits for the update of ``unit``."""
+    """Waits for the update of ``unit``.
+
+    It holds neither the executor nor the unit: the garbage collector does not see that a parameter holds its
+    gradient, nor thus a circle through both.
+    """
 
     def __init__(self, executor: Executor, unit: Unit) -> None:
-        self._executor = executor
-        self._unit = unit
+        self._executor = weakref.ref(executor)
+        self._index = unit.index
         self.lock = executor.turns.lock
 
     def before(self, function: Function) -> None:
-        self._executor.await_update(self._unit)
+        if (executor := self._executor()) is not None:
+            executor.await_update(executor.unit(self._index))
 
     def after(self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object) -> None:
         pass
@@ -45,23 +51,28 @@ class _ParameterGuard(_UnitGuard):
         self._position = position
 
     def after(self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object) -> None:
-        if gives_memory(function, tensor, result):
-            self._executor.weights.lend(self._unit, self._position, to_read=is_in_graph(result))
+        if gives_memory(function, tensor, result) and (executor := self._executor()) is not None:
+            unit = executor.unit(self._index)
+            executor.weights.lend(unit, self._position, to_read=is_in_graph(result))
 
 
 class _GradientGuard(_UnitGuard):
     """Applies what clipping has left to be applied, and waits for the update that reads the gradient."""
 
+    _is_scaling = False
+
     def before(self, function: Function) -> None:
-        executor, unit = self._executor, self._unit
-        if executor.released:
+        if (executor := self._executor()) is None or executor.released:
             return
+        unit = executor.unit(self._index)
         executor.gradients.before_access(unit, in_use=unit.index in executor.weights.in_flight)
         self._is_scaling = function in _SCALING and executor.norms.begin_scaling(unit)
 
     def after(self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object) -> None:
         if self._is_scaling and len(args) == 2 and _is_small(_SCALING[function], args[1]):
-            self._executor.norms.scaled(self._unit)
+            executor = self._executor()
+            assert executor is not None, "it has begun"
+            executor.norms.scaled(executor.unit(self._index))
 
 
 #: In-place functions that multiply gradients by a number: the power of that number by which they do.
