@@ -27,5 +27,5 @@ class HostWatch:
                 f"only {available} bytes of host memory are free, and the system may end this process: "
                 f"the wrapped model holds {sum(held.values())}, so somebody else takes more than was "
                 "planned; end that, or save and wrap with less (a smaller state_dtype, update='backward')",
-                stacklevel=8,  # the line that called optimizer.step()
+                stacklevel=10,  # the line that called optimizer.step()
             )
