@@ -219,6 +219,25 @@ def gpu_figures(reports: Mapping[str, Report]) -> list[str]:
     return lines[1:]
 
 
+def two_checkouts(report: Report) -> list[str]:
+    rows = [
+        [
+            name,
+            spread(row["seconds_per_step"]["now"], ".1f", 1e3),
+            spread(row["seconds_per_step"]["before"], ".1f", 1e3),
+            spread(row["ratio"], ".3f"),
+            " and ".join(f"{row['hidden'][side]['median']:.2f}" for side in ("now", "before")),
+        ]
+        for name, row in report["tasks"].items()
+    ]
+    commits = report["commits"]
+    return [
+        f"Commit {commits['now']} beside {commits['before']}, one thread each; below 1 is faster now.",
+        "",
+        *table(["", "step now, ms", "before, ms", "ratio", "update hidden now and before"], rows),
+    ]
+
+
 TABLES: dict[str, Callable[[Report], list[str]]] = {
     "bench/adam.py": adam,
     "bench/architectures.py": architectures_table,
@@ -233,5 +252,6 @@ TABLES: dict[str, Callable[[Report], list[str]]] = {
     "bench/residency.py": residency_table,
     "bench/soak.py": soak,
     "bench/tokens_per_transfer.py": tokens_table,
+    "bench/two_checkouts.py": two_checkouts,
     "bench/versus.py": versus,
 }
