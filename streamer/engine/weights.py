@@ -223,12 +223,12 @@ class Weights:
         self._take_checksum(unit, position)
 
     def keep_lent(self) -> list[Unit]:
-        """The units that are still lent, if only to be read; what was lent of others has come back."""
+        """The units that are still lent, if only to be read. What has come back stays noted in `_lent` until the
+        next visit of its unit, which copies it anew."""
         if not self._lent and not self._lent_to_read:
             return []
         self._lent_to_read = self._still_lent(self._lent_to_read)
-        self._lent = self._still_lent(self._lent)
-        lent = {*self._lent, *self._lent_to_read}
+        lent = {*self._still_lent(self._lent), *self._lent_to_read}
         return [unit for unit in (*self._units, self._root) if unit.index in lent]
 
     def take_checksums(self, unit: Unit) -> None:
