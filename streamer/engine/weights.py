@@ -223,8 +223,8 @@ class Weights:
         self._take_checksum(unit, position)
 
     def keep_lent(self) -> list[Unit]:
-        """The units that are still lent, if only to be read. What has come back stays noted in `_lent` until the
-        next visit of its unit, which copies it anew."""
+        """The units that are still lent, if only to be read. What has come back stays noted in `_lent` until
+        the next visit of its unit, which copies it anew."""
         if not self._lent and not self._lent_to_read:
             return []
         self._lent_to_read = self._still_lent(self._lent_to_read)
