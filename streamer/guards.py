@@ -114,14 +114,16 @@ def _before_adding(
     """A hook for a parameter to whose ``grad`` autograd is about to add by itself: the root's, and a layer's
     that is used outside of its layer (a penalty on weights)."""
 
-    @as_plain
     def hook(gradient: torch.Tensor | None) -> None:
-        if gradient is None:  # the layer's own went another way
-            return
+        if gradient is not None:  # the layer's own went another way
+            look()
+
+    @as_plain
+    def look() -> None:
         if asked_of(torch.autograd.graph.get_gradient_edge(param).node) is not Asked.ADDED:
             return
         if unit is not executor.root:
-            executor.hooked.check(slice, param)
+            executor.hooked.check((slice,), (param,))
         held = executor.gradients.held[unit.index]
         held.place(slice, summed=False)  # says so where there is none
         held.widen(slice, param)

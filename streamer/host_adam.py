@@ -11,7 +11,7 @@ import torch
 
 import streamer_native as native
 from streamer.memory.host import HostShard, HostStore, array
-from streamer.memory.layout import ALIGN, Layout, Param, Slice, Stretch
+from streamer.memory.layout import Layout, Param, Slice, Stretch
 from streamer.memory.purposes import BF16, FP16, FP32, GRADIENTS, MOMENTS, SUMS
 
 
@@ -26,8 +26,7 @@ class Run:
     @staticmethod
     def of(slice: Slice, hyper: native.Hyper, *, summed: bool = False) -> Run:
         """One parameter, padding included."""
-        padded = -(-slice.numel // ALIGN) * ALIGN
-        return Run(Stretch(slice.param.dtype, slice.offset, slice.index, padded), hyper, summed)
+        return Run(slice.padded, hyper, summed)
 
     def follows(self, other: Run) -> bool:
         """Whether this run begins where ``other`` ends, and is updated like it."""
@@ -37,14 +36,16 @@ class Run:
 
 def merge(runs: Sequence[Run]) -> list[Run]:
     """``runs`` in the order of memory, neighbours that are updated alike made one."""
-    merged: list[Run] = []
+    rows: list[list[Run]] = []
     for run in sorted(runs, key=lambda run: run.stretch.offset):
-        if merged and run.follows(merged[-1]):
-            last = merged.pop()
-            numel = last.stretch.numel + run.stretch.numel
-            run = replace(last, stretch=replace(last.stretch, numel=numel))
-        merged.append(run)
-    return merged
+        if rows and run.follows(rows[-1][-1]):
+            rows[-1].append(run)
+        else:
+            rows.append([run])
+    return [
+        replace(row[0], stretch=replace(row[0].stretch, numel=sum(run.stretch.numel for run in row)))
+        for row in rows
+    ]
 
 
 def update_bytes(runs: Sequence[Run], state_dtype: torch.dtype = FP32) -> int:

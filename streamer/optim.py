@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -126,11 +126,11 @@ class AdamW(torch.optim.Optimizer):
 
     def _step(self) -> None:
         groups = self._group_of()
-        for param in groups:
-            if param.grad is not None:
-                home = require_home(param)
-                check_owner(home, self.token)
-                home.executor.check_idle(home.unit)
+        updated = [(param, require_home(param)) for param in groups if param.grad is not None]
+        for _, home in updated:
+            check_owner(home, self.token)
+        for executor, index in {(home.executor, home.unit.index) for _, home in updated}:
+            executor.check_idle(executor.unit(index))
         landed_with, self._landed_with = self._landed_with, {}
         check_landed_with(landed_with, self.param_groups)
         # a GradScaler sets both, and deletes them: whether an element was not finite, the scale to take out
@@ -144,10 +144,10 @@ class AdamW(torch.optim.Optimizer):
             raise
         unscale = 1.0 if scale is None else 1.0 / float(scale)
         runs: dict[tuple[Executor, int], list[Run]] = defaultdict(list)
-        for param, group in groups.items():
-            if param.grad is not None:
-                home = require_home(param)
-                runs[home.executor, home.unit.index].append(self._run(param, group))
+        # gradients of before wrap have come into their places meanwhile
+        updated = [(param, require_home(param)) for param in groups if param.grad is not None]
+        for (_, home), run in zip(updated, self._runs(updated, groups), strict=True):
+            runs[home.executor, home.unit.index].append(run)
         for executor in self._executors:
             mine = {unit: merge(runs[owner, unit]) for owner, unit in runs if owner is executor}
             self._queue(executor, mine, unscale)
@@ -165,7 +165,7 @@ class AdamW(torch.optim.Optimizer):
             return None
         executor = require_home(mine[0]).executor
         landing, shard = executor.landing, executor.shard(unit)
-        runs = merge([self._run(param, groups[param]) for param in mine])
+        runs = merge(self._runs([(param, require_home(param)) for param in mine], groups))
         self._landed_with |= {id(groups[param]): hyper_of(groups[param], 1) for param in mine}
         steps = [self.state[param]["step"] for param in mine]
         stretches = unit.layout.stretches(used)
@@ -188,17 +188,34 @@ class AdamW(torch.optim.Optimizer):
             check_group(group)
         return {param: group for group in self.param_groups for param in group["params"]}
 
-    def _run(self, param: torch.Tensor, group: dict[str, Any]) -> Run:
-        """The next update of one parameter, which counts it."""
-        home = require_home(param)
+    def _runs(
+        self,
+        updated: Sequence[tuple[torch.Tensor, Home]],
+        groups: Mapping[torch.Tensor, dict[str, Any]],
+    ) -> list[Run]:
+        """The next update of each of these parameters, which counts it."""
+        steps = [self._state_of(param, home)["step"] for param, home in updated]
+        if steps:
+            torch._foreach_add_(steps, 1)
+        hypers: dict[tuple[int, int], Hyper] = {}
+        runs = []
+        for (param, home), step in zip(updated, steps, strict=True):
+            group = groups[param]
+            key = id(group), int(step)
+            if key not in hypers:
+                hypers[key] = hyper_of(group, int(step))
+            runs.append(Run.of(home.slice, hypers[key], summed=is_summed(param)))
+        return runs
+
+    def _state_of(self, param: torch.Tensor, home: Home) -> State:
+        """The state of a parameter that is about to be updated."""
         state = self.state[param]
         if not isinstance(state, State) or not state:
             was_updated = param in self._updated
             state = begin_state(home, state, self.state_dtype, was_updated=was_updated)
             self.state[param] = state
         self._updated.add(param)
-        state["step"] += 1
-        return Run.of(home.slice, hyper_of(group, int(state["step"])), summed=is_summed(param))
+        return state
 
     @never_traced
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -210,9 +210,9 @@ class Visit:
         added = [what is Asked.ADDED for what in asked]
         if any(added):
             self.executor.check_backward(unit)
-        for slice, param, is_added in zip(unit.layout.trainable, unit.trainable, added, strict=True):
-            if is_added:
-                self.executor.hooked.check(slice, param)
+            self.executor.hooked.check(
+                compress(unit.layout.trainable, added), [*compress(unit.trainable, added)]
+            )
         if unit.written() != self._written:
             raise RuntimeError(
                 f"the weights of layer '{unit.name}' have changed since the forward that this backward "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -38,6 +39,9 @@ class Autocast:
 
         The cache would keep a cast copy of every layer's weights on the device until autocast ends.
         """
+        if not self.is_on() and not any(torch.is_autocast_enabled(type) for type, _, _ in self.settings):
+            yield
+            return
         with ExitStack() as stack:
             for type, enabled, dtype in self.settings:
                 stack.enter_context(
@@ -107,7 +111,7 @@ class Ambient:
             Autocast.now(device),
             Attention.now(),
             random.getstate(),
-            np.random.get_state(),
+            _numpy.get(),
             torch.get_rng_state(),
             device_state,
             tuple((generator, _state_of(generator)) for generator in generators),
@@ -123,7 +127,7 @@ class Ambient:
     def rewind(self) -> None:
         """Go back to this moment's random state for good."""
         random.setstate(self.python_random_state)
-        np.random.set_state(self.numpy_random_state)
+        _numpy.set(self.numpy_random_state)
         torch.set_rng_state(self.cpu_random_state)
         if self.device_random_state is not None:
             torch.cuda.set_rng_state(self.device_random_state, self.device)
@@ -135,16 +139,59 @@ class Ambient:
         """Set it up inside the block; what held before holds after it, random numbers drawn or not."""
         devices = [] if self.device_random_state is None else [self.device]
         with torch.random.fork_rng(devices=devices), self.autocast.uncached(), self.attention.again():
-            now = random.getstate(), np.random.get_state()
+            now = random.getstate(), _numpy.get()
             generators = [(generator, _state_of(generator)) for generator, _ in self.generators]
             try:
                 self.rewind()
                 yield
             finally:
                 random.setstate(now[0])
-                np.random.set_state(now[1])
+                _numpy.set(now[1])
                 for generator, state in generators:
                     _set_state(generator, state)
+
+
+class _NumpyState:
+    """The state of NumPy's own generator, taken and given back where it has changed.
+
+    NumPy needs as long for either as a small layer to run. As long as the memory of the generator is the
+    same, so is its state, but for the second of a pair of normal numbers, which waits outside of that memory:
+    a state that has one is not kept.
+    """
+
+    def __init__(self) -> None:
+        #: the memory, and the state that was found with it
+        self._kept: tuple[bytes | None, Any] = None, None
+        self._memory: tuple[Any, Any] = None, None
+
+    def get(self) -> Any:
+        """The state, as `np.random.set_state` takes it."""
+        memory = self._read()
+        found, state = self._kept
+        if memory is None or memory != found:
+            state = np.random.get_state(legacy=False)
+            self._kept = None if state["has_gauss"] else memory, state
+        return state
+
+    def set(self, state: Any) -> None:
+        """Go back to what `get` has returned."""
+        if state is not self.get():
+            np.random.set_state(state)
+            self._kept = None, None
+
+    def _read(self) -> bytes | None:
+        """The memory of the generator; None where it is not of the kind that NumPy begins with."""
+        generator: Any = np.random.mtrand._rand._bit_generator
+        if type(generator) is not np.random.MT19937:
+            return None
+        if self._memory[0] is not generator:
+            # 624 numbers and a position among them
+            words = (ctypes.c_uint32 * 625).from_address(generator.ctypes.state_address)
+            self._memory = generator, words
+        return bytes(self._memory[1])
+
+
+_numpy = _NumpyState()
 
 
 def _state_of(generator: Generator) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from streamer.engine.asked import Asked, asked_for, graph_is_retained
 from streamer.engine.call import Tensors
@@ -43,11 +45,11 @@ def backpropagate(
         for index, (leaf, what) in enumerate(zip(graph.leaves, collector.asked, strict=False))
         if leaf.requires_grad
     ]
-    handles = [
-        leaf.register_post_accumulate_grad_hook(partial(collector.take, index))
-        for index, leaf, what in trained
-        if what is Asked.ADDED
-    ]
+    taken = [(index, leaf) for index, leaf, what in trained if what is Asked.ADDED]
+    for index, leaf in taken:
+        # as `register_post_accumulate_grad_hook` does, without a handle, which takes longer to make
+        leaf._post_accumulate_grad_hooks = OrderedDict(collector=partial(collector.take, index))
+    handles: list[RemovableHandle] = []
     only: list[torch.Tensor] | None = None
     if any(what is not Asked.ADDED for _, _, what in trained):
         only = [leaf for _, leaf, what in trained if what is not Asked.NOTHING]
@@ -69,6 +71,8 @@ def backpropagate(
     finally:
         for handle in handles:
             handle.remove()
+        for _, leaf in taken:
+            leaf._post_accumulate_grad_hooks.clear()
 
 
 def _refuse_to_return(unit: Unit) -> Callable[[torch.Tensor | None], None]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from streamer.engine.compiled import CompiledForward
 from streamer.engine.sharing import untangle
@@ -98,11 +99,13 @@ def run_on_slot(
     """``forward`` with ``leaves``, views of the slot ``weights``, as parameters; the result does not alias
     the slot. Raises ValueError if it writes its weights, since the slot is a copy, or keeps them."""
     slot = (weights, *leaves)
-    before, attributes = fingerprint(slot), unit.attributes()
+    before, attributes = [tensor._version for tensor in slot], unit.attributes()
     with unit.restored(), unit.using(leaves):
         result = forward(*args, **kwargs)
-    _check_not_kept(unit, attributes, weights)
-    if fingerprint(slot) != before:
+    if changed := list(changed_attributes(attributes)):
+        unit.forget_attributes()
+        _check_not_kept(unit, attributes, changed, weights)
+    if [tensor._version for tensor in slot] != before:
         raise ValueError(
             f"layer '{unit.name}' writes its own weights in its forward, which would be lost: write them "
             "between steps"
@@ -111,8 +114,13 @@ def run_on_slot(
     return rebuild([out.clone() if aliases(out, weights) else out for out in outputs])
 
 
-def _check_not_kept(unit: Unit, before: Attributes, weights: torch.Tensor) -> None:
-    for module, values in changed_attributes(before):
+def _check_not_kept(
+    unit: Unit,
+    before: Attributes,
+    changed: Iterable[tuple[nn.Module, Mapping[str, Any]]],
+    weights: torch.Tensor,
+) -> None:
+    for module, values in changed:
         for name, value in vars(module).items():
             if isinstance(value, torch.Tensor) and values.get(name) is not value and aliases(value, weights):
                 set_attributes(before)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from streamer.engine.asked import Asked
-from streamer.engine.param_hooks import hooks_of
+from streamer.engine.param_hooks import hooks_of_all
 from streamer.engine.unit import Unit
 
 FP32 = torch.float32
@@ -30,6 +30,7 @@ class Collector:
         self._into = into
         self._in_fp32 = in_fp32
         self._sums: torch.Tensor | None = None
+        self._places = unit.layout.views(into)
         if any(map(self._is_summed, range(len(asked)))):
             self._sums = torch.empty(unit.layout.state_numel, dtype=FP32, device=into.device)
 
@@ -58,12 +59,10 @@ class Collector:
 
         The user's hooks see it here. [Note: parameter hooks]
         """
-        for index, (slice, param) in enumerate(
-            zip(self._unit.layout.trainable, self._unit.trainable, strict=True)
-        ):
+        all_hooks = hooks_of_all(self._unit.trainable)
+        for index, (slice, hooks) in enumerate(zip(self._unit.layout.trainable, all_hooks, strict=True)):
             if not self.used[index]:
                 continue
-            hooks = hooks_of(param)
             if hooks or self._is_summed(index):
                 view = slice.view(self._into)
                 # hooks may keep what they are given
@@ -81,10 +80,9 @@ class Collector:
         return self.used
 
     def _place(self, index: int) -> torch.Tensor:
-        slice = self._unit.layout.trainable[index]
         if self._sums is not None and self._is_summed(index):
-            return slice.state(self._sums)
-        return slice.view(self._into)
+            return self._unit.layout.trainable[index].state(self._sums)
+        return self._places[index]
 
     def _is_summed(self, index: int) -> bool:
         is_short = self._unit.layout.trainable[index].param.dtype != FP32

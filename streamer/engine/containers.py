@@ -25,23 +25,30 @@ Generator = torch.Generator | random.Random | np.random.Generator | np.random.Ra
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
+def contents_of(attributes: Mapping[nn.Module, Mapping[str, Any]]) -> list[Any]:
+    """The values of ``attributes`` of modules that are, or may hold, containers, tensors or generators."""
+    return [
+        value
+        for values in attributes.values()
+        for name in values.keys() - _OWN
+        if type(value := values[name]) not in _NUMBERS
+        and (isinstance(value, (torch.Tensor, tuple, *_GENERATORS)) or _copy(value) is not None)
+    ]
+
+
 class Contents:
-    """The containers among ``attributes`` of modules, and in them, with what they hold now. [Note: activation
-    policies]
+    """The containers among ``values``, and in them, with what they hold now. [Note: activation policies]
 
     Containers are dicts, lists, deques, sets, dataclasses and `SimpleNamespace`; tuples are looked into.
     """
 
-    def __init__(self, attributes: Mapping[nn.Module, Mapping[str, Any]]) -> None:
+    def __init__(self, values: Iterable[Any]) -> None:
         self.tensors: list[torch.Tensor] = []
         self.generators: list[Generator] = []
         self._held: list[tuple[Any, Any]] = []
         seen: set[int] = set()
-        for values in attributes.values():
-            for name in values.keys() - _OWN:
-                value = values[name]
-                if type(value) not in _NUMBERS:
-                    self._look(value, seen)
+        for value in values:
+            self._look(value, seen)
 
     def _look(self, value: Any, seen: set[int]) -> None:
         stack = [value]
@@ -64,6 +71,9 @@ class Contents:
     @contextmanager
     def again(self) -> Iterator[None]:
         """Let the containers hold inside the block what they held then; after it, what they hold now."""
+        if not self._held:
+            yield
+            return
         now = [(container, _copy(container)) for container, _ in self._held]
         try:
             _fill(self._held)

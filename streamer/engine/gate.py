@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -43,7 +44,8 @@ class Gate:
         """Check whenever a gradient comes to one of these leaves."""
         for tensor in tensors:
             if tensor.requires_grad:
-                tensor.register_hook(self.check)
+                # as `register_hook` does, without a handle to take it off by, which takes longer to make
+                tensor._backward_hooks = OrderedDict(gate=self.check)
 
 
 setattr(Gate.check, OWN_HOOK, True)

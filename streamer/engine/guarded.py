@@ -57,7 +57,6 @@ def as_plain(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-
 class Guard(Protocol):
     """What a guarded tensor asks. [Note: what the user sees]"""
 

@@ -45,8 +45,9 @@ class Held:
         #: returns when what the caller does next may write the gradients
         self.before_write = before_write
         self._guard: Guard | None = None
-        #: what ``p.grad`` has been, by the parameter and whether it is a sum: it is the same at every step
-        self._shown: dict[tuple[nn.Parameter, bool], torch.Tensor] = {}
+        #: what ``p.grad`` has been, by the parameter's identity and whether it is a sum: it is the same at
+        #: every step
+        self._shown: dict[tuple[int, bool], torch.Tensor] = {}
 
     def guard_with(self, guard: Guard) -> None:
         """Let the user's code see gradients that ask ``guard`` first. [Note: what the user sees]"""
@@ -56,7 +57,6 @@ class Held:
         """Each trainable parameter and its place."""
         return zip(self._unit.layout.trainable, self._unit.params, strict=False)
 
-    @as_plain
     def sums_in_fp32(self, param: nn.Parameter) -> bool:
         """Whether a second gradient of ``param`` is to be added in fp32, beside its own dtype."""
         return self._make_sums is not None and param.dtype != FP32
@@ -72,16 +72,15 @@ class Held:
             return slice.state(self._make_sums())
         return slice.view(self._gradient)
 
-    @as_plain
     def show(self, slice: Slice, param: nn.Parameter, *, summed: bool) -> None:
         """Let ``p.grad`` be what is in that place."""
-        shown = self._shown.get((param, summed))
+        shown = self._shown.get((id(param), summed))
         # the user may have given it other memory (p.grad.data = ...)
         if shown is None or summed or shown.data_ptr() != self._gradient.data_ptr() + slice.offset:
             shown = self.place(slice, summed=summed)
             if self._guard is not None:
                 shown = GuardedTensor.of(shown, self._guard)
-            self._shown[param, summed] = shown
+            self._shown[id(param), summed] = shown
         param.grad = shown
 
     @as_plain
@@ -89,15 +88,14 @@ class Held:
         """New gradients are about to be written: one of before that the user has kept (``g = p.grad``, and
         ``p.grad`` dropped since) gets memory of its own. ``scale`` is what is still to be applied to it."""
         for _, param in self.pairs():
-            shown = self._shown.get((param, False))
+            shown = self._shown.get((id(param), False))
             # held by the dict, by this name and by the call
             if shown is None or sys.getrefcount(shown) <= 3 or param.grad is shown:
                 continue
             shown.data = shown.detach() * scale
             shown.__dict__.pop(GUARD, None)
-            del self._shown[param, False]
+            del self._shown[id(param), False]
 
-    @as_plain
     def is_ours(self, slice: Slice, param: nn.Parameter) -> bool:
         """Whether ``p.grad`` is there and in one of our places."""
         grad = param.grad
@@ -174,7 +172,6 @@ def noticing_writes(unit: Unit, shard: HostShard, update: Callable[[], None]) ->
     return work
 
 
-@as_plain
 def is_summed(param: torch.Tensor) -> bool:
     """Whether ``p.grad`` is an fp32 sum beside a parameter of a shorter dtype."""
     # asked several times a step for every parameter

@@ -52,23 +52,37 @@ _ARGUMENTS = frozenset(
 )
 
 
+#: The shape and the dtype of a tensor that others may stand for.
+_Kind = tuple[torch.Size, torch.dtype] | None
+#: How many nodes of graphs a run has made before it saves a tensor, which of them the tensor comes from (-1
+#: if from none of them), of which type that is, and the tensor's kind.
+_Origin = tuple[int, int, type, _Kind]
+
+
 class _Place:
     """Where a graph looks for a tensor that it has saved; gone as soon as the graph needs it no more."""
 
-    __slots__ = ("__weakref__", "has_gradient", "is_computed", "kind", "number", "origin", "sample", "saved")
+    __slots__ = ("__weakref__", "has_gradient", "is_computed", "number", "origin", "sample", "saved")
 
-    def __init__(self, tensor: torch.Tensor, start: int, number: int, slot: int) -> None:
+    def __init__(self, tensor: torch.Tensor, start: int, number: int) -> None:
         self.number = number
-        self.kind = _kind(tensor)
         self.origin = _origin(tensor, start)
         self.saved: Saved | None = None
         self.has_gradient = tensor.requires_grad
-        is_leaf = tensor.requires_grad and tensor.grad_fn is None
-        #: neither a leaf nor a view of the weights in the storage ``slot``
-        self.is_computed = (
-            self.kind is not None and not is_leaf and tensor.untyped_storage()._cdata != slot
-        )
+        #: whether it was looked at, and is neither a leaf nor a view of the weights
+        self.is_computed = False
         self.sample: Sample | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether another tensor of its shape and dtype may stand for it."""
+        return self.origin[-1] is not None
+
+    def look(self, tensor: torch.Tensor, slot: int) -> None:
+        """Take a sample if ``tensor`` is neither a leaf nor a view of the weights in the storage ``slot``."""
+        is_leaf = self.has_gradient and tensor.grad_fn is None
+        if self.is_plain and not is_leaf and tensor.untyped_storage()._cdata != slot:
+            self.is_computed, self.sample = True, Sample.of(tensor)
 
 
 class _Enough(BaseException):
@@ -92,10 +106,10 @@ class LateTensors:
         start, slot = _get_sequence_nr(), weights.untyped_storage()._cdata
 
         def pack(tensor: torch.Tensor) -> _Place:
-            place = _Place(tensor, start, len(self._places), slot)
+            place = _Place(tensor, start, len(self._places))
             self._places.append(weakref.ref(place))
-            if place.is_computed and selection.takes(place.number):
-                place.sample = Sample.of(tensor)
+            if selection.takes(place.number):
+                place.look(tensor, slot)
             return place
 
         with saved_tensors_hooks(pack, self._unpack):
@@ -108,30 +122,49 @@ class LateTensors:
     def are_all_of(
         self, outputs: Iterable[torch.Tensor], leaves: Iterable[torch.Tensor], selection: Selection
     ) -> bool:
-        """Whether the graph that has led from ``leaves`` to ``outputs`` keeps nothing but our places; if so,
-        ``selection`` hears in which of them there is something to see."""
+        """Whether the graph that has led from ``leaves`` to ``outputs`` keeps nothing but our places.
+
+        ``selection`` knows of others of the layer. One with as many nodes, which saves tensors of the same
+        origins, is taken to be the same.
+        """
+        wanted = self._wanted()
+        origins = {number: place.origin for number, place in wanted.items()}
+        graph = selection.known(origins)
+        if graph is None:
+            are_all, numbers = self._look_through(outputs, leaves, wanted)
+            selection.learn(origins, numbers, are_all=are_all)
+            return are_all
+        for number, place in wanted.items():
+            if number not in graph.numbers:
+                place.sample = None
+        selection.end(graph.numbers)
+        return graph.are_all
+
+    def _look_through(
+        self, outputs: Iterable[torch.Tensor], leaves: Iterable[torch.Tensor], wanted: dict[int, _Place]
+    ) -> tuple[bool, frozenset[int]]:
+        """Whether that is so, and the places that were looked at in which there is something to see."""
         known = set(map(id, leaves))
         found: set[int] = set()
-        seen: list[int] = []
+        seen: set[int] = set()
         for node in _nodes(output.grad_fn for output in outputs):
             # a write into a part keeps the node of its operation to itself
             if _is_opaque(node) or type(node).__name__ == "CopySlices":
-                return False
+                return False, frozenset()
             variable = getattr(node, "variable", None)
             if variable is not None and id(variable) not in known and not isinstance(variable, nn.Parameter):
-                return False  # a leaf that the layer has made
+                return False, frozenset()  # a leaf that the layer has made
             for name, saved in _saved_by(node):
                 packed = getattr(saved, "data", saved)
-                if isinstance(packed, _Place) and packed.kind is not None:
+                if isinstance(packed, _Place) and packed.is_plain:
                     found.add(id(packed))
                     if packed.is_computed and (packed.has_gradient or name in _ARGUMENTS):
-                        seen.append(packed.number)
+                        seen.add(packed.number)
                     else:
                         packed.sample = None
                 elif not _is_number(packed):
-                    return False
-        selection.end(seen)
-        return found == set(map(id, self._wanted().values()))
+                    return False, frozenset()
+        return found == set(map(id, wanted.values())), frozenset(seen)
 
     def bring(self, forward: Callable[[], object]) -> bool:
         """Run ``forward`` for what it saves, and no further; whether that is what the first one has saved."""
@@ -144,7 +177,7 @@ class LateTensors:
             nonlocal count, is_alike
             place = wanted.get(count)
             if place is not None:
-                is_alike = (place.kind, place.origin) == (_kind(tensor), _origin(tensor, start))
+                is_alike = place.origin == _origin(tensor, start)
                 place.saved = Saved.now(tensor.detach())
                 if is_alike and place.sample is not None:
                     self.samples.append((place.sample, Sample.of(tensor)))
@@ -232,18 +265,18 @@ def _is_number(packed: object) -> bool:
     return packed is None or (isinstance(packed, torch.Tensor) and packed.dim() == 0)
 
 
-def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype] | None:
+def _origin(tensor: torch.Tensor, start: int) -> _Origin:
+    """Of a tensor that is saved in a run whose first node has number ``start``."""
+    node = tensor.grad_fn
+    count = _get_sequence_nr() - start
+    place = -1 if node is None else node._sequence_nr() - start
+    # others may have been made by another thread, which counts its own
+    return count, place if 0 <= place < count else -1, type(node), _kind(tensor)
+
+
+def _kind(tensor: torch.Tensor) -> _Kind:
     """What tensors have in common that may stand for each other; None of one that only stands for itself,
     since it is made of others (nested, or of a subclass)."""
-    if not is_plain(tensor) or tensor.is_nested:
+    if not (type(tensor) is torch.Tensor or is_plain(tensor)) or tensor.is_nested:
         return None
     return tensor.shape, tensor.dtype
-
-
-def _origin(tensor: torch.Tensor, start: int) -> tuple[int, int, type]:
-    """How many nodes of graphs there are in a run since number ``start``, which of them ``tensor`` comes from
-    (-1 if from none of them), and of which kind that is."""
-    nodes = _get_sequence_nr() - start
-    node = -1 if tensor.grad_fn is None else tensor.grad_fn._sequence_nr() - start
-    # others may have been made by another thread, which counts its own
-    return nodes, node if 0 <= node < nodes else -1, type(tensor.grad_fn)

@@ -69,6 +69,7 @@ class Norms:
         #: by unit, how its gradient was when it was measured and since then only made smaller
         self._scaled: dict[int, _State] = {}
         self._finite: _Moment | None = None
+        self._where: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @as_plain
     def keep(self, unit: Unit, squares: Squares | None) -> None:
@@ -125,15 +126,16 @@ class Norms:
     def remember_finite(self) -> None:
         """All gradients that are held now are finite, so that `is_finite` need not read them again."""
         layers, root = self._held_now()
-        refs = [(weakref.ref(gradient), gradient._version) for gradient in root]
-        self._finite = None if layers is None else _Moment(layers, refs)
+        self._finite = _Moment(layers, [(weakref.ref(gradient), gradient._version) for gradient in root])
 
     @as_plain
     def is_finite(self, layers_scale: float) -> bool:
         """Whether `total` is finite. The device is read only if something was written since it was last."""
         remembered, self._finite = self._finite, None
         layers, root = self._held_now()
-        if remembered is not None and layers is not None and remembered.is_still(layers, root):
+        is_still = remembered is not None and remembered.is_still(layers, root)
+        # some write without a word
+        if is_still and all(self._is_measured(self._units[index]) for index in layers):
             return True
         return math.isfinite(self.total(layers_scale, or_more=True))
 
@@ -174,13 +176,11 @@ class Norms:
         shard = self._store.shards[unit.index]
         return holders, shard.gradient._version, shard.sums._version
 
-    def _held_now(self) -> tuple[dict[int, _State] | None, list[torch.Tensor]]:
-        """The states of the layers that hold a gradient, None if one was written without our knowing, and
-        the root's gradients."""
-        holding = [unit for unit in self._units if any(param.grad is not None for param in unit.params)]
-        known = all(self._is_measured(unit) for unit in holding)
+    def _held_now(self) -> tuple[dict[int, _State], list[torch.Tensor]]:
+        """The states of the layers that hold a gradient, and the root's gradients."""
+        states = {unit.index: self._state(unit) for unit in self._units}
         root = [param.grad for param in self._root.params if param.grad is not None]
-        return {unit.index: self._state(unit) for unit in holding} if known else None, root
+        return {index: state for index, state in states.items() if any(state[0])}, root
 
     def _is_scaled(self, unit: Unit) -> bool:
         scaled = self._scaled.get(unit.index)
@@ -207,12 +207,21 @@ class Norms:
 
     def _sample(self, unit: Unit) -> torch.Tensor:
         """The first four bytes of each parameter's gradient, and four of every 4 KiB."""
-        shard, trainable = self._store.shards[unit.index], unit.layout.trainable
-        gradient, sums = shard.gradient.view(torch.int32), shard.sums.view(torch.int32)
-        samples = [gradient[::1024], gradient[[slice.offset // 4 for slice in trainable if slice.numel]]]
+        shard, (offsets, indices) = self._store.shards[unit.index], self._begins(unit)
+        gradient = shard.gradient.view(torch.int32)
+        samples = [gradient[::1024], gradient[offsets]]
         if any(is_summed(param) for param in unit.params):
-            samples += [sums[::1024], sums[[slice.index for slice in trainable if slice.numel]]]
+            sums = shard.sums.view(torch.int32)
+            samples += [sums[::1024], sums[indices]]
         return torch.cat(samples)
+
+    def _begins(self, unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the gradients of parameters begin, and their sums, in units of four bytes."""
+        if unit.index not in self._where:
+            slices = [slice for slice in unit.layout.trainable if slice.numel]
+            begins = [slice.offset // 4 for slice in slices], [slice.index for slice in slices]
+            self._where[unit.index] = torch.tensor(begins[0]), torch.tensor(begins[1])
+        return self._where[unit.index]
 
     def _measure_on_host(self, units: Sequence[Unit]) -> None:
         totals: dict[int, float] = {}
@@ -248,6 +257,9 @@ def _squares(gradient: torch.Tensor) -> torch.Tensor:
     end, which is 1 % off for 10^8 elements.
     """
     flat = (gradient.to_dense() if gradient.is_sparse else gradient).flatten()
+    if flat.numel() < ROW:
+        norm: torch.Tensor = torch.linalg.vector_norm(flat, dtype=torch.float32)
+        return norm.square()
     in_rows = flat.numel() // ROW * ROW
     rows = torch.linalg.vector_norm(flat[:in_rows].view(-1, ROW), dim=1, dtype=torch.float32)
     rest = torch.linalg.vector_norm(flat[in_rows:], dtype=torch.float32)

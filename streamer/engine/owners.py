@@ -37,9 +37,9 @@ class Owners:
         finally:
             gc.callbacks.remove(collected)
 
-    def are_more(self) -> bool:
-        """Whether they are others now than when this was made."""
-        return self._count() != self._before
+    def more(self) -> int:
+        """How many more there are than when this was made."""
+        return self._count() - self._before
 
     def _count(self) -> int:
         count: int = torch._C._storage_Use_Count(self._weights.untyped_storage()._cdata)

@@ -13,7 +13,7 @@ of a layer, or of a layer and of a penalty on its weights, one after the other, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -38,9 +38,19 @@ class _Shielded:
 
 
 @as_plain
+def hooks_of_all(params: Iterable[torch.Tensor]) -> list[list[Hook]]:
+    """The hooks that the user has put on each of ``params``."""
+    return [
+        [hook for hook in hooks.values() if not getattr(hook, OWN_HOOK, False)]
+        if (hooks := param._backward_hooks)
+        else []
+        for param in params
+    ]
+
+
 def hooks_of(param: torch.Tensor) -> list[Hook]:
     """The hooks that the user has put on ``param``."""
-    return [hook for hook in (param._backward_hooks or {}).values() if not getattr(hook, OWN_HOOK, False)]
+    return hooks_of_all((param,))[0]
 
 
 @as_plain
@@ -72,11 +82,16 @@ class OncePerBackward:
         self._task = -1
         self._seen: set[int] = set()
 
-    def check(self, slice: Slice, param: torch.Tensor) -> None:
-        """Note that ``param`` gets a gradient. Raise RuntimeError if it has a hook, and got one before in the
-        backward that is running."""
-        if not hooks_of(param):
-            return
+    def check(self, slices: Iterable[Slice], params: Sequence[torch.Tensor]) -> None:
+        """Note that ``params`` get a gradient each. Raise RuntimeError if one of them has a hook, and got a
+        gradient before in the backward that is running."""
+        all_hooks = hooks_of_all(params)
+        if any(all_hooks):
+            for slice, param, hooks in zip(slices, params, all_hooks, strict=True):
+                if hooks:
+                    self._check(slice, param)
+
+    def _check(self, slice: Slice, param: torch.Tensor) -> None:
         if self._task != (task := torch._C._current_graph_task_id()):
             self._task = task
             self._seen.clear()

@@ -33,17 +33,20 @@ class Recompute(Run):
     saves_inputs = True
     #: the graph of the first run, where that is the one to go back through
     _graph: Graph | None = None
+    #: the slot that its leaves show
+    _shown: torch.Tensor | None = None
 
     def first_run(self, weights: torch.Tensor, inputs: Tensors) -> Outputs:
         unit = self.call.unit
         self._attributes = unit.attributes()
-        self._contents = Contents(self._attributes)
+        self._contents = Contents(unit.contents)
         self._ambient = Ambient.now(self.executor.backend.device, self._contents.generators)
         tensors = self._contents.tensors
         unwritten = fingerprint(tensors)
         buffers = unit.buffers_now()
+        unit.layout.views(weights)  # they own the slot too, and are made when they are first needed
         owners = Owners(weights)
-        inner, leaves = _detached(inputs), _counting_apart(unit.leaves(weights))
+        inner, leaves = _detached(inputs), unit.leaves_apart(weights)
         # one of its own: if the layer has kept a part of a graph that is dropped, not even backward may go on
         gate = Gate(unit.name)
         gate.guard([*inner, *leaves])
@@ -76,9 +79,9 @@ class Recompute(Run):
         del outputs, accumulators
         # a hook may have recorded what a module was given, and would see it lose its memory
         if may_keep and holders(inner) == held_by:
-            _let_go([*inner, *leaves])
-            if not owners.are_more():
-                self.gate, self._graph = gate, graph
+            _let_go(inner)
+            if owners.more() == len(leaves):
+                self.gate, self._graph, self._shown = gate, graph, weights
         self._samples = [] if self._graph is not None else [Sample.of(output) for output in detached]
         return detached, rebuild
 
@@ -91,7 +94,9 @@ class Recompute(Run):
             yield self._built_anew(weights, inputs)
             return
         _point(kept.inputs, inputs)
-        _point(kept.leaves, unit.leaves(weights))
+        if self._shown is not weights:
+            _point(kept.leaves, unit.leaves(weights))
+            self._shown = weights
         try:
             # on others than the graph's own, where the layer may have put hooks
             leaves, inner = unit.leaves(weights), _detached(inputs)
@@ -106,7 +111,10 @@ class Recompute(Run):
             yield graph
         finally:
             self._late.drop()
-            _let_go([*kept.inputs, *kept.leaves])
+            _let_go(kept.inputs)
+            if self._graph is not None:  # it is kept on, for as long as anybody likes
+                _let_go(kept.leaves)
+                self._shown = None
 
     def _comes_back_alike(self, tensor: torch.Tensor) -> bool:
         """Whether `_point` can exchange the memory of this input for what `graph` will be given."""
@@ -264,12 +272,6 @@ def _hand_on_hooks(inner: Tensors, inputs: Tensors = ()) -> None:
             hook = hooks.pop(key)
             if inputs:
                 inputs[number].register_hook(hook)
-
-
-def _counting_apart(leaves: Tensors) -> list[torch.Tensor]:
-    """``leaves`` that count the writes to themselves alone, and not those to the slot of the first run, which
-    holds other layers before the graph is gone through."""
-    return [leaf.data.requires_grad_(leaf.requires_grad) for leaf in leaves]
 
 
 def _detached(inputs: Tensors) -> list[torch.Tensor]:

@@ -19,7 +19,8 @@ they are small tensors, and are compared when backward ends, where the host wait
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -34,19 +35,44 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SHORT = (torch.bfloat16, torch.float16)
 
 
+class KnownGraph(NamedTuple):
+    """A graph that a layer has made, and what was found in it."""
+
+    #: where the tensors that it saves come from, by their number
+    origins: Mapping[int, object]
+    #: whether it keeps nothing else
+    are_all: bool
+    #: the tensors in which there is something to see
+    numbers: Collection[int]
+
+
 class Selection:
     """Which of the tensors that a layer saves are looked at in a visit: the last, and another by turns."""
 
     def __init__(self) -> None:
         self._turn = 0
-        #: None before the first visit, which looks at all
+        #: None where it is not known in which of them there is something to see
         self._chosen: frozenset[int] | None = None
+        self._known: deque[KnownGraph] = deque(maxlen=4)
 
     def takes(self, number: int) -> bool:
         """Whether tensor ``number`` is looked at in this visit."""
         return self._chosen is None or number in self._chosen
 
-    def end(self, numbers: Sequence[int]) -> None:
+    def known(self, origins: Mapping[int, object]) -> KnownGraph | None:
+        """What was found in a graph like this."""
+        alike = (graph for graph in self._known if graph.origins == origins)
+        return next(alike, None)
+
+    def learn(self, origins: Mapping[int, object], numbers: Collection[int], *, are_all: bool) -> None:
+        """This was found in a graph; there is something to see in ``numbers``, as far as was looked."""
+        if self._chosen is None:
+            self._known.append(KnownGraph(origins, are_all, numbers))
+            self.end(numbers)
+        else:
+            self._chosen = None
+
+    def end(self, numbers: Collection[int]) -> None:
         """In this visit there was something to see in the tensors ``numbers``."""
         *others, last = sorted(numbers) or [-1]
         self._turn += 1

@@ -8,13 +8,12 @@ holds is compared with what it held, by identity, where a pass over the model be
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import nn
 
-from streamer.engine.unit import Unit
+from streamer.engine.unit import Unit, are_same
 
 #: What becomes of a module that nobody knows of.
 LOST = ", and what is there now is neither streamed nor clipped"
@@ -47,8 +46,9 @@ class Structure:
         """Raise ValueError if a layer was replaced, removed or moved, or if a parameter was added outside of
         the layers, since the model was wrapped."""
         for module, modules, params in self._held:
-            # tensors have an equality of their own
-            if (*module._modules.values(),) != modules or not _are_same(module._parameters.values(), params):
+            if not (
+                are_same(module._modules.values(), modules) and are_same(module._parameters.values(), params)
+            ):
                 self._check_layers()
                 self._check_params()
                 self._note()  # nothing that matters: modules without parameters, a call by torch.func
@@ -84,10 +84,6 @@ class Structure:
                 if isinstance(param, nn.Parameter) and param not in params:
                     full_name = ".".join(part for part in (path, name) if part)
                     raise _refusal(f"parameter '{full_name}' was added or replaced", LOST)
-
-
-def _are_same(now: Collection[object], then: Collection[object]) -> bool:
-    return len(now) == len(then) and all(map(operator.is_, now, then))
 
 
 def _refusal(what: str, why: str = "") -> ValueError:

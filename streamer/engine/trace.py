@@ -12,6 +12,9 @@ from streamer.backends.base import Event, Lane, Span
 from streamer.backends.threads import Lock
 from streamer.engine.op import Op
 
+#: Ops that are issued before those that are done are settled.
+SETTLE_EVERY = 256
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -42,25 +45,41 @@ class Trace:
     """
 
     def __init__(self, keep: int = 20_000) -> None:
-        self.busy_seconds = dict.fromkeys(Lane, 0.0)
-        self.exposed_seconds = dict.fromkeys(Lane, 0.0)
+        self._busy_seconds = dict.fromkeys(Lane, 0.0)
+        self._exposed_seconds = dict.fromkeys(Lane, 0.0)
         #: any thread may issue ops, and ask for what has run
         self._lock = Lock()
         self._pending: deque[tuple[Op, Event, Sequence[Event]]] = deque()
+        self._settle_at = SETTLE_EVERY
         self._blame: dict[Event, tuple[Interval, ...]] = {}
         self._records: deque[Record] = deque(maxlen=keep)
         self._recent: deque[Event] = deque()
 
     def add(self, op: Op, event: Event, waits: Sequence[Event]) -> None:
-        """Note that ``op`` was submitted with these waits, and settle what has finished meanwhile."""
+        """Note that ``op`` was submitted with these waits."""
         with self._lock:
             self._pending.append((op, event, waits))
-            self._settle()
+            # many at once: who issues an op is on its way to the next one
+            if len(self._pending) >= self._settle_at:
+                self._settle()
+                self._settle_at = len(self._pending) + SETTLE_EVERY
 
     def settle(self) -> None:
         """Take the times of the ops that are done, in the order of their submission."""
         with self._lock:
             self._settle()
+
+    @property
+    def busy_seconds(self) -> dict[Lane, float]:
+        """Seconds that each lane has been at work."""
+        self.settle()
+        return self._busy_seconds
+
+    @property
+    def exposed_seconds(self) -> dict[Lane, float]:
+        """Seconds that COMPUTE has stood still for each lane. [Note: exposed time]"""
+        self.settle()
+        return self._exposed_seconds
 
     def _settle(self) -> None:
         still: deque[tuple[Op, Event, Sequence[Event]]] = deque()
@@ -117,10 +136,10 @@ class Trace:
         self._recent.append(event)
         if len(self._recent) > 4096:
             del self._blame[self._recent.popleft()]
-        self.busy_seconds[op.lane] += span.end - span.start
+        self._busy_seconds[op.lane] += span.end - span.start
         exposed = waited if op.lane is Lane.COMPUTE else ()
         for interval in exposed:
-            self.exposed_seconds[interval.lane] += interval.end - interval.start
+            self._exposed_seconds[interval.lane] += interval.end - interval.start
         self._records.append(Record(op, span, exposed))
 
     def _blamed(self, start: float, end: float, waits: Sequence[Event]) -> tuple[Interval, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from streamer.engine.containers import contents_of
 from streamer.engine.guarded import as_plain
 from streamer.engine.samples import Selection
 from streamer.memory.layout import Layout, Slice
@@ -68,10 +69,30 @@ class Unit:
     @as_plain
     def leaves(self, weights: torch.Tensor) -> list[torch.Tensor]:
         """The parameters as autograd leaves that are views of a flat uint8 buffer of weights."""
+        views = self.layout.views(weights)
         return [
-            slice.view(weights).detach().requires_grad_(param.requires_grad)
-            for slice, param in zip(self.layout.slices, self.params, strict=True)
+            view.detach().requires_grad_(param.requires_grad)
+            for view, param in zip(views, self.params, strict=True)
         ]
+
+    @as_plain
+    def leaves_apart(self, weights: torch.Tensor) -> list[torch.Tensor]:
+        """`leaves` that count the writes to themselves alone, and not those to the slot, which will hold
+        other layers."""
+        views = self.layout.views(weights)
+        return [
+            view.data.requires_grad_(param.requires_grad)
+            for view, param in zip(views, self.params, strict=True)
+        ]
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The unit's module and all that are in it, each once."""
+        return self._tree.modules()
+
+    @cached_property
+    def _tree(self) -> _Tree:
+        return _Tree(self.module)
 
     def buffers(self) -> list[torch.Tensor]:
         """The unit's buffers (running statistics, masks), which stay on the device."""
@@ -81,7 +102,20 @@ class Unit:
 
     def attributes(self) -> Attributes:
         """The plain attributes of the unit's modules (training mode, counters, states of a recurrence)."""
-        return {module: dict(vars(module)) for module in self.module.modules()}
+        return self._snapshots.now(self.modules)
+
+    def forget_attributes(self) -> None:
+        """Do not keep alive what `attributes` has last found."""
+        self._snapshots.forget()
+
+    @property
+    def contents(self) -> list[Any]:
+        """Of what `attributes` has last found, the values that may hold other things."""
+        return self._snapshots.contents
+
+    @cached_property
+    def _snapshots(self) -> _Snapshots:
+        return _Snapshots()
 
     @contextmanager
     def with_attributes(self, then: Attributes) -> Iterator[None]:
@@ -89,7 +123,8 @@ class Unit:
         first one started from, and does not count twice."""
         now = self.attributes()
         try:
-            set_attributes(then)
+            if then is not now:
+                set_attributes(then)
             yield
         finally:
             set_attributes(now)
@@ -155,7 +190,7 @@ class Unit:
     @cached_property
     def _iterated(self) -> tuple[BufferPlace, ...]:
         places: list[BufferPlace] = []
-        for module in self.module.modules():
+        for module in self.modules:
             if isinstance(module, _SpectralNorm):
                 places += [(module, "_u"), (module, "_v")]
             for hook in module._forward_pre_hooks.values():
@@ -172,6 +207,11 @@ class Unit:
     def selection(self) -> Selection:
         """Of which of the tensors that the layer saves there are samples."""
         return Selection()
+
+    @cached_property
+    def _owning(self) -> list[Any]:
+        """The modules in which `check_owned` has found nothing wrong, and all that they had as parameters."""
+        return [None, []]
 
     @cached_property
     def _places(self) -> frozenset[tuple[nn.Module, str]]:
@@ -195,6 +235,9 @@ class Unit:
 
     def check_owned(self) -> None:
         """Raise ValueError if the unit's modules have others than their own parameters."""
+        modules = self.modules
+        if modules is self._owning[0] and are_same(_params_of(modules), self._owning[1]):
+            return
         for param, owners in zip(self.params, self.owners, strict=True):
             for module, name in owners:
                 if module._parameters.get(name) is not param:
@@ -208,11 +251,12 @@ class Unit:
     def _check_places(self) -> None:
         places = {
             (module, name)
-            for module in self.module.modules()
+            for module in self.modules
             for name, param in module._parameters.items()
             if param is not None
         }
         if places == self._places:
+            self._owning[:] = self.modules, _params_of(self.modules)
             return
         paths = {module: path for path, module in self.module.named_modules()}
         differing = places - self._places or self._places - places
@@ -256,6 +300,44 @@ class Unit:
                 module._parameters[name] = tensor  # type: ignore[assignment]
 
 
+class _Tree:
+    """The modules of a layer, which are looked for again only where one of them has other children."""
+
+    def __init__(self, top: nn.Module) -> None:
+        self._top = top
+        self._modules: tuple[nn.Module, ...] = ()
+        self._children: list[nn.Module | None] = []
+
+    def modules(self) -> tuple[nn.Module, ...]:
+        """Each once, the top one first; the same tuple as long as they are the same."""
+        if not self._modules or not are_same(self._children_now(), self._children):
+            self._modules = tuple(self._top.modules())
+            self._children = self._children_now()
+        return self._modules
+
+    def _children_now(self) -> list[nn.Module | None]:
+        return [child for module in self._modules for child in module._modules.values()]
+
+
+class _Snapshots:
+    """What `Unit.attributes` has last found, which is found again as long as nothing has changed."""
+
+    def __init__(self) -> None:
+        self._last: Attributes = {}
+        self._modules: tuple[nn.Module, ...] = ()
+        self.contents: list[Any] = []
+
+    def now(self, modules: tuple[nn.Module, ...]) -> Attributes:
+        if modules is not self._modules or any(changed_attributes(self._last)):
+            self._modules = modules
+            self._last = {module: dict(vars(module)) for module in modules}
+            self.contents = contents_of(self._last)
+        return self._last
+
+    def forget(self) -> None:
+        self._last, self._modules, self.contents = {}, (), []
+
+
 class _Lent:
     """The block of `Unit.using`, or without leaves that of `Unit.restored`.
 
@@ -291,6 +373,15 @@ def changed_attributes(then: Attributes) -> Iterator[tuple[nn.Module, Mapping[st
         now = vars(module)
         if len(now) != len(values) or not all(map(operator.is_, now.values(), values.values())):
             yield module, values
+
+
+def _params_of(modules: Iterable[nn.Module]) -> list[nn.Parameter | None]:
+    return [param for module in modules for param in module._parameters.values()]
+
+
+def are_same(now: Collection[object], then: Collection[object]) -> bool:
+    """Whether both hold the same objects in the same order."""
+    return len(now) == len(then) and all(map(operator.is_, now, then))
 
 
 def set_attributes(attributes: Attributes) -> None:

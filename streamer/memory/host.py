@@ -7,6 +7,7 @@ pinned in no time, thousands of small ones are not.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +36,11 @@ class Allocate(Protocol):
     def __call__(self, nbytes: int, *, pinned: bool) -> torch.Tensor: ...
 
 
+@cache
+def _nothing(dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype)
+
+
 class HostShard:
     """The pieces of the host buffers that belong to one unit, as flat tensors by the name of their purpose.
 
@@ -52,7 +58,7 @@ class HostShard:
     def __getitem__(self, purpose: Purpose) -> torch.Tensor:
         """The piece for ``purpose``, empty if the unit holds none."""
         piece = self.held.get(purpose.name)
-        return torch.empty(0, dtype=purpose.dtype) if piece is None else piece
+        return _nothing(purpose.dtype) if piece is None else piece
 
     @property
     def weight(self) -> torch.Tensor:

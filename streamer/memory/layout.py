@@ -42,6 +42,11 @@ class Slice:
         """Bytes of the parameter, without padding."""
         return self.numel * self.param.dtype.itemsize
 
+    @cached_property
+    def padded(self) -> Stretch:
+        """The parameter's elements, and those that pad it."""
+        return Stretch(self.param.dtype, self.offset, self.index, -(-self.numel // ALIGN) * ALIGN)
+
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
         """The parameter in a unit's flat uint8 weight or gradient buffer, in its dtype and shape."""
         flat = buffer[self.offset : self.offset + self.nbytes]
@@ -127,9 +132,35 @@ class Layout:
         """The slices that have a gradient."""
         return tuple(slice for slice in self.slices if slice.param.trainable)
 
+    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters in a flat uint8 buffer of weights, or the trainable ones in one of gradients.
+
+        Made once for each buffer that stays, which has them until it is gone.
+        """
+        made: dict[int, tuple[Layout, list[torch.Tensor]]] = buffer.__dict__.setdefault("_streamer_views", {})
+        if id(self) not in made:
+            with torch.inference_mode(mode=False):
+                # of another tensor that shows the buffer: it shall not be kept by its own views
+                shown = buffer.detach()
+                fitting = (slice for slice in self.slices if slice.offset + slice.nbytes <= buffer.numel())
+                made[id(self)] = self, [slice.view(shown) for slice in fitting]
+        return made[id(self)][1]
+
     def stretches(self, used: Sequence[bool]) -> list[Stretch]:
         """Stretches that hold the ``used`` ones of the trainable parameters and nothing else, no padding,
         neighbours made one."""
+        key = tuple(used)
+        if key not in self._stretches:
+            # nearly always the same ones are used
+            self._stretches.clear()
+            self._stretches[key] = self._make_stretches(used)
+        return self._stretches[key]
+
+    @cached_property
+    def _stretches(self) -> dict[tuple[bool, ...], list[Stretch]]:
+        return {}
+
+    def _make_stretches(self, used: Sequence[bool]) -> list[Stretch]:
         stretches: list[Stretch] = []
         for slice, is_used in zip(self.trainable, used, strict=True):
             if not is_used or not slice.numel:
