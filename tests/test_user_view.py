@@ -388,3 +388,39 @@ def test_a_parameter_can_be_made_of_a_parameter() -> None:
         assert mine.tolist() == model.transformer.h[0].mlp.c_fc.weight.tolist()
         (mine * 2).sum().backward()
         assert torch.equal(mine.grad, torch.full_like(mine, 2.0))
+
+
+class Parts(nn.Module):
+    """Layers of which a forward may call one alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, only: int | None = None) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            if only in (None, number):
+                x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_what_was_written_unseen_runs_though_other_layers_train_in_between(update: str) -> None:
+    outputs = []
+    for is_streamed in (False, True):
+        model, x = Parts(), torch.ones(1, 4)
+        if is_streamed:
+            # as many slots as layers: all that is not copied anew stays
+            streamer.wrap(model, layers="layers", device="cpu", num_slots=2, update=update)
+        optimizer = (streamer if is_streamed else torch.optim).AdamW(model.parameters(), lr=0.0)
+        for only in (None, 1):
+            model(x, only).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if only is None:
+                model.layers[0].weight.data.mul_(2.0)
+        outputs.append(model(x).tolist())
+        if is_streamed:
+            streamer.unwrap(model)
+    assert outputs[0] == outputs[1]
