@@ -47,7 +47,11 @@ def plain(tied: bool) -> History:
     ("tied", "activations", "num_slots"),
     # each two of them meet
     [
-        ("tied" if (activations == "keep") == (num_slots in (1, LAYERS)) else "untied", activations, num_slots)
+        (
+            "tied" if (activations == "keep") == (num_slots in (1, LAYERS)) else "untied",
+            activations,
+            num_slots,
+        )
         for activations in ("recompute", "keep")
         for num_slots in (1, 2, 3, LAYERS)
     ],

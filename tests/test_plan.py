@@ -30,7 +30,7 @@ CUDA = replace(CPU, name="cuda", kind="cuda")
 VOCAB, TIME, BATCH = 96, 24, 6
 
 
-def gpt(*, layers: int = 3, dropout: float = 0.0) -> nn.Module:
+def gpt(*, layers: int = 4, dropout: float = 0.0) -> nn.Module:
     return GPT(vocab_size=VOCAB, block_size=TIME, n_layer=layers, n_head=2, n_embd=32, dropout=dropout)
 
 
@@ -41,7 +41,7 @@ def llama() -> nn.Module:
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=3,
+        num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
     )

@@ -264,9 +264,7 @@ def test_gb_and_gib_differ(config: str, capsys: pytest.CaptureFixture[str]) -> N
     assert limits == [16 * 10**9, 16 * 2**30]
 
 
-def test_bad_input(
-    config: str, gpt: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_bad_input(config: str, gpt: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert all(name in refused(capsys, config, "--machine", "rtx-9090") for name in MACHINES)
     assert "give a number and its unit such as '16GiB'" in refused(capsys, config, "--host-memory", "16")
     assert "device_memory" in refused(capsys, config, "--device-memory", "16 Gib")
