@@ -36,8 +36,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(lambda: shutil.rmtree(config.option.basetemp, ignore_errors=True))
 
 
-def pytest_collection_finish() -> None:
-    """What was imported stays: the garbage collector need not go through it again and again."""
+@pytest.fixture(scope="module", autouse=True)
+def what_was_imported_stays() -> None:
+    """So the garbage collector need not go through it again and again."""
     gc.collect()
     gc.freeze()
 

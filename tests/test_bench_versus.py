@@ -41,7 +41,14 @@ FELL = Losses(4.0, 2.0)
 
 
 @pytest.fixture
-def task() -> Iterator[Task]:
+def collected() -> Iterator[None]:
+    """A streamed model's threads end with it."""
+    yield
+    gc.collect()
+
+
+@pytest.fixture
+def task(collected: None) -> Iterator[Task]:
     with contextlib.ExitStack() as exits:
         yield Task(torch.device("cpu"), torch.float32, SIZES, batch_size=8, lr=1e-2, exits=exits)
     assert not dist.is_initialized()
@@ -55,13 +62,6 @@ def _neither_torchao_nor_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
         # so that what is set meanwhile is taken back
         monkeypatch.setenv(name, "0")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-
-
-@pytest.fixture(autouse=True)
-def _collected() -> Iterator[None]:
-    """A streamed model's threads end with it."""
-    yield
-    gc.collect()
 
 
 def outputs(contender: Contender, path: str, batch: torch.Tensor) -> list[torch.Tensor]:
@@ -376,6 +376,7 @@ def test_what_cannot_be_run_is_said(arguments: list[str], capsys) -> None:
     assert "error: " in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("collected")
 def test_all_of_it_once(tmp_path: Path, capsys) -> None:
     path = tmp_path / "versus.json"
     assert versus.main([*SMALL, "--json", str(path)]) == 0
@@ -408,6 +409,7 @@ def test_all_of_it_once(tmp_path: Path, capsys) -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.usefixtures("collected")
 # what PyTorch says of NCCL and of one process is not ours
 @pytest.mark.filterwarnings("default")
 def test_all_of_it_once_on_a_gpu(tmp_path: Path) -> None:
@@ -430,6 +432,7 @@ def test_all_of_it_once_on_a_gpu(tmp_path: Path) -> None:
     assert rows["streamer-2"]["host_bytes"]["counted"] >= 14 * report["parameters"]
 
 
+@pytest.mark.usefixtures("collected")
 def test_a_refusal_is_written_and_the_exit_code(tmp_path: Path, monkeypatch, capsys) -> None:
     def with_lazy(task: Task, *, num_slots: int):
         return {PLAIN_FP32: lambda: Plain(task, exact=True), "lazy": lambda: Lazy(task)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -106,22 +107,29 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_a_resumed_run_ends_where_an_undisturbed_one_does(options: dict[str, Any], tmp_path: Path) -> None:
-    whole = Run(**options)
-    whole.steps(6)
-    first = Run(**options)
-    first.steps(3)
-    first.save(tmp_path / "three")
+@cache
+def undisturbed(number: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses of four steps with those options, and the end."""
+    whole = Run(**OPTIONS[number])
+    whole.steps(4)
+    return whole.losses, whole.end()
+
+
+@pytest.mark.parametrize("number", range(len(OPTIONS)), ids=lambda number: str(OPTIONS[number]))
+def test_a_resumed_run_ends_where_an_undisturbed_one_does(number: int, tmp_path: Path) -> None:
+    losses, end = undisturbed(number)
+    first = Run(**OPTIONS[number])
+    first.steps(2)
+    first.save(tmp_path / "two")
     first.steps(1)  # goes on as if nothing had been
     first.end()
-    second = Run(seed=99, **options)
-    second.steps(2)  # had a life of its own
-    second.load(tmp_path / "three")
-    second.steps(3)
-    assert second.losses == whole.losses
-    assert first.losses == whole.losses[:4]
-    assert_equal(second.end(), whole.end())
+    second = Run(seed=99, **OPTIONS[number])
+    second.steps(1)  # had a life of its own
+    second.load(tmp_path / "two")
+    second.steps(2)
+    assert second.losses == losses
+    assert first.losses == losses[:3]
+    assert_equal(second.end(), end)
 
 
 # While training goes on
@@ -145,27 +153,26 @@ def slowed(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[int]:
     return copied
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.05])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    ("number", "seconds"), [(0, 0.0), (3, 0.0), *((number, 0.05) for number in range(len(OPTIONS)))]
+)
 def test_a_checkpoint_that_is_written_in_the_background_is_of_the_moment_it_was_asked_for(
-    options: dict[str, Any], seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = Run(**options)
-    whole.steps(6)
+    losses, end = undisturbed(number)
     copied = slowed(monkeypatch, seconds)
-    first = Run(**options)
-    first.steps(3)
+    first = Run(**OPTIONS[number])
+    first.steps(2)
     extra = {"schedule": first.schedule.state_dict(), "losses": list(first.losses)}
-    saving_now = streamer.save(first.model, first.optimizer, tmp_path / "c", step=3, extra=extra, block=False)
-    first.steps(3)
+    saving_now = streamer.save(first.model, first.optimizer, tmp_path / "c", step=2, extra=extra, block=False)
+    first.steps(2)
     saving_now.result()
     assert not seconds or copied, "a slow disk makes updates copy"
-    assert first.losses == whole.losses
-    second = Run(seed=99, **options)
+    assert first.losses == losses
+    second = Run(seed=99, **OPTIONS[number])
     second.load(tmp_path / "c")
-    second.steps(3)
-    assert second.losses == whole.losses
-    end = whole.end()
+    second.steps(2)
+    assert second.losses == losses
     assert_equal(first.end(), end)
     assert_equal(second.end(), end)
 

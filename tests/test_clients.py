@@ -417,15 +417,12 @@ PLACES = {
     "paged": {"num_slots": 2, "activations": "recompute"},
     "resident": {"num_slots": 3, "activations": "keep"},
 }
-WHEN_AND_WHERE = pytest.mark.parametrize(
-    ("when", "place"),
-    [
-        ("before forward", "resident"),
-        ("after backward", "paged"),
-        ("after step", "paged"),
-        ("after step", "resident"),
-    ],
-)
+WHEN_AND_WHERE = [
+    ("before forward", "resident"),
+    ("after step", "resident"),
+    ("after backward", "paged"),
+    ("after step", "paged"),
+]
 
 
 def each_time(write: Callable[[Run], None], when: str) -> Client:
@@ -442,8 +439,15 @@ def each_time(write: Callable[[Run], None], when: str) -> Client:
     return client
 
 
-@WHEN_AND_WHERE
-@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize(
+    ("write", "when", "place"),
+    # each write where layers are paged and where they are resident
+    [
+        (write, *WHEN_AND_WHERE[number])
+        for turn, write in enumerate(WRITES)
+        for number in (turn % 2, 2 + turn % 2)
+    ],
+)
 def test_writes_through_data(write: Callable[[Run], None], when: str, place: str) -> None:
     assert_same(each_time(write, when), layers="layers", **PLACES[place])
 
@@ -473,7 +477,7 @@ def test_pruning(place: str) -> None:
     assert_same(iterative_pruning, pruned_net(), layers="layers", **PLACES[place])
 
 
-@WHEN_AND_WHERE
+@pytest.mark.parametrize(("when", "place"), WHEN_AND_WHERE)
 def test_bf16_weights_that_were_written_are_what_runs_and_what_is_read(when: str, place: str) -> None:
     """Masters have no plain counterpart. So this asks that all ways to the weights agree at each moment: what
     the client reads, what is there when all is done, a plain copy, and what runs."""

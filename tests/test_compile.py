@@ -55,7 +55,7 @@ def test_one_compilation_serves_all_layers_with_the_same_numbers(activations: st
     compiled = CompileCounterWithBackend("aot_eager")
     actual = train_streamed(
         gpt(),
-        steps=4,
+        steps=3,
         compile=compiled,
         activations=activations,
         num_slots=num_slots,
@@ -63,8 +63,8 @@ def test_one_compilation_serves_all_layers_with_the_same_numbers(activations: st
         **LAYERS,
     )
     assert compiled.frame_count == 1
-    assert_parity(actual, train_plain(gpt(), steps=4))
-    assert_same(actual, train_streamed(gpt(), steps=4, activations=activations, **LAYERS))
+    assert_parity(actual, train_plain(gpt(), steps=3))
+    assert_same(actual, train_streamed(gpt(), steps=3, activations=activations, **LAYERS))
 
 
 def test_dropout_is_the_same_when_a_layer_runs_again() -> None:
@@ -196,7 +196,7 @@ def train_compiled(
         loss_of = compile(model, backend)
     optimizer = streamer.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     clip = partial(streamer.clip_grad_norm_, model, 1.0)
-    history = train(model, optimizer, clip, steps=5, loss_of=loss_of or language_loss)
+    history = train(model, optimizer, clip, steps=3, loss_of=loss_of or language_loss)
     streamer.unwrap(model)
     for tensors in (history.first_gradients, history.weights):
         for name in list(tensors):
@@ -225,14 +225,14 @@ def train_compiled(
 def test_what_users_compile_trains_as_plain(compile: Any, is_wrapped: bool, activations: str) -> None:
     options = {"activations": activations, **LAYERS}
     actual = train_compiled(compile, "eager", is_wrapped=is_wrapped, **options)
-    assert_parity(actual, train_plain(gpt(layers=2), steps=5))
-    assert_same(actual, train_streamed(gpt(layers=2), steps=5, **options))
+    assert_parity(actual, train_plain(gpt(layers=2), steps=3))
+    assert_same(actual, train_streamed(gpt(layers=2), steps=3, **options))
 
 
 @TORCHS_OWN_WARNING
 def test_a_model_that_users_compile_with_the_default_backend() -> None:
     actual = train_compiled(forward_and_loss, "inductor", is_wrapped=True, **LAYERS)
-    expected = train_plain(gpt(layers=2), steps=5)
+    expected = train_plain(gpt(layers=2), steps=3)
     assert torch.tensor(actual.losses).allclose(torch.tensor(expected.losses), rtol=1e-5, atol=0)
     for name, gradient in expected.first_gradients.items():
         torch.testing.assert_close(actual.first_gradients[name], gradient, rtol=1e-4, atol=1e-7)

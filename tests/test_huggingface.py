@@ -64,9 +64,9 @@ MODELS = [(gpt2, "transformer.h"), (llama, "model.layers")]
 def test_training_with_the_default_cache(make: Any, layers: str, activations: str) -> None:
     model = make()
     assert model.config.use_cache
-    expected = train_plain(model, loss_of=loss, steps=5)
+    expected = train_plain(model, loss_of=loss, steps=3)
     for chosen in (layers, None):
-        actual = train_streamed(model, loss_of=loss, steps=5, layers=chosen, activations=activations)
+        actual = train_streamed(model, loss_of=loss, steps=3, layers=chosen, activations=activations)
         assert_parity(actual, expected)
 
 

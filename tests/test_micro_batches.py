@@ -49,7 +49,7 @@ def train_in_slices(model: nn.Module, size: int, layers: str = "transformer.h", 
         layer.forward = sliced(layer.forward, size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     clip = lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)  # noqa: E731
-    return train(model, optimizer, clip, steps=5, **options)
+    return train(model, optimizer, clip, steps=3, **options)
 
 
 @POLICIES
@@ -57,7 +57,7 @@ def train_in_slices(model: nn.Module, size: int, layers: str = "transformer.h", 
 def test_training_equals_plain_pytorch_on_slices(activations: str, size: int, num_slots: int) -> None:
     """Dropout's draws too; to the bit, since two slices have but one order of addition."""
     options = {"num_slots": num_slots, "micro_batch_size": size, "activations": activations}
-    actual = train_streamed(gpt(), layers="transformer.h", steps=5, max_norm=0.5, **options)
+    actual = train_streamed(gpt(), layers="transformer.h", steps=3, max_norm=0.5, **options)
     assert_parity(actual, train_in_slices(gpt(), size))
 
 
@@ -118,7 +118,7 @@ def test_running_statistics_take_in_each_slice(activations: str) -> None:
     expected = train_in_slices(Stack(Normalising), 2, "blocks", loss_of=loss_on)
     assert any("running_mean" in name for name in expected.weights)
     options = {"layers": "blocks", "micro_batch_size": 2, "activations": activations}
-    actual = train_streamed(Stack(Normalising), steps=5, max_norm=0.5, loss_of=loss_on, **options)
+    actual = train_streamed(Stack(Normalising), steps=3, max_norm=0.5, loss_of=loss_on, **options)
     assert_parity(actual, expected)
 
 
@@ -409,7 +409,7 @@ class Skips(Layer):
 @POLICIES
 def test_a_layer_that_is_skipped_for_some_slices(activations: str) -> None:
     expected = train_in_slices(Caller(Skips), 3, "layers", loss_of=loss_of)
-    options = {"layers": "layers", "loss_of": loss_of, "steps": 5, "max_norm": 0.5}
+    options = {"layers": "layers", "loss_of": loss_of, "steps": 3, "max_norm": 0.5}
     actual = train_streamed(Caller(Skips), micro_batch_size=3, activations=activations, **options)
     assert_parity(actual, expected)
 

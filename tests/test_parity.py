@@ -43,14 +43,28 @@ def plain(tied: bool) -> History:
     return train_plain(gpt(tied), max_norm=0.5)
 
 
-@pytest.mark.parametrize("num_slots", [1, 2, 3, LAYERS])
-@pytest.mark.parametrize("activations", ["recompute", "keep"])
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_ten_steps_in_fp32(tied: bool, activations: str, num_slots: int) -> None:
-    expected = plain(tied)
+@pytest.mark.parametrize(
+    ("tied", "activations", "num_slots"),
+    # each two of them meet
+    [
+        (
+            "tied" if (activations == "keep") == (num_slots in (1, LAYERS)) else "untied",
+            activations,
+            num_slots,
+        )
+        for activations in ("recompute", "keep")
+        for num_slots in (1, 2, 3, LAYERS)
+    ],
+)
+def test_ten_steps_in_fp32(tied: str, activations: str, num_slots: int) -> None:
+    expected = plain(tied == "tied")
     assert max(expected.norms) > 0.5, "clipping must have something to do"
     actual = train_streamed(
-        gpt(tied), layers="transformer.h", activations=activations, num_slots=num_slots, max_norm=0.5
+        gpt(tied == "tied"),
+        layers="transformer.h",
+        activations=activations,
+        num_slots=num_slots,
+        max_norm=0.5,
     )
     assert_parity(actual, expected)
 
@@ -125,7 +139,7 @@ class NativeMasters(MasterAdamW):
 
 
 def train_masters(
-    kind: type[MasterAdamW], *, steps: int = 10, **settings: float
+    kind: type[MasterAdamW], *, steps: int = 5, **settings: float
 ) -> tuple[History, MasterAdamW]:
     model = gpt()
     reference = copy.deepcopy(model).bfloat16()
@@ -134,7 +148,7 @@ def train_masters(
     return history, masters
 
 
-def train_bf16(activations: str, *, steps: int = 10, **settings: float) -> tuple[History, nn.Module]:
+def train_bf16(activations: str, *, steps: int = 5, **settings: float) -> tuple[History, nn.Module]:
     """The history of a streamed bf16 model, and the model unwrapped."""
     wrapped = streamer.wrap(copy.deepcopy(gpt()), device="cpu", dtype=torch.bfloat16, activations=activations)
     optimizer = streamer.AdamW(wrapped.parameters(), **settings)

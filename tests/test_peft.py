@@ -107,8 +107,8 @@ METHODS: dict[str, Callable[[], nn.Module]] = {
 )
 def test_lora(make: Any, layers: str | None, activations: str) -> None:
     model = make()
-    expected = train_plain(model, loss_of=loss, steps=5)
-    actual = train_streamed(model, loss_of=loss, steps=5, layers=layers, activations=activations)
+    expected = train_plain(model, loss_of=loss, steps=3)
+    actual = train_streamed(model, loss_of=loss, steps=3, layers=layers, activations=activations)
     assert_parity(actual, expected)
     assert {name for name in expected.first_gradients if "lora" not in name} == set()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 import pytest
@@ -229,6 +230,7 @@ def num_slots(model: nn.Module) -> int:
     return held // LAYER
 
 
+@cache
 def bytes_beside_slots(loss_of: Any = language_loss, **options: Any) -> int:
     """What one step takes at most, less two slots."""
     with streamed(gpt(), layers="transformer.h", **options) as model:
@@ -236,9 +238,10 @@ def bytes_beside_slots(loss_of: Any = language_loss, **options: Any) -> int:
         return streamer.stats(model).device_bytes_peak - 2 * LAYER
 
 
-@pytest.mark.parametrize("activations", ["recompute", "keep"])
-@pytest.mark.parametrize("update", ["step", "backward"])
-@pytest.mark.parametrize(("room", "expected"), [(2, 2), (3, 3), (4, 4), (20, 6)])
+@pytest.mark.parametrize(
+    ("update", "activations"), [("step", "recompute"), ("step", "keep"), ("backward", "recompute")]
+)
+@pytest.mark.parametrize(("room", "expected"), [(2, 2), (4, 4), (20, 6)])
 def test_a_budget_is_filled_after_the_first_step(
     room: int, expected: int, update: str, activations: str
 ) -> None:

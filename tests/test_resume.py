@@ -49,15 +49,20 @@ warmup_steps = 4
 """
 
 
-@pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+def written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The config of a run in ``folder``, to which the process goes."""
+    monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(HOME))
     for name in ("a.txt", "b.txt"):
-        (tmp_path / name).write_text(f"{name}: to be or not to be, that is the question. " * 100)
-    path = tmp_path / "run.toml"
+        (folder / name).write_text(f"{name}: to be or not to be, that is the question. " * 100)
+    path = folder / "run.toml"
     path.write_text(CONFIG)
     return path
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return written(tmp_path, monkeypatch)
 
 
 def train(config: Path, *arguments: str) -> int:
@@ -91,11 +96,13 @@ def saved_steps() -> list[int]:
     return [int(path.name.removeprefix("step-")) for path in checkpoints(Path("runs/run/checkpoints"))]
 
 
-@pytest.fixture
-def undisturbed(config: Path, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run that nothing has happened to."""
-    assert train(config, "--set", "run.out='undisturbed'") == 0
-    return tmp_path / "undisturbed" / "run"
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        assert train(written(folder, monkeypatch)) == 0
+    return folder / "runs" / "run"
 
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, do: Callable[[], object]) -> None:
@@ -289,15 +296,21 @@ def test_a_run_that_has_nowhere_to_go_back_to_stops(
 
 # Real processes
 
-#: Imports what takes seconds, then forks a process for each line of arguments, and kills it when it is time.
+KILLS = 16
+
+#: Runs the first line of arguments itself, which loads what takes seconds to load, then forks a process for
+#: each further one, and kills it when it is time.
 ZYGOTE = """
 import json, os, random, signal, sys, time
 sys.path.insert(0, {home!r})
 import torch, streamer
 from streamer.app.cli import main
-import torch._dynamo  # which the first optimizer of a process imports, in seconds
-from streamer.app import train as _
 torch.set_num_threads(1)
+told = os.dup(1)
+os.dup2(2, 1)
+code = main(json.loads(sys.stdin.readline())[1])
+os.dup2(told, 1)
+print(code, flush=True)
 for line in sys.stdin:
     seconds, arguments = json.loads(line)
     read, write = os.pipe()
@@ -341,14 +354,16 @@ def zygote() -> Iterator[Callable[[float | None, list[str]], int]]:
         assert child.wait(timeout=60) == 0
 
 
-def test_a_run_that_is_killed_thirty_times_ends_where_an_undisturbed_one_does(
+def test_a_run_that_is_killed_again_and_again_ends_where_an_undisturbed_one_does(
     config: Path, tmp_path: Path, zygote: Callable[[float | None, list[str]], int]
 ) -> None:
     longer = ["train", str(config), "--set", "run.steps=40", "--save-every", "3"]
     assert zygote(None, [*longer, "--set", "run.out='undisturbed'"]) == 0
     kills, lives, resumed = 0, 0, 0
-    draw = random.Random(0)
-    while kills < 30:
+    # at random, and everywhere
+    moments = [(number + random.Random(number).random()) / KILLS * 0.6 for number in range(KILLS)]
+    random.Random(0).shuffle(moments)
+    while kills < KILLS:
         lives += 1
         name = ["--set", f"run.name='life{lives}'"]
         directory = tmp_path / "runs" / f"life{lives}"
@@ -359,11 +374,11 @@ def test_a_run_that_is_killed_thirty_times_ends_where_an_undisturbed_one_does(
                 # killed before the first checkpoint: a new run has a new directory
                 directory.rename(tmp_path / f"early{kills}")
             resumed += len(resume)
-            code = zygote(draw.uniform(0.0, 0.6) if kills < 30 else None, [*longer, *name, *resume])
+            code = zygote(moments[kills] if kills < KILLS else None, [*longer, *name, *resume])
             kills += code == -9
         assert code == 0
         assert_same_end(directory, tmp_path / "undisturbed" / "run")
-    assert resumed > 15
+    assert resumed > KILLS / 2
 
 
 #: A step that never ends, in a process that says when it has begun.

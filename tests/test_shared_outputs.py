@@ -16,17 +16,13 @@ from torch import nn
 from tests.reference import streamed
 
 D, HALF, BATCH = 8, 4, 6
-OPTIONS = pytest.mark.parametrize(
-    "options",
-    [
-        {"activations": "recompute"},
-        {"activations": "keep"},
-        {"activations": "recompute", "micro_batch_size": 4},
-        {"activations": "keep", "micro_batch_size": 4},
-        {"activations": "recompute+offload", "micro_batch_size": 4},
-    ],
-    ids=str,
-)
+OPTIONS: list[dict[str, Any]] = [
+    {"activations": "recompute"},
+    {"activations": "keep"},
+    {"activations": "recompute", "micro_batch_size": 4},
+    {"activations": "keep", "micro_batch_size": 4},
+    {"activations": "recompute+offload", "micro_batch_size": 4},
+]
 
 
 class Layer(nn.Module):
@@ -267,24 +263,29 @@ def writes_what_needs_gradients(x: torch.Tensor, outputs: Any) -> torch.Tensor:
     return _mixed(x, one, other)
 
 
-USES = pytest.mark.parametrize(
-    "use", [reads, writes_the_first, writes_the_second, writes_what_needs_gradients]
-)
-RUNS = pytest.mark.parametrize("run", SHARING, ids=lambda run: run.__name__)
+USES = [reads, writes_the_first, writes_the_second, writes_what_needs_gradients]
 
 
-@RUNS
-@USES
-@OPTIONS
+def covering(options: list[Any], *offsets: int) -> list[Any]:
+    """Each layer with each use of it, and with some of ``options``: in all every layer and every use has
+    each of them."""
+    cases = [
+        (run, use, options[(i + j + offset) % len(options)])
+        for i, run in enumerate(SHARING)
+        for j, use in enumerate(USES)
+        for offset in offsets
+    ]
+    return [pytest.param(*case, id=f"{case[0].__name__}-{case[1].__name__}-{case[2]}") for case in cases]
+
+
+@pytest.mark.parametrize(("run", "use", "options"), covering(OPTIONS, 0, 2))
 def test_gradients_are_plain_pytorchs(run: Any, use: Any, options: dict[str, Any]) -> None:
     assert_equal_to_plain(run, use, **options)
 
 
-@RUNS
-@USES
-@pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(run: Any, use: Any, grad: Any) -> None:
-    assert_equal_to_plain(run, use, grad(), micro_batch_size=4)
+@pytest.mark.parametrize(("run", "use", "grad"), covering(["no_grad", "inference_mode"], 0))
+def test_without_gradients(run: Any, use: Any, grad: str) -> None:
+    assert_equal_to_plain(run, use, getattr(torch, grad)(), micro_batch_size=4)
 
 
 @pytest.mark.parametrize("activations", ["recompute", "keep"])

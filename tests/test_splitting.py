@@ -158,13 +158,13 @@ def test_fewer_slots_are_named_where_they_would_do(net: Net) -> None:
 @pytest.mark.parametrize("activations", ["recompute", "keep"])
 @pytest.mark.parametrize("num_slots", [1, 2, 5])
 def test_parity(net: Net, activations: str, num_slots: int) -> None:
-    expected = train_plain(net, steps=4)
+    expected = train_plain(net, steps=3)
     options: dict[str, Any] = {"activations": activations, "num_slots": num_slots}
-    whole = train_streamed(net, steps=4, **options)
+    whole = train_streamed(net, steps=3, **options)
     for device_memory in (device_bytes(net, num_slots=num_slots) - 1, least_bytes(net, num_slots=num_slots)):
         backend = ThreadBackend(poison=True)
         options |= {"device_memory": device_memory, "backend": backend}
-        actual = train_streamed(net, steps=4, **options)
+        actual = train_streamed(net, steps=3, **options)
         assert_parity(actual, expected)
         assert actual.losses[:2] == whole.losses[:2]
 

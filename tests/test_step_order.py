@@ -121,8 +121,9 @@ def expected_of(loss_of: Any) -> History:
     return train_plain(Stack(), loss_of=loss_of, steps=4)
 
 
-@pytest.mark.parametrize("num_slots", [1, 2, 4])
-@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@pytest.mark.parametrize(
+    ("activations", "num_slots"), [("recompute", 1), ("keep", 2), ("recompute", 4), ("keep", 1)]
+)
 @pytest.mark.parametrize(
     "loss_of",
     [shuffled, layer_drop, repeated, two_forwards, two_forwards_two_backwards, an_abandoned_forward],
@@ -169,11 +170,11 @@ class EncoderDecoder(nn.Module):
 
 @pytest.mark.parametrize("activations", ["recompute", "keep"])
 def test_two_lists_of_layers(activations: str, issued: list[Op]) -> None:
-    expected = train_plain(EncoderDecoder(), steps=6)
-    actual = train_streamed(EncoderDecoder(), steps=6, layers=["encoder", "decoder"], activations=activations)
+    expected = train_plain(EncoderDecoder(), steps=4)
+    actual = train_streamed(EncoderDecoder(), steps=4, layers=["encoder", "decoder"], activations=activations)
     assert_parity(actual, expected)
     forwards = [op.unit for op in issued if op.kind is OpKind.FORWARD and op.unit != ROOT]
-    assert forwards == [0, 1, 2, 3, 4] * 6
+    assert forwards == [0, 1, 2, 3, 4] * 4
 
 
 def test_prefetch_misses_only_before_the_order_is_known() -> None:

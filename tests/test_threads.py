@@ -114,15 +114,15 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_inference_in_several_threads_is_that_of_plain_pytorch(seed: int) -> None:
     plain = gpt().eval()
-    options = {"num_slots": seed % 4 + 1, "micro_batch_size": (None, 1)[seed // 4]}
+    options = {"num_slots": seed + 1, "micro_batch_size": (None, 1, 1, None)[seed]}
 
     def generate(model: nn.Module, thread: int) -> torch.Tensor:
         tokens = torch.randint(0, VOCAB, (2, 4), generator=torch.Generator().manual_seed(thread))
         with torch.no_grad():
-            for _ in range(10):
+            for _ in range(5):
                 tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], dim=1)
         return tokens
 
@@ -142,14 +142,14 @@ def test_inference_in_several_threads_is_that_of_plain_pytorch(seed: int) -> Non
             assert torch.equal(logits[thread], plain(tokens))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_layer_beside_training_has_the_weights_of_some_step(seed: int) -> None:
-    steps = range(6)
+    steps = range(4)
     options = {
         "layers": "layers",
-        "num_slots": seed % 4 + 1,
-        "activations": ("recompute", "keep", "recompute+offload")[seed % 3],
-        "micro_batch_size": (None, 2)[seed // 4],
+        "num_slots": seed + 1,
+        "activations": ("recompute", "keep", "recompute+offload", "keep")[seed],
+        "micro_batch_size": (None, 2, 2, None)[seed],
     }
     versions: list[nn.Module] = [Stack()]
     with streamed(Stack(), **options) as model:
@@ -397,11 +397,11 @@ def test_a_backward_that_failed_keeps_no_thread_from_training(other: Alive) -> N
         train(model, optimizer, range(2))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_others_may_synchronize_and_ask_beside_training(seed: int) -> None:
     def run(*beside: Callable[[nn.Module], object]) -> dict[str, torch.Tensor]:
         over = threading.Event()
-        with streamed(gpt(), backend=disturbed(seed), num_slots=seed % 3 + 1) as model:
+        with streamed(gpt(), backend=disturbed(seed), num_slots=2 * seed + 1) as model:
             optimizer = streamer.AdamW(model.parameters(), lr=0.01)
 
             def trains() -> None:

@@ -55,8 +55,9 @@ def run(
         return trained(model, streamer.AdamW(groups(model), lr=1e-3, state_dtype=state_dtype), steps)
 
 
-@pytest.mark.parametrize("activations", ["recompute", "keep"])
-@pytest.mark.parametrize("num_slots", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("activations", "num_slots"), [("recompute", 1), ("keep", 1), ("recompute", 2), ("keep", 4)]
+)
 def test_it_is_the_plain_result(activations: str, num_slots: int) -> None:
     reference = copy.deepcopy(gpt())
     expected = trained(reference, torch.optim.AdamW(groups(reference), lr=1e-3))
@@ -89,7 +90,7 @@ def test_a_slow_lane_changes_nothing(lane: Lane) -> None:
     assert_same(run(backend=backend, layers=7, steps=3), undisturbed(7, 3))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_delays_change_nothing(seed: int) -> None:
     draw = random.Random(seed)
     scale = {lane: draw.choice([0.0, 0.001, 0.004]) for lane in Lane}
