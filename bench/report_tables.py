@@ -238,6 +238,21 @@ def two_checkouts(report: Report) -> list[str]:
     ]
 
 
+def host_cost(report: Report) -> list[str]:
+    rows = [
+        [
+            {"passes": "forward and backward", "step": "with the update"}[name],
+            {"wall": "wall clock", "cpu": "CPU of all threads"}[clock],
+            *(spread(row[column], ".0f") for column in ("plain", "checkpoint_adds", "streaming_adds")),
+            spread(row["ratio"], ".2f"),
+        ]
+        for name, clocks in report["tasks"].items()
+        for clock, row in clocks.items()
+    ]
+    heads = ["", "", "plain", "checkpoint adds", "streaming adds to that", "ratio of the last two"]
+    return ["Microseconds per layer and step, one thread.", "", *table(heads, rows)]
+
+
 TABLES: dict[str, Callable[[Report], list[str]]] = {
     "bench/adam.py": adam,
     "bench/architectures.py": architectures_table,
@@ -245,6 +260,7 @@ TABLES: dict[str, Callable[[Report], list[str]]] = {
     "bench/depth.py": depth,
     "bench/fits.py": fits,
     "bench/hidden_update.py": hidden_update,
+    "bench/host_cost.py": host_cost,
     "bench/moments.py": moments,
     "bench/overlap.py": overlap,
     "bench/plan_time.py": plan_table,
