@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 import streamer_native
-from streamer.backends.mapping import mapped
+from streamer.backends.host_memory import mapped
 from streamer_native import adam
 
 HYPERPARAMETERS = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}

@@ -22,8 +22,8 @@ from typing import Any
 
 from bench.common import quartiles
 from streamer.backends.base import Event, Lane
-from streamer.engine.op import ROOT, Op, OpKind
-from streamer.engine.trace import Record, Trace
+from streamer.engine.schedule.op import ROOT, Op, OpKind
+from streamer.engine.schedule.trace import Record, Trace
 
 #: What a copy is for. UNUSED is an UNSHARD whose slot was given up before anybody came to it.
 FOR_FORWARD, FOR_BACKWARD, GRADIENT, UNUSED = (

@@ -17,7 +17,7 @@ import numba
 import numpy as np
 import torch
 
-from streamer.app.hardware import processor
+from streamer.app.machine_file import processor
 
 RESULTS = Path(__file__).parent / "results"
 

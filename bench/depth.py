@@ -37,7 +37,7 @@ import streamer
 from bench.common import RESULTS, load_average, provenance, write_json
 from bench.depth_report import Block, draw, print_table, summary
 from models.gpt2 import GPT
-from streamer.handle import wrapped
+from streamer.engine.paging.handle import wrapped
 
 VOCAB_SIZE, NUM_SLOTS = 256, 2
 

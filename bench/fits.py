@@ -35,14 +35,14 @@ from bench.by_layer import CompleteTrace, place, totals
 from bench.common import RESULTS, load_average, provenance, write_json
 from bench.fits_report import failures, print_report
 from bench.raw_copies import RawCopies
-from streamer.app.build import build_model, build_optimizer
 from streamer.app.config import Config, ConfigError, load_config
-from streamer.app.data import load_bytes
-from streamer.app.loop import Loop
+from streamer.app.run.build import build_model, build_optimizer
+from streamer.app.run.data import load_bytes
+from streamer.app.run.loop import Loop
 from streamer.backends.base import Lane
-from streamer.engine.executor import Executor
-from streamer.handle import wrapped
-from streamer.options import parse_bytes
+from streamer.engine.paging.executor import Executor
+from streamer.engine.paging.handle import wrapped
+from streamer.model.options import parse_bytes
 
 WARMUP, MEASURED = 1, 2
 

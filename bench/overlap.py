@@ -44,14 +44,14 @@ from bench.by_layer import CompleteTrace, place, rows, totals
 from bench.common import RESULTS, load_average, provenance, write_json
 from bench.overlap_table import print_report
 from bench.raw_copies import RawCopies
-from streamer.app.build import build_model, build_optimizer
 from streamer.app.config import Config, ConfigError, load_config
+from streamer.app.run.build import build_model, build_optimizer
 from streamer.backends.base import Backend
 from streamer.backends.cuda import CudaBackend
-from streamer.backends.machines import A100_PCIE_4, H100_PCIE_5, H200, RTX_4090, RTX_4090_PCIE_3
 from streamer.backends.thread import ThreadBackend
-from streamer.backends.virtual import VirtualBackend
-from streamer.handle import wrapped
+from streamer.engine.paging.handle import wrapped
+from streamer.simulate.backend import VirtualBackend
+from streamer.simulate.machine import A100_PCIE_4, H100_PCIE_5, H200, RTX_4090, RTX_4090_PCIE_3
 
 MACHINES = {machine.name: machine for machine in (H200, RTX_4090, RTX_4090_PCIE_3, A100_PCIE_4, H100_PCIE_5)}
 
@@ -137,7 +137,7 @@ def make_backend(kind: str | None, config: Config, machine: str) -> Backend:
 def draw_one_step(trace: Path, picture: Path) -> None:
     """The last measured step of ``trace`` as a timeline, if matplotlib is there."""
     try:
-        from streamer.app import timeline
+        from streamer.app.plan import timeline
     except ModuleNotFoundError as error:
         print(f"not drawn: {error}; matplotlib comes with the extra [plot]")
         return

@@ -26,14 +26,14 @@ import torch.nn.functional as F
 import streamer
 from bench.common import RESULTS, load_average, provenance, quartiles, write_json
 from models.gpt2 import GPT
-from streamer.app.calibrate import machine_of, print_table, sizes_of
-from streamer.app.measurements import Found, Measurements, add
+from streamer.app.calibrate.command import machine_of, print_table, sizes_of
+from streamer.app.calibrate.measure import Found, Measurements, add
 from streamer.backends.base import Backend, Lane
-from streamer.backends.machine import Machine
 from streamer.backends.thread import ThreadBackend
-from streamer.backends.virtual import VirtualBackend
-from streamer.handle import wrapped
-from streamer.plan.planner import Prediction, predict_step
+from streamer.engine.paging.handle import wrapped
+from streamer.plan.step_plan import Prediction, predict_step
+from streamer.simulate.backend import VirtualBackend
+from streamer.simulate.machine import Machine
 
 VOCAB_SIZE = 256
 

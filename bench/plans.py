@@ -2,7 +2,7 @@
 
     python -m bench.plans    # a minute, no GPU: the plan of each, as `streamer plan` makes it
 
-Nothing is measured: peaks and sizes are those of data sheets (`streamer.backends.machines`).
+Nothing is measured: peaks and sizes are those of data sheets (`streamer.simulate.machine`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 from bench.common import RESULTS, load_average, provenance, write_json
 from bench.plans_table import plans_table
 from streamer.app.config import Config, load_config
-from streamer.app.mending import mend
-from streamer.app.planning import RunPlan, plan_run
-from streamer.backends.machines import MACHINES, named_machine
+from streamer.app.plan.mending import mend
+from streamer.app.plan.planning import RunPlan, plan_run
+from streamer.simulate.machine import MACHINES, named_machine
 
 CONFIG = Path(__file__).parent.parent / "configs" / "gpt2-10b.toml"
 

@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import load_file
 
 from bench.common import RESULTS, load_average, provenance, write_json
-from streamer.files.folder import checkpoints
+from streamer.checkpoint.manifest import checkpoints
 
 HOME = Path(__file__).parent.parent
 CONFIG = """

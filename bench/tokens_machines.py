@@ -29,15 +29,13 @@ import torch.nn.functional as F
 import streamer
 from bench.replay import UNIT, Recording, replay
 from bench.tokens_variants import Variant, chunked_loss, give_hidden, variants
-from streamer.app.build import build_optimizer
 from streamer.app.config import Config, load_config
-from streamer.app.factory import import_factory
+from streamer.app.run.build import build_optimizer, import_factory
 from streamer.backends.base import Lane
-from streamer.backends.machine import Machine
-from streamer.backends.machines import A100_PCIE_4, H100_PCIE_5, RTX_4090, RTX_4090_PCIE_3
-from streamer.backends.virtual import VirtualBackend
-from streamer.handle import wrapped
-from streamer.plan.tracker import Tracker
+from streamer.engine.paging.handle import wrapped
+from streamer.plan.measure import Tracker
+from streamer.simulate.backend import VirtualBackend
+from streamer.simulate.machine import A100_PCIE_4, H100_PCIE_5, RTX_4090, RTX_4090_PCIE_3, Machine
 
 MACHINES = (RTX_4090, RTX_4090_PCIE_3, A100_PCIE_4, H100_PCIE_5)
 CONFIG = Path(__file__).parent.parent / "configs" / "gpt2-10b.toml"

@@ -6,24 +6,24 @@ from typing import TYPE_CHECKING
 from streamer.version import __version__
 
 if TYPE_CHECKING:
-    from streamer.choosing import chosen as chosen
-    from streamer.clip import clip_grad_norm_ as clip_grad_norm_
+    from streamer.checkpoint.load import Loaded as Loaded
+    from streamer.checkpoint.load import load as load
+    from streamer.checkpoint.save import save as save
     from streamer.deepspeed.config import DeepSpeedConfig as DeepSpeedConfig
     from streamer.deepspeed.config import from_deepspeed_config as from_deepspeed_config
-    from streamer.files.errors import CheckpointError as CheckpointError
-    from streamer.finite import NonFiniteError as NonFiniteError
-    from streamer.loading import Loaded as Loaded
-    from streamer.loading import load as load
+    from streamer.errors import CheckpointError as CheckpointError
     from streamer.loss import chunked_cross_entropy as chunked_cross_entropy
-    from streamer.observe import Stats as Stats
-    from streamer.observe import save_trace as save_trace
-    from streamer.observe import stats as stats
-    from streamer.observe import synchronize as synchronize
-    from streamer.optim import AdamW as AdamW
+    from streamer.model.auto import chosen as chosen
+    from streamer.model.stats import Stats as Stats
+    from streamer.model.stats import save_trace as save_trace
+    from streamer.model.stats import stats as stats
+    from streamer.model.stats import synchronize as synchronize
+    from streamer.model.unwrap import unwrap as unwrap
+    from streamer.model.wrap import wrap as wrap
+    from streamer.optim.adamw import AdamW as AdamW
+    from streamer.optim.adamw import NonFiniteError as NonFiniteError
+    from streamer.optim.clip import clip_grad_norm_ as clip_grad_norm_
     from streamer.pretrained.load import from_pretrained as from_pretrained
-    from streamer.saving import save as save
-    from streamer.unwrapping import unwrap as unwrap
-    from streamer.wrapping import wrap as wrap
 
 __all__ = [
     "AdamW",
@@ -50,24 +50,24 @@ __all__ = [
 #: The module of every public name. It is imported when the name is first asked for: torch and numba take
 #: seconds, for which `streamer --help` need not wait, and read their environment when they are loaded.
 _HOMES = {
-    "AdamW": "streamer.optim",
-    "CheckpointError": "streamer.files.errors",
+    "AdamW": "streamer.optim.adamw",
+    "CheckpointError": "streamer.errors",
     "DeepSpeedConfig": "streamer.deepspeed.config",
-    "Loaded": "streamer.loading",
-    "NonFiniteError": "streamer.finite",
-    "Stats": "streamer.observe",
-    "chosen": "streamer.choosing",
+    "Loaded": "streamer.checkpoint.load",
+    "NonFiniteError": "streamer.optim.adamw",
+    "Stats": "streamer.model.stats",
+    "chosen": "streamer.model.auto",
     "chunked_cross_entropy": "streamer.loss",
-    "clip_grad_norm_": "streamer.clip",
+    "clip_grad_norm_": "streamer.optim.clip",
     "from_deepspeed_config": "streamer.deepspeed.config",
     "from_pretrained": "streamer.pretrained.load",
-    "load": "streamer.loading",
-    "save": "streamer.saving",
-    "save_trace": "streamer.observe",
-    "stats": "streamer.observe",
-    "synchronize": "streamer.observe",
-    "unwrap": "streamer.unwrapping",
-    "wrap": "streamer.wrapping",
+    "load": "streamer.checkpoint.load",
+    "save": "streamer.checkpoint.save",
+    "save_trace": "streamer.model.stats",
+    "stats": "streamer.model.stats",
+    "synchronize": "streamer.model.stats",
+    "unwrap": "streamer.model.unwrap",
+    "wrap": "streamer.model.wrap",
 }
 
 if not TYPE_CHECKING:  # to a type checker a __getattr__ means that every name is there

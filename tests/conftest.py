@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from streamer.backends.base import Event
-from streamer.engine.issuer import Issuer
-from streamer.engine.op import Op
+from streamer.engine.schedule.hazards import Issuer
+from streamer.engine.schedule.op import Op
 
 # the tensors are tiny: teams of threads would only wait for one another
 torch.set_num_threads(1)

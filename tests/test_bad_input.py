@@ -20,10 +20,10 @@ import streamer
 from streamer.backends import host_memory
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
-from streamer.engine import watch
-from streamer.engine.structure import Structure
-from streamer.find import find_layers
-from streamer.options import parse_bytes
+from streamer.engine.paging import device_memory as watch
+from streamer.engine.paging.structure import Structure
+from streamer.model.layers import find_layers
+from streamer.model.options import parse_bytes
 from streamer.plan.ledger import Ledger
 
 

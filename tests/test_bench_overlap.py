@@ -31,13 +31,13 @@ from bench.overlap_table import COLUMNS, figure, table
 from bench.raw_copies import RawCopies
 from streamer.app.config import load_config
 from streamer.backends.base import Backend, Lane, Span
-from streamer.backends.machine import Machine
 from streamer.backends.thread import ThreadBackend
-from streamer.backends.virtual import VirtualBackend
-from streamer.engine import op as ops
-from streamer.engine.op import Op
-from streamer.engine.trace import Record
-from streamer.handle import wrapped
+from streamer.engine.paging.handle import wrapped
+from streamer.engine.schedule import op as ops
+from streamer.engine.schedule.op import Op
+from streamer.engine.schedule.trace import Record
+from streamer.simulate.backend import VirtualBackend
+from streamer.simulate.machine import Machine
 
 #: Powers of two, so that every second is exact.
 ROUND = Machine(
@@ -372,11 +372,11 @@ def test_a_run(
 def test_without_matplotlib_there_is_no_picture_and_all_the_rest(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import streamer.app
+    import streamer.app.plan
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "streamer.app.timeline", raising=False)
-    monkeypatch.delattr(streamer.app, "timeline", raising=False)
+    monkeypatch.delitem(sys.modules, "streamer.app.plan.timeline", raising=False)
+    monkeypatch.delattr(streamer.app.plan, "timeline", raising=False)
     run_main(monkeypatch, tmp_path, "--backend", "virtual")
     assert "not drawn: import of matplotlib" in capsys.readouterr().out
     assert not (tmp_path / "overlap.png").exists()

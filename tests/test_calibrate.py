@@ -9,16 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from streamer.app import calibrate as calibration
-from streamer.app.calibrate import sizes_of
+from streamer.app.calibrate import command as calibration
+from streamer.app.calibrate.command import sizes_of
+from streamer.app.calibrate.measure import Measurements, Sizes, measure, while_all_work
 from streamer.app.cli import main
 from streamer.app.config import ConfigError, load_config
 from streamer.app.machine_file import load_machine
-from streamer.app.measurements import Measurements, measure, while_all_work
-from streamer.app.workloads import Sizes
 from streamer.backends.base import Lane, Span
-from streamer.backends.machine import Beside
 from streamer.backends.thread import ThreadBackend
+from streamer.simulate.machine import Beside
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 TINY = Sizes(

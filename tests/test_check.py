@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from streamer.app import train as app
-from streamer.app.check import check_memory
 from streamer.app.cli import main
 from streamer.app.config import Config, ConfigError, load_config
+from streamer.app.plan.command import check_memory
 from streamer.backends.thread import ThreadBackend
 from tests.test_plan_command import SMALL
 

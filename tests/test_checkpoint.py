@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 import streamer
 from models.gpt2 import GPT
-from streamer import content
+from streamer.checkpoint import save as content
 from streamer.memory.host import HostShard
 from tests.reference import VOCAB, batch
 

@@ -24,8 +24,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import streamer
-from streamer.files.folder import checkpoints
-from streamer.files.manifest import NAME, Manifest
+from streamer.checkpoint.manifest import NAME, Manifest, checkpoints
 from streamer.memory.layout import num_blocks
 
 WIDTH = 12
@@ -543,7 +542,7 @@ def test_moments_in_another_dtype(runs: Any, tmp_path: Path, saved: Any, here: A
 
 def full_after(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     """Writing fails, in the middle of a file, after so many bytes."""
-    import streamer.files.tensors as tensors
+    import streamer.checkpoint.tensors as tensors
 
     write, left = tensors._write_all, [nbytes]
 

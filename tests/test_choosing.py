@@ -15,22 +15,17 @@ from torch import nn
 
 import streamer
 from models.gpt2 import GPT
-from streamer.app.auto import settle
-from streamer.app.config import Config, load_config
-from streamer.app.planning import PROCESS_BYTES, plan_run, with_options
-from streamer.app.sections import ConfigError
+from streamer.app.config import Config, ConfigError, load_config
+from streamer.app.plan.planning import PROCESS_BYTES, plan_run, settle, with_options
 from streamer.app.train import train as train_config
-from streamer.backends.machine import Machine
-from streamer.choosing import boxes, plan_of
-from streamer.engine.micro_batches import AmbiguousBatchError
-from streamer.example import Batch, skeleton
-from streamer.handle import wrapped
-from streamer.plan.choices import Choice, Choices, Room, needs, sizes_below, with_slots
-from streamer.plan.choosing import SCALARS, Chosen, choose
-from streamer.plan.planner import Prediction
-from streamer.plan.plans import AS_FAST
-from streamer.plan.step_plan import CONTEXT, GAPS, StepPlan
-from streamer.plan.tracker import Tracker
+from streamer.engine.layer.micro_batches import AmbiguousBatchError
+from streamer.engine.paging.handle import wrapped
+from streamer.model.auto import Batch, boxes, plan_of, skeleton
+from streamer.plan.choice import Choice, Choices, Room, needs, sizes_below, with_slots
+from streamer.plan.measure import Tracker
+from streamer.plan.search import AS_FAST, SCALARS, Chosen, choose
+from streamer.plan.step_plan import CONTEXT, GAPS, Prediction, StepPlan
+from streamer.simulate.machine import Machine
 from tests.reference import VOCAB, assert_parity, batch, train, train_plain
 
 Table = dict[Choice, StepPlan]
@@ -432,7 +427,7 @@ class Curious(Stack):
             r"example: the model cannot run on a batch like it \(.+\)",
         ),
         (gpt(2), {"machine": "rtx-4091"}, "there is no machine 'rtx-4091': known are rtx-3090, rtx-4090"),
-        (gpt(2), {"machine": 3}, "machine=3: give the name of one, or a streamer.backends.machine.Machine"),
+        (gpt(2), {"machine": 3}, "machine=3: give the name of one, or a streamer.simulate.machine.Machine"),
         (gpt(2), {"activations": "automatic"}, "activations='automatic' is unknown: use one of"),
         (gpt(2), {"num_slots": "automatic"}, "num_slots='automatic': it must be an integer of 1 or more"),
         (gpt(2), {"layers": "transformer.x"}, "layers='transformer.x': there is no such module"),
@@ -452,7 +447,7 @@ def test_what_cannot_be_chosen_is_one_clear_line(
 
 
 def test_what_has_no_values_is_refused_before_it_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamer.choosing.plan_step", lambda *args: pytest.fail("it was planned"))
+    monkeypatch.setattr("streamer.model.auto.plan_step", lambda *args: pytest.fail("it was planned"))
     with torch.device("meta"):
         model = gpt(2)
     with pytest.raises(ValueError, match=r"is on the meta device and has no values: give wrap\(init="):

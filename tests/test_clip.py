@@ -16,8 +16,8 @@ import streamer
 from models.gpt2 import GPT
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
-from streamer.engine.op import Op, OpKind
-from streamer.handle import wrapped
+from streamer.engine.paging.handle import wrapped
+from streamer.engine.schedule.op import Op, OpKind
 from tests.reference import VOCAB, language_loss, streamed
 
 

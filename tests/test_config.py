@@ -20,7 +20,7 @@ from streamer.app.config import (
     dump_config,
     load_config,
 )
-from streamer.app.factory import import_factory
+from streamer.app.run.build import import_factory
 
 LEAST = """\
 [run]

@@ -21,13 +21,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import streamer
 import streamer.backends.cuda
-import streamer.engine.executor
+import streamer.engine.paging.executor
 from models.gpt2 import GPT
 from streamer.backends.base import Event, Lane
 from streamer.backends.cuda import CudaBackend
-from streamer.engine.hazards import Hazards
-from streamer.engine.op import OpKind
-from streamer.handle import wrapped
+from streamer.engine.paging.handle import wrapped
+from streamer.engine.schedule.hazards import Hazards
+from streamer.engine.schedule.op import OpKind
 from tests.reference import VOCAB, History, assert_parity, assert_same, batch, streamed, train
 from tests.test_micro_batches import sliced
 from tests.test_parity import TorchMasters
@@ -260,7 +260,7 @@ def test_without_the_waits_the_result_is_wrong(monkeypatch: pytest.MonkeyPatch) 
         with streamed(gpt(), backend=SlowLane(Lane.H2D)) as model:
             assert torch.equal(model.eval()(tokens), expected)
         no_waits = partial(Hazards, read_after_write=False)
-        monkeypatch.setattr(streamer.engine.executor, "Hazards", no_waits)
+        monkeypatch.setattr(streamer.engine.paging.executor, "Hazards", no_waits)
         with streamed(gpt(), backend=SlowLane(Lane.H2D)) as model:
             assert not torch.equal(model.eval()(tokens), expected)
 

@@ -15,8 +15,8 @@ from torch import nn
 
 import streamer
 from models.gpt2 import GPT
-from streamer.backends.mapping import give_back_freed
-from streamer.backends.pinned import PinnedBlocks
+from streamer.backends.cuda import PinnedBlocks
+from streamer.backends.host_memory import give_back_freed
 from tests.reference import VOCAB, batch
 
 pytestmark = pytest.mark.cuda

@@ -14,11 +14,11 @@ import streamer
 from models.gpt2 import GPT
 from streamer.backends.base import Backend
 from streamer.backends.cuda import CudaBackend
-from streamer.backends.machines import H200
-from streamer.backends.virtual import VirtualBackend
-from streamer.engine.executor import Executor
-from streamer.handle import wrapped
+from streamer.engine.paging.executor import Executor
+from streamer.engine.paging.handle import wrapped
 from streamer.plan.step_plan import plan_step
+from streamer.simulate.backend import VirtualBackend
+from streamer.simulate.machine import H200
 
 pytestmark = pytest.mark.cuda
 

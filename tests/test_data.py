@@ -1,4 +1,4 @@
-"""streamer/app/data.py: which files are read, how they are split, and the batches made of them."""
+"""streamer/app/run/data.py: which files are read, how they are split, and the batches made of them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from streamer.app.config import ConfigError
-from streamer.app.data import TokenData, load_bytes
-from streamer.app.text_files import find_files
+from streamer.app.run.data import TokenData, find_files, load_bytes
 
 
 @pytest.fixture

@@ -15,8 +15,7 @@ from torch import nn
 
 import streamer
 from models.gpt2 import GPT
-from streamer.deepspeed.keys import KEYS
-from streamer.deepspeed.reasons import SECTIONS
+from streamer.deepspeed.keys import KEYS, SECTIONS
 from tests.reference import VOCAB, History, assert_parity, assert_same, streamed, train
 
 ZERO_2 = {

@@ -21,8 +21,8 @@ from torch import nn
 import streamer
 from models.gpt2 import GPT
 from streamer.backends.thread import ThreadBackend
-from streamer.engine import unit
-from streamer.engine.backpropagation import backpropagate
+from streamer.engine.layer.activation import backpropagate
+from streamer.engine.paging import unit
 from tests.reference import VOCAB, History, assert_parity, language_loss, streamed, train, train_plain
 
 
@@ -114,7 +114,7 @@ def test_an_error_in_an_update_reaches_the_user(monkeypatch: pytest.MonkeyPatch)
     model = streamer.wrap(GPT(vocab_size=VOCAB, block_size=16, n_layer=3, n_head=2, n_embd=16), device="cpu")
     optimizer = streamer.AdamW(model.parameters())
     language_loss(model, 0).backward()
-    monkeypatch.setattr("streamer.optim.update_shard", broken_update)
+    monkeypatch.setattr("streamer.optim.adamw.update_shard", broken_update)
     optimizer.step()
     with pytest.raises(Trouble) as raised:
         language_loss(model, 1)

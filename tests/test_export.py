@@ -22,11 +22,11 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 
 import streamer
 from models.gpt2 import GPT
-from streamer.app.build import build_model, build_optimizer
 from streamer.app.cli import main
 from streamer.app.config import load_config
-from streamer.files import tensors
-from streamer.files.tensors import Piece
+from streamer.app.run.build import build_model, build_optimizer
+from streamer.checkpoint import tensors
+from streamer.checkpoint.tensors import Piece
 from tests.reference import VOCAB, batch
 
 CONFIG = """

@@ -24,11 +24,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import streamer.files.tensors
+import streamer.checkpoint.tensors
 from streamer import CheckpointError
-from streamer.files.folder import checkpoints, new_folder, prune
-from streamer.files.manifest import NAME, VERSION, Manifest
-from streamer.files.tensors import (
+from streamer.checkpoint.manifest import NAME, VERSION, Manifest, checkpoints, new_folder, prune
+from streamer.checkpoint.tensors import (
     CHUNK_BYTES,
     DTYPES,
     Piece,
@@ -37,7 +36,7 @@ from streamer.files.tensors import (
     reading,
     write_tensors,
 )
-from streamer.files.tree import decode, encode
+from streamer.checkpoint.values import decode, encode
 
 FEW = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -145,7 +144,7 @@ SMALL = {"a": torch.arange(5, dtype=torch.int8), "b": torch.arange(6.0).view(2, 
 def test_every_truncation_and_every_flipped_bit_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
 ) -> None:
-    monkeypatch.setattr(streamer.files.tensors, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(streamer.checkpoint.tensors, "CHUNK_BYTES", chunk_bytes)
     entries = write(tmp_path / "t", SMALL)
     check_tensors(tmp_path / "t", entries)
     good = (tmp_path / "t").read_bytes()
@@ -163,7 +162,7 @@ def test_every_truncation_and_every_flipped_bit_is_noticed(
 
 
 def test_a_tensor_is_read_in_chunks_to_be_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streamer.files.tensors, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(streamer.checkpoint.tensors, "CHUNK_BYTES", 64)
     entries = write(tmp_path / "t", {"a": torch.arange(100), "b": bits((77,), torch.uint8)})
     check_tensors(tmp_path / "t", entries)
     good = (tmp_path / "t").read_bytes()

@@ -16,7 +16,7 @@ import streamer
 from models.gpt2 import GPT
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
-from streamer.engine.op import ROOT, Op, OpKind
+from streamer.engine.schedule.op import ROOT, Op, OpKind
 from tests.reference import (
     VOCAB,
     assert_parity,

@@ -13,18 +13,38 @@ import pytest
 
 HOME = Path(__file__).parent.parent
 
-#: DESIGN.md's table, from the ground up. A module belongs to the longest prefix that fits.
+#: From the ground up. A module belongs to the longest prefix that fits.
 FLOORS = (
     "streamer_native",
+    "streamer.version",
+    "streamer.errors",
+    "streamer.config_values",
     "streamer.backends",
+    "streamer.simulate",
     "streamer.memory",
-    "streamer.engine",
+    "streamer.engine.schedule",
+    "streamer.engine.tensors",
+    "streamer.engine.paging",
+    "streamer.engine.layer",
     "streamer.plan",
-    "streamer.files",
+    "streamer.optim",
+    "streamer.model",
+    "streamer.loss",
+    "streamer.checkpoint",
+    "streamer.pretrained",
+    "streamer.deepspeed",
     "streamer",
+    "streamer.app.config",
+    "streamer.app.machine_file",
+    "streamer.app.run",
+    "streamer.app.plan",
+    "streamer.app.calibrate",
     "streamer.app",
     "streamer.__main__",
 )
+
+#: Files beside each other in a folder, above which nobody finds anything.
+MOST_FILES = 12
 
 Graph = Mapping[str, frozenset[str]]
 
@@ -120,6 +140,12 @@ def test_every_floor_is_built(house: Graph) -> None:
 
 def test_no_import_climbs(house: Graph) -> None:
     assert climbing(house) == []
+
+
+def test_no_folder_is_crowded() -> None:
+    folders = [folder for folder in (HOME / "streamer").rglob("*") if folder.is_dir()]
+    files = {folder.name: len([*folder.glob("[!_]*.py")]) for folder in (HOME / "streamer", *folders)}
+    assert {name: count for name, count in files.items() if count > MOST_FILES} == {}
 
 
 def test_no_circle(house: Graph) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 import streamer
 from bench.architectures import ALL, Architecture
 from models.gpt2 import GPT
-from streamer.handle import home_of
+from streamer.engine.paging.handle import home_of
 from streamer.pretrained.architecture import parameters_on_meta
 from tests.pretrained import FILE, SIZES, Shared, differing, in_use, load, rewritten, saved, unwrapped
 from tests.reference import History, assert_parity, batch, train

@@ -20,7 +20,7 @@ from torch import nn
 import streamer
 from bench.architectures import ALL
 from models.gpt2 import GPT
-from streamer.files.errors import CheckpointError
+from streamer.errors import CheckpointError
 from tests.pretrained import FILE, SIZES, Shared, differing, in_use, load, rewritten, saved, untied, unwrapped
 from tests.test_bad_input import refused
 from tests.test_moving import LINUX

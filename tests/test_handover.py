@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from streamer.backends.handover import Handover, in_background
+from streamer.backends.background import Handover, in_background
 
 
 @pytest.mark.parametrize("most_copies", [0, 1, 3])

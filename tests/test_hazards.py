@@ -13,13 +13,12 @@ from torch import nn
 
 import streamer
 from streamer.backends.base import Event, Lane, Span
-from streamer.backends.clocks import VirtualEvent
 from streamer.backends.thread import ThreadBackend
-from streamer.engine import op as ops
-from streamer.engine.hazards import Hazards
-from streamer.engine.issuer import Issuer
-from streamer.engine.op import ROOT, Op, OpKind, Resource
-from streamer.handle import wrapped
+from streamer.engine.paging.handle import wrapped
+from streamer.engine.schedule import op as ops
+from streamer.engine.schedule.hazards import Hazards, Issuer
+from streamer.engine.schedule.op import ROOT, Op, OpKind, Resource
+from streamer.simulate.clock import VirtualEvent
 
 # --- one edge at a time -------------------------------------------------------------------------------
 

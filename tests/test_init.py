@@ -13,9 +13,9 @@ from torch import nn
 
 import streamer
 from models.gpt2 import GPT
-from streamer.find import find_layers
-from streamer.initialising import Initialiser
-from streamer.units import make_units
+from streamer.model.layers import find_layers
+from streamer.model.move_in import Initialiser
+from streamer.model.units import make_units
 from tests.reference import VOCAB, assert_parity, train
 
 

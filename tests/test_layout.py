@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from streamer.engine.op import ROOT
+from streamer.engine.schedule.op import ROOT
 from streamer.memory.layout import ALIGN, Layout, Param, Slice
-from streamer.units import make_units
+from streamer.model.units import make_units
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 

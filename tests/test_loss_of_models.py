@@ -24,8 +24,8 @@ from transformers import (
 import streamer
 from models.gpt2 import GPT
 from streamer import chunked_cross_entropy
-from streamer.app.data import IGNORED
-from streamer.app.loss import TokenLoss
+from streamer.app.run.data import IGNORED
+from streamer.app.run.loop import TokenLoss
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
 from tests.reference import VOCAB, assert_parity, batch, streamed, train_plain, train_streamed

@@ -9,15 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from streamer.app.config import ConfigError
 from streamer.app.machine_file import dump_machine, load_machine, machine
-from streamer.app.sections import ConfigError
-from streamer.backends.attention import FusedAttention
 from streamer.backends.base import Event, Lane, Span
-from streamer.backends.clocks import clock_of
-from streamer.backends.machine import GIB, Beside, Machine
-from streamer.backends.machines import MACHINES
-from streamer.backends.operations import Cost, Operations
-from streamer.backends.virtual import VirtualBackend
+from streamer.simulate.backend import VirtualBackend
+from streamer.simulate.clock import clock_of
+from streamer.simulate.cost import Cost, FusedAttention, Operations
+from streamer.simulate.machine import GIB, MACHINES, Beside, Machine
 
 #: One FLOP a second, a thousand bytes of the device's memory, and nothing for a launch.
 UNIT = Machine("unit", 1.0, 1.0, 1.0, 1.0, 1 << 40, 1 << 40, device_bytes_per_second=1000.0)

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from streamer.backends.mapping import TOUCH_BYTES, mapped
+from streamer.backends.host_memory import TOUCH_BYTES, mapped
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, 100_001, TOUCH_BYTES + 5])
@@ -24,7 +24,7 @@ def test_a_block_is_of_the_size_asked_for_and_zero(nbytes: int) -> None:
 
 CHILD = """
 import os
-from streamer.backends.mapping import mapped
+from streamer.backends.host_memory import mapped
 block = mapped(10_000, in_forks={in_forks})
 block.fill_(3)
 child = os.fork()

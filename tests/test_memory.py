@@ -11,7 +11,7 @@ import torch
 
 import streamer
 from models.gpt2 import GPT
-from streamer.handle import wrapped
+from streamer.engine.paging.handle import wrapped
 from streamer.memory.purposes import MOMENTS, host_bytes
 from tests.reference import VOCAB, language_loss, streamed
 

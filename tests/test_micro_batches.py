@@ -14,9 +14,9 @@ from torch import nn
 
 import streamer
 from models.gpt2 import GPT
-from streamer.engine.op import OpKind
-from streamer.handle import wrapped
-from streamer.plan.tracker import Tracker
+from streamer.engine.paging.handle import wrapped
+from streamer.engine.schedule.op import OpKind
+from streamer.plan.measure import Tracker
 from tests.reference import (
     VOCAB,
     History,

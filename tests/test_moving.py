@@ -16,10 +16,11 @@ from torch import nn
 from tqdm import tqdm
 
 import streamer
-from streamer import moving, wrapping
 from streamer.backends.thread import ThreadBackend
-from streamer.engine.executor import Executor
-from streamer.moving import releasable_bytes
+from streamer.engine.paging.executor import Executor
+from streamer.model import move_in as moving
+from streamer.model import wrap as wrapping
+from streamer.model.move_in import releasable_bytes
 
 MIB = 1 << 20
 ROOT = str(Path(__file__).parent.parent)

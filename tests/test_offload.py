@@ -16,11 +16,10 @@ import streamer
 from models.gpt2 import GPT
 from streamer.backends.base import Event, Lane
 from streamer.backends.thread import ThreadBackend
-from streamer.engine.input_pager import OUTGOING
-from streamer.engine.op import OpKind
-from streamer.handle import wrapped
-from streamer.memory.places import HostPlaces
-from streamer.plan.tracker import Tracker
+from streamer.engine.paging.handle import wrapped
+from streamer.engine.paging.saved_inputs import OUTGOING, HostPlaces
+from streamer.engine.schedule.op import OpKind
+from streamer.plan.measure import Tracker
 from tests.reference import (
     VOCAB,
     History,

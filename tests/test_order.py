@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from streamer.engine.order import Order, Phase, Visit, farthest
+from streamer.engine.schedule.order import Order, Phase, Visit, farthest
 
 PHASES = {phase.value: phase for phase in Phase}
 

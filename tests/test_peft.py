@@ -16,7 +16,7 @@ from torch import nn
 
 import streamer
 from streamer.backends.base import Lane
-from streamer.engine.op import ROOT, Op, OpKind
+from streamer.engine.schedule.op import ROOT, Op, OpKind
 from tests.reference import assert_parity, assert_same, batch, streamed, train, train_plain, train_streamed
 from tests.test_huggingface import gpt2, llama, loss
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from streamer.backends.pinned import PinnedBlocks
+from streamer.backends.cuda import PinnedBlocks
 
 MIB = 1 << 20
 REFUSED = 2

@@ -15,15 +15,23 @@ from torch import nn
 import streamer
 from models.gpt2 import GPT
 from streamer.backends.base import Backend
-from streamer.backends.machine import GIB, Machine
 from streamer.backends.thread import ThreadBackend
-from streamer.backends.virtual import VirtualBackend
-from streamer.engine.executor import Executor
-from streamer.handle import wrapped
-from streamer.plan.planner import predict_step
-from streamer.plan.recalling import Recollection, recall_layers
-from streamer.plan.step_plan import BESIDE, GAPS, SAVED, WORKING_SET, StepPlan, StepTracker, plan_step
-from streamer.plan.tracker import Tracker
+from streamer.engine.paging.executor import Executor
+from streamer.engine.paging.handle import wrapped
+from streamer.plan.measure import Tracker
+from streamer.plan.recall import Recollection, recall_layers
+from streamer.plan.step_plan import (
+    BESIDE,
+    GAPS,
+    SAVED,
+    WORKING_SET,
+    StepPlan,
+    StepTracker,
+    plan_step,
+    predict_step,
+)
+from streamer.simulate.backend import VirtualBackend
+from streamer.simulate.machine import GIB, Machine
 
 CPU = Machine("cpu", 1e12, 1e10, 1e10, 1e10, 1 << 40, 1 << 40, kind="cpu")
 CUDA = replace(CPU, name="cuda", kind="cuda")

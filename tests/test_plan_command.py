@@ -19,8 +19,8 @@ from bench import plans
 from bench.common import RESULTS
 from streamer.app.cli import main
 from streamer.app.config import load_config
-from streamer.backends.machines import MACHINES
 from streamer.plan.step_plan import BESIDE, WORKING_SET
+from streamer.simulate.machine import MACHINES
 
 SMALL = """
 [run]
@@ -287,8 +287,8 @@ LARGE = """
 import json, re, sys
 from dataclasses import replace
 from streamer.app.config import load_config
-from streamer.app.planning import plan_run
-from streamer.backends.machines import MACHINES
+from streamer.app.plan.planning import plan_run
+from streamer.simulate.machine import MACHINES
 
 config = load_config(sys.argv[1], sys.argv[2:])
 plan = plan_run(config, replace(MACHINES["h100-sxm"], host_bytes=6 << 40))
@@ -333,7 +333,7 @@ def test_a_reader_that_has_read_enough_is_no_error(
         print("a plan")
         return True
 
-    monkeypatch.setattr("streamer.app.plan.plan", plan)
+    monkeypatch.setattr("streamer.app.plan.command.plan", plan)
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as pipe:
@@ -348,5 +348,5 @@ def test_an_error_of_no_file_is_told(
     def plan(*_: object, **__: object) -> bool:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("streamer.app.plan.plan", plan)
+    monkeypatch.setattr("streamer.app.plan.command.plan", plan)
     assert refused(capsys, config) == "streamer: No space left on device\n"

@@ -17,13 +17,13 @@ from torch import nn
 import streamer
 from models.gpt2 import GPT
 from streamer.backends.base import Backend
-from streamer.backends.machine import GIB, Machine
 from streamer.backends.thread import ThreadBackend
-from streamer.backends.virtual import VirtualBackend
-from streamer.handle import wrapped
+from streamer.engine.paging.handle import wrapped
 from streamer.memory.purposes import MOMENTS, SAVED_INPUTS, host_bytes
-from streamer.moments import parse_state_dtype
+from streamer.optim.state import parse_state_dtype
 from streamer.plan.ledger import accumulation, least_moments
+from streamer.simulate.backend import VirtualBackend
+from streamer.simulate.machine import GIB, Machine
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 MACHINE = Machine("any", 1e12, 1e9, 1e9, 1e9, GIB, GIB)

@@ -13,16 +13,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import streamer
 from models.gpt2 import GPT
-from streamer.app.build import build_model, build_optimizer
 from streamer.app.config import load_config
+from streamer.app.run.build import build_model, build_optimizer
 from streamer.backends.base import Lane
-from streamer.backends.machine import GIB, Machine
-from streamer.backends.machines import H200
-from streamer.backends.operations import Operations
-from streamer.backends.virtual import VirtualBackend
-from streamer.handle import wrapped
-from streamer.plan.planner import Prediction, predict_step
-from streamer.plan.tracker import Tracker
+from streamer.engine.paging.handle import wrapped
+from streamer.plan.measure import Tracker
+from streamer.plan.step_plan import Prediction, predict_step
+from streamer.simulate.backend import VirtualBackend
+from streamer.simulate.cost import Operations
+from streamer.simulate.machine import GIB, H200, Machine
 from tests.reference import VOCAB
 
 CONFIGS = Path(__file__).parent.parent / "configs"

@@ -10,11 +10,11 @@ from functools import cache, partial
 import pytest
 import torch
 
-import streamer.engine.executor
+import streamer.engine.paging.executor
 from models.gpt2 import GPT
 from streamer.backends.base import Lane
 from streamer.backends.thread import Delay, ThreadBackend
-from streamer.engine.hazards import Hazards
+from streamer.engine.schedule.hazards import Hazards
 from tests.reference import VOCAB, History, assert_same, train_streamed
 
 STEPS = 3
@@ -68,7 +68,7 @@ def test_without_either_kind_of_wait_the_result_is_wrong(
     monkeypatch: pytest.MonkeyPatch, dropped: str, slow: Lane
 ) -> None:
     expected = undisturbed("recompute")
-    monkeypatch.setattr(streamer.engine.executor, "Hazards", partial(Hazards, **{dropped: False}))
+    monkeypatch.setattr(streamer.engine.paging.executor, "Hazards", partial(Hazards, **{dropped: False}))
     # a slot that is read too early is full of NaN, and its step is skipped
     warnings.filterwarnings("ignore", message="(a|the) gradient .*is NaN or infinite")
     try:

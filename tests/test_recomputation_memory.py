@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from streamer.engine.owners import Owners, holders
-from streamer.plan.tracker import Tracker
+from streamer.engine.layer.recompute import Owners, holders
+from streamer.plan.measure import Tracker
 from tests.reference import streamed
 from tests.test_recomputation import (
     POLICIES,

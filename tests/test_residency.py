@@ -13,22 +13,22 @@ import torch
 from torch import nn
 
 import streamer
-import streamer.engine.weights
+import streamer.engine.paging.weights
 from bench.least_bytes import Cycle, inference, least_bytes, training
 from bench.residency import moved_in_inference, moved_in_training
 from models.gpt2 import GPT
 from streamer.backends.base import Event, Lane
-from streamer.backends.machines import H200
 from streamer.backends.thread import ThreadBackend
-from streamer.backends.virtual import VirtualBackend
-from streamer.engine import op as ops
-from streamer.engine.device_memory import DeviceMemory
-from streamer.engine.issuer import Issuer
-from streamer.engine.op import ROOT, Op, OpKind, Resource
-from streamer.engine.order import Phase, Visit
-from streamer.engine.saved import SavedBytes
-from streamer.handle import wrapped
+from streamer.engine.paging.device_memory import DeviceMemory
+from streamer.engine.paging.handle import wrapped
+from streamer.engine.schedule import op as ops
+from streamer.engine.schedule.hazards import Issuer
+from streamer.engine.schedule.op import ROOT, Op, OpKind, Resource
+from streamer.engine.schedule.order import Phase, Visit
+from streamer.engine.tensors.saved import SavedBytes
 from streamer.memory.slots import WeightSlots
+from streamer.simulate.backend import VirtualBackend
+from streamer.simulate.machine import H200
 from tests.reference import (
     VOCAB,
     assert_parity,
@@ -171,7 +171,7 @@ def queue() -> Callable[..., int | None]:
 
 @pytest.mark.parametrize("other", [nearest, queue()], ids=["nearest", "queue"])
 def test_another_choice_moves_more(monkeypatch: pytest.MonkeyPatch, other: Callable[..., int | None]) -> None:
-    monkeypatch.setattr(streamer.engine.weights, "farthest", other)
+    monkeypatch.setattr(streamer.engine.paging.weights, "farthest", other)
     for layers, slots in ((6, 4), (7, 5)):
         cycle = training(layers)
         assert moved(cycle, layers * [F] + layers * [B], slots) > least_bytes(cycle, slots)

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from streamer.app.cli import main
-from streamer.app.loss import TokenLoss
-from streamer.files.folder import checkpoints
+from streamer.app.run.loop import TokenLoss
+from streamer.checkpoint.manifest import checkpoints
 
 HOME = Path(__file__).parent.parent
 STEPS = 12
@@ -217,7 +217,7 @@ def test_a_checkpoint_that_cannot_be_written_stops_the_run_or_not_as_asked(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("streamer.content.write_tensors", no_room)
+        patch.setattr("streamer.checkpoint.save.write_tensors", no_room)
         assert train(config) == 1
         error = capfd.readouterr().err
         assert "bytes could not be written: No space left on device" in error
@@ -420,7 +420,7 @@ def trouble(*_: Any, **__: Any) -> None:
 @pytest.mark.parametrize(
     "place",
     [
-        "streamer.app.data.TokenData.batch",
+        "streamer.app.run.data.TokenData.batch",
         "streamer.backends.thread.ThreadBackend.copy",
         "models.gpt2.MLP.forward",
     ],

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from streamer.engine.samples import SIZE, Sample, Samples, Selection
+from streamer.engine.tensors.samples import SIZE, Sample, Samples, Selection
 from tests.reference import streamed
 from tests.test_recomputation import (
     Layer,

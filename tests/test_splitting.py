@@ -18,10 +18,10 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 import streamer
-from streamer.backends.machines import H200
 from streamer.backends.thread import ThreadBackend
-from streamer.backends.virtual import VirtualBackend
-from streamer.handle import wrapped
+from streamer.engine.paging.handle import wrapped
+from streamer.simulate.backend import VirtualBackend
+from streamer.simulate.machine import H200
 from tests.reference import (
     VOCAB,
     assert_parity,

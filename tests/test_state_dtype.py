@@ -11,10 +11,10 @@ import torch
 import streamer
 from models.gpt2 import GPT
 from streamer.backends.thread import ThreadBackend
-from streamer.handle import wrapped
-from streamer.host_adam import Run, merge, update_shard
+from streamer.engine.paging.handle import wrapped
 from streamer.memory.host import HostStore
 from streamer.memory.purposes import BF16, FP32, GRADIENTS, INT8, MODEL, MOMENTS, host_bytes
+from streamer.optim.update import UpdateRange, merge, update_shard
 from streamer_native import Hyper
 from tests.reference import VOCAB, language_loss, streamed
 
@@ -63,7 +63,7 @@ def test_each_unit_is_updated_as_its_shard_alone(state_dtype: torch.dtype | str)
                     slice.view(shard.gradient).copy_(param.grad)
                     matrix = param.dim() > 1
                     hyper = Hyper(1e-3 if matrix else 1e-2, 0.9, 0.999, 1e-8, 0.2 if matrix else 0.0, step)
-                    runs.append(Run.of(slice, hyper))
+                    runs.append(UpdateRange.of(slice, hyper))
                 update_shard(shard, merge(runs), kept, 1.0, seed=unit.index + 1)
             optimizer.step()
             optimizer.zero_grad()
@@ -235,7 +235,7 @@ def test_moments_that_do_not_fit_are_refused_with_the_mend(monkeypatch: pytest.M
         layouts = [shard.layout for shard in wrapped(model).executor.store.shards]
         needs = {kept: sum(host_bytes(layouts, MOMENTS[kept]).values()) for kept in (FP32, BF16, INT8)}
         assert needs[FP32] > needs[BF16] > needs[INT8]
-        monkeypatch.setattr("streamer.engine.watch.LOW_HOST_BYTES", 0)
+        monkeypatch.setattr("streamer.engine.paging.device_memory.LOW_HOST_BYTES", 0)
         monkeypatch.setattr(ThreadBackend, "host_available", lambda self: needs[BF16])
         with pytest.raises(
             MemoryError, match=f"they take {needs[FP32]} bytes and .* are free: choose a smaller"

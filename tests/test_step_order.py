@@ -12,7 +12,7 @@ from torch import nn
 
 import streamer
 from models.gpt2 import GPT
-from streamer.engine.op import ROOT, Op, OpKind
+from streamer.engine.schedule.op import ROOT, Op, OpKind
 from tests.reference import (
     VOCAB,
     History,

@@ -19,9 +19,8 @@ import streamer
 from models.gpt2 import GPT
 from streamer.backends.base import Event, Lane
 from streamer.backends.thread import ThreadBackend
-from streamer.engine import op as ops
-from streamer.engine.hazards import Hazards
-from streamer.engine.issuer import Issuer
+from streamer.engine.schedule import op as ops
+from streamer.engine.schedule.hazards import Hazards, Issuer
 from tests.reference import VOCAB, language_loss, streamed
 
 WIDTH, DEPTH = 24, 4

@@ -14,8 +14,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from streamer.app.config import ConfigError
-from streamer.app.data import IGNORED, Split
-from streamer.app.tokenized import load_tokenizer, load_tokens
+from streamer.app.run.data import IGNORED, Split, load_tokenizer, load_tokens
 from tests import tiny_llama
 
 TOKENIZER = tiny_llama.tokenizer()

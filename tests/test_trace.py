@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from streamer.backends.base import Event, Lane, Span
-from streamer.backends.clocks import VirtualEvent
-from streamer.backends.worker import HostEvent
-from streamer.engine import op as ops
-from streamer.engine.op import Op
-from streamer.engine.trace import Interval, Record, Trace
+from streamer.backends.thread import HostEvent
+from streamer.engine.schedule import op as ops
+from streamer.engine.schedule.op import Op
+from streamer.engine.schedule.trace import Interval, Record, Trace
+from streamer.simulate.clock import VirtualEvent
 
 COMPUTE, H2D, D2H, HOST = Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.HOST
 

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 
 import streamer
-from streamer.app.build import build_model, build_optimizer, schedule
 from streamer.app.cli import main
 from streamer.app.config import load_config
-from streamer.app.data import IGNORED, TokenData
-from streamer.app.loop import Loop
+from streamer.app.run.build import build_model, build_optimizer, schedule
+from streamer.app.run.data import IGNORED, TokenData
+from streamer.app.run.loop import Loop
 from streamer.backends.thread import ThreadBackend
 
 CONFIG = """

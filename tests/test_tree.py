@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from streamer.engine.tree import fingerprint, flatten
+from streamer.engine.tensors.nested import fingerprint, flatten
 
 
 class Pair(NamedTuple):

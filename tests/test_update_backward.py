@@ -17,8 +17,8 @@ import streamer
 from models.gpt2 import GPT
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
-from streamer.engine.op import Op
-from streamer.handle import wrapped
+from streamer.engine.paging.handle import wrapped
+from streamer.engine.schedule.op import Op
 from tests.reference import VOCAB, History, assert_parity, assert_same, language_loss, streamed, train
 
 

@@ -20,8 +20,8 @@ import streamer
 from models.gpt2 import GPT
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
-from streamer.engine.executor import Executor
-from streamer.engine.op import Op, OpKind
+from streamer.engine.paging.executor import Executor
+from streamer.engine.schedule.op import Op, OpKind
 from tests.reference import language_loss, streamed
 
 LAYERS = 3

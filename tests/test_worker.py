@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from streamer.backends.base import Event, Lane, Span
-from streamer.backends.thread import ThreadBackend
-from streamer.backends.worker import HostEvent, Worker
+from streamer.backends.thread import HostEvent, ThreadBackend, Worker
 
 #: Seconds after which something that should happen at once is said not to happen.
 PATIENCE = 10.0

@@ -12,8 +12,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     could not go on, 2 after an error in what it was given and for a plan that does not fit, 130 after Ctrl-C
     before the first step, 141 where nobody reads what it prints any more."""
     with exiting_on_interrupt():
-        from streamer.app.command_line import command_line
-        from streamer.app.commands import run
+        from streamer.app.commands import command_line, run
 
         arguments = command_line().parse_args(argv)
     return run(arguments)

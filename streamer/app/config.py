@@ -1,36 +1,21 @@
-"""A run as one TOML file: read strictly into frozen dataclasses, and written back in full."""
+"""A run as one TOML file: read strictly into frozen dataclasses, and written back in full.
+
+Tables are checked key by key, and written as TOML, which tomllib only reads.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import sys
 import tomllib
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
-from streamer.app.kinds import (
-    ACTIVATIONS,
-    BATCH_DIMS,
-    BYTES,
-    COUNT_OR_AUTO,
-    DTYPE,
-    FACTORY,
-    FOLDER,
-    LAYERS,
-    METHOD,
-    NONFINITE,
-    SAVE_FAILURE,
-    STATE_DTYPE,
-    TEXT,
-    TEXTS,
-    UPDATE,
-    unreadable,
-)
-from streamer.app.sections import ConfigError as ConfigError
-from streamer.app.sections import read_toml, section
-from streamer.app.toml import toml_pairs, toml_value
-from streamer.kinds import (
+from streamer.config_values import (
     BETAS,
     COUNT,
     COUNT_OR_0,
@@ -39,8 +24,138 @@ from streamer.kinds import (
     NOT_NEGATIVE,
     POSITIVE,
     TABLE,
+    Kind,
+    array,
     nearest,
+    string,
 )
+
+
+def toml_pairs(table: Mapping[str, Any]) -> list[str]:
+    keys = {key: key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key) for key in table}
+    return [f"{keys[key]} = {toml_value(value)}" for key, value in table.items() if value is not None]
+
+
+def toml_value(value: Any) -> str:
+    """A value of a TOML file, as tomllib gives it, in TOML and on one line."""
+    if isinstance(value, str):  # JSON's escapes are TOML's too, but JSON lets a DEL stand as it is
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, bool | int | float):
+        return repr(value).lower()
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(toml_pairs(value)) + "}"
+    if isinstance(value, Sequence):
+        return "[" + ", ".join(map(toml_value, value)) + "]"
+    return str(value.isoformat())  # a date, a time or both
+
+
+TEXT = string("a string that is not empty", r"(?s).+")
+FOLDER = string("a string that can name a folder", r"\w[\w.+-]*")
+FACTORY = string('a module and a callable in it, such as "models.gpt2:GPT"', r"\w[\w.]*:\w+")
+DTYPE = string('"float32", "bfloat16" or "float16"', "float32|bfloat16|float16")
+TEXTS = array("an array of strings, none empty", TEXT, sizes=range(sys.maxsize))
+LAYERS = Kind(
+    "a string or an array of strings, none empty",
+    lambda value: TEXT.accepts(value) or TEXTS.accepts(value),
+    lambda value: value if isinstance(value, str) else tuple(value),
+)
+COUNT_OR_AUTO = Kind(
+    'an integer of 1 or more, or "auto"', lambda value: value == "auto" or COUNT.accepts(value)
+)
+STATE_DTYPE = string('"float32", "bfloat16" or "int8"', "float32|bfloat16|int8")
+SAVE_FAILURE = string('"stop" or "warn"', "stop|warn")
+NONFINITE = string('"skip", "stop" or "back"', "skip|stop|back")
+UPDATE = string('"step" or "backward"', "step|backward")
+ACTIVATIONS = Kind("a string, or an array of one for each layer", LAYERS.accepts, LAYERS.convert)
+BATCH_DIMS = Kind(
+    'a table from names of arguments to integers, or "none"',
+    lambda value: (
+        isinstance(value, dict) and all(type(dim) is int or dim == "none" for dim in value.values())
+    ),
+)
+METHOD = string("a string that can name a method", r"[A-Za-z_]\w*")
+BYTES = string('a string of a number and its unit, such as "16GiB"', r"\d+(\.\d+)?\s*(k|[KMGT]i?)?B")
+
+#: So deep may tables and arrays lie in one another: what Python reads and writes by recursion, it can.
+MOST_LEVELS = 32
+
+
+def unreadable(tables: dict[str, Any]) -> str:
+    """Which value no key may hold, and why: one nested too deeply, or an integer beyond TOML's 64 bits.
+
+    Empty if there is none.
+    """
+    left: list[tuple[str, Any, int]] = [("", tables, 0)]
+    while left:
+        name, value, level = left.pop()
+        if isinstance(value, dict | list):
+            if level > MOST_LEVELS:
+                return f"{name} is nested in more than {MOST_LEVELS} tables and arrays: flatten it"
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            left += [(f"{name}.{key}" if name else str(key), item, level + 1) for key, item in items]
+        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+            return f"{name} is an integer of more than 64 bits: give a smaller one"
+    return ""
+
+
+class ConfigError(ValueError):
+    """A config that cannot be used: one line with the file, the key and the mend, and the ``table`` below it
+    if there is one."""
+
+    def __init__(self, message: str, *, table: str = "") -> None:
+        line = " ".join(message.splitlines())  # names and overrides may hold line breaks
+        super().__init__("\n".join([line, table] if table else [line]))
+
+    @staticmethod
+    def of(section: str, error: Exception) -> ConfigError:
+        """What streamer has refused of what ``section`` says."""
+        if isinstance(error, MemoryError):
+            line, _, table = str(error).partition("\n")
+            return ConfigError(f"{section}: {line}", table=table)
+        return ConfigError(f"{section}: {error}")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file. Raises ConfigError for one that cannot be read or is not TOML."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        folder, where = (path, "it") if path.is_dir() else (path.parent, "its folder")
+        there = ", ".join(sorted(map(str, folder.glob("*.toml")))) or "none"
+        raise ConfigError(f"{path}: {error.strerror}; TOML files in {where}: {there}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: not TOML in UTF-8, mend it there: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: tables or arrays are nested too deeply: flatten them") from None
+
+
+def section(
+    made: type[Any],
+    name: str,
+    table: Mapping[str, Any],
+    where: str,
+    *,
+    kinds: Mapping[str, Kind] | None = None,
+) -> Any:
+    """The dataclass ``made`` of the table ``name``, whose keys are checked one by one.
+
+    What a key may hold is its annotation's `Kind`, or that of ``kinds``. Raises ConfigError, ``where`` first,
+    for a key that is unknown or missing, and for a value of another kind.
+    """
+    if kinds is None:
+        hints = get_type_hints(made, include_extras=True)
+        kinds = {key: hint.__metadata__[0] for key, hint in hints.items()}
+    values = {}
+    for key, value in table.items():
+        if key not in kinds:
+            raise ConfigError(f"{where}: unknown key {key!r} in [{name}]; {nearest(key, kinds)}")
+        if not kinds[key].accepts(value):
+            raise ConfigError(f"{where}: {name}.{key} must be {kinds[key].words}, not {toml_value(value)}")
+        values[key] = kinds[key].convert(value)
+    for item in fields(made):
+        if item.default is MISSING and item.default_factory is MISSING and item.name not in values:
+            raise ConfigError(f"{where}: {name}.{item.name} is missing: give {kinds[item.name].words}")
+    return made(**values)
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,43 @@
-"""A machine as a TOML file, which `streamer calibrate` writes."""
+"""A machine as a TOML file, which `streamer calibrate` writes: its name, its memory and its rates."""
 
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from streamer.app.kinds import TEXT, unreadable
-from streamer.app.sections import ConfigError, read_toml, section
-from streamer.app.toml import toml_pairs
-from streamer.backends.machine import CPU, CUDA, Beside, Machine
-from streamer.backends.machines import named_machine
-from streamer.kinds import COUNT, NOT_NEGATIVE, POSITIVE, nearest, number, string
+import psutil
+import torch
+
+from streamer.app.config import TEXT, ConfigError, read_toml, section, toml_pairs, unreadable
+from streamer.config_values import COUNT, NOT_NEGATIVE, POSITIVE, nearest, number, string
+from streamer.simulate.machine import CPU, CUDA, Beside, Machine, named_machine
+
+
+def processor() -> str:
+    """The processor's name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def device_name(device: torch.device) -> str:
+    """The device's name: the GPU's, or the processor's where it stands in for one."""
+    return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else processor()
+
+
+def memory_bytes(device: torch.device) -> tuple[int, int]:
+    """All of the device's memory, and all of the host's, in bytes."""
+    host = int(psutil.virtual_memory().total)
+    if device.type != "cuda":
+        return host, host
+    return int(torch.cuda.get_device_properties(device).total_memory), host
+
 
 MACHINE, BESIDE, MEASURED = "machine", "beside", "measured"
 
@@ -63,7 +87,7 @@ def dump_machine(machine: Machine, measured: Mapping[str, Any] | None = None) ->
 
 
 def machine(name_or_path: str) -> Machine:
-    """A machine by its name, see `streamer.backends.machines`, or from a TOML file.
+    """A machine by its name, see `streamer.simulate.machine`, or from a TOML file.
 
     What ends in ``.toml`` or holds a path's separator is a file. Raises ConfigError for a name that is not
     known, with those that are, and as `load_machine` does.

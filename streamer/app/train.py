@@ -12,17 +12,22 @@ import torch
 from tqdm import tqdm
 
 import streamer
-from streamer.app.auto import settle
-from streamer.app.build import build_model, build_optimizer, load_data
-from streamer.app.check import check_memory
 from streamer.app.config import Config
-from streamer.app.directory import free_name, run_directory
-from streamer.app.loop import Loop
-from streamer.app.pretrained import check_fits, write_pretrained
-from streamer.app.report import Summary, amount, summary_table
-from streamer.app.resume import Checkpoints, forget_after
+from streamer.app.plan.command import check_memory
+from streamer.app.plan.planning import settle
+from streamer.app.run.build import build_model, build_optimizer, check_fits, load_data, write_pretrained
+from streamer.app.run.loop import Loop
+from streamer.app.run.run_folder import (
+    Checkpoints,
+    Summary,
+    amount,
+    forget_after,
+    free_name,
+    run_directory,
+    summary_table,
+)
 from streamer.app.signals import Stop, stopping
-from streamer.handle import wrapped
+from streamer.engine.paging.handle import wrapped
 
 #: Tokens of validation text that the sample at the end continues.
 PROMPT_TOKENS = 64

@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import enum
 import os
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -162,3 +163,26 @@ class Backend(abc.ABC):
     def close(self) -> None:
         """End the lanes once their queues are empty, and give up what the backend holds. Idempotent; in a
         process that was forked from the backend's own it does nothing."""
+
+
+#: A lock that the thread which holds it may take again. So the garbage collector, too, may interrupt a block
+#: that holds one and run code that takes it.
+Lock = threading.RLock
+Thread = threading.Thread
+current_thread = threading.current_thread
+
+
+#: The part of the bytes that come and go on the device which is left free for gaps between them: an eighth.
+GAPS = 8
+#: What it rounds large blocks up to.
+BLOCK_BYTES = 2 << 20
+
+
+def gaps(nbytes: int) -> int:
+    """Bytes to leave free for the gaps between ``nbytes`` that come and go."""
+    return nbytes // GAPS
+
+
+def buffers_within(nbytes: int, beside: int, each: int) -> int:
+    """How many buffers of ``each`` bytes can be had in ``nbytes``, where others take ``beside`` at most."""
+    return (nbytes - gaps(beside)) // (-(-each // BLOCK_BYTES) * BLOCK_BYTES)

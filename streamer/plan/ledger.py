@@ -1,4 +1,4 @@
-"""Bytes by owner: what a wrapped model will take, known before anything is allocated."""
+"""Bytes by owner: what a wrapped model will take, known before anything is allocated, also as a table."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from streamer.backends.host_memory import RAISE_LOCKED_LIMIT
-from streamer.engine.landing import RING
-from streamer.engine.unit import Unit, buffer_bytes
+from streamer.engine.paging.unit import Unit, buffer_bytes
+from streamer.engine.paging.update_in_backward import RING
 from streamer.memory.purposes import (
     BF16,
     FP32,
@@ -27,7 +27,24 @@ from streamer.memory.slots import (
     WEIGHT_SLOTS,
     num_grad_slots,
 )
-from streamer.plan.table import byte_table
+
+
+def byte_table(sections: Mapping[str, Mapping[str, int]]) -> str:
+    """A row for each entry below the title of its section: its name, its bytes and, from 128 MiB on, GiB.
+    Sections without entries are left out."""
+    rows = {title: {f"  {name}": nbytes for name, nbytes in rows.items()} for title, rows in sections.items()}
+    entries = {name: nbytes for section in rows.values() for name, nbytes in section.items()}
+    width = max(map(len, [*rows, *entries]), default=0)
+    digits = max((len(f"{nbytes:,}") for section in rows.values() for nbytes in section.values()), default=0)
+    lines = []
+    for title, section in rows.items():
+        if section:
+            lines.append(f"{title:{width}}  {'bytes':>{digits}}")
+        for name, nbytes in section.items():
+            gib = f"  {nbytes / (1 << 30):10.2f} GiB" if nbytes >= 1 << 27 else ""
+            lines.append(f"{name:{width}}  {nbytes:>{digits},}{gib}")
+    return "\n".join(lines)
+
 
 _SLOTS = (WEIGHT_SLOTS, GRAD_SLOTS)
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from streamer.files.tensors import in_a_line
+from streamer.checkpoint.tensors import in_a_line
 
 #: A class of the transformers library, one of its Auto classes, or a function that returns a model.
 ModelClass = Callable[..., nn.Module]

@@ -11,15 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from streamer.files.errors import CheckpointError
-from streamer.files.shards import stored_tensors
-from streamer.find import Layers, find_layers
-from streamer.initialising import Init, UnitInit
+from streamer.errors import CheckpointError
+from streamer.model.layers import Layers, find_layers
+from streamer.model.move_in import Init, UnitInit
+from streamer.model.units import DTYPES
+from streamer.model.wrap import wrap
 from streamer.pretrained.architecture import ModelClass, build
-from streamer.pretrained.sources import match
-from streamer.pretrained.tensors import Tensors, commonest
-from streamer.units import DTYPES
-from streamer.wrapping import wrap
+from streamer.pretrained.files import stored_tensors
+from streamer.pretrained.match import Tensors, commonest, match
 
 #: The method of transformers' models that sets first values, and the mark of those that it leaves alone.
 OWN_INIT, HAS_VALUES = "_init_weights", "_is_hf_initialized"

@@ -1,0 +1,163 @@
+"""`streamer calibrate`: measure this machine, and write what the planner needs of it."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import streamer
+from streamer.app.calibrate.measure import Found, Measurements, Sizes, measure
+from streamer.app.config import Config, ConfigError
+from streamer.app.machine_file import device_name, dump_machine, memory_bytes
+from streamer.app.plan.planning import without_auto
+from streamer.app.run.build import stream_options, without_values
+from streamer.backends.base import Backend
+from streamer.backends.select import backend_for
+from streamer.engine.paging.handle import wrapped
+from streamer.memory.layout import Param
+from streamer.simulate.backend import VirtualBackend
+from streamer.simulate.machine import Beside, Machine
+
+#: Rounds at most, and the seconds after which no more begin.
+ROUNDS, BUDGET_SECONDS = 9, 35.0
+#: The most tokens that are measured, by kind of device: more do not change a rate, and take long.
+MOST_TOKENS = {"cuda": 8192, "cpu": 256}
+#: The longest attention that is measured.
+MOST_CONTEXT = 2048
+#: Products of a usual layer where there is no config, by kind of device: its width.
+USUAL_WIDTH = {"cuda": 4096, "cpu": 512}
+#: So many shapes of weights are measured, the commonest.
+MOST_WEIGHTS = 4
+
+#: Memory for any model whose shapes are wanted.
+_BOUNDLESS = Machine("boundless", 1.0, 1.0, 1.0, 1.0, 1 << 60, 1 << 60)
+
+#: How a figure is shown: its unit, and what it is divided by.
+_UNITS = {
+    "flops_per_second": ("TFLOP/s", 1e12),
+    "bytes_per_second": ("GB/s", 1e9),
+    "per_op": ("us", 1e-6),
+    "per_visit": ("us", 1e-6),
+}
+
+
+def calibrate(config: Config | None, *, device: str | None, output: Path) -> Machine:
+    """Measure this machine, at the shapes and in the dtype of ``config`` if there is one, print what was
+    found and write it into ``output``.
+
+    Raises ConfigError for a device that is not there, a config whose model cannot be built, and, before
+    anything is measured, an output that cannot be written.
+    """
+    if not output.parent.is_dir():
+        raise ConfigError(f"--output {output}: there is no folder {output.parent}; make it first")
+    if output.is_dir():
+        raise ConfigError(
+            f"--output {output}: it is a folder; give a file in it, such as {output / 'machine.toml'}"
+        )
+    if not os.access(output if output.exists() else output.parent, os.W_OK):
+        raise ConfigError(f"--output {output}: it cannot be written; give a file elsewhere")
+    try:
+        backend = backend_for(device)
+    except ValueError as error:
+        raise ConfigError(f"--device: {error}") from None
+    with closing(backend):
+        sizes = sizes_of(config, backend.device.type)
+        print(f"measuring {device_name(backend.device)}: {_told(sizes)}", flush=True)
+        # kept until the backend is closed, for there its page-locked memory is unregistered
+        with closing(Measurements(backend, sizes)) as measurements:
+            found = measure(measurements, rounds=ROUNDS, budget_seconds=BUDGET_SECONDS)
+        machine = machine_of(found, backend)
+    print_table(found)
+    output.write_text(dump_machine(machine, _measured(found, sizes)), encoding="utf-8")
+    print(f"written: {output}")
+    return machine
+
+
+def sizes_of(config: Config | None, kind: str) -> Sizes:
+    """What is measured for ``config`` on a device of that kind."""
+    most = MOST_TOKENS[kind]
+    if config is None:
+        dtype, width = (torch.bfloat16 if kind == "cuda" else torch.float32), USUAL_WIDTH[kind]
+        usual = ((3 * width, width), (width, width), (4 * width, width), (width, 4 * width))
+        # attention takes time where it is long, and the longer it is the more a causal kernel leaves out
+        context = min(4 * most, MOST_CONTEXT)
+        return Sizes(dtype, tokens=most, weights=usual, hidden=width, context=context)
+    matrices = _matrices(config)
+    if not matrices:
+        raise ConfigError("the layers of this config have no matrices: calibrate without it")
+    shapes = Counter((param.shape[0], param.shape[1]) for param in matrices)
+    weights = tuple(shape for shape, _ in shapes.most_common(MOST_WEIGHTS))
+    size = config.stream.micro_batch_size
+    batch = size if isinstance(size, int) else config.data.batch_size
+    return Sizes(
+        dtype=matrices[0].dtype,
+        tokens=min(most, batch * config.data.context),
+        weights=weights,
+        hidden=statistics.mode(in_ for _, in_ in weights),
+        context=min(MOST_CONTEXT, config.data.context),
+    )
+
+
+def _matrices(config: Config) -> list[Param]:
+    """Those of the layers, as they are streamed."""
+    try:
+        model = without_values(config.model)
+        options = stream_options(without_auto(config).stream) | {"device_memory": None}
+        streamer.wrap(model, **options, backend=VirtualBackend(_BOUNDLESS))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the model of this config cannot be built: {error}") from error
+    params = [slice.param for unit in wrapped(model).executor.units for slice in unit.layout.slices]
+    return [param for param in params if len(param.shape) == 2]
+
+
+def machine_of(found: Found, backend: Backend) -> Machine:
+    """The medians of what was found, as a machine."""
+    medians: dict[str, Any] = {name: statistics.median(values) for name, values in found.items()}
+    beside = Beside(**{item.name: medians.pop(item.name) for item in fields(Beside)})
+    device_bytes, host_bytes = memory_bytes(backend.device)
+    return replace(
+        Machine(device_name(backend.device), 1.0, 1.0, 1.0, 1.0, device_bytes, host_bytes),
+        kind=backend.device.type,
+        beside=beside,
+        **medians,
+    )
+
+
+def _measured(found: Found, sizes: Sizes) -> Mapping[str, object]:
+    """When, with what and how widely spread: goes into the file beside the machine."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "torch": torch.__version__,
+        "compute_threads": torch.get_num_threads(),
+        "rounds": len(next(iter(found.values()))),
+        "sizes": _told(sizes),
+        "quartiles": {name: _quartiles(values) for name, values in found.items()},
+    }
+
+
+def _quartiles(values: Sequence[float]) -> list[float]:
+    return statistics.quantiles(values, n=4)
+
+
+def _told(sizes: Sizes) -> str:
+    weights = ", ".join(f"{out}x{in_}" for out, in_ in sizes.weights)
+    dtype = str(sizes.dtype).removeprefix("torch.")
+    return f"{dtype} products of {sizes.tokens} tokens with {weights}; attention over {sizes.context} tokens"
+
+
+def print_table(found: Found) -> None:
+    """What was found, with its spread over rounds."""
+    print(f"{'':30}{'median':>10}  quartiles")
+    for name, values in found.items():
+        unit, scale = next((shown for ending, shown in _UNITS.items() if name.endswith(ending)), ("", 1.0))
+        low, median, high = (value / scale for value in _quartiles(values))
+        print(f"{name:30}{median:>10.3g}  {low:.3g} to {high:.3g} {unit}".rstrip())

@@ -1,0 +1,371 @@
+"""How fast this machine is at what a step consists of: products, attention, activations, copies and updates.
+
+They run on a backend's own lanes, with streamer's kernels. Every round measures each of them once, alone and
+beside others, so that whatever else the machine does meets all alike. `VisitCosts` measures what the library
+itself takes of the caller's time, where the host's cores also compute.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import streamer
+import streamer_native as native
+from streamer.backends.base import Backend, Event, Lane, Span
+from streamer.backends.thread import ThreadBackend
+from streamer.memory.host import HostStore
+from streamer.memory.layout import Layout, Param
+from streamer.memory.purposes import FP32, GRADIENTS, MOMENTS
+from streamer.optim.update import UpdateRange, update_bytes, update_shard
+from streamer.simulate.cost import Operations
+
+LAYERS, HIDDEN, TOKENS = 8, 64, 16
+#: Steps of a round.
+STEPS = 3
+
+
+class VisitCosts:
+    """Trains layers that are so small that a step takes as long as it takes to issue it; as many parameters
+    in each as in one of GPT-2, since each has its views and its hooks."""
+
+    def __init__(self) -> None:
+        layers = nn.Sequential(*(_layer() for _ in range(LAYERS)))
+        self._model = streamer.wrap(nn.Sequential(layers), layers="0", backend=ThreadBackend(), num_slots=2)
+        self._optimizer = streamer.AdamW(self._model.parameters(), lr=1e-6)
+        self._inputs = torch.randn(TOKENS, HIDDEN)
+        self._step()  # learns the order
+        with Operations() as operations:
+            self._step()
+        self._ops = operations.ops
+
+    def seconds(self, per_op: float) -> float:
+        """Seconds per visit, beside its operations, each of which takes ``per_op`` seconds."""
+        steps: list[float] = []
+        for _ in range(STEPS):
+            began = time.perf_counter()
+            self._step()
+            steps.append(time.perf_counter() - began)
+        of_library: float = statistics.median(steps) - per_op * self._ops
+        # each layer's forward and its backward
+        return max(0.0, of_library) / (2 * LAYERS)
+
+    def close(self) -> None:
+        """Give back what it holds."""
+        streamer.unwrap(self._model)
+
+    def _step(self) -> None:
+        self._model(self._inputs).square().mean().backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+def _layer() -> nn.Module:
+    attention = [nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)]
+    mlp = [nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, HIDDEN)]
+    return nn.Sequential(*attention, *mlp)
+
+
+Work = Callable[[], object]
+
+#: Host buffers to go through before coming back to the first: what was copied just now would be in a cache.
+HOST_BUFFERS = 4
+#: How often what is small is run in a row.
+REPEATS = 20
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured: products of ``tokens`` with each of ``weights`` [out, in], activations of ``hidden``
+    features, attention over ``context`` tokens in heads of ``head``, all in ``dtype``; copies of
+    ``copy_bytes``; updates of ``parameters``. A piece of work is repeated for ``seconds`` at least."""
+
+    dtype: torch.dtype
+    tokens: int
+    weights: tuple[tuple[int, int], ...]
+    hidden: int
+    context: int
+    head: int = 64
+    copy_bytes: int = 32 << 20
+    parameters: int = 16_000_000
+    seconds: float = 0.08
+
+
+def computing(backend: Backend, sizes: Sizes) -> dict[str, Work]:
+    """Work for COMPUTE, forward and backward, by name: *products*, *attention*, *activations*, *small*
+    operations, a *block* of the first three, and *fp32 products* where the dtype is another."""
+    products = _products(backend, sizes, sizes.dtype)
+    attention = _attention(backend, sizes)
+    activations = _activations(backend, sizes)
+    works: dict[str, Work] = {
+        "products": products,
+        "attention": attention,
+        "activations": activations,
+        "small": _small(backend, sizes),
+        "block": lambda: (products(), attention(), activations()),
+    }
+    if sizes.dtype != torch.float32:
+        works["fp32 products"] = _products(backend, sizes, torch.float32)
+    return works
+
+
+def _products(backend: Backend, sizes: Sizes, dtype: torch.dtype) -> Work:
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=backend.device).to(dtype)
+
+    tokens = sizes.tokens
+    operands = [(random(tokens, in_), random(out, in_), random(tokens, out)) for out, in_ in sizes.weights]
+
+    def run() -> None:
+        for x, weight, grad in operands:
+            torch.mm(x, weight.t())
+            torch.mm(grad, weight)
+            torch.mm(grad.t(), x)
+
+    return run
+
+
+def _attention(backend: Backend, sizes: Sizes) -> Work:
+    heads = max(1, sizes.hidden // sizes.head)
+    shape = (max(1, sizes.tokens // sizes.context), heads, sizes.context, sizes.head)
+    leaves = [torch.randn(shape, device=backend.device).to(sizes.dtype).requires_grad_() for _ in range(3)]
+    grad = torch.randn(shape, device=backend.device).to(sizes.dtype)
+
+    def run() -> None:
+        query, key, value = leaves
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        torch.autograd.grad(mixed, leaves, grad)
+
+    return run
+
+
+def _activations(backend: Backend, sizes: Sizes) -> Work:
+    """What a layer does beside its products: a norm and a residual sum, and a GELU four times as wide."""
+    norm = nn.LayerNorm(sizes.hidden, device=backend.device, dtype=sizes.dtype)
+    x, wide = (
+        torch.randn(sizes.tokens, features, device=backend.device).to(sizes.dtype).requires_grad_()
+        for features in (sizes.hidden, 4 * sizes.hidden)
+    )
+    grad, wide_grad = torch.randn_like(x), torch.randn_like(wide)
+
+    def run() -> None:
+        torch.autograd.grad(x + norm(x), [x, *norm.parameters()], grad)
+        torch.autograd.grad(F.gelu(wide, approximate="tanh"), wide, wide_grad)
+
+    return run
+
+
+def _small(backend: Backend, sizes: Sizes) -> Work:
+    """Operations that take hardly longer than their launch."""
+    features = 8
+    mlp = nn.Sequential(nn.LayerNorm(features), nn.Linear(features, features), nn.GELU())
+    mlp.to(device=backend.device, dtype=sizes.dtype)
+    x = torch.randn(4, features, device=backend.device).to(sizes.dtype).requires_grad_()
+    grad = torch.randn_like(x)
+
+    def run() -> None:
+        for _ in range(REPEATS):
+            torch.autograd.grad(mlp(x) + x, [x, *mlp.parameters()], grad)
+
+    return run
+
+
+def copies(backend: Backend, lane: Lane, nbytes: int) -> Work:
+    """The next of the lane's copies of ``nbytes`` between page-locked host memory and the device."""
+    on_device = backend.device_buffer(nbytes)
+    hosts = [backend.host_buffer(nbytes) for _ in range(HOST_BUFFERS)]
+    for host in hosts:
+        host.fill_(1)  # pages that were never written may all be one page of zeros
+    in_turn = itertools.cycle(hosts)
+
+    def run() -> None:
+        host = next(in_turn)
+        into, source = (on_device, host) if lane is Lane.H2D else (host, on_device)
+        backend.copy(into, source)
+
+    return run
+
+
+def update(backend: Backend, sizes: Sizes) -> tuple[int, Work]:
+    """The bytes that an update of ``sizes.parameters`` moves, and that update, for HOST."""
+    layout = Layout.of([Param("", (sizes.parameters,), sizes.dtype, True)])
+    store = HostStore([layout], backend.host_buffer)
+    store.add([GRADIENTS, *MOMENTS[FP32]])
+    (shard,) = store.shards
+    hyper = native.Hyper(1e-6, 0.9, 0.95, 1e-8, 0.1, 1)
+    runs = [UpdateRange.of(slice, hyper) for slice in layout.trainable]
+
+    def run() -> None:
+        update_shard(shard, runs, FP32, 1.0)
+
+    return update_bytes(runs), run
+
+
+#: Rates (per second), seconds and shares of `Machine` and `Beside`, by field, one for each round.
+Found = dict[str, list[float]]
+
+#: Pairs of lanes that are measured beside one another: fields of `Beside` for the first and the second.
+PAIRS = {
+    (Lane.COMPUTE, Lane.HOST): ("compute_host", "host_compute"),
+    (Lane.COMPUTE, Lane.H2D): ("compute_copy", "copy_compute"),
+    (Lane.HOST, Lane.H2D): ("host_copy", "copy_host"),
+    (Lane.H2D, Lane.D2H): ("copy_copy", "copy_copy"),
+}
+
+
+class Stopwatch:
+    """Times pieces of work on the lanes of ``backend``, which must be idle, each repeated for ``seconds``."""
+
+    def __init__(self, backend: Backend, seconds: float) -> None:
+        self._backend = backend
+        self._seconds = seconds
+
+    def alone(self, lane: Lane, work: Work) -> float:
+        """The median seconds of ``work``."""
+        return self.together({lane: work}, {lane: self._once(lane, work)})[lane]
+
+    def together(self, works: Mapping[Lane, Work], alone: Mapping[Lane, float]) -> dict[Lane, float]:
+        """The median seconds of each of ``works`` while all are under way; ``alone`` takes so long."""
+        # COMPUTE's work is the caller's: so that the others outlast a few pieces of it
+        seconds = max(self._seconds, 2 * alone.get(Lane.COMPUTE, 0.0))
+        events: dict[Lane, list[Event]] = {}
+        for lane in works:
+            if lane is not Lane.COMPUTE:
+                count = max(2, math.ceil(seconds / alone[lane]))
+                events[lane] = [self._submit(lane, works[lane]) for _ in range(count)]
+        if Lane.COMPUTE in works:
+            others = [theirs[-1] for theirs in events.values()]
+            mine: list[Event] = []
+            until = time.perf_counter() + seconds
+            while len(mine) < 2 or self._goes_on(others, until):
+                mine.append(self._submit(Lane.COMPUTE, works[Lane.COMPUTE]))
+                mine[-1].wait()
+            events[Lane.COMPUTE] = mine
+        return while_all_work({lane: list(map(_span, mine)) for lane, mine in events.items()})
+
+    def _goes_on(self, others: Sequence[Event], until: float) -> bool:
+        if others:
+            return any(event.span() is None for event in others)
+        return time.perf_counter() < until
+
+    def _once(self, lane: Lane, work: Work) -> float:
+        span = _span(self._submit(lane, work))
+        return max(span.end - span.start, 1e-6)
+
+    def _submit(self, lane: Lane, work: Work) -> Event:
+        return self._backend.submit(lane, work, (), 0)
+
+
+class Measurements:
+    """All that is measured on ``backend``, which must be idle, a round at a time."""
+
+    def __init__(self, backend: Backend, sizes: Sizes) -> None:
+        self._watch = Stopwatch(backend, sizes.seconds)
+        # a device's loop runs ahead of it
+        self._visits = VisitCosts() if backend.device.type == "cpu" else None
+        self._computing = computing(backend, sizes)
+        update_bytes, updating = update(backend, sizes)
+        self._lanes: dict[Lane, Work] = {
+            Lane.COMPUTE: self._computing["block"],
+            Lane.H2D: copies(backend, Lane.H2D, sizes.copy_bytes),
+            Lane.D2H: copies(backend, Lane.D2H, sizes.copy_bytes),
+            Lane.HOST: updating,
+        }
+        self._nbytes = {Lane.H2D: sizes.copy_bytes, Lane.D2H: sizes.copy_bytes, Lane.HOST: update_bytes}
+        self._counts = {name: counted(work) for name, work in self._computing.items()}
+        for lane, work in self._lanes.items():
+            self._watch.alone(lane, work)  # the first time is slower than all others
+
+    def round(self) -> dict[str, float]:
+        """What `Machine` and `Beside` are to say of this machine, by field, measured once."""
+        seconds = {name: self._watch.alone(Lane.COMPUTE, work) for name, work in self._computing.items()}
+        values = _of_compute(seconds, self._counts)
+        if self._visits is not None:
+            values["seconds_per_visit"] = self._visits.seconds(values["seconds_per_op"])
+        alone = {lane: self._watch.alone(lane, work) for lane, work in self._lanes.items()}
+        for lane, nbytes in self._nbytes.items():
+            values[f"{lane.value}_bytes_per_second"] = nbytes / alone[lane]
+        for pair, names in PAIRS.items():
+            beside = self._watch.together({lane: self._lanes[lane] for lane in pair}, alone)
+            for lane, name in zip(pair, names, strict=True):
+                values[name] = min(1.0, alone[lane] / beside[lane])
+        return values
+
+    def close(self) -> None:
+        """Give back what it holds; the backend is the caller's."""
+        if self._visits is not None:
+            self._visits.close()
+
+
+def measure(measurements: Measurements, *, rounds: int, budget_seconds: float) -> Found:
+    """``rounds``, or as many (two or more) as there is time for in ``budget_seconds``."""
+    began = time.perf_counter()
+    found: Found = {}
+    for number in range(rounds):
+        passed = time.perf_counter() - began
+        if number >= 2 and passed * (number + 1) / number > budget_seconds:
+            break
+        add(found, measurements.round())
+    return found
+
+
+def add(found: Found, values: Mapping[str, float]) -> None:
+    """Add a round's ``values``."""
+    for name, value in values.items():
+        found.setdefault(name, []).append(value)
+
+
+def counted(work: Work) -> Operations:
+    """What ``work`` runs, as the virtual backend counts it."""
+    counter = Operations()
+    with counter:
+        work()
+    return counter
+
+
+def _of_compute(seconds: Mapping[str, float], counts: Mapping[str, Operations]) -> dict[str, float]:
+    names = {
+        "products": "flops_per_second",
+        "fp32 products": "fp32_flops_per_second",
+        "attention": "attention_flops_per_second",
+    }
+    per_op = seconds["small"] / counts["small"].ops
+    # of what is large, the launches are not the memory's
+    moving = max(seconds["activations"] - per_op * counts["activations"].ops, 0.5 * seconds["activations"])
+    return {
+        **{field: counts[name].flops / seconds[name] for name, field in names.items() if name in seconds},
+        "device_bytes_per_second": counts["activations"].nbytes / moving,
+        "seconds_per_op": per_op,
+    }
+
+
+def _span(event: Event) -> Span:
+    event.wait()
+    span = event.span()
+    assert span is not None, "it has been waited for"
+    return span
+
+
+def while_all_work(spans: Mapping[Lane, Sequence[Span]]) -> dict[Lane, float]:
+    """The median seconds of the pieces that lie in the time that all lanes have work; where there are none,
+    of those that lie in it for the most part."""
+    begin = max(mine[0].start for mine in spans.values())
+    end = min(mine[-1].end for mine in spans.values())
+
+    def inside(span: Span) -> float:
+        return (min(span.end, end) - max(span.start, begin)) / max(span.end - span.start, 1e-9)
+
+    found = {}
+    for lane, mine in spans.items():
+        most = max(map(inside, mine))
+        kept = [span for span in mine if inside(span) >= most - 1e-9]
+        found[lane] = max(statistics.median(span.end - span.start for span in kept), 1e-9)
+    return found

@@ -1,0 +1,152 @@
+"""The command `streamer plan`: what a config's run will take, told before anything is allocated. `train`
+asks the same before it begins.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+from torch import nn
+
+from streamer.app import machine_file
+from streamer.app.config import Config, ConfigError, dump_config
+from streamer.app.plan.mending import mend
+from streamer.app.plan.planning import PROCESS_BYTES, RunPlan, plan_run, settle
+from streamer.app.plan.report import ledger_lines, mend_line, plan_json, plan_lines
+from streamer.app.run.build import without_values
+from streamer.backends.select import backend_for
+from streamer.model.options import parse_bytes
+from streamer.plan.recall import Recollection
+from streamer.plan.step_plan import CONTEXT_BYTES
+from streamer.simulate.machine import Machine
+
+
+def check_memory(config: Config) -> None:
+    """Raise ConfigError, with the plan's bytes by owner and what would help, where a step of ``config`` needs
+    more than the device or the host has left.
+
+    A model that cannot be planned (its forward asks for values) is let through, which a line says.
+    """
+    try:
+        machine = _this_machine(config.stream.device)
+        model = without_values(config.model)
+    except (TypeError, ValueError):
+        return  # which building the model is about to refuse, in better words
+    if not isinstance(model, nn.Module):
+        return
+    parameters = sum(param.numel() for param in model.parameters())
+    # tiny runs need no plan: a step makes no more bytes than it has FLOPs, and holds 18 of each parameter
+    at_most = parameters * (6 * config.data.batch_size * config.data.context + 18)
+    if at_most < min(machine.device_bytes, machine.host_bytes) / 2:
+        return
+    try:
+        recollection = Recollection()
+        plan = plan_run(config, machine, recollection)
+    except ConfigError as error:
+        print(f"not planned: {error}")
+        return
+    if not plan.fits:
+        found = mend(plan, lambda changed: plan_run(changed, machine, recollection))
+        line = mend_line("this run", found, plan, with_speed=False)
+        raise ConfigError(line, table="\n".join(ledger_lines(plan)))
+
+
+def _this_machine(device: str | None) -> Machine:
+    """The memory that is left here; how fast it is does not matter."""
+    backend = backend_for(device)
+    kind = backend.device.type
+    try:
+        return Machine(
+            "this machine",
+            1.0,
+            1.0,
+            1.0,
+            1.0,
+            # this process and its device are there already
+            backend.device_available() + (CONTEXT_BYTES if kind == "cuda" else 0),
+            backend.host_available() + PROCESS_BYTES,
+            kind=kind,
+        )
+    finally:
+        backend.close()
+
+
+#: Where none is given.
+MACHINE = "rtx-4090"
+
+
+def plan(
+    config: Config,
+    machine_name: str | None,
+    *,
+    host_memory: str | None = None,
+    as_json: bool = False,
+    timeline: str | None = None,
+) -> bool:
+    """Print the plan of a config on a machine (with ``host_memory`` in place of its own), given by name or by
+    file; whether it fits.
+
+    Raises ConfigError, in one line, for what cannot be planned.
+    """
+    machine = machine_file.machine(machine_name or MACHINE)
+    try:
+        host_bytes = parse_bytes("--host-memory", host_memory)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if host_bytes is not None:
+        machine = replace(machine, host_bytes=host_bytes)
+    if timeline is not None:
+        _check_timeline(Path(timeline))
+    recollection = Recollection()
+    config, chosen = settle(config, machine, recollection)
+    plan_of = _remembering(machine, recollection)
+    if as_json:
+        report = plan_json(config, plan_of)
+        print(json.dumps({**report, "chosen": None if chosen is None else chosen.reason}, indent=2))
+    else:
+        if chosen is not None:
+            print(f"{chosen.reason}\n")
+        for line in plan_lines(config, plan_of):
+            print(line, flush=True)
+    planned = plan_of(config)
+    if timeline is not None:
+        _draw(planned, Path(timeline))
+    return planned.fits
+
+
+def _remembering(machine: Machine, recollection: Recollection) -> Callable[[Config], RunPlan]:
+    """`plan_run`, which plans no config twice."""
+
+    @cache
+    def by_text(text: str) -> RunPlan:
+        return plan_run(configs[text], machine, recollection)
+
+    configs: dict[str, Config] = {}
+
+    def plan_of(config: Config) -> RunPlan:
+        text = dump_config(config)
+        configs[text] = config
+        return by_text(text)
+
+    return plan_of
+
+
+def _check_timeline(path: Path) -> None:
+    if path.suffix != ".png":
+        raise ConfigError(f"--timeline {path}: give the name of a PNG file, such as timeline.png")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--timeline {path}: there is no folder {path.parent}: create it first")
+    try:
+        import matplotlib  # noqa: F401 - before the seconds that a plan takes
+    except ImportError:
+        raise ConfigError('--timeline needs matplotlib: pip install "streamer[plot]"') from None
+
+
+def _draw(planned: RunPlan, path: Path) -> None:
+    from streamer.app.plan.timeline import draw_trace
+
+    draw_trace(planned.trace, path, seconds=planned.step.prediction.seconds)

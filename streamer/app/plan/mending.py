@@ -1,0 +1,145 @@
+"""What would make a run fit that does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from streamer.app.config import Config, ConfigError
+from streamer.app.plan.planning import RunPlan, RunPlanOf, with_options
+from streamer.plan.step_plan import CONTEXT
+
+#: How many sizes of micro-batches are tried, each a quarter of the one before.
+MICRO_BATCHES = 3
+
+
+@dataclass(frozen=True)
+class Mend:
+    """Keys of the config (``section.key``) to be changed, and the plan with them, which fits if anything
+    does."""
+
+    changes: Mapping[str, Any]
+    plan: RunPlan
+
+
+@dataclass(frozen=True)
+class _Remedy:
+    """A key to change: which side of the memory that helps, and the values to try, the mildest first."""
+
+    key: str
+    helps_device: bool
+    helps_host: bool
+    values: Callable[[RunPlan], Iterator[Any]]
+
+    def helps(self, plan: RunPlan) -> bool:
+        """Whether it gives what ``plan`` lacks."""
+        helps_host = self.helps_host or (plan.machine.kind == "cpu" and self.helps_device)
+        return self.helps_device and not plan.fits_device or helps_host and not plan.fits_host
+
+
+def mend(plan: RunPlan, plan_of: RunPlanOf) -> Mend:
+    """The changes that make ``plan`` fit: tried in the order of what they cost and added up until it does,
+    then each made as mild as the others allow. Where it does not fit with all of them, those that help."""
+    changes: dict[str, Any] = {}
+    best = plan
+    for remedy in _REMEDIES:
+        for value in remedy.values(best):
+            if not remedy.helps(best):
+                break
+            tried = _tried(best, remedy.key, value, plan_of)
+            if tried is not None and _is_better(tried, best):
+                changes[remedy.key], best = value, tried
+    if best.fits:
+        for remedy in reversed(_REMEDIES):
+            if remedy.key in changes:
+                best = _milder(remedy, changes, best, plan, plan_of)
+    return Mend(changes, best)
+
+
+def _milder(
+    remedy: _Remedy, changes: dict[str, Any], best: RunPlan, plan: RunPlan, plan_of: RunPlanOf
+) -> RunPlan:
+    """``best`` with less of a remedy, or none, if it still fits; ``changes`` are made those of it."""
+    key, given = remedy.key, _value(plan.config, remedy.key)
+    for value in (given, *remedy.values(replace(best, config=_with(best.config, key, given)))):
+        if value == changes[key]:
+            return best
+        tried = _tried(best, key, value, plan_of)
+        if tried is not None and tried.fits:
+            changes[key] = value
+            if value == given:
+                del changes[key]
+            return tried
+    return best
+
+
+def _tried(plan: RunPlan, key: str, value: Any, plan_of: RunPlanOf) -> RunPlan | None:
+    try:
+        return plan_of(_with(plan.config, key, value))
+    except ConfigError:
+        return None  # not for this model (moments in 8 bits of fp32 parameters)
+
+
+def _is_better(tried: RunPlan, plan: RunPlan) -> bool:
+    """Whether it needs less of what does not suffice."""
+    device = not plan.fits_device and (tried.fits_device or tried.device_needed < plan.device_needed)
+    host = not plan.fits_host and (tried.fits_host or tried.host_needed < plan.host_needed)
+    return device or host
+
+
+def _budgets(plan: RunPlan) -> Iterator[str]:
+    room = plan.machine.device_bytes - plan.step.reserve.get(CONTEXT, 0)
+    if plan.device_budget is not None and plan.device_budget > room > 0:
+        yield f"{room >> 20}MiB"
+
+
+def _micro_batches(plan: RunPlan) -> Iterator[int]:
+    given = plan.config.stream.micro_batch_size
+    size = given if isinstance(given, int) else plan.config.data.batch_size
+    for _ in range(MICRO_BATCHES):
+        if size > 1:
+            size = max(1, size // 4)
+            yield size
+
+
+def _activations(plan: RunPlan) -> Iterator[str]:
+    if plan.config.stream.activations != "recompute+offload":
+        yield "recompute+offload"
+
+
+def _batches(plan: RunPlan) -> Iterator[int]:
+    size = plan.config.data.batch_size
+    while size > 1:
+        size //= 2
+        yield size
+
+
+def _moments(plan: RunPlan) -> Iterator[str]:
+    shorter = {"float32": ["bfloat16", "int8"], "bfloat16": ["int8"]}
+    yield from shorter.get(plan.config.optimizer.state_dtype, [])
+
+
+def _slots(plan: RunPlan) -> Iterator[int]:
+    if plan.config.stream.num_slots != 1:
+        yield 1
+
+
+_REMEDIES = (
+    _Remedy("stream.device_memory", helps_device=True, helps_host=False, values=_budgets),
+    _Remedy("stream.micro_batch_size", helps_device=True, helps_host=False, values=_micro_batches),
+    _Remedy("stream.activations", helps_device=True, helps_host=False, values=_activations),
+    _Remedy("data.batch_size", helps_device=True, helps_host=True, values=_batches),
+    _Remedy("optimizer.state_dtype", helps_device=False, helps_host=True, values=_moments),
+    _Remedy("stream.num_slots", helps_device=True, helps_host=False, values=_slots),
+)
+
+
+def _value(config: Config, key: str) -> Any:
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)
+
+
+def _with(config: Config, key: str, value: Any) -> Config:
+    section, name = key.split(".")
+    return with_options(config, **{section: {name: value}})

@@ -1,0 +1,348 @@
+"""What a config's run will take on a machine, known before anything is allocated: for the config as it is,
+for other batches, and for the options that it leaves to be chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+import streamer
+from streamer.app.config import Config, ConfigError
+from streamer.app.run.build import build_optimizer, stream_options, without_values
+from streamer.app.run.loop import TokenLoss, step_on
+from streamer.backends.base import Lane
+from streamer.backends.select import backend_for
+from streamer.engine.layer.micro_batches import AmbiguousBatchError
+from streamer.engine.paging.handle import wrapped
+from streamer.engine.schedule.trace import Trace
+from streamer.memory.purposes import PINNED
+from streamer.model.auto import AUTO, boxes, machine_of
+from streamer.model.layers import find_layers
+from streamer.model.options import parse_bytes
+from streamer.plan.choice import Choice, Room
+from streamer.plan.recall import Recollection
+from streamer.plan.search import Chosen, PlanOf, choose
+from streamer.plan.step_plan import BESIDE, GAPS, WORKING_SET, StepPlan, plan_step, uncollected
+from streamer.simulate.backend import VirtualBackend
+from streamer.simulate.machine import CPU, Machine
+
+#: Bytes of host memory that Python and its libraries take: a round figure, not a measurement.
+PROCESS, PROCESS_BYTES = "Python and its libraries", 1 << 30
+#: Room for any model: what does not fit is to be told in figures.
+_ENOUGH = 1 << 60
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A config's step on a machine."""
+
+    config: Config
+    machine: Machine
+    step: StepPlan
+    parameters: int
+    trace: Trace
+    #: why the config's device_memory is too small for anything, if it is
+    refused: str | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one step."""
+        return self.config.data.batch_size * self.config.data.context
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.step.prediction.seconds
+
+    @property
+    def model_flops(self) -> int:
+        """FLOPs of a step as usually counted, 6 per parameter and token (Kaplan et al., 2020, 2.1)."""
+        return 6 * self.parameters * self.tokens
+
+    @property
+    def device_budget(self) -> int | None:
+        """What the config lets PyTorch take of the device, in bytes."""
+        return parse_bytes("device_memory", self.config.stream.device_memory)
+
+    @property
+    def host_bytes(self) -> Mapping[str, int]:
+        """Bytes of host memory by owner, the process's own with them."""
+        return {**self.step.host_bytes, PROCESS: PROCESS_BYTES}
+
+    @property
+    def host_pinned(self) -> int:
+        """Bytes of host memory that are page-locked, as what is copied to or from a GPU is."""
+        if self.machine.kind == CPU:
+            return 0
+        return sum(nbytes for purpose, nbytes in self.step.host_bytes.items() if purpose in PINNED)
+
+    @property
+    def device_allocated(self) -> int:
+        """What counts towards the budget, in bytes: all that PyTorch's allocator takes of the device; where
+        the host stands in for one, which has no such count, buffers and saved inputs."""
+        if self.machine.kind == CPU:
+            uncounted = (WORKING_SET, BESIDE)
+            return sum(nbytes for owner, nbytes in self.step.device_bytes.items() if owner not in uncounted)
+        return self.step.device_total + self.step.reserve.get(GAPS, 0)
+
+    @property
+    def device_needed(self) -> int:
+        """Bytes of the device, what is left free there with them."""
+        return self.step.device_total + sum(self.step.reserve.values())
+
+    @property
+    def host_needed(self) -> int:
+        """Bytes of host memory; where the host stands in for a device, with those of that."""
+        own = sum(self.host_bytes.values())
+        return own + self.device_needed if self.machine.kind == CPU else own
+
+    @property
+    def fits_budget(self) -> bool:
+        """Whether the budget has room, if there is one."""
+        budget = self.device_budget
+        return self.refused is None and (budget is None or self.device_allocated <= budget)
+
+    @property
+    def fits_device(self) -> bool:
+        """Whether the device has room, and the budget too."""
+        return self.fits_budget and self.device_needed <= self.machine.device_bytes
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether the host has room."""
+        return self.host_needed <= self.machine.host_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run can start."""
+        return self.fits_device and self.fits_host
+
+    @property
+    def lacking(self) -> Mapping[str, int]:
+        """Bytes that there are too few of, by side."""
+        of_device = self.device_needed - self.machine.device_bytes
+        if self.device_budget is not None:
+            of_device = max(of_device, self.device_allocated - self.device_budget)
+        of_host = self.host_needed - self.machine.host_bytes
+        return {side: lack for side, lack in (("device", of_device), ("host", of_host)) if lack > 0}
+
+    @property
+    def binding_lane(self) -> Lane:
+        """What the step waits for."""
+        return self.step.prediction.binding_lane
+
+
+@uncollected()
+def plan_run(config: Config, machine: Machine, recollection: Recollection | None = None) -> RunPlan:
+    """Plan a step of ``config`` on ``machine``, with the loop's own code, without data. Plans of one model
+    are made faster with one ``recollection``.
+
+    Raises ConfigError for a config that cannot be run, and for a model that cannot run without values.
+    """
+    try:
+        model = without_values(config.model)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"[model]: {error}") from error
+    unlimited = replace(machine, device_bytes=_ENOUGH, host_bytes=_ENOUGH)
+    options = stream_options(config.stream)
+    refused = None
+    try:
+        streamer.wrap(model, **options, backend=VirtualBackend(unlimited))
+    except ValueError as error:
+        raise ConfigError(f"[stream]: {error}") from error
+    except MemoryError as error:
+        refused = str(error).partition("\n")[0]
+        streamer.wrap(model, **options | {"device_memory": None}, backend=VirtualBackend(unlimited))
+    return _plan(config, machine, model, refused, recollection)
+
+
+def _plan(
+    config: Config,
+    machine: Machine,
+    model: nn.Module,
+    refused: str | None,
+    recollection: Recollection | None,
+) -> RunPlan:
+    optimizer = build_optimizer(config.optimizer, model)
+    executor = wrapped(model).executor
+    shape = config.data.batch_size, config.data.context
+    # on the CPU, as data comes
+    tokens = torch.zeros(shape, dtype=torch.long)
+    model.train()
+    step = partial(step_on, config, model, optimizer, TokenLoss(model), tokens, tokens)
+    try:
+        plan = plan_step(executor, step, recollection)
+    except (NotImplementedError, RuntimeError) as error:
+        raise ConfigError(_without_values(error)) from error
+    except (ValueError, IndexError, TypeError) as error:
+        raise ConfigError(f"the model cannot run on {shape} tokens: {error}") from error
+    parameters = sum(param.numel() for param in model.parameters())
+    return RunPlan(config, machine, plan, parameters, executor.issuer.trace, refused)
+
+
+def _without_values(error: Exception) -> str:
+    """One line for a model that wants to know values where there are none."""
+    return (
+        "the model cannot run without values, as a plan needs it to "
+        f"({' '.join(str(error).split())[:300]}): let its forward decide by shapes alone, or start it with "
+        "run.steps=1 and read what it takes from summary.json"
+    )
+
+
+#: Plans a config.
+RunPlanOf = Callable[[Config], RunPlan]
+
+
+def with_options(config: Config, **sections: Mapping[str, Any]) -> Config:
+    """``config`` with some keys of some sections changed."""
+    changed = {name: replace(getattr(config, name), **keys) for name, keys in sections.items()}
+    return replace(config, **changed)
+
+
+#: What the batches of the table are of the config's.
+SHARES = (0.25, 0.5, 1, 2, 4)
+#: How often a batch that turned out to be too large is made smaller by a twentieth.
+TRIES = 8
+#: The largest batch that is looked for is so many times the largest of the table.
+FURTHEST = 16
+
+
+def batches(config: Config, plan_of: RunPlanOf) -> Iterator[RunPlan]:
+    """Plans of ``config`` with smaller and larger batches, and with its own, in the order of their sizes."""
+    own = config.data.batch_size
+    for size in sorted({max(1, int(own * share)) for share in SHARES}):
+        yield plan_of(config if size == own else with_batch(config, size))
+
+
+def with_batch(config: Config, batch_size: int) -> Config:
+    """``config`` with another batch, and no more slots than it asks for: more of them than two give way to a
+    larger batch."""
+    return replace(
+        with_options(config, data={"batch_size": batch_size}),
+        stream=replace(config.stream, num_slots=config.stream.num_slots or 2),
+    )
+
+
+def largest_batch(plan: RunPlan, batches: Sequence[RunPlan], plan_of: RunPlanOf) -> RunPlan | None:
+    """The plan of the largest batch that fits, give or take a twentieth; None where not even one sequence
+    does. What a batch takes grows evenly with it, so two of ``batches``, of rising sizes, tell it, and one
+    more plan is held against it.
+    """
+    alike = [one for one in batches if one.config.stream.num_slots is not None]
+    fitting = sum(one.fits for one in alike)
+    # the last that fits and the first that does not
+    small, large = alike[max(0, min(fitting, len(alike) - 1) - 1) :][:2]
+    batch = _estimate(small, large)
+    for _ in range(TRIES):
+        if batch < 1:
+            return None
+        found = plan_of(with_batch(plan.config, batch))
+        if found.fits:
+            return found
+        batch -= max(1, batch // 20)
+    return None
+
+
+def is_furthest(plan: RunPlan, batches: Sequence[RunPlan]) -> bool:
+    """Whether no larger one was looked for."""
+    return plan.config.data.batch_size >= FURTHEST * batches[-1].config.data.batch_size
+
+
+def _estimate(small: RunPlan, large: RunPlan) -> int:
+    """The batch at which the line through both meets what there is of the device or of the host."""
+    sizes = small.config.data.batch_size, large.config.data.batch_size
+    budget = small.device_budget or small.machine.device_bytes
+    sides = [
+        (small.device_allocated, large.device_allocated, budget),
+        (small.device_needed, large.device_needed, small.machine.device_bytes),
+        (small.host_needed, large.host_needed, small.machine.host_bytes),
+    ]
+    most = FURTHEST * sizes[1]
+    for low, high, room in sides:
+        each = (high - low) / (sizes[1] - sizes[0])
+        if each > 0:
+            most = min(most, int(sizes[0] + (room - low) / each))
+        elif low > room:
+            return 0
+    return most
+
+
+def settle(
+    config: Config, machine: Machine | None = None, recollection: Recollection | None = None
+) -> tuple[Config, Chosen | None]:
+    """``config`` with a choice for each of ``stream.activations``, ``num_slots`` and ``micro_batch_size``
+    that is "auto", and how it was come by; None where nothing is.
+
+    ``machine`` has the rates and the sizes. None is this one: the sizes are then what is free now, and the
+    rates those that `streamer.wrap` would take. ``recollection`` is that of other plans of it. Raises
+    ConfigError for a config that cannot be run, and where nothing fits.
+    """
+    stream = config.stream
+    if AUTO not in (stream.activations, stream.num_slots, stream.micro_batch_size):
+        return config, None
+    limit = parse_bytes("device_memory", stream.device_memory)
+    try:
+        if machine is None:
+            with closing(backend_for(stream.device)) as backend:
+                machine = machine_of(backend)
+                room = Room(
+                    backend.device_available(), backend.host_available(), limit, machine.kind == "cpu"
+                )
+        else:
+            host = machine.host_bytes - PROCESS_BYTES
+            room = Room(machine.device_bytes, host, limit, machine.kind == "cpu")
+        among = boxes(
+            layers=len(find_layers(without_values(config.model), stream.layers)),
+            batch=config.data.batch_size,
+            activations=stream.activations,
+            num_slots=stream.num_slots,
+            micro_batch_size=stream.micro_batch_size,
+        )
+        recollection = recollection or Recollection()
+        whole = _plan_of(config, machine, recollection, in_parts=False)
+        in_parts = None if limit is None else _plan_of(config, machine, recollection, in_parts=True)
+        with torch.random.fork_rng(devices=()):
+            chosen = choose(whole, among, room, in_parts)
+    except (TypeError, ValueError, MemoryError) as error:
+        raise error if isinstance(error, ConfigError) else ConfigError(f"[stream]: {error}") from error
+    return _with(config, chosen.choice), chosen
+
+
+def without_auto(config: Config) -> Config:
+    """``config`` with `streamer.wrap`'s own in place of what is "auto"."""
+    usual = {"activations": "recompute", "num_slots": None, "micro_batch_size": None}
+    changed: dict[str, Any] = {
+        key: value for key, value in usual.items() if getattr(config.stream, key) == AUTO
+    }
+    return replace(config, stream=replace(config.stream, **changed))
+
+
+def _plan_of(config: Config, machine: Machine, recollection: Recollection, *, in_parts: bool) -> PlanOf:
+    """What plans a choice; with ``in_parts`` layers are cut where the config's ``device_memory`` needs it."""
+
+    def plan(choice: Choice) -> StepPlan:
+        of_choice = _with(config, choice)
+        if not in_parts:
+            # what fits is seen to by whoever chooses
+            of_choice = replace(of_choice, stream=replace(of_choice.stream, device_memory=None))
+        try:
+            return plan_run(of_choice, machine, recollection).step
+        except ConfigError as error:
+            if isinstance(error.__cause__, AmbiguousBatchError):
+                raise error.__cause__ from None
+            raise
+
+    return plan
+
+
+def _with(config: Config, choice: Choice) -> Config:
+    changed: dict[str, Any] = choice._asdict()
+    if choice.micro_batch_size is None:
+        changed["batch_dims"] = None
+    return replace(config, stream=replace(config.stream, **changed))

@@ -1,0 +1,171 @@
+"""A plan as a person reads it, and as a program does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from streamer.app.config import Config, toml_value
+from streamer.app.plan.mending import Mend, mend
+from streamer.app.plan.planning import RunPlan, RunPlanOf, batches, is_furthest, largest_batch
+from streamer.app.run.run_folder import amount
+from streamer.backends.base import Lane
+
+
+def plan_lines(config: Config, plan_of: RunPlanOf) -> Iterator[str]:
+    """The whole plan as text, each line as soon as it is known."""
+    plan = plan_of(config)
+    yield (
+        f"{config.run.name} on {plan.machine.name}: {plan.parameters:,} parameters, "
+        f"{config.data.batch_size} x {config.data.context} = {plan.tokens:,} tokens a step"
+    )
+    yield ""
+    yield from ledger_lines(plan)
+    yield ""
+    yield from _lanes(plan)
+    yield ""
+    yield from _batches(plan, plan_of)
+    if not plan.fits:
+        yield ""
+        yield mend_line("it", mend(plan, plan_of), plan)
+
+
+def plan_json(config: Config, plan_of: RunPlanOf) -> dict[str, Any]:
+    """The whole plan in JSON values; bytes, seconds, FLOPs."""
+    plan = plan_of(config)
+    table = list(batches(config, plan_of))
+    largest = largest_batch(plan, table, plan_of)
+    found = None if plan.fits else mend(plan, plan_of)
+    return {
+        "machine": asdict(plan.machine),
+        "parameters": plan.parameters,
+        **_figures(plan),
+        "batches": [_figures(one) for one in table],
+        "largest_batch": None
+        if largest is None
+        else {**_figures(largest), "or_more": is_furthest(largest, table)},
+        "mend": None
+        if found is None or not found.plan.fits
+        else {"changes": dict(found.changes), **_figures(found.plan)},
+    }
+
+
+def _figures(plan: RunPlan) -> dict[str, Any]:
+    step, prediction = plan.step, plan.step.prediction
+    return {
+        "batch_size": plan.config.data.batch_size,
+        "tokens_per_step": plan.tokens,
+        "num_slots": step.num_slots,
+        "fits": plan.fits,
+        "fits_device": plan.fits_device,
+        "fits_host": plan.fits_host,
+        "device_bytes": dict(step.device_bytes),
+        "device_reserve_bytes": dict(step.reserve),
+        "device_needed": plan.device_needed,
+        "device_memory": plan.device_budget,
+        "host_bytes": dict(plan.host_bytes),
+        "host_pinned": plan.host_pinned,
+        "host_needed": plan.host_needed,
+        "seconds": prediction.seconds,
+        "busy_seconds": {lane.value: prediction.busy_seconds[lane] for lane in Lane},
+        "exposed_seconds": {lane.value: prediction.exposed_seconds[lane] for lane in Lane},
+        "binding_lane": plan.binding_lane.value,
+        "tokens_per_second": plan.tokens_per_second,
+        "model_flops": plan.model_flops,
+        "executed_flops": prediction.flops,
+    }
+
+
+def ledger_lines(plan: RunPlan) -> Iterator[str]:
+    """Bytes by owner, what each side needs and has."""
+    budget, machine = plan.device_budget, plan.machine
+    slots = f"{plan.step.num_slots} slot{'s' if plan.step.num_slots > 1 else ''}"
+    held = plan.step.device_bytes
+    yield from _side(f"device, {slots}, when it holds most", held, plan.parameters)
+    within = "" if budget is None else f" of {amount(budget)} (device_memory)"
+    if not plan.fits_budget:
+        within += f": {_verdict(False)}"
+    yield _line("  all tensors", plan.step.device_total, plan.parameters) + within
+    for name, nbytes in plan.step.reserve.items():
+        yield _line(f"  {name}", nbytes, plan.parameters)
+    yield (
+        _line("  needed", plan.device_needed, plan.parameters)
+        + f" of {amount(machine.device_bytes)}: {_verdict(plan.device_needed <= machine.device_bytes)}"
+    )
+    yield from _side("host", plan.host_bytes, plan.parameters)
+    if plan.host_pinned:
+        yield _line("  of these page-locked", plan.host_pinned, plan.parameters)
+    also = " (with the device, whose memory it is)" if machine.kind == "cpu" else ""
+    yield (
+        _line("  needed", plan.host_needed, plan.parameters)
+        + f" of {amount(machine.host_bytes)}{also}: {_verdict(plan.fits_host)}"
+    )
+
+
+def _side(title: str, held: Mapping[str, int], parameters: int) -> Iterator[str]:
+    yield f"{title:40}{'':>12}{'per parameter':>16}"
+    for name, nbytes in held.items():
+        yield _line(f"  {name}", nbytes, parameters)
+
+
+def _line(name: str, nbytes: int, parameters: int) -> str:
+    return f"{name:40}{amount(nbytes):>12}{nbytes / parameters:>14.2f} B"
+
+
+def _verdict(fits: bool) -> str:
+    return "fits" if fits else "DOES NOT FIT"
+
+
+def _lanes(plan: RunPlan) -> Iterator[str]:
+    prediction = plan.step.prediction
+    yield f"{'lane':10}{'busy s':>10}{'exposed s':>12}{'overlap':>10}"
+    for lane in Lane:
+        busy, exposed = prediction.busy_seconds[lane], prediction.exposed_seconds[lane]
+        is_compute = lane is Lane.COMPUTE
+        overlap = "-" if is_compute or not busy else f"{1 - exposed / busy:.1%}"
+        yield f"{lane.value:10}{busy:>10.3f}{'-' if is_compute else f'{exposed:.3f}':>12}{overlap:>10}"
+    rate = prediction.seconds * 1e12
+    yield (
+        f"step {prediction.seconds:.3f} s, {plan.binding_lane.value} binds: "
+        f"{plan.tokens_per_second:,.0f} tokens/s, {plan.model_flops / rate:.3g} TFLOP/s by 6 FLOP per "
+        f"parameter and token, {prediction.flops / rate:.3g} as executed"
+    )
+
+
+def _batches(plan: RunPlan, plan_of: RunPlanOf) -> Iterator[str]:
+    yield (
+        f"{'batch':>8}{'tokens':>10}{'slots':>7}{'step s':>10}{'tokens/s':>12}  {'binds':9}{'device':>12}"
+        f"{'host':>12}"
+    )
+    table: list[RunPlan] = []
+    for one in batches(plan.config, plan_of):
+        table.append(one)
+        yield (
+            f"{one.config.data.batch_size:>8}{one.tokens:>10,}{one.step.num_slots:>7}"
+            f"{one.step.prediction.seconds:>10.3f}{one.tokens_per_second:>12,.0f}  "
+            f"{one.binding_lane.value:9}{amount(one.device_needed):>12}{amount(one.host_needed):>12}"
+            f"{'' if one.fits else '  does not fit'}"
+        )
+    largest = largest_batch(plan, table, plan_of)
+    if largest is None:
+        yield "not even a batch of one sequence fits"
+    else:
+        slots = "" if plan.config.stream.num_slots else " (with two slots)"
+        more = " or more" if is_furthest(largest, table) else ""
+        yield f"largest batch that fits{slots}: {largest.config.data.batch_size}{more}"
+
+
+def mend_line(subject: str, found: Mend, plan: RunPlan, *, with_speed: bool = True) -> str:
+    """What would make a plan fit that does not; ``subject`` is what it is called."""
+    sets = " ".join(f"--set {key}={toml_value(value)}" for key, value in found.changes.items())
+    misfit = f"{subject} does not fit on the {' and the '.join(plan.lacking) or 'device'}"
+    if not found.plan.fits:
+        lacks = " and ".join(f"the {side} lacks {amount(lack)}" for side, lack in found.plan.lacking.items())
+        even = f"even with {sets}, " if sets else ""
+        return f"{misfit}; {even}{lacks or found.plan.refused}: take a smaller model, or more memory"
+    speed = f", {found.plan.tokens_per_second:,.0f} tokens/s" if with_speed else ""
+    return (
+        f"{misfit}; it would with {sets}: device {amount(found.plan.device_needed)}, host "
+        f"{amount(found.plan.host_needed)}{speed}"
+    )

@@ -1,0 +1,103 @@
+"""Steps as a picture: a row per lane, and the moments that compute waited. Needs matplotlib."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt  # noqa: E402 - after the choice of a backend that needs no screen
+from matplotlib.patches import Patch  # noqa: E402
+
+from streamer.engine.schedule.trace import Trace  # noqa: E402
+
+COLOURS = {
+    "F": ("#4878cf", "forward"),
+    "B": ("#1b3a6b", "backward"),
+    "UNSHARD": ("#6acc65", "unshard: weights to a slot"),
+    "FETCH_INPUT": ("#2c7a3f", "fetch_input: saved input back to the device"),
+    "OFFLOAD_GRAD": ("#d65f5f", "offload_grad: gradient to the host"),
+    "OFFLOAD_INPUT": ("#e8a0b4", "offload_input: saved input to the host"),
+    "STEP": ("#e8a33d", "step: update on the host"),
+    "NORM": ("#b47cc7", "norm: for clipping"),
+}
+WAITING = "#d0d0d0"
+
+
+def kind_of(name: str) -> str:
+    """The kind of an op from how it prints: ``12UNSHARD@1`` or ``rootSTEP``."""
+    return name.removeprefix("root").lstrip("0123456789").partition("@")[0]
+
+
+def step_bounds(events: list[dict[str, Any]], steps: int) -> tuple[float, float]:
+    """From the start of the forward ``steps`` steps before the last whole one, in microseconds."""
+    updates = sorted(event["ts"] for event in events if event["name"] == "rootSTEP")
+    forwards = sorted(event["ts"] for event in events if event["name"] == "rootF")
+    if len(updates) < steps + 1:
+        raise SystemExit(f"the trace holds {len(updates)} steps: {steps + 1} are needed to show {steps}")
+    begin = max(ts for ts in forwards if ts < updates[-steps])
+    return begin, next((ts for ts in forwards if ts > updates[-1]), max(e["ts"] + e["dur"] for e in events))
+
+
+def boxes(trace: Path) -> list[dict[str, Any]]:
+    """What has run, and what has waited, in ``trace``."""
+    return [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+
+
+def forwards(trace: Path) -> list[float]:
+    """When each forward in ``trace`` began, in microseconds."""
+    return sorted(event["ts"] for event in boxes(trace) if event["name"] == "rootF")
+
+
+def draw(trace: Path, picture: Path, *, steps: int) -> None:
+    """Draw the last ``steps`` steps of ``trace``."""
+    draw_between(trace, picture, *step_bounds(boxes(trace), steps))
+
+
+def draw_between(trace: Path, picture: Path, begin: float, end: float) -> None:
+    """Draw what ``trace`` shows from ``begin`` to ``end``, in microseconds."""
+    everything = json.loads(trace.read_text())["traceEvents"]
+    rows = {event["tid"]: event["args"]["name"] for event in everything if event["ph"] == "M"}
+    figure, axes = plt.subplots(figsize=(12, 2.8), layout="constrained")
+    order = {tid: len(rows) - 1 - row for row, tid in enumerate(rows)}
+    seen: set[str] = set()
+    for event in boxes(trace):
+        if event["ts"] + event["dur"] < begin or event["ts"] > end:
+            continue
+        kind = kind_of(event["name"])
+        waiting = "exposed" in event["args"]
+        if not waiting and kind not in COLOURS:
+            continue
+        seen.add("waiting" if waiting else kind)
+        axes.barh(
+            order[event["tid"]],
+            event["dur"] / 1e3,
+            left=(event["ts"] - begin) / 1e3,
+            height=0.5 if waiting else 0.8,
+            color=WAITING if waiting else COLOURS[kind][0],
+            # an edge would hide an op that is shorter than a pixel
+            edgecolor="white" if event["dur"] > (end - begin) / 500 else None,
+            linewidth=0.3 if event["dur"] > (end - begin) / 500 else 0,
+        )
+    axes.set_yticks([order[tid] for tid in rows], list(rows.values()))
+    axes.set_xlim(0, (end - begin) / 1e3)
+    axes.set_xlabel("milliseconds")
+    legend = [Patch(color=colour, label=label) for kind, (colour, label) in COLOURS.items() if kind in seen]
+    if "waiting" in seen:
+        legend.append(Patch(color=WAITING, label="compute waits"))
+    figure.legend(handles=legend, loc="outside upper center", ncols=4, fontsize=8, frameon=False)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=130)
+
+
+def draw_trace(trace: Trace, picture: Path, *, seconds: float) -> None:
+    """Draw the last step of ``trace``, which took ``seconds``."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        trace.save(path)
+        end = max(event["ts"] + event["dur"] for event in boxes(path) if event["tid"] == 0)
+        draw_between(path, picture, end - seconds * 1e6, end)

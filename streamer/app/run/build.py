@@ -1,0 +1,234 @@
+"""What a config asks for: the model (of the user's function, or pretrained), wrapped, its optimizer, and the
+learning rates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import streamer
+from streamer.app.config import FACTORY, Config, ConfigError, ModelConfig, OptimizerConfig, StreamConfig
+from streamer.app.run.data import TokenData, load_bytes, load_tokenizer, load_tokens
+from streamer.app.run.run_folder import amount
+from streamer.backends.base import Backend
+from streamer.checkpoint.manifest import new_folder
+from streamer.config_values import nearest
+from streamer.pretrained.architecture import ModelClass, build, is_of_transformers, transformers_library
+
+
+def import_factory(spec: str) -> Callable[..., Any]:
+    """The callable named by ``spec``, ``module:callable``, found with the working directory importable.
+
+    Raises ConfigError where there is no such module, no such attribute, or it cannot be called. Any other
+    exception of the module while it is imported is the module's own, and comes through as it is.
+    """
+    if not FACTORY.accepts(spec):
+        raise ConfigError(f"the factory must be {FACTORY.words}, not {spec!r}")
+    module_name, _, attribute = spec.partition(":")
+    # In front, as `python -m` has it, and for good: a module may import its neighbours later.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise ConfigError(f"{spec}: no module {error.name!r} in {os.getcwd()} or installed") from None
+    factory: Callable[..., Any] | None = getattr(module, attribute, None)
+    if not callable(factory):
+        mend = nearest(attribute, [name for name, value in vars(module).items() if callable(value)])
+        raise ConfigError(f"{spec}: {module_name} has no callable {attribute!r}; {mend}")
+    return factory
+
+
+#: Room for what is written beside the tensors.
+MARGIN_BYTES = 1 << 26
+
+
+def load_pretrained(config: Config, options: Mapping[str, Any]) -> nn.Module:
+    """The model of ``model.pretrained``, wrapped with ``options``, arguments of `streamer.wrap`.
+
+    Raises ConfigError for a folder, files or an option that cannot be used.
+    """
+    model = config.model
+    assert model.pretrained is not None
+    kind, changed = _class(model)
+    try:
+        return streamer.from_pretrained(model.pretrained, kind, init=model.init, config=changed, **options)
+    except (OSError, TypeError, ValueError, MemoryError) as error:
+        raise ConfigError.of("[model] and [stream]", error) from error
+
+
+def without_values(config: ModelConfig) -> Any:
+    """The config's model with its parameters on the meta device, or what its factory makes there."""
+    if config.pretrained is not None:
+        kind, changed = _class(config)
+        return build(Path(config.pretrained), kind, changed, None)
+    assert config.factory is not None
+    factory = import_factory(config.factory)
+    with torch.device("meta"):
+        return factory(**config.args)
+
+
+def streamed_dtype(config: Config, model: nn.Module | None) -> str:
+    """The name of the dtype that a run streams weights in, as far as ``model``, `without_values`, tells."""
+    if config.stream.dtype is not None:
+        return config.stream.dtype
+    own = getattr(model, "dtype", None) if config.model.pretrained is not None else None
+    return "float32" if own is None else str(own).removeprefix("torch.")
+
+
+def _class(model: ModelConfig) -> tuple[ModelClass | None, Any]:
+    """The class or function that makes a pretrained model, and its config, None for those of the folder."""
+    kind = None if model.factory is None else import_factory(model.factory)
+    if kind is not None and not is_of_transformers(kind):
+        return partial(kind, **model.args), None
+    assert model.pretrained is not None
+    return kind, _changed_config(model.pretrained, model.args) if model.args else None
+
+
+def _changed_config(folder: str, args: Mapping[str, Any]) -> Any:
+    known = transformers_library().AutoConfig.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
+    for name in args:
+        if not hasattr(known, name):
+            raise ConfigError(
+                f"model.args.{name}: the config of {folder} has no such key; {nearest(name, known.to_dict())}"
+            )
+    return type(known).from_dict(known.to_dict() | args)
+
+
+def check_fits(model: nn.Module, data: TokenData, context: int) -> None:
+    """Raise ConfigError where the data has tokens, or sequences of ``context`` tokens, that are beyond what a
+    model of transformers says it was made for."""
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    rows = getattr(embedding, "num_embeddings", None)
+    highest = max(int(data.train.max()), int(data.val.max()))
+    if rows is not None and highest >= rows:
+        raise ConfigError(
+            f"the data has token {highest} and the model embeds {rows}: give the model's own tokenizer as "
+            "data.tokenizer"
+        )
+    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if isinstance(longest, int) and context > longest:
+        raise ConfigError(
+            f"data.context = {context} is above the model's max_position_embeddings = {longest}: lower it, "
+            "or set model.args.max_position_embeddings"
+        )
+
+
+def write_pretrained(model: nn.Module, tokenizer: Any, folder: Path) -> None:
+    """Write the whole model and its tokenizer as Hugging Face does; complete, or not at all. A model that
+    cannot write itself so is left to `streamer export`, which a line says."""
+    save = getattr(model, "save_pretrained", None)
+    if not callable(save):
+        print(f"{type(model).__name__} is not of transformers: streamer export writes its weights")
+        return
+    streamer.synchronize(model)
+    nbytes = sum(param.nbytes for param in model.parameters())
+    with new_folder(folder, nbytes=nbytes + MARGIN_BYTES) as hidden, torch.no_grad():
+        save(hidden)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(hidden)
+        for path in hidden.iterdir():
+            with path.open("rb+") as file:
+                os.fsync(file.fileno())
+    print(
+        f"All {amount(nbytes)} of weights are in {folder}: "
+        f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})"
+    )
+
+
+def build_model(config: Config, *, backend: Backend | None = None) -> nn.Module:
+    """The config's model, wrapped; on ``backend`` in place of that of ``stream.device``, if it is given.
+
+    Raises ConfigError for what the factory or `streamer.wrap` refuses.
+    """
+    if config.model.pretrained is not None:
+        return load_pretrained(config, {**stream_options(config.stream), "backend": backend})
+    assert config.model.factory is not None, "load_config has looked"
+    factory = import_factory(config.model.factory)
+    # a virtual machine has no use for values
+    on_meta = config.model.init is not None or (backend is not None and backend.device.type == "meta")
+    try:
+        with torch.device("meta") if on_meta else contextlib.nullcontext():
+            model = factory(**config.model.args)
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"it returns a {type(model).__name__}, not an nn.Module")
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"model.factory {config.model.factory} with these args: {error}") from error
+    init = _init(config.model, model)
+    try:
+        return streamer.wrap(model, init=init, backend=backend, **stream_options(config.stream))
+    except (ValueError, MemoryError) as error:
+        raise ConfigError.of("[stream]", error) from error
+
+
+def stream_options(config: StreamConfig) -> dict[str, Any]:
+    """Keyword arguments of `streamer.wrap`."""
+    dims: Mapping[str, Any] | None = config.batch_dims
+    return vars(config) | {
+        "dtype": None if config.dtype is None else getattr(torch, config.dtype),
+        "batch_dims": dims and {name: None if dim == "none" else dim for name, dim in dims.items()},
+    }
+
+
+def load_data(config: Config) -> TokenData:
+    """The config's data, in bytes or in the tokens of a tokenizer. Raises ConfigError for what is wrong."""
+    tokenizer = config.data.tokenizer or config.model.pretrained
+    if tokenizer is None:
+        return load_bytes(config.data.paths, val_fraction=config.data.val_fraction)
+    # found before text is read, and imports what takes seconds
+    return load_tokens(config.data.paths, load_tokenizer(tokenizer), val_fraction=config.data.val_fraction)
+
+
+def _init(config: ModelConfig, model: nn.Module) -> Callable[[nn.Module], object] | None:
+    if config.init is None:
+        return None
+    init: Callable[[nn.Module], object] | None = getattr(model, config.init, None)
+    if not callable(init):
+        raise ConfigError(f"model.init = {config.init!r}: {type(model).__name__} has no such method")
+    return init
+
+
+def build_optimizer(
+    config: OptimizerConfig, model: nn.Module, *, skip_nonfinite: bool = True
+) -> streamer.AdamW:
+    """The config's optimizer of the wrapped model; ``skip_nonfinite`` is `streamer.AdamW`'s."""
+    try:
+        return streamer.AdamW(
+            model.parameters(),
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            state_dtype=config.state_dtype,
+            skip_nonfinite=skip_nonfinite,
+        )
+    except (ValueError, MemoryError) as error:
+        raise ConfigError.of("[optimizer]", error) from error
+
+
+def schedule(optimizer: OptimizerConfig, steps: int) -> Callable[[int], float]:
+    """The learning rate as a factor of ``lr``: linear warm-up, then a cosine to ``min_lr`` at ``steps``."""
+
+    def factor(step: int) -> float:
+        if step < optimizer.warmup_steps:
+            return (step + 1) / optimizer.warmup_steps
+        progress = (step - optimizer.warmup_steps) / max(1, steps - optimizer.warmup_steps)
+        least = optimizer.min_lr / optimizer.lr
+        return least + (1 - least) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
+
+    return factor

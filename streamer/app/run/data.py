@@ -1,0 +1,417 @@
+"""Training data: two splits of tokens, of which crops are taken.
+
+Of a text as it is, a token is a byte. Text and JSON lines become tokens of a model's own tokenizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sysconfig
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NoReturn, TypeVar
+
+import torch
+
+from streamer.app.config import ConfigError
+from streamer.pretrained.architecture import transformers_library
+
+HEAD_BYTES = 8 * 1024
+
+#: Folders in the standard library's tree that are not read: what was installed into it, the tests (more
+#: than half of its bytes), and tables and help texts that are generated, so that what is left is code.
+NOT_LIBRARY = (
+    "site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data",
+)  # fmt: skip
+
+
+def find_files(paths: Sequence[str | os.PathLike[str]] = ()) -> list[Path]:
+    """The text files at ``paths``, sorted, each once; with no paths, the Python standard library's sources.
+
+    A directory is searched to its depths, without following links to directories; hidden, empty and binary
+    files in it (a NUL byte in the first 8 KiB) are passed over. Raises ConfigError, in one line that names
+    the path and the mend, for one that is missing or unreadable, for a file given that is empty or binary,
+    and for a directory without text files.
+    """
+    if not paths:
+        library = Path(sysconfig.get_path("stdlib"))
+        sources = sorted(
+            path for path in _walk(library, NOT_LIBRARY) if path.suffix == ".py" and _is_text(path)
+        )
+        if not sources:
+            raise ConfigError(f"{library}: this Python came without the library's sources; set data.paths")
+        return sources
+    found: dict[Path, Path] = {}  # by the file a link leads to: text in both splits would flatter the loss
+    for path in map(Path, paths):
+        if os.path.isdir(path):
+            files = [file for file in _walk(path) if _is_text(file)]
+            if not files:
+                raise ConfigError(f"{path}: no text files in this folder; give text files or folders of them")
+        elif os.path.isfile(path):
+            files = [path]
+            if not _is_text(path):
+                raise ConfigError(f"{path}: empty, or binary (it has a NUL byte); give a text file")
+        elif os.path.lexists(path):
+            raise ConfigError(f"{path}: neither a file nor a folder; give text files or folders of them")
+        else:
+            raise ConfigError(f"{path}: no such file or folder in {os.getcwd()}; mend data.paths")
+        found.update((file.resolve(), file) for file in files)
+    return sorted(found.values())
+
+
+def _walk(folder: Path, skip: Collection[str] = ()) -> Iterator[Path]:
+    """The regular files below ``folder``, without hidden ones and the folders named in ``skip``."""
+    for root, folders, names in os.walk(folder, onerror=unreadable):
+        folders[:] = [name for name in folders if name[0] != "." and name not in skip]
+        paths = (Path(root, name) for name in names if name[0] != ".")
+        yield from (path for path in paths if os.path.isfile(path))
+
+
+def _is_text(path: Path) -> bool:
+    head = read_bytes(path, HEAD_BYTES)
+    return bool(head) and b"\0" not in head
+
+
+def read_bytes(path: Path, size: int = -1) -> bytes:
+    """The first ``size`` bytes of a file, or all. Raises ConfigError where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(size)
+    except OSError as error:
+        error.filename = path  # a read that fails, unlike an open, does not say where
+        unreadable(error)
+
+
+def unreadable(error: OSError) -> NoReturn:
+    raise ConfigError(f"{error.filename}: {error.strerror}; make it readable or leave it out") from None
+
+
+VOCAB_SIZE = 256
+#: The target of a token that is not to be learnt, as torch.nn.functional.cross_entropy has it.
+IGNORED = -100
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+Split = Literal["train", "val"]
+
+K = TypeVar("K", bound=Hashable)
+
+
+def _decode_bytes(tokens: Sequence[int]) -> str:
+    return bytes(tokens).decode("utf-8", errors="replace")
+
+
+@dataclass(frozen=True, eq=False)
+class TokenData:
+    """Two splits of a text, ``train`` and ``val``: tensors of tokens [length] on the CPU, neither empty.
+
+    ``targets`` has, where some tokens are not to be learnt, the tokens of a split again with `IGNORED` in
+    their place. ``unit`` is what a token is called, ``vocab_size`` how many there are, ``decode`` makes a
+    text of some; ``tokenizer`` is the transformers library's, where they are of one.
+    """
+
+    train: torch.Tensor
+    val: torch.Tensor
+    targets: Mapping[Split, torch.Tensor] = field(default_factory=dict)
+    unit: str = "byte"
+    vocab_size: int = VOCAB_SIZE
+    decode: Callable[[Sequence[int]], str] = _decode_bytes
+    tokenizer: Any = None
+    _found: dict[tuple[Split, int], torch.Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    def batch(self, split: Split, batch_size: int, context: int, generator: torch.Generator) -> Batch:
+        """Crops of a split at random places: tokens and, one on, targets, int64 [batch_size, context].
+
+        Raises ConfigError where the split has fewer than context + 1 tokens.
+        """
+        count, starts = self._starts(split, context)
+        chosen = torch.randint(count, (batch_size,), generator=generator)
+        return self._crops(split, chosen if starts is None else starts[chosen], context)
+
+    def val_batches(self, count: int, batch_size: int, context: int) -> list[Batch]:
+        """``count`` batches as from ``batch``, of crops spaced evenly from the first token of the validation
+        split to its last: the same at every call, so that losses on them can be compared.
+
+        Raises ConfigError where the split has fewer than context + 1 tokens.
+        """
+        places, starts = self._starts("val", context)
+        crops = count * batch_size
+        chosen = torch.arange(crops) * (places - 1) // max(1, crops - 1)
+        chosen = chosen if starts is None else starts[chosen]
+        return [self._crops("val", some, context) for some in chosen.split(batch_size)]
+
+    def unigram_entropy(self) -> float:
+        """Nats per target of the validation split under the frequencies of the training split's, each token
+        counted once more than it occurs: the loss of a model that knows those frequencies alone."""
+        train, val = (
+            torch.bincount(self._learnt(split), minlength=self.vocab_size).double()
+            for split in ("train", "val")
+        )
+        log_frequency = ((train + 1) / (train + 1).sum()).log()
+        return -(val / val.sum() * log_frequency).sum().item()
+
+    def tokens(self, split: Split) -> torch.Tensor:
+        return self.train if split == "train" else self.val
+
+    def count_learnt(self, split: Split) -> int:
+        """How many tokens of a split are to be learnt."""
+        return len(self._learnt(split))
+
+    def _targets(self, split: Split) -> torch.Tensor:
+        return self.targets.get(split, self.tokens(split))
+
+    def _learnt(self, split: Split) -> torch.Tensor:
+        targets = self._targets(split)
+        # those of bytes are unsigned, and all of them are learnt
+        return targets[targets != IGNORED] if split in self.targets else targets
+
+    def _starts(self, split: Split, context: int) -> tuple[int, torch.Tensor | None]:
+        """In how many places a crop of a split can start, and where if not all have something to learn."""
+        size = len(self.tokens(split))
+        if size <= context:
+            other = "larger" if split == "val" else "smaller"
+            raise ConfigError(
+                f"the {split} split has {size} {self.unit}s and data.context = {context} needs {context + 1}"
+                f": give more text, a {other} data.val_fraction or a smaller context"
+            )
+        if split not in self.targets:
+            return size - context, None
+        if (split, context) not in self._found:
+            learnt = (self.targets[split] != IGNORED).cumsum(0)
+            self._found[split, context] = (learnt[context:] > learnt[:-context]).nonzero().flatten()
+        found = self._found[split, context]
+        if not len(found):
+            raise ConfigError(f"the {split} split has nothing to learn: give more documents")
+        return len(found), found
+
+    def _crops(self, split: Split, starts: torch.Tensor, context: int) -> Batch:
+        places = starts[:, None] + torch.arange(context)
+        return self.tokens(split)[places].long(), self._targets(split)[places + 1].long()
+
+
+def load_bytes(paths: Sequence[str | os.PathLike[str]] = (), *, val_fraction: float = 0.05) -> TokenData:
+    """The text at ``paths`` (see ``find_files``), split into training and validation by file.
+
+    Which file goes where follows from a hash of its path below the folder that holds them all, so it is the
+    same on every machine: see `held_out`. A text in a single file is cut instead: its tail is for validation.
+    Either way the files of a split follow each other in the order of their paths.
+
+    Raises ConfigError, in one line, as ``find_files`` does, and for a single file of a single byte.
+    """
+    texts = {path: read_bytes(path) for path in find_files(paths)}
+    if len(texts) == 1:
+        [(path, text)] = texts.items()
+        cut = cut_before_tail(len(text), val_fraction, f"{path}: one byte")
+        return TokenData(_tensor([text[:cut]]), _tensor([text[cut:]]))
+    root = os.path.commonpath([path.absolute().parent for path in texts])
+    held = held_out(
+        {path: len(text) for path, text in texts.items()},
+        lambda path: os.fsencode(path.absolute().relative_to(root).as_posix()),
+        val_fraction,
+    )
+    return TokenData(
+        train=_tensor([text for path, text in texts.items() if path not in held]),
+        val=_tensor([text for path, text in texts.items() if path in held]),
+    )
+
+
+def held_out(sizes: Mapping[K, int], name: Callable[[K], bytes], val_fraction: float) -> set[K]:
+    """Which of several texts are for validation: in the order of the hashes of their names, passing over
+    those that would bring it above ``val_fraction`` of all; where that leaves none, the smallest."""
+    # hash() differs from run to run
+    by_hash = sorted(sizes, key=lambda key: hashlib.sha256(name(key)).digest())
+    room = val_fraction * sum(sizes.values())
+    held = set()
+    for key in by_hash:
+        if sizes[key] <= room:
+            held.add(key)
+            room -= sizes[key]
+    return held or {min(by_hash, key=lambda key: sizes[key])}
+
+
+def cut_before_tail(size: int, val_fraction: float, what: str) -> int:
+    """Where a single text's tail for validation begins. Raises ConfigError where there is nothing to cut."""
+    if size < 2:
+        raise ConfigError(f"{what} cannot be split into training and validation; give more text")
+    return size - min(size - 1, max(1, round(size * val_fraction)))
+
+
+def _tensor(texts: Sequence[bytes]) -> torch.Tensor:
+    return torch.frombuffer(bytearray(b"".join(texts)), dtype=torch.uint8)
+
+
+JSON_LINES = (".jsonl", ".ndjson", ".json")
+FORMS = '{"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [{"role": ..., "content": ...}]}'
+
+#: Parts of a text [begin, end), in characters.
+Spans = list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text of which the parts ``learnt`` are to be learnt. ``begins`` says whether the tokenizer puts its
+    mark of a text's beginning before it; a chat's template has done so."""
+
+    where: str
+    text: str
+    learnt: Spans
+    begins: bool = True
+
+
+def load_tokenizer(folder: str) -> Any:
+    """The tokenizer in a Hugging Face folder. Raises ConfigError where there is none that can be used."""
+    if not os.path.exists(folder):
+        raise ConfigError(f"{folder}: no such folder, and nothing is downloaded: give a local one")
+    if not os.path.isdir(folder):
+        folder = os.path.dirname(folder) or "."
+    try:
+        tokenizer = transformers_library().AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"{folder}: no tokenizer to be had from it ({error}); set data.tokenizer"
+        ) from error
+    if not tokenizer.is_fast:
+        raise ConfigError(f"{folder}: its tokenizer does not tell where tokens are; give a tokenizer.json")
+    return tokenizer
+
+
+def load_tokens(paths: Sequence[str | os.PathLike[str]], tokenizer: Any, *, val_fraction: float) -> TokenData:
+    """The documents at ``paths`` (see ``find_files``), one after another, each with an end-of-text token.
+
+    A file is one document; each line of a file in JSON lines is one, in one of the `FORMS`: of a prompt with
+    a completion only the completion is learnt, of a chat what the assistant says. Which documents are for
+    validation follows from a hash of their texts; of a single document the tail is.
+
+    Raises ConfigError, in one line that names file and line, for what is not in one of these forms, and where
+    a split has nothing to learn.
+    """
+    documents = [document for path in find_files(paths) for document in _documents(path, tokenizer)]
+    if not documents:
+        raise ConfigError(f"{', '.join(map(str, paths))}: no documents in it; give some")
+    encoded = [_encode(document, tokenizer) for document in documents]
+    if len(encoded) == 1:
+        [(tokens, targets)] = encoded
+        cut = cut_before_tail(len(tokens), val_fraction, f"{documents[0].where}: one token")
+        splits = {"train": [(tokens[:cut], targets[:cut])], "val": [(tokens[cut:], targets[cut:])]}
+    else:
+        # those that are there twice stay together: in both splits they would flatter the loss
+        sizes: Counter[str] = Counter()
+        for document, (tokens, _) in zip(documents, encoded, strict=True):
+            sizes[document.text] += len(tokens)
+        held = held_out(sizes, str.encode, val_fraction)
+        pairs = list(zip(documents, encoded, strict=True))
+        splits = {
+            "train": [both for document, both in pairs if document.text not in held],
+            "val": [both for document, both in pairs if document.text in held],
+        }
+        if not splits["train"]:
+            raise ConfigError(f"{documents[0].where}: all documents are the same; give more")
+    names: tuple[Split, Split] = ("train", "val")
+    joined = {name: [torch.cat(parts) for parts in zip(*splits[name], strict=True)] for name in names}
+    for name in names:
+        if bool((joined[name][1] == IGNORED).all()):
+            raise ConfigError(f"the {name} split has nothing to learn: give more documents")
+    return TokenData(
+        train=joined["train"][0],
+        val=joined["val"][0],
+        targets={name: joined[name][1] for name in names},
+        unit="token",
+        vocab_size=len(tokenizer),
+        decode=tokenizer.decode,
+        tokenizer=tokenizer,
+    )
+
+
+def _documents(path: Path, tokenizer: Any) -> Iterator[Document]:
+    try:
+        text = read_bytes(path).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 ({error.reason} at byte {error.start}); convert it") from None
+    if path.suffix.lower() not in JSON_LINES:
+        yield Document(str(path), text, [(0, len(text))])
+        return
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            yield _of_line(f"{path}:{number}", line, tokenizer)
+
+
+def _of_line(where: str, line: str, tokenizer: Any) -> Document:
+    try:
+        given = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: not an object in JSON on a line of its own: {error}") from None
+    keys = set(given) if isinstance(given, dict) else set()
+    if "messages" in keys:
+        return _chat(where, given["messages"], given.get("tools"), tokenizer)
+    wanted = ("prompt", "completion") if "prompt" in keys else ("text",)
+    parts = [given[key] for key in wanted] if keys.issuperset(wanted) else []
+    if not parts or not all(isinstance(part, str) for part in parts):
+        raise ConfigError(f"{where}: a line must be {FORMS}, with strings")
+    text = "".join(parts)
+    return Document(where, text, [(len(text) - len(parts[-1]), len(text))])
+
+
+def _chat(where: str, messages: Any, tools: Any, tokenizer: Any) -> Document:
+    """A chat by the tokenizer's template, of which what the assistant says is learnt."""
+    if not (
+        isinstance(messages, list)
+        and messages
+        and all(isinstance(m, dict) for m in messages)
+        and all(isinstance(message.get(key), str) for message in messages for key in ("role", "content"))
+    ):
+        raise ConfigError(f"{where}: a line must be {FORMS}, with strings")
+    if not tokenizer.chat_template:
+        raise ConfigError(f"{where}: the tokenizer has no chat template: give prompt and completion, or text")
+
+    def written(count: int, **options: Any) -> str:
+        try:
+            text: str = tokenizer.apply_chat_template(
+                messages[:count], tools=tools, tokenize=False, **options
+            )
+        except Exception as error:  # whatever a template raises
+            raise ConfigError(f"{where}: the tokenizer's chat template: {error}") from error
+        return text
+
+    text = written(len(messages))
+    learnt = []
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before, after = written(index, add_generation_prompt=True), written(index + 1)
+            if not after.startswith(before) or not text.startswith(after):
+                raise ConfigError(
+                    f"{where}: the tokenizer's chat template writes a message otherwise when others follow, "
+                    "so that what the assistant says is not known: give prompt and completion, or text"
+                )
+            learnt.append((len(before), len(after)))
+    return Document(where, text, learnt, begins=False)
+
+
+def _encode(document: Document, tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and targets, int32 and int64 [length]."""
+    encoded = tokenizer(
+        document.text,
+        add_special_tokens=document.begins,
+        return_offsets_mapping=True,
+        return_attention_mask=False,
+        verbose=False,  # that it is longer than the model's context
+    )
+    tokens, places = list(encoded["input_ids"]), encoded["offset_mapping"]
+    whole = document.learnt == [(0, len(document.text))]
+
+    def is_learnt(place: tuple[int, int]) -> bool:
+        # also if it begins with the last space of a prompt and ends in the completion
+        return whole or any(begin < place[1] and place[0] < end for begin, end in document.learnt)
+
+    targets = [token if is_learnt(place) else IGNORED for token, place in zip(tokens, places, strict=True)]
+    end = tokenizer.eos_token_id
+    if end is not None:
+        if tokens[-1:] == [end]:  # some tokenizers put it there
+            tokens.pop()
+            targets.pop()
+        tokens.append(end)
+        at_end = bool(document.learnt) and document.learnt[-1][1] == len(document.text)
+        targets.append(end if at_end else IGNORED)
+    return torch.tensor(tokens, dtype=torch.int32), torch.tensor(targets, dtype=torch.int64)

@@ -1,0 +1,252 @@
+"""The plain PyTorch loop around a wrapped model, a step at a time, and what it goes on from. Its loss is
+taken from all logits only where there is no other way.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import streamer
+from streamer.app.config import Config, ConfigError
+from streamer.app.run.build import schedule
+from streamer.app.run.data import IGNORED, TokenData
+
+
+def count_learnt(targets: torch.Tensor) -> int:
+    """How many of them are learnt; 1 where none is, so that it can be divided by."""
+    return max(1, int((targets != IGNORED).sum()))
+
+
+class TokenLoss:
+    """Mean cross-entropy in nats per token that is learnt (0 where none is), in fp32, of ``model``'s logits
+    for tokens and targets [batch, time].
+
+    They are made a chunk at a time (`streamer.chunked_cross_entropy`) by a model whose ``forward`` takes
+    ``loss_of``, which it calls with its last hidden states [batch, time, width] and its head's weight and
+    whose result it returns; and by one of transformers if its logits are found to be that product, perhaps
+    with ``final_logit_softcapping``. Any other gives all of its logits, or an object that has ``logits``.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        takes = inspect.signature(model.forward).parameters
+        self._summed: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = self._of_logits
+        if "loss_of" in takes:
+            self._summed = self._by_model
+        elif "logits_to_keep" in takes and (parts := _parts(model)) is not None:
+            self._parts = parts
+            self._summed = self._first_of_transformers
+
+    def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return self._summed(tokens, targets) / count_learnt(targets)
+
+    def _of_logits(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        result: Any = self._model(tokens)
+        logits: torch.Tensor = getattr(result, "logits", result)
+        return F.cross_entropy(
+            logits.flatten(0, 1).float(),
+            targets.flatten().to(logits.device),
+            ignore_index=IGNORED,
+            reduction="sum",
+        )
+
+    def _by_model(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self._model(
+            tokens, loss_of=lambda hidden, weight: _chunked(hidden, weight, targets)
+        )
+        return loss
+
+    def _first_of_transformers(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """See whether there is more between hidden states and logits than their product."""
+        hidden, logits = self._parts.run(self._model, tokens)
+        if self._parts.are_all(hidden, logits):
+            self._summed = self._of_transformers
+            return self._parts.loss(hidden, targets)
+        print(f"{type(self._model).__name__} does more than multiply by its head: all logits are held")
+        self._summed = self._of_logits
+        return self._of_logits(tokens, targets)
+
+    def _of_transformers(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        hidden, _ = self._parts.run(self._model, tokens)
+        return self._parts.loss(hidden, targets)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What a causal language model of transformers makes its hidden states and its logits with."""
+
+    base: nn.Module
+    head: nn.Linear
+    softcap: float | None
+
+    def run(self, model: nn.Module, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The hidden states [batch, time, width], and the last token's logits [batch, 1, vocabulary]."""
+        results: list[Any] = []
+        handle = self.base.register_forward_hook(lambda module, given, result: results.append(result))
+        try:
+            # the model itself is called, for all that is done around its forward
+            logits: torch.Tensor = model(tokens, logits_to_keep=1).logits
+        finally:
+            handle.remove()
+        return results.pop().last_hidden_state, logits
+
+    @torch.no_grad()
+    def are_all(self, hidden: torch.Tensor, logits: torch.Tensor) -> bool:
+        """Whether they alone make, to the bit, the last token's logits."""
+        if hidden.shape[-1] != self.head.in_features:
+            return False
+        if hidden.is_meta:
+            return True  # there are no bits: taken for what most models do
+        own = F.linear(hidden[:, -1:], self.head.weight, self.head.bias)
+        if self.softcap is not None:
+            own = torch.tanh(own / self.softcap) * self.softcap
+        return torch.equal(own.to(logits.dtype), logits)
+
+    def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return _chunked(hidden, self.head.weight, targets, bias=self.head.bias, softcap=self.softcap)
+
+
+def _parts(model: Any) -> _Parts | None:
+    """The parts of ``model``, or None if it has others than these."""
+    base = getattr(model, "base_model", model)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if base is model or not isinstance(base, nn.Module) or type(head) is not nn.Linear:
+        return None
+    softcap = getattr(getattr(model, "config", None), "final_logit_softcapping", None)
+    return _Parts(base, head, softcap)
+
+
+def _chunked(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, **options: Any
+) -> torch.Tensor:
+    return streamer.chunked_cross_entropy(
+        hidden, weight, targets.to(hidden.device), ignore_index=IGNORED, reduction="sum", **options
+    )
+
+
+def step_on(
+    config: Config,
+    model: nn.Module,
+    optimizer: streamer.AdamW,
+    loss_of: TokenLoss,
+    tokens: torch.Tensor,
+    targets: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """One step on tokens and targets [batch, time]; its loss, and the gradient's norm where there is one to
+    be had."""
+    loss = loss_of(tokens, targets)
+    loss.backward()
+    measured = {"loss": loss.detach()}
+    if config.stream.update == "step":
+        # 0 in the config means no clipping, but the norm is worth a look all the same
+        measured["grad_norm"] = streamer.clip_grad_norm_(model, config.optimizer.grad_clip or math.inf)
+    optimizer.step()
+    optimizer.zero_grad()
+    return measured
+
+
+@dataclass
+class Loop:
+    """A run's model, optimizer and data, and where in the data it is."""
+
+    config: Config
+    model: nn.Module
+    optimizer: streamer.AdamW
+    data: TokenData
+    step: int = 0
+    first_val_loss: float = math.nan
+    val_loss: float = math.nan
+    #: how often the run went back to a checkpoint, which chooses the batches that it draws then
+    returns: int = 0
+    crops: torch.Generator = field(init=False)
+    rates: torch.optim.lr_scheduler.LambdaLR = field(init=False)
+    loss: TokenLoss = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.model.train()
+        self.loss = TokenLoss(self.model)
+        self.rates = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, schedule(self.config.optimizer, self.config.run.steps)
+        )
+        self._draw_anew()
+
+    def _draw_anew(self) -> None:
+        self.crops = torch.Generator().manual_seed(self.config.run.seed + self.returns)
+
+    def train_step(self) -> dict[str, float]:
+        """One step; its loss, and the gradient's norm where there is one to be had."""
+        batch = self.config.data
+        tokens, targets = self.data.batch("train", batch.batch_size, batch.context, self.crops)
+        measured = step_on(self.config, self.model, self.optimizer, self.loss, tokens, targets)
+        self.rates.step()
+        self.step += 1
+        return {name: value.item() for name, value in measured.items()}
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """The loss on the validation batches, in nats per token.
+
+        Raises ConfigError where the model cannot take the data's tokens in sequences of ``data.context``.
+        """
+        self.model.eval()
+        run, batch = self.config.run, self.config.data
+        batches = self.data.val_batches(run.eval_batches, batch.batch_size, batch.context)
+        try:
+            losses = [self.loss(tokens, targets).item() for tokens, targets in batches]
+        except (ValueError, IndexError) as error:
+            raise ConfigError(
+                f"the model cannot run on sequences of data.context = {batch.context} {self.data.unit}s "
+                f"(tokens 0 to {self.data.vocab_size - 1}): {error}; mend model.args or data.context"
+            ) from error
+        self.model.train()
+        counts = [count_learnt(targets) for _, targets in batches]  # none has nothing to learn
+        self.val_loss = sum(map(operator.mul, losses, counts)) / sum(counts)
+        return self.val_loss
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of the loop, beside what `streamer.save` does."""
+        return {
+            "rates": self.rates.state_dict(),
+            "crops": self.crops.get_state(),
+            "first_val_loss": self.first_val_loss,
+            "val_loss": self.val_loss,
+            "returns": self.returns,
+        }
+
+    def go_on_from(self, loaded: streamer.Loaded) -> None:
+        """Take over the step and the `state` of a checkpoint."""
+        self.step = loaded.step
+        self.rates.load_state_dict(loaded.extra["rates"])
+        self.crops.set_state(loaded.extra["crops"])
+        self.first_val_loss, self.val_loss = loaded.extra["first_val_loss"], loaded.extra["val_loss"]
+        self.returns = loaded.extra["returns"]
+
+    def draw_other_batches(self) -> None:
+        """Draw batches that no earlier try has seen from here on."""
+        self.returns += 1
+        self._draw_anew()
+
+    @torch.no_grad()
+    def sample(self, prompt_tokens: int) -> str:
+        """Text that the streamed model writes, token by token, after the first ``prompt_tokens`` of
+        validation text."""
+        self.model.eval()
+        draws = torch.Generator().manual_seed(self.config.run.seed)
+        text = self.data.val[:prompt_tokens].long()[None]
+        for _ in range(self.config.run.sample_tokens):
+            result: Any = self.model(text[:, -self.config.data.context :])
+            logits: torch.Tensor = getattr(result, "logits", result)[:, -1].float().cpu()
+            text = torch.cat(
+                [text, torch.multinomial(torch.softmax(logits / 0.8, -1), 1, generator=draws)], dim=1
+            )
+        self.model.train()
+        return self.data.decode(text[0].tolist())

@@ -1,0 +1,231 @@
+"""The folder of a run: where its files go, its checkpoints and how it goes on from one, what it reports."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import streamer
+from streamer.app.config import Config, ConfigError, dump_config, load_config
+from streamer.checkpoint.manifest import Manifest, checkpoints, prune
+from streamer.errors import CheckpointError
+
+
+def _names(wanted: Path) -> Iterator[Path]:
+    """``name`` and, for where there is something already, ``name-2`` and so on."""
+    return itertools.chain([wanted], (wanted.with_name(f"{wanted.name}-{n}") for n in itertools.count(2)))
+
+
+def free_name(wanted: Path) -> Path:
+    """The first of ``name``, ``name-2`` and so on where there is nothing yet."""
+    return next(path for path in _names(wanted) if not path.exists())
+
+
+def run_directory(config: Config) -> Path:
+    """A new directory for the run with the resolved config in it. Raises ConfigError where there can be
+    none."""
+    wanted = Path(config.run.out) / config.run.name
+    try:
+        wanted.parent.mkdir(parents=True, exist_ok=True)
+        for directory in _names(wanted):
+            with contextlib.suppress(FileExistsError):
+                directory.mkdir()
+                break
+        (directory / "config.toml").write_text(dump_config(config))
+    except OSError as error:
+        raise ConfigError(f"cannot write to {wanted} ({error.strerror}): set run.out or run.name") from error
+    return directory
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One run in figures: losses in nats per token, sizes in bytes, times in seconds."""
+
+    parameters: int
+    weight_bytes: int
+    device_bytes_peak: int
+    host_bytes_per_parameter: float
+    tokens_per_second: float
+    unigram_loss: float
+    first_val_loss: float
+    last_val_loss: float
+    busy_seconds: dict[str, float]
+    exposed_seconds: dict[str, float]
+    overlap: dict[str, float]
+
+    @staticmethod
+    def of(
+        model: nn.Module,
+        *,
+        tokens_per_second: float,
+        first_val_loss: float,
+        last_val_loss: float,
+        unigram_loss: float,
+    ) -> Summary:
+        """The figures of a wrapped model together with those of its training."""
+        streamer.synchronize(model)
+        stats = streamer.stats(model)
+        params = list(model.parameters())
+        parameters = sum(param.numel() for param in params)
+        return Summary(
+            parameters=parameters,
+            weight_bytes=sum(param.nbytes for param in params),
+            device_bytes_peak=stats.device_bytes_peak,
+            host_bytes_per_parameter=sum(stats.host_bytes.values()) / parameters,
+            tokens_per_second=tokens_per_second,
+            unigram_loss=unigram_loss,
+            first_val_loss=first_val_loss,
+            last_val_loss=last_val_loss,
+            busy_seconds=dict(stats.busy_seconds),
+            exposed_seconds=dict(stats.exposed_seconds),
+            overlap=dict(stats.overlap),
+        )
+
+    def as_json(self) -> dict[str, object]:
+        """The figures as JSON values; an overlap that is NaN (an idle lane) is null."""
+        overlap = {lane: None if math.isnan(value) else value for lane, value in self.overlap.items()}
+        return asdict(self) | {"overlap": overlap}
+
+
+def summary_table(summary: Summary, *, unit: str = "byte") -> str:
+    """The summary as a table for the terminal."""
+    # a plain optimizer's two fp32 moments stand beside the weights and their gradients
+    resident = 2 * summary.weight_bytes + 8 * summary.parameters
+    rows = [
+        ("parameters", f"{summary.parameters:,}"),
+        ("weights", amount(summary.weight_bytes)),
+        ("peak on the device", f"{amount(summary.device_bytes_peak)} with the layers' saved inputs"),
+        ("if all were held there", f"{amount(resident)} of weights, gradients and moments"),
+        ("host bytes per parameter", f"{summary.host_bytes_per_parameter:.2f}"),
+        ("tokens/s", f"{summary.tokens_per_second:,.0f}"),
+        ("validation loss before", f"{summary.first_val_loss:.3f} nats per {unit}"),
+        ("validation loss after", f"{summary.last_val_loss:.3f}"),
+        (f"{unit} frequencies alone", f"{summary.unigram_loss:.3f}"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{name:{width}}  {value}" for name, value in rows]
+    lines.append(f"\n{'lane':8}{'busy s':>10}{'exposed s':>12}{'overlap':>10}")
+    for lane, busy in summary.busy_seconds.items():
+        overlap = "-" if lane == "compute" or not busy else f"{summary.overlap[lane]:.1%}"
+        exposed = "-" if lane == "compute" else f"{summary.exposed_seconds[lane]:.2f}"
+        lines.append(f"{lane:8}{busy:>10.2f}{exposed:>12}{overlap:>10}")
+    return "\n".join(lines)
+
+
+def amount(nbytes: float) -> str:
+    """Bytes in the largest binary unit that leaves a figure of 1 or more."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.2f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.2f} TiB"
+
+
+#: In a run's directory.
+FOLDER = "checkpoints"
+
+
+def checkpoint_to_resume(config: Config, given: str | None) -> Path:
+    """The checkpoint that ``--resume`` means: ``given`` itself, or the latest one of the run's directory
+    ``given``, or of the last run of the config's name.
+
+    Raises ConfigError where there is none, or where the run was made with another config.
+    """
+    if given is not None:
+        path = Path(given)
+        found = checkpoints(path / FOLDER) or ([path] if path.is_dir() else [])
+    else:
+        out = Path(config.run.out)
+        runs = [out / config.run.name, *out.glob(f"{config.run.name}-[0-9]*")]
+        of_runs = [of_run for run in runs if (of_run := checkpoints(run / FOLDER))]
+        found = max(of_runs, key=lambda of_run: of_run[-1].stat().st_mtime) if of_runs else []
+    if not found:
+        where = given or f"{config.run.out}/{config.run.name}"
+        raise ConfigError(
+            f"{where} holds no complete checkpoint: train with run.save_every, or without --resume"
+        )
+    _check_config(config, found[-1].parent.parent)
+    return found[-1]
+
+
+def _check_config(config: Config, directory: Path) -> None:
+    """Raise ConfigError if what a run in ``directory`` ends in would not be what its config says."""
+    path = directory / "config.toml"
+    if not path.exists():
+        return
+    then = load_config(path)
+    # how long it is, what is looked at, and how it is streamed may change; what is computed may not
+    for section in ("model", "data", "optimizer"):
+        if getattr(then, section) != getattr(config, section):
+            raise ConfigError(f"the run was made with another [{section}]: resume it with {path}")
+    if then.run.seed != config.run.seed or then.run.steps != config.run.steps:
+        raise ConfigError(f"the run was made with another run.seed or run.steps: resume it with {path}")
+
+
+class Checkpoints:
+    """Those of the run in ``directory``, of which the last ``keep`` are kept."""
+
+    def __init__(self, directory: Path, *, keep: int) -> None:
+        self.folder = directory / FOLDER
+        self._keep = keep
+
+    def save(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, step: int, extra: dict[str, Any]
+    ) -> Path:
+        """Write one for ``step``, unless it is there, and delete those that it replaces; where it is.
+
+        One that is there and damaged is put aside, under a hidden name.
+        """
+        path = self.folder / f"step-{step:07d}"
+        if path.exists():
+            try:
+                Manifest.read(path).check(path)
+            except CheckpointError:
+                path.rename(path.with_name(f".{path.name}.damaged-{time.time_ns()}"))
+            else:
+                return path
+        streamer.save(model, optimizer, path, step=step, extra=extra)
+        prune(self.folder, self._keep)
+        return path
+
+    def latest(self) -> Path | None:
+        """The last complete one."""
+        return next(reversed(checkpoints(self.folder)), None)
+
+    def load(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, path: Path, *, fall_back: bool
+    ) -> streamer.Loaded:
+        """Go on from the checkpoint ``path`` or, if it is damaged and ``fall_back`` says so, from the latest
+        one before it that is not. Raises ConfigError where there is none."""
+        before = [other for other in checkpoints(path.parent) if other < path] if fall_back else []
+        damaged = []
+        for candidate in (path, *reversed(before)):
+            try:
+                return streamer.load(model, optimizer, candidate)
+            except CheckpointError as error:
+                damaged.append(str(error))
+                print(f"not usable: {error}")
+        mend = "" if fall_back else "; --fall-back goes on from the one before"
+        raise ConfigError(f"cannot resume: {damaged[0]}{mend}")
+
+
+def forget_after(metrics: Path, step: int) -> None:
+    """Drop the lines of ``metrics.jsonl`` beyond ``step``, which will be written again, and a torn one."""
+    kept = []
+    for line in metrics.read_text().splitlines() if metrics.exists() else ():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except ValueError:
+            continue  # the process was killed in the middle of it
+    metrics.write_text("".join(f"{line}\n" for line in kept))

@@ -1,0 +1,206 @@
+"""What a checkpoint holds (its step, its files with every tensor in them, values that are no tensors), and
+folders that are complete or not there at all.
+
+A checkpoint is written into a hidden folder beside the one that it is to be, flushed, and renamed: whoever
+finds a folder by its name finds all of it. What is deleted is renamed first, for the same reason.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from streamer.checkpoint.tensors import DTYPES, Entry, check_tensors
+from streamer.errors import CheckpointError
+
+NAME = "manifest.json"
+#: Of the format: raised when a reader of this version could not make sense of what is written.
+VERSION = 1
+
+#: Names of files beside the manifest: a path could lead out of the folder.
+_FILE_NAME = re.compile(r"[\w-]+\.safetensors", re.ASCII)
+_ITEMSIZES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """``files`` are by name in the checkpoint's folder; ``values`` are encoded by `checkpoint.values`."""
+
+    step: int
+    files: dict[str, dict[str, Entry]]
+    values: dict[str, Any]
+    written_by: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if type(self.step) is not int:
+            raise ValueError(f"step={self.step!r}: a checkpoint's step is an int")
+
+    def write(self, folder: Path) -> None:
+        """Write it, and have it on the disk when this returns."""
+        body = json.dumps(asdict(self), sort_keys=True)
+        given = {"version": VERSION, "crc32": zlib.crc32(body.encode()), "body": json.loads(body)}
+        text = json.dumps(given, indent=1)
+        with (folder / NAME).open("x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+
+    @staticmethod
+    def read(folder: Path) -> Manifest:
+        """Raises CheckpointError for one that is missing, damaged or of a newer version."""
+        path = folder / NAME
+        try:
+            given = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise CheckpointError(f"{folder} holds no checkpoint ({NAME}: {error.strerror})") from error
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path}: damaged ({error})") from error
+        version = given.get("version") if isinstance(given, dict) else None
+        if type(version) is not int or version < 1:
+            raise CheckpointError(f"{path}: this is no manifest of a checkpoint")
+        if version > VERSION:
+            raise CheckpointError(
+                f"{path}: written in version {version} of the format, and this streamer reads up to "
+                f"{VERSION}: update it"
+            )
+        body = given.get("body")
+        if zlib.crc32(json.dumps(body, sort_keys=True).encode()) != given.get("crc32"):
+            raise CheckpointError(f"{path}: damaged (its checksum differs)")
+        try:
+            return _parsed(path, body)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"{path}: not laid out as a manifest ({error!r})") from error
+
+    def check(self, folder: Path) -> None:
+        """Raise CheckpointError unless every file is there and holds what was written."""
+        for name, entries in self.files.items():
+            check_tensors(folder / name, entries)
+
+
+def _parsed(path: Path, body: Any) -> Manifest:
+    files = {}
+    for name, entries in body["files"].items():
+        if not _FILE_NAME.fullmatch(name):
+            raise CheckpointError(f"{path}: {name!r} is no name of a file beside it")
+        files[name] = {key: _entry(value) for key, value in entries.items()}
+    step, values, written_by = body["step"], body["values"], body["written_by"]
+    if type(step) is not int or not isinstance(values, dict) or not isinstance(written_by, dict):
+        raise TypeError("step, values or written_by")
+    return Manifest(step, files, values, written_by)
+
+
+def _entry(value: Mapping[str, Any]) -> Entry:
+    numbers = [*value["shape"], value["offset"], value["nbytes"], value["crc32"]]
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise TypeError("shape, offset, nbytes or crc32")
+    if value["layout"] != "strided" or value["nbytes"] != prod(value["shape"]) * _ITEMSIZES[value["dtype"]]:
+        raise ValueError(f"an entry of {value['nbytes']} bytes, {value['layout']}")
+    return Entry(**{**value, "shape": tuple(value["shape"])})
+
+
+_HIDDEN = re.compile(r"\..*\.(?:writing|deleting)-(\d+)")
+
+
+@contextmanager
+def new_folder(path: Path, *, nbytes: int) -> Iterator[Path]:
+    """A folder to write ``nbytes`` into, which is ``path`` when the block ends, or nowhere if it raises.
+
+    Raises FileExistsError where ``path`` is there already, and OSError, with the path and the bytes that are
+    needed, where it cannot be written.
+    """
+    if path.exists():
+        raise FileExistsError(
+            errno.EEXIST, "there is something already: give each checkpoint a path of its own", str(path)
+        )
+    beside = path.with_name(f".{path.name}.writing-{os.getpid()}")
+    new_parents = [parent for parent in path.parents if not parent.exists()]
+    is_placed = False
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if (free := shutil.disk_usage(path.parent).free) < nbytes:
+            raise OSError(errno.ENOSPC, f"no room: {nbytes} bytes are needed and {free} are free")
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir()
+        yield beside
+        flush(beside)
+        beside.rename(path)
+        is_placed = True
+        for parent in (path, *new_parents):
+            flush(parent.parent)
+    except BaseException as error:
+        shutil.rmtree(path if is_placed else beside, ignore_errors=True)
+        for parent in new_parents:
+            with suppress(OSError):  # not made, or somebody else has put something there
+                parent.rmdir()
+        if isinstance(error, OSError):
+            at = "" if error.filename is None else f" ({error.filename})"
+            raise OSError(
+                error.errno,
+                f"a checkpoint of {nbytes} bytes could not be written: {error.strerror or error}{at}",
+                str(path),
+            ) from error
+        raise
+
+
+def flush(folder: Path) -> None:
+    """Have the names in ``folder`` on the disk."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return  # Windows keeps them by itself
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The complete checkpoints in ``folder`` whose manifests can be read, by step, the last one latest."""
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.name.startswith(".") or not path.is_dir():
+            continue
+        try:
+            found.append((Manifest.read(path).step, path))
+        except CheckpointError:
+            continue  # whoever asks for it by name is told
+    return [path for _, path in sorted(found)]
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Delete all but the ``keep`` latest checkpoints in ``folder``, and what killed processes left there.
+
+    Raises ValueError for a ``keep`` below 1.
+    """
+    if keep < 1:
+        raise ValueError(f"keep={keep}: keep one checkpoint or more")
+    for path in checkpoints(folder)[:-keep]:
+        hidden = path.with_name(f".{path.name}.deleting-{os.getpid()}")
+        shutil.rmtree(hidden, ignore_errors=True)  # of a process that had the same number
+        path.rename(hidden)
+        shutil.rmtree(hidden)
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = _HIDDEN.fullmatch(path.name)
+        if match and not _is_running(int(match[1])):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True

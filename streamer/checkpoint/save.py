@@ -1,0 +1,298 @@
+"""`save`: a wrapped model, its optimizer and all that a run goes on from, in safetensors files."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import torch
+from torch import nn
+
+from streamer.backends.background import Handover, in_background
+from streamer.checkpoint.manifest import Manifest, new_folder
+from streamer.checkpoint.tensors import DTYPES, Entry, Flushing, Piece, file_bytes, write_tensors
+from streamer.checkpoint.values import encode, random_states
+from streamer.engine.paging.executor import Executor
+from streamer.engine.paging.handle import require_home, wrapped
+from streamer.engine.paging.unit import Unit
+from streamer.engine.tensors.guarded import as_plain
+from streamer.memory.host import HostShard
+from streamer.memory.layout import Slice
+from streamer.memory.purposes import MOMENTS
+from streamer.optim.adamw import AdamW
+from streamer.optim.state import check_owner
+from streamer.version import __version__
+
+#: The file for values that are no weight, moment or gradient, and that for buffers.
+VALUES, BUFFERS = "values.safetensors", "buffers.safetensors"
+WEIGHTS, OPTIMIZER, GRADIENTS = "weights", "optimizer", "gradients"
+#: Of the manifest's JSON: for each tensor, and for the rest; a margin for the room that is asked for.
+ENTRY_BYTES, MANIFEST_BYTES = 1 << 9, 1 << 16
+
+Files = dict[str, list[Piece]]
+
+
+@dataclass
+class Content:
+    """What goes into a checkpoint: ``files`` and ``values`` of no unit; ``moments`` are, by unit, the
+    parameters that have any."""
+
+    executor: Executor
+    step: int
+    files: Files
+    values: dict[str, Any]
+    moments: dict[int, list[Slice]]
+    state_dtype: torch.dtype | None
+    entries: dict[str, dict[str, Entry]] = field(default_factory=dict)
+    flushing: Flushing = field(default_factory=Flushing)
+
+    @property
+    def units(self) -> list[Unit]:
+        return [*self.executor.units, self.executor.root]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all files, the manifest's estimated."""
+        of_units = [self._of_unit(unit, self.executor.shard(unit), self.executor) for unit in self.units]
+        files = [pieces for files in (*of_units, self.files) for pieces in files.values()]
+        return MANIFEST_BYTES + sum(file_bytes(pieces) + ENTRY_BYTES * len(pieces) for pieces in files)
+
+    def hold(self) -> None:
+        """Copy what is in no shard, for it may change before it is written."""
+        for pieces in self.files.values():
+            pieces[:] = [Piece.of(piece.name, piece.read().clone()) for piece in pieces]
+
+    def write_unit(self, folder: Path, unit: Unit, shard: HostShard, *, on_host: bool = False) -> None:
+        """Write a unit's files from ``shard``, its own or a copy; ``on_host`` on the HOST lane."""
+        for name, pieces in self._of_unit(unit, shard, self.executor if on_host else None).items():
+            self.entries[name] = write_tensors(folder / name, pieces, flushing=self.flushing)
+
+    def write_rest(self, folder: Path) -> None:
+        """Write the other files, and the manifest."""
+        for name, pieces in self.files.items():
+            self.entries[name] = write_tensors(folder / name, pieces, flushing=self.flushing)
+        Manifest(self.step, self.entries, self.values, _written_by()).write(folder)
+
+    def _of_unit(self, unit: Unit, shard: HostShard, on_host: Executor | None) -> Files:
+        moments = [
+            Piece.of(f"{slice.param.name}.{purpose.name}", purpose.part(slice, shard[purpose]))
+            for slice in self.moments.get(unit.index, ())
+            for purpose in MOMENTS[self.state_dtype or torch.float32]
+        ]
+        files = {
+            file_name(WEIGHTS, unit): [_weight(slice, shard, on_host) for slice in unit.layout.slices],
+            file_name(OPTIMIZER, unit): moments,
+        }
+        return {name: pieces for name, pieces in files.items() if pieces}
+
+
+def content_of(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    executor: Executor,
+    step: int,
+    extra: dict[str, Any],
+) -> Content:
+    rest: list[Piece] = []
+    put = partial(_put, rest)
+    units = (*executor.units, executor.root)
+    _check_registered(model, units)
+    moments: dict[int, list[Slice]] = {}
+    values = {
+        "model": {
+            "units": [unit.name for unit in units],
+            "gradient_scale": encode(executor.gradients.scale, put),
+            "skipped_steps": executor.skipped_steps,
+        },
+        "optimizer": _optimizer(optimizer, moments, put),
+        "random": encode(random_states(), put),
+        "extra": encode(extra, put),
+    }
+    files = {file_name(GRADIENTS, unit): _gradients(unit) for unit in units}
+    files |= {BUFFERS: [Piece.of(name, buffer) for name, buffer in model.named_buffers()], VALUES: rest}
+    state_dtype = optimizer.state_dtype if isinstance(optimizer, AdamW) else None
+    files = {name: pieces for name, pieces in files.items() if pieces}
+    return Content(executor, step, files, values, moments, state_dtype)
+
+
+def _check_registered(model: nn.Module, units: Sequence[Unit]) -> None:
+    """Raise ValueError for a parameter that is no longer in the model: what is in its place has no shard."""
+    registered = set(model.parameters())
+    for unit in units:
+        for slice, param in zip(unit.layout.slices, unit.params, strict=True):
+            if param not in registered:
+                raise ValueError(
+                    f"parameter '{slice.param.name}' was replaced or removed after streamer.wrap, so that it "
+                    "cannot be saved: put it back, or unwrap first"
+                )
+
+
+def _put(pieces: list[Piece], tensor: torch.Tensor) -> str:
+    if tensor.dtype not in DTYPES or tensor.layout is not torch.strided:
+        raise ValueError(f"a tensor of {tensor.dtype}, {tensor.layout}, cannot be saved: make it dense, real")
+    # a copy, for it may change before it is written
+    pieces.append(Piece.of(str(len(pieces)), tensor.detach().cpu().clone()))
+    return pieces[-1].name
+
+
+def files_of(kind: str, manifest: Manifest) -> dict[str, str]:
+    """By the name of each tensor of one ``kind``, the file that has it: the model may have been saved with
+    other layers."""
+    return {
+        name: file
+        for file, entries in manifest.files.items()
+        if file.startswith(f"{kind}-")
+        for name in entries
+    }
+
+
+def file_name(kind: str, unit: Unit) -> str:
+    """The file for what is of one ``kind`` of a unit."""
+    number = "root" if unit.index < 0 else f"{unit.index:05d}"
+    return f"{kind}-{number}.safetensors"
+
+
+def _weight(slice: Slice, shard: HostShard, on_host: Executor | None) -> Piece:
+    """The whole of a parameter. Kernels make a master of it on the HOST lane of ``on_host``, if that is
+    given; else PyTorch does, on the thread that asks."""
+    weight = slice.view(shard.weight)
+    if not slice.param.trainable or weight.dtype == torch.float32:
+        return Piece.of(slice.param.name, weight)
+    read: Callable[[], torch.Tensor] = partial(shard.joined, slice)
+    if on_host is not None:
+        read = partial(on_host.backend.on_host, partial(shard.exact, slice))
+    return Piece(slice.param.name, torch.float32, slice.param.shape, read)
+
+
+@as_plain
+def _gradients(unit: Unit) -> list[Piece]:
+    return [
+        Piece.of(slice.param.name, param.grad.detach())
+        for slice, param in zip(unit.layout.slices, unit.params, strict=True)
+        if param.grad is not None
+    ]
+
+
+def _optimizer(
+    optimizer: torch.optim.Optimizer | None,
+    moments: dict[int, list[Slice]],
+    put: Callable[[torch.Tensor], str],
+) -> dict[str, Any]:
+    """What the manifest says of the optimizer; ``moments`` gets the parameters that have any."""
+    if optimizer is None:
+        return {"class": None}
+    if not isinstance(optimizer, AdamW):
+        return {"class": type(optimizer).__name__, "state": encode(optimizer.state_dict(), put, "optimizer")}
+    steps: dict[str, float] = {}
+    groups = []
+    for group in optimizer.param_groups:
+        homes = [require_home(param) for param in group["params"]]
+        for param, home in zip(group["params"], homes, strict=True):
+            if state := optimizer.state.get(param):
+                steps[home.slice.param.name] = float(state["step"])
+                moments.setdefault(home.unit.index, []).append(home.slice)
+        options = {key: value for key, value in group.items() if key != "params"}
+        names = [home.slice.param.name for home in homes]
+        groups.append({"params": names, "options": encode(options, put, "optimizer.param_groups")})
+    dtype = str(optimizer.state_dtype).removeprefix("torch.")
+    return {"class": "AdamW", "state_dtype": dtype, "groups": groups, "steps": steps}
+
+
+def _written_by() -> dict[str, str]:
+    return {
+        "streamer": __version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "safetensors": safetensors.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def check_owns(optimizer: AdamW, executor: Executor) -> None:
+    """Raise unless all parameters are of this model, and this optimizer is the one that updates them."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            home = require_home(param)
+            if home.executor is not executor:
+                raise ValueError(f"'{home.slice.param.name}' of the optimizer is of another model")
+            check_owner(home, optimizer.token)
+
+
+#: Units that may wait in copies while training goes on.
+MOST_COPIES = 2
+
+
+def save(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    path: str | PathLike[str],
+    *,
+    step: int,
+    extra: Mapping[str, Any] | None = None,
+    block: bool = True,
+) -> Future[None]:
+    """Write a checkpoint of a wrapped model into the new folder ``path``, complete or not at all.
+
+    In it are, in safetensors files: for each unit the weights (fp32 masters where they are trained, whatever
+    dtype they are streamed in, else as they are), the optimizer's moments as they are held and, between
+    backward calls that add up, the gradients; buffers; the states of the generators of random numbers; and
+    ``extra``, of numbers, strings, lists, tuples, dicts, tensors and arrays (``scheduler.state_dict()``,
+    ``scaler.state_dict()``, the position in the data). ``manifest.json`` lists every tensor with its shape,
+    dtype and CRC-32. There is no pickle. `streamer.load` goes on from there to the bit.
+
+    Waits for the updates that are running, and writes straight from host memory: beside the model no more
+    than two parameters' tensors are made. With ``block=False`` it returns once it knows what to write and
+    training may go on: an update copies its unit first if that has not been written yet, up to two units,
+    and waits beyond that. Then weights must not be written by hand until the returned future is done; its
+    ``result()`` raises what went wrong, or else the next `save` does. ``optimizer`` may be one of
+    ``torch.optim``, or None.
+
+    Raises ValueError for what cannot be saved, FileExistsError where there is something at ``path``, and
+    OSError, with the path and the bytes that are needed, where it cannot be written; then nothing is left.
+    """
+    executor = wrapped(model).executor
+    executor.wait_for_saving()
+    if executor.saving is not None and not executor.saving.asked:
+        executor.saving.result()
+    if isinstance(optimizer, AdamW):
+        check_owns(optimizer, executor)
+    executor.synchronize()
+    content = content_of(model, optimizer, executor, step, dict(extra or {}))
+    path = Path(path)
+    if block:
+        with new_folder(path, nbytes=content.nbytes) as folder, content.flushing:
+            for unit in content.units:
+                content.write_unit(folder, unit, executor.shard(unit), on_host=True)
+            content.write_rest(folder)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+    content.hold()
+    shards = {unit.index: executor.shard(unit) for unit in content.units}
+    handover: Handover[int, HostShard] = Handover(shards, most_copies=MOST_COPIES)
+    by_index = {unit.index: unit for unit in content.units}
+    for index, shard in shards.items():
+        shard.before_change = partial(handover.before_change, index, shard.copy)
+
+    def write() -> None:
+        try:
+            with new_folder(path, nbytes=content.nbytes) as folder, content.flushing:
+                handover.read_all(
+                    lambda index, copy: content.write_unit(folder, by_index[index], copy or shards[index])
+                )
+                content.write_rest(folder)
+        finally:
+            handover.read_all(lambda *_: None)  # nobody is to wait, should the folder not be made
+            for shard in shards.values():
+                shard.before_change = None
+
+    executor.saving = in_background(write, "streamer-save")
+    return executor.saving

@@ -1,0 +1,245 @@
+"""Tensors in files of the safetensors format (https://huggingface.co/docs/safetensors), written one after
+another straight from where they are.
+
+The library's own writer wants all tensors of a file in memory, in one dtype each; here a tensor is asked for
+when its turn comes, so that what is made on the way (an fp32 master of a bf16 weight) is never there for more
+than two tensors. Reading is the library's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from streamer.errors import CheckpointError
+
+#: The format's names of the dtypes that are written.
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+#: What is read at once to check a file, in bytes.
+CHUNK_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor to write: ``read`` gives it, on the CPU, when its turn comes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], torch.Tensor]
+
+    @staticmethod
+    def of(name: str, tensor: torch.Tensor) -> Piece:
+        """A tensor that is there already."""
+        return Piece(name, tensor.dtype, tuple(tensor.shape), lambda: tensor.detach().cpu())
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a manifest says of a tensor in a file: dtype by the format's name, where its bytes begin after the
+    header and how many they are, and their CRC-32."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+    crc32: int
+    layout: str = "strided"
+
+
+def file_bytes(pieces: Sequence[Piece]) -> int:
+    """Bytes of the file that holds ``pieces``."""
+    return len(_header(_in_order(pieces))) + sum(piece.nbytes for piece in pieces)
+
+
+class Flushing:
+    """Has files on the disk by the end of its block, one after another while the next are written."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1)
+        self._flushed: list[Future[None]] = []
+
+    def flush(self, descriptor: int) -> None:
+        """Flush an open file, which may be closed meanwhile."""
+        self._flushed.append(self._pool.submit(_flush_and_close, os.dup(descriptor)))
+
+    def __enter__(self) -> Flushing:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._pool.shutdown()
+        if kind is None:
+            for flushed in self._flushed:
+                flushed.result()
+
+
+def _flush_and_close(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_tensors(
+    path: Path,
+    pieces: Sequence[Piece],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    flushing: Flushing | None = None,
+) -> dict[str, Entry]:
+    """Write ``pieces`` into a new file and have them on the disk when this returns, or when the block of
+    ``flushing`` ends; an entry for each."""
+    pieces = _in_order(pieces)
+    checksums = []
+    # while one tensor is written the next is made, and the checksum of both taken
+    with path.open("xb", buffering=0) as file, ThreadPoolExecutor(2) as pool:
+        _write_all(file, memoryview(_header(pieces, metadata)))
+        made = [pool.submit(_bytes_of, piece) for piece in pieces[:1]]
+        for index in range(len(pieces)):
+            data = made.pop().result()
+            made += [pool.submit(_bytes_of, piece) for piece in pieces[index + 1 : index + 2]]
+            checksums.append(pool.submit(zlib.crc32, data))
+            _write_all(file, data)
+        if flushing is None:
+            os.fsync(file.fileno())
+        else:
+            flushing.flush(file.fileno())
+    offsets = itertools.accumulate((piece.nbytes for piece in pieces), initial=0)
+    return {
+        piece.name: Entry(DTYPES[piece.dtype], piece.shape, offset, piece.nbytes, checksum.result())
+        for piece, offset, checksum in zip(pieces, offsets, checksums, strict=False)
+    }
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[Callable[[str], torch.Tensor]]:
+    """What reads a tensor of the file by its name, as a view of the file: copy what is to be kept. Raises
+    CheckpointError for a file that is not as it should be."""
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(safe_open(str(path), framework="pt"))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path}: {in_a_line(error)}") from error
+
+        def read(name: str) -> torch.Tensor:
+            try:
+                return file.get_tensor(name)  # type: ignore[no-any-return]
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{path}: tensor '{name}': {in_a_line(error)}") from error
+
+        yield read
+
+
+def check_tensors(path: Path, entries: Mapping[str, Entry]) -> None:
+    """Raise CheckpointError, naming the tensor, unless the file holds just these with these checksums."""
+    try:
+        with path.open("rb") as file:
+            places = _places(file, path, entries)
+            for name, entry in sorted(entries.items(), key=lambda item: places[item[0]]):
+                file.seek(places[name])
+                checksum, left = 0, entry.nbytes
+                while left:
+                    data = file.read(min(left, CHUNK_BYTES))
+                    if not data:
+                        raise CheckpointError(f"{path}: tensor '{name}' is cut off, the file is too short")
+                    checksum = zlib.crc32(data, checksum)
+                    left -= len(data)
+                if checksum != entry.crc32:
+                    raise CheckpointError(f"{path}: tensor '{name}' is damaged (its checksum differs)")
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    with reading(path):
+        pass  # it is stricter about headers, and nothing may be changed before it has agreed
+
+
+def in_a_line(error: Exception) -> str:
+    """What it says, on one line."""
+    return " ".join(str(error).split())
+
+
+def _places(file: Any, path: Path, entries: Mapping[str, Entry]) -> dict[str, int]:
+    """Where each tensor begins in the file, whose header must be that of ``entries``."""
+    length = int.from_bytes(file.read(8), "little")
+    end = file.seek(0, os.SEEK_END)
+    if length > end - 8:
+        raise CheckpointError(f"{path}: the file is too short, or its first bytes have changed")
+    file.seek(8)
+    try:
+        header = json.loads(file.read(length))
+        found = {
+            name: (value["dtype"], tuple(value["shape"]), *value["data_offsets"])
+            for name, value in header.items()
+            if name != "__metadata__"
+        }
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: its header is damaged ({in_a_line(error)})") from error
+    for name, entry in entries.items():
+        if found.pop(name, None) != (entry.dtype, entry.shape, entry.offset, entry.offset + entry.nbytes):
+            raise CheckpointError(f"{path}: tensor '{name}' is not where or what the manifest says")
+    if found:
+        raise CheckpointError(f"{path}: tensor '{next(iter(found))}' is not in the manifest")
+    if end != (right := 8 + length + sum(entry.nbytes for entry in entries.values())):
+        raise CheckpointError(f"{path}: {end} bytes long, and should be {right}")
+    return {name: 8 + length + entry.offset for name, entry in entries.items()}
+
+
+def _in_order(pieces: Sequence[Piece]) -> list[Piece]:
+    """The widest dtype first, so that each tensor begins at a multiple of its elements' size."""
+    return sorted(pieces, key=lambda piece: -piece.dtype.itemsize)
+
+
+def _header(pieces: Sequence[Piece], metadata: Mapping[str, str] | None = None) -> bytes:
+    at = 0
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    for piece in pieces:
+        header[piece.name] = {
+            "dtype": DTYPES[piece.dtype],
+            "shape": piece.shape,
+            "data_offsets": (at, at + piece.nbytes),
+        }
+        at += piece.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that tensors begin at a multiple of 8 bytes
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bytes_of(piece: Piece) -> memoryview:
+    tensor = piece.read().contiguous()
+    assert (tensor.dtype, tuple(tensor.shape)) == (piece.dtype, piece.shape)
+    return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+def _write_all(file: Any, data: memoryview) -> None:
+    while data.nbytes:
+        data = data[file.write(data) :]

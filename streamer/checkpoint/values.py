@@ -1,0 +1,107 @@
+"""What a checkpoint holds beside tensors: Python values as JSON (no pickle, and the same values back), and
+the states of the generators of random numbers that a run draws from.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+#: What stands for a tensor in the JSON: takes it, and gives the name that it is to be found by.
+Put = Callable[[torch.Tensor], str]
+
+_HUGE = 1 << 64
+
+
+def encode(value: Any, put: Put, where: str = "extra") -> Any:
+    """``value`` in JSON's types. Raises ValueError for what is neither a number, a string, a list, a tuple, a
+    dict, None, a tensor nor an array, naming its place."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool | str):
+        return value
+    if type(value) is int:
+        # Python takes no more than 4300 decimal digits
+        return value if abs(value) < _HUGE else {"int": hex(value)}
+    if type(value) is float:
+        return {"float": value.hex()}
+    try:
+        if isinstance(value, torch.Tensor):
+            return {"tensor": put(value)}
+        if type(value) is np.ndarray:
+            return {"array": put(torch.from_numpy(value.copy(order="C")))}
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}") from error
+    if type(value) in (list, tuple):
+        kind = type(value).__name__
+        return {kind: [encode(item, put, f"{where}[{index}]") for index, item in enumerate(value)]}
+    if isinstance(value, dict):
+        return {
+            # a MultiStepLR holds one
+            "counter" if type(value) is Counter else "dict": [
+                [encode(key, put, f"a key of {where}"), encode(item, put, f"{where}[{key!r}]")]
+                for key, item in value.items()
+            ]
+        }
+    raise ValueError(
+        f"{where} is a {type(value).__name__}, which cannot be saved without pickle: give numbers, strings, "
+        "lists, tuples, dicts, tensors or arrays (a scheduler's state_dict(), say)"
+    )
+
+
+def decode(value: Any, get: Callable[[str], torch.Tensor]) -> Any:
+    """What was encoded; ``get`` gives a tensor by its name. Raises ValueError for other JSON."""
+    if value is None or isinstance(value, bool | str | int):
+        return value
+    if isinstance(value, dict) and len(value) == 1:
+        ((kind, held),) = value.items()
+        if kind == "float":
+            return float.fromhex(held)
+        if kind == "int":
+            return int(held, 16)
+        if kind == "tensor":
+            return get(held)
+        if kind == "array":
+            return get(held).numpy()
+        if kind in ("list", "tuple"):
+            items = [decode(item, get) for item in held]
+            return items if kind == "list" else tuple(items)
+        if kind in ("dict", "counter"):
+            pairs = {decode(key, get): decode(item, get) for key, item in held}
+            return pairs if kind == "dict" else Counter(pairs)
+    raise ValueError(f"{value!r} is no encoded value")
+
+
+def random_states() -> dict[str, Any]:
+    """Those of Python, NumPy and PyTorch, on the CPU and on every GPU, in plain types and tensors."""
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "cpu": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def check_random_states(states: dict[str, Any]) -> None:
+    """Raise, what NumPy and the others raise, unless `set_random_states` can take these."""
+    random.Random().setstate(states["python"])
+    np.random.RandomState().set_state(states["numpy"])
+    torch.Generator().set_state(states["cpu"])
+    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for index, state in enumerate(states["cuda"][:here]):
+        torch.Generator(f"cuda:{index}").set_state(state)
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Go on from ``states`` of `random_states`; those of GPUs that are not here are left out."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["cpu"])
+    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for index, state in enumerate(states["cuda"][:here]):
+        torch.cuda.set_rng_state(state, index)

@@ -1,0 +1,354 @@
+"""When a layer's graph is built, and what is kept until backward.
+
+[Note: activation policies]
+One `autograd.Function` (in `layer`) stands for a layer in the user's graph; the layer's own graph is a
+separate one that begins at the detached inputs and at views of the slot. The policies differ in when
+that graph is built:
+
+- ``recompute`` keeps the inputs, and of the forward's graph no tensors; backward runs the forward again,
+  with the random state and autocast of the first time, for what the graph needs: [Note: recomputation]. Where
+  it does something else, that is seen: [Note: samples].
+- ``recompute+offload`` does the same, and the inputs wait in host memory: [Note: saved inputs].
+- ``keep`` builds the graph in forward. What the graph saves of the weights is saved as a place in the
+  slot, because the slot will hold other layers in between; backward looks it up in whichever slot the
+  unit then has.
+
+In all, a hook on each weight's view moves its gradient into the gradient slot as soon as autograd has
+it, so that the whole gradient leaves in one copy, and so that it is known which weights had none. A batch
+that is cut has such a graph for each slice: [Note: micro-batches].
+"""
+
+from __future__ import annotations
+
+import abc
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from itertools import compress
+from typing import NamedTuple
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from streamer.engine.layer.call import Call
+from streamer.engine.layer.micro_batches import BatchSlices, Joined, JoinedGradients, Parts
+from streamer.engine.layer.parameter_gradients import Asked, Collector, asked_for, graph_is_retained
+from streamer.engine.paging.executor import Executor
+from streamer.engine.paging.unit import Unit
+from streamer.engine.schedule.order import Phase
+from streamer.engine.tensors.nested import Rebuild, Tensors
+from streamer.engine.tensors.param_hooks import OWN_HOOK, check_hooks
+from streamer.engine.tensors.saved import storages
+
+
+class Gate:
+    """Refuses gradients that come to a layer's private graph from anywhere but the layer's own backward.
+
+    A tensor that leaves a layer through an attribute, a hook or a recorder is not connected to the user's
+    graph: what flows back through it would be lost.
+    """
+
+    def __init__(self, layer: str) -> None:
+        self._layer = layer
+        self._is_open = False
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Let gradients through inside the block."""
+        self._is_open = True
+        try:
+            yield
+        finally:
+            self._is_open = False
+
+    def check(self, *_: object) -> None:
+        """Raise RuntimeError unless open."""
+        if not self._is_open:
+            raise RuntimeError(
+                f"a tensor that layer '{self._layer}' computed reached the loss by another way than the "
+                "layer's return value (an attribute, a hook, a cache, recorded outputs such as router "
+                "logits, or torch.autograd.grad in the layer itself), where its gradient would be lost: "
+                "return it, detach it, or do not stream this list of layers"
+            )
+
+    def guard(self, tensors: Tensors) -> None:
+        """Check whenever a gradient comes to one of these leaves."""
+        for tensor in tensors:
+            if tensor.requires_grad:
+                # as `register_hook` does, without a handle to take it off by, which takes longer to make
+                tensor._backward_hooks = OrderedDict(gate=self.check)
+
+
+setattr(Gate.check, OWN_HOOK, True)
+
+
+Gradients = Sequence[torch.Tensor | None]
+
+
+class Graph(NamedTuple):
+    """A layer's own graph: its ends."""
+
+    inputs: Tensors
+    leaves: Tensors
+    #: where gradients come in, for each output that may bring one; edges, since tensors would hold memory
+    outputs: Sequence[GradientEdge | None]
+
+    @staticmethod
+    def of(inputs: Tensors, leaves: Tensors, outputs: Tensors) -> Graph:
+        """The graph that has led from ``inputs`` and ``leaves`` to ``outputs``."""
+        edges = [get_gradient_edge(output) if output.requires_grad else None for output in outputs]
+        return Graph(inputs, leaves, edges)
+
+
+def backpropagate(
+    executor: Executor, unit: Unit, graph: Graph, gradients: Gradients, collector: Collector
+) -> None:
+    """Go back through ``graph`` from the gradients of its outputs. Gradients of parameters that are to be
+    ADDED go to ``collector``, others are left with their leaves."""
+    trained = [
+        (index, leaf, what)
+        for index, (leaf, what) in enumerate(zip(graph.leaves, collector.asked, strict=False))
+        if leaf.requires_grad
+    ]
+    taken = [(index, leaf) for index, leaf, what in trained if what is Asked.ADDED]
+    for index, leaf in taken:
+        # as `register_post_accumulate_grad_hook` does, without a handle, which takes longer to make
+        leaf._post_accumulate_grad_hooks = OrderedDict(collector=partial(collector.take, index))
+    handles: list[RemovableHandle] = []
+    only: list[torch.Tensor] | None = None
+    if any(what is not Asked.ADDED for _, _, what in trained):
+        only = [leaf for _, leaf, what in trained if what is not Asked.NOTHING]
+        only += [tensor for tensor in graph.inputs if tensor.requires_grad]
+        # those that the layer uses though they are registered elsewhere
+        for param, what in asked_for(p for each in (*executor.units, executor.root) for p in each.trainable):
+            only.append(param)
+            if what is Asked.RETURNED:
+                handles.append(param.register_hook(_refuse_to_return(unit)))
+    pairs = [
+        (output, gradient)
+        for output, gradient in zip(graph.outputs, gradients, strict=True)
+        if gradient is not None and output is not None
+    ]
+    try:
+        if pairs and only != []:
+            outputs, output_gradients = zip(*pairs, strict=True)
+            torch.autograd.backward(outputs, output_gradients, retain_graph=graph_is_retained(), inputs=only)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for _, leaf in taken:
+            leaf._post_accumulate_grad_hooks.clear()
+
+
+def _refuse_to_return(unit: Unit) -> Callable[[torch.Tensor | None], None]:
+    """A hook for a parameter that has no place in the graph where ``unit`` stands for what is in it."""
+
+    def hook(gradient: torch.Tensor | None) -> None:
+        if gradient is not None:
+            raise RuntimeError(
+                f"torch.autograd.grad asks for a parameter that layer '{unit.name}' uses though it is "
+                "registered elsewhere: call loss.backward(inputs=[param]) and take param.grad"
+            )
+
+    return hook
+
+
+Outputs = tuple[list[torch.Tensor], Rebuild]
+
+
+class LayerRun(abc.ABC):
+    """One run of a layer in forward, on a slice of its batch, and what is kept of it for backward. [Note:
+    activation policies]"""
+
+    #: whether `graph` must be given the inputs again
+    saves_inputs: bool
+    #: whether those that bring a gradient are in host memory in the meantime
+    pages_inputs = False
+    #: whether it is given the whole batch, the user's own tensors
+    is_whole = True
+
+    def __init__(self, executor: Executor, call: Call) -> None:
+        self.executor = executor
+        self.call = call
+        self.gate = Gate(call.unit.name)
+        #: gives up what the run has kept on the device
+        self.release: Callable[[], object] = lambda: None
+
+    @abc.abstractmethod
+    def first_run(self, weights: torch.Tensor, inputs: Tensors) -> Outputs:
+        """Run the layer in forward."""
+
+    @abc.abstractmethod
+    def graph(self, weights: torch.Tensor, inputs: Tensors) -> AbstractContextManager[Graph]:
+        """The layer's graph inside the block, in backward; its weights are in the slot ``weights``."""
+
+    def go_back(
+        self, weights: torch.Tensor, inputs: Tensors, gradients: Gradients, collector: Collector
+    ) -> list[torch.Tensor | None]:
+        """From the gradients of the outputs those of the inputs; parameters' go to ``collector``."""
+        unit = self.call.unit
+        with self.graph(weights, inputs) as graph:
+            try:
+                # for checkpoints inside of the layer: [Note: checkpointing]
+                with self.gate.opened(), unit.restored(), unit.using(graph.leaves):
+                    backpropagate(self.executor, unit, graph, gradients, collector)
+                collector.keep_returned(graph.leaves)
+                return [tensor.grad for tensor in graph.inputs]
+            finally:
+                # a graph that is kept may be gone through again, even after an error
+                for tensor in (*graph.inputs, *graph.leaves):
+                    tensor.grad = None
+
+
+class LayerCall:
+    """One call of a layer and the backward that belongs to it: a run of kind ``policy`` for each slice of the
+    batch that ``cut`` makes."""
+
+    def __init__(self, executor: Executor, call: Call, policy: type[LayerRun], cut: BatchSlices) -> None:
+        self.executor = executor
+        self.call = call
+        self.saves_inputs = policy.saves_inputs
+        self._pages_inputs = policy.pages_inputs
+        #: of the inputs, those that are paged, and the number under which they are
+        self._paged: list[bool] = []
+        self._number: int | None = None
+        self._cut = cut
+        #: one for each slice
+        self.runs = [policy(executor, call) for _ in cut.slices]
+        for run in self.runs:
+            run.is_whole = len(self.runs) == 1
+        self._shapes: Sequence[torch.Size] = ()
+        self._output_parts: Parts = ()
+        self._release: Callable[[], object] = lambda: None
+        self._written = call.unit.written()
+        check_hooks(call.unit.layout.slices, call.unit.params)
+        self._wanted = call.unit.wanted()
+
+    def forward(self, inputs: Tensors) -> Outputs:
+        """The tensors that leave the layer, and what puts its result together from them and, after them,
+        ``inputs``."""
+        self._paged = [self._pages_inputs and self.executor.inputs.takes(tensor) for tensor in inputs]
+        if any(self._paged):
+            self._number = self.executor.inputs.save(self, list(compress(inputs, self._paged)))
+        outputs = self.executor.forward(self.call.unit, partial(self.run, inputs), Phase.FORWARD)
+        if self.saves_inputs:
+            self._release = self.executor.saved.hold(self, storages(self.kept(inputs)))
+        return outputs
+
+    def run(self, inputs: Tensors, weights: torch.Tensor) -> Outputs:
+        """The work of `forward`, on the slot ``weights``."""
+        self._shapes = [tensor.shape for tensor in inputs]
+        joined = Joined(self.call.unit.name, self._cut, inputs)
+        start_again = self.call.unit.start_again() if len(self.runs) > 1 else None
+        for number, run in enumerate(self.runs):
+            if start_again is not None:
+                start_again()
+            given = self._cut.inputs(inputs, number)
+            outputs, rebuild = run.first_run(weights, given)
+            joined.add(number, outputs, rebuild, given)
+        self._output_parts = joined.parts
+        return joined.tensors, joined.rebuild
+
+    def kept(self, inputs: Tensors) -> list[torch.Tensor]:
+        """Those of ``inputs`` that wait for backward on the device."""
+        if not self.saves_inputs:
+            return []
+        return [tensor for tensor, is_paged in zip(inputs, self._paged, strict=True) if not is_paged]
+
+    def backward(
+        self, kept: Tensors, gradients: Gradients, asked: Sequence[Asked]
+    ) -> list[torch.Tensor | None]:
+        """From the gradients of the outputs those of the trainable parameters and, after them, of the inputs,
+        of which `kept` were.
+
+        ``asked`` says, for each trainable parameter, whether its gradient is RETURNED; what is ADDED goes to
+        the host, and is None here.
+        """
+        self._check_backward(asked)
+        results: list[torch.Tensor | None] = []
+
+        def work(weights: torch.Tensor, gradient: torch.Tensor, paged: Tensors) -> list[bool]:
+            inputs = self._inputs(kept, paged)
+            used, found = self.go_back(weights, gradient, inputs, gradients, asked)
+            if not graph_is_retained():
+                self._release()
+                if self._number is not None:
+                    self.executor.inputs.forget(self._number)
+                for run in self.runs:
+                    run.release()
+            results.extend(found)
+            return used
+
+        # backward() of a loss of a tensor subclass runs with subclasses switched off
+        with torch._C._EnableTorchFunction():
+            self.executor.backward(self.call.unit, work, self._number)
+        return results
+
+    def go_back(
+        self,
+        weights: torch.Tensor,
+        into: torch.Tensor,
+        inputs: Tensors,
+        gradients: Gradients,
+        asked: Sequence[Asked],
+    ) -> tuple[list[bool], list[torch.Tensor | None]]:
+        """The work of `backward`: from the weights in a slot and the gradients of the outputs to those of the
+        parameters, which it writes ``into`` a gradient slot. Says which those are, and gives what `backward`
+        returns."""
+        collector = self._collector(asked, into)
+        try:
+            found = self._go_back(weights, inputs, gradients, collector)
+        except self.call.compile_failures as error:
+            # a backward is compiled when it runs for the first time
+            self.call.give_up_compiling(error)
+            if not self.saves_inputs:
+                raise  # the graph cannot be built again
+            collector = self._collector(asked, into)
+            found = self._go_back(weights, inputs, gradients, collector)
+        return collector.finish(), [*collector.returned, *found]
+
+    def _inputs(self, kept: Tensors, paged: Tensors) -> list[torch.Tensor]:
+        sources = iter(kept), iter(paged)
+        return [next(sources[is_paged]) for is_paged in self._paged] if self.saves_inputs else []
+
+    def _check_backward(self, asked: Sequence[Asked]) -> None:
+        unit = self.call.unit
+        if self.executor.released:
+            raise RuntimeError(
+                "the model was unwrapped since the forward that this backward belongs to: run the forward "
+                "again"
+            )
+        check_hooks(unit.layout.slices, unit.params)
+        added = [what is Asked.ADDED for what in asked]
+        if any(added):
+            self.executor.check_backward(unit)
+            self.executor.hooked.check(
+                compress(unit.layout.trainable, added), [*compress(unit.trainable, added)]
+            )
+        if unit.written() != self._written:
+            raise RuntimeError(
+                f"the weights of layer '{unit.name}' have changed since the forward that this backward "
+                "belongs to (was optimizer.step() called in between?): run the forward again"
+            )
+        if unit.wanted() != self._wanted:
+            raise RuntimeError(
+                f"requires_grad of parameters of layer '{unit.name}' has changed since the forward that this "
+                "backward belongs to (were adapters switched in between?): change it after backward"
+            )
+
+    def _collector(self, asked: Sequence[Asked], into: torch.Tensor) -> Collector:
+        several = len(self.runs) > 1
+        return Collector(self.call.unit, asked, into, in_fp32=several and self.executor.sum_in_fp32)
+
+    def _go_back(
+        self, weights: torch.Tensor, inputs: Tensors, gradients: Gradients, collector: Collector
+    ) -> list[torch.Tensor | None]:
+        """Go back through the graphs of all slices; the gradients of the inputs."""
+        joined = JoinedGradients(self._cut, self._shapes)
+        for number, run in enumerate(self.runs):
+            given = self._cut.inputs(inputs, number) if self.saves_inputs else ()
+            incoming = self._cut.gradients(gradients, self._output_parts, number)
+            joined.add(number, run.go_back(weights, given, incoming, collector))
+        return joined.tensors

@@ -1,0 +1,258 @@
+"""What a layer's result depends on besides its arguments and weights: random state, settings.
+
+[Note: checkpointing]
+A streamed layer decides itself what it keeps until backward. A checkpoint around one would have it run
+forward a third time, only to find the inputs that it has kept: so what the layer saves goes past the
+checkpoints around it, and does not count in them. Inside of a layer a checkpoint runs a part of it again in
+the middle of its backward, when the layer's modules must see the weights that are in the slot
+(`LayerRun.go_back`). Hugging Face's layers checkpoint the whole of themselves where their
+``gradient_checkpointing`` is set; a layer that runs again anyway need not do that twice.
+
+The older kind of checkpoint (``use_reentrant=True``) runs its first forward without gradients, so nothing
+tells it from inference: with that one around it, a layer runs once more than it would have to.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from streamer.engine.tensors.attributes import Generator
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """The autocast settings of one moment, per device type: (type, enabled, dtype)."""
+
+    settings: tuple[tuple[str, bool, torch.dtype], ...]
+
+    @staticmethod
+    def now(device: torch.device) -> Autocast:
+        """What holds in the calling thread."""
+        types = ("cpu",) if device.type in ("cpu", "meta") else ("cpu", device.type)
+        return Autocast(
+            tuple((type, torch.is_autocast_enabled(type), torch.get_autocast_dtype(type)) for type in types)
+        )
+
+    def is_on(self) -> bool:
+        """Whether it is enabled for any type of device."""
+        return any(enabled for _, enabled, _ in self.settings)
+
+    @contextmanager
+    def uncached(self) -> Iterator[None]:
+        """These settings without autocast's cache of cast weights.
+
+        The cache would keep a cast copy of every layer's weights on the device until autocast ends.
+        """
+        if not self.is_on() and not any(torch.is_autocast_enabled(type) for type, _, _ in self.settings):
+            yield
+            return
+        with ExitStack() as stack:
+            for type, enabled, dtype in self.settings:
+                stack.enter_context(
+                    torch.autocast(
+                        type, dtype=dtype if enabled else None, enabled=enabled, cache_enabled=False
+                    )
+                )
+            yield
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Which implementations of scaled_dot_product_attention PyTorch may choose at one moment, and in what
+    order (`torch.nn.attention.sdpa_kernel`)."""
+
+    enabled: tuple[bool, ...]
+    priority: tuple[int, ...]
+
+    _NAMES = ("flash", "mem_efficient", "math", "cudnn")
+
+    @staticmethod
+    def now() -> Attention:
+        """What holds in the process."""
+        cuda = torch.backends.cuda
+        enabled = tuple(getattr(cuda, f"{name}_sdp_enabled")() for name in Attention._NAMES)
+        return Attention(enabled, tuple(torch._C._get_sdp_priority_order()))
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Set it up inside the block."""
+        now = Attention.now()
+        if now == self:
+            yield
+            return
+        try:
+            self._set()
+            yield
+        finally:
+            now._set()
+
+    def _set(self) -> None:
+        for name, enabled in zip(self._NAMES, self.enabled, strict=True):
+            getattr(torch.backends.cuda, f"enable_{name}_sdp")(enabled)
+        torch._C._set_sdp_priority_order(list(self.priority))
+
+
+@dataclass(frozen=True)
+class Ambient:
+    """Random state and settings of autocast and attention of one moment, to be set up again at another."""
+
+    device: torch.device
+    autocast: Autocast
+    attention: Attention
+    python_random_state: Any
+    numpy_random_state: Any
+    cpu_random_state: torch.Tensor
+    device_random_state: torch.Tensor | None
+    #: of others than PyTorch's, Python's and NumPy's own
+    generators: tuple[tuple[Generator, Any], ...]
+
+    @staticmethod
+    def now(device: torch.device, generators: Iterable[Generator] = ()) -> Ambient:
+        """What holds in the calling thread, and the states of these ``generators``."""
+        device_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return Ambient(
+            device,
+            Autocast.now(device),
+            Attention.now(),
+            random.getstate(),
+            _numpy.get(),
+            torch.get_rng_state(),
+            device_state,
+            tuple((generator, _state_of(generator)) for generator in generators),
+        )
+
+    def has_moved_on(self) -> bool:
+        """Whether random numbers of PyTorch were drawn since."""
+        state = self.device_random_state
+        return not torch.equal(torch.get_rng_state(), self.cpu_random_state) or (
+            state is not None and not torch.equal(torch.cuda.get_rng_state(self.device), state)
+        )
+
+    def rewind(self) -> None:
+        """Go back to this moment's random state for good."""
+        random.setstate(self.python_random_state)
+        _numpy.set(self.numpy_random_state)
+        torch.set_rng_state(self.cpu_random_state)
+        if self.device_random_state is not None:
+            torch.cuda.set_rng_state(self.device_random_state, self.device)
+        for generator, state in self.generators:
+            _set_state(generator, state)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Set it up inside the block; what held before holds after it, random numbers drawn or not."""
+        devices = [] if self.device_random_state is None else [self.device]
+        with torch.random.fork_rng(devices=devices), self.autocast.uncached(), self.attention.again():
+            now = random.getstate(), _numpy.get()
+            generators = [(generator, _state_of(generator)) for generator, _ in self.generators]
+            try:
+                self.rewind()
+                yield
+            finally:
+                random.setstate(now[0])
+                _numpy.set(now[1])
+                for generator, state in generators:
+                    _set_state(generator, state)
+
+
+class _NumpyState:
+    """The state of NumPy's own generator, taken and given back where it has changed.
+
+    NumPy needs as long for either as a small layer to run. As long as the memory of the generator is the
+    same, so is its state, but for the second of a pair of normal numbers, which waits outside of that memory:
+    a state that has one is not kept.
+    """
+
+    def __init__(self) -> None:
+        #: the memory, and the state that was found with it
+        self._kept: tuple[bytes | None, Any] = None, None
+        self._memory: tuple[Any, Any] = None, None
+
+    def get(self) -> Any:
+        """The state, as `np.random.set_state` takes it."""
+        memory = self._read()
+        found, state = self._kept
+        if memory is None or memory != found:
+            state = np.random.get_state(legacy=False)
+            self._kept = None if state["has_gauss"] else memory, state
+        return state
+
+    def set(self, state: Any) -> None:
+        """Go back to what `get` has returned."""
+        if state is not self.get():
+            np.random.set_state(state)
+            self._kept = None, None
+
+    def _read(self) -> bytes | None:
+        """The memory of the generator; None where it is not of the kind that NumPy begins with."""
+        generator: Any = np.random.mtrand._rand._bit_generator
+        if type(generator) is not np.random.MT19937:
+            return None
+        if self._memory[0] is not generator:
+            # 624 numbers and a position among them
+            words = (ctypes.c_uint32 * 625).from_address(generator.ctypes.state_address)
+            self._memory = generator, words
+        return bytes(self._memory[1])
+
+
+_numpy = _NumpyState()
+
+
+def _state_of(generator: Generator) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state()
+
+
+def _set_state(generator: Generator, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+_FLAG = "gradient_checkpointing"
+
+
+@contextmanager
+def past_checkpoints() -> Iterator[None]:
+    """Save for backward as if no checkpoint were around the block. [Note: checkpointing]"""
+    autograd = torch._C._autograd
+    hooks = []
+    while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        if getattr(top[0], "__module__", None) != torch.utils.checkpoint.__name__:
+            break
+        hooks.append(top)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+@contextmanager
+def without_own_checkpoint(layer: nn.Module) -> Iterator[None]:
+    """Run the block with a layer of Hugging Face that does not checkpoint itself. [Note: checkpointing]"""
+    is_set = layer.__dict__.get(_FLAG)
+    if not is_set:
+        yield
+        return
+    setattr(layer, _FLAG, False)
+    try:
+        yield
+    finally:
+        setattr(layer, _FLAG, is_set)

@@ -1,0 +1,199 @@
+"""One call of a layer: its own forward, compiled as long as that works, on weights from a slot."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from streamer.engine.layer.ambient import Ambient
+from streamer.engine.layer.sharing import untangle
+from streamer.engine.paging.unit import Attributes, Unit, changed_attributes, set_attributes
+from streamer.engine.tensors.nested import Rebuild, Tensors, fingerprint, flatten, reachable
+
+#: What names a backend of `torch.compile`.
+CompileBackend = str | Callable[..., Any]
+
+
+class Compiler:
+    """Compiles the layers of one model, which run on ``device``.
+
+    PyTorch keeps what it has compiled by the code of a forward and takes parameters as inputs, so layers of
+    one class whose parameters are alike share one compilation. Where one fails, all layers of that class run
+    as they are from then on, which is said once.
+    """
+
+    def __init__(self, device: torch.device, backend: CompileBackend) -> None:
+        # takes a second to import, which others need not wait for
+        from torch._dynamo.exc import TorchDynamoException
+
+        self.device = device
+        self.failure: type[BaseException] = TorchDynamoException
+        self.given_up: set[type[nn.Module]] = set()
+        self._backend = backend
+
+    def compile(self, unit: Unit) -> CompiledForward:
+        """What runs in place of the forward of the unit's module."""
+        return CompiledForward(self, unit, torch.compile(unit.module.forward, backend=self._backend))
+
+
+class CompiledForward:
+    """The forward of one layer."""
+
+    def __init__(self, compiler: Compiler, unit: Unit, compiled: Callable[..., Any]) -> None:
+        self.failure = compiler.failure
+        self._compiler = compiler
+        self._unit = unit
+        self._kind = type(unit.module)
+        self._plain: Callable[..., Any] = unit.module.forward
+        self._compiled = compiled
+
+    @property
+    def works(self) -> bool:
+        """Whether the compiled forward is what runs."""
+        return self._kind not in self._compiler.given_up
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.works:
+            before, buffers = Ambient.now(self._compiler.device), self._unit.buffers_now()
+            try:
+                return self._compiled(*args, **kwargs)
+            except self.failure as error:
+                self.give_up(error)
+            # a part of the forward may have run
+            before.rewind()
+            self._unit.put_back(buffers)
+        return self._plain(*args, **kwargs)
+
+    def give_up(self, error: BaseException) -> None:
+        """Run all layers of this class as they are from now on, because compiling ended in ``error``."""
+        self._compiler.given_up.add(self._kind)
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        warnings.warn(
+            f"torch.compile fails on {self._kind.__name__}, whose layers run as they are from now on (give "
+            f"compile=False to be spared this): {reason}",
+            stacklevel=2,
+        )
+
+
+@dataclass(frozen=True)
+class Call:
+    """A layer's plain forward with everything but tensors bound: ``rebuild`` makes its (args, kwargs)."""
+
+    unit: Unit
+    forward: Callable[..., Any]
+    rebuild: Rebuild
+
+    @property
+    def compile_failures(self) -> tuple[type[BaseException], ...]:
+        """The exceptions that say that compiling the forward has failed; none where it is not compiled."""
+        return (self.forward.failure,) if isinstance(self.forward, CompiledForward) else ()
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a compiled forward is what runs."""
+        return isinstance(self.forward, CompiledForward) and self.forward.works
+
+    def give_up_compiling(self, error: BaseException) -> None:
+        """Run the forward as it is from now on, because of ``error``, one of `compile_failures`."""
+        assert isinstance(self.forward, CompiledForward)
+        self.forward.give_up(error)
+
+    def run(
+        self, weights: torch.Tensor, leaves: Tensors, inputs: Tensors
+    ) -> tuple[list[torch.Tensor], Rebuild]:
+        """Run it with ``leaves``, which are views of the slot ``weights``, as parameters.
+
+        Returns the tensors that are to leave the layer, and what puts its result together from them and,
+        after them, the user's inputs: [Note: shared outputs]. None of them aliases the slot, which will soon
+        hold another layer. Raises ValueError if the layer changes its arguments.
+        """
+        args, kwargs = self.rebuild(inputs)
+        given = reachable((args, kwargs))
+        self._check_seen(given, inputs, "is given", lambda tensor: tensor.requires_grad)
+        before = fingerprint((args, kwargs))
+        try:
+            result = run_on_slot(self.unit, self.forward, weights, leaves, args, kwargs)
+        except RuntimeError as error:
+            # autograd's own refusal, where the graph is built in forward, names no layer
+            if "in-place operation" in str(error):
+                raise self._changes_its_arguments() from error
+            raise
+        if fingerprint((args, kwargs)) != before:
+            raise self._changes_its_arguments()
+        outputs, rebuild = flatten(result)
+        self._check_seen(reachable(result), outputs, "returns", lambda tensor: tensor.is_floating_point())
+        return untangle(self.unit.name, outputs, rebuild, inputs)
+
+    def _check_seen(
+        self,
+        tensors: Tensors,
+        seen: Tensors,
+        verb: str,
+        matters: Callable[[torch.Tensor], bool],
+    ) -> None:
+        """Refuse tensors inside objects that `flatten` does not open: they would lose their gradients."""
+        known = {id(tensor) for tensor in seen}
+        if any(id(tensor) not in known and matters(tensor) for tensor in tensors):
+            raise ValueError(
+                f"layer '{self.unit.name}' {verb} a tensor inside an object of its own class, where its "
+                "gradient would be lost: use a tuple, a list, a dict or a dataclass"
+            )
+
+    def _changes_its_arguments(self) -> ValueError:
+        return ValueError(
+            f"layer '{self.unit.name}' changes what it is given (a tensor in place, or a list or a cache "
+            "among its arguments), so it cannot run again in backward: let it return the new value"
+        )
+
+
+def run_on_slot(
+    unit: Unit,
+    forward: Callable[..., Any],
+    weights: torch.Tensor,
+    leaves: Tensors,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """``forward`` with ``leaves``, views of the slot ``weights``, as parameters; the result does not alias
+    the slot. Raises ValueError if it writes its weights, since the slot is a copy, or keeps them."""
+    slot = (weights, *leaves)
+    before, attributes = [tensor._version for tensor in slot], unit.attributes()
+    with unit.restored(), unit.using(leaves):
+        result = forward(*args, **kwargs)
+    if changed := list(changed_attributes(attributes)):
+        unit.forget_attributes()
+        _check_not_kept(unit, attributes, changed, weights)
+    if [tensor._version for tensor in slot] != before:
+        raise ValueError(
+            f"layer '{unit.name}' writes its own weights in its forward, which would be lost: write them "
+            "between steps"
+        )
+    outputs, rebuild = flatten(result)
+    return rebuild([out.clone() if aliases(out, weights) else out for out in outputs])
+
+
+def _check_not_kept(
+    unit: Unit,
+    before: Attributes,
+    changed: Iterable[tuple[nn.Module, Mapping[str, Any]]],
+    weights: torch.Tensor,
+) -> None:
+    for module, values in changed:
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and values.get(name) is not value and aliases(value, weights):
+                set_attributes(before)
+                raise ValueError(
+                    f"layer '{unit.name}' keeps a weight, or a view of one, in attribute '{name}' of a "
+                    f"{type(module).__name__} beyond its forward, when other weights will be in its place: "
+                    "keep a clone, or look the weight up each time"
+                )
+
+
+def aliases(tensor: torch.Tensor, buffer: torch.Tensor) -> bool:
+    """Whether both share one storage (its identity, since all meta tensors have the same address)."""
+    return bool(tensor.untyped_storage()._cdata == buffer.untyped_storage()._cdata)

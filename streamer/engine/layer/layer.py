@@ -1,0 +1,325 @@
+"""What a layer's ``forward`` becomes: a function of its weights, fetched for the call.
+
+[Note: key/value caches]
+A model with ``use_cache=True`` hands every layer one cache object and the layer appends its keys and
+values to it. A layer that runs again in backward appends them a second time and attends to both:
+wrong gradients and no error. In training an empty cache is therefore taken out of a layer's arguments
+(the layer then attends to its own keys and values, as it would have), and one with tokens in it is
+refused. Whatever else a layer changes among its arguments is found by `nested.fingerprint`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.nn.parallel import DistributedDataParallel
+
+from streamer.engine.layer.activation import LayerCall
+from streamer.engine.layer.ambient import Autocast, past_checkpoints
+from streamer.engine.layer.call import Call, Compiler, aliases, run_on_slot
+from streamer.engine.layer.micro_batches import AmbiguousBatchError, BatchSlices, Joined, MicroBatches
+from streamer.engine.layer.outside_access import unwatched
+from streamer.engine.layer.parameter_gradients import asked_of
+from streamer.engine.layer.policies import POLICIES
+from streamer.engine.layer.sharing import untangle
+from streamer.engine.paging.executor import Executor
+from streamer.engine.paging.unit import Unit
+from streamer.engine.schedule.order import Phase
+from streamer.engine.tensors.guarded import as_plain, never_traced
+from streamer.engine.tensors.nested import Tensors, fingerprint, flatten, reachable
+from streamer.engine.tensors.param_hooks import shield
+
+
+def without_caches(
+    args: tuple[Any, ...], kwargs: dict[str, Any], layer: str
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``args`` and ``kwargs`` of a layer without empty caches. [Note: key/value caches]
+
+    Raises ValueError for a cache that holds tokens already.
+    """
+    if not holds_cache(args, kwargs):
+        return args, kwargs
+    kept = tuple(_without_cache(value, layer) for value in args)
+    named = {key: _without_cache(value, layer) for key, value in kwargs.items()}
+    if "use_cache" in named:
+        named["use_cache"] = False
+    return kept, named
+
+
+def holds_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether one of the arguments is a cache."""
+    return any(_is_cache(value) for value in (*args, *kwargs.values()))
+
+
+def _is_cache(value: object) -> bool:
+    # the protocol of transformers.Cache, which need not be installed
+    return hasattr(value, "get_seq_length") and (hasattr(value, "update") or hasattr(value, "reorder_cache"))
+
+
+def _without_cache(value: Any, layer: str) -> Any:
+    if not _is_cache(value):
+        return value
+    if (tokens := int(value.get_seq_length())) > 0:
+        raise ValueError(
+            f"layer '{layer}' got a key/value cache with {tokens} tokens while gradients are on: train with "
+            "past_key_values=None, or run this forward under torch.no_grad()"
+        )
+    return None
+
+
+def check_transforms(layer: str, tensors: Iterable[torch.Tensor | None] = ()) -> None:
+    """Raise RuntimeError inside of a transform of `torch.func`, for batched gradients among ``tensors``, and
+    inside of another data parallel module."""
+    is_batched = torch._C._functorch.is_legacy_batchedtensor
+    batched = any(tensor is not None and is_batched(tensor) for tensor in tensors)
+    if batched or torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "transforms of torch.func (grad, vjp, jvp, vmap) and batched gradients do not go through "
+            f"streamed layer '{layer}': use torch.autograd.grad, or call streamer.unwrap(model) first"
+        )
+    if DistributedDataParallel._active_ddp_module is not None:
+        raise RuntimeError(
+            f"DistributedDataParallel does not see when the gradients of streamed layer '{layer}' have "
+            "arrived: train in one process, without it"
+        )
+
+
+def check_dual(layer: str, inputs: Tensors) -> None:
+    """Raise RuntimeError for inputs of forward-mode differentiation."""
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in inputs):
+        raise RuntimeError(
+            f"forward-mode differentiation goes through streamed layer '{layer}' only where backward does "
+            "not: run it under torch.no_grad()"
+        )
+
+
+def infer(
+    run: Callable[[tuple[Any, ...], dict[str, Any]], Any],
+    unit: Unit,
+    micro_batches: MicroBatches,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """What ``run`` makes of ``args`` and ``kwargs``: of the very same objects where the batch is not cut, as
+    it is not beside a key/value cache, which is written.
+
+    Raises ValueError where a layer whose batch is cut changes what it is given, or writes a cache of its own.
+    """
+    inputs, rebuild = flatten((args, kwargs))
+    cut = BatchSlices.none(inputs)
+    # generation comes by sequences that are as long as the batch: all of them at a time is never wrong
+    with suppress(AmbiguousBatchError):
+        cut = micro_batches.cut(args, kwargs, inputs) if not holds_cache(args, kwargs) else cut
+    if len(cut.slices) == 1:
+        return run(args, kwargs)
+    joined = Joined(unit.name, cut, inputs)
+    start_again = unit.start_again()
+    for number in range(len(cut.slices)):
+        start_again()
+        given = cut.inputs(inputs, number)
+        given_args, given_kwargs = rebuild(given)
+        before, kept = fingerprint((given_args, given_kwargs)), _kept(unit)
+        outputs, rebuild_result = untangle(unit.name, *flatten(run(given_args, given_kwargs)), given)
+        if fingerprint((given_args, given_kwargs)) != before:
+            raise ValueError(
+                f"layer '{unit.name}' changes what it is given (a tensor in place, or a list), and would do "
+                "so for each micro-batch: let it return the new value, or wrap without micro_batch_size"
+            )
+        _check_kept(unit, kept, cut.slices[number][1])
+        joined.add(number, outputs, rebuild_result, given)
+    return joined.rebuild([*joined.tensors, *inputs])
+
+
+def _kept(unit: Unit) -> list[tuple[torch.Tensor, int]]:
+    """Tensors of two dimensions or more that the modules of ``unit`` have beside parameters, and their
+    versions."""
+    held = [
+        value
+        for values in unit.attributes().values()
+        for name, value in values.items()
+        if name not in ("_parameters", "_modules")
+    ]
+    return [
+        (tensor, 0 if tensor.is_inference() else tensor._version)
+        for tensor in reachable(held)
+        if tensor.dim() > 1
+    ]
+
+
+def _check_kept(unit: Unit, before: list[tuple[torch.Tensor, int]], length: int) -> None:
+    """Refuse what is kept of a slice of ``length`` samples, since the next one would find it as its own."""
+    versions = {id(tensor): version for tensor, version in before}
+    for tensor, version in _kept(unit):
+        if version != versions.get(id(tensor), version) or (
+            id(tensor) not in versions and tensor.shape[0] == length
+        ):
+            raise ValueError(
+                f"layer '{unit.name}' writes a tensor of shape {tuple(tensor.shape)} that it keeps, a "
+                "key/value cache say, where micro-batches would find one another's: wrap without "
+                "micro_batch_size"
+            )
+
+
+class StreamedLayer:
+    """Stands in for the ``forward`` of the module of ``unit``. ``policy`` is a key of `POLICIES`."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        unit: Unit,
+        policy: str,
+        micro_batches: MicroBatches,
+        compiler: Compiler | None = None,
+    ) -> None:
+        self._executor = executor
+        self._unit = unit
+        #: what the module had of its own in place of its class's forward
+        self.had = unit.module.__dict__.get("forward")
+        self._policy = POLICIES[policy]
+        self._visit = LayerCall
+        self._micro_batches = micro_batches
+        self._forward: Callable[..., Any] = (
+            unit.module.forward if compiler is None else compiler.compile(unit)
+        )
+
+    def visit_as(self, kind: type[LayerCall]) -> None:
+        """Let visits be of another kind."""
+        self._visit = kind
+
+    @never_traced
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # a module around it may have switched subclasses off: `PlainForward`
+        with unwatched(), torch._C._EnableTorchFunction():
+            return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._executor.structure.enter(self._unit.index)
+        check_transforms(self._unit.name)
+        if not torch.is_grad_enabled():
+            return self._infer(args, kwargs, Phase.INFERENCE)
+        args, kwargs = without_caches(args, kwargs, self._unit.name)
+        inputs, rebuild = flatten((args, kwargs))
+        if not _needs_graph(inputs) and not _needs_graph(self._unit.params):
+            return self._infer(args, kwargs, Phase.FROZEN)
+        check_dual(self._unit.name, inputs)
+        cut = self._micro_batches.cut(args, kwargs, inputs)
+        visit = self._visit(self._executor, Call(self._unit, self._forward, rebuild), self._policy, cut)
+        results: list[Any] = []
+        with past_checkpoints():
+            outputs = _Layer.apply(visit, results, *self._unit.trainable, *inputs)  # type: ignore[no-untyped-call]
+        return results.pop()((*outputs, *inputs))
+
+    def _infer(self, args: tuple[Any, ...], kwargs: dict[str, Any], phase: Phase) -> Any:
+        """Run the layer without a graph, on the very objects it was given: it may write into a cache."""
+
+        unit = self._unit
+
+        def work(weights: torch.Tensor) -> Any:
+            run = partial(run_on_slot, unit, self._forward, weights, unit.leaves(weights))
+            with Autocast.now(self._executor.backend.device).uncached(), _slot_for_now(unit, weights):
+                return infer(run, unit, self._micro_batches, args, kwargs)
+
+        return self._executor.forward(self._unit, work, phase)
+
+
+@contextmanager
+def _slot_for_now(unit: Unit, weights: torch.Tensor) -> Iterator[None]:
+    """Refuse gradients that come after the block to what autograd has saved in it of the slot ``weights``:
+    that will soon hold another layer, and nothing that ``unit`` was known to be given needed one."""
+    is_over = False
+
+    def unpack(saved: torch.Tensor) -> torch.Tensor:
+        if is_over and aliases(saved, weights):
+            raise RuntimeError(
+                f"layer '{unit.name}' is frozen and was given nothing that needs a gradient, but one goes "
+                "through it, to a tensor of another module: give that to the layer as an argument"
+            )
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, unpack):
+        try:
+            yield
+        finally:
+            is_over = True
+
+
+class _Layer(torch.autograd.Function):
+    """A streamed layer in the user's graph: its trainable parameters and tensors in, tensors out.
+
+    The parameters are there to be found by who asks for their gradients: [Note: parameter hooks]. What builds
+    the layer's result around the tensors that come out and, after them, those that went in is appended to
+    ``results``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, visit: LayerCall, results: list[Any], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.visit = visit
+        inputs = tensors[len(visit.call.unit.trainable) :]
+        turns = visit.executor.turns
+        with turns.lock:
+            ctx.training_pass = turns.forward()
+            outputs, rebuild = visit.forward(inputs)
+        results.append(rebuild)
+        ctx.save_for_backward(*visit.kept(inputs))
+        ctx.mark_non_differentiable(*(out for out in outputs if not _is_differentiable(out.dtype)))
+        return tuple(outputs)
+
+    @staticmethod
+    @never_traced
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        visit: LayerCall = ctx.visit
+        unit = visit.call.unit
+        check_transforms(unit.name, gradients)
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"create_graph=True: streamed layer '{unit.name}' has no gradients of gradients (gradient "
+                "penalties, Hessians): leave create_graph out, or call streamer.unwrap(model) first"
+            )
+        accumulators = [node for node, _ in ctx.next_functions[: len(unit.trainable)]]
+        asked = [asked_of(accumulator) for accumulator in accumulators]
+        turns = visit.executor.turns
+        try:
+            with turns.lock:
+                turns.backward(ctx.training_pass)
+                _finish_with_this_backward(visit.executor)
+                found = visit.backward(ctx.saved_tensors, gradients, asked)
+        except RuntimeError as error:
+            if "modified by an inplace operation" in str(error):
+                # autograd's own words name no layer
+                raise RuntimeError(
+                    f"layer '{unit.name}' was given, or has returned, a tensor that was written before its "
+                    f"backward, which needs it (write into a clone): {error}"
+                ) from error
+            raise
+        shield(unit.trainable)
+        of_params, of_inputs = found[: len(asked)], found[len(asked) :]
+        returned = [
+            None if gradient is None else gradient.to(param.device)
+            for gradient, param in zip(of_params, unit.trainable, strict=True)
+        ]
+        return (None, None, *returned, *of_inputs)
+
+
+@as_plain
+def _needs_graph(tensors: Iterable[torch.Tensor]) -> bool:
+    return any(tensor.requires_grad for tensor in tensors)
+
+
+def _is_differentiable(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _finish_with_this_backward(executor: Executor) -> None:
+    """Let the backward that is running end only when all gradients are in host memory."""
+    task = torch._C._current_graph_task_id()
+    if executor.backward_task != task:
+        executor.backward_task = task
+        executor.turns.until_backward_ends(executor.finish_backward)

@@ -1,0 +1,530 @@
+"""A layer's batch, cut into micro-batches that meet its weights one after another.
+
+[Note: micro-batches]
+A layer that is given a large batch runs it in slices while its weights are in the slot, so that they cross
+the bus twice a step whatever the batch, and what it computes takes the memory of one slice. An argument is
+cut if its first dimension is the batch, which is that of the hidden states: the first tensor of floating
+point among the arguments. Where that may be chance (the batch is as long as the sequence, or there are as
+many heads) the caller is asked, since a wrong cut may broadcast without a word. What the layer returns is put
+together along the same dimension. Nothing is cut beside a nested tensor (of sequences that differ in length;
+`nn.TransformerEncoder` makes one of a padded batch in evaluation).
+
+Random numbers are drawn slice after slice, in each layer. A layer that looks across its batch (batch
+normalisation, experts with a capacity, a state that it keeps) sees one slice after another, as with gradient
+accumulation: running statistics take in each slice, and count it. The power iteration of a spectral norm,
+which looks at weights alone, makes one step for all of them (`Unit.start_again`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from streamer.engine.layer.sharing import SharedOutputs, Shown, View, are_apart
+from streamer.engine.paging.unit import Unit
+from streamer.engine.tensors.nested import Rebuild, Tensors, constants, flatten, reachable
+
+
+class Part(NamedTuple):
+    """Where the batch is in a tensor: the dimension, and how many of its entries belong to one sample."""
+
+    dim: int
+    per_sample: int = 1
+
+    def of(self, tensor: torch.Tensor, start: int, length: int) -> torch.Tensor:
+        """What belongs to ``length`` samples from ``start`` on; a view."""
+        return tensor.narrow(self.dim, start * self.per_sample, length * self.per_sample)
+
+
+#: For each of some tensors where its batch is; None where it has none, and every slice is given all of it.
+Parts = Sequence[Part | None]
+
+
+class BatchSlices(NamedTuple):
+    """Slices of one batch: where each starts and how long it is, where the batch is in each tensor that the
+    layer is given, and in which dimension of what it returns."""
+
+    slices: Sequence[tuple[int, int]]
+    parts: Parts
+    dim: int = 0
+
+    @staticmethod
+    def none(inputs: Tensors) -> BatchSlices:
+        """One slice, of everything."""
+        return BatchSlices([(0, 0)], [None] * len(inputs))
+
+    def inputs(self, inputs: Tensors, number: int) -> list[torch.Tensor]:
+        """What slice ``number`` is given, apart from the user's graph."""
+        start, length = self.slices[number]
+        return [
+            # no-grad mode would leave requires_grad out
+            tensor
+            if part is None
+            # detached again: no view, so that what is a view of it can be told
+            else part.of(tensor.detach(), start, length).detach().requires_grad_(tensor.requires_grad)
+            for tensor, part in zip(inputs, self.parts, strict=True)
+        ]
+
+    def gradients(
+        self, gradients: Sequence[torch.Tensor | None], parts: Parts, number: int
+    ) -> list[torch.Tensor | None]:
+        """What of the gradients of outputs, which have the batch where ``parts`` says, is for slice
+        ``number``: for the first one, where all slices have the same output."""
+        start, length = self.slices[number]
+        return [
+            (gradient if number == 0 else None)
+            if part is None or gradient is None
+            else part.of(gradient, start, length)
+            for gradient, part in zip(gradients, parts, strict=True)
+        ]
+
+
+class _Alias(NamedTuple):
+    """A tensor that shows the memory of another one: of number ``given`` of what the layer was given, or else
+    of number ``returned`` of what it returns."""
+
+    given: int | None
+    returned: int | None
+    #: None where it shows all of it, as it is
+    view: View | None
+
+
+class Joined:
+    """What a layer returns for a whole batch, put together from what it returns for slices of it."""
+
+    def __init__(self, layer: str, cut: BatchSlices, inputs: Tensors) -> None:
+        self.tensors: list[torch.Tensor] = []
+        #: builds the layer's result around them and, after them, the inputs
+        self.rebuild: Rebuild
+        #: where the batch is in each of them; None where all slices have the same
+        self.parts: list[Part | None] = []
+        self._layer = layer
+        self._cut = cut
+        self._inputs = inputs
+        #: for each of them what it shows, where every slice has returned it so
+        self._aliases: list[_Alias | None] = []
+        self._constants: list[object] = []
+
+    def add(self, number: int, outputs: Tensors, rebuild: Rebuild, given: Tensors) -> None:
+        """Slice ``number``, which was given the tensors ``given``, has returned what ``rebuild`` makes of
+        ``outputs`` and ``given``.
+
+        Raises ValueError where that cannot be put together with what others have returned.
+        """
+        if len(self._cut.slices) == 1:
+            self.tensors, self.parts, self.rebuild = list(outputs), [None] * len(outputs), rebuild
+            return
+        found = constants(rebuild([*outputs, *given]))
+        if number == 0:
+            self._constants = found
+            for output in outputs:
+                self._begin(output, outputs, given)
+        if found != self._constants or len(outputs) != len(self.tensors):
+            raise self._cannot_join("returns other numbers, or more tensors, for one than for another")
+        for index, output in enumerate(outputs):
+            self._take(index, number, output, outputs, given)
+        self._join_views(number, outputs, rebuild)
+
+    def _join_views(self, number: int, outputs: Tensors, rebuild: Rebuild) -> None:
+        """Let what `rebuild` makes of slices be made of the whole batch. [Note: shared outputs]"""
+        if not isinstance(rebuild, SharedOutputs):
+            plain = [Shown(index) for index in range(len(outputs))]
+            rebuild = SharedOutputs(rebuild, plain, [None] * len(outputs))
+        shown = []
+        for one in rebuild.shown:
+            view = one.view
+            if view is not None:
+                whole, part = self.tensors[one.of], self.parts[one.of]
+                view = self._of_whole(view, outputs[one.of], whole, part, number)
+                if view is None:
+                    raise self._shares_memory()
+            shown.append(replace(one, view=view))
+        passed_on = rebuild.passed_on
+        if number > 0:
+            before = self.rebuild
+            assert isinstance(before, SharedOutputs), "as the slice before has left it"
+            if shown != before.shown:
+                raise self._shares_memory()
+            pairs = zip(before.passed_on, passed_on, strict=True)
+            passed_on = [one if one == other else None for one, other in pairs]
+            rebuild = before
+        self.rebuild = replace(rebuild, shown=shown, passed_on=passed_on)
+
+    def _take(self, index: int, number: int, output: torch.Tensor, outputs: Tensors, given: Tensors) -> None:
+        """Slice ``number`` has ``output`` as number ``index`` of what it returns."""
+        alias = self._aliases[index]
+        if alias is not None:
+            other = outputs[alias.returned] if alias.given is None else given[alias.given]  # type: ignore
+            if self._shows(output, other, alias, number):
+                return
+            is_shown = any(other is not None and other.returned == index for other in self._aliases)
+            if alias.view is not None or alias.given is None or is_shown:
+                raise self._shares_memory()
+            # slices before this one have returned what they were given
+            self.tensors[index], self._aliases[index] = self.tensors[index].clone(), None
+        whole, part, (start, length) = self.tensors[index], self.parts[index], self._cut.slices[number]
+        into = whole if part is None else part.of(whole, start, length)
+        is_like = (into.shape, into.dtype) == (output.shape, output.dtype)
+        if not is_like or not (part or number == 0 or _equal(whole, output)):
+            raise self._cannot_join(
+                f"returns a tensor of shape {tuple(output.shape)} for {length} of them, which is not one "
+                "per sample and not the same in each"
+            )
+        if part is not None:
+            into.copy_(output)
+
+    def _begin(self, output: torch.Tensor, outputs: Tensors, given: Tensors) -> None:
+        """Make room for the whole of what ``output``, one of ``outputs`` of the first slice, is a part of."""
+        for index, tensor in enumerate(given):
+            if _is_same(output, tensor):
+                alias = _Alias(index, None, None)
+                self._add(self._inputs[index].detach(), self._cut.parts[index], alias)
+                return
+        of_given = [(tensor, _Alias(index, None, None)) for index, tensor in enumerate(given)]
+        returned = [(outputs[index], _Alias(None, index, None)) for index in range(len(self.tensors))]
+        for tensor, alias in (*of_given, *returned):
+            if not _share_memory(output, tensor):
+                continue
+            if alias.given is not None:
+                whole, part = self._inputs[alias.given].detach(), self._cut.parts[alias.given]
+            else:
+                assert alias.returned is not None, "it shows one of both"
+                whole, part = self.tensors[alias.returned], self.parts[alias.returned]
+            view = View.of(output, tensor)
+            view = None if view is None else self._of_whole(view, tensor, whole, part, 0)
+            if view is None:
+                raise self._shares_memory()
+            part = None if part is None else Part(self._cut.dim)
+            self._add(view.on(whole).detach(), part, alias._replace(view=view))
+            return
+        dim, (_, length) = self._cut.dim, self._cut.slices[0]
+        if dim < output.dim() and output.shape[dim] == length:
+            shape = list(output.shape)
+            shape[dim] = self._total
+            self._add(output.new_empty(shape), Part(dim), None)
+        else:
+            self._add(output, None, None)
+
+    def _add(self, whole: torch.Tensor, part: Part | None, alias: _Alias | None) -> None:
+        self.tensors.append(whole)
+        self.parts.append(part)
+        self._aliases.append(alias)
+
+    @property
+    def _total(self) -> int:
+        return sum(length for _, length in self._cut.slices)
+
+    def _shows(self, output: torch.Tensor, other: torch.Tensor, alias: _Alias, number: int) -> bool:
+        """Whether ``output`` of slice ``number`` shows ``other`` as ``alias`` says."""
+        if alias.view is None or output.untyped_storage()._cdata != other.untyped_storage()._cdata:
+            return _is_same(output, other)
+        if alias.given is not None:
+            whole, part = self._inputs[alias.given], self._cut.parts[alias.given]
+        else:
+            assert alias.returned is not None, "it shows one of both"
+            whole, part = self.tensors[alias.returned], self.parts[alias.returned]
+        view = View.of(output, other)
+        return view is not None and self._of_whole(view, other, whole, part, number) == alias.view
+
+    def _of_whole(
+        self, view: View, one: torch.Tensor, whole: torch.Tensor, part: Part | None, number: int
+    ) -> View | None:
+        """``view``, of what slice ``number`` has in ``one``, as that of ``whole``, where the batch is in
+        ``part``; None where it cannot be told to show as much of every sample."""
+        if part is None:
+            return view
+        dim, (_, length) = self._cut.dim, self._cut.slices[number]
+        step = whole.stride(part.dim)
+        steps = [
+            (o, w) for o, w, size in zip(one.stride(), whole.stride(), one.shape, strict=True) if size > 1
+        ]
+        if part.per_sample != 1 or view.is_real or any(mine != its for mine, its in steps):
+            return None
+        if dim >= len(view.shape) or view.shape[dim] != length or (length > 1 and view.stride[dim] != step):
+            return None
+        shape, stride = list(view.shape), list(view.stride)
+        shape[dim], stride[dim] = 1, step
+        last = view.offset + sum((size - 1) * by for size, by in zip(shape, stride, strict=True))
+        if view.offset < 0 or last >= step:
+            return None  # of one sample it shows something of the next
+        shape[dim] = self._total
+        return replace(view, shape=tuple(shape), stride=tuple(stride))
+
+    def _shares_memory(self) -> ValueError:
+        return self._cannot_join(
+            "returns tensors that share memory, with one another or with its arguments: let it return clones"
+        )
+
+    def _cannot_join(self, what: str) -> ValueError:
+        return ValueError(
+            f"the micro-batches of layer '{self._layer}' cannot be put together: it {what}; wrap without "
+            "micro_batch_size"
+        )
+
+
+class JoinedGradients:
+    """The gradients of a layer's inputs, which have these ``shapes``, put together from those of slices."""
+
+    def __init__(self, cut: BatchSlices, shapes: Sequence[torch.Size]) -> None:
+        self.tensors: list[torch.Tensor | None] = [None] * len(shapes)
+        self._cut = cut
+        self._shapes = shapes
+
+    def add(self, number: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Slice ``number`` has brought ``gradients``, None for inputs that it does not depend on."""
+        start, length = self._cut.slices[number]
+        for index, (gradient, part) in enumerate(zip(gradients, self._cut.parts, strict=True)):
+            total = self.tensors[index]
+            if gradient is None:
+                continue
+            if part is None:
+                self.tensors[index] = gradient if total is None else total + gradient
+                continue
+            if total is None:
+                # zeros, for slices that bring none
+                self.tensors[index] = total = gradient.new_zeros(self._shapes[index])
+            part.of(total, start, length).copy_(gradient)
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both are the same view of the same storage."""
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata and (
+        one.storage_offset(),
+        one.shape,
+        one.stride(),
+        one.dtype,
+    ) == (other.storage_offset(), other.shape, other.stride(), other.dtype)
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    is_one_storage = one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return is_one_storage and one.numel() > 0 and other.numel() > 0 and not are_apart(one, other)
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.is_meta or torch.equal(one, other)
+
+
+class AmbiguousBatchError(ValueError):
+    """It cannot be told which arguments begin with the batch."""
+
+
+class MicroBatches:
+    """Cuts the batches of one layer into slices of ``size``; whole where that is None. ``batch_dims`` gives
+    the batch dimension of arguments by name, None for those that have none. [Note: micro-batches]"""
+
+    def __init__(self, unit: Unit, size: int | None, batch_dims: Mapping[str, int | None]) -> None:
+        self._layer = unit.name
+        self._size = size
+        self._batch_dims = batch_dims
+        self._signature = inspect.signature(unit.module.forward) if size is not None else None
+        self._counts = _counts(unit.module)
+        #: names in ``batch_dims`` that only ``**kwargs`` can stand for
+        self._among_the_rest: set[str] = set()
+
+    def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Tensors) -> BatchSlices:
+        """Slices of ``inputs``, the tensors in ``args`` and ``kwargs``.
+
+        Raises AmbiguousBatchError for an argument that may or may not begin with the batch, and ValueError
+        for a wrong ``batch_dims``.
+        """
+        if self._size is None or not inputs or self._signature is None:
+            return BatchSlices.none(inputs)
+        if any(tensor.is_nested for tensor in inputs):
+            return BatchSlices.none(inputs)  # PyTorch cannot take a part of it
+        given = self._given(self._signature, args, kwargs)
+        names = self._names(given)
+        hidden = self._hidden(names, inputs)
+        if hidden is None:
+            return BatchSlices.none(inputs)
+        dim = self._batch_dims.get(names[id(hidden)], 0) or 0
+        batch = self._length(hidden, dim, "the hidden states")
+        if batch <= self._size:
+            return BatchSlices.none(inputs)
+        dim %= hidden.dim()
+        self._check_names(kwargs)
+        self._check_seen(args, kwargs, inputs, batch)
+        self._check_lists(given, batch)
+        unnamed = [tensor for tensor in inputs if names.get(id(tensor)) not in self._batch_dims]
+        parts = [
+            Part(dim)
+            if tensor is hidden
+            else self._part(tensor, names.get(id(tensor), "?"), hidden, dim, unnamed)
+            for tensor in inputs
+        ]
+        starts = range(0, batch, self._size)
+        return BatchSlices([(start, min(self._size, batch - start)) for start in starts], parts, dim)
+
+    @property
+    def arguments(self) -> list[str]:
+        """The names of the arguments of the layer's forward."""
+        return [] if self._signature is None else list(self._signature.parameters)
+
+    def expects(self, name: str) -> bool:
+        """Whether the layer's forward takes ``**kwargs``, where it is then to be given one of this name."""
+        kinds = [] if self._signature is None else [p.kind for p in self._signature.parameters.values()]
+        if inspect.Parameter.VAR_KEYWORD not in kinds:
+            return False
+        self._among_the_rest.add(name)
+        return True
+
+    def _check_names(self, kwargs: Mapping[str, Any]) -> None:
+        for name in sorted(self._among_the_rest - kwargs.keys()):
+            raise ValueError(
+                f"batch_dims: layer '{self._layer}' is given no argument '{name}'; by name it is given "
+                f"{', '.join(map(repr, kwargs)) or 'none'}"
+            )
+
+    def _given(
+        self, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[tuple[str, object]]:
+        """The arguments by name, in the signature's order."""
+        try:
+            bound = signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            # which the layer's own forward is about to say
+            return []
+        given: list[tuple[str, object]] = []
+        for name, value in bound.items():
+            is_rest = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+            given.extend(value.items() if is_rest else [(name, value)])
+        return given
+
+    def _names(self, given: Sequence[tuple[str, object]]) -> dict[int, str]:
+        """In which argument each tensor is, by its identity: of several one that is in ``batch_dims``."""
+        names: dict[int, str] = {}
+        for name, value in given:
+            for tensor in flatten(value)[0]:
+                other = names.setdefault(id(tensor), name)
+                if name not in self._batch_dims:
+                    continue
+                if self._batch_dims.get(other, self._batch_dims[name]) != self._batch_dims[name]:
+                    raise ValueError(
+                        f"batch_dims: layer '{self._layer}' is given one tensor as '{other}' and as "
+                        f"'{name}', whose dimensions differ: give it a clone of the tensor"
+                    )
+                names[id(tensor)] = name
+        return names
+
+    def _hidden(self, names: Mapping[int, str], inputs: Tensors) -> torch.Tensor | None:
+        by_id = {id(tensor): tensor for tensor in inputs}
+        for identity, name in names.items():
+            tensor = by_id[identity]
+            if tensor.is_floating_point() and tensor.dim() and self._batch_dims.get(name, 0) is not None:
+                return tensor
+        return None
+
+    def _part(
+        self, tensor: torch.Tensor, name: str, hidden: torch.Tensor, hidden_dim: int, unnamed: Tensors
+    ) -> Part | None:
+        batch = hidden.shape[hidden_dim]
+        if name in self._batch_dims:
+            dim = self._batch_dims[name]
+            if dim is None or (length := self._length(tensor, dim, f"'{name}'")) == 1:
+                return None
+            if length % batch:
+                raise ValueError(
+                    f"batch_dims={{'{name}': {dim}}}: in layer '{self._layer}' that dimension is {length} "
+                    f"long (the shape is {tuple(tensor.shape)}), which the batch of {batch} does not divide"
+                )
+            return Part(dim, length // batch)
+        if tensor.shape == hidden.shape:
+            return Part(hidden_dim)
+        if not tensor.dim() or tensor.shape[0] == 1:
+            return None
+        if tensor.shape[0] == batch:
+            self._check_first(tensor, name, hidden, hidden_dim, unnamed)
+            return Part(0)
+        if batch in tensor.shape and tensor.dim() >= hidden.dim():
+            raise self._ambiguous(
+                name,
+                f"whether the batch of {batch} is in '{name}' {tuple(tensor.shape)}",
+                tensor.shape.index(batch),
+            )
+        return None
+
+    def _check_first(
+        self, tensor: torch.Tensor, name: str, hidden: torch.Tensor, hidden_dim: int, unnamed: Tensors
+    ) -> None:
+        """The first dimension of ``tensor`` is as long as the batch: can it be anything else?"""
+        batch = hidden.shape[hidden_dim]
+        is_chance = batch in (*hidden.shape[:hidden_dim], *hidden.shape[hidden_dim + 1 :])
+        # scores have a dimension more than hidden states, and what has no batch is no longer than what it is
+        # added to
+        if tensor.dim() <= hidden.dim():
+            others = [other.shape[1:] for other in unnamed if other.shape != hidden.shape]
+            is_chance |= batch in self._counts or any(batch in lengths for lengths in others)
+        if is_chance:
+            raise self._ambiguous(
+                name,
+                f"whether the first dimension of '{name}' {tuple(tensor.shape)}, as long as another one or "
+                "as a number that the layer knows (of heads, say), is the batch",
+                0,
+            )
+
+    def _ambiguous(self, name: str, what: str, dim: int) -> AmbiguousBatchError:
+        return AmbiguousBatchError(
+            f"micro_batch_size: in layer '{self._layer}' it cannot be told {what}: wrap with "
+            f"batch_dims={{'{name}': {dim}}} if it is, {{'{name}': None}} if not"
+        )
+
+    def _length(self, tensor: torch.Tensor, dim: int, name: str) -> int:
+        if not -tensor.dim() <= dim < tensor.dim():
+            raise ValueError(
+                f"batch_dims: in layer '{self._layer}' {name} has shape {tuple(tensor.shape)}, which has no "
+                f"dimension {dim}"
+            )
+        return tensor.shape[dim]
+
+    def _check_seen(self, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Tensors, batch: int) -> None:
+        """Refuse tensors that `flatten` does not find and that may have to be cut."""
+        known = {id(tensor) for tensor in inputs}
+        for tensor in reachable((args, kwargs)):
+            if id(tensor) not in known and batch in tensor.shape:
+                raise ValueError(
+                    f"layer '{self._layer}' is given a tensor of shape {tuple(tensor.shape)} inside an "
+                    "object of its own class, where it cannot be cut into micro-batches: give it in "
+                    "a tuple, a list, a dict or a dataclass, or wrap without micro_batch_size"
+                )
+
+    def _check_lists(self, given: Sequence[tuple[str, object]], batch: int) -> None:
+        """Refuse lists that may have an entry for each sample, which is not cut."""
+        for name, value in given:
+            if type(value) is list and len(value) == batch and name not in self._batch_dims:
+                raise AmbiguousBatchError(
+                    f"micro_batch_size: layer '{self._layer}' is given a list '{name}' as long as the batch "
+                    f"of {batch}, which is not cut: give a tensor if it has an entry per sample, and wrap "
+                    f"with batch_dims={{'{name}': None}} if not"
+                )
+
+
+def _counts(layer: nn.Module) -> set[int]:
+    """Numbers that the code of ``layer`` knows and that may be the length of an argument, heads say."""
+    counts: set[int] = set()
+    for module in layer.modules():
+        # not its own place among the layers
+        own = [value for name, value in vars(module).items() if "layer" not in name and "idx" not in name]
+        config = getattr(getattr(module, "config", None), "__dict__", {})
+        own += [value for name, value in config.items() if "head" in name]
+        counts.update(value for value in own if type(value) is int)
+    return counts
+
+
+def micro_batches(
+    units: Sequence[Unit], size: int | None, batch_dims: Mapping[str, int | None]
+) -> list[MicroBatches]:
+    """What cuts the batches of each of ``units``. Raises ValueError for a name in ``batch_dims`` that none of
+    their forwards knows."""
+    cutters = [MicroBatches(unit, size, batch_dims) for unit in units]
+    for name in batch_dims:
+        if any(name in cutter.arguments for cutter in cutters):
+            continue
+        if not any([cutter.expects(name) for cutter in cutters]):
+            known = ", ".join(f"'{known}'" for known in cutters[0].arguments)
+            raise ValueError(f"batch_dims: no layer takes an argument '{name}'; the first one takes {known}")
+    return cutters

@@ -1,0 +1,130 @@
+"""The gradients of a layer's parameters: what the backward that is running asks for, and their way into the
+gradient slot.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from streamer.engine.paging.unit import Unit
+from streamer.engine.tensors.guarded import as_plain
+from streamer.engine.tensors.param_hooks import hooks_of_all
+
+
+class Asked(enum.Enum):
+    """What becomes of a parameter's gradient."""
+
+    NOTHING = "nothing"  # nobody wants it
+    ADDED = "added"  # to p.grad, as by backward()
+    RETURNED = "returned"  # as by torch.autograd.grad
+
+
+def asked_of(accumulator: Any) -> Asked:
+    """What is asked of the parameter that ``accumulator`` stands for in the graph; None stands for none that
+    is trained."""
+    if accumulator is None:
+        return Asked.NOTHING
+    try:
+        return Asked.ADDED if torch._C._will_engine_execute_node(accumulator) else Asked.NOTHING
+    except RuntimeError as error:
+        # there is no other way to tell what torch.autograd.grad was given
+        if "running autograd.grad()" not in str(error):
+            raise
+        return Asked.RETURNED
+
+
+@as_plain
+def asked_for(params: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Asked]]:
+    """Those of ``params`` whose gradients are asked for, and what becomes of them."""
+    edge = torch.autograd.graph.get_gradient_edge
+    asked = [(param, asked_of(edge(param).node)) for param in params if param.requires_grad]
+    return [(param, what) for param, what in asked if what is not Asked.NOTHING]
+
+
+def graph_is_retained() -> bool:
+    """Whether it was told to keep its graph."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+FP32 = torch.float32
+
+
+class Collector:
+    """Takes the gradients of ``unit`` to the gradient slot ``into`` (flat uint8) as autograd brings them, one
+    slice of the batch after another. Where ``in_fp32``, those of a shorter dtype are added up in fp32 first,
+    which takes 4 bytes per element for as long as this lives.
+
+    ``asked`` says for each trainable parameter what becomes of its gradient; what is to be RETURNED is in
+    ``returned``.
+    """
+
+    def __init__(self, unit: Unit, asked: Sequence[Asked], into: torch.Tensor, *, in_fp32: bool) -> None:
+        self.used = [False] * len(asked)
+        self.returned: list[torch.Tensor | None] = [None] * len(asked)
+        self.asked = asked
+        self._unit = unit
+        self._into = into
+        self._in_fp32 = in_fp32
+        self._sums: torch.Tensor | None = None
+        self._places = unit.layout.views(into)
+        if any(map(self._is_summed, range(len(asked)))):
+            self._sums = torch.empty(unit.layout.state_numel, dtype=FP32, device=into.device)
+
+    def take(self, index: int, leaf: torch.Tensor) -> None:
+        """Autograd has set the gradient of ``leaf``, which stands for trainable parameter ``index``."""
+        assert leaf.grad is not None, "called after autograd has set it"
+        gradient = leaf.grad.to_dense() if leaf.grad.is_sparse else leaf.grad
+        place = self._place(index)
+        if self.used[index]:
+            place.add_(gradient)
+        else:
+            place.copy_(gradient)
+        self.used[index] = True
+        leaf.grad = None
+
+    def keep_returned(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Take over the gradients that are left with the leaves."""
+        for index, leaf in enumerate(leaves[: len(self.asked)]):
+            if leaf.grad is not None:
+                total = self.returned[index]
+                self.returned[index] = leaf.grad if total is None else total + leaf.grad
+                leaf.grad = None
+
+    def finish(self) -> list[bool]:
+        """All slices have been gone through; which of the trainable parameters have a gradient in the slot.
+
+        The user's hooks see it here. [Note: parameter hooks]
+        """
+        all_hooks = hooks_of_all(self._unit.trainable)
+        for index, (slice, hooks) in enumerate(zip(self._unit.layout.trainable, all_hooks, strict=True)):
+            if not self.used[index]:
+                continue
+            if hooks or self._is_summed(index):
+                view = slice.view(self._into)
+                # hooks may keep what they are given
+                gradient = self._place(index).to(view.dtype, copy=True)
+                for hook in hooks:
+                    changed = hook(gradient)
+                    gradient = gradient if changed is None else changed
+                if gradient.shape != view.shape:
+                    raise RuntimeError(
+                        f"a hook on '{slice.param.name}' has changed the shape of its gradient from "
+                        f"{tuple(view.shape)} to {tuple(gradient.shape)}"
+                    )
+                view.copy_(gradient)
+        self._sums = None
+        return self.used
+
+    def _place(self, index: int) -> torch.Tensor:
+        if self._sums is not None and self._is_summed(index):
+            return self._unit.layout.trainable[index].state(self._sums)
+        return self._places[index]
+
+    def _is_summed(self, index: int) -> bool:
+        is_short = self._unit.layout.trainable[index].param.dtype != FP32
+        return self._in_fp32 and is_short and self.asked[index] is Asked.ADDED

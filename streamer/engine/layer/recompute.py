@@ -1,0 +1,324 @@
+"""Recomputation: a graph that saves nothing until backward needs it, and who else holds what it was lent.
+
+[Note: recomputation]
+A layer that runs again in backward goes back through the graph of its first forward. That one has saved
+empty places; the second forward brings the tensors for them, in the same order, and is left as soon as the
+last has come: what a layer computes after that (the last product of a transformer's layer, a third of its
+forward) does not run again. So does `torch.utils.checkpoint`, since PyTorch 2.1.
+
+That takes a graph that holds nothing else. One that does is dropped, and backward builds it anew from the
+whole of the forward:
+
+- where the storage of the slot has more owners after the first run than before it, something keeps weights
+  that the slot will not hold in backward (a context of a custom function, a closure);
+- custom functions, and saved tensors that went to other hooks than ours (a checkpoint inside of the layer),
+  may keep what the layer has computed, which is what running it again is to spare.
+- somebody has recorded what the layer was given, which shall not lose its memory.
+
+TorchScript runs another code when it runs again, which saves other tensors of the same shapes, or the same in
+another order: so each place knows how many nodes came before it, and which of them its tensor comes from, of
+which kind. Where the second forward differs, backward has the graph built anew too.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._autograd import _get_sequence_nr
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
+
+from streamer.engine.layer.activation import Gate
+from streamer.engine.tensors.guarded import is_plain
+from streamer.engine.tensors.nested import Tensors
+from streamer.engine.tensors.samples import Sample, Selection
+from streamer.engine.tensors.saved import Saved
+
+
+class Owners:
+    """Tells whether the storage of ``weights`` has got more owners: tensors, and what autograd has saved."""
+
+    def __init__(self, weights: torch.Tensor) -> None:
+        self._weights = weights
+        self._before = self._count()
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Inside the block garbage that is collected does not make room for new owners."""
+        count = 0
+
+        def collected(phase: str, _: Mapping[str, Any]) -> None:
+            nonlocal count
+            if phase == "stop":
+                self._before -= count - self._count()
+            count = self._count()
+
+        gc.callbacks.append(collected)
+        try:
+            yield
+        finally:
+            gc.callbacks.remove(collected)
+
+    def more(self) -> int:
+        """How many more there are than when this was made."""
+        return self._count() - self._before
+
+    def _count(self) -> int:
+        count: int = torch._C._storage_Use_Count(self._weights.untyped_storage()._cdata)
+        return count
+
+
+def holders(tensors: Tensors) -> list[int]:
+    """How many hold each of ``tensors``, in Python or not."""
+    return [sys.getrefcount(tensor) for tensor in tensors]
+
+
+#: Names under which nodes save what an operation was given. What it has made beside its result (the state of
+#: a random generator, a workspace) may have elements that nobody has written.
+_ARGUMENTS = frozenset(
+    f"_raw_saved_{name}"
+    for names in (
+        ("self", "other", "input", "weight", "mat1", "mat2", "batch1", "batch2", "vec", "vec1", "vec2"),
+        ("tensor1", "tensor2", "tensors", "query", "key", "value", "attn_mask", "attn_bias", "exponent"),
+        ("mask", "condition", "index", "indices", "source", "src", "end"),
+    )
+    for name in names
+)
+
+
+#: The shape and the dtype of a tensor that others may stand for.
+_Kind = tuple[torch.Size, torch.dtype] | None
+#: How many nodes of graphs a run has made before it saves a tensor, which of them the tensor comes from (-1
+#: if from none of them), of which type that is, and the tensor's kind.
+_Origin = tuple[int, int, type, _Kind]
+
+
+class _SavedRef:
+    """Where a graph looks for a tensor that it has saved; gone as soon as the graph needs it no more."""
+
+    __slots__ = ("__weakref__", "has_gradient", "is_computed", "number", "origin", "sample", "saved")
+
+    def __init__(self, tensor: torch.Tensor, start: int, number: int) -> None:
+        self.number = number
+        self.origin = _origin(tensor, start)
+        self.saved: Saved | None = None
+        self.has_gradient = tensor.requires_grad
+        #: whether it was looked at, and is neither a leaf nor a view of the weights
+        self.is_computed = False
+        self.sample: Sample | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether another tensor of its shape and dtype may stand for it."""
+        return self.origin[-1] is not None
+
+    def look(self, tensor: torch.Tensor, slot: int) -> None:
+        """Take a sample if ``tensor`` is neither a leaf nor a view of the weights in the storage ``slot``."""
+        is_leaf = self.has_gradient and tensor.grad_fn is None
+        if self.is_plain and not is_leaf and tensor.untyped_storage()._cdata != slot:
+            self.is_computed, self.sample = True, Sample.of(tensor)
+
+
+class _Enough(BaseException):
+    """Ends a forward that is only run for what it saves. Not an Exception: a layer may catch those."""
+
+
+class RecomputedTensors:
+    """The tensors that the graph of one run saves. [Note: recomputation]"""
+
+    def __init__(self, layer: str, gate: Gate) -> None:
+        self._layer = layer
+        self._gate = gate
+        self._places: list[weakref.ref[_SavedRef]] = []
+        #: of what `bring` has brought: a tensor in the first run and in the second
+        self.samples: list[tuple[Sample | None, Sample | None]] = []
+
+    @contextmanager
+    def expected(self, selection: Selection, weights: torch.Tensor) -> Iterator[None]:
+        """Inside the block graphs save places only. Those whose turn it is have samples of tensors that are
+        computed in it, not of views of ``weights`` or other leaves."""
+        start, slot = _get_sequence_nr(), weights.untyped_storage()._cdata
+
+        def pack(tensor: torch.Tensor) -> _SavedRef:
+            place = _SavedRef(tensor, start, len(self._places))
+            self._places.append(weakref.ref(place))
+            if selection.takes(place.number):
+                place.look(tensor, slot)
+            return place
+
+        with saved_tensors_hooks(pack, self._unpack):
+            yield
+
+    def refused(self) -> AbstractContextManager[None]:
+        """Inside the block, graphs save nothing."""
+        return saved_tensors_hooks(lambda _: None, self._refuse)
+
+    def are_all_of(
+        self, outputs: Iterable[torch.Tensor], leaves: Iterable[torch.Tensor], selection: Selection
+    ) -> bool:
+        """Whether the graph that has led from ``leaves`` to ``outputs`` keeps nothing but our places.
+
+        ``selection`` knows of others of the layer. One with as many nodes, which saves tensors of the same
+        origins, is taken to be the same.
+        """
+        wanted = self._wanted()
+        origins = {number: place.origin for number, place in wanted.items()}
+        graph = selection.known(origins)
+        if graph is None:
+            are_all, numbers = self._look_through(outputs, leaves, wanted)
+            selection.learn(origins, numbers, are_all=are_all)
+            return are_all
+        for number, place in wanted.items():
+            if number not in graph.numbers:
+                place.sample = None
+        selection.end(graph.numbers)
+        return graph.are_all
+
+    def _look_through(
+        self, outputs: Iterable[torch.Tensor], leaves: Iterable[torch.Tensor], wanted: dict[int, _SavedRef]
+    ) -> tuple[bool, frozenset[int]]:
+        """Whether that is so, and the places that were looked at in which there is something to see."""
+        known = set(map(id, leaves))
+        found: set[int] = set()
+        seen: set[int] = set()
+        for node in _nodes(output.grad_fn for output in outputs):
+            # a write into a part keeps the node of its operation to itself
+            if _is_opaque(node) or type(node).__name__ == "CopySlices":
+                return False, frozenset()
+            variable = getattr(node, "variable", None)
+            if variable is not None and id(variable) not in known and not isinstance(variable, nn.Parameter):
+                return False, frozenset()  # a leaf that the layer has made
+            for name, saved in _saved_by(node):
+                packed = getattr(saved, "data", saved)
+                if isinstance(packed, _SavedRef) and packed.is_plain:
+                    found.add(id(packed))
+                    if packed.is_computed and (packed.has_gradient or name in _ARGUMENTS):
+                        seen.add(packed.number)
+                    else:
+                        packed.sample = None
+                elif not _is_number(packed):
+                    return False, frozenset()
+        return found == set(map(id, wanted.values())), frozenset(seen)
+
+    def bring(self, forward: Callable[[], object]) -> bool:
+        """Run ``forward`` for what it saves, and no further; whether that is what the first one has saved."""
+        wanted = self._wanted()
+        self.samples.clear()
+        last = max(wanted, default=-1)
+        count, is_alike, start = 0, True, _get_sequence_nr()
+
+        def pack(tensor: torch.Tensor) -> None:
+            nonlocal count, is_alike
+            place = wanted.get(count)
+            if place is not None:
+                is_alike = place.origin == _origin(tensor, start)
+                place.saved = Saved.now(tensor.detach())
+                if is_alike and place.sample is not None:
+                    self.samples.append((place.sample, Sample.of(tensor)))
+            count += 1
+            if count > last or not is_alike:
+                raise _Enough
+
+        try:
+            if wanted:
+                with saved_tensors_hooks(pack, self._refuse):
+                    forward()
+        except _Enough:
+            pass
+        except Exception:
+            # TorchScript makes an error of its own of whatever is raised under it
+            if count <= last and is_alike:
+                raise
+        return count > last and is_alike
+
+    def drop(self) -> None:
+        """Let go of what `bring` has brought."""
+        for place in self._wanted().values():
+            place.saved = None
+
+    def _wanted(self) -> dict[int, _SavedRef]:
+        """The places that a graph still has, by their number."""
+        return {number: place for number, ref in enumerate(self._places) if (place := ref()) is not None}
+
+    def _unpack(self, place: _SavedRef) -> torch.Tensor:
+        self._gate.check()
+        assert place.saved is not None, "the gate opens after they have come"
+        return place.saved.unchanged()
+
+    def _refuse(self, _: None) -> torch.Tensor:
+        self._gate.check()
+        raise AssertionError("nobody goes back through the graph of a second run")
+
+
+def is_another_way(first: Iterable[GradientEdge | None], again: Iterable[GradientEdge | None]) -> bool:
+    """Whether outputs ``again`` come from other operations than the ``first``, and not because TorchScript
+    has compiled them in the meantime, or from what the first run has left in a cache."""
+    before, now = (
+        list(_nodes(None if edge is None else edge.node for edge in edges)) for edges in (first, again)
+    )
+    if any(type(node).__name__ != "AccumulateGrad" for node in {*before}.intersection(now)):
+        return True
+    return list(map(type, before)) != list(map(type, now)) and not any(map(_is_opaque, now))
+
+
+def _nodes(starts: Iterable[Node | None]) -> Iterator[Node]:
+    """Those of the graphs that end in ``starts``."""
+    seen: set[Node] = set()
+    nodes = list(starts)
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            nodes.extend(before for before, _ in node.next_functions)
+
+
+def _is_opaque(node: Node) -> bool:
+    """Whether it may keep what cannot be seen: of a custom function, of compiled code."""
+    kind: type = type(node)
+    return issubclass(kind, BackwardCFunction) or kind.__name__ == "CppFunction"
+
+
+@cache
+def _names(kind: type[Node]) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def _saved_by(node: Node) -> Iterator[tuple[str, Any]]:
+    """What a node has saved, and under which names."""
+    for name in _names(type(node)):
+        saved = getattr(node, name)
+        if isinstance(saved, tuple):
+            yield from ((name, one) for one in saved)
+        elif saved is not None:
+            yield name, saved
+
+
+def _is_number(packed: object) -> bool:
+    """Whether a graph saves this in place of a tensor where it was given a number, or nothing (a bias)."""
+    return packed is None or (isinstance(packed, torch.Tensor) and packed.dim() == 0)
+
+
+def _origin(tensor: torch.Tensor, start: int) -> _Origin:
+    """Of a tensor that is saved in a run whose first node has number ``start``."""
+    node = tensor.grad_fn
+    count = _get_sequence_nr() - start
+    place = -1 if node is None else node._sequence_nr() - start
+    # others may have been made by another thread, which counts its own
+    return count, place if 0 <= place < count else -1, type(node), _kind(tensor)
+
+
+def _kind(tensor: torch.Tensor) -> _Kind:
+    """What tensors have in common that may stand for each other; None of one that only stands for itself,
+    since it is made of others (nested, or of a subclass)."""
+    if not (type(tensor) is torch.Tensor or is_plain(tensor)) or tensor.is_nested:
+        return None
+    return tensor.shape, tensor.dtype

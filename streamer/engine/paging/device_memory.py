@@ -1,0 +1,140 @@
+"""Memory that runs short: who holds the device's, how many weight slots a budget leaves room for, and a word
+before the system ends the process for want of host memory.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from streamer.backends.base import Backend
+from streamer.engine.paging.gradients import Gradients
+from streamer.engine.paging.unit import Unit, buffer_bytes
+from streamer.engine.paging.weights import Weights
+from streamer.engine.tensors.saved import SavedBytes
+from streamer.memory.slots import BUFFERS, GRAD_SLOTS, ROOT_GRADIENTS, ROOT_WEIGHTS, WEIGHT_SLOTS
+
+#: Free host memory below which a process is soon ended by the system.
+LOW_HOST_BYTES = 1 << 28
+
+
+class HostWatch:
+    """Warns once."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._has_warned = False
+
+    def check(self, held: Mapping[str, int]) -> None:
+        """Warn if little is left; ``held`` are the bytes that the wrapped model holds, by purpose."""
+        available = self._backend.host_available()
+        if available < LOW_HOST_BYTES and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"only {available} bytes of host memory are free, and the system may end this process: "
+                f"the wrapped model holds {sum(held.values())}, so somebody else takes more than was "
+                "planned; end that, or save and wrap with less (a smaller state_dtype, update='backward')",
+                stacklevel=10,  # the line that called optimizer.step()
+            )
+
+
+class DeviceMemory:
+    """What a wrapped model holds on its device; ``units`` are all, the root's too."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        units: Sequence[Unit],
+        weights: Weights,
+        gradients: Gradients,
+        saved: SavedBytes,
+    ) -> None:
+        self.backend = backend
+        self.weights = weights
+        self._units = units
+        self._gradients = gradients
+        self._saved = saved
+
+    def owned(self) -> dict[str, int]:
+        """Bytes of the buffers, by purpose."""
+        nbytes = {
+            WEIGHT_SLOTS: sum(buffer.nbytes for buffer in self.weights.slots.buffers),
+            GRAD_SLOTS: sum(buffer.nbytes for buffer in self._gradients.slots.buffers),
+            ROOT_WEIGHTS: self.weights.root_buffer.nbytes,
+            ROOT_GRADIENTS: self._gradients.root_buffer.nbytes + self._gradients.root_sums.nbytes,
+            BUFFERS: buffer_bytes(self._units),
+        }
+        return {purpose: amount for purpose, amount in nbytes.items() if amount}
+
+    def used(self) -> tuple[int, int]:
+        """Bytes now and at most: all that PyTorch has allocated where its allocator counts, else the buffers
+        that there are now and what layers have saved for backward."""
+        owned = sum(self.owned().values())
+        return self.backend.device_used() or (owned + self._saved.now, owned + self._saved.peak)
+
+    @contextmanager
+    def naming_holders(self, unit: Unit) -> Iterator[None]:
+        """Say who holds the device's memory where it does not suffice for ``unit``."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            held = ", ".join(f"{purpose} {nbytes} bytes" for purpose, nbytes in self.owned().items())
+            raise torch.OutOfMemoryError(
+                f"out of device memory in layer '{unit.name}': beside what it computes there are {held}, "
+                f"and {self._saved.now} bytes saved by layers for backward. Give wrap a "
+                f"micro_batch_size, activations='recompute+offload' or fewer num_slots ({error})"
+            ) from error
+
+
+class Budget:
+    """As many weight slots as fit into ``nbytes`` of device memory beside all else.
+
+    What else there is shows in a step: the most that was taken, less the slots that there were. Slots are
+    added once that is known, and given back where it turns out to be more than before (longer sequences,
+    larger batches); there are never fewer than at first. A pass for which the device's memory did not suffice
+    takes back all that were added, for good: how much more it wanted is not known.
+    """
+
+    def __init__(self, nbytes: int, memory: DeviceMemory, *, most: int, is_trained: bool) -> None:
+        self._nbytes = nbytes
+        self._memory = memory
+        self._backend = memory.backend
+        self._weights = memory.weights
+        self._is_trained = is_trained
+        self._least, self._most = len(memory.weights.slots.buffers), most
+        self._refused = self._backend.device_refused()
+        self._peak = self._others = 0
+        self._last_unit = -1
+
+    def begin_forward(self, unit: int) -> None:
+        """``unit`` is about to run forward. If that begins another pass, see what the last one has shown.
+
+        Where nothing is trained that is all that will be needed; a step would need more.
+        """
+        begins, self._last_unit = unit <= self._last_unit, unit
+        if begins and self._backend.device_refused() > self._refused:
+            self._most = self._least
+            self._weights.resize(self._least)
+        elif begins and not self._is_trained:
+            self.settle()
+
+    def settle(self) -> None:
+        """All that is needed has been seen: have the slots that there is room for."""
+        slots = self._weights.slots
+        _, peak = self._memory.used()
+        if peak != self._peak:
+            # it was reached since the last time, when there were the slots that there are now
+            self._peak = peak
+            self._others = max(self._others, peak - slots.nbytes * len(slots.buffers))
+        if not slots.nbytes:
+            return
+        room = self._backend.device_buffers_within(self._nbytes - self._others, self._others, slots.nbytes)
+        free = len(slots.buffers) + self._backend.device_available() // slots.nbytes
+        wanted = max(self._least, min(room, free, self._most))
+        self._weights.resize(wanted)
+        if len(slots.buffers) < wanted:
+            self._most = len(slots.buffers)
+        self._refused = self._backend.device_refused()

@@ -1,0 +1,314 @@
+"""Serves whatever unit is asked for next: unshard, run, offload the gradient, update, reshard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
+from contextlib import nullcontext
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from streamer.backends.background import Background
+from streamer.backends.base import Backend, Lane
+from streamer.engine.paging.device_memory import Budget, DeviceMemory, HostWatch
+from streamer.engine.paging.gradients import Gradients, noticing_writes
+from streamer.engine.paging.norms import Norms, sum_squares
+from streamer.engine.paging.saved_inputs import InputPager
+from streamer.engine.paging.structure import Structure
+from streamer.engine.paging.unit import Unit
+from streamer.engine.paging.update_in_backward import RING, UpdateInBackward
+from streamer.engine.paging.weights import Weights
+from streamer.engine.schedule import op as ops
+from streamer.engine.schedule.hazards import Hazards, Issuer
+from streamer.engine.schedule.op import ROOT
+from streamer.engine.schedule.order import Phase, Visit
+from streamer.engine.tensors.guarded import never_traced
+from streamer.engine.tensors.param_hooks import OncePerBackward
+from streamer.engine.tensors.samples import Samples
+from streamer.engine.tensors.saved import SavedBytes
+from streamer.engine.tensors.threads import Turns
+from streamer.memory.host import HostShard, HostStore
+from streamer.memory.purposes import SAVED_INPUTS
+
+T = TypeVar("T")
+
+#: Goes backward, given weights, where gradients go (both flat uint8) and saved inputs; says for which of the
+#: trainable parameters it has written a gradient.
+BackwardWork = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]], Sequence[bool]]
+
+
+class Executor:
+    """The paging of one wrapped model.
+
+    ``units`` are the layers, numbered from 0 in the order of their lists, and ``root`` all the rest;
+    ``store`` has their shards in the same order, the root's last (so that its index ROOT finds it). There are
+    ``num_slots`` weight slots, and more as ``budget`` bytes of device memory leave room for them.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        units: Sequence[Unit],
+        root: Unit,
+        store: HostStore,
+        *,
+        num_slots: int,
+        budget: int | None = None,
+        sum_in_fp32: bool = True,
+        update_in_backward: bool = False,
+        hazards: Hazards | None = None,
+    ) -> None:
+        self.backend = backend
+        self.units = units
+        self.root = root
+        self.store = store
+        self.sum_in_fp32 = sum_in_fp32
+        #: which thread may do what. [Note: threads]
+        self.turns = Turns()
+        self.issuer = Issuer(backend, hazards or Hazards())
+        self.weights = Weights(self.issuer, units, root, store, num_slots=num_slots)
+        self.gradients = Gradients(
+            self.issuer, units, root, store, num_slots=num_slots, sum_in_fp32=sum_in_fp32
+        )
+        #: updates each layer as its gradient lands, if that was asked for
+        self.landing: UpdateInBackward | None = None
+        if update_in_backward:
+            nbytes = max(unit.layout.grad_nbytes for unit in units)
+            self.landing = UpdateInBackward(self.issuer, store.staging(RING, nbytes))
+        #: autograd's id of the backward that waits for the gradients when it ends
+        self.backward_task = -1
+        self.hooked = OncePerBackward()
+        self.norms = Norms(self.issuer, units, root, store)
+        self.saved = SavedBytes()
+        self.samples = Samples()
+        #: the sum of squares of a unit's gradients: fp32, on the device
+        self.squares_of: Callable[[Unit, torch.Tensor, Sequence[bool]], torch.Tensor] = _squares_of
+        self.memory = DeviceMemory(backend, (*units, root), self.weights, self.gradients, self.saved)
+        self.budget: Budget | None = None
+        if budget is not None:
+            is_trained = any(unit.layout.grad_nbytes for unit in (*units, root))
+            self.budget = Budget(budget, self.memory, most=len(units), is_trained=is_trained)
+        self.inputs = InputPager(self.issuer, self.saved)
+        self.structure = Structure(units, root)
+        self.skipped_steps = 0
+        self.released = False
+        #: the checkpoint that is being written, or was last, in the background
+        self.saving: Background | None = None
+        self._host_watch = HostWatch(backend)
+        #: by the name of a parameter, what stands for the optimizer that updates it
+        self.updated_by: dict[str, object] = {}
+        self._root_ready = False
+        #: layers that were seen not to write into their slot
+        self._looked_at: set[int] = set()
+        self.weights.unshard_root()
+
+    def begin(self) -> None:
+        """Make the root unit's weights on the device those of the last update, before they are read."""
+        with self.turns.lock:
+            if not self._root_ready:
+                self.structure.check()
+                self.issuer.issue(ops.root_forward(), lambda: None)
+                self.weights.refresh_root()
+                self.weights.end_flight(self.root)
+                self._root_ready = True
+
+    def synchronize(self) -> None:
+        """Block the caller until every copy and update is done."""
+        with self.turns.lock:
+            if self.released:
+                return
+            self.weights.refresh()
+            self.issuer.synchronize()
+            for unit in (*self.units, self.root):
+                self.weights.end_flight(unit)
+
+    def await_update(self, unit: Unit) -> None:
+        """Block until the user's code may read and write the weights and the optimizer's state of ``unit``.
+
+        On a GPU what it does with the root's may still have to wait for them there.
+        """
+        if unit.index not in self.weights.in_flight:
+            return
+        with self.turns.lock:
+            if unit.index not in self.weights.in_flight or self.released:
+                return
+            if unit is self.root:
+                self._root_ready = False
+                self.begin()
+            else:
+                self.issuer.wait((ops.shard(unit.index),))
+                self.weights.end_flight(unit)
+
+    def wait_for_saving(self) -> None:
+        """Block until no checkpoint is being written; what went wrong there is told by `saving`."""
+        if self.saving is not None:
+            wait([self.saving])
+
+    def forward(self, unit: Unit, work: Callable[[torch.Tensor], T], phase: Phase) -> T:
+        """Run ``work`` on the slot (flat uint8) that holds ``unit``'s weights. [Note: threads]"""
+        with self.turns.lock:
+            self.begin()
+            if self.budget is not None:
+                self.budget.begin_forward(unit.index)
+            if phase is Phase.FORWARD:
+                self.weights.check_depth(unit)
+            visit = Visit(unit.index, phase)
+            with self.memory.naming_holders(unit), self.weights.visited(unit, visit) as slot:
+                buffer = self.weights.slots.buffers[slot]
+                result = self.issuer.compute(ops.forward(unit.index, slot), lambda: work(buffer))
+                if unit.index not in self._looked_at:
+                    self._looked_at.add(unit.index)
+                    self.weights.check_slot(unit, slot)
+                return result
+
+    def check_backward(self, unit: Unit) -> None:
+        """Raise RuntimeError if a gradient of ``unit`` cannot be taken now."""
+        if self.landing is not None:
+            self.landing.check(unit)
+
+    def backward(
+        self,
+        unit: Unit,
+        work: BackwardWork,
+        saved: int | None = None,
+    ) -> None:
+        """Run ``work`` on the slot with ``unit``'s weights, on a gradient slot, and on what `InputPager` has
+        saved under the number ``saved``; the gradients leave for the host. The caller holds `turns.lock`.
+        """
+        self.begin()
+        self.gradients.settle_scale()
+        visit = Visit(unit.index, Phase.BACKWARD)
+        with (
+            self.gradients.slots.taken() if unit.layout.grad_nbytes else nullcontext() as into,
+            self.memory.naming_holders(unit),
+            self.inputs.using(saved) as (inputs, resources),
+            self.weights.visited(unit, visit) as slot,
+        ):
+            gradient = self.gradients.root_buffer[:0] if into is None else self.gradients.slots.buffers[into]
+            buffer = self.weights.slots.buffers[slot]
+            self.inputs.prefetch(saved)
+            op = ops.backward(unit.index, slot, into, resources)
+            go_back = partial(work, buffer, gradient, inputs)
+            used, squares = self.issuer.compute(op, lambda: self._measured(unit, go_back, gradient))
+            if into is not None and any(used):
+                if self.landing is None:
+                    self.norms.keep(unit, self.gradients.offload(unit, into, used, squares))
+                else:
+                    self.weights.settle_masters(unit)
+                    self.weights.begin_flight(unit)
+                    self.landing.land(unit, into, gradient, used)
+        if self.landing is not None and any(used):
+            self.weights.updated(unit)
+            self.weights.prefetch()
+
+    def _await_lent(self) -> None:
+        """Wait for the updates of units that the user sees through other tensors than their parameters, which
+        would not wait. [Note: lent parameters]"""
+        for unit in self.weights.keep_lent():
+            self.await_update(unit)
+            self.weights.take_checksums(unit)
+
+    def _measured(
+        self, unit: Unit, work: Callable[[], Sequence[bool]], gradient: torch.Tensor
+    ) -> tuple[Sequence[bool], torch.Tensor]:
+        if self.backend.poison:
+            # bytes of ones are NaN in every floating-point format
+            gradient.fill_(255)
+        used = work()
+        return used, self.squares_of(unit, gradient, used)
+
+    def zero_grad(self) -> None:
+        """Gradients are about to be dropped."""
+        self.turns.end()
+        if self.landing is not None:
+            self.landing.zero_grad()
+
+    def prepare(self, work: Callable[[], None]) -> None:
+        """Let HOST do ``work`` that touches nothing here (load kernels, say) while others go on."""
+        self.backend.submit(Lane.HOST, work, (), 0)
+
+    @never_traced
+    def finish_backward(self) -> None:
+        """Block until the gradients of all layers are in host memory, where ``p.grad`` shows them.
+
+        Raises RuntimeError if a layer has computed something else when it ran again.
+        """
+        self.gradients.finish()
+        self.norms.landed()
+        if self.landing is not None:
+            self.landing.finish_backward()
+            self._await_lent()
+        self.samples.finish()
+
+    def check_idle(self, unit: Unit) -> None:
+        """Raise RuntimeError if the calling thread is in a visit of ``unit``, which is to be updated."""
+        with self.turns.lock:  # a visit of another thread is over then
+            self.weights.check_idle(unit)
+
+    def step(self, updates: Mapping[int, tuple[Callable[[], None], int]]) -> None:
+        """Queue updates of host shards: by unit, what updates it and the bytes of memory that this moves.
+
+        They run in the order in which the next forward asks for the units, and a unit is unsharded only
+        after its update, so this may return before any of them has begun.
+        """
+        with self.turns.lock:
+            self.turns.check()
+            self._step(updates)
+            self.turns.end()
+
+    def _step(self, updates: Mapping[int, tuple[Callable[[], None], int]]) -> None:
+        self.weights.refresh()
+        self._host_watch.check(self.host_bytes())
+        if ROOT in updates:
+            self.gradients.offload_root()
+        for unit in (self.root, *self.units):
+            if unit.index in updates:
+                update, nbytes = updates[unit.index]
+                noticing = noticing_writes(unit, self.shard(unit), update)
+                self.weights.begin_flight(unit)
+                self.issuer.issue(ops.step(unit.index, nbytes), noticing)
+                self.weights.updated(unit)
+        self._root_ready = False
+        self.fit_budget()
+        self.weights.prefetch()
+        self._await_lent()
+
+    def fit_budget(self) -> None:
+        """A step has been made: have the weight slots that the budget leaves room for, if there is one."""
+        if self.budget is not None and self.backward_task >= 0:
+            self.budget.settle()
+
+    def release(self) -> None:
+        """Give up all memory: the weights have been taken out, and the backend is closed.
+
+        Whoever still holds the executor, an optimizer say, does not hold that.
+        """
+        self.released = True
+        self.store.drop_all()
+        self.weights.release()
+        self.gradients.release()
+        self.inputs.release()
+        self.landing = None
+
+    def device_bytes(self) -> dict[str, int]:
+        """Bytes that the wrapped model holds on the device, by purpose."""
+        return self.memory.owned()
+
+    def host_bytes(self) -> dict[str, int]:
+        """Bytes that the wrapped model holds in host memory, by purpose."""
+        saved = self.inputs.places.nbytes
+        return self.store.bytes_by_purpose() | ({SAVED_INPUTS: saved} if saved else {})
+
+    def unit(self, index: int) -> Unit:
+        """The unit of that number, ROOT for the root."""
+        return self.root if index == ROOT else self.units[index]
+
+    def shard(self, unit: Unit) -> HostShard:
+        """The host shard of ``unit``."""
+        return self.store.shards[unit.index]
+
+
+def _squares_of(unit: Unit, gradient: torch.Tensor, used: Sequence[bool]) -> torch.Tensor:
+    return sum_squares(unit.layout, gradient, used)

@@ -1,0 +1,438 @@
+"""Gradients: filled in a slot on the device, paged out, added up on the host. ``p.grad`` shows places in the
+buffers that hold a unit's gradients.
+
+[Note: sums]
+A gradient is held as it left the device. Where a second one is to be added to it, and its dtype is
+bfloat16 or float16, both go into an fp32 sum: thousands of additions in eight bits of precision would lose
+most of what is small. ``p.grad`` is then fp32, which PyTorch allows where ``Tensor.grad_dtype`` is None,
+until it is dropped. A gradient that stays alone never takes those four bytes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Container, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+import streamer_native as native
+from streamer.engine.paging.unit import Unit
+from streamer.engine.schedule import op as ops
+from streamer.engine.schedule.hazards import Issuer
+from streamer.engine.schedule.op import ROOT
+from streamer.engine.tensors.guarded import GUARD, Guard, GuardedTensor, as_plain
+from streamer.memory.host import HostShard, HostStore, array
+from streamer.memory.layout import Slice, Stretch
+from streamer.memory.purposes import SUMS, host_bytes
+from streamer.memory.slots import GradientSlots, num_grad_slots
+
+FP32 = torch.float32
+
+#: A parameter, its place, and a gradient for it.
+Foreign = tuple[Slice, nn.Parameter, torch.Tensor]
+
+
+class GradientViews:
+    """The gradients of one unit: ``gradient`` (flat uint8, in the parameters' dtypes) and, once there is a
+    use for them, the fp32 sums that ``make_sums`` returns, both laid out by the unit's layout. [Note: sums]
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        gradient: torch.Tensor,
+        *,
+        make_sums: Callable[[], torch.Tensor] | None,
+        before_write: Callable[[], None],
+    ) -> None:
+        self._unit = unit
+        self._gradient = gradient
+        self._make_sums = make_sums
+        #: returns when what the caller does next may write the gradients
+        self.before_write = before_write
+        self._guard: Guard | None = None
+        #: what ``p.grad`` has been, by the parameter's identity and whether it is a sum: it is the same at
+        #: every step
+        self._shown: dict[tuple[int, bool], torch.Tensor] = {}
+
+    def guard_with(self, guard: Guard) -> None:
+        """Let the user's code see gradients that ask ``guard`` first. [Note: what the user sees]"""
+        self._guard = guard
+
+    def pairs(self) -> Iterator[tuple[Slice, nn.Parameter]]:
+        """Each trainable parameter and its place."""
+        return zip(self._unit.layout.trainable, self._unit.params, strict=False)
+
+    def sums_in_fp32(self, param: nn.Parameter) -> bool:
+        """Whether a second gradient of ``param`` is to be added in fp32, beside its own dtype."""
+        return self._make_sums is not None and param.dtype != FP32
+
+    def place(self, slice: Slice, *, summed: bool) -> torch.Tensor:
+        """The place of a parameter's gradient."""
+        if slice.nbytes > self._gradient.numel():
+            raise RuntimeError(
+                f"'{slice.param.name}' has a gradient from outside of its layer, for which "
+                "update='backward' has no room: wrap with update='step'"
+            )
+        if summed and self._make_sums is not None:
+            return slice.state(self._make_sums())
+        return slice.view(self._gradient)
+
+    def show(self, slice: Slice, param: nn.Parameter, *, summed: bool) -> None:
+        """Let ``p.grad`` be what is in that place."""
+        shown = self._shown.get((id(param), summed))
+        # the user may have given it other memory (p.grad.data = ...)
+        if shown is None or summed or shown.data_ptr() != self._gradient.data_ptr() + slice.offset:
+            shown = self.place(slice, summed=summed)
+            if self._guard is not None:
+                shown = GuardedTensor.of(shown, self._guard)
+            self._shown[id(param), summed] = shown
+        param.grad = shown
+
+    @as_plain
+    def leave_to_keepers(self, scale: float) -> None:
+        """New gradients are about to be written: one of before that the user has kept (``g = p.grad``, and
+        ``p.grad`` dropped since) gets memory of its own. ``scale`` is what is still to be applied to it."""
+        for _, param in self.pairs():
+            shown = self._shown.get((id(param), False))
+            # held by the dict, by this name and by the call
+            if shown is None or sys.getrefcount(shown) <= 3 or param.grad is shown:
+                continue
+            shown.data = shown.detach() * scale
+            shown.__dict__.pop(GUARD, None)
+            del self._shown[id(param), False]
+
+    def is_ours(self, slice: Slice, param: nn.Parameter) -> bool:
+        """Whether ``p.grad`` is there and in one of our places."""
+        grad = param.grad
+        if grad is None or grad.is_sparse:
+            return False
+        summed = is_summed(param)
+        if summed or not slice.numel:
+            place = self.place(slice, summed=summed)
+            return (grad.data_ptr(), grad.stride()) == (place.data_ptr(), place.stride())
+        return grad.data_ptr() == self._gradient.data_ptr() + slice.offset and grad.is_contiguous()
+
+    @as_plain
+    def foreign(self) -> list[Foreign]:
+        """Gradients that were put in place of ours (``p.grad = ...``), apart from our buffers."""
+        return [
+            (slice, param, self._apart(param.grad))
+            for slice, param in self.pairs()
+            if param.grad is not None and not self.is_ours(slice, param)
+        ]
+
+    @as_plain
+    def adopt(self, foreign: Sequence[Foreign]) -> None:
+        """Bring gradients into our buffers, where ``p.grad`` shows them again."""
+        if foreign:
+            self.before_write()
+        for slice, param, grad in foreign:
+            summed = is_summed(param)
+            self.place(slice, summed=summed).copy_(grad)
+            self.show(slice, param, summed=summed)
+
+    def _apart(self, grad: torch.Tensor) -> torch.Tensor:
+        """``grad``, or a copy of it if it shows another parameter's place, which may be written first."""
+        if grad.is_sparse:
+            return grad.to_dense()
+        ours = self._gradient.untyped_storage().data_ptr()
+        return grad.clone() if grad.untyped_storage().data_ptr() == ours else grad
+
+    @as_plain
+    def widen(self, slice: Slice, param: nn.Parameter) -> None:
+        """Autograd is about to add to ``p.grad`` by itself: let it be fp32 where it is to be summed."""
+        grad = param.grad
+        if grad is None:
+            return
+        self.before_write()
+        if self.sums_in_fp32(param) and not is_summed(param):
+            self.place(slice, summed=True).copy_(grad.to_dense() if grad.is_sparse else grad)
+            self.show(slice, param, summed=True)
+
+    @as_plain
+    def narrow(self, params: Container[torch.Tensor]) -> None:
+        """Let the gradients of ``params`` have the dtypes of those, as other optimizers than ours expect."""
+        for slice, param in self.pairs():
+            if param in params and is_summed(param):
+                total = param.grad
+                assert total is not None
+                self.before_write()
+                self.place(slice, summed=False).copy_(total)
+                self.show(slice, param, summed=False)
+
+
+def noticing_writes(unit: Unit, shard: HostShard, update: Callable[[], None]) -> Callable[[], None]:
+    """``update``, which raises RuntimeError if somebody has written the gradients in ``shard`` meanwhile."""
+    before = shard.gradient._version, shard.sums._version
+
+    def work() -> None:
+        update()
+        if (shard.gradient._version, shard.sums._version) != before:
+            raise RuntimeError(
+                f"gradients of '{unit.name}' were written while its update was reading them, so that its "
+                "weights are wrong: load a checkpoint, and call streamer.synchronize(model) between "
+                "optimizer.step() and writing gradients (module.zero_grad(set_to_none=False))"
+            )
+
+    return work
+
+
+def is_summed(param: torch.Tensor) -> bool:
+    """Whether ``p.grad`` is an fp32 sum beside a parameter of a shorter dtype."""
+    # asked several times a step for every parameter
+    return param.dtype != FP32 and (grad := param.grad) is not None and grad.dtype == FP32
+
+
+#: The sum of squares of a unit's gradient: on the device, or known when the host has added it up.
+Squares = torch.Tensor | Callable[[], float]
+
+
+class Gradients:
+    """The gradient slots of the layers, and the root unit's own gradient buffer.
+
+    A layer's ``p.grad`` is a view of its host gradient, the root's of its buffer on the device. With
+    ``sum_in_fp32`` several gradients of a shorter dtype are added up in fp32: see [Note: sums].
+    """
+
+    def __init__(
+        self,
+        issuer: Issuer,
+        units: Sequence[Unit],
+        root: Unit,
+        store: HostStore,
+        *,
+        num_slots: int,
+        sum_in_fp32: bool,
+    ) -> None:
+        self._nbytes = max(unit.layout.grad_nbytes for unit in units)
+        self.slots = GradientSlots(num_grad_slots(num_slots), self._nbytes, issuer.backend.device_buffer)
+        self.root_buffer = issuer.backend.device_buffer(root.layout.grad_nbytes)
+        self.root_sums = issuer.backend.device_buffer(0)
+        #: what the held gradients of layers are still to be multiplied by
+        self.scale = 1.0
+        self._issuer = issuer
+        self._units = units
+        self._root = root
+        self._store = store
+        self._staging: list[torch.Tensor] = []
+        self.held = {
+            unit.index: GradientViews(
+                unit,
+                store.shards[unit.index].gradient,
+                make_sums=partial(self._sums, unit) if sum_in_fp32 else None,
+                before_write=partial(self._before_write, unit),
+            )
+            for unit in units
+        }
+        self.held[ROOT] = GradientViews(
+            root,
+            self.root_buffer,
+            make_sums=self._sums_of_root if sum_in_fp32 else None,
+            before_write=self._before_writing_root,
+        )
+
+    @as_plain
+    def offload(self, unit: Unit, slot: int, used: Sequence[bool], squares: torch.Tensor) -> Squares | None:
+        """Page out the gradient in ``slot``; ``used`` says which trainable parameters have one, ``squares``
+        is its sum of squares.
+
+        It becomes ``p.grad``, or is added to it where there is one already, as autograd would. Returns
+        the sum of squares of what ``p.grad`` then is, or None where that is not known.
+        """
+        held = self.held[unit.index]
+        if held.foreign():
+            self.adopt_all()
+        has_grad = [param.grad is not None for _, param in held.pairs()]
+        if any(has_grad):
+            return self._accumulate(unit, slot, used, has_grad)
+        held.leave_to_keepers(1.0)
+        nbytes = unit.layout.grad_nbytes
+        source = self.slots.buffers[slot][:nbytes]
+        gradient = self._gradient(unit)
+        op = ops.offload_grad(unit.index, slot, nbytes)
+        self._issuer.issue(op, lambda: self._issuer.backend.copy(gradient, source))
+        self._show(unit, used)
+        return squares
+
+    def release(self) -> None:
+        """Give up all gradients and their slots."""
+        self.slots.buffers.clear()
+        self.root_buffer = self.root_sums = torch.empty(0, dtype=torch.uint8)
+        self._staging.clear()
+        self.held.clear()
+
+    @as_plain
+    def offload_root(self) -> None:
+        """Page out the root unit's gradient."""
+        root = self.held[ROOT]
+        root.adopt(root.foreign())
+        self._issuer.compute(ops.collect(), lambda: None)
+        shard = self._store.shards[ROOT]
+        pairs = [(shard.gradient, self.root_buffer)]
+        if any(is_summed(param) for param in self._root.params):
+            pairs.append((shard.sums.view(torch.uint8), self.root_sums))
+
+        def copy() -> None:
+            for into, source in pairs:
+                self._issuer.backend.copy(into, source)
+
+        self._issuer.issue(ops.offload_grad(ROOT, ROOT, sum(into.nbytes for into, _ in pairs)), copy)
+
+    @as_plain
+    def adopt_all(self) -> None:
+        """Adopt those of all layers, none written before all are read: they may have been exchanged."""
+        foreign = {unit.index: self.held[unit.index].foreign() for unit in self._units}
+        for index, gradients in foreign.items():
+            self.held[index].adopt(gradients)
+
+    @as_plain
+    def rescale(self, factor: float) -> None:
+        """Multiply all gradients by ``factor``: the root's at once, the layers' when they are next used.
+
+        The root's cannot wait, since autograd adds to them before any layer's backward is asked for.
+        """
+        self.scale *= factor
+        held = [param.grad for param in self._root.params if param.grad is not None]
+        if held:
+            self._before_writing_root()
+        for gradient in held:
+            gradient.mul_(factor)
+
+    @as_plain
+    def settle_scale(self) -> None:
+        """Apply `scale` to the gradients that are held: others, unscaled, are about to join them.
+
+        An update does not settle it: as in PyTorch, gradients stay clipped until they are dropped.
+        """
+        scale, self.scale = self.scale, 1.0
+        if scale != 1.0:
+            for unit in self._units:
+                self.held[unit.index].leave_to_keepers(scale)
+        held = [
+            param.grad
+            for unit in (self._units if scale != 1.0 else ())
+            for slice, param in self.held[unit.index].pairs()
+            if param.grad is not None and self.held[unit.index].is_ours(slice, param)
+        ]
+        if held:
+            self._issuer.wait((ops.gradient(unit.index) for unit in self._units), to_write=True)
+            for gradient in held:
+                gradient.mul_(scale)
+
+    def finish(self) -> None:
+        """Block until the gradients of all layers are in host memory, where ``p.grad`` shows them."""
+        self._issuer.wait(ops.gradient(unit.index) for unit in self._units if unit.layout.grad_nbytes)
+
+    @as_plain
+    def _accumulate(
+        self, unit: Unit, slot: int, used: Sequence[bool], has_grad: Sequence[bool]
+    ) -> Callable[[], float] | None:
+        """Add what is in ``slot`` to the gradients there are, in one pass over each."""
+        held = self.held[unit.index]
+        held.leave_to_keepers(1.0)
+        pairs = list(held.pairs())
+        both = [is_used and has for is_used, has in zip(used, has_grad, strict=True)]
+        summed = [is_summed(param) for _, param in pairs]
+        short = [held.sums_in_fp32(param) for _, param in pairs]
+        begin = [b and s and not already for b, s, already in zip(both, short, summed, strict=True)]
+        add_to_sum = [b and already for b, already in zip(both, summed, strict=True)]
+        in_place = [b and not x and not y for b, x, y in zip(both, begin, add_to_sum, strict=True)]
+        new = [is_used and not has for is_used, has in zip(used, has_grad, strict=True)]
+
+        staged = self._stage(unit, slot)
+        gradient = self._gradient(unit)
+        sums = self._sums(unit).data if any(begin) or any(add_to_sum) else gradient
+        stretches = unit.layout.stretches
+        squares: list[float] = []
+
+        def accumulate() -> None:
+            for s in stretches(begin):
+                squares.append(native.add(array(s.state(sums)), *_arrays(s, gradient, staged)))
+            for s in stretches(add_to_sum):
+                squares.append(native.accumulate(array(s.state(sums)), *_arrays(s, staged)))
+            for s in stretches(in_place):
+                squares.append(native.accumulate(*_arrays(s, gradient, staged)))
+            for s in stretches(new):
+                s.view(gradient).copy_(s.view(staged))
+
+        # reads the staged gradient and the host gradient, writes the latter
+        self._issuer.issue(ops.accumulate(unit.index, slot, 3 * unit.layout.grad_nbytes), accumulate)
+        for (slice, param), begins in zip(pairs, begin, strict=True):
+            if begins:
+                held.show(slice, param, summed=True)
+        self._show(unit, new)
+        return (lambda: sum(squares)) if both == has_grad and not any(new) else None
+
+    def _stage(self, unit: Unit, slot: int) -> torch.Tensor:
+        """Page out ``slot`` to the staging buffer of the same number."""
+        if not self._staging:
+            self._check_host({"gradient staging": len(self.slots.buffers) * self._nbytes})
+            self._staging = self._store.staging(len(self.slots.buffers), self._nbytes)
+        nbytes = unit.layout.grad_nbytes
+        staged, source = self._staging[slot][:nbytes], self.slots.buffers[slot][:nbytes]
+        op = ops.stage_grad(unit.index, slot, slot, nbytes)
+        self._issuer.issue(op, lambda: self._issuer.backend.copy(staged, source))
+        return staged
+
+    @as_plain
+    def _show(self, unit: Unit, which: Sequence[bool]) -> None:
+        """Let the gradient that has just been paged out be ``p.grad``, where there is none."""
+        held = self.held[unit.index]
+        for (slice, param), is_new in zip(held.pairs(), which, strict=True):
+            if is_new and param.grad is None:
+                held.show(slice, param, summed=False)
+
+    def _gradient(self, unit: Unit) -> torch.Tensor:
+        # .data: a version counter of its own, so that our writes are not taken for the user's
+        return self._store.shards[unit.index].gradient.data
+
+    def _sums(self, unit: Unit) -> torch.Tensor:
+        """The fp32 sums of ``unit`` in host memory, for which all units get room when the first needs it."""
+        shard = self._store.shards[unit.index]
+        if SUMS.name not in shard.held:
+            # without gradients of layers on the host there is nothing to add to them either
+            holders = [shard for shard in self._store.shards if shard.gradient.numel()]
+            self._check_host(host_bytes([shard.layout for shard in holders], [SUMS]))
+            self._store.add([SUMS], only=holders)
+        return shard.sums
+
+    def _sums_of_root(self) -> torch.Tensor:
+        """The root's fp32 sums, on the device; where they leave to is made room for too."""
+        if not self.root_sums.numel():
+            self._sums(self._root)
+            self.root_sums = self._issuer.backend.device_buffer(4 * self._root.layout.state_numel)
+        return self.root_sums.view(FP32)
+
+    def _check_host(self, wanted: dict[str, int]) -> None:
+        needed, available = sum(wanted.values()), self._issuer.backend.host_available()
+        if needed > available:
+            raise MemoryError(
+                f"a second backward before the step needs {needed} bytes more of host memory "
+                f"({', '.join(wanted)}) and {available} are free: wrap with grad_dtype=None to add gradients "
+                "up in the parameters' own dtype, or with a larger batch in place of several"
+            )
+
+    def before_access(self, unit: Unit, *, in_use: bool) -> None:
+        """Return when the user's code may read and write the gradient of ``unit``; ``in_use`` says whether an
+        update may be reading it."""
+        if self.scale != 1.0:
+            self.settle_scale()
+        if in_use:
+            self.held[unit.index].before_write()
+
+    def _before_writing_root(self) -> None:
+        # no need to block: what the caller's thread does on the device comes after
+        self._issuer.issue(ops.sync((ops.grad_slot(ROOT),), to_write=True), lambda: None)
+
+    def _before_write(self, unit: Unit) -> None:
+        self.settle_scale()
+        self._issuer.wait((ops.gradient(unit.index),), to_write=True)
+
+
+def _arrays(stretch: Stretch, *buffers: torch.Tensor) -> list[Any]:
+    """A stretch of each of these gradient buffers as the kernels take it."""
+    return [array(stretch.view(buffer)) for buffer in buffers]

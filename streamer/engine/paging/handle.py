@@ -1,0 +1,113 @@
+"""How the public functions find what `wrap` has attached to a model and to its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NoReturn, Protocol
+
+import torch
+from torch import nn
+
+from streamer.engine.paging.executor import Executor
+from streamer.engine.paging.unit import Unit
+from streamer.engine.paging.user_view import guard_model, unguard_model
+from streamer.memory.layout import Slice
+
+HANDLE, HOME = "_streamer", "_streamer_home"
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where a parameter of a wrapped model lives."""
+
+    executor: Executor
+    unit: Unit
+    slice: Slice
+
+    def __reduce__(self) -> NoReturn:
+        # with the parameter, to which it is attached
+        raise RuntimeError(
+            f"'{self.slice.param.name}' belongs to a wrapped model and cannot be pickled: save "
+            "model.state_dict(), or param.detach()"
+        )
+
+
+class PlannedBytes(Protocol):
+    """What `wrap` has planned to take: bytes by purpose, on the device and in host memory."""
+
+    @property
+    def device(self) -> Mapping[str, int]: ...
+
+    @property
+    def host(self) -> Mapping[str, int]: ...
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """What `wrap` has attached to a model. ``take_off`` removes hooks and guards, ``close`` ends lanes."""
+
+    executor: Executor
+    planned: PlannedBytes
+    plain_dtypes: dict[nn.Parameter, torch.dtype]
+    take_off: Callable[[], None]
+    close: Callable[[], object]
+    #: what was chosen for "auto": a `streamer.plan.search.Chosen`
+    chosen: object = None
+
+
+def settle_in(executor: Executor) -> None:
+    """Let the root's parameters be those on the device, and every parameter know where it lives and what to
+    wait for."""
+    executor.issuer.synchronize()
+    for slice, param in zip(executor.root.layout.slices, executor.root.params, strict=True):
+        param.data = slice.own(executor.weights.root_buffer)
+    for unit in (*executor.units, executor.root):
+        for slice, param in zip(unit.layout.slices, unit.params, strict=True):
+            param.__dict__[HOME] = Home(executor, unit, slice)
+    if executor.backend.device.type != "meta":
+        guard_model(executor)
+
+
+def settle_out(executor: Executor) -> None:
+    """Let the parameters be plain ones."""
+    unguard_model(executor)
+    for unit in (*executor.units, executor.root):
+        for param in unit.params:
+            param.__dict__.pop(HOME, None)
+
+
+def wrapped(model: nn.Module) -> Wrapped:
+    """The handle of a wrapped model. Raises ValueError if it is not wrapped."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"give the wrapped model itself, not a {type(model).__name__}")
+    handle = model.__dict__.get(HANDLE)
+    if not isinstance(handle, Wrapped):
+        part = wrapped_part(model)
+        mend = f"give {part}, which is" if part else "call streamer.wrap(model, layers=...) first"
+        raise ValueError(f"this {type(model).__name__} is not wrapped: {mend}")
+    return handle
+
+
+def wrapped_part(model: nn.Module) -> str | None:
+    """How the module in ``model`` that `wrap` was called with is written, if there is one."""
+    names = (name for name, module in model.named_modules(prefix="model") if HANDLE in module.__dict__)
+    return next(names, None)
+
+
+def home_of(param: torch.Tensor) -> Home | None:
+    """Where a parameter lives, or None if its model is not wrapped."""
+    home = param.__dict__.get(HOME)
+    return home if isinstance(home, Home) else None
+
+
+def require_home(param: torch.Tensor) -> Home:
+    """Where a parameter lives. Raises ValueError if its model is not wrapped."""
+    home = home_of(param)
+    if home is None:
+        raise ValueError(
+            f"a parameter of shape {tuple(param.shape)} belongs to no wrapped model: call "
+            "streamer.wrap(model, ...) before streamer.AdamW(model.parameters()) and after adding parameters "
+            "(adapters) to the model, or use torch.optim.AdamW"
+        )
+    return home

@@ -1,0 +1,274 @@
+"""Squared norms of gradients, taken before they leave the device.
+
+[Note: norms]
+A unit's sum of squares is taken on the device while its gradient is in a slot, or in the pass that adds
+another gradient to it on the host, so that the global norm is known when backward ends and costs no pass
+over memory. It stands for the host gradient only as long as nobody else writes that: where the user has
+written it or dropped a part of it, a pass over host memory on the HOST lane takes it anew. Some writers do
+not tell autograd (gradient scalers, collectives, ``.data``), so a sample of the gradient is compared too.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+import streamer_native as native
+from streamer.engine.paging.gradients import Squares, is_summed
+from streamer.engine.paging.unit import Unit
+from streamer.engine.schedule import op as ops
+from streamer.engine.schedule.hazards import Issuer
+from streamer.engine.tensors.guarded import as_plain
+from streamer.memory.host import HostStore, array
+from streamer.memory.layout import Layout
+
+#: Elements whose squares are added up one after another.
+ROW = 4096
+
+
+@dataclass(frozen=True)
+class _Measured:
+    squares: Squares | float  # a scalar on the device, or taken on the host
+    state: _State
+    sample: torch.Tensor | None = None  # of the host gradient, once that has landed
+
+
+#: Which parameters hold a gradient, and how often the user has written the unit's gradient and sums.
+_State = tuple[tuple[bool, ...], int, int]
+
+
+class _Moment(NamedTuple):
+    """What gradients there were, and how often they had been written: of layers by unit, of the root."""
+
+    layers: dict[int, _State]
+    root: list[tuple[weakref.ref[torch.Tensor], int]]
+
+    def is_still(self, layers: dict[int, _State], root: Sequence[torch.Tensor]) -> bool:
+        """Whether these are the same, and unwritten."""
+        return self.layers == layers and [(id(ref()), version) for ref, version in self.root] == [
+            (id(gradient), gradient._version) for gradient in root
+        ]
+
+
+class Norms:
+    """Sums of squares of the gradients of all units. [Note: norms]"""
+
+    def __init__(self, issuer: Issuer, units: Sequence[Unit], root: Unit, store: HostStore) -> None:
+        self._issuer = issuer
+        self._units = units
+        self._root = root
+        self._store = store
+        self._measured: dict[int, _Measured] = {}
+        #: by unit, how its gradient was when it was measured and since then only made smaller
+        self._scaled: dict[int, _State] = {}
+        self._finite: _Moment | None = None
+        self._where: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @as_plain
+    def keep(self, unit: Unit, squares: Squares | None) -> None:
+        """``squares`` belong to the gradient that ``unit`` now holds; None if they are not known."""
+        self._measured.pop(unit.index, None)
+        self._scaled.pop(unit.index, None)
+        if squares is not None:
+            self._measured[unit.index] = _Measured(squares, self._state(unit))
+
+    def begin_scaling(self, unit: Unit) -> bool:
+        """The user's code is about to write gradients of ``unit``: whether they are as they were measured, or
+        smaller, until now."""
+        return self._is_scaled(unit) or self._is_measured(unit)
+
+    def scaled(self, unit: Unit) -> None:
+        """It has multiplied them by a number from -1 to 1, as clipping does, so that they are finite if they
+        were. What they add up to, rounded, is not known."""
+        self._scaled[unit.index] = self._state(unit)
+
+    @as_plain
+    def landed(self) -> None:
+        """The gradients have arrived on the host: sample those whose squares were taken on the way."""
+        for index, measured in self._measured.items():
+            if measured.sample is None:
+                squares = measured.squares() if callable(measured.squares) else measured.squares
+                self._measured[index] = replace(
+                    measured, squares=squares, sample=self._sample(self._units[index])
+                )
+
+    @as_plain
+    def total(self, layers_scale: float, *, or_more: bool = False) -> float:
+        """The sum of squares of all gradients that are held, those of layers multiplied by ``layers_scale``
+        first; NaN or Inf if one of them is. With ``or_more`` a larger sum will do."""
+        holding = [unit for unit in self._units if any(param.grad is not None for param in unit.params)]
+        anew = [unit for unit in holding if not self._is_measured(unit)]
+        if or_more:
+            anew = [unit for unit in anew if not self._is_scaled(unit)]
+        if layers_scale != 1:
+            for unit in anew:
+                self._check_unwritten(unit)
+        self._measure_on_host(anew)
+        layers = []
+        for unit in holding:
+            squares = self._measured[unit.index].squares
+            assert not callable(squares), "what the host was adding up has landed"
+            layers.append(squares)
+        root = [_squares(param.grad) for param in self._root.params if param.grad is not None]
+        values = _read([*layers, *root])
+        of_layers, of_root = math.fsum(values[: len(layers)]), math.fsum(values[len(layers) :])
+        # the scale may be NaN, which is nothing to the root where there are no layers
+        return (layers_scale**2 * of_layers if layers else 0.0) + of_root
+
+    @as_plain
+    def remember_finite(self) -> None:
+        """All gradients that are held now are finite, so that `is_finite` need not read them again."""
+        layers, root = self._held_now()
+        self._finite = _Moment(layers, [(weakref.ref(gradient), gradient._version) for gradient in root])
+
+    @as_plain
+    def is_finite(self, layers_scale: float) -> bool:
+        """Whether `total` is finite. The device is read only if something was written since it was last."""
+        remembered, self._finite = self._finite, None
+        layers, root = self._held_now()
+        is_still = remembered is not None and remembered.is_still(layers, root)
+        # some write without a word
+        if is_still and all(self._is_measured(self._units[index]) for index in layers):
+            return True
+        return math.isfinite(self.total(layers_scale, or_more=True))
+
+    @as_plain
+    def not_finite(self) -> list[str]:
+        """The layers whose gradient, as `total` has last measured it, is not finite, in the order of
+        backward; where there is none, such parameters of the rest."""
+        layers = [
+            unit.name
+            for unit in reversed(self._units)
+            if (measured := self._measured.get(unit.index)) is not None
+            and not callable(measured.squares)
+            and not math.isfinite(measured.squares)
+        ]
+        return layers or [
+            f"'{slice.param.name}'"
+            for slice, param in zip(self._root.layout.slices, self._root.params, strict=True)
+            if param.grad is not None and not math.isfinite(_squares(param.grad))
+        ]
+
+    def forget(self) -> None:
+        """The gradients have been exchanged for others."""
+        self._measured.clear()
+        self._scaled.clear()
+        self._finite = None
+
+    @as_plain
+    def forget_outdated(self) -> None:
+        """Gradients are clipped by another norm than these: what was written until now was clipped too."""
+        self._measured = {
+            index: measured
+            for index, measured in self._measured.items()
+            if self._is_measured(self._units[index])
+        }
+
+    def _state(self, unit: Unit) -> _State:
+        holders = tuple(param.grad is not None for param in unit.params)
+        shard = self._store.shards[unit.index]
+        return holders, shard.gradient._version, shard.sums._version
+
+    def _held_now(self) -> tuple[dict[int, _State], list[torch.Tensor]]:
+        """The states of the layers that hold a gradient, and the root's gradients."""
+        states = {unit.index: self._state(unit) for unit in self._units}
+        root = [param.grad for param in self._root.params if param.grad is not None]
+        return {index: state for index, state in states.items() if any(state[0])}, root
+
+    def _is_scaled(self, unit: Unit) -> bool:
+        scaled = self._scaled.get(unit.index)
+        return scaled is not None and unit.index in self._measured and scaled == self._state(unit)
+
+    def _is_measured(self, unit: Unit) -> bool:
+        measured = self._measured.get(unit.index)
+        if measured is None or measured.state != self._state(unit) or measured.sample is None:
+            return False
+        return measured.sample.is_meta or torch.equal(measured.sample, self._sample(unit))
+
+    def _check_unwritten(self, unit: Unit) -> None:
+        """Raise RuntimeError if the gradient of ``unit`` was written since it was clipped, which is still to
+        be applied and would be applied to what was written."""
+        measured = self._measured.get(unit.index)
+        if measured is None or measured.sample is None:
+            return
+        versions_now, versions_then = self._state(unit)[1:], measured.state[1:]
+        if versions_now != versions_then or not torch.equal(measured.sample, self._sample(unit)):
+            raise RuntimeError(
+                "gradients were written after clip_grad_norm_, whose coefficient step() applies when it "
+                "reads them: write gradients before clipping"
+            )
+
+    def _sample(self, unit: Unit) -> torch.Tensor:
+        """The first four bytes of each parameter's gradient, and four of every 4 KiB."""
+        shard, (offsets, indices) = self._store.shards[unit.index], self._begins(unit)
+        gradient = shard.gradient.view(torch.int32)
+        samples = [gradient[::1024], gradient[offsets]]
+        if any(is_summed(param) for param in unit.params):
+            sums = shard.sums.view(torch.int32)
+            samples += [sums[::1024], sums[indices]]
+        return torch.cat(samples)
+
+    def _begins(self, unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the gradients of parameters begin, and their sums, in units of four bytes."""
+        if unit.index not in self._where:
+            slices = [slice for slice in unit.layout.trainable if slice.numel]
+            begins = [slice.offset // 4 for slice in slices], [slice.index for slice in slices]
+            self._where[unit.index] = torch.tensor(begins[0]), torch.tensor(begins[1])
+        return self._where[unit.index]
+
+    def _measure_on_host(self, units: Sequence[Unit]) -> None:
+        totals: dict[int, float] = {}
+
+        def measure(index: int, gradients: Sequence[torch.Tensor]) -> None:
+            totals[index] = math.fsum(native.sum_squares(array(grad)) for grad in gradients)
+
+        for unit in units:
+            gradients = [param.grad for param in unit.params if param.grad is not None]
+            op = ops.norm(unit.index, sum(grad.nbytes for grad in gradients))
+            self._issuer.issue(op, partial(measure, unit.index, gradients))
+        if units:
+            self._issuer.wait(ops.squares(unit.index) for unit in units)
+        for unit in units:
+            # on the virtual backend nothing was measured
+            squares = totals.get(unit.index, 0.0)
+            self._measured[unit.index] = _Measured(squares, self._state(unit), self._sample(unit))
+
+
+def sum_squares(layout: Layout, gradient: torch.Tensor, used: Sequence[bool]) -> torch.Tensor:
+    """The sum of squares (an fp32 scalar) of the ``used`` parameters' gradients in a flat uint8 buffer."""
+    total = torch.zeros((), dtype=torch.float32, device=gradient.device)
+    for stretch in layout.stretches(used):
+        # padding between stretches may hold anything
+        total += _squares(stretch.view(gradient))
+    return total
+
+
+def _squares(gradient: torch.Tensor) -> torch.Tensor:
+    """The sum of squares as an fp32 scalar.
+
+    Taken in rows, whose sums are then added up: on the CPU PyTorch adds up one fp32 norm from beginning to
+    end, which is 1 % off for 10^8 elements.
+    """
+    flat = (gradient.to_dense() if gradient.is_sparse else gradient).flatten()
+    if flat.numel() < ROW:
+        norm: torch.Tensor = torch.linalg.vector_norm(flat, dtype=torch.float32)
+        return norm.square()
+    in_rows = flat.numel() // ROW * ROW
+    rows = torch.linalg.vector_norm(flat[:in_rows].view(-1, ROW), dim=1, dtype=torch.float32)
+    rest = torch.linalg.vector_norm(flat[in_rows:], dtype=torch.float32)
+    squares: torch.Tensor = rows.square().sum() + rest.square()
+    return squares
+
+
+def _read(squares: Sequence[torch.Tensor | float]) -> list[float]:
+    """Their values, those on the device brought over in one copy; 0 on the virtual backend, without any."""
+    squares = [0.0 if isinstance(value, torch.Tensor) and value.is_meta else value for value in squares]
+    on_device = [value for value in squares if isinstance(value, torch.Tensor)]
+    read = iter(torch.stack(on_device).tolist() if on_device else ())
+    return [next(read) if isinstance(value, torch.Tensor) else value for value in squares]

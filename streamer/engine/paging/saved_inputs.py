@@ -1,0 +1,317 @@
+"""Layer inputs that are saved for backward, paged to host memory and back.
+
+[Note: saved inputs]
+With ``activations="recompute+offload"`` a layer's inputs leave for host memory while it and the next ones
+run, and come back while the layer above goes backward. What leaves is the user's tensor, which COMPUTE has
+allocated: it is held until its copy is done, and its memory may be used for something else only after an op
+on COMPUTE that waits for the copy. Those of no more than `OUTGOING` layers are held in that way, the next one
+waits for the first; the last ones of a forward are thus still on the device when backward begins, and are not
+fetched. What comes back goes into memory that COMPUTE has allocated too, so that its copy waits for all that
+COMPUTE had been given by then: it is fetched one layer ahead.
+
+A tensor that several layers save, an encoder's output say, leaves once.
+
+Host buffers for what comes and goes in sizes that nobody knows beforehand.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from streamer.engine.schedule import op as ops
+from streamer.engine.schedule.hazards import Issuer
+from streamer.engine.schedule.op import Resource
+from streamer.engine.tensors.saved import SavedBytes, storages
+
+
+class Paged:
+    """A tensor that was saved, and its place in host memory. ``tensor`` is there while it is on the device,
+    ``leaving`` (flat uint8) while it is copied from there."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.place = -1
+        self.tensor: torch.Tensor | None = None
+        self.leaving: torch.Tensor | None = None
+        self.is_fetched = False
+        #: how many have saved it, and how many of them, or of those who copy it, hold it on the device
+        self.owners = self.holders = 0
+        self._view = tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride(), tensor._version
+        self._shape, self._dtype = tensor.shape, tensor.dtype
+        # the tensor's own where it is dense
+        self._stride = torch.empty_like(tensor, device="meta").stride()
+        self._was_changed = False
+        self._uncount: Callable[[], object] = lambda: None
+
+    def is_now(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor``, of the same storage, is what was saved."""
+        view = tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride(), tensor._version
+        return view == self._view
+
+    def dense(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The bytes of ``tensor``, or of a copy of it where it has gaps or only means its conjugate."""
+        if tensor.stride() != self._stride or tensor.is_conj() or tensor.is_neg():
+            tensor = self.empty(tensor.device).copy_(tensor)
+        return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """A tensor to be fetched into."""
+        return torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device=device)
+
+    def put(self, tensor: torch.Tensor, on_device: SavedBytes, *, is_fetched: bool) -> None:
+        """It is on the device, as ``tensor``."""
+        self.tensor, self.is_fetched = tensor, is_fetched
+        self._uncount = on_device.hold(self, storages([tensor]))
+
+    def get(self) -> torch.Tensor:
+        """It, on the device. Raises RuntimeError if it has been written since it was saved."""
+        self.note_writes()
+        if self._was_changed:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: an input of shape {tuple(self._shape)} of a streamed layer"
+            )
+        assert self.tensor is not None, "who gets it holds it"
+        return self.tensor
+
+    def note_writes(self) -> None:
+        """Has somebody written the user's tensor while it could leave?"""
+        if self.tensor is not None and not self.is_fetched:
+            self._was_changed |= self.tensor._version != self._view[-1]
+
+    def drop(self) -> None:
+        """Nobody holds it on the device any more."""
+        self.note_writes()
+        self.tensor = None
+        self._uncount()
+
+
+class HostPlaces:
+    """Numbered buffers, each lent to one user at a time and kept for the next. A buffer that has become too
+    small is given back before a larger one takes its number.
+
+    ``allocate`` makes a buffer of some bytes; ``give_back`` is called with the number and the buffer when one
+    is of no more use, and returns when nobody reads or writes it.
+    """
+
+    def __init__(
+        self,
+        allocate: Callable[[int], torch.Tensor],
+        give_back: Callable[[int, torch.Tensor], None],
+    ) -> None:
+        self.buffers: list[torch.Tensor] = []
+        self._free: set[int] = set()
+        self._allocate = allocate
+        self._give_back = give_back
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+    def take(self, nbytes: int) -> int:
+        """The number of a buffer of ``nbytes`` or more."""
+        by_size = sorted(self._free, key=lambda number: self.buffers[number].nbytes)
+        number = next((number for number in by_size if self.buffers[number].nbytes >= nbytes), None)
+        if number is None:
+            number = by_size[-1] if by_size else len(self.buffers)
+            self._replace(number, nbytes)
+        self._free.discard(number)
+        return number
+
+    def release(self, number: int) -> None:
+        """The buffer is free for others."""
+        self._free.add(number)
+
+    def _replace(self, number: int, nbytes: int) -> None:
+        empty = torch.empty(0, dtype=torch.uint8)
+        if number < len(self.buffers):
+            self._give_back(number, self.buffers[number])
+            self.buffers[number] = empty
+        buffer = self._allocate(nbytes)
+        if number == len(self.buffers):
+            self.buffers.append(empty)
+        self.buffers[number] = buffer
+
+
+#: Layers whose inputs are held on the device while they leave it.
+OUTGOING = 2
+
+
+Saved = Sequence[Paged]
+
+
+class InputPager:
+    """The saved inputs of all layers. [Note: saved inputs]"""
+
+    def __init__(self, issuer: Issuer, on_device: SavedBytes) -> None:
+        self.places = HostPlaces(self._allocate, self._give_back)
+        self._issuer = issuer
+        self._on_device = on_device
+        #: by storage
+        self._known = WeakIdKeyDictionary()
+        #: by number, in the order of forward: what layers have saved and may ask for
+        self._saved: dict[int, Saved] = {}
+        self._count = 0
+        self._outgoing: dict[int, Saved] = {}
+        self._ahead: Saved = ()
+        #: what nobody will ask for any more; the garbage collector may say so at any moment
+        self._gone: deque[int] = deque()
+
+    @staticmethod
+    def takes(tensor: torch.Tensor) -> bool:
+        """Whether ``tensor``, an input of a layer, is worth a place and can be made again from bytes."""
+        is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
+        # who has made a leaf has it anyway
+        return is_plain and tensor.grad_fn is not None
+
+    def save(self, owner: object, tensors: Sequence[torch.Tensor]) -> int:
+        """Page out ``tensors``, kept until `forget` or until ``owner`` is gone; the number to ask for them.
+
+        Raises MemoryError where host memory has no room for them.
+        """
+        self._settle()
+        number = self._count = self._count + 1
+        saved: list[Paged] = []
+        self._saved[number] = self._outgoing[number] = saved
+        # before the first is saved: there may be no room for the next one
+        weakref.finalize(owner, self._gone.append, number).atexit = False
+        for tensor in tensors:
+            saved.append(self._save(tensor))
+        if len(self._outgoing) > OUTGOING:
+            self._let_go(next(iter(self._outgoing)))
+        return number
+
+    def forget(self, number: int) -> None:
+        """Nobody will ask for ``number`` again."""
+        self._gone.append(number)
+
+    @contextmanager
+    def using(self, number: int | None) -> Iterator[tuple[list[torch.Tensor], list[Resource]]]:
+        """The tensors saved under ``number``, on the device inside the block, and what an op must read that
+        uses them; none for None. Raises RuntimeError if one of them was written since."""
+        saved = () if number is None else self._saved[number]
+        self._hold(saved)
+        self._drop_ahead()
+        try:
+            yield [paged.get() for paged in saved], [ops.fetched(p.place) for p in saved if p.is_fetched]
+        finally:
+            self._release(saved)
+            self._settle()
+
+    def prefetch(self, number: int | None) -> None:
+        """Fetch what was saved before ``number``: it is likely to be asked for next."""
+        if number is None:
+            return
+        before = max((other for other in self._saved if other < number), default=None)
+        if before is not None and not self._ahead:
+            self._hold(self._saved[before])
+            self._ahead = self._saved[before]
+
+    def release(self) -> None:
+        """Give up everything."""
+        for kept in (self._saved, self._outgoing, self._known, self._gone, self.places.buffers):
+            kept.clear()
+        self._ahead = ()
+
+    def _save(self, tensor: torch.Tensor) -> Paged:
+        known: list[Paged] = self._known.setdefault(tensor.untyped_storage(), [])
+        known[:] = [paged for paged in known if paged.owners]
+        paged = next((paged for paged in known if paged.is_now(tensor)), None)
+        if paged is None:
+            paged = Paged(tensor)
+            self._page_out(paged, tensor)
+            known.append(paged)
+        elif paged.tensor is None:
+            paged.put(tensor, self._on_device, is_fetched=False)
+        paged.owners += 1
+        paged.holders += 1
+        return paged
+
+    def _page_out(self, paged: Paged, tensor: torch.Tensor) -> None:
+        source = paged.dense(tensor)
+        # from here on nothing is short of memory
+        paged.place = self.places.take(source.numel())
+        paged.leaving = source
+        paged.put(tensor, self._on_device, is_fetched=False)
+        into = self.places.buffers[paged.place][: source.numel()]
+        # what has made the tensor is done before its copy begins
+        self._sync(ops.saved_input(paged.place), to_write=True)
+        op = ops.offload_input(paged.place, source.numel())
+        self._issuer.issue(op, lambda: self._issuer.backend.copy(into, source))
+
+    def _let_go(self, number: int) -> None:
+        """The copies that ``number`` is held for are done, as far as COMPUTE is concerned."""
+        saved = self._outgoing.pop(number)
+        for paged in saved:
+            if paged.leaving is not None:
+                self._sync(ops.saved_input(paged.place), to_write=True)
+                paged.leaving = None
+        self._release(saved)
+
+    def _hold(self, saved: Saved) -> None:
+        for count, paged in enumerate(saved):
+            try:
+                if paged.tensor is None:
+                    self._fetch(paged)
+            except BaseException:
+                self._release(saved[:count])
+                raise
+            paged.holders += 1
+
+    def _fetch(self, paged: Paged) -> None:
+        tensor = paged.empty(self._issuer.backend.device)
+        into = paged.dense(tensor)
+        source = self.places.buffers[paged.place][: into.numel()]
+        # what COMPUTE had in this memory is done with before the copy begins
+        self._sync(ops.saved_input(paged.place), to_write=True)
+        op = ops.fetch_input(paged.place, into.numel())
+        self._issuer.issue(op, lambda: self._issuer.backend.copy(into, source))
+        paged.put(tensor.requires_grad_(), self._on_device, is_fetched=True)
+
+    def _release(self, saved: Saved) -> None:
+        for paged in saved:
+            paged.holders -= 1
+            if not paged.holders:
+                if paged.is_fetched:
+                    # the copy may still be running if nobody has used it
+                    self._sync(ops.fetched(paged.place))
+                paged.drop()
+
+    def _drop_ahead(self) -> None:
+        ahead, self._ahead = self._ahead, ()
+        self._release(ahead)
+
+    def _settle(self) -> None:
+        """Free the places of what nobody will ask for."""
+        while self._gone:
+            number = self._gone.popleft()
+            if number in self._outgoing:
+                self._let_go(number)
+            for paged in self._saved.pop(number, ()):
+                paged.owners -= 1
+                if not paged.owners:
+                    self.places.release(paged.place)
+
+    def _sync(self, resource: Resource, *, to_write: bool = False) -> None:
+        # no need to block: what the caller's thread does on the device comes after
+        self._issuer.issue(ops.sync((resource,), to_write=to_write), lambda: None)
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        available = self._issuer.backend.host_available()
+        if nbytes > available:
+            raise MemoryError(
+                "activations='recompute+offload' needs host memory for the saved inputs of a layer: "
+                f"{nbytes} bytes more beside {self.places.nbytes}, and {available} are free; take a smaller "
+                "batch, or 'recompute' for some of the layers"
+            )
+        return self._issuer.backend.host_buffer(nbytes)
+
+    def _give_back(self, place: int, buffer: torch.Tensor) -> None:
+        self._issuer.wait((ops.host_input(place),), to_write=True)
+        self._issuer.backend.unpin(buffer)

@@ -1,0 +1,394 @@
+"""What is paged as one piece: a layer, or the root unit."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from streamer.engine.tensors.attributes import contents_of
+from streamer.engine.tensors.guarded import as_plain
+from streamer.engine.tensors.samples import Selection
+from streamer.memory.layout import Layout, Slice
+
+BufferPlace = tuple[nn.Module, str]
+
+Attributes = Mapping[nn.Module, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A layer of the model (or, with index ROOT, all that is in no layer).
+
+    ``params`` are the model's own parameters in the order of ``layout.slices``; ``owners`` are, for
+    each of them, all the (module, name) pairs under which it is registered in this unit.
+    """
+
+    index: int
+    name: str
+    module: nn.Module
+    layout: Layout
+    params: tuple[nn.Parameter, ...]
+    owners: tuple[tuple[tuple[nn.Module, str], ...], ...]
+    buffer_owners: tuple[tuple[nn.Module, str], ...]
+
+    @property
+    def trainable(self) -> tuple[nn.Parameter, ...]:
+        """The parameters that have room for a gradient, in the order of ``layout.trainable``."""
+        return self.params[: len(self.layout.trainable)]
+
+    @as_plain
+    def written(self) -> int:
+        """A number that grows whenever somebody writes a parameter in place through PyTorch."""
+        return sum(param._version for param in self.params)
+
+    @as_plain
+    def wanted(self) -> list[bool]:
+        """Of which parameters a gradient is wanted now.
+
+        Raises ValueError where it is one that was frozen when the model was wrapped: there is no room for it.
+        """
+        wanted = [param.requires_grad for param in self.params]
+        for slice, is_wanted in zip(self.layout.slices, wanted, strict=True):
+            if is_wanted and not slice.param.trainable:
+                raise ValueError(
+                    f"'{slice.param.name}' was frozen when the model was wrapped and has no room for a "
+                    "gradient: set requires_grad before streamer.wrap (what is trained by then may be frozen "
+                    "and unfrozen after it), or unwrap and wrap again"
+                )
+        return wanted
+
+    @as_plain
+    def leaves(self, weights: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters as autograd leaves that are views of a flat uint8 buffer of weights."""
+        views = self.layout.views(weights)
+        return [
+            view.detach().requires_grad_(param.requires_grad)
+            for view, param in zip(views, self.params, strict=True)
+        ]
+
+    @as_plain
+    def leaves_apart(self, weights: torch.Tensor) -> list[torch.Tensor]:
+        """`leaves` that count the writes to themselves alone, and not those to the slot, which will hold
+        other layers."""
+        views = self.layout.views(weights)
+        return [
+            view.data.requires_grad_(param.requires_grad)
+            for view, param in zip(views, self.params, strict=True)
+        ]
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The unit's module and all that are in it, each once."""
+        return self._tree.modules()
+
+    @cached_property
+    def _tree(self) -> _Tree:
+        return _Tree(self.module)
+
+    def buffers(self) -> list[torch.Tensor]:
+        """The unit's buffers (running statistics, masks), which stay on the device."""
+        return [
+            buffer for owner, name in self.buffer_owners if (buffer := owner._buffers.get(name)) is not None
+        ]
+
+    def attributes(self) -> Attributes:
+        """The plain attributes of the unit's modules (training mode, counters, states of a recurrence)."""
+        return self._snapshots.now(self.modules)
+
+    def forget_attributes(self) -> None:
+        """Do not keep alive what `attributes` has last found."""
+        self._snapshots.forget()
+
+    @property
+    def contents(self) -> list[Any]:
+        """Of what `attributes` has last found, the values that may hold other things."""
+        return self._snapshots.contents
+
+    @cached_property
+    def _snapshots(self) -> _Snapshots:
+        return _Snapshots()
+
+    @contextmanager
+    def with_attributes(self, then: Attributes) -> Iterator[None]:
+        """Run the block with the attributes of another moment: a forward run again starts from what the
+        first one started from, and does not count twice."""
+        now = self.attributes()
+        try:
+            if then is not now:
+                set_attributes(then)
+            yield
+        finally:
+            set_attributes(now)
+
+    def buffers_now(self) -> dict[BufferPlace, tuple[torch.Tensor, int, torch.Tensor]]:
+        """The buffers as they are: each with its version and a copy of its values."""
+        return {
+            (owner, name): (buffer, buffer._version, buffer.clone())
+            for owner, name in self.buffer_owners
+            if (buffer := owner._buffers.get(name)) is not None
+        }
+
+    def put_back(self, before: dict[BufferPlace, tuple[torch.Tensor, int, torch.Tensor]]) -> None:
+        """Let the buffers be what `buffers_now` has found."""
+        for (owner, name), (buffer, _, values) in before.items():
+            owner._buffers[name] = buffer
+            with torch.no_grad():
+                buffer.copy_(values)
+
+    def buffers_changed(
+        self, before: dict[BufferPlace, tuple[torch.Tensor, int, torch.Tensor]]
+    ) -> dict[BufferPlace, torch.Tensor]:
+        """All the values ``before``, if one of the buffers was written or exchanged since, else none.
+
+        All of them, because batch normalisation writes its statistics without saying so, and only its
+        counter tells.
+        """
+        changed = any(
+            owner._buffers.get(name) is not buffer or buffer._version != version
+            for (owner, name), (buffer, version, _) in before.items()
+        )
+        return {place: values for place, (_, _, values) in before.items()} if changed else {}
+
+    @contextmanager
+    def with_buffers(self, values: dict[BufferPlace, torch.Tensor]) -> Iterator[None]:
+        """Run the block with copies of ``values`` as buffers: a forward run again starts from what the first
+        one started from, and does not count twice."""
+        now = {(owner, name): owner._buffers[name] for owner, name in values}
+        try:
+            for (owner, name), value in values.items():
+                owner._buffers[name] = value.clone()
+            yield
+        finally:
+            for (owner, name), buffer in now.items():
+                owner._buffers[name] = buffer
+
+    def start_again(self) -> Callable[[], None]:
+        """A function that takes spectral norms back to the power iteration of this moment.
+
+        In training each forward makes one iteration more, and with it another weight: the slices of a batch
+        each begin with that of the first one, so that all see the weight that the whole batch would.
+        """
+        before = [(owner, name, owner._buffers[name]) for owner, name in self._iterated]
+        values = [(owner, name, buffer.clone()) for owner, name, buffer in before if buffer is not None]
+
+        def put_back() -> None:
+            with torch.no_grad():
+                for owner, name, value in values:
+                    owner._buffers[name].copy_(value)  # type: ignore[union-attr]
+
+        return put_back
+
+    @cached_property
+    def _iterated(self) -> tuple[BufferPlace, ...]:
+        places: list[BufferPlace] = []
+        for module in self.modules:
+            if isinstance(module, _SpectralNorm):
+                places += [(module, "_u"), (module, "_v")]
+            for hook in module._forward_pre_hooks.values():
+                if isinstance(hook, SpectralNorm):  # of before there were parametrizations
+                    places += [(module, f"{hook.name}_u"), (module, f"{hook.name}_v")]
+        return tuple((module, name) for module, name in places if name in module._buffers)
+
+    @cached_property
+    def is_short(self) -> bool:
+        """Whether it has parameters of fewer bits than fp32."""
+        return any(param.dtype.itemsize < torch.float32.itemsize for param in self.params)
+
+    @cached_property
+    def selection(self) -> Selection:
+        """Of which of the tensors that the layer saves there are samples."""
+        return Selection()
+
+    @cached_property
+    def _owning(self) -> list[Any]:
+        """The modules in which `check_owned` has found nothing wrong, and all that they had as parameters."""
+        return [None, []]
+
+    @cached_property
+    def _places(self) -> frozenset[tuple[nn.Module, str]]:
+        return frozenset(place for owners in self.owners for place in owners)
+
+    def using(self, leaves: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+        """Let the unit's modules see ``leaves`` in place of their parameters inside the block, which is to be
+        ``with unit.restored(), unit.using(leaves)``."""
+        for leaf in leaves:
+            # isinstance(leaf, nn.Parameter), by which layers may tell a weight from what is computed of one
+            leaf._is_param = True
+        return _Lent(self, leaves)
+
+    def restored(self) -> AbstractContextManager[None]:
+        """After the block the unit's modules see their own parameters, even if Ctrl-C comes while `using`
+        lends leaves or gives the parameters back: one Ctrl-C cannot interrupt the ends of both blocks.
+
+        Raises ValueError if the modules have others than they had when the model was wrapped.
+        """
+        return _Lent(self, None)
+
+    def check_owned(self) -> None:
+        """Raise ValueError if the unit's modules have others than their own parameters."""
+        modules = self.modules
+        if modules is self._owning[0] and are_same(_params_of(modules), self._owning[1]):
+            return
+        for param, owners in zip(self.params, self.owners, strict=True):
+            for module, name in owners:
+                if module._parameters.get(name) is not param:
+                    raise ValueError(
+                        f"parameter '{name}' of a {type(module).__name__} in layer '{self.name}' was "
+                        "replaced or removed after streamer.wrap (torch.func.functional_call does so too): "
+                        "write into it (param.copy_ under torch.no_grad), or unwrap first"
+                    )
+        self._check_places()
+
+    def _check_places(self) -> None:
+        places = {
+            (module, name)
+            for module in self.modules
+            for name, param in module._parameters.items()
+            if param is not None
+        }
+        if places == self._places:
+            self._owning[:] = self.modules, _params_of(self.modules)
+            return
+        paths = {module: path for path, module in self.module.named_modules()}
+        differing = places - self._places or self._places - places
+        changed = sorted(
+            f"{paths.get(module, type(module).__name__)}.{name}".lstrip(".") for module, name in differing
+        )
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        raise ValueError(
+            f"layer '{self.name}' has gained or lost parameters since streamer.wrap ('{changed[0]}'{more}): "
+            "call streamer.unwrap(model), change the model (adapters too), and wrap it again"
+        )
+
+    def restore(self) -> None:
+        """Let the unit's modules see their own parameters, whatever they see now."""
+        self.register(self.params)
+
+    def drop_leaves(self) -> None:
+        """Let the unit's modules see their own parameters, should an interrupt have left them with leaves."""
+        for param, owners in zip(self.params, self.owners, strict=True):
+            for module, name in owners:
+                seen: torch.Tensor | None = module._parameters.get(name)
+                if type(seen) is torch.Tensor:
+                    module._parameters[name] = param
+
+    @as_plain
+    def elsewhere(self, weights: torch.Tensor) -> list[tuple[Slice, nn.Parameter]]:
+        """The parameters that do not show their place in ``weights`` (flat uint8): somebody has given them
+        other memory."""
+        start = weights.data_ptr()
+        return [
+            (slice, param)
+            for slice, param in zip(self.layout.slices, self.params, strict=True)
+            if slice.numel and not param.is_meta and param.data_ptr() != start + slice.offset
+        ]
+
+    def register(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Let the unit's modules see ``tensors`` as their parameters."""
+        for tensor, owners in zip(tensors, self.owners, strict=True):
+            for module, name in owners:
+                # as torch.func.functional_call does: the module's own __setattr__ takes only Parameters
+                module._parameters[name] = tensor  # type: ignore[assignment]
+
+
+class _Tree:
+    """The modules of a layer, which are looked for again only where one of them has other children."""
+
+    def __init__(self, top: nn.Module) -> None:
+        self._top = top
+        self._modules: tuple[nn.Module, ...] = ()
+        self._children: list[nn.Module | None] = []
+
+    def modules(self) -> tuple[nn.Module, ...]:
+        """Each once, the top one first; the same tuple as long as they are the same."""
+        if not self._modules or not are_same(self._children_now(), self._children):
+            self._modules = tuple(self._top.modules())
+            self._children = self._children_now()
+        return self._modules
+
+    def _children_now(self) -> list[nn.Module | None]:
+        return [child for module in self._modules for child in module._modules.values()]
+
+
+class _Snapshots:
+    """What `Unit.attributes` has last found, which is found again as long as nothing has changed."""
+
+    def __init__(self) -> None:
+        self._last: Attributes = {}
+        self._modules: tuple[nn.Module, ...] = ()
+        self.contents: list[Any] = []
+
+    def now(self, modules: tuple[nn.Module, ...]) -> Attributes:
+        if modules is not self._modules or any(changed_attributes(self._last)):
+            self._modules = modules
+            self._last = {module: dict(vars(module)) for module in modules}
+            self.contents = contents_of(self._last)
+        return self._last
+
+    def forget(self) -> None:
+        self._last, self._modules, self.contents = {}, (), []
+
+
+class _Lent:
+    """The block of `Unit.using`, or without leaves that of `Unit.restored`.
+
+    Not a generator: one that an interrupt has left unfinished would give the parameters back when the garbage
+    collector finds it, which may be in the middle of another run of the layer.
+    """
+
+    def __init__(self, unit: Unit, leaves: Sequence[torch.Tensor] | None) -> None:
+        self._unit = unit
+        self._leaves = leaves
+
+    def __enter__(self) -> None:
+        if self._leaves is None:
+            self._unit.check_owned()
+        else:
+            self._unit.register(self._leaves)
+
+    def __exit__(self, *_: object) -> None:
+        self._unit.register(self._unit.params)
+
+
+def buffer_bytes(units: Iterable[Unit]) -> int:
+    """Bytes of the buffers of ``units``, each counted once."""
+    buffers = [buffer for unit in units for buffer in unit.buffers()]
+    # not by address: all meta tensors have the same
+    places = {(b.untyped_storage()._cdata, b.storage_offset()): b.nbytes for b in buffers}
+    return sum(places.values())
+
+
+def changed_attributes(then: Attributes) -> Iterator[tuple[nn.Module, Mapping[str, Any]]]:
+    """The modules that have other attributes now, with those that they had ``then``."""
+    for module, values in then.items():
+        now = vars(module)
+        if len(now) != len(values) or not all(map(operator.is_, now.values(), values.values())):
+            yield module, values
+
+
+def _params_of(modules: Iterable[nn.Module]) -> list[nn.Parameter | None]:
+    return [param for module in modules for param in module._parameters.values()]
+
+
+def are_same(now: Collection[object], then: Collection[object]) -> bool:
+    """Whether both hold the same objects in the same order."""
+    return len(now) == len(then) and all(map(operator.is_, now, then))
+
+
+def set_attributes(attributes: Attributes) -> None:
+    """Let modules have just these attributes."""
+    for module, values in changed_attributes(attributes):
+        held = vars(module)
+        for name in held.keys() - values.keys():
+            del held[name]
+        # not all of them: torch.compile counts writes of a module's attributes
+        held.update({name: value for name, value in values.items() if held.get(name, held) is not value})

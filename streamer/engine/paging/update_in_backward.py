@@ -1,0 +1,131 @@
+"""``update="backward"``: a layer is updated as soon as its gradient has landed, and no gradient is kept.
+
+[Note: landing]
+Gradients pass through a ring of a few host buffers. Each is used up by the update that it starts, so host
+memory holds a few layers' gradients whatever the depth; there is nothing left to clip, to add to or to look
+at when backward ends. The root unit's gradients are those of a usual step, but for one thing: who writes
+them between backward and step, as clipping does, would do half of what he means to.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+
+from streamer.engine.paging.unit import Unit
+from streamer.engine.schedule import op as ops
+from streamer.engine.schedule.hazards import Issuer
+from streamer.engine.tensors.guarded import as_plain
+
+#: Host buffers that gradients pass through: one fills, one is read, two even out what varies.
+RING = 4
+
+#: An update of one unit: what does it, given the unit's gradient (flat uint8), and the bytes that this moves.
+Update = tuple[Callable[[torch.Tensor], None], int]
+#: Asked for the update of a unit, given which of its trainable parameters have a gradient.
+Updater = Callable[[Unit, Sequence[bool]], Update | None]
+
+
+class UpdateInBackward:
+    """The ring, and who updates from it. [Note: landing]"""
+
+    def __init__(self, issuer: Issuer, ring: Sequence[torch.Tensor]) -> None:
+        #: names of layers whose update was skipped because their gradient was not finite
+        self.not_finite: list[str] = []
+        self._is_whole = True
+        self._issuer = issuer
+        self._ring = ring
+        self._next = 0
+        self._updaters: list[weakref.WeakMethod[Updater]] = []
+        self._updated: set[int] = set()
+        #: of the root unit, since the last step: gradients by parameter, and how often they had been written
+        #: when autograd last wrote them, by what they share their counts with
+        self._of_root: dict[torch.Tensor, torch.Tensor] = {}
+        self._written: dict[int, int] = {}
+
+    def add_updater(self, updater: Updater) -> None:
+        """Ask ``updater``, a method, for updates as long as its object lives."""
+        self._updaters.append(weakref.WeakMethod(updater))
+
+    def check(self, unit: Unit) -> None:
+        """Raise RuntimeError if a gradient of ``unit`` cannot be taken now."""
+        self._updaters = [updater for updater in self._updaters if updater() is not None]
+        if not self._updaters:
+            raise RuntimeError(
+                "update='backward' needs its optimizer before backward: make "
+                "streamer.AdamW(model.parameters(), ...) after streamer.wrap"
+            )
+        if unit.index in self._updated:
+            raise RuntimeError(
+                f"layer '{unit.name}' was updated already since the last optimizer.step(): with "
+                "update='backward' a layer takes part once in each backward, and a step follows each (or "
+                "zero_grad, where backward has failed); wrap with update='step' to add several gradients up"
+            )
+
+    def land(self, unit: Unit, slot: int, source: torch.Tensor, used: Sequence[bool]) -> None:
+        """Page out the gradient in gradient slot ``slot``, which ``source`` is, and update from it."""
+        place, self._next = self._next, (self._next + 1) % len(self._ring)
+        nbytes = unit.layout.grad_nbytes
+        landed = self._ring[place][:nbytes]
+        stage = ops.stage_grad(unit.index, slot, place, nbytes)
+        self._issuer.issue(stage, lambda: self._issuer.backend.copy(landed, source[:nbytes]))
+        self._updated.add(unit.index)
+        self._is_whole = False
+        for reference in self._updaters:
+            updater = reference()
+            update = None if updater is None else updater(unit, used)
+            if update is not None:
+                work, moved = update
+                self._issuer.issue(ops.step_on_landing(unit.index, place, moved), _bound(work, landed))
+
+    @as_plain
+    def added(self, param: torch.Tensor) -> None:
+        """Autograd has added to the gradient of a parameter of the root unit."""
+        assert param.grad is not None, "this is called afterwards"
+        self._of_root[param] = param.grad
+        self._written[_counter(param.grad)] = param.grad._version
+
+    def finish_backward(self) -> None:
+        """Backward has gone through all layers that it was to go through."""
+        self._is_whole = True
+
+    def zero_grad(self) -> None:
+        """Gradients are dropped: after a backward that has failed, the next one begins anew."""
+        self._forget_root()
+        if not self._is_whole:
+            self._updated.clear()
+            self._is_whole = True
+
+    @as_plain
+    def check_unwritten(self) -> None:
+        """Raise RuntimeError if gradients of the root unit were written since backward."""
+        for param, gradient in self._of_root.items():
+            was_written = self._written[_counter(gradient)] != gradient._version
+            if param.grad is not None and (was_written or param.grad is not gradient):
+                raise RuntimeError(
+                    "gradients were written (by clip_grad_norm_?) between backward and step(), but "
+                    "update='backward' has updated the layers before: wrap with update='step' to clip, or "
+                    "write gradients in a hook (param.register_hook)"
+                )
+
+    def _forget_root(self) -> None:
+        self._of_root.clear()
+        self._written.clear()
+
+    def next_step(self) -> list[str]:
+        """A step has been made; the names of layers that were not updated since the last one."""
+        self._forget_root()
+        self._updated.clear()
+        skipped, self.not_finite = self.not_finite, []
+        return skipped
+
+
+def _counter(gradient: torch.Tensor) -> int:
+    """What tells gradients with different counts of writes apart: views of one buffer share theirs."""
+    return id(gradient) if gradient.is_sparse else gradient.untyped_storage()._cdata
+
+
+def _bound(work: Callable[[torch.Tensor], None], gradient: torch.Tensor) -> Callable[[], None]:
+    return lambda: work(gradient)

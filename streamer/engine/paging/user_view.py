@@ -1,0 +1,118 @@
+"""What guarded tensors of one wrapped model wait for. [Note: what the user sees]"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from streamer.engine.paging.executor import Executor
+from streamer.engine.paging.unit import Unit
+from streamer.engine.tensors.guarded import (
+    Function,
+    GuardedTensor,
+    gives_memory,
+    guard_parameter,
+    is_in_graph,
+    unguard_parameter,
+)
+
+
+class _UnitGuard:
+    """Waits for the update of ``unit``.
+
+    It holds neither the executor nor the unit: the garbage collector does not see that a parameter holds its
+    gradient, nor thus a circle through both.
+    """
+
+    def __init__(self, executor: Executor, unit: Unit) -> None:
+        self._executor = weakref.ref(executor)
+        self._index = unit.index
+        self.lock = executor.turns.lock
+
+    def before(self, function: Function) -> None:
+        if (executor := self._executor()) is not None:
+            executor.await_update(executor.unit(self._index))
+
+    def after(self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object) -> None:
+        pass
+
+    def __reduce__(self) -> NoReturn:
+        raise RuntimeError("what belongs to a wrapped model cannot be pickled: save model.state_dict()")
+
+
+class _ParameterGuard(_UnitGuard):
+    """Sees also who can write the parameter at ``position`` unseen. [Note: lent parameters]"""
+
+    def __init__(self, executor: Executor, unit: Unit, position: int) -> None:
+        super().__init__(executor, unit)
+        self._position = position
+
+    def after(self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object) -> None:
+        if gives_memory(function, tensor, result) and (executor := self._executor()) is not None:
+            unit = executor.unit(self._index)
+            executor.weights.lend(unit, self._position, to_read=is_in_graph(result))
+
+
+class _GradientGuard(_UnitGuard):
+    """Applies what clipping has left to be applied, and waits for the update that reads the gradient."""
+
+    _is_scaling = False
+
+    def before(self, function: Function) -> None:
+        if (executor := self._executor()) is None or executor.released:
+            return
+        unit = executor.unit(self._index)
+        executor.gradients.before_access(unit, in_use=unit.index in executor.weights.in_flight)
+        self._is_scaling = function in _SCALING and executor.norms.begin_scaling(unit)
+
+    def after(self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object) -> None:
+        if self._is_scaling and len(args) == 2 and _is_small(_SCALING[function], args[1]):
+            executor = self._executor()
+            assert executor is not None, "it has begun"
+            executor.norms.scaled(executor.unit(self._index))
+
+
+#: In-place functions that multiply gradients by a number: the power of that number by which they do.
+_SCALING = {
+    torch.Tensor.mul_: 1,
+    torch.Tensor.__imul__: 1,
+    torch._foreach_mul_: 1,
+    torch.Tensor.div_: -1,
+    torch.Tensor.__itruediv__: -1,
+    torch._foreach_div_: -1,
+}
+
+
+def _is_small(power: int, number: Any) -> bool:
+    """Whether multiplying by ``number`` to the ``power`` makes nothing larger."""
+    if isinstance(number, torch.Tensor):
+        if number.numel() != 1 or number.is_complex():
+            return False
+        number = number.item()
+    if not isinstance(number, int | float):
+        return False
+    return abs(number) <= 1 if power == 1 else abs(number) >= 1
+
+
+def guard_model(executor: Executor) -> None:
+    """Let parameters and gradients of the wrapped model be guarded."""
+    for unit in (*executor.units, executor.root):
+        for position, param in enumerate(unit.params):
+            guard_parameter(param, _ParameterGuard(executor, unit, position))
+        executor.gradients.held[unit.index].guard_with(_GradientGuard(executor, unit))
+    executor.weights.guard()
+
+
+def unguard_model(executor: Executor) -> None:
+    """Let parameters be plain ones again."""
+    for unit in (*executor.units, executor.root):
+        for param in unit.params:
+            unguard_parameter(param)
+
+
+def guarded_state(executor: Executor, unit: Unit, state: torch.Tensor) -> torch.Tensor:
+    """A tensor of the optimizer's state of ``unit``, for the user."""
+    return GuardedTensor.of(state, _UnitGuard(executor, unit))

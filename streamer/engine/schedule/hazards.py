@@ -1,0 +1,143 @@
+"""Reads and writes turned into waits, in the one place where work gets them.
+
+[Note: hazards]
+Lanes run their work in order and know nothing of one another. An op must wait
+
+- for the last write of whatever it reads (read after write), and
+- for every read, since that write, of whatever it writes (write after read).
+
+A wait on the op's own lane is implied by the lane's order, and of several reads on one lane the last
+one stands for all. A write never has to wait for an earlier write alone: each resource has one writing
+lane, and what else writes it (HOST adding to a gradient that D2H has brought, the caller's thread) reads
+it in the same op, so that it waits for the write and is itself waited for as a read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from streamer.backends.base import Backend, Event, Lane, Lock
+from streamer.engine.schedule import op as ops
+from streamer.engine.schedule.op import Op, OpKind, Resource
+from streamer.engine.schedule.trace import Trace
+
+
+@dataclass
+class _Uses:
+    write: Event | None = None
+    reads: dict[Lane, Event] = field(default_factory=dict)
+
+
+class Hazards:
+    """The last uses of every resource. The two flags exist to show in tests that either kind is needed."""
+
+    def __init__(self, *, read_after_write: bool = True, write_after_read: bool = True) -> None:
+        self._read_after_write = read_after_write
+        self._write_after_read = write_after_read
+        self._uses: dict[Resource, _Uses] = {}
+
+    def waits(self, op: Op) -> list[Event]:
+        """The events that ``op`` must wait for, each once, none of its own lane."""
+        waits: dict[int, Event] = {}
+        if self._read_after_write:
+            for resource in op.reads:
+                write = self._uses.get(resource, _Uses()).write
+                if write is not None and write.lane is not op.lane:
+                    waits[id(write)] = write
+        if self._write_after_read:
+            for resource in op.writes:
+                for lane, read in self._uses.get(resource, _Uses()).reads.items():
+                    if lane is not op.lane:
+                        waits[id(read)] = read
+        return list(waits.values())
+
+    def record(self, op: Op, done: Event) -> None:
+        """Note that ``op`` has been submitted and that ``done`` is its end."""
+        for resource in op.writes:
+            self._uses[resource] = _Uses(write=done)
+        for resource in op.reads:
+            self._uses.setdefault(resource, _Uses()).reads[op.lane] = done
+
+    def written(self) -> list[Resource]:
+        """All resources that have been written."""
+        return [resource for resource, uses in self._uses.items() if uses.write is not None]
+
+
+T = TypeVar("T")
+
+
+class Issuer:
+    """Submits ops to a backend, each with the waits that its reads and writes call for. [Note: hazards]
+
+    Any thread may issue. No lock is held while work runs or is waited for in the caller's thread. An op of
+    COMPUTE is therefore recorded after its work, and until then the visit that issues it keeps its slot from
+    others. [Note: threads]
+    """
+
+    def __init__(self, backend: Backend, hazards: Hazards) -> None:
+        self.backend = backend
+        self.trace = Trace()
+        self._hazards = hazards
+        #: held while an op gets its waits and its place in its lane; the garbage collector may interrupt that
+        self._lock = Lock()
+        #: ops that were issued, and those of them that were awaited by `synchronize`
+        self._issued = self._awaited = 0
+
+    def issue(self, op: Op, work: Callable[[], object]) -> Event:
+        """Submit ``work`` as ``op``; the event of its end."""
+        with self._lock:
+            self._issued += 1
+            waits = self._hazards.waits(op)
+            if op.lane is not Lane.COMPUTE:
+                event = self.backend.submit(op.lane, work, waits, op.nbytes)
+                self._record(op, event, waits)
+                return event
+        while True:
+            event = self.backend.submit(op.lane, work, waits, op.nbytes)
+            with self._lock:
+                # a sync reads and writes what others may have used meanwhile, which its record would hide
+                since = self._hazards.waits(op) if op.kind is OpKind.SYNC else waits
+                if all(use in waits for use in since):
+                    self._record(op, event, waits)
+                    return event
+                waits = since
+
+    def _record(self, op: Op, event: Event, waits: Sequence[Event]) -> None:
+        self._hazards.record(op, event)
+        self.trace.add(op, event, waits)
+
+    def compute(self, op: Op, work: Callable[[], T]) -> T:
+        """Run ``work`` as ``op`` on COMPUTE and return its result.
+
+        What it raises is raised only after the op is recorded: work that failed may have enqueued
+        kernels that read a slot.
+        """
+        results: list[T] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                results.append(work())
+            except BaseException as error:  # noqa: BLE001 - raised again below
+                errors.append(error)
+
+        self.issue(op, run)
+        if errors:
+            raise errors.pop()
+        return results.pop()
+
+    def wait(self, resources: Iterable[Resource], *, to_write: bool = False) -> None:
+        """Block the caller until its own thread may read (or write) ``resources``."""
+        self.issue(ops.sync(tuple(resources), to_write=to_write), lambda: None).wait()
+
+    def synchronize(self) -> None:
+        """Block the caller until everything that was submitted is done."""
+        with self._lock:
+            issued, written = self._issued, self._hazards.written()
+        # every module of a model asks when `state_dict` comes to it
+        if issued != self._awaited:
+            self.wait(written)
+            # the wait is an op too
+            self._awaited = issued + 1

@@ -1,0 +1,169 @@
+"""What ran when on which lane, and how long COMPUTE stood still for it."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from streamer.backends.base import Event, Lane, Lock, Span
+from streamer.engine.schedule.op import Op
+
+#: Ops that are issued before those that are done are settled.
+SETTLE_EVERY = 256
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Seconds spent on a lane, or stood still for it."""
+
+    lane: Lane
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Record:
+    """One op that has run. ``exposed`` are, for an op on COMPUTE, the intervals that it waited."""
+
+    op: Op
+    span: Span
+    exposed: tuple[Interval, ...]
+
+
+class Trace:
+    """Totals of all that has run, and the last ``keep`` ops one by one.
+
+    [Note: exposed time]
+    When COMPUTE waits for a copy that itself stands still for an update, it is the update that it waits
+    for. So every op carries the intervals from the moment its lane got to it to its end, each blamed on
+    the lane that was at work: its own from its start on, before that whatever its last wait was blamed
+    on. COMPUTE's waiting time is cut up along the intervals of the op that it waited for last.
+    """
+
+    def __init__(self, keep: int = 20_000) -> None:
+        self._busy_seconds = dict.fromkeys(Lane, 0.0)
+        self._exposed_seconds = dict.fromkeys(Lane, 0.0)
+        #: any thread may issue ops, and ask for what has run
+        self._lock = Lock()
+        self._pending: deque[tuple[Op, Event, Sequence[Event]]] = deque()
+        self._settle_at = SETTLE_EVERY
+        self._blame: dict[Event, tuple[Interval, ...]] = {}
+        self._records: deque[Record] = deque(maxlen=keep)
+        self._recent: deque[Event] = deque()
+
+    def add(self, op: Op, event: Event, waits: Sequence[Event]) -> None:
+        """Note that ``op`` was submitted with these waits."""
+        with self._lock:
+            self._pending.append((op, event, waits))
+            # many at once: who issues an op is on its way to the next one
+            if len(self._pending) >= self._settle_at:
+                self._settle()
+                self._settle_at = len(self._pending) + SETTLE_EVERY
+
+    def settle(self) -> None:
+        """Take the times of the ops that are done, in the order of their submission."""
+        with self._lock:
+            self._settle()
+
+    @property
+    def busy_seconds(self) -> dict[Lane, float]:
+        """Seconds that each lane has been at work."""
+        self.settle()
+        return self._busy_seconds
+
+    @property
+    def exposed_seconds(self) -> dict[Lane, float]:
+        """Seconds that COMPUTE has stood still for each lane. [Note: exposed time]"""
+        self.settle()
+        return self._exposed_seconds
+
+    def _settle(self) -> None:
+        still: deque[tuple[Op, Event, Sequence[Event]]] = deque()
+        stuck: set[Lane] = set()
+        for op, event, waits in self._pending:
+            # a lane runs in order: what comes after its first unfinished op need not be asked
+            span = None if op.lane in stuck else event.span()
+            if span is None or any(wait not in self._blame and wait.span() is None for wait in waits):
+                if not event.failed():
+                    still.append((op, event, waits))
+                    stuck.add(op.lane)
+                continue
+            self._settle_one(op, event, span, waits)
+        self._pending = still
+
+    def records(self) -> list[Record]:
+        """The last ops that have run, by their start."""
+        with self._lock:
+            self._settle()
+            return sorted(self._records, key=lambda record: record.span.start)
+
+    def overlap(self, lane: Lane) -> float:
+        """1 - exposed / busy: the part of the lane's work that COMPUTE did not stand still for.
+
+        NaN for a lane that has done nothing.
+        """
+        busy = self.busy_seconds[lane]
+        return 1 - self.exposed_seconds[lane] / busy if busy else float("nan")
+
+    def save(self, path: Path) -> None:
+        """Write the last ops as a Chrome trace (JSON object format), one row per lane, times in
+        microseconds. Opens in Perfetto and in chrome://tracing."""
+        records = self.records()
+        origin = min((record.span.ready for record in records), default=0.0)
+        rows = {lane: row for row, lane in enumerate(Lane)}
+        events: list[dict[str, object]] = [
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": row, "args": {"name": lane.name}}
+            for lane, row in rows.items()
+        ]
+        for record in records:
+            row = rows[record.op.lane]
+            waited = _micro(record.span.start - record.span.ready)
+            arguments = {"bytes": record.op.nbytes, "waited_us": waited}
+            events.append(_box(str(record.op), row, record.span.start, record.span.end, origin, arguments))
+            for wait in record.exposed:
+                name = f"wait for {wait.lane.name}"
+                events.append(_box(name, row, wait.start, wait.end, origin, {"exposed": wait.lane.name}))
+        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+    def _settle_one(self, op: Op, event: Event, span: Span, waits: Sequence[Event]) -> None:
+        waited = self._blamed(span.ready, span.start, waits)
+        own = (Interval(op.lane, span.start, span.end),)
+        self._blame[event] = (*waited, *own)
+        self._recent.append(event)
+        if len(self._recent) > 4096:
+            del self._blame[self._recent.popleft()]
+        self._busy_seconds[op.lane] += span.end - span.start
+        exposed = waited if op.lane is Lane.COMPUTE else ()
+        for interval in exposed:
+            self._exposed_seconds[interval.lane] += interval.end - interval.start
+        self._records.append(Record(op, span, exposed))
+
+    def _blamed(self, start: float, end: float, waits: Sequence[Event]) -> tuple[Interval, ...]:
+        """[Note: exposed time] ``start`` to ``end`` cut up along the last of ``waits``."""
+        ends = {event: span.end for event in waits if (span := event.span()) is not None}
+        if not ends or end <= start:
+            return ()
+        last = max(ends, key=lambda event: ends[event])
+        intervals: list[Interval] = []
+        at = start
+        for interval in self._blame.get(last, ()):
+            # what lies before the op's own beginning is its lane's queue
+            for lane, until in ((last.lane, interval.start), (interval.lane, interval.end)):
+                if min(until, end) > at:
+                    intervals.append(Interval(lane, at, min(until, end)))
+                    at = min(until, end)
+        return tuple(intervals)
+
+
+def _micro(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
+
+
+def _box(
+    name: str, row: int, start: float, end: float, origin: float, arguments: Mapping[str, object]
+) -> dict[str, object]:
+    place = {"ph": "X", "pid": 0, "tid": row, "ts": _micro(start - origin), "dur": _micro(end - start)}
+    return {"name": name, **place, "args": arguments}

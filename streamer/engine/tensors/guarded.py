@@ -1,0 +1,356 @@
+"""Tensors that PyTorch asks before it touches them: parameters, gradients and optimizer state.
+
+[Note: what the user sees]
+`optimizer.step()` returns while updates are still running. A clipping coefficient may still have to be
+applied to gradients. A layer's weights may be in a slot and in host memory at once. The user's code, and
+every library that it calls, knows nothing of that, and does not have to. So
+
+- a parameter of a wrapped model is an instance of a subclass of its class, and its gradient and the
+  optimizer's state are `GuardedTensor`s: PyTorch calls `__torch_function__` of such a class in place of any
+  function that is given one, in every thread, however the tensor was come by (a list that was made before
+  `wrap`, say);
+- what reads or writes the tensor waits first, for the work on that unit alone: see `Guard.before`. What only
+  tells of it (`METADATA`) does not wait;
+- a tensor that shares memory with a parameter (``p.data``, ``p.detach()``, ``p.numpy()``) can be written
+  without a trace, so the unit counts as lent from then on: see `Weights.lend`;
+- gradients that are multiplied by a number stay finite if they were: see `Norms.scaled`.
+
+Inside of the library these tensors are used as plain ones, in `unguarded` blocks.
+
+What this cannot see: C++ code that is given a tensor by other ways than PyTorch's functions. That is so for
+extensions, TorchScript, `torch.func`'s transforms of a parameter itself, ``torch.tensor(param)``,
+``torch.as_tensor(param, dtype=...)`` and ``to_dlpack(param)``. It finds NaN in a parameter whose update is
+still running (`Seen`), so call `streamer.synchronize` before it. `torch.compile` sees the plain tensor: what
+it compiles breaks its graph at such a parameter, and waits. It must not write through ``param.data``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache, wraps
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+import torch
+from torch import nn
+from torch._C._dynamo import eval_frame
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def never_traced(function: F) -> F:
+    """Let ``function``, and all that it calls, run as it is where the user compiles what calls it.
+
+    `torch.compiler.disable` does so with a wrapper, and imports the compiler, which takes seconds. It is the
+    code of the function that is marked: it must not be a wrapper, whose code others have too.
+    """
+    run_as_it_is(function)
+    vars(function).update(
+        _torchdynamo_disable=True,
+        _torchdynamo_disable_msg="streamer pages weights in it; streamer.wrap(compile=True) compiles layers",
+    )
+    return function
+
+
+def run_as_it_is(function: F) -> F:
+    """Let ``function`` run as it is where what calls it was not compiled; what is compiled may take it in."""
+    assert not hasattr(function, "__wrapped__")
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return function
+
+
+#: Inside of the block the tensors of this module are plain ones to PyTorch.
+unguarded = torch._C.DisableTorchFunctionSubclass
+
+Function = Callable[..., Any]
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def as_plain(function: Callable[P, R]) -> Callable[P, R]:
+    """``function``, to which guarded tensors are plain ones; it calls no code of the user's."""
+
+    @wraps(function)
+    @never_traced
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with unguarded():
+            return function(*args, **kwargs)
+
+    return call
+
+
+class Guard(Protocol):
+    """What a guarded tensor asks. [Note: what the user sees]"""
+
+    def before(self, function: Function) -> None:
+        """Return when ``function`` may read and write the tensor."""
+
+    def after(self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object) -> None:
+        """``function`` was called with ``args``, of which ``tensor`` is one or holds one."""
+
+    @property
+    def lock(self) -> AbstractContextManager[object]:
+        """Held from `before` to `after`, so that no other thread begins an update in between."""
+
+
+class Guarded:
+    """A tensor with a `Guard`, which is its attribute of the name `GUARD`."""
+
+    @classmethod
+    @run_as_it_is
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if torch.compiler.is_compiling():
+            with unguarded():
+                return function(*args, **kwargs or {})
+        return _touch(function, types, args, kwargs or {})
+
+
+#: The attribute of a guarded tensor that holds its `Guard`.
+GUARD = "_streamer_guard"
+
+
+class GuardedTensor(Guarded, torch.Tensor):
+    """A view of memory that lanes read and write: a gradient, or the state of the optimizer."""
+
+    @staticmethod
+    def of(tensor: torch.Tensor, guard: Guard) -> GuardedTensor:
+        """``tensor``, guarded."""
+        with unguarded():
+            guarded = tensor.as_subclass(GuardedTensor)
+        guarded.__dict__[GUARD] = guard
+        return guarded
+
+    def detach_(self) -> torch.Tensor:
+        """`torch.Tensor.detach_`, which there is nothing to do for; of a view PyTorch refuses it."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        copy = memo[id(self)] = self.clone()
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # what is saved is a plain tensor, to be loaded without this library
+        return self.detach().__reduce_ex__(protocol)
+
+
+class GuardedParameter(Guarded):
+    """A parameter of a wrapped model."""
+
+    def detach(self: Any) -> torch.Tensor:
+        """`torch.Tensor.detach`."""
+        detached = torch.Tensor.detach(self)
+        # `nn.Parameter(param)` wants that of its own class, from any class but two
+        if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+            detached = torch.Tensor._make_subclass(type(self), detached)
+        return detached
+
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> nn.Parameter:
+        copy: nn.Parameter = plain_class(type(self))(self.detach().clone(), self.requires_grad)
+        memo[id(self)] = copy
+        return copy
+
+
+class InFlight(GuardedParameter):
+    """One whose update may be running: `torch.compile` must not look behind it."""
+
+    @classmethod
+    @never_traced
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _touch(function, types, args, kwargs or {})
+
+
+@cache
+def _guarded_class(kind: type[nn.Parameter], *, is_in_flight: bool) -> type[nn.Parameter]:
+    guarded = InFlight if is_in_flight else GuardedParameter
+    return type(kind.__name__, (guarded, kind), {"_plain_class": kind})
+
+
+def plain_class(kind: type[Any]) -> type[Any]:
+    """The class that parameters of class ``kind`` had when they were not guarded."""
+    plain: type[Any] = getattr(kind, "_plain_class", kind)
+    return plain
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is nothing but a tensor or a parameter, guarded or not."""
+    kind = type(tensor)
+    return kind in _PLAIN or plain_class(kind) is nn.Parameter
+
+
+_PLAIN = (torch.Tensor, nn.Parameter, GuardedTensor)
+
+
+def guard_parameter(param: nn.Parameter, guard: Guard) -> None:
+    """Let ``guard`` be asked before ``param`` is touched."""
+    param.__dict__[GUARD] = guard
+    param.__class__ = _guarded_class(type(param), is_in_flight=False)
+
+
+def unguard_parameter(param: nn.Parameter) -> None:
+    """Let ``param`` be a plain parameter again."""
+    param.__dict__.pop(GUARD, None)
+    param.__class__ = plain_class(type(param))
+
+
+class Seen:
+    """What is seen of a guarded parameter by those who do not ask its guard.
+
+    While an update may be running they see NaN, which tells of itself, as old or half-written weights do not.
+    `torch.compile` looks at the class alone, so that is another one then.
+    """
+
+    def __init__(self, param: nn.Parameter, nan: torch.Tensor) -> None:
+        """``nan`` has no dimension, and the dtype and device of ``param``."""
+        plain: type[nn.Parameter] = plain_class(type(param))
+        self._param = param
+        self._kinds = [_guarded_class(plain, is_in_flight=is_in_flight) for is_in_flight in (False, True)]
+        with unguarded():
+            self._values = param.detach()
+            # one number, of whatever shape: it takes no memory, and cannot be written
+            self._nan = nan.expand(param.shape)
+
+    def hide(self) -> None:
+        """An update begins."""
+        self._exchange(self._kinds[True], self._nan)
+
+    def show(self) -> None:
+        """It is done."""
+        self._exchange(self._kinds[False], self._values)
+
+    def holders(self) -> int:
+        """How many tensors, and other things, hold the storage of the parameter beside the parameter."""
+        count: int = torch._C._storage_Use_Count(self._values.untyped_storage()._cdata)
+        return count - (type(self._param) is not self._kinds[True])
+
+    def _exchange(self, kind: type[nn.Parameter], values: torch.Tensor) -> None:
+        if type(self._param) in self._kinds:
+            with unguarded():
+                self._param.data = values
+            self._param.__class__ = kind
+
+
+def gives_memory(function: Function, tensor: torch.Tensor, result: object) -> bool:
+    """Whether ``result``, which ``function`` has made of ``tensor``, gives access to its memory: another
+    tensor, an array, or an address."""
+    return function in _GIVES_MEMORY or _shares_memory(result, tensor)
+
+
+def is_in_graph(result: object) -> bool:
+    """Whether ``result`` is a tensor of autograd's, or several, which nobody writes without autograd's
+    knowing."""
+    if isinstance(result, list | tuple):
+        return all(map(is_in_graph, result))
+    return isinstance(result, torch.Tensor) and result.requires_grad
+
+
+def _shares_memory(result: object, tensor: torch.Tensor) -> bool:
+    if isinstance(result, list | tuple):
+        return any(_shares_memory(item, tensor) for item in result)
+    if not isinstance(result, torch.Tensor) or result is tensor:
+        return False
+    if result.layout is not torch.strided or result.is_nested or _is_of_transform(result):
+        return False
+    return bool(result.untyped_storage()._cdata == tensor.untyped_storage()._cdata)
+
+
+def _is_of_transform(tensor: torch.Tensor) -> bool:
+    """Whether a transform of `torch.func` stands between ``tensor`` and its values."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+@never_traced
+def _touch(function: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call ``function``, which is given guarded tensors, with what their guards have to do around it."""
+    if function in METADATA:
+        with unguarded():
+            return function(*args, **kwargs)
+    touched = [
+        (guard, tensor)
+        for tensor in _guarded_in(args, kwargs)
+        if (guard := tensor.__dict__.get(GUARD)) is not None
+    ]
+    with _held(guard.lock for guard, _ in touched):
+        for guard, _ in touched:
+            guard.before(function)
+        if all(issubclass(kind, Guarded) for kind in types):
+            with unguarded():
+                result = function(*args, **kwargs)
+        else:
+            # other subclasses have a say too, as they would beside a plain parameter
+            with _plain_for_now(tensor for _, tensor in touched):
+                result = function(*args, **kwargs)
+        with unguarded():
+            for guard, tensor in touched:
+                guard.after(function, args, tensor, result)
+    return result
+
+
+def _held(locks: Iterable[AbstractContextManager[object]]) -> AbstractContextManager[object]:
+    """All of ``locks``, always in the same order."""
+    found = {id(lock): lock for lock in locks}
+    if len(found) == 1:
+        return found.popitem()[1]
+    stack = ExitStack()
+    for _, lock in sorted(found.items()):
+        stack.enter_context(lock)
+    return stack
+
+
+def _guarded_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Guarded):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from (item for item in value if isinstance(item, Guarded))
+
+
+@contextmanager
+def _plain_for_now(tensors: Iterable[Any]) -> Iterator[None]:
+    kinds = {id(tensor): (tensor, type(tensor)) for tensor in tensors}
+    try:
+        for tensor, kind in kinds.values():
+            tensor.__class__ = torch.Tensor if kind is GuardedTensor else plain_class(kind)
+        yield
+    finally:
+        for tensor, kind in kinds.values():
+            tensor.__class__ = kind
+
+
+def _functions(names: str) -> Iterator[Any]:
+    """The properties, methods and functions of PyTorch of these names, as `__torch_function__` gets them."""
+    for name in names.split():
+        for home in (torch.Tensor, torch):
+            found: Any = getattr(home, name, None)
+            if hasattr(found, "__get__") and not callable(found):
+                yield found.__get__
+                if hasattr(found, "__set__"):
+                    yield found.__set__
+            elif found is not None:
+                yield found
+
+
+#: What tells of a tensor, or belongs to it, without touching its values.
+METADATA = frozenset(
+    _functions(
+        "shape dtype device layout ndim names requires_grad is_leaf itemsize nbytes is_cpu is_cuda is_meta "
+        "is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_mps is_xpu is_vulkan grad grad_fn "
+        "grad_dtype retains_grad output_nr _version _base _backward_hooks _post_accumulate_grad_hooks "
+        "size dim ndimension numel nelement element_size is_floating_point is_complex "
+        "is_inference is_conj is_neg get_device requires_grad_ register_hook "
+        "register_post_accumulate_grad_hook retain_grad backward is_distributed has_names is_signed "
+        "is_same_size is_shared is_pinned is_coalesced __len__ new_empty new_empty_strided new_zeros "
+        "new_ones new_full empty_like zeros_like ones_like full_like rand_like randn_like "
+        "randint_like"
+    )
+)
+
+#: What gives memory away in another form than that of a tensor.
+_GIVES_MEMORY = frozenset(
+    _functions("data_ptr numpy __array__ __dlpack__ __cuda_array_interface__ untyped_storage storage")
+)

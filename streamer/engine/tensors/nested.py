@@ -1,0 +1,120 @@
+"""Tensors taken out of, and put back into, the nested values that layers take and return."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+Tensors = Sequence[torch.Tensor]
+Rebuild = Callable[[Sequence[torch.Tensor]], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Hole:
+    index: int
+
+
+def flatten(value: object) -> tuple[list[torch.Tensor], Rebuild]:
+    """The tensors in ``value`` and a function that builds the value anew around other tensors.
+
+    Looks into tuples, named tuples, lists, dicts and dataclasses. A tensor that stands in several
+    places comes out once, so that ``query is key`` stays true.
+    """
+    tensors: list[torch.Tensor] = []
+    seen: dict[int, _Hole] = {}
+
+    def take(leaf: object) -> object:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if id(leaf) not in seen:
+            seen[id(leaf)] = _Hole(len(tensors))
+            tensors.append(leaf)
+        return seen[id(leaf)]
+
+    skeleton = _map(take, value)
+
+    def rebuild(replacements: Sequence[torch.Tensor]) -> Any:
+        return _map(lambda leaf: replacements[leaf.index] if isinstance(leaf, _Hole) else leaf, skeleton)
+
+    return tensors, rebuild
+
+
+def fingerprint(value: object) -> list[tuple[int, int]]:
+    """Identity and version of every tensor that can be reached from ``value``.
+
+    Two fingerprints of a value differ if a tensor in it was written in place, or if one was added,
+    removed or exchanged, also inside objects that `flatten` does not look into.
+    """
+    return [(id(item), 0 if item.is_inference() else item._version) for item in reachable(value)]
+
+
+def constants(value: object) -> list[object]:
+    """What stands in ``value`` beside its tensors, as far as it can be compared: numbers, strings, None; of
+    anything else, and of tensors, the type."""
+    found: list[object] = []
+
+    def note(leaf: object) -> object:
+        found.append(leaf if isinstance(leaf, int | float | complex | str | bytes | None) else type(leaf))
+        return leaf
+
+    _map(note, value)
+    return found
+
+
+def reachable(value: object) -> list[torch.Tensor]:
+    """The tensors that can be reached from ``value``, also through the attributes of any object, each as
+    often as it occurs."""
+    tensors: list[torch.Tensor] = []
+    seen: set[int] = set()
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, torch.Tensor):
+            tensors.append(item)
+        elif id(item) not in seen and not isinstance(item, _OPAQUE):
+            seen.add(id(item))
+            stack.extend(_children(item))
+    return tensors
+
+
+#: What holds no argument tensors, or far too many other things.
+_OPAQUE = (str, bytes, int, float, complex, type(None), type, ModuleType, FunctionType, torch.nn.Module)
+
+
+def _children(value: object) -> Iterable[object]:
+    if isinstance(value, list | tuple | set):
+        return value
+    if isinstance(value, dict):
+        return list(value.values())
+    return list(getattr(value, "__dict__", {}).values())
+
+
+def _map(function: Callable[[Any], object], value: Any) -> Any:
+    """``value`` with ``function`` applied to its leaves; itself, not a copy, where that changes nothing."""
+    if isinstance(value, tuple | list):
+        children = [_map(function, child) for child in value]
+        if all(new is old for new, old in zip(children, value, strict=True)):
+            return value
+        return type(value)(*children) if hasattr(value, "_fields") else type(value)(children)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type | _Hole):
+        items = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif isinstance(value, dict):
+        items = value
+    else:
+        return function(value)
+    changed = {key: new for key, old in items.items() if (new := _map(function, old)) is not old}
+    if not changed:
+        return value
+    result = copy.copy(value)
+    for key, new in changed.items():
+        if items is not value:
+            object.__setattr__(result, key, new)
+        if isinstance(result, dict):
+            # a dataclass that is a dict too (as Hugging Face's outputs) shows its fields both ways
+            dict.__setitem__(result, key, new)
+    return result

@@ -1,0 +1,104 @@
+"""The user's hooks on parameters of layers.
+
+[Note: parameter hooks]
+The gradient of a layer's parameter is made in the layer's own graph and leaves for the host from there, so
+the hooks on the parameter run there, on the gradient that is on its way (`Collector.finish`). The user's
+graph knows the parameter too, so that ``backward(inputs=...)`` and ``torch.autograd.grad`` find it, but
+brings it no gradient: PyTorch then calls the hooks with None, which nobody expects and which `shield` keeps
+from them.
+
+A hook on a plain parameter sees the sum of all gradients of a backward. Here it would see those of two visits
+of a layer, or of a layer and of a penalty on its weights, one after the other, so that is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import nn
+
+from streamer.engine.tensors.guarded import as_plain
+from streamer.memory.layout import Slice
+
+#: Marks a hook on a parameter as streamer's own.
+OWN_HOOK = "_streamer_hook"
+
+Hook = Callable[[torch.Tensor], torch.Tensor | None]
+
+
+class _Shielded:
+    """A hook that hears of gradients only."""
+
+    def __init__(self, hook: Hook) -> None:
+        self._hook = hook
+
+    def __call__(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        return None if gradient is None else self._hook(gradient)
+
+
+@as_plain
+def hooks_of_all(params: Iterable[torch.Tensor]) -> list[list[Hook]]:
+    """The hooks that the user has put on each of ``params``."""
+    return [
+        [hook for hook in hooks.values() if not getattr(hook, OWN_HOOK, False)]
+        if (hooks := param._backward_hooks)
+        else []
+        for param in params
+    ]
+
+
+def hooks_of(param: torch.Tensor) -> list[Hook]:
+    """The hooks that the user has put on ``param``."""
+    return hooks_of_all((param,))[0]
+
+
+@as_plain
+def shield(params: Iterable[nn.Parameter]) -> None:
+    """Keep it from the user's hooks that no gradient comes by the user's graph. [Note: parameter hooks]"""
+    for param in params:
+        hooks = param._backward_hooks or {}
+        for key, hook in list(hooks.items()):
+            if not getattr(hook, OWN_HOOK, False) and not isinstance(hook, _Shielded):
+                hooks[key] = _Shielded(hook)
+
+
+@as_plain
+def check_hooks(slices: Iterable[Slice], params: Iterable[nn.Parameter]) -> None:
+    """Raise ValueError for a hook that cannot be served."""
+    for slice, param in zip(slices, params, strict=False):
+        if param._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"'{slice.param.name}' has a post-accumulate-grad hook, which would not run: use "
+                "param.register_hook, or look at p.grad after backward; update='backward' updates layers as "
+                "their gradients come"
+            )
+
+
+class OncePerBackward:
+    """Sees to it that hooks are told of one gradient in a backward. [Note: parameter hooks]"""
+
+    def __init__(self) -> None:
+        self._task = -1
+        self._seen: set[int] = set()
+
+    def check(self, slices: Iterable[Slice], params: Sequence[torch.Tensor]) -> None:
+        """Note that ``params`` get a gradient each. Raise RuntimeError if one of them has a hook, and got a
+        gradient before in the backward that is running."""
+        all_hooks = hooks_of_all(params)
+        if any(all_hooks):
+            for slice, param, hooks in zip(slices, params, all_hooks, strict=True):
+                if hooks:
+                    self._check(slice, param)
+
+    def _check(self, slice: Slice, param: torch.Tensor) -> None:
+        if self._task != (task := torch._C._current_graph_task_id()):
+            self._task = task
+            self._seen.clear()
+        if id(param) in self._seen:
+            raise RuntimeError(
+                f"'{slice.param.name}' has a hook and is used more than once in this backward (its layer was "
+                "called twice, or it is used outside of it too), so that the hook would see its gradient in "
+                "parts: change p.grad after backward instead"
+            )
+        self._seen.add(id(param))

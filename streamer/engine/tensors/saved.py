@@ -1,0 +1,69 @@
+"""Bytes that layers keep on the device from forward to backward."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from streamer.backends.base import Lock
+
+
+class Saved(NamedTuple):
+    """A tensor that a graph has saved; PyTorch leaves it to hooks to see that it is not written."""
+
+    tensor: torch.Tensor
+    version: int
+
+    @staticmethod
+    def now(tensor: torch.Tensor) -> Saved:
+        return Saved(tensor, tensor._version)
+
+    def unchanged(self) -> torch.Tensor:
+        """It; RuntimeError if it has been written."""
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: a tensor of shape {tuple(self.tensor.shape)} that a streamed layer has saved"
+            )
+        return self.tensor
+
+
+def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Bytes of each distinct storage under ``tensors``, by the storage's identity."""
+    return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+
+
+class SavedBytes:
+    """Counts storages that are held by anybody, each once however many hold it (a mask that every layer
+    is given, an output that is the next layer's input)."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.peak = 0
+        self._holders: Counter[int] = Counter()
+        # the garbage collector may release in any thread, in the middle of `hold` too
+        self._lock = Lock()
+
+    def hold(self, owner: object, held: Mapping[int, int]) -> weakref.finalize[[Mapping[int, int]], object]:
+        """Count ``held`` (as from `storages`) until ``owner`` is gone or the returned object is called."""
+        with self._lock:
+            for storage, nbytes in held.items():
+                self._holders[storage] += 1
+                if self._holders[storage] == 1:
+                    self.now += nbytes
+            self.peak = max(self.peak, self.now)
+        release = weakref.finalize(owner, self._release, held)
+        release.atexit = False
+        return release
+
+    def _release(self, held: Mapping[int, int]) -> None:
+        with self._lock:
+            for storage, nbytes in held.items():
+                self._holders[storage] -= 1
+                if not self._holders[storage]:
+                    del self._holders[storage]
+                    self.now -= nbytes

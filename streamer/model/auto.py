@@ -1,0 +1,289 @@
+"""Options that `wrap` was told to choose: planned on a model without values, and chosen as planned.
+
+[Note: options that are chosen]
+A step is planned as forward and backward of the model's ``loss``, or of the sum of all that it returns, and
+AdamW with fp32 moments, in training mode and outside of autocast. What else a loop holds on the device comes
+on top: a loss made outside of the model takes a copy or two of the logits. ``device_memory``, where it is
+given, is the budget of the device, else what is free there; the host has what is free, and what the model's
+own weights give back. Rates, where no ``machine`` is given, are those of
+`streamer.simulate.machine.RTX_4090` for a GPU and of `CPU` here; sizes are never the machine's, but those of
+the device and the host that there are. A micro-batch has a power of two of samples, and a batch at most 256
+of them. Where ``num_slots`` is None, two are planned, and what ``device_memory`` leaves room for comes on top
+as it always does.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from streamer.backends.base import Backend
+from streamer.engine.layer.micro_batches import AmbiguousBatchError
+from streamer.engine.paging.handle import wrapped
+from streamer.engine.tensors.nested import Rebuild, flatten
+from streamer.model.layers import find_layers
+from streamer.model.move_in import Init, check_init, releasable_bytes
+from streamer.model.options import Activations, parse_bytes
+from streamer.model.units import make_units
+from streamer.optim.adamw import AdamW
+from streamer.plan.choice import Choice, Choices, Policies, Room, kept_last, sizes_below
+from streamer.plan.recall import Recollection
+from streamer.plan.search import Chosen, PlanOf, choose
+from streamer.plan.step_plan import StepPlan, plan_step
+from streamer.simulate.backend import VirtualBackend
+from streamer.simulate.machine import GIB, RTX_4090, Machine, named_machine
+
+
+def skeleton(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` on the meta device, whose parameters, buffers and plain tensor attributes have no
+    values: none is copied. What is shared is shared in the copy.
+
+    Raises ValueError where a module cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for param in model.parameters():
+        memo[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+    held = [value for module in model.modules() for value in vars(module).values()]
+    for tensor in (*model.buffers(), *(value for value in held if isinstance(value, torch.Tensor))):
+        without = torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
+        memo.setdefault(id(tensor), without)
+    try:
+        return copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"'auto' plans a copy of the model, and this {type(model).__name__} cannot be copied "
+            f"({_one_line(error)}): give activations, num_slots and micro_batch_size yourself"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a model is called with in a plan: tensors without values."""
+
+    tensors: list[torch.Tensor]
+    rebuild: Rebuild
+
+    @staticmethod
+    def like(example: object) -> Batch:
+        """Raises ValueError for what is no batch."""
+        if isinstance(example, torch.Tensor):
+            example = (example,)
+        if not isinstance(example, tuple | Mapping):
+            raise ValueError(
+                "'auto' needs a batch to plan with: give wrap(example=...) a tensor, a tuple of the model's "
+                "arguments, or a dict of them by name; only shapes and dtypes are used"
+            )
+        given = ((), dict(example)) if isinstance(example, Mapping) else (example, {})
+        tensors, rebuild = flatten(given)
+        if not any(tensor.dim() for tensor in tensors):
+            raise ValueError("example: there is no tensor in it whose first dimension could be the batch")
+        batch = Batch([torch.empty_like(tensor, device="meta") for tensor in tensors], rebuild)
+        if not batch.size:
+            raise ValueError("example: its batch is empty: give one as large as those of the steps")
+        return batch
+
+    @property
+    def size(self) -> int:
+        """Samples: the first dimension of its first tensor that has one."""
+        return next(tensor.shape[0] for tensor in self.tensors if tensor.dim())
+
+    def check_arguments(self, model: nn.Module) -> None:
+        """Raise ValueError unless they are arguments of ``model``'s forward."""
+        args, kwargs = self.rebuild(self.tensors)
+        try:
+            inspect.signature(model.forward).bind(*args, **kwargs)
+        except TypeError as error:
+            raise ValueError(
+                f"example: it is not what {type(model).__name__}.forward takes ({error}): give a tensor, a "
+                "tuple of the model's arguments, or a dict of them by name"
+            ) from error
+
+    def step(self, model: nn.Module) -> Callable[[], None]:
+        """A step of ``model`` on it: forward, backward of its ``loss`` or of the sum of all that it returns,
+        and AdamW."""
+        args, kwargs = self.rebuild(self.tensors)
+        is_trained = any(param.requires_grad for param in model.parameters())
+        optimizer = AdamW(model.parameters()) if is_trained else None
+
+        def step() -> None:
+            result = model(*args, **kwargs)
+            loss = getattr(result, "loss", None)
+            found = [loss] if isinstance(loss, torch.Tensor) else flatten(result)[0]
+            summed = [tensor.sum() for tensor in found if tensor.requires_grad]
+            if optimizer is not None and summed:
+                torch.stack([value.float() for value in summed]).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return step
+
+
+def not_planned(error: Exception) -> ValueError:
+    """What to raise where a step cannot be run."""
+    told = _one_line(error)
+    if isinstance(error, NotImplementedError) or "meta" in told:
+        return ValueError(
+            f"'auto' runs the model without values, which this one needs ({told}): give activations, "
+            "num_slots and micro_batch_size yourself"
+        )
+    return ValueError(f"example: the model cannot run on a batch like it ({told})")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+AUTO: Literal["auto"] = "auto"
+#: A number that `wrap` may be told to choose.
+Number = int | Literal["auto"] | None
+
+#: Rates of the host's cores where they stand in for a device: round figures, not a measurement.
+CPU = Machine(
+    name="CPU",
+    flops_per_second=100e9,
+    h2d_bytes_per_second=5e9,
+    d2h_bytes_per_second=5e9,
+    host_bytes_per_second=10e9,
+    device_bytes=16 * GIB,
+    host_bytes=16 * GIB,
+    kind="cpu",
+    device_bytes_per_second=10e9,
+    seconds_per_op=5e-6,
+)
+#: Room for anything: what does not fit is to be told in figures.
+_ENOUGH = 1 << 60
+
+
+def boxes(
+    *, layers: int, batch: int, activations: Policies, num_slots: Number, micro_batch_size: Number
+) -> list[Choices]:
+    """All that there is to choose from where an option is "auto"; the others are kept as they are."""
+    policies: list[list[Policies]] = [[activations]]
+    if activations == AUTO:
+        # with "keep" in all layers the two are the same
+        policies = [kept_last("recompute", layers), kept_last("recompute+offload", layers)[:-1]]
+    slots: list[int | None] = list(range(1, layers + 1)) if num_slots == AUTO else [num_slots]
+    sizes: list[list[int | None]] = [[None if micro_batch_size == AUTO else micro_batch_size]]
+    if micro_batch_size == AUTO and batch > 1:
+        sizes.append([*sizes_below(batch)])
+    return [Choices(policy, slots, size) for policy in policies for size in sizes]
+
+
+def plan_of(
+    wrap: Callable[..., nn.Module],
+    model: nn.Module,
+    machine: Machine,
+    batch: Batch,
+    options: Mapping[str, Any],
+    device_bytes: int = _ENOUGH,
+) -> PlanOf:
+    """What plans a choice for ``model``, a `skeleton`, on ``machine`` with room for anything: what fits is
+    seen to by whoever chooses. ``options`` are those of ``wrap`` that are the same for all choices. Layers
+    that are too large for ``device_bytes`` are cut, as `wrap` does."""
+    unlimited = VirtualBackend(replace(machine, device_bytes=device_bytes, host_bytes=_ENOUGH))
+    recollection = Recollection()
+
+    def plan(choice: Choice) -> StepPlan:
+        given = dict(options) | choice._asdict()
+        if choice.micro_batch_size is None:
+            given["batch_dims"] = None
+        planned = wrap(copy.deepcopy(model).train(), backend=VirtualBackend(unlimited.machine), **given)
+        try:
+            return plan_step(wrapped(planned).executor, batch.step(planned), recollection)
+        except AmbiguousBatchError:
+            raise
+        except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError) as error:
+            raise not_planned(error) from error
+        except (TypeError, ValueError) as error:
+            if choice.micro_batch_size is not None:
+                raise
+            raise not_planned(error) from error
+
+    return plan
+
+
+def choose_options(
+    wrap: Callable[..., nn.Module],
+    model: nn.Module,
+    backend: Backend,
+    example: object,
+    machine: Machine | str | None,
+    asked: tuple[Activations, Number, Number],
+    device_memory: int | str | None,
+    init: Init | None,
+    options: Mapping[str, Any],
+) -> Chosen:
+    """What ``wrap(model, ...)`` is to be told for those of ``asked`` (activations, num_slots,
+    micro_batch_size) that are "auto", for ``backend``'s device and memory.
+
+    ``machine`` says how fast that is, itself or by name; ``options`` are the others of ``wrap``. Raises
+    ValueError for what cannot be planned, or not be run with ``init``. [Note: options that are chosen]
+    """
+    activations, num_slots, micro_batch_size = asked
+    limit = parse_bytes("device_memory", device_memory)
+    batch = Batch.like(example)
+    batch.check_arguments(model)
+    machine = machine_of(backend) if machine is None else _machine(machine)
+    layers = find_layers(model, options["layers"])
+    if not isinstance(backend, VirtualBackend):
+        units, root = make_units(model, layers, None)
+        check_init((*units, root), init)
+    given = activations if callable(activations) or isinstance(activations, str) else tuple(activations)
+    among = boxes(
+        layers=len(layers),
+        batch=batch.size,
+        activations=given,
+        num_slots=num_slots,
+        micro_batch_size=micro_batch_size,
+    )
+    with torch.random.fork_rng(devices=()):
+        room = room_of(backend, model, machine, limit)
+        without = skeleton(model)
+        whole = plan_of(wrap, without, machine, batch, options)
+        in_parts = plan_of(wrap, without, machine, batch, options, room.tensors)
+        chosen = choose(whole, among, room, in_parts)
+    logging.getLogger("streamer").info("chosen: %s", chosen.reason)
+    return chosen
+
+
+def room_of(backend: Backend, model: nn.Module, machine: Machine, limit: int | None) -> Room:
+    """The bytes that there are for ``model``, where its own weights are given up."""
+    params, device = list(model.parameters()), backend.device
+    return Room(
+        device=backend.device_available() + releasable_bytes(params, device),
+        host=backend.host_available() + releasable_bytes(params, torch.device("cpu")),
+        budget=limit,
+        shared=machine.kind == "cpu",
+    )
+
+
+def machine_of(backend: Backend) -> Machine:
+    """Rates to plan with where nobody gives others."""
+    if isinstance(backend, VirtualBackend):
+        return backend.machine
+    return CPU if backend.device.type == "cpu" else RTX_4090
+
+
+def _machine(machine: Machine | str) -> Machine:
+    if isinstance(machine, str):
+        return named_machine(machine)
+    if not isinstance(machine, Machine):
+        raise ValueError(f"machine={machine!r}: give the name of one, or a streamer.simulate.machine.Machine")
+    return machine
+
+
+def chosen(model: nn.Module) -> Chosen | None:
+    """What `wrap` has chosen for "auto": the ``choice``, the ``plan`` of a step (bytes by owner, seconds),
+    the ``reason``, and all that was ``considered``. None where nothing was to be chosen.
+
+    Raises ValueError if ``model`` is not wrapped.
+    """
+    found = wrapped(model).chosen
+    return found if isinstance(found, Chosen) else None

@@ -1,0 +1,205 @@
+"""What a wrapped model does differently from a plain one when it is called, saved, loaded or moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from streamer.engine.layer.outside_access import (
+    GUARDS,
+    Split,
+    guard_inner_modules,
+    plain_forwards,
+    watch_split,
+)
+from streamer.engine.layer.parameter_gradients import Asked, asked_of
+from streamer.engine.paging.executor import Executor
+from streamer.engine.paging.unit import Unit
+from streamer.engine.tensors.guarded import as_plain, never_traced
+from streamer.engine.tensors.nested import flatten
+from streamer.engine.tensors.param_hooks import OWN_HOOK
+from streamer.memory.layout import Slice
+from streamer.model.unwrap import Copier
+
+
+def attach_guards(
+    model: nn.Module,
+    executor: Executor,
+    plain_dtypes: Mapping[nn.Parameter, torch.dtype],
+    *,
+    is_compiled: bool = False,
+    split: Sequence[Split] = (),
+) -> Callable[[], None]:
+    """Put hooks and guards on ``model``; the returned function takes them off.
+
+    ``plain_dtypes`` are those of a copy's parameters, ``split`` the layers of which only parts are streamed.
+    """
+    hooks: set[int] = set()
+    copier = Copier(executor, plain_dtypes, GUARDS, hooks)
+    modules = list(model.modules())
+    in_layers = {module for unit in executor.units for module in unit.module.modules()}
+    with ExitStack() as stack:
+
+        def keep(handle: RemovableHandle) -> None:
+            stack.callback(handle.remove)
+            hooks.add(handle.id)
+
+        if not is_compiled:  # torch.compile would tell layers apart by what stands in for their forwards
+            stack.callback(guard_inner_modules(executor))
+        stack.callback(watch_split(executor, split))
+        stack.callback(plain_forwards(module for module in modules if module not in in_layers))
+        keep(model.register_forward_pre_hook(_check_model(executor)))
+        keep(model.register_forward_pre_hook(_move_inputs(executor.backend.device), with_kwargs=True))
+        begin = never_traced(lambda *_: executor.begin())
+        for module in modules:
+            if module not in in_layers:
+                # an update may be on its way to what it reads: its own parameters, or others' inside of it;
+                # user code may call it without calling the model
+                keep(module.register_forward_pre_hook(begin))
+        for unit in (*executor.units, executor.root):
+            for slice, param in executor.gradients.held[unit.index].pairs():
+                keep(param.register_hook(_before_adding(executor, unit, slice, param)))
+                if executor.landing is not None and unit is executor.root:
+                    keep(param.register_post_accumulate_grad_hook(executor.landing.added))
+        for module in modules:
+            keep(module.register_state_dict_pre_hook(_wait_for_updates(executor)))
+            keep(module.register_load_state_dict_pre_hook(_wait_before_loading(executor)))
+        keep(model.register_state_dict_post_hook(_to_cpu))
+        for module in modules:
+            # .to, .cuda, .half and their like all go through _apply
+            own = {
+                "_apply": _stay(module, executor.backend.device),
+                "__deepcopy__": copier.of(module),
+                "__reduce_ex__": _refuse_to_pickle,
+                "zero_grad": _zero_grad(module, executor),
+            }
+            assert own.keys() == set(GUARDS)
+            stack.callback(_remove, module)
+            module.__dict__.update(own)
+        return stack.pop_all().close
+
+
+def _remove(module: nn.Module) -> None:
+    for name in GUARDS:
+        module.__dict__.pop(name, None)
+
+
+def _check_model(executor: Executor) -> Callable[..., None]:
+    @never_traced
+    def hook(module: nn.Module, args: Any) -> None:
+        executor.structure.check()
+        if torch.is_grad_enabled():
+            executor.root.wanted()  # refuses what there is no room for
+
+    return hook
+
+
+def _move_inputs(device: torch.device) -> Callable[..., tuple[Any, Any]]:
+    @never_traced
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        tensors, rebuild = flatten((args, kwargs))
+        if all(tensor.device == device for tensor in tensors):
+            # the very same objects: the model may write into a list it is given
+            return args, kwargs
+        moved: tuple[Any, Any] = rebuild([tensor.to(device, non_blocking=True) for tensor in tensors])
+        return moved
+
+    return hook
+
+
+def _before_adding(
+    executor: Executor, unit: Unit, slice: Slice, param: nn.Parameter
+) -> Callable[[torch.Tensor | None], None]:
+    """A hook for a parameter to whose ``grad`` autograd is about to add by itself: the root's, and a layer's
+    that is used outside of its layer (a penalty on weights)."""
+
+    def hook(gradient: torch.Tensor | None) -> None:
+        if gradient is not None:  # the layer's own went another way
+            look()
+
+    @as_plain
+    def look() -> None:
+        if asked_of(torch.autograd.graph.get_gradient_edge(param).node) is not Asked.ADDED:
+            return
+        if unit is not executor.root:
+            executor.hooked.check((slice,), (param,))
+        held = executor.gradients.held[unit.index]
+        held.place(slice, summed=False)  # says so where there is none
+        held.widen(slice, param)
+
+    setattr(hook, OWN_HOOK, True)
+    return hook
+
+
+def _wait_for_updates(executor: Executor) -> Callable[..., None]:
+    def hook(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        executor.synchronize()
+
+    return hook
+
+
+def _wait_before_loading(executor: Executor) -> Callable[..., None]:
+    def hook(module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise ValueError(
+                "load_state_dict(assign=True) would replace the parameters of a wrapped model: load with "
+                "assign=False, or before streamer.wrap"
+            )
+        executor.synchronize()
+
+    return hook
+
+
+def _to_cpu(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+    copies: dict[tuple[int, torch.dtype, torch.Size, tuple[int, ...]], torch.Tensor] = {}
+    for key, value in state_dict.items():
+        if key.startswith(prefix) and isinstance(value, torch.Tensor):
+            # what is tied stays tied
+            place = value.data_ptr(), value.dtype, value.shape, value.stride()
+            if place not in copies:
+                copies[place] = value.cpu()
+            state_dict[key] = copies[place]
+
+
+def _zero_grad(module: nn.Module, executor: Executor) -> Callable[..., None]:
+    @never_traced
+    def zero_grad(set_to_none: bool = True) -> None:
+        if not set_to_none:
+            # updates in flight are reading the gradients
+            executor.synchronize()
+        executor.zero_grad()
+        type(module).zero_grad(module, set_to_none)
+
+    return zero_grad
+
+
+def _stay(module: nn.Module, device: torch.device) -> Callable[..., nn.Module]:
+    """``module._apply`` for a module that is placed already: loops and trainers move every model to the
+    device that they are told, which may be where it is."""
+
+    def apply(function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        kinds = {(tensor.dtype, tensor.dim()) for tensor in (*module.parameters(), *module.buffers())}
+        # of the same device, dtype and (as far as a memory format can tell) shape
+        probes = [torch.empty((2,) * dim, dtype=dtype, device=device) for dtype, dim in kinds]
+        on_host = torch.empty(1)
+        function(on_host)
+        if on_host.is_shared() or any(function(probe) is not probe for probe in probes):
+            raise RuntimeError(
+                f"a wrapped model cannot be moved or cast (.to, .cuda, .half, ...), it runs on '{device}': "
+                "choose device and dtype in streamer.wrap, or call streamer.unwrap(model) first"
+            )
+        return module
+
+    return apply
+
+
+def _refuse_to_pickle(*_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError(
+        "a wrapped model cannot be pickled, nor copied by copy.copy: take copy.deepcopy(model), which is a "
+        "plain model, or save model.state_dict()"
+    )

@@ -1,0 +1,344 @@
+"""A model's weights on their way into host memory, a unit at a time, and out of it again.
+
+Beside the host shards there is never more than one unit: a unit's own storage is given up as soon as its
+weights are in its shard, and one on the meta device is given values when its turn comes.
+"""
+
+from __future__ import annotations
+
+import abc
+import hashlib
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from streamer.backends.base import Backend
+from streamer.backends.host_memory import file_mappings, give_back_freed
+from streamer.engine.paging.unit import Unit
+from streamer.memory.host import HostShard, HostStore
+
+#: What `wrap(init=...)` takes: sets the values of one module's own parameters and buffers, in place.
+Init = Callable[[nn.Module], object]
+
+
+class UnitInit(abc.ABC):
+    """An `Init` that is told when all modules of a unit have been given to it."""
+
+    @abc.abstractmethod
+    def __call__(self, module: nn.Module) -> None:
+        """Set the values of the module's own parameters and buffers."""
+
+    @abc.abstractmethod
+    def end_unit(self, module: nn.Module) -> None:
+        """The unit of ``module``, which came last, is through."""
+
+
+def is_on_meta(unit: Unit) -> bool:
+    """Whether the unit has no values yet."""
+    return any(tensor.is_meta for tensor in (*unit.params, *unit.buffers()))
+
+
+def check_init(units: Sequence[Unit], init: Init | None) -> None:
+    """Raise ValueError, naming the mend, where ``init`` is missing, of no use, or cannot do its work."""
+    if init is not None and not callable(init):
+        raise ValueError(f"init={init!r}: it must be a function of a module, as nn.Module.apply takes")
+    on_meta = [unit for unit in units if is_on_meta(unit)]
+    if init is not None and not on_meta:
+        raise ValueError("init= is for a model on the meta device, and this one has values: leave it out")
+    for unit in on_meta:
+        name = next(
+            (slice.param.name for slice, p in zip(unit.layout.slices, unit.params, strict=True) if p.is_meta),
+            f"a buffer of {unit.name}",
+        )
+        if init is None:
+            raise ValueError(
+                f"parameter '{name}' is on the meta device and has no values: give wrap(init=...) a function "
+                "that sets those of a module, as nn.Module.apply takes, or build the model on the CPU"
+            )
+        if not all(param.is_meta for param in unit.params):
+            raise ValueError(
+                f"'{unit.name}' is on the meta device in part only ('{name}' is, others are not): build all "
+                "of it there, or none"
+            )
+        for slice, param in zip(unit.layout.slices, unit.params, strict=True):
+            if param._backward_hooks or param._post_accumulate_grad_hooks:
+                raise ValueError(
+                    f"parameter '{slice.param.name}' is on the meta device and has a hook, which would be "
+                    "lost: register it after streamer.wrap"
+                )
+
+
+class Initialiser:
+    """Gives the parameters and buffers of one unit after another their values, on ``device``.
+
+    ``init`` is called with each module of the unit, children before their parents, as `nn.Module.apply`
+    does. Random numbers come from a seed for each unit, made of one number that is drawn here from PyTorch's
+    generator and of the unit's name: so `torch.manual_seed` decides, and neither the order of the units nor
+    how many there are does.
+    """
+
+    def __init__(self, init: Init, device: torch.device, layers: Sequence[Unit]) -> None:
+        self._init = init
+        self._device = device
+        self._inside = {module for unit in layers for module in unit.module.modules()}
+        self._layers = {unit.module for unit in layers}
+        #: what has taken the place of buffers, which modules of several layers may share
+        self._blanks: dict[torch.Tensor, torch.Tensor] = {}
+        self._seed = int(torch.randint(2**62, (), device="cpu").item())
+
+    def __call__(self, unit: Unit) -> None:
+        """Give ``unit`` its values, unless it has some. Raises ValueError for what gets none."""
+        if (unit.params or unit.buffers()) and not is_on_meta(unit):
+            return
+        for slice, param in zip(unit.layout.slices, unit.params, strict=True):
+            exchange(slice.param.name, param, _blank(param, self._device))
+        without_values = []
+        for owner, name in unit.buffer_owners:
+            if (buffer := owner._buffers[name]) is not None and buffer.is_meta:
+                if buffer not in self._blanks:
+                    self._blanks[buffer] = _blank(buffer, self._device)
+                owner._buffers[name] = self._blanks[buffer]
+                without_values.append((owner, name))
+        places = [
+            *(
+                _Place(unit, owner, owner._parameters, name)
+                for owners in unit.owners
+                for owner, name in owners
+            ),
+            *(_Place(unit, owner, owner._buffers, name) for owner, name in without_values),
+        ]
+        outside = self._inside if unit.module not in self._layers else ()
+        modules = list(_children_first(unit.module, outside))
+        with _seeded(_unit_seed(self._seed, unit.name), self._device), torch.no_grad(), self._device:
+            for module in modules:
+                self._init(module)
+            if isinstance(self._init, UnitInit):
+                self._init.end_unit(unit.module)
+        for place in places:
+            place.check()
+        for module in modules:
+            _check_attributes(unit, module)
+
+
+def exchange(name: str, param: nn.Parameter, values: torch.Tensor) -> None:
+    """Let ``param`` be of ``values``, on whatever device, and yet the object that it is.
+
+    Raises ValueError where PyTorch refuses that, since somebody counts on what it was.
+    """
+    other = nn.Parameter(values, requires_grad=param.requires_grad)
+    other.__class__ = type(param)
+    other.__dict__.update(param.__dict__)
+    try:
+        torch.utils.swap_tensors(param, other)
+    except RuntimeError as error:
+        raise ValueError(
+            f"parameter '{name}' cannot get values in place of the meta device's, since a weak reference or "
+            f"a graph holds on to it: let go of it before streamer.wrap ({error})"
+        ) from error
+
+
+def _blank(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    blank = torch.empty(like.shape, dtype=like.dtype, device=device)
+    return blank.fill_(float("nan")) if blank.is_floating_point() else blank.zero_()
+
+
+class _Place:
+    """Where a parameter or buffer of ``unit`` is registered, and what was there at first."""
+
+    def __init__(
+        self, unit: Unit, owner: nn.Module, registry: Mapping[str, torch.Tensor | None], name: str
+    ) -> None:
+        self._where = f"'{name}' of a {type(owner).__name__} in '{unit.name}'"
+        self._is_param = registry is owner._parameters
+        self._registry = registry
+        self._name = name
+        self._blank = registry[name]
+        self._requires_grad = self._blank is not None and self._blank.requires_grad
+        self._version = 0 if self._blank is None else self._blank._version
+
+    def check(self) -> None:
+        """Raise ValueError unless there are values now."""
+        now = self._registry.get(self._name)
+        if now is not None and now.requires_grad != self._requires_grad:
+            raise ValueError(
+                f"init= has changed requires_grad of {self._where}: set it before streamer.wrap, by which "
+                "there is room for gradients or none"
+            )
+        if now is not self._blank and self._is_param:
+            raise ValueError(
+                f"init= has replaced parameter {self._where}: write into it, as torch.nn.init does"
+            )
+        if now is None or now is not self._blank or now._version != self._version or not now.numel():
+            return
+        # what is written through .data leaves the version as it is, but not all NaN
+        if not now.is_floating_point() or bool(now.isnan().all()):
+            raise ValueError(
+                f"init= has given {self._where} no values: let it set all parameters and buffers of the "
+                "module that it is called with"
+            )
+
+
+def _check_attributes(unit: Unit, module: nn.Module) -> None:
+    for name, value in vars(module).items():
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            raise ValueError(
+                f"attribute '{name}' of a {type(module).__name__} in '{unit.name}' is a tensor on the meta "
+                "device and stays there: let init= set it, or make it a buffer"
+            )
+
+
+def _children_first(module: nn.Module, outside: Collection[nn.Module]) -> Iterator[nn.Module]:
+    """``module`` and all that is in it but what is ``outside``, each once."""
+    seen: set[nn.Module] = set(outside)
+
+    def visit(module: nn.Module) -> Iterator[nn.Module]:
+        seen.add(module)
+        for child in module.children():
+            if child not in seen:
+                yield from visit(child)
+        yield module
+
+    return visit(module)
+
+
+def _unit_seed(seed: int, name: str) -> int:
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Random numbers from ``seed`` on inside the block, as before it after it."""
+    on_gpu = device.type == "cuda"
+    with torch.random.fork_rng(devices=[device] if on_gpu else []):
+        torch.default_generator.manual_seed(seed)
+        if on_gpu:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield
+
+
+class MoveIn:
+    """Moves the weights of ``units``, the root unit's last, into the shards of ``store``."""
+
+    def __init__(
+        self, backend: Backend, units: Sequence[Unit], store: HostStore, initialise: Initialiser | None
+    ) -> None:
+        self._backend = backend
+        self._units = units
+        self._store = store
+        self._initialise = initialise
+        self._was = {param: (param.device, param.dtype) for unit in units for param in unit.params}
+        self._buffers_were = [
+            (owner, name, owner._buffers[name]) for unit in units for owner, name in unit.buffer_owners
+        ]
+        self._moved: list[Unit] = []
+        #: buffers by what they were before; modules of several layers may share one
+        self._moved_buffers: dict[torch.Tensor, torch.Tensor] = {}
+
+    def run(self) -> None:
+        """Move all of them; a progress bar shows if it takes more than a second."""
+        versions = []
+        # a log file needs a line now and then, a terminal wants to be alive
+        interval = 0.1 if sys.stderr.isatty() else 10.0
+        bar = tqdm(self._units, "to host memory", unit="unit", delay=1.0, mininterval=interval, leave=False)
+        for unit, shard in zip(bar, self._store.shards, strict=True):
+            self._take(unit, shard)
+            versions.append(unit.written())
+        for unit, shard, version in zip(self._units, self._store.shards, versions, strict=True):
+            if unit.written() != version:  # by the initialisation of another unit
+                for slice in unit.layout.slices:
+                    shard.rebase(slice)
+        self._store.pin(self._backend.pin)
+
+    def undo(self) -> None:
+        """Let the parameters be what they were, on the device where they were."""
+        with ExitStack() as each:  # goes on after an error
+            for unit, shard in zip(self._units, self._store.shards, strict=True):
+                each.callback(self._put_back, unit, shard)
+            for owner, name, buffer in self._buffers_were:
+                owner._buffers[name] = buffer
+
+    def _put_back(self, unit: Unit, shard: HostShard) -> None:
+        unit.restore()
+        if unit in self._moved:
+            take_out(self._backend, unit, shard, {param: self._was[param][1] for param in unit.params})
+        for slice, param in zip(unit.layout.slices, unit.params, strict=True):
+            device, dtype = self._was[param]
+            if param.device == device:
+                continue
+            if device.type == "meta":
+                exchange(slice.param.name, param, torch.empty(param.shape, dtype=dtype, device=device))
+            else:
+                param.data = param.data.to(device)
+
+    def _take(self, unit: Unit, shard: HostShard) -> None:
+        if self._initialise is not None:
+            self._initialise(unit)
+        virtual = self._backend.device.type == "meta"
+        for slice, param in zip(unit.layout.slices, unit.params, strict=True):
+            if not virtual:
+                # brought here on the caller's own stream, which knows when it was written
+                self._backend.on_host(partial(shard.load, slice, param.detach().cpu()))
+        self._moved.append(unit)
+        for slice, param in zip(unit.layout.slices, unit.params, strict=True):
+            param.grad = None
+            if slice.param.trainable:
+                param.grad_dtype = None  # its own or fp32: [Note: sums]
+            # the root's are soon those on the device; until then they too must not keep their own storage
+            param.data = slice.own(shard.weight)
+        for owner, name in unit.buffer_owners:
+            if (buffer := owner._buffers[name]) is not None:
+                if buffer not in self._moved_buffers:
+                    self._moved_buffers[buffer] = buffer.to(self._backend.device)
+                owner._buffers[name] = self._moved_buffers[buffer]
+        give_back_freed()
+
+
+def take_out(
+    backend: Backend,
+    unit: Unit,
+    shard: HostShard,
+    dtypes: dict[nn.Parameter, torch.dtype],
+    moved: Container[nn.Parameter] = (),
+) -> None:
+    """Give the parameters of ``unit`` storage of their own on the CPU, with the exact values of ``shard``
+    rounded to ``dtypes``, or their own values if somebody has ``moved`` them; their gradients are dropped.
+    Its buffers come to the CPU too."""
+    for slice, param in zip(unit.layout.slices, unit.params, strict=True):
+        param.grad = None
+        if param in moved:
+            param.data = param.data.cpu()
+        elif backend.device.type != "meta":
+            param.data = backend.on_host(partial(shard.exact, slice))
+        param.data = param.data.to(dtypes[param])
+    for owner, name in unit.buffer_owners:
+        if (buffer := owner._buffers.get(name)) is not None and not buffer.is_meta:
+            owner._buffers[name] = buffer.cpu()
+
+
+def releasable_bytes(params: Iterable[torch.Tensor], device: torch.device) -> int:
+    """Bytes of the storages on ``device`` that `MoveIn` gives up, as far as can be known.
+
+    What is mapped from a file or shared with other processes is not counted (on Linux); what the caller holds
+    by other names is: PyTorch does not tell.
+    """
+    storages = {
+        storage.data_ptr(): storage.nbytes()
+        for param in params
+        if param.device == device
+        for storage in [param.untyped_storage()]
+    }
+    files = file_mappings() if device.type == "cpu" else []
+
+    def is_of_a_file(address: int) -> bool:
+        before = bisect_right(files, address, key=lambda file: file[0])
+        return before > 0 and address < files[before - 1][1]
+
+    return sum(nbytes for address, nbytes in storages.items() if not is_of_a_file(address))

@@ -1,0 +1,77 @@
+"""What a wrapped model takes and where its time goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+from torch import nn
+
+from streamer.backends.base import Lane
+from streamer.engine.paging.handle import wrapped
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Bytes by purpose, seconds by lane (``"compute"``, ``"h2d"``, ``"d2h"``, ``"host"``), since `wrap`.
+
+    ``device_bytes_now`` and ``device_bytes_peak`` are the buffers of the wrapped model and what its layers
+    have saved for backward; on a GPU they are all that PyTorch has allocated there.
+    ``exposed_seconds`` of a lane are those in which compute stood still for it; ``overlap`` is
+    1 - exposed / busy: NaN for a lane that did nothing, below zero where compute waited longer for its
+    work to begin than the work took.
+    ``skipped_steps`` are those in which a gradient was not finite.
+    A prefetch hit is a layer that was on the device, or on its way, when it was asked for.
+    """
+
+    host_bytes: Mapping[str, int]
+    device_bytes: Mapping[str, int]
+    device_bytes_now: int
+    device_bytes_peak: int
+    busy_seconds: Mapping[str, float]
+    exposed_seconds: Mapping[str, float]
+    overlap: Mapping[str, float]
+    prefetch_hits: int
+    prefetch_misses: int
+    skipped_steps: int
+
+
+def stats(model: nn.Module) -> Stats:
+    """Bytes and seconds of a wrapped model; waits for nothing. Raises ValueError if it is not wrapped."""
+    handle = wrapped(model)
+    executor = handle.executor
+    trace = executor.issuer.trace
+    trace.settle()
+    now, peak = executor.memory.used()
+    return Stats(
+        host_bytes=executor.host_bytes(),
+        device_bytes=executor.device_bytes(),
+        device_bytes_now=now,
+        device_bytes_peak=peak,
+        busy_seconds={lane.value: trace.busy_seconds[lane] for lane in Lane},
+        exposed_seconds={lane.value: trace.exposed_seconds[lane] for lane in Lane},
+        overlap={lane.value: trace.overlap(lane) for lane in Lane},
+        prefetch_hits=executor.weights.prefetch_hits,
+        prefetch_misses=executor.weights.prefetch_misses,
+        # layers that were not updated on landing are counted as one step, by its step() or here
+        skipped_steps=executor.skipped_steps + bool(executor.landing and executor.landing.not_finite),
+    )
+
+
+def synchronize(model: nn.Module) -> None:
+    """Wait until every copy and update of a wrapped model is done.
+
+    PyTorch code that touches parameters, gradients or optimizer state waits by itself. C++ code that is given
+    their memory does not. Raises what a copy or an update has raised, and ValueError if the model is not
+    wrapped.
+    """
+    wrapped(model).executor.synchronize()
+
+
+def save_trace(model: nn.Module, path: str | PathLike[str]) -> None:
+    """Write what ran last on each lane as a Chrome trace (JSON), which Perfetto opens; one row per lane."""
+    executor = wrapped(model).executor
+    executor.synchronize()
+    executor.issuer.trace.save(Path(path))

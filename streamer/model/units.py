@@ -1,0 +1,368 @@
+"""A model cut into units: one for each layer, or for each part of a layer that is too large for a slot, and
+one for all the rest.
+
+Every slot is as large as the largest unit, so one wide layer decides what all of them take. Which layers are
+cut, and how far, depends on sizes alone: the largest are replaced by their parts, again and again, until the
+slots fit on the device. [Note: split layers]
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NoReturn
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from streamer.engine.layer.outside_access import Split
+from streamer.engine.paging.unit import Unit
+from streamer.engine.schedule.op import ROOT
+from streamer.memory.layout import Layout, Param
+from streamer.memory.slots import num_grad_slots
+from streamer.model.layers import SMALL, is_called, is_list
+from streamer.plan.ledger import Ledger, amount, ledger
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+Owners = dict[nn.Parameter, list[tuple[nn.Module, str, str]]]
+
+
+def make_units(
+    model: nn.Module, layers: Sequence[tuple[str, nn.Module]], dtype: torch.dtype | None
+) -> tuple[list[Unit], Unit]:
+    """One unit for each of ``layers`` (qualified name and module), and the root unit.
+
+    ``dtype`` is what parameters are streamed in; None keeps theirs. Raises ValueError for what cannot be
+    streamed: TorchScript, a layer without parameters, a parameter that two units share or that is sparse,
+    complex, on the meta device without being virtual, or of another dtype than fp32, bf16 and fp16.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"'{name}' is TorchScript, whose code does not see weights that are in a slot: wrap the "
+                "model with the module that it was made of"
+            )
+    inside = {module for _, layer in layers for module in layer.modules()}
+    owners = [_owners(name, layer.named_modules()) for name, layer in layers]
+    rest = ((name, module) for name, module in model.named_modules() if module not in inside)
+    owners.append(_owners("", rest))
+    _check_unshared(owners, [*(f"layer '{name}'" for name, _ in layers), "the rest of the model"])
+    units = [
+        _unit(index, name, layer, owned, dtype)
+        for index, ((name, layer), owned) in enumerate(zip(layers, owners[:-1], strict=True))
+    ]
+    for unit in units:
+        if not unit.params:
+            raise ValueError(
+                f"layer '{unit.name}' has no parameters, so there is nothing to stream: put what it does "
+                "into the layer before or after it"
+            )
+    root = _unit(ROOT, "root", model, owners[-1], dtype, inside)
+    return units, root
+
+
+def layout_of(name: str, module: nn.Module, dtype: torch.dtype | None) -> Layout:
+    """The layout that the unit of ``module`` (qualified name ``name``) would have."""
+    owned = _owners(name, module.named_modules())
+    return Layout.of(_param(param, places, dtype) for param, places in owned.items())
+
+
+def _owners(prefix: str, modules: Iterable[tuple[str, nn.Module]]) -> Owners:
+    owners: Owners = defaultdict(list)
+    for path, module in modules:
+        for name, param in module._parameters.items():
+            if param is not None:
+                owners[param].append((module, name, ".".join(part for part in (prefix, path, name) if part)))
+    return owners
+
+
+def _check_unshared(owners: Sequence[Owners], names: Sequence[str]) -> None:
+    home: dict[nn.Parameter, int] = {}
+    at_address: dict[int, nn.Parameter] = {}
+    for index, owned in enumerate(owners):
+        for param, places in owned.items():
+            # sparse and meta tensors have no address
+            dense = param.layout is torch.strided and not param.is_meta and param.numel()
+            if dense and at_address.setdefault(param.data_ptr(), param) is not param:
+                raise ValueError(
+                    f"parameter '{places[0][2]}' has the same memory as another one: tie them by sharing the "
+                    "nn.Parameter itself, or give each its own copy"
+                )
+            if home.setdefault(param, index) != index:
+                raise ValueError(
+                    f"parameter '{places[0][2]}' belongs to {names[home[param]]} and to {names[index]}; a "
+                    "parameter may be shared only within one layer or outside of all of them: give each its "
+                    "own copy"
+                )
+
+
+def _unit(
+    index: int,
+    name: str,
+    module: nn.Module,
+    owned: Owners,
+    dtype: torch.dtype | None,
+    elsewhere: Iterable[nn.Module] = (),
+) -> Unit:
+    params = {
+        _param(param, places, dtype): (param, tuple((owner, attribute) for owner, attribute, _ in places))
+        for param, places in owned.items()
+    }
+    layout = Layout.of(params)
+    others = set(elsewhere)
+    return Unit(
+        index=index,
+        name=name,
+        module=module,
+        layout=layout,
+        params=tuple(params[slice.param][0] for slice in layout.slices),
+        owners=tuple(params[slice.param][1] for slice in layout.slices),
+        buffer_owners=tuple(
+            (owner, key) for owner in module.modules() if owner not in others for key in owner._buffers
+        ),
+    )
+
+
+def _param(
+    param: nn.Parameter, places: Sequence[tuple[nn.Module, str, str]], dtype: torch.dtype | None
+) -> Param:
+    name = places[0][2]
+    return Param(name, tuple(param.shape), _streamed_dtype(param, name, dtype), param.requires_grad)
+
+
+def _streamed_dtype(param: nn.Parameter, name: str, dtype: torch.dtype | None) -> torch.dtype:
+    if param.layout is not torch.strided:
+        raise ValueError(
+            f"parameter '{name}' is sparse ({param.layout}): make it dense, or leave it out of the model"
+        )
+    if param.dtype.is_complex:
+        raise ValueError(f"parameter '{name}' is complex ({param.dtype}): store its real and imaginary parts")
+    if not param.dtype.is_floating_point:
+        raise ValueError(
+            f"parameter '{name}' has dtype {param.dtype}, which is no floating point: cast the model first, "
+            "or register it as a buffer, which stays on the device"
+        )
+    streamed = param.dtype if dtype is None else dtype
+    if streamed not in DTYPES:
+        raise ValueError(
+            f"parameter '{name}' has dtype {param.dtype}: streamed weights are torch.float32, torch.bfloat16 "
+            "or torch.float16; give wrap(dtype=...) one of them, or cast the model first"
+        )
+    return streamed
+
+
+@dataclass(frozen=True)
+class Units:
+    """The units of a model, of which of the ``layers`` each is, what was ``split`` to get them, and, where
+    they do not fit on the device, what would help."""
+
+    units: list[Unit]
+    root: Unit
+    layers: list[int]
+    split: tuple[Split, ...] = ()
+    mend: str | None = None
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A module that may be a unit, the bytes of its weights and gradients, and the number of its layer."""
+
+    name: str
+    module: nn.Module
+    nbytes: int
+    grad_nbytes: int
+    layer: int
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """One way to cut a model into units; ``split`` are those that the stage before had whole."""
+
+    pieces: list[_Piece]
+    units: list[Unit]
+    root: Unit
+    split: tuple[_Piece, ...] = ()
+
+    def ledger(self, num_slots: int) -> Ledger:
+        return ledger(self.units, self.root, num_slots=min(num_slots, len(self.units)))
+
+    def device_bytes(self, num_slots: int) -> int:
+        """Bytes that it takes of the device."""
+        return sum(self.ledger(num_slots).device.values())
+
+
+def cut_to_fit(
+    model: nn.Module,
+    units: list[Unit],
+    root: Unit,
+    dtype: torch.dtype | None,
+    *,
+    num_slots: int,
+    available: int,
+    limit: int | None,
+) -> Units:
+    """Cut the largest of ``units`` into their parts until ``num_slots`` slots, and what is on the device
+    beside them, fit into ``available`` bytes; no further than that.
+
+    ``dtype`` is what parameters are streamed in, ``limit`` the ``device_memory`` that `wrap` was given.
+    """
+    stages: list[_Stage] = []
+    for stage in _stages(model, units, root, dtype):
+        stages.append(stage)
+        if stage.device_bytes(num_slots) <= available:
+            mend = None
+            break
+    else:
+        stage = min(stages, key=lambda stage: stage.device_bytes(num_slots))
+        mend = _mend(stages, stage, num_slots=num_slots, available=available, limit=limit)
+        stages = stages[: stages.index(stage) + 1]
+    totals = [stage.device_bytes(num_slots) for stage in stages]
+    split = tuple(
+        Split(piece.name, piece.module, min(totals[:number]))
+        for number, stage in enumerate(stages)
+        for piece in stage.split
+    )
+    return Units(stage.units, stage.root, [piece.layer for piece in stage.pieces], split, mend)
+
+
+def refuse_micro_batches(split: Sequence[Split]) -> NoReturn:
+    """Raise ValueError: what is the batch of a layer's arguments need not be that of its parts'."""
+    raise ValueError(
+        f"micro_batch_size: layer '{split[0].name}' is too large for a slot and would be streamed in parts, "
+        f"which cannot be given micro-batches: {split[0].whole_bytes} bytes of device memory would keep "
+        "layers whole; or leave micro_batch_size out"
+    )
+
+
+def _stages(model: nn.Module, units: list[Unit], root: Unit, dtype: torch.dtype | None) -> Iterator[_Stage]:
+    """The ways to cut, coarse to fine: in each the largest pieces of the one before are in parts."""
+    pieces = [
+        _Piece(unit.name, unit.module, unit.layout.nbytes, unit.layout.grad_nbytes, unit.index)
+        for unit in units
+    ]
+    split: tuple[_Piece, ...] = ()
+    while True:
+        yield _Stage(pieces, units, root, split)
+        split = _to_split(pieces)
+        if not split:
+            return
+        parts = {piece.name: list(_parts(piece, dtype)) for piece in split}
+        pieces = [part for piece in pieces for part in parts.get(piece.name, [piece])]
+        units, root = make_units(model, [(piece.name, piece.module) for piece in pieces], dtype)
+
+
+def _to_split(pieces: Sequence[_Piece]) -> tuple[_Piece, ...]:
+    """The largest pieces, or, where they cannot be split, those with the largest gradients."""
+    sizes: list[Callable[[_Piece], int]] = [lambda piece: piece.nbytes, lambda piece: piece.grad_nbytes]
+    for size in sizes:
+        most = max(map(size, pieces))
+        largest = tuple(piece for piece in pieces if size(piece) == most > 0)
+        if largest and not any(_obstacle(piece) for piece in largest):
+            return largest
+    return ()
+
+
+def _parts(piece: _Piece, dtype: torch.dtype | None) -> Iterator[_Piece]:
+    """The children that are units. The small ones are left to the root unit: a norm would take a slot in
+    which the matrix after it could be on its way."""
+    layouts = [
+        (name, child, layout_of(name, child, dtype)) for name, child in _children(piece.module, piece.name)
+    ]
+    most = max(layout.nbytes for _, _, layout in layouts)
+    for name, child, layout in layouts:
+        if SMALL * layout.nbytes > most:
+            yield _Piece(name, child, layout.nbytes, layout.grad_nbytes, piece.layer)
+
+
+def _children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """The children with parameters; in place of a list of modules, which is not called, its own."""
+    for key, child in module.named_children():
+        if next(child.parameters(), None) is None:
+            continue
+        if is_list(child):
+            yield from _children(child, f"{prefix}.{key}")
+        else:
+            yield f"{prefix}.{key}", child
+
+
+def _obstacle(piece: _Piece) -> str | None:
+    """Why a piece cannot be cut into parts, or None if it can."""
+    module = piece.module
+    kind = type(module).__name__
+    if isinstance(module, torch.jit.ScriptModule) or parametrize.is_parametrized(module):
+        return f"it is a {kind}, which does not call its children as a plain module does"
+    children = list(_children(module, piece.name))
+    inside = {param for _, child in children for param in child.parameters()}
+    for name, param in module.named_parameters():
+        if param not in inside:
+            return f"it is a {kind} with a parameter of its own ('{name}')"
+    for name, child in children:
+        if not is_called(child):
+            return f"'{name}' is a {type(child).__name__}, which is never called"
+    if sum(len(list(child.parameters())) for _, child in children) > len(inside):
+        return "its parts share a parameter"
+    return _reference(children)
+
+
+def _reference(children: Sequence[tuple[str, nn.Module]]) -> str | None:
+    """How one of ``children`` refers to another in a way that PyTorch does not know of, if one does."""
+    owners = {id(held): name for name, child in children for held in (*child.modules(), *child.parameters())}
+    for name, child in children:
+        for module in child.modules():
+            for attribute, value in vars(module).items():
+                if attribute in ("_modules", "_parameters"):
+                    continue
+                for held in _held(value):
+                    if owners.get(id(held), name) != name:
+                        return f"'{name}' refers to '{owners[id(held)]}' (in '{attribute}')"
+    return None
+
+
+def _held(value: object) -> Iterator[object]:
+    if isinstance(value, list | tuple | set):
+        for item in value:
+            yield from _held(item)
+    elif isinstance(value, dict):
+        yield from _held(list(value.values()))
+    elif isinstance(value, partial):
+        yield from _held([value.func, value.args, value.keywords])
+    else:
+        yield getattr(value, "__self__", value)
+
+
+def _mend(
+    stages: Sequence[_Stage], best: _Stage, *, num_slots: int, available: int, limit: int | None
+) -> str:
+    """What helps a device that is too small for any of ``stages``, of which ``best`` takes least."""
+    fewer = [
+        count
+        for count in range(min(num_slots, max(len(stage.units) for stage in stages)) - 1, 0, -1)
+        if any(stage.device_bytes(count) <= available for stage in stages)
+    ]
+    needed = best.device_bytes(num_slots)
+    figure = amount(needed) if limit is None else f"device_memory={needed + limit - available}"
+    would_do = f"{figure} would do{f', or lower num_slots to {fewer[0]}' if fewer else ''}"
+    beside = best.ledger(num_slots).beside_slots
+    if beside >= available:
+        return f"what is in no layer takes {amount(beside)} alone; {would_do}"
+    most = max(piece.nbytes for piece in best.pieces)
+    obstacles = {piece.name: _obstacle(piece) for piece in best.pieces if piece.nbytes == most}
+    name = next((name for name, obstacle in obstacles.items() if obstacle), next(iter(obstacles)))
+    reason = obstacles[name] or "its parts would take more"
+    return (
+        f"'{name}' takes {amount(most)}, a slot may take "
+        f"{amount(_allowed(best, num_slots, available - beside))}, and it cannot be streamed in parts "
+        f"({reason}); {would_do}"
+    )
+
+
+def _allowed(stage: _Stage, num_slots: int, room: int) -> int:
+    """What a weight slot may take, if its gradient slot takes as much but no more than the gradients need."""
+    count = min(num_slots, len(stage.pieces))
+    grad_slots = num_grad_slots(count)
+    grad_nbytes = max(piece.grad_nbytes for piece in stage.pieces)
+    return max(room // (count + grad_slots), (room - grad_slots * grad_nbytes) // count)

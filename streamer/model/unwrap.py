@@ -1,0 +1,147 @@
+"""A streamed model becomes a plain one again: `unwrap`, or `copy.deepcopy` of it or of a part of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from streamer.engine.layer.layer import StreamedLayer
+from streamer.engine.layer.outside_access import InnerForward, PlainForward, SplitForward
+from streamer.engine.paging.executor import Executor
+from streamer.engine.paging.handle import HANDLE, home_of, settle_out, wrapped
+from streamer.engine.schedule import op as ops
+from streamer.engine.tensors.guarded import as_plain, plain_class
+from streamer.memory.purposes import ALL_MOMENTS
+from streamer.model.move_in import take_out
+
+#: What stands in for a forward, and knows the one that was there.
+_INSTEAD = InnerForward | PlainForward | SplitForward | StreamedLayer
+
+Memo = dict[int, Any]
+
+
+class Copier:
+    """Makes plain copies of the modules of one wrapped model.
+
+    ``attributes`` are the names of what `wrap` has put on every module, ``hooks`` the ids of its hooks.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        plain_dtypes: Mapping[nn.Parameter, torch.dtype],
+        attributes: Collection[str],
+        hooks: Collection[int],
+    ) -> None:
+        self._executor = executor
+        self._plain_dtypes = plain_dtypes
+        self._attributes = {*attributes, HANDLE}
+        self._hooks = hooks
+
+    def of(self, module: nn.Module) -> Callable[[Memo], nn.Module]:
+        """``module.__deepcopy__``."""
+        return partial(self._copy, module)
+
+    def _copy(self, module: nn.Module, memo: Memo) -> nn.Module:
+        self._copy_tensors(module, memo)
+        attributes = vars(module)
+        plain = {
+            name: self._without_own_hooks(name, value.had if isinstance(value, _INSTEAD) else value)
+            for name, value in attributes.items()
+            if name not in self._attributes
+        }
+        if plain.get("forward", plain) is None:
+            del plain["forward"]
+        # its class may have a way of its own to be copied
+        object.__setattr__(module, "__dict__", plain)
+        try:
+            return copy.deepcopy(module, memo)
+        finally:
+            object.__setattr__(module, "__dict__", attributes)
+
+    @as_plain
+    def _copy_tensors(self, module: nn.Module, memo: Memo) -> None:
+        """Let ``memo`` have the exact weights of ``module``, and its buffers, on the CPU."""
+        for buffer in module.buffers():
+            if id(buffer) not in memo:
+                memo[id(buffer)] = buffer.detach().cpu().clone()
+        params = [p for p in module.parameters() if id(p) not in memo and home_of(p) is not None]
+        if not params:
+            return
+        self._executor.synchronize()
+        self._check_room(params)
+        for param in params:
+            memo[id(param)] = plain_class(type(param))(self._exact(param), requires_grad=param.requires_grad)
+
+    def _exact(self, param: nn.Parameter) -> torch.Tensor:
+        home, backend = home_of(param), self._executor.backend
+        assert home is not None, "it is one of the model's"
+        if backend.device.type == "meta":
+            return param.detach().clone()
+        exact = backend.on_host(partial(self._executor.shard(home.unit).exact, home.slice))
+        return exact.to(self._plain_dtypes[param])
+
+    def _check_room(self, params: Iterable[nn.Parameter]) -> None:
+        needed = sum(param.numel() * self._plain_dtypes[param].itemsize for param in params)
+        available = self._executor.backend.host_available()
+        if needed > available:
+            raise MemoryError(
+                f"a plain copy of the model needs {needed} bytes of host memory and {available} are free: "
+                "write a checkpoint (streamer.save) instead"
+            )
+
+    def _without_own_hooks(self, name: str, value: Any) -> Any:
+        if "_hooks" not in name or not isinstance(value, dict):
+            return value
+        return type(value)((key, hook) for key, hook in value.items() if key not in self._hooks)
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@as_plain
+def unwrap(model: M) -> M:
+    """Make ``model`` a plain CPU module again, with the trained weights, and give its memory back.
+
+    Parameters get the dtype that they had before `wrap`, from their exact masters, unless somebody has
+    replaced them or their memory since; gradients are dropped. What an optimizer holds for the model is of no
+    more use, and the memory of its moments comes back when it goes. Returns the model.
+
+    Raises ValueError if the model is not wrapped.
+    """
+    handle = wrapped(model)
+    executor = handle.executor
+    executor.wait_for_saving()
+    units = (*executor.units, executor.root)
+    # copies to the device may have failed without harm to what is here
+    executor.issuer.wait(ops.shard(unit.index) for unit in units)
+    for unit in units:
+        executor.weights.end_flight(unit)
+    moved = {param for unit in units for _, param in executor.weights.elsewhere(unit)}
+    executor.weights.refresh(moved)
+    # room for the weights that come out
+    executor.store.drop(ALL_MOMENTS)
+    for unit in units:
+        unit.drop_leaves()
+        take_out(executor.backend, unit, executor.shard(unit), handle.plain_dtypes, moved)
+    forget(model, executor)
+    handle.take_off()
+    handle.close()
+    executor.release()
+    return model
+
+
+def forget(model: nn.Module, executor: Executor) -> None:
+    """Take off what tells a wrapped model and its parameters where they live, and let its layers run as they
+    are."""
+    for unit in executor.units:
+        stands_in = unit.module.__dict__.pop("forward", None)
+        if isinstance(stands_in, StreamedLayer) and stands_in.had is not None:
+            unit.module.__dict__["forward"] = stands_in.had
+    settle_out(executor)
+    model.__dict__.pop(HANDLE, None)

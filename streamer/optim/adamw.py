@@ -1,0 +1,397 @@
+"""AdamW for a wrapped model: a PyTorch optimizer whose updates run on the host, one unit at a time. No step
+is made with gradients that are NaN or infinite.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from streamer.engine.paging.executor import Executor
+from streamer.engine.paging.gradients import is_summed
+from streamer.engine.paging.handle import Home, require_home
+from streamer.engine.paging.unit import Unit
+from streamer.engine.paging.update_in_backward import Update
+from streamer.engine.tensors.guarded import as_plain, never_traced, unguarded
+from streamer.errors import shortened
+from streamer.optim.state import (
+    State,
+    begin_state,
+    check_owner,
+    is_owner,
+    load_moments,
+    pair_saved,
+    parse_state_dtype,
+    take_over,
+)
+from streamer.optim.update import (
+    UpdateRange,
+    all_finite,
+    check_state_dtype,
+    merge,
+    update_bytes,
+    update_shard,
+    warm_up,
+)
+from streamer_native import Hyper
+
+
+def check_group(group: dict[str, Any]) -> None:
+    """Raise ValueError for a hyperparameter out of its range."""
+    betas = group["betas"]
+    for name, fits in (
+        ("lr", 0 <= group["lr"] < math.inf),
+        (
+            "betas",
+            isinstance(betas, tuple | list) and len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
+        ),
+        ("eps", 0 <= group["eps"] < math.inf),
+        ("weight_decay", 0 <= group["weight_decay"] < math.inf),
+    ):
+        if not fits:
+            raise ValueError(
+                f"{name}={group[name]} is out of range: betas are two numbers in [0, 1), the others are "
+                "finite and 0 or more"
+            )
+
+
+def hyper_of(group: dict[str, Any], step: int) -> Hyper:
+    """What an update takes from its group; ``step`` counts from 1."""
+    beta1, beta2 = group["betas"]
+    return Hyper(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], step)
+
+
+def check_landed_with(landed_with: Mapping[int, Hyper], groups: Sequence[dict[str, Any]]) -> None:
+    """Raise RuntimeError if layers were updated, as gradients landed, with other hyperparameters than those
+    of ``groups``; ``landed_with`` has them by the identity of a group."""
+    for group in groups:
+        if landed_with.get(id(group), hyper_of(group, 1)) != hyper_of(group, 1):
+            raise RuntimeError(
+                "hyperparameters of a group (lr?) were changed between backward and step(), but "
+                "update='backward' has updated layers with the old ones: change them before backward"
+            )
+
+
+#: Where a warning about a step points: the line that called `optimizer.step()`.
+_CALLER = 6
+
+
+class NonFiniteError(RuntimeError):
+    """A step that was refused, since a gradient is NaN or infinite; ``what`` names the first unit, in the
+    order of backward, whose gradient is not finite."""
+
+    def __init__(self, what: str, mend: str) -> None:
+        super().__init__(what + mend)
+        self.what = what
+
+
+def take_step(executors: Sequence[Executor], *, skip_nonfinite: bool, found_inf: torch.Tensor | None) -> bool:
+    """Whether the gradients of these models are all finite; if not, count and warn, or raise RuntimeError.
+    That is also raised for a model that was unwrapped.
+
+    ``found_inf`` is what a GradScaler has found, None where there is none. It looks for the scale at which
+    steps overflow and expects some to, so those are counted without a warning.
+    """
+    if any(executor.released for executor in executors):
+        raise RuntimeError(
+            "the model that this optimizer updates was unwrapped: make a new optimizer, of torch.optim for a "
+            "plain model"
+        )
+    not_updated = _not_updated_on_landing(executors, skip_nonfinite, found_inf)
+    for executor in executors:
+        executor.gradients.adopt_all()
+    # meta tensors have no values
+    real = [executor for executor in executors if executor.backend.device.type != "meta"]
+    if found_inf is not None:
+        finite = not found_inf.item()
+    else:
+        finite = all([executor.norms.is_finite(executor.gradients.scale) for executor in real])
+    if finite and not not_updated:
+        return True
+    if not_updated or any(executor.landing is not None for executor in executors):
+        names = [*not_updated, *(() if finite else ("what is in no layer",))]
+        what = f"the gradient of {', '.join(names)} is NaN or infinite"
+        skipped, mend = ": not updated", ": not updated: AdamW(skip_nonfinite=True) goes on without"
+    else:
+        what = "a gradient is NaN or infinite, or the square of the norm of all is beyond fp32"
+        if found_inf is None and (names := [name for e in real for name in e.norms.not_finite()]):
+            what = f"the gradient of {shortened(names, most=1)} is NaN or infinite, or its square beyond fp32"
+        skipped = ": this step is skipped, nothing was updated"
+        mend = ": nothing was updated; AdamW(skip_nonfinite=True) skips such steps"
+    if not skip_nonfinite and found_inf is None:
+        raise NonFiniteError(what, mend)
+    for executor in real:
+        executor.skipped_steps += 1
+    if found_inf is None:
+        warnings.warn(what + skipped, stacklevel=_CALLER)
+    return finite
+
+
+def _not_updated_on_landing(
+    executors: Sequence[Executor], skip_nonfinite: bool, found_inf: torch.Tensor | None
+) -> list[str]:
+    """Begin the next step, and name the layers not updated since the last. [Note: landing]"""
+    names = []
+    for executor in executors:
+        if executor.landing is not None:
+            if found_inf is None:
+                executor.landing.check_unwritten()
+            if not skip_nonfinite:
+                executor.synchronize()
+            names += executor.landing.next_step()
+            if found_inf is not None:
+                raise RuntimeError(
+                    "update='backward' has updated the layers before GradScaler could take its scale out: "
+                    "wrap with update='step', or train in bfloat16 without a scaler"
+                )
+    return names
+
+
+class AdamW(torch.optim.Optimizer):
+    """Adam with decoupled weight decay (Loshchilov & Hutter, 2019, algorithm 2), as `torch.optim.AdamW`.
+
+    ``params`` are parameters, (name, parameter) pairs or parameter groups of wrapped models. Updates run in
+    host memory in exact fp32 whatever the dtype of the parameters. `step` returns once they are queued: the
+    next forward waits for each layer's update as it comes to it, so nothing is stale.
+
+    ``state_dtype`` is how the moments of bfloat16 parameters are kept: ``torch.float32`` (8 bytes for each
+    parameter), ``torch.bfloat16`` (4; the second moment rounded stochastically) or ``"int8"`` (2, in blocks
+    of 256 with fp32 scales, rounded stochastically). Other parameters need float32. ``state[p]`` has ``step``
+    and, as views of host memory, ``exp_avg`` and ``exp_avg_sq`` in the shape of ``p``; in 8 bits these are
+    codes, and ``exp_avg_scale`` and ``exp_avg_sq_scale`` the scales of their blocks (streamer_native's
+    [Note: 8-bit moments] says what they stand for). Whoever reads them waits for the update that is running.
+
+    A step whose gradients are not all finite changes nothing: with ``skip_nonfinite`` it warns and counts in
+    ``streamer.stats(model).skipped_steps``, without it raises RuntimeError. `torch.amp.GradScaler` works: its
+    scale is taken out in the pass that updates, and a step that it finds to overflow changes nothing.
+
+    Raises ValueError for a hyperparameter out of its range, a ``state_dtype`` that a parameter cannot have,
+    or a parameter whose model is not wrapped, and MemoryError if there is no room for the moments, before
+    they are allocated.
+    """
+
+    #: its updates do not run where and when PyTorch's own do
+    updates_host_shards = True
+    #: tells GradScaler to leave the unscaling, and the decision to skip, to `step`
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        state_dtype: torch.dtype | str = torch.float32,
+        skip_nonfinite: bool = True,
+    ) -> None:
+        self.state_dtype = parse_state_dtype(state_dtype)
+        self._skip_nonfinite = skip_nonfinite
+        self._executors: list[Executor] = []
+        #: by the identity of a group, the hyperparameters with which layers were updated on landing
+        self._landed_with: dict[int, Hyper] = {}
+        self._updated: set[torch.Tensor] = set()
+        #: stands for the optimizer, which its parameters shall not keep alive
+        self.token = object()
+        self._is_made = False
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        # for all groups at once: what cannot be made must leave an earlier optimizer's moments alone
+        self._take_over([require_home(param) for param in self._group_of()])
+        self._is_made = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, with zero moments."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            check_group(group)
+            homes = [require_home(param) for param in group["params"]]
+            for home in homes:
+                check_state_dtype(home.slice.param, self.state_dtype)
+            if self._is_made:
+                self._take_over(homes)
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def _take_over(self, homes: Sequence[Home]) -> None:
+        """Begin with zero moments for these parameters, whoever has updated them before."""
+        new = [e for e in dict.fromkeys(home.executor for home in homes) if e not in self._executors]
+        take_over(homes, new, self.state_dtype, self.token)
+        self._executors += new
+        for executor in new:
+            layouts = [shard.layout for shard in executor.store.shards]
+            executor.prepare(partial(warm_up, layouts, self.state_dtype))
+            if executor.landing is not None:
+                executor.landing.add_updater(self._update_on_landing)
+
+    @torch.no_grad()
+    @never_traced
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Queue the update of every parameter that has a gradient; returns what ``closure`` returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with unguarded():
+            self._step()
+        return loss
+
+    def _step(self) -> None:
+        groups = self._group_of()
+        updated = [(param, require_home(param)) for param in groups if param.grad is not None]
+        for _, home in updated:
+            check_owner(home, self.token)
+        for executor, index in {(home.executor, home.unit.index) for _, home in updated}:
+            executor.check_idle(executor.unit(index))
+        landed_with, self._landed_with = self._landed_with, {}
+        check_landed_with(landed_with, self.param_groups)
+        # a GradScaler sets both, and deletes them: whether an element was not finite, the scale to take out
+        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        try:
+            if not take_step(self._executors, skip_nonfinite=self._skip_nonfinite, found_inf=found_inf):
+                return
+        except BaseException:
+            self.__dict__.pop("found_inf", None)
+            self.__dict__.pop("grad_scale", None)
+            raise
+        unscale = 1.0 if scale is None else 1.0 / float(scale)
+        runs: dict[tuple[Executor, int], list[UpdateRange]] = defaultdict(list)
+        # gradients of before wrap have come into their places meanwhile
+        updated = [(param, require_home(param)) for param in groups if param.grad is not None]
+        for (_, home), run in zip(updated, self._runs(updated, groups), strict=True):
+            runs[home.executor, home.unit.index].append(run)
+        for executor in self._executors:
+            mine = {unit: merge(runs[owner, unit]) for owner, unit in runs if owner is executor}
+            self._queue(executor, mine, unscale)
+
+    @as_plain
+    def _update_on_landing(self, unit: Unit, used: Sequence[bool]) -> Update | None:
+        """The update of ``unit`` from a gradient that has just landed. [Note: landing]"""
+        groups = self._group_of()
+        mine = [
+            param
+            for param, is_used in zip(unit.params, used, strict=False)
+            if is_used and param in groups and is_owner(require_home(param), self.token)
+        ]
+        if not mine:
+            return None
+        executor = require_home(mine[0]).executor
+        landing, shard = executor.landing, executor.shard(unit)
+        runs = merge(self._runs([(param, require_home(param)) for param in mine], groups))
+        self._landed_with |= {id(groups[param]): hyper_of(groups[param], 1) for param in mine}
+        steps = [self.state[param]["step"] for param in mine]
+        stretches = unit.layout.stretches(used)
+        state_dtype = self.state_dtype  # not self: a queued update shall not keep the optimizer alive
+
+        def update(gradient: torch.Tensor) -> None:
+            if all_finite(gradient, stretches):
+                update_shard(shard, runs, state_dtype, 1.0, seed=unit.index + 1, gradient=gradient)
+                return
+            for step in steps:
+                step -= 1
+            assert landing is not None, "it has called"
+            landing.not_finite.append(unit.name)
+
+        return update, update_bytes(runs, state_dtype)
+
+    def _group_of(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """The group of each parameter."""
+        for group in self.param_groups:
+            check_group(group)
+        return {param: group for group in self.param_groups for param in group["params"]}
+
+    def _runs(
+        self,
+        updated: Sequence[tuple[torch.Tensor, Home]],
+        groups: Mapping[torch.Tensor, dict[str, Any]],
+    ) -> list[UpdateRange]:
+        """The next update of each of these parameters, which counts it."""
+        steps = [self._state_of(param, home)["step"] for param, home in updated]
+        if steps:
+            torch._foreach_add_(steps, 1)
+        hypers: dict[tuple[int, int], Hyper] = {}
+        runs = []
+        for (param, home), step in zip(updated, steps, strict=True):
+            group = groups[param]
+            key = id(group), int(step)
+            if key not in hypers:
+                hypers[key] = hyper_of(group, int(step))
+            runs.append(UpdateRange.of(home.slice, hypers[key], summed=is_summed(param)))
+        return runs
+
+    def _state_of(self, param: torch.Tensor, home: Home) -> State:
+        """The state of a parameter that is about to be updated."""
+        state = self.state[param]
+        if not isinstance(state, State) or not state:
+            was_updated = param in self._updated
+            state = begin_state(home, state, self.state_dtype, was_updated=was_updated)
+            self.state[param] = state
+        self._updated.add(param)
+        return state
+
+    @never_traced
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, or set them to zero once the updates that read them are done."""
+        if not set_to_none:
+            self._synchronize()
+        for executor in self._executors:
+            executor.zero_grad()
+        with unguarded():
+            super().zero_grad(set_to_none)
+
+    def __getstate__(self) -> NoReturn:
+        raise RuntimeError(
+            "this optimizer cannot be copied or pickled, its state is that of a wrapped model: save "
+            "optimizer.state_dict()"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state once all updates are done; its tensors are views of host memory, as in PyTorch."""
+        self._synchronize()
+        state_dict = super().state_dict()
+        return state_dict | {"state": {key: dict(state) for key, state in state_dict["state"].items()}}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over hyperparameters and moments, the latter as they are held.
+
+        Raises ValueError, and changes nothing, if they were saved with another ``state_dtype``.
+        """
+        self._synchronize()
+        for executor in self._executors:
+            executor.wait_for_saving()
+        saved = pair_saved(state_dict, self.param_groups, self.state_dtype)
+        # without the state, of which PyTorch would make a copy in the parameters' dtype
+        super().load_state_dict({**state_dict, "state": {}})
+        self.state.update(load_moments(saved, self.state_dtype))
+
+    def restart(self, state: dict[torch.Tensor, dict[str, Any]]) -> None:
+        """Go on from this state, which shows host memory; what has landed until now is forgotten."""
+        self._landed_with.clear()
+        self.state.clear()
+        self.state.update(state)
+
+    def _queue(self, executor: Executor, runs: dict[int, list[UpdateRange]], unscale: float) -> None:
+        updates: dict[int, tuple[Callable[[], None], int]] = {}
+        for unit in (executor.root, *executor.units):
+            if unit.index in runs:
+                # clipping has scaled the root's gradients already
+                scale = unscale if unit is executor.root else unscale * executor.gradients.scale
+                shard, of_unit = executor.shard(unit), runs[unit.index]
+                # the root's index is -1, and every unit's random bits are others
+                work = partial(update_shard, shard, of_unit, self.state_dtype, scale, seed=unit.index + 1)
+                updates[unit.index] = (work, update_bytes(of_unit, self.state_dtype))
+        executor.step(updates)
+
+    def _synchronize(self) -> None:
+        for executor in self._executors:
+            executor.synchronize()

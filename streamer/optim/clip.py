@@ -1,0 +1,72 @@
+"""Clipping by the global norm of all gradients of a wrapped model."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from streamer.engine.paging.executor import Executor
+from streamer.engine.paging.handle import wrapped
+from streamer.engine.tensors.guarded import as_plain
+
+
+@as_plain
+def clip_grad_norm_(
+    model: nn.Module,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+    grad_scale: float = 1.0,
+) -> torch.Tensor:
+    """Clip the gradients of a wrapped model so that their norm is at most ``max_norm``.
+
+    Returns the norm before clipping as an fp32 scalar on the CPU, as
+    `torch.nn.utils.clip_grad_norm_` does. The coefficient ``max_norm / (norm + 1e-6)``, where it is below
+    1, is applied to layers by the next `AdamW.step`, in the pass that reads their gradients anyway, or before
+    that, when somebody touches the gradient of a layer. The 2-norm
+    is known when backward ends; any other ``norm_type`` (``math.inf`` for the largest element) costs a pass
+    over the gradients in host memory.
+
+    ``grad_scale`` is what the loss was multiplied by, for fp16 parameters whose gradients no
+    `torch.amp.GradScaler` can unscale: ``grad_scale=scaler.get_scale()``.
+
+    Raises RuntimeError for a norm that is NaN or infinite if ``error_if_nonfinite``, or where ``wrap`` was
+    told ``update="backward"``, and ValueError for a model that is not wrapped.
+    """
+    executor = wrapped(model).executor
+    if executor.landing is not None:
+        raise RuntimeError(
+            "clip_grad_norm_ needs all gradients before any update, and update='backward' updates each layer "
+            "as its gradient lands: wrap with update='step' to clip"
+        )
+    executor.gradients.adopt_all()
+    norm = _norm(executor, float(norm_type)) / grad_scale
+    if error_if_nonfinite and not math.isfinite(norm):
+        raise RuntimeError(
+            f"the norm of the gradients is {norm}: look for the first layer whose gradient is not finite, "
+            "or pass error_if_nonfinite=False"
+        )
+    coefficient = max_norm / (norm + 1e-6)
+    if not coefficient >= 1:  # so also where the norm is not a number
+        executor.gradients.rescale(coefficient)
+    if math.isfinite(norm):
+        executor.norms.remember_finite()
+    return torch.tensor(norm, dtype=torch.float32)
+
+
+def _norm(executor: Executor, norm_type: float) -> float:
+    scale = executor.gradients.scale
+    if norm_type == 2.0:
+        return math.sqrt(executor.norms.total(scale))
+    executor.norms.forget_outdated()
+    norms = []
+    for unit in (*executor.units, executor.root):
+        for param in unit.params:
+            if param.grad is not None:
+                dense = param.grad.to_dense() if param.grad.is_sparse else param.grad
+                norm = torch.linalg.vector_norm(dense, norm_type, dtype=torch.float32)
+                norms.append(norm.cpu() if unit is executor.root else norm * scale)
+    return float(torch.linalg.vector_norm(torch.stack(norms), norm_type)) if norms else 0.0

@@ -1,0 +1,252 @@
+"""An optimizer's moments: who has them, where in host memory they are, whether what was saved fits there,
+and how they are carried over from one way to hold them to another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from streamer.engine.paging.executor import Executor
+from streamer.engine.paging.handle import Home, require_home
+from streamer.engine.paging.user_view import guarded_state
+from streamer.memory.layout import num_blocks
+from streamer.memory.purposes import ALL_MOMENTS, BF16, FP32, INT8, MOMENTS, host_bytes
+from streamer.plan.ledger import Ledger
+from streamer_native import QUANTUM
+
+#: A code of an 8-bit second moment counts steps of this many bits of a float32: [Note: 8-bit moments].
+_CODE_SHIFT, _SQ_CODES, _CODES = 20, 255, 127
+
+
+def convert(
+    moments: Mapping[str, torch.Tensor], held_in: torch.dtype, wanted: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """A parameter's ``moments``, held in one of fp32, bf16 and int8, as another of these holds them, rounded
+    to nearest; the same tensors where that is the same. Shapes are those of `moments_of`."""
+    if held_in == wanted:
+        return dict(moments)
+    exp_avg, exp_avg_sq = _widened(moments, held_in)
+    if wanted in (FP32, BF16):
+        return {"exp_avg": exp_avg.to(wanted), "exp_avg_sq": exp_avg_sq.to(wanted)}
+    assert wanted == INT8
+    return _narrowed(exp_avg, exp_avg_sq)
+
+
+def _widened(moments: Mapping[str, torch.Tensor], held_in: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    exp_avg, exp_avg_sq = moments["exp_avg"], moments["exp_avg_sq"]
+    if held_in != INT8:
+        return exp_avg.float(), exp_avg_sq.float()
+    scale = _of_elements(moments["exp_avg_scale"], exp_avg)
+    sq_bits = _of_elements(moments["exp_avg_sq_scale"], exp_avg).view(torch.int32)
+    bits = sq_bits + (exp_avg_sq.to(torch.int32) << _CODE_SHIFT)
+    return exp_avg.float() * scale, torch.where(exp_avg_sq == 0, 0.0, bits.view(FP32))
+
+
+def _narrowed(exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> dict[str, torch.Tensor]:
+    scale = _in_blocks(exp_avg.abs()).amax(1) / _CODES
+    codes = torch.round(exp_avg / _of_elements(scale, exp_avg).clamp(min=torch.finfo(FP32).tiny))
+    largest = _in_blocks(exp_avg_sq).amax(1).view(torch.int32)
+    sq_scale = (largest - (_SQ_CODES << _CODE_SHIFT)).clamp(min=0).view(FP32)
+    above = exp_avg_sq.contiguous().view(torch.int32) - _of_elements(sq_scale, exp_avg).view(torch.int32)
+    # what lies below the first code gets that one, lest an update have nothing to divide by
+    sq_codes = ((above + (1 << (_CODE_SHIFT - 1))) >> _CODE_SHIFT).clamp(1, _SQ_CODES)
+    return {
+        "exp_avg": codes.clamp(-_CODES, _CODES).to(INT8),
+        "exp_avg_sq": torch.where(exp_avg_sq == 0, 0, sq_codes).to(torch.uint8),
+        "exp_avg_scale": scale,
+        "exp_avg_sq_scale": sq_scale,
+    }
+
+
+def _in_blocks(values: torch.Tensor) -> torch.Tensor:
+    """[blocks, 256], padded with zeros."""
+    flat = values.reshape(-1)
+    padded = torch.zeros(num_blocks(flat.numel()) * QUANTUM, dtype=flat.dtype)
+    padded[: flat.numel()] = flat
+    return padded.view(-1, QUANTUM)
+
+
+def _of_elements(of_blocks: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Each block's value for each of its elements, in the shape of ``like``."""
+    return of_blocks.repeat_interleave(QUANTUM)[: like.numel()].view(like.shape)
+
+
+_NAMES_OF_MOMENTS = frozenset(purpose.name for purpose in ALL_MOMENTS)
+
+#: A parameter, where it lives, and its saved state.
+Saved = tuple[torch.Tensor, Home, dict[str, Any] | None]
+
+
+def parse_state_dtype(given: torch.dtype | str) -> torch.dtype:
+    """The dtype that is meant by ``state_dtype=given``. Raises ValueError for others than the three."""
+    for dtype in (FP32, BF16, INT8):
+        if given in (dtype, str(dtype).removeprefix("torch.")):
+            return dtype
+    raise ValueError(f"state_dtype={given!r} is unknown: use torch.float32, torch.bfloat16 or 'int8'")
+
+
+def check_room(executor: Executor, state_dtype: torch.dtype) -> None:
+    """Raise MemoryError if there is no room for a model's moments, those that it has now being given up."""
+    store, purposes = executor.store, MOMENTS[state_dtype]
+    if store.holds(purposes):
+        return
+    layouts = [shard.layout for shard in store.shards]
+    wanted, held = host_bytes(layouts, purposes), store.bytes_by_purpose()
+    kept = {name: nbytes for name, nbytes in held.items() if name not in _NAMES_OF_MOMENTS}
+    given_up = sum(held.values()) - sum(kept.values())
+    needed, available = sum(wanted.values()), executor.backend.host_available() + given_up
+    if needed > available:
+        ledger = Ledger(executor.device_bytes(), {**kept, **wanted})
+        raise MemoryError(
+            f"not enough host memory for the moments: they take {needed} bytes and {available} are free: "
+            "choose a smaller state_dtype (torch.bfloat16 or 'int8', with bfloat16 parameters), or freeze "
+            f"parameters\n{ledger.table(host={'held already': sum(kept.values()), 'free': available})}"
+        )
+
+
+def take_over(
+    homes: Sequence[Home], models: Iterable[Executor], state_dtype: torch.dtype, owner: object
+) -> None:
+    """Let ``owner`` update these parameters from now on, with zero moments; ``models`` are those that it has
+    not updated yet. Raises MemoryError, before anything is changed, if one of them has no room."""
+    for executor in models:
+        check_room(executor, state_dtype)
+    for executor in dict.fromkeys(home.executor for home in homes):
+        executor.wait_for_saving()  # of the moments that are given up or begun anew
+    for executor in models:
+        executor.synchronize()
+        if not executor.store.holds(MOMENTS[state_dtype]):
+            executor.store.drop(ALL_MOMENTS)
+            executor.updated_by.clear()
+            executor.store.add(MOMENTS[state_dtype])
+    for home in homes:
+        home.executor.updated_by[home.slice.param.name] = owner
+        if home.slice.param.trainable:
+            for moment in moments_of(home, state_dtype).values():
+                moment.zero_()
+
+
+def is_owner(home: Home, owner: object) -> bool:
+    """Whether it is ``owner`` who updates a parameter."""
+    return home.executor.updated_by.get(home.slice.param.name) is owner
+
+
+def check_owner(home: Home, owner: object) -> None:
+    """Raise RuntimeError if somebody else updates a parameter, ValueError if there is no room for that."""
+    if not is_owner(home, owner):
+        raise RuntimeError(
+            f"'{home.slice.param.name}' now belongs to an optimizer that was made later and has begun with "
+            "moments of its own, or keeps those of its model in another state_dtype: use that one"
+        )
+    if not home.slice.param.trainable:
+        home.unit.wanted()  # says so
+
+
+def moments_of(home: Home, state_dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """A parameter's moments in host memory, by name."""
+    shard = home.executor.shard(home.unit)
+    return {purpose.name: purpose.part(home.slice, shard[purpose]) for purpose in MOMENTS[state_dtype]}
+
+
+def pair_saved(
+    state_dict: dict[str, Any], groups: Sequence[dict[str, Any]], state_dtype: torch.dtype
+) -> list[Saved]:
+    """Each trainable parameter of ``groups`` with what ``state_dict`` has saved for it, None for nothing.
+
+    Raises ValueError if that is not laid out as ``state_dtype`` has it.
+    """
+    indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+    params = [param for group in groups for param in group["params"]]
+    saved = [
+        (param, require_home(param), state_dict["state"].get(index))
+        for param, index in zip(params, indices, strict=False)
+    ]
+    trained = [(param, home, values) for param, home, values in saved if home.slice.param.trainable]
+    for _, home, values in trained:
+        if values is not None:
+            _check_moments(home.slice.param.name, values, moments_of(home, state_dtype))
+    return trained
+
+
+class State(dict[str, Any]):
+    """The state of one parameter: its step and, as views of host memory, its moments.
+
+    Updates use that memory, so what is put in place of a moment (zeros to begin anew, what was moved to
+    another device) is copied there.
+    """
+
+    def __init__(self, home: Home, state_dtype: torch.dtype, values: Mapping[str, Any] | None = None) -> None:
+        """With the moments as they are, or, once updates are done, those of ``values``."""
+        self._home = home
+        self.moments = moments_of(home, state_dtype)
+        self._shown = {
+            name: guarded_state(home.executor, home.unit, moment) for name, moment in self.moments.items()
+        }
+        super().__init__(step=torch.tensor(0.0), **self._shown)
+        if values is not None:
+            self["step"] = torch.as_tensor(values["step"]).clone()
+            for name, moment in self.moments.items():
+                moment.copy_(values[name])
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name == "step":
+            value = torch.as_tensor(value, dtype=FP32, device="cpu")
+        elif (moment := self.moments.get(name)) is not None and value is not self._shown[name]:
+            self._home.executor.wait_for_saving()
+            self._home.executor.synchronize()
+            with torch.no_grad():
+                moment.copy_(value)
+            value = self._shown[name]
+        super().__setitem__(name, value)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
+
+    def __reduce__(self) -> Any:
+        # a copy is a plain dict
+        return dict, (dict(self),)
+
+
+def begin_state(
+    home: Home, given: Mapping[str, Any], state_dtype: torch.dtype, *, was_updated: bool
+) -> State:
+    """The state of a parameter that has none of ours: what is ``given`` by the user or, where that is empty,
+    zeros, as moments are that were never updated."""
+    if given or was_updated:
+        home.executor.wait_for_saving()
+        home.executor.synchronize()
+    state = State(home, state_dtype, given or None)
+    if was_updated and not given:
+        for moment in state.moments.values():
+            moment.zero_()
+    return state
+
+
+def load_moments(saved: Sequence[Saved], state_dtype: torch.dtype) -> dict[torch.Tensor, State]:
+    """Copy what was saved into host memory, zeros for nothing; the optimizer's state that shows it."""
+    state = {}
+    for param, home, values in saved:
+        if values is not None:
+            state[param] = State(home, state_dtype, values)
+        else:
+            for moment in moments_of(home, state_dtype).values():
+                moment.zero_()
+    return state
+
+
+def _check_moments(name: str, saved: dict[str, Any], moments: dict[str, torch.Tensor]) -> None:
+    """Raise ValueError if what was ``saved`` for a parameter is not laid out as its ``moments`` are."""
+
+    def described(values: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
+        tensors = {key: torch.as_tensor(value) for key, value in values.items() if key != "step"}
+        return {key: (str(t.dtype).removeprefix("torch."), *t.shape) for key, t in tensors.items()}
+
+    if described(saved) != described(moments):
+        raise ValueError(
+            f"the state of '{name}' is {described(saved)} and this optimizer keeps {described(moments)}: "
+            "make AdamW with the state_dtype that it was saved with"
+        )

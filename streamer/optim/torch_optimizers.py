@@ -1,0 +1,80 @@
+"""Optimizers of PyTorch on a wrapped model."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from streamer.engine.paging.executor import Executor
+from streamer.engine.paging.handle import home_of
+
+
+def serve_other_optimizers(executor: Executor) -> Callable[[], None]:
+    """Let optimizers of PyTorch work on a wrapped model; the returned function ends that.
+
+    They read and write ``p.grad`` and weights in place, and a fused one does not tell autograd that it
+    does. Before such a step, and after its closure, updates and clipping are settled; after it the weights
+    count as written.
+    """
+    weakly = weakref.ref(executor)
+
+    def touched(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        if getattr(optimizer, "updates_host_shards", False):
+            return []
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        homes = ((param, home_of(param)) for param in params)
+        return [param for param, home in homes if home is not None and home.executor is weakly()]
+
+    def settle(running: Executor, optimizer: torch.optim.Optimizer) -> None:
+        running.synchronize()
+        running.gradients.settle_scale()
+        theirs = set(touched(optimizer))
+        for held in running.gradients.held.values():
+            held.narrow(theirs)
+
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        running = weakly()
+        if running is None or not touched(optimizer):
+            return None
+        if running.landing is not None:
+            raise RuntimeError(
+                f"update='backward' updates layers by streamer.AdamW, not {type(optimizer).__name__}: "
+                "wrap with update='step' to use another optimizer"
+            )
+        running.turns.check()
+        for param in touched(optimizer):
+            if param.grad is not None and (home := home_of(param)) is not None:
+                running.check_idle(home.unit)
+        settle(running, optimizer)
+        given = inspect.signature(type(optimizer).step).bind(*args, **kwargs)
+        closure = given.arguments.get("closure")
+        if closure is None:
+            return None
+
+        def settled() -> Any:
+            loss = closure()
+            settle(running, optimizer)
+            return loss
+
+        given.arguments["closure"] = settled
+        return given.args, given.kwargs
+
+    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        written = touched(optimizer)
+        torch.autograd.graph.increment_version(written)
+        if written and (running := weakly()) is not None:
+            running.fit_budget()
+            running.turns.end()
+
+    handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+
+    def end() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return end

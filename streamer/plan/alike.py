@@ -1,0 +1,171 @@
+"""Layers that are copies of one: equal in what they compute by, apart from values, and in what they return,
+which is made again without running them: the same shapes, sharing memory as they did.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from streamer.engine.layer.outside_access import GUARDS
+from streamer.engine.paging.unit import Unit
+
+#: Names under which layers keep which of them they are, on which nothing depends that they compute.
+NUMBERS = {"layer_idx", "layer_id", "layer_number", "layer_index", "block_idx", "block_index"}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PLAIN = (int, float, str, bool, type(None), torch.dtype)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a tensor is, but for its values."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Kind:
+        """The kind of ``tensor``."""
+        return Kind(tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
+
+    def make(self) -> torch.Tensor:
+        """A tensor of this kind, on the meta device."""
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+        return tensor.requires_grad_(self.requires_grad)
+
+
+class Numbers:
+    """Objects by number, in the order in which they were met first: the same ones for copies of a model whose
+    layers are gone through in the same order."""
+
+    def __init__(self) -> None:
+        self._met: dict[int, tuple[int, object]] = {}
+
+    def of(self, value: object) -> int:
+        """The number of an object, which is kept alive: its identity is not to be another's."""
+        return self._met.setdefault(id(value), (len(self._met), value))[0]
+
+
+def structure_of(unit: Unit, numbers: Numbers) -> Hashable:
+    """The structure of a layer: its modules, their attributes and hooks, the layout of its parameters. What
+    cannot be compared goes by its number among ``numbers``."""
+    layout = [
+        (slice.offset, slice.param.shape, slice.param.dtype, slice.param.trainable)
+        for slice in unit.layout.slices
+    ]
+    names = {module: name for name, module in unit.module.named_modules()}
+    ties = [[(names[module], name) for module, name in owners] for owners in unit.owners]
+    modules = [(name, type(module), *_own(module, numbers)) for module, name in names.items()]
+    return repr((layout, ties, modules))
+
+
+def _own(module: nn.Module, numbers: Numbers) -> list[Any]:
+    """What a module computes by, beside parameters and children."""
+    found: list[Any] = [(name, _plain(value, numbers)) for name, value in module._buffers.items()]
+    for name, value in vars(module).items():
+        if name in _HOOKS:
+            found += [numbers.of(hook) for hook in value.values()]
+        elif name not in NUMBERS and name not in (*GUARDS, "forward") and not name.endswith(_SKIPPED):
+            found.append((name, _plain(value, numbers)))
+    return found
+
+
+#: Dictionaries of PyTorch's own that say nothing of what is computed.
+_SKIPPED = (
+    "_hooks",
+    "_hooks_with_kwargs",
+    "_hooks_always_called",
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_set",
+)
+
+
+def _plain(value: object, numbers: Numbers) -> object:
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, torch.Tensor):
+        return Kind.of(value)
+    if isinstance(value, list | tuple):
+        return [_plain(item, numbers) for item in value]
+    return numbers.of(value)
+
+
+@dataclass(frozen=True)
+class _Output:
+    """A tensor: its kind, and where it begins in which of the storages, in bytes; in one that was given, from
+    where the tensor that was given with it begins."""
+
+    kind: Kind
+    offset: int
+    storage: int
+
+
+@dataclass
+class _Storage:
+    """Its bytes, or the number of the tensor that was given with it; whether something else keeps it."""
+
+    nbytes: int
+    given: int | None
+    is_kept: bool = False
+
+
+class OutputKinds:
+    """``outputs`` of a piece of code that was given the tensors ``given``."""
+
+    def __init__(self, outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
+        numbers: dict[int, int] = {}
+        self._storages: list[_Storage] = []
+        self._alive: list[weakref.ref[torch.UntypedStorage]] = []
+        of_given = {tensor.untyped_storage()._cdata: index for index, tensor in enumerate(given)}
+        self._outputs = []
+        for output in outputs:
+            storage = output.untyped_storage()
+            number = numbers.setdefault(storage._cdata, len(numbers))
+            if number == len(self._storages):
+                self._storages.append(_Storage(storage.nbytes(), of_given.get(storage._cdata)))
+                self._alive.append(weakref.ref(storage))
+            source = self._storages[number].given
+            offset = _offset(output) - (0 if source is None else _offset(given[source]))
+            self._outputs.append(_Output(Kind.of(output), offset, number))
+
+    def note_kept(self) -> int:
+        """Whoever was given the outputs has dropped them: what is still there is kept by the graph. Its
+        bytes."""
+        for storage, alive in zip(self._storages, self._alive, strict=True):
+            storage.is_kept = storage.given is None and alive() is not None
+        return sum(storage.nbytes for storage in self._storages if storage.is_kept)
+
+    def make(self, given: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The outputs for other tensors of the same kinds, and what is to be kept of their memory."""
+        bases = [
+            torch.empty(storage.nbytes, dtype=torch.uint8, device="meta")
+            if storage.given is None
+            else given[storage.given]
+            for storage in self._storages
+        ]
+        outputs = []
+        # they are made of memory that is counted already
+        with _disable_current_modes():
+            for output in self._outputs:
+                kind, base = output.kind, bases[output.storage]
+                offset = (_offset(base) + output.offset) // kind.dtype.itemsize
+                tensor = torch.empty(0, dtype=kind.dtype, device="meta")
+                tensor.set_(base.untyped_storage(), offset, kind.shape, kind.stride)
+                outputs.append(tensor.requires_grad_(kind.requires_grad))
+        kept = [base for base, storage in zip(bases, self._storages, strict=True) if storage.is_kept]
+        return outputs, kept
+
+
+def _offset(tensor: torch.Tensor) -> int:
+    """Where it begins in its storage, in bytes."""
+    return int(tensor.storage_offset()) * tensor.itemsize

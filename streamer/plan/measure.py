@@ -1,0 +1,135 @@
+"""What a piece of code costs and holds, measured without data: FLOPs, seconds, and bytes as they come and
+go.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from streamer.simulate.cost import NOTHING, Cost, Operations
+from streamer.simulate.machine import Machine
+
+
+class Tracker(TorchDispatchMode):
+    """``now`` and ``peak`` bytes of the storages that operations of this thread make inside the block, on any
+    device, on meta tensors too. What was made before, or by other means, does not count.
+
+    Storages are counted as long as there is a tensor of theirs, and with the bytes that were asked for: how
+    an allocator rounds them is not in it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        #: bytes now by owner, and at the peak
+        self.owned: Counter[str] = Counter()
+        self.owned_at_peak: Counter[str] = Counter()
+
+    def owner(self) -> str:
+        """Who makes what is made now."""
+        return "all"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.is_view:
+            return result
+        given = None
+        for tensor in _tensors(result):
+            storage = tensor.untyped_storage()
+            if given is None:
+                given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
+            if storage._cdata not in given:
+                given.add(storage._cdata)
+                self._made(storage)
+        if self.now > self.peak:
+            self._note_peak()
+        return result
+
+    def rise(self, nbytes: int) -> None:
+        """Count ``nbytes`` that came and are gone again."""
+        owner = self.owner()
+        self.now += nbytes
+        self.owned[owner] += nbytes
+        if self.now > self.peak:
+            self._note_peak()
+        self._gone(owner, nbytes)
+
+    def _made(self, storage: torch.UntypedStorage) -> None:
+        owner, nbytes = self.owner(), storage.nbytes()
+        self.now += nbytes
+        self.owned[owner] += nbytes
+        weakref.finalize(storage, self._gone, owner, nbytes).atexit = False
+
+    def _gone(self, owner: str, nbytes: int) -> None:
+        self.now -= nbytes
+        self.owned[owner] -= nbytes
+
+    def _note_peak(self) -> None:
+        self.peak = self.now
+        self.owned_at_peak = self.owned.copy()
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments, or in the result, of an operation."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+@dataclass
+class Measured:
+    """What a part of a `Meter`'s block has cost, and the most bytes that it held on top of what was there."""
+
+    cost: Cost = NOTHING
+    rise: int = 0
+
+
+class Meter(ExitStack):
+    """Counts FLOPs and seconds on ``machine``, and bytes, of what runs in the block."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__()
+        self._tracker, self._operations = Tracker(), Operations(machine)
+
+    def __enter__(self) -> Meter:
+        self.enter_context(self._tracker)
+        self.enter_context(self._operations)
+        return self
+
+    @property
+    def all(self) -> Measured:
+        """What the whole block has taken."""
+        return Measured(self._operations.cost, self._tracker.peak)
+
+    @property
+    def now(self) -> int:
+        """Bytes that were made in the block and are still there."""
+        return self._tracker.now
+
+    def recall(self, measured: Measured) -> None:
+        """Count what was not run, and would have taken this."""
+        self._operations.recall(measured.cost)
+        self._tracker.rise(measured.rise)
+
+    @contextmanager
+    def measuring(self) -> Iterator[Measured]:
+        """Measure what runs inside; known when the block has ended."""
+        tracker, measured = self._tracker, Measured()
+        cost, before, peak = self._operations.cost, tracker.now, tracker.peak
+        tracker.peak = before
+        yield measured
+        measured.cost, measured.rise = self._operations.cost - cost, tracker.peak - before
+        tracker.peak = max(peak, tracker.peak)

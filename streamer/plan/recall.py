@@ -1,0 +1,345 @@
+"""Layers that are alike, run once.
+
+[Note: recalled visits]
+A plan runs the executor without data, though most layers are copies of one. What a visit of one of them
+takes (time, bytes that come and go, bytes that stay for backward) depends on its structure and on the shapes
+it is given alone. So each kind of visit is carried out once, on meta tensors and apart from the step, and
+recalled from then on: the executor still issues every op, and the tensors that stay are still made. Within
+one, slices of a batch that are alike are recalled from the fourth on, and what is recalled may serve other
+plans of the same model: with other batches, more slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from itertools import compress
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from streamer.engine.layer.activation import Gradients, Graph, LayerCall, LayerRun, Outputs
+from streamer.engine.layer.ambient import Autocast
+from streamer.engine.layer.call import Call
+from streamer.engine.layer.layer import StreamedLayer
+from streamer.engine.layer.micro_batches import BatchSlices
+from streamer.engine.layer.parameter_gradients import Asked, Collector
+from streamer.engine.paging.executor import Executor
+from streamer.engine.paging.norms import sum_squares
+from streamer.engine.paging.unit import Unit
+from streamer.engine.tensors.nested import Rebuild, Tensors, constants
+from streamer.engine.tensors.saved import storages
+from streamer.plan.alike import Kind, Numbers, OutputKinds, structure_of
+from streamer.plan.measure import Measured, Meter, Tracker
+from streamer.simulate.backend import VirtualBackend
+from streamer.simulate.machine import Machine
+
+
+def recall_slices(visit: LayerCall, meter: Meter) -> None:
+    """Let the fourth slice of ``visit``, and those after it, be recalled where they are like the second one:
+    the first is another, since what is added up begins with it, and what the second one keeps shows when the
+    third has run. The visit is to run inside of ``meter``."""
+    first, *others = visit.runs
+    if len(others) > 2:
+        pattern = _Pattern(others[0], meter)
+        visit.runs = [first, pattern, *(_Like(run, pattern) for run in others[1:])]
+
+
+class _Around(LayerRun):
+    def __init__(self, run: LayerRun) -> None:
+        super().__init__(run.executor, run.call)
+        self._run = run
+
+    def graph(self, weights: torch.Tensor, inputs: Tensors) -> AbstractContextManager[Graph]:
+        return self._run.graph(weights, inputs)
+
+
+@dataclass(frozen=True)
+class _SliceForward:
+    """What a slice was given, has returned, and took."""
+
+    given: list[Kind]
+    outputs: OutputKinds
+    rebuild: Rebuild
+    measured: Measured
+
+
+@dataclass(frozen=True)
+class _SliceBackward:
+    returned: list[Kind | None]
+    measured: Measured
+
+
+class _Pattern(_Around):
+    """The slice that others may be like: it is run and measured."""
+
+    forward: _SliceForward
+    backward: _SliceBackward
+
+    def __init__(self, run: LayerRun, meter: Meter) -> None:
+        super().__init__(run)
+        self.meter = meter
+        self._began = 0
+        self._grown: int | None = None
+        self._kept: int | None = None
+
+    def first_run(self, weights: torch.Tensor, inputs: Tensors) -> Outputs:
+        self._began = self.meter.now
+        with self.meter.measuring() as measured:
+            outputs, rebuild = self._run.first_run(weights, inputs)
+        self.forward = _SliceForward(_kinds(inputs), OutputKinds(outputs, inputs), rebuild, measured)
+        return outputs, rebuild
+
+    def go_back(
+        self, weights: torch.Tensor, inputs: Tensors, gradients: Gradients, collector: Collector
+    ) -> list[torch.Tensor | None]:
+        with self.meter.measuring() as measured:
+            found = self._run.go_back(weights, inputs, gradients, collector)
+        returned = [None if tensor is None else Kind.of(tensor) for tensor in found]
+        self.backward = _SliceBackward(returned, measured)
+        return found
+
+    def kept(self) -> int | None:
+        """Bytes that stay for backward, beside the outputs; None where that is not known yet. To be asked
+        when each of the slices after it begins."""
+        if self._grown is None:
+            # as when the pattern began, there are the outputs of one slice before
+            self._grown = self.meter.now - self._began
+        elif self._kept is None:
+            # its outputs have been dropped since then
+            self._kept = self._grown - self.forward.outputs.note_kept()
+        return self._kept
+
+
+class _Like(_Around):
+    """A slice that is recalled if it is like the pattern, else run."""
+
+    _kept: list[torch.Tensor] | None = None
+
+    def __init__(self, run: LayerRun, pattern: _Pattern) -> None:
+        super().__init__(run)
+        self._pattern = pattern
+
+    def first_run(self, weights: torch.Tensor, inputs: Tensors) -> Outputs:
+        kept, found = self._pattern.kept(), self._pattern.forward
+        if kept is None or _kinds(inputs) != found.given:
+            return self._run.first_run(weights, inputs)
+        self._pattern.meter.recall(found.measured)
+        outputs, self._kept = found.outputs.make(inputs)
+        self._kept.append(torch.empty(kept, dtype=torch.uint8, device="meta"))
+        return outputs, found.rebuild
+
+    def go_back(
+        self, weights: torch.Tensor, inputs: Tensors, gradients: Gradients, collector: Collector
+    ) -> list[torch.Tensor | None]:
+        if self._kept is None:
+            return self._run.go_back(weights, inputs, gradients, collector)
+        found = self._pattern.backward
+        self._pattern.meter.recall(found.measured)
+        self._kept = None
+        return [None if kind is None else kind.make() for kind in found.returned]
+
+
+def _kinds(tensors: Sequence[torch.Tensor]) -> list[Kind]:
+    return [Kind.of(tensor) for tensor in tensors]
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """A layer's forward: its outputs, what it took, the bytes that stay beside them, and which of the inputs
+    its graph has saved."""
+
+    outputs: OutputKinds
+    rebuild: Rebuild
+    measured: Measured
+    kept: int
+    saved: list[bool]
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """Its backward: for which parameters there are gradients, what it returns, what it took."""
+
+    used: list[bool]
+    returned: list[Kind | None]
+    measured: Measured
+
+
+@dataclass
+class Recollection:
+    """What visits of layers have taken, in one plan or in several of copies of a model. [Note: recalled
+    visits]"""
+
+    forwards: dict[Hashable, _Forward] = field(default_factory=dict)
+    backwards: dict[Hashable, _Backward] = field(default_factory=dict)
+    #: of sums of squares of gradients
+    squares: dict[Hashable, Measured] = field(default_factory=dict)
+
+
+class Recalling:
+    """A `Recollection` as the layers of one wrapped model use it."""
+
+    def __init__(self, executor: Executor, recollection: Recollection, tracker: Tracker) -> None:
+        assert isinstance(executor.backend, VirtualBackend), "others have work to do"
+        self.recollection = recollection
+        self._backend = executor.backend
+        self._tracker = tracker
+        numbers = Numbers()
+        machine, in_fp32 = executor.backend.machine, executor.sum_in_fp32
+        #: by a layer's index: equal for layers that compute alike
+        self.structures = {
+            unit.index: (machine, in_fp32, structure_of(unit, numbers)) for unit in executor.units
+        }
+
+    def kind(self) -> type[LayerCall]:
+        """Visits that recall. For `StreamedLayer.visit_as`."""
+
+        class Recalled(_Recalled):
+            recalling = self
+
+        return Recalled
+
+    def count(self, measured: Measured) -> None:
+        """Count what is recalled, and would have taken this."""
+        self._backend.recall(measured.cost)
+        self._tracker.rise(measured.rise)
+
+    def squares_of(self, unit: Unit, gradient: torch.Tensor, used: Sequence[bool]) -> torch.Tensor:
+        """`Executor.squares_of`, recalled."""
+        found = self.recollection.squares
+        key = (self.structures[unit.index], tuple(used))
+        if key not in found:
+            with _disable_current_modes(), Meter(self._backend.machine) as meter:
+                sum_squares(unit.layout, gradient, used)
+            found[key] = meter.all
+        self.count(found[key])
+        return torch.empty((), dtype=torch.float32, device=gradient.device)
+
+
+class _Recalled(LayerCall):
+    recalling: Recalling
+
+    def __init__(self, executor: Executor, call: Call, policy: type[LayerRun], cut: BatchSlices) -> None:
+        super().__init__(executor, call, policy, cut)
+        self._policy = policy
+        self.runs = []
+        self._kept: list[torch.Tensor] = []
+
+    def run(self, inputs: Tensors, weights: torch.Tensor) -> Outputs:
+        forwards = self.recalling.recollection.forwards
+        self._given = [Kind.of(tensor) for tensor in inputs]
+        self._key = (
+            self._policy,
+            self.recalling.structures[self.call.unit.index],
+            tuple(self._given),
+            tuple(constants(self.call.rebuild(inputs))),
+            repr(self._cut),
+            Autocast.now(self.executor.backend.device),
+        )
+        if self._key not in forwards:
+            forwards[self._key] = self._measure_forward(weights)
+        found = forwards[self._key]
+        self.recalling.count(found.measured)
+        outputs, kept = found.outputs.make(inputs)
+        self._kept += kept
+        if found.kept:
+            self._kept.append(torch.empty(found.kept, dtype=torch.uint8, device="meta"))
+        if not self.saves_inputs:
+            saved = [*self._kept, *compress(inputs, found.saved)]
+            self._release = self.executor.saved.hold(self, storages(saved))
+            # a graph that is kept holds what it was given
+            self._kept += inputs
+        return outputs, found.rebuild
+
+    def go_back(
+        self,
+        weights: torch.Tensor,
+        into: torch.Tensor,
+        inputs: Tensors,
+        gradients: Gradients,
+        asked: Sequence[Asked],
+    ) -> tuple[list[bool], list[torch.Tensor | None]]:
+        backwards = self.recalling.recollection.backwards
+        incoming = tuple(None if gradient is None else Kind.of(gradient) for gradient in gradients)
+        key = (self._key, incoming, tuple(asked))
+        if key not in backwards:
+            backwards[key] = self._measure_backward(weights, into, incoming, asked)
+        found = backwards[key]
+        self.recalling.count(found.measured)
+        self._kept.clear()
+        return list(found.used), [None if kind is None else kind.make() for kind in found.returned]
+
+    def _measure_forward(self, weights: torch.Tensor) -> _Forward:
+        with _disable_current_modes():
+            apart = _Apart(self.executor)
+            visit, inputs = self._apart(apart)
+            with Meter(self._machine) as meter:
+                recall_slices(visit, meter)
+                outputs, rebuild = visit.run(inputs, weights)
+            kinds = OutputKinds(outputs, inputs)
+            del outputs
+            held = apart.saved.held
+            saved = [tensor.untyped_storage()._cdata in held for tensor in inputs]
+            return _Forward(kinds, rebuild, meter.all, meter.now - kinds.note_kept(), saved)
+
+    def _measure_backward(
+        self,
+        weights: torch.Tensor,
+        into: torch.Tensor,
+        incoming: tuple[Kind | None, ...],
+        asked: Sequence[Asked],
+    ) -> _Backward:
+        with _disable_current_modes():
+            visit, inputs = self._apart(_Apart(self.executor))
+            gradients = [None if kind is None else kind.make() for kind in incoming]
+            given = inputs if self.saves_inputs else ()
+            with Meter(self._machine) as meter:
+                recall_slices(visit, meter)
+                outputs, _ = visit.run(inputs, weights)
+                del outputs
+                with meter.measuring() as measured:
+                    used, found = visit.go_back(weights, into, given, gradients, asked)
+            kinds = [None if gradient is None else Kind.of(gradient) for gradient in found]
+            return _Backward(used, kinds, measured)
+
+    @property
+    def _machine(self) -> Machine:
+        backend = self.executor.backend
+        assert isinstance(backend, VirtualBackend), "others have work to do"
+        return backend.machine
+
+    def _apart(self, executor: Any) -> tuple[LayerCall, list[torch.Tensor]]:
+        """A visit that does not belong to the step, and inputs for it."""
+        return LayerCall(executor, self.call, self._policy, self._cut), [kind.make() for kind in self._given]
+
+
+class _Apart:
+    """An executor for a run that does not belong to the step: what it saves is not counted there."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.backend, self.units, self.root = executor.backend, executor.units, executor.root
+        self.sum_in_fp32 = executor.sum_in_fp32
+        self.saved = _SavedApart()
+
+
+class _SavedApart:
+    def __init__(self) -> None:
+        self.held: set[int] = set()
+
+    def hold(self, owner: object, held: Mapping[int, int]) -> Callable[[], object]:
+        self.held.update(held)
+        return lambda: None
+
+
+def recall_layers(executor: Executor, tracker: Tracker, recollection: Recollection) -> None:
+    """Let the layers of a model on the virtual backend recall their visits, and add what they hold to what
+    ``tracker`` counts."""
+    recalling = Recalling(executor, recollection, tracker)
+    kind = recalling.kind()
+    for unit in executor.units:
+        layer = unit.module.forward
+        assert isinstance(layer, StreamedLayer), "the model is wrapped"
+        layer.visit_as(kind)
+    executor.squares_of = recalling.squares_of

@@ -1,0 +1,95 @@
+"""Weights as others write them: a safetensors file, or several with an index as Hugging Face gives them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from streamer.checkpoint.tensors import DTYPES, in_a_line, reading
+from streamer.errors import CheckpointError, shortened
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file."""
+
+    name: str
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def read(self) -> torch.Tensor:
+        """A view of the file, on the CPU. Raises CheckpointError where the file has changed."""
+        with reading(self.file) as read:
+            tensor = read(self.name)
+        if (tensor.dtype, tuple(tensor.shape)) != (self.dtype, self.shape):
+            raise CheckpointError(f"{self.file}: tensor '{self.name}' has changed since the file was opened")
+        return tensor
+
+
+def stored_tensors(path: Path) -> dict[str, Stored]:
+    """The tensors in a folder or in one file by name; only headers are read.
+
+    Raises CheckpointError, naming the files and tensors, where there are none, where one is missing or cut
+    off, or of a dtype that PyTorch cannot compute with.
+    """
+    if not path.is_dir():
+        return _tensors_of(path)
+    # in the order in which Hugging Face's library looks for them
+    if (path / SINGLE).exists():
+        return _tensors_of(path / SINGLE)
+    if (path / INDEX).exists():
+        return _indexed(path, path / INDEX)
+    files = sorted(path.glob("*.safetensors"))
+    if len(files) == 1:
+        return _tensors_of(files[0])
+    there = f"neither {SINGLE} nor {INDEX} is in it"
+    if files:
+        raise CheckpointError(f"{path}: {there}: name one of {shortened([file.name for file in files])}")
+    others = [file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for file in path.glob(pattern)]
+    found = f", only {shortened(sorted(others))}" if others else ""
+    raise CheckpointError(
+        f"{path}: {there}{found}: write the weights as safetensors, as save_pretrained does"
+    )
+
+
+def _indexed(path: Path, index: Path) -> dict[str, Stored]:
+    try:
+        names: dict[str, str] = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        files = {file: path / file for file in sorted(set(names.values()))}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{index}: not an index of safetensors files ({in_a_line(error)})") from error
+    if gone := [name for name, file in files.items() if not file.is_file()]:
+        raise CheckpointError(f"{path}: of {len(files)} files these are missing: {shortened(gone)}")
+    stored = {name: _tensors_of(file) for name, file in files.items()}
+    if absent := [name for name, file in names.items() if name not in stored[file]]:
+        raise CheckpointError(
+            f"{path}: not in the files where {INDEX} has them: "
+            + shortened([f"{name} ({names[name]})" for name in absent])
+        )
+    tensors = {name: tensor for held in stored.values() for name, tensor in held.items()}
+    return tensors | {name: stored[file][name] for name, file in names.items()}
+
+
+def _tensors_of(file: Path) -> dict[str, Stored]:
+    try:
+        with safe_open(str(file), framework="pt") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            kinds = {name: (slice.get_dtype(), tuple(slice.get_shape())) for name, slice in slices.items()}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file}: not a whole safetensors file ({in_a_line(error)})") from error
+    if strange := [f"{name} ({dtype})" for name, (dtype, _) in kinds.items() if dtype not in _BY_NAME]:
+        raise CheckpointError(
+            f"{file}: these tensors are quantised, and only whole numbers and floating point from 16 bits on "
+            f"can be trained; write them as bfloat16 first: {shortened(strange)}"
+        )
+    return {name: Stored(name, file, _BY_NAME[dtype], shape) for name, (dtype, shape) in kinds.items()}

@@ -1,0 +1,287 @@
+"""Which tensors of the files belong to which parameters and buffers of a model, and where each one's values
+come from.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from streamer.checkpoint.tensors import in_a_line
+from streamer.errors import CheckpointError, shortened
+from streamer.model.units import DTYPES
+from streamer.pretrained.files import Stored
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a tensor of the model comes from: the names of the files, and what reads it, on the CPU."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    files: str
+    read: Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Matched:
+    """The tensors of a model, each a list of the names that it has, and what is in the files for them.
+
+    ``sources`` are by the model's names. ``missing`` are the first names of tensors that have none; those of
+    ``computed`` have none either, and their class knows their values. ``unexpected`` are names in the files.
+    """
+
+    names: dict[torch.Tensor, list[str]]
+    sources: dict[str, Source]
+    missing: list[str]
+    computed: list[str]
+    unexpected: list[str]
+
+
+def match(model: nn.Module, stored: Mapping[str, Stored], ignored: str | Sequence[str]) -> Matched:
+    """What of ``stored`` belongs to ``model``, by the model's own names and, for a model of the transformers
+    library, by that library's rules. Names that one of the patterns ``ignored`` is found in are left out.
+
+    Raises ValueError for what is no pattern, CheckpointError for tensors that cannot be made into one.
+    """
+    patterns = _compiled([ignored] if isinstance(ignored, str) else ignored)
+    wanted = {name: it for name, it in stored.items() if not any(rule.search(name) for rule in patterns)}
+    names = _names(model)
+    here = {name: tensor for tensor, aliases in names.items() for name in aliases}
+    of_transformers = hasattr(model, "_adjust_missing_and_unexpected_keys")
+    sources, unexpected = (_by_rules if of_transformers else _by_name)(model, wanted, here)
+    missing = [aliases[0] for aliases in names.values() if not any(name in sources for name in aliases)]
+    allowed = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected.values()))
+    if of_transformers:
+        model._adjust_missing_and_unexpected_keys(allowed)  # type: ignore[operator]
+    return Matched(
+        names,
+        sources,
+        missing=[name for name in missing if name in allowed.missing_keys],
+        computed=[name for name in missing if name not in allowed.missing_keys],
+        unexpected=[name for name, target in unexpected.items() if target in allowed.unexpected_keys],
+    )
+
+
+def _compiled(patterns: Sequence[str]) -> list[re.Pattern[str]]:
+    try:
+        return [re.compile(pattern) for pattern in patterns]
+    except (re.error, TypeError) as error:
+        raise ValueError(f"ignore={patterns!r}: give regular expressions ({error})") from error
+
+
+def _names(model: nn.Module) -> dict[torch.Tensor, list[str]]:
+    """The parameters and persistent buffers, by all names that they have, those of ``state_dict`` first."""
+    known = {*model.parameters(), *model.buffers()}
+    named = [
+        (name, tensor)
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if isinstance(tensor, torch.Tensor) and tensor in known
+    ]
+    names: dict[torch.Tensor, list[str]] = {}
+    for name, tensor in dict([*named, *model.named_parameters(remove_duplicate=False)]).items():
+        names.setdefault(tensor, []).append(name)
+    return names
+
+
+#: Sources by the model's names; the names of what is left in the files, each with that looked for here.
+_Found = tuple[dict[str, Source], dict[str, str]]
+
+
+def _by_name(model: nn.Module, stored: Mapping[str, Stored], here: Mapping[str, torch.Tensor]) -> _Found:
+    sources = {name: _direct(it) for name, it in stored.items() if name in here}
+    return sources, {name: name for name in sorted(stored) if name not in here}
+
+
+def _by_rules(model: Any, stored: Mapping[str, Stored], here: dict[str, torch.Tensor]) -> _Found:
+    # the library's own rules: other names, other layouts, a body's weights in a model with a head
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    rules = get_model_conversion_mapping(model)
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    sources: dict[str, Source] = {}
+    conversions: dict[str, _Conversion] = {}
+    unexpected: dict[str, str] = {}
+    for name in sorted(stored, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, here)
+        if target not in here and name in here:
+            target, pattern = rename_source_key(name, [], [], model.base_model_prefix, here)
+        if target not in here or target in sources:
+            unexpected[name] = target
+        elif pattern is None:
+            sources[target] = _direct(stored[name])
+        else:
+            made = conversions.setdefault(target, _Conversion(model, by_pattern[pattern], target))
+            made.parts.append((pattern, stored[name]))
+    for made in conversions.values():
+        for name, source in made.sources().items():
+            if name in here and name not in sources:
+                sources[name] = source
+            else:
+                unexpected[name] = name
+    return sources, unexpected
+
+
+def _direct(stored: Stored) -> Source:
+    """A tensor as it is in its file."""
+    return Source(stored.dtype, stored.shape, stored.file.name, stored.read)
+
+
+@dataclass
+class _Conversion:
+    """Tensors that the transformers library makes of others: ``parts`` are those of the files by the pattern
+    that they match (the experts of a layer, of which it makes one tensor)."""
+
+    model: nn.Module
+    converter: Any
+    target: str
+    parts: list[tuple[str, Stored]] = field(default_factory=list)
+    _made: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def sources(self) -> dict[str, Source]:
+        """Those that come out, by name. Their shapes are found out without reading anything."""
+        files = ", ".join(sorted({stored.file.name for _, stored in self.parts}))
+        try:
+            made = self._convert(lambda it: torch.empty(it.shape, dtype=it.dtype, device="meta"))
+        except Exception as error:  # whatever the library raises for shapes that do not fit together
+            names = shortened([stored.name for _, stored in self.parts])
+            raise CheckpointError(
+                f"'{self.target}' cannot be made of what is in {files} ({in_a_line(error)}): {names}"
+            ) from error
+        return {
+            name: Source(tensor.dtype, tuple(tensor.shape), files, partial(self._read, name))
+            for name, tensor in made.items()
+        }
+
+    def _read(self, name: str) -> torch.Tensor:
+        if name not in self._made:
+            self._made = self._convert(Stored.read)
+        return self._made.pop(name)
+
+    def _convert(self, read: Callable[[Stored], torch.Tensor]) -> dict[str, torch.Tensor]:
+        converter = copy.deepcopy(self.converter)
+        for pattern, stored in self.parts:
+            converter.add_tensor(self.target, stored.name, pattern, partial(read, stored))
+        made = converter.convert(self.target, model=self.model, config=self.model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+class Tensors:
+    """What of a model is in files. ``missing`` and ``computed`` are in none: see `Matched`."""
+
+    def __init__(self, model: nn.Module, matched: Matched) -> None:
+        self._model = model
+        self._matched = matched
+        self._sources: dict[torch.Tensor, Source] = {}
+        for tensor, aliases in matched.names.items():
+            for name in aliases:
+                if name in matched.sources:
+                    self._sources.setdefault(tensor, matched.sources[name])
+        first = {aliases[0]: tensor for tensor, aliases in matched.names.items()}
+        self.missing = {first[name] for name in matched.missing}
+        self.computed = {first[name] for name in matched.computed}
+
+    def name(self, tensor: torch.Tensor) -> str:
+        return self._matched.names[tensor][0]
+
+    def source(self, tensor: torch.Tensor) -> Source | None:
+        return self._sources.get(tensor)
+
+    def faults(self, *, may_be_missing: bool) -> list[str]:
+        """What speaks against reading the files into this model, each with the names of the tensors."""
+        missing = [] if may_be_missing else self._matched.missing
+        listed = {
+            "missing (give init= to make new ones)": missing,
+            "unexpected (give ignore= patterns for those to leave out)": self._matched.unexpected,
+            "of another shape": self._misshapen(),
+            "of a dtype that is not streamed": self._unreadable(),
+            "tied here, and different in the files (give a config that does not tie them)": self._differing(),
+        }
+        return [f"{what}: {shortened(names)}" for what, names in listed.items() if names]
+
+    def _misshapen(self) -> list[str]:
+        return [
+            f"{name} ({list(source.shape)} in {source.files}, {list(tensor.shape)} here)"
+            for tensor, name, source in self._in_files()
+            if source.shape != tuple(tensor.shape)
+        ]
+
+    def _unreadable(self) -> list[str]:
+        return [
+            f"{name} ({source.dtype})"
+            for tensor, name, source in self._in_files()
+            if isinstance(tensor, nn.Parameter) and source.dtype not in DTYPES
+        ]
+
+    def _differing(self) -> list[str]:
+        """Names that stand for one tensor here and for different ones in the files."""
+        return [
+            name
+            for tensor, name, source in self._in_files()
+            if source is not (first := self._sources[tensor])
+            and source.shape == first.shape
+            and not torch.equal(source.read(), first.read())
+        ]
+
+    def _in_files(self) -> Iterable[tuple[torch.Tensor, str, Source]]:
+        sources = self._matched.sources
+        for tensor, aliases in self._matched.names.items():
+            yield from ((tensor, name, sources[name]) for name in aliases if name in sources)
+
+    def take_dtypes(self, streamed: torch.dtype | None) -> None:
+        """Let parameters and floating-point buffers have the dtypes of the files, parameters that are in none
+        the commonest.
+
+        Where the parameters are to be ``streamed`` in another dtype, those that are shorter get that, which
+        loses nothing; buffers keep the dtype that the model was built with, but for those that a model of the
+        transformers library wants in fp32 beside such parameters (the biases of routers).
+        """
+        params = list(self._model.parameters())
+        usual = commonest([(source.dtype, p.numel()) for p in params if (source := self.source(p))])
+        for param in params:
+            source = self.source(param)
+            dtype = source.dtype if source else usual or param.dtype
+            param.data = param.data.to(torch.promote_types(dtype, streamed or dtype))
+        plan = getattr(self._model, "_get_dtype_plan", None)
+        wide = [rule.replace("*", ".*") for rule in (plan(streamed) if plan and streamed else ())]
+        for buffer in self._model.buffers():
+            source = self.source(buffer)
+            if source is None or not (buffer.is_floating_point() and source.dtype.is_floating_point):
+                continue
+            if streamed is None:
+                buffer.data = buffer.data.to(source.dtype)
+            elif any(re.search(rule, self.name(buffer)) for rule in wide):
+                buffer.data = buffer.data.to(torch.float32)
+
+    def fill_buffers(self, module: nn.Module) -> None:
+        """Read the buffers of ``module`` and of all modules in it."""
+        with torch.no_grad():
+            for buffer in module.buffers():
+                if (source := self.source(buffer)) is not None:
+                    buffer.copy_(source.read())
+
+
+def commonest(dtypes: Iterable[tuple[torch.dtype, int]]) -> torch.dtype | None:
+    """The dtype of most elements, of those that can be streamed; None where there is none."""
+    count: Counter[torch.dtype] = Counter()
+    for dtype, numel in dtypes:
+        if dtype in DTYPES:
+            count[dtype] += numel
+    return count.most_common(1)[0][0] if count else None

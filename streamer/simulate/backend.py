@@ -1,0 +1,162 @@
+"""No data and no hardware: meta tensors and a clock that runs at a machine's rates.
+
+The executor runs on it unchanged, so what it says of bytes and of order is what a real run does.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from streamer.backends.base import Backend, Event, Lane, buffers_within
+from streamer.simulate.clock import clock_of
+from streamer.simulate.cost import NOTHING, Cost, FusedAttention, Operations
+from streamer.simulate.machine import CPU, Machine
+
+
+class CountsBytes(Protocol):
+    """A context manager that counts bytes: those that there are now, and were at most."""
+
+    now: int
+    peak: int
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(self, *exception: Any) -> object: ...
+
+
+class VirtualBackend(Backend):
+    """Lanes as clocks. COMPUTE runs its work on meta tensors and takes the time of its operations; the other
+    lanes run nothing and take the time of their bytes.
+
+    What the caller computes between two pieces of work (a head, a loss) takes COMPUTE's time too, inside of
+    `counting_caller`; ``caller_seconds`` is the sum of that.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self.device = torch.device("meta")
+        self.machine = machine
+        self._host_taken = self._device_taken = 0
+        self._clock = clock_of(machine)
+        #: whether a layer's work runs
+        self.is_computing = False
+        #: of all that has run
+        self.flops = 0
+        self._recalled = NOTHING
+        self._memory: CountsBytes | None = None
+        self.caller_seconds = 0.0
+        self._caller: Operations | None = None
+        self._counted = NOTHING
+
+    @contextmanager
+    def counting_caller(self) -> Iterator[None]:
+        """Count what the calling thread runs inside the block, also what is in no submitted work."""
+        with FusedAttention(self.machine.kind), Operations(self.machine) as self._caller:
+            self._counted = NOTHING
+            try:
+                yield
+                self.let_caller_compute()
+            finally:
+                self._caller = None
+
+    def now(self) -> float:
+        """When COMPUTE is done with what it has been given so far, in seconds."""
+        return self._clock.now()
+
+    def let_caller_compute(self) -> None:
+        """Let what the caller has computed by now take its time."""
+        if self._caller is not None:
+            cost = self._caller.cost - self._counted
+            self._counted = self._caller.cost
+            self.flops += cost.flops
+            self.caller_seconds += self._clock.compute(cost.seconds)
+
+    def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
+        self.let_caller_compute()
+        if lane is not Lane.COMPUTE:
+            return self._clock.submit(lane, nbytes / self._bytes_per_second(lane), waits)
+        self.is_computing, self._recalled = True, NOTHING
+        try:
+            with FusedAttention(self.machine.kind), Operations(self.machine) as counter:
+                work()
+        finally:
+            self.is_computing = False
+        # the mode around this one has seen them too
+        self._counted += counter.cost
+        cost = counter.cost + self._recalled
+        self.flops += cost.flops
+        seconds = cost.seconds
+        # some work marks a moment and does nothing
+        if seconds and self.machine.kind == CPU:
+            seconds += self.machine.seconds_per_visit
+        return self._clock.submit(lane, seconds, waits)
+
+    def recall(self, cost: Cost) -> None:
+        """Let the work that runs have cost this too, which it did not execute."""
+        self._recalled += cost
+
+    @contextmanager
+    def counting_memory(self, counter: CountsBytes) -> Iterator[None]:
+        """Take what ``counter`` counts inside the block for what is on the device beside the buffers, where
+        the machine's device has an allocator that would count it."""
+        self._memory = counter if self.machine.kind == "cuda" else None
+        with counter:
+            yield
+
+    def device_used(self) -> tuple[int, int] | None:
+        if self._memory is None:
+            return None
+        return self._device_taken + self._memory.now, self._device_taken + self._memory.peak
+
+    def device_buffers_within(self, nbytes: int, beside: int, each: int) -> int:
+        if self.machine.kind == "cuda":
+            return buffers_within(nbytes, beside, each)
+        return super().device_buffers_within(nbytes, beside, each)
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        raise AssertionError("nothing is copied on the virtual backend")
+
+    def device_buffer(self, nbytes: int) -> torch.Tensor:
+        buffer = self._buffer(nbytes)
+        self._device_taken += nbytes
+        weakref.finalize(buffer.untyped_storage(), self._give_back, nbytes).atexit = False
+        return buffer
+
+    def _give_back(self, nbytes: int) -> None:
+        self._device_taken -= nbytes
+
+    def host_buffer(self, nbytes: int, *, pinned: bool = True) -> torch.Tensor:
+        self._host_taken += nbytes
+        return self._buffer(nbytes)
+
+    def _buffer(self, nbytes: int) -> torch.Tensor:
+        # not by an operation, as elsewhere: what counts those counts what the model makes
+        with _disable_current_modes():
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def host_reserve(self, nbytes: int) -> torch.Tensor:
+        return self.host_buffer(nbytes)
+
+    def device_available(self) -> int:
+        limit = self.device_limit
+        there = self.machine.device_bytes if limit is None else min(limit, self.machine.device_bytes)
+        return there - self._device_taken
+
+    def host_available(self) -> int:
+        return self.machine.host_bytes - self._host_taken
+
+    def close(self) -> None:
+        return
+
+    def _bytes_per_second(self, lane: Lane) -> float:
+        rates = {
+            Lane.H2D: self.machine.h2d_bytes_per_second,
+            Lane.D2H: self.machine.d2h_bytes_per_second,
+            Lane.HOST: self.machine.host_bytes_per_second,
+        }
+        return rates[lane]

@@ -1,0 +1,278 @@
+"""What operations cost on a machine: FLOPs of products, bytes of all others, and the launch of each.
+
+Attention runs by the kernel that a real device would choose. On meta tensors
+``torch.nn.functional.scaled_dot_product_attention`` is a chain of plain operations, which holds a score for
+every pair of tokens. A device has kernels that never hold them; what a step takes there is known only if
+those stand in the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from streamer.simulate.machine import CUDA, Machine
+
+_aten = torch.ops.aten
+_HALVES = (torch.float16, torch.bfloat16)
+#: What the flash kernel of a GPU can do, and what it rounds head dimensions up to.
+MOST_HEAD_DIM, HEAD_DIMS = 256, 8
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    flops: int = sdpa_flop_count(query.shape, key.shape, value.shape)
+    return flops
+
+
+def _backward_flops(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    flops: int = sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape)
+    return flops
+
+
+#: Of the CPU's kernel, which PyTorch has no formula for: by its own formulas for attention.
+CPU_FLOPS = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward_flops,
+}
+
+
+class FusedAttention(TorchFunctionMode):
+    """Inside the block, attention on meta tensors is that of a device of ``kind``, "cpu" or "cuda"."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self._attend = _on_cpu if kind == "cpu" else _on_cuda
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            result = self._attend(*args, **kwargs)
+            if result is not None:
+                return result
+        return func(*args, **kwargs)
+
+
+def _on_cpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor | None:
+    choice = torch._fused_sdp_choice(
+        _of_one_row(query),
+        _of_one_row(key),
+        _of_one_row(value),
+        None if attn_mask is None else _of_one_row(attn_mask),
+        dropout_p,
+        is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )
+    if choice != SDPBackend.FLASH_ATTENTION.value:
+        return None
+    result: torch.Tensor = _aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, dropout_p, is_causal, attn_mask=_added(attn_mask, query), scale=scale
+    )[0]
+    return result
+
+
+def _on_cuda(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor | None:
+    dim = query.shape[-1]
+    if query.dim() != 4 or not dim == key.shape[-1] == value.shape[-1] or 0 in query.shape:
+        return None
+    if attn_mask is None and query.dtype in _HALVES and dim <= MOST_HEAD_DIM:
+        more = -dim % HEAD_DIMS
+        padded: Sequence[torch.Tensor] = [F.pad(t, (0, more)) if more else t for t in (query, key, value)]
+        scale = dim**-0.5 if scale is None else scale
+        out: torch.Tensor = _aten._scaled_dot_product_flash_attention(
+            *padded, dropout_p, is_causal, False, scale=scale
+        )[0]
+        return out[..., :dim] if more else out
+    if enable_gqa and key.shape[1] != query.shape[1]:
+        return None
+    bias = _added(attn_mask, query)
+    if bias is not None:
+        bias = bias.expand(*query.shape[:3], key.shape[2])
+    needs_sums = query.requires_grad or key.requires_grad or value.requires_grad
+    result: torch.Tensor = _aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, needs_sums, dropout_p, is_causal, scale=scale
+    )[0]
+    return result
+
+
+def _of_one_row(tensor: torch.Tensor) -> torch.Tensor:
+    """A CPU tensor of this shape, dtype and need of a gradient, all of whose rows are one."""
+    row = torch.empty(tensor.shape[-1:] or (1,), dtype=tensor.dtype, device="cpu")
+    strides = [0] * (tensor.dim() - 1) + [1] * min(tensor.dim(), 1)
+    return row.as_strided(tensor.shape, strides).requires_grad_(tensor.requires_grad)
+
+
+def _added(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
+    """A mask in the form that kernels add to the scores."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+
+
+aten = torch.ops.aten
+
+#: Fused attention, whose FLOPs have a rate of their own.
+_ATTENTION = {
+    aten._scaled_dot_product_efficient_attention,
+    aten._scaled_dot_product_efficient_attention_backward,
+    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    aten._scaled_dot_product_cudnn_attention,
+    aten._scaled_dot_product_cudnn_attention_backward,
+}
+#: They show memory that is there, or take some without touching it.
+_FREE = {
+    aten.empty,
+    aten.empty_like,
+    aten.empty_strided,
+    aten.new_empty,
+    aten.new_empty_strided,
+    aten._unsafe_view,
+    aten._reshape_alias,
+    aten.set_,
+    aten.lift_fresh,
+}
+#: They write their first argument without reading it.
+_OVERWRITING = {aten.copy_, aten.fill_, aten.zero_, aten.normal_, aten.uniform_, aten.bernoulli_}
+#: They read no more of their first argument than comes out.
+_GATHERING = {aten.embedding, aten.index_select, aten.gather, aten.index, aten.nll_loss_forward}
+
+
+_FORMULAS = {**flop_registry, **CPU_FLOPS}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """FLOPs, and seconds on a machine."""
+
+    flops: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.flops + other.flops, self.seconds + other.seconds)
+
+    def __sub__(self, other: Cost) -> Cost:
+        return Cost(self.flops - other.flops, max(0.0, self.seconds - other.seconds))
+
+
+NOTHING = Cost()
+
+
+class Operations(TorchDispatchMode):
+    """Counts what runs in the block, and the seconds that it takes on ``machine`` (without one: 0).
+
+    A matrix product, a convolution or an attention takes the time of its FLOPs, or that of its bytes if that
+    is longer (Williams, Waterman & Patterson, Roofline, CACM 2009); everything else that of its bytes, read
+    and written. Views move nothing and are not counted. ``flops`` are by PyTorch's formulas;
+    `torch.utils.flop_counter.FlopCounterMode` counts the same, by module too, and takes several times longer.
+    """
+
+    def __init__(self, machine: Machine | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = self.nbytes = self.ops = 0
+        self.seconds = 0.0
+        self._machine = machine
+
+    @property
+    def cost(self) -> Cost:
+        """Of all so far."""
+        return Cost(self.flops, self.seconds)
+
+    def recall(self, cost: Cost) -> None:
+        """Count what was not run: ``cost`` is what it would have cost."""
+        self.flops += cost.flops
+        self.seconds += cost.seconds
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        packet = func.overloadpacket
+        if func.is_view or packet in _FREE or self._is_of_host(args, result):
+            return result
+        self.ops += 1
+        flops = _operation_flops(packet, args, kwargs, result)
+        self.flops += flops
+        machine = self._machine
+        if machine is None or machine.device_bytes_per_second is not None:
+            nbytes = _moved(packet, args, kwargs, result)
+            # what products move is inside of their rate
+            self.nbytes += 0 if flops else nbytes
+        if machine is not None:
+            seconds = flops / _rate(machine, packet, args) if flops else 0.0
+            if machine.device_bytes_per_second is not None:
+                seconds = max(seconds, nbytes / machine.device_bytes_per_second)
+            self.seconds += seconds + machine.seconds_per_op
+        return result
+
+    def _is_of_host(self, args: Any, result: Any) -> bool:
+        """Whether a GPU has nothing to do with it: an optimizer counts its steps on the host."""
+        if self._machine is None or self._machine.kind != CUDA:
+            return False
+        first = next(_tensors((result, *args)), None)
+        return first is not None and first.is_cpu
+
+
+def _operation_flops(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
+    formula = _FORMULAS.get(packet)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+
+
+def _rate(machine: Machine, packet: Any, args: Any) -> float:
+    if packet in _ATTENTION and machine.attention_flops_per_second is not None:
+        return machine.attention_flops_per_second
+    if machine.fp32_flops_per_second is not None and args[0].dtype == torch.float32:
+        return machine.fp32_flops_per_second
+    return machine.flops_per_second
+
+
+def _moved(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Bytes that an operation reads and writes."""
+    written = sum(map(_nbytes, _tensors((result,))))
+    first, *others = args or (None,)
+    read = sum(map(_nbytes, _tensors((*others, *kwargs.values()))))
+    if packet not in _OVERWRITING:
+        whole = sum(map(_nbytes, _tensors((first,))))
+        read += min(whole, written) if packet in _GATHERING else whole
+    return written + read
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    nbytes = tensor.numel() * tensor.element_size()
+    # an expanded tensor shows the same memory again and again
+    return min(nbytes, tensor.untyped_storage().nbytes()) if 0 in tensor.stride() else nbytes

@@ -1,0 +1,228 @@
+"""A machine as the virtual backend sees it (rates in units per second, sizes in bytes), and machines by
+name, from their makers' documents, with the source of every figure beside it.
+
+Products are at the peak of the data sheet, dense and added up in fp32, which real ones do not reach: a step
+takes longer than what these predict. What is measured by `streamer calibrate` has no such excuse.
+Estimates, the same for all: copies reach four fifths of the link (the rest goes to headers and credits),
+operations on the device four fifths of its memory's peak, the host update three quarters of its memory's
+peak, and an operation takes 5 microseconds (launched by PyTorch one by one).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+GIB = 1 << 30
+
+CUDA, CPU = "cuda", "cpu"
+
+
+@dataclass(frozen=True)
+class Beside:
+    """The share of its rate, in (0, 1], that one lane keeps while another works beside it: the first name
+    is the one that slows, *copy* either direction. 1 where the two share nothing."""
+
+    compute_host: float = 1.0
+    host_compute: float = 1.0
+    compute_copy: float = 1.0
+    copy_compute: float = 1.0
+    host_copy: float = 1.0
+    copy_host: float = 1.0
+    copy_copy: float = 1.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates in bytes/s and FLOP/s, sizes in bytes.
+
+    Args:
+        flops_per_second: of matrix products, convolutions and attention, by PyTorch's formulas
+            (`torch.utils.flop_counter`), which know of no mask.
+        h2d_bytes_per_second, d2h_bytes_per_second: of a copy with nothing beside it.
+        host_bytes_per_second: of the host update, counted as what it reads and writes.
+        device_bytes, host_bytes: sizes of the two memories.
+        kind: "cuda", or "cpu" where the host's cores stand in for a device: compute is then done when the
+            loop goes on, and the lanes may share its cores (``beside``).
+        fp32_flops_per_second: of products of fp32 tensors; None: as of others.
+        attention_flops_per_second: of fused attention; None: as of products.
+        device_bytes_per_second: of operations that wait for the device's memory (norms, activations), counted
+            as what they read and write; None: they take no time.
+        seconds_per_op: what an operation takes however little it does.
+        seconds_per_visit: what this library takes for each forward and backward of a layer, beside its
+            operations. Of kind "cpu" alone: elsewhere the loop runs ahead of the device.
+        beside: what lanes keep of their rates beside one another.
+    """
+
+    name: str
+    flops_per_second: float
+    h2d_bytes_per_second: float
+    d2h_bytes_per_second: float
+    host_bytes_per_second: float
+    device_bytes: int
+    host_bytes: int
+    kind: str = CUDA
+    fp32_flops_per_second: float | None = None
+    attention_flops_per_second: float | None = None
+    device_bytes_per_second: float | None = None
+    seconds_per_op: float = 0.0
+    seconds_per_visit: float = 0.0
+    beside: Beside = Beside()
+
+
+# PCI Express Base Specification: 8, 16 and 32 GT/s a lane, 128b/130b, are 15.8, 31.5 and 63.0 GB/s each way
+# over 16 lanes. Four fifths of that.
+PCIE_3, PCIE_4, PCIE_5 = 12.5e9, 25e9, 50e9
+
+SECONDS_PER_OP = 5e-6
+
+#: A GeForce RTX 4090 in a desktop.
+RTX_4090 = Machine(
+    name="RTX 4090",
+    flops_per_second=165.2e12,  # NVIDIA Ada GPU Architecture, appendix A: bf16 with fp32 accumulation
+    fp32_flops_per_second=82.6e12,  # the same, fp32 outside of the tensor cores
+    device_bytes_per_second=0.8 * 1008e9,  # the same: 384 bits of 21 Gbit/s
+    h2d_bytes_per_second=PCIE_4,  # the same: PCIe 4.0 x16
+    d2h_bytes_per_second=PCIE_4,
+    host_bytes_per_second=70e9,  # two channels of DDR5-5600 are 89.6 GB/s (JESD79-5); estimate
+    device_bytes=24 * GIB,  # the same: 24 GB
+    host_bytes=128 * GIB,  # four modules of 32 GiB; assumed
+    seconds_per_op=SECONDS_PER_OP,
+)
+
+#: The same on a board with PCIe 3.0 x16, or in a slot of eight lanes.
+RTX_4090_PCIE_3 = replace(
+    RTX_4090, name="RTX 4090, PCIe 3", h2d_bytes_per_second=PCIE_3, d2h_bytes_per_second=PCIE_3
+)
+
+#: A GeForce RTX 3090 in a desktop.
+RTX_3090 = replace(
+    RTX_4090,
+    name="RTX 3090",
+    flops_per_second=71e12,  # NVIDIA Ampere GA102 GPU Architecture, appendix: bf16 with fp32 accumulation
+    fp32_flops_per_second=35.6e12,  # the same
+    device_bytes_per_second=0.8 * 936e9,  # the same: 384 bits of 19.5 Gbit/s
+    host_bytes_per_second=40e9,  # two channels of DDR4-3200 are 51.2 GB/s (JESD79-4); estimate
+    device_bytes=24 * GIB,
+    host_bytes=128 * GIB,  # assumed
+)
+
+#: A GeForce RTX 5090 in a desktop.
+RTX_5090 = replace(
+    RTX_4090,
+    name="RTX 5090",
+    flops_per_second=209.5e12,  # NVIDIA RTX Blackwell GPU Architecture, appendix: bf16, fp32 accumulation
+    fp32_flops_per_second=104.8e12,  # the same
+    device_bytes_per_second=0.8 * 1792e9,  # the same: 512 bits of 28 Gbit/s
+    h2d_bytes_per_second=PCIE_5,  # the same: PCIe 5.0 x16
+    d2h_bytes_per_second=PCIE_5,
+    device_bytes=32 * GIB,  # the same: 32 GB
+)
+
+#: An A100 80GB PCIe.
+A100_PCIE_4 = Machine(
+    name="A100, PCIe 4",
+    flops_per_second=312e12,  # NVIDIA A100 data sheet: bf16, dense
+    fp32_flops_per_second=19.5e12,  # the same; PyTorch uses TF32 only where it is told to
+    device_bytes_per_second=0.8 * 1935e9,  # the same
+    h2d_bytes_per_second=PCIE_4,  # the same: PCIe 4.0 x16
+    d2h_bytes_per_second=PCIE_4,
+    host_bytes_per_second=150e9,  # eight channels of DDR4-3200 are 204.8 GB/s (JESD79-4); estimate
+    device_bytes=80 * GIB,  # the same: 80 GB
+    host_bytes=256 * GIB,  # assumed
+    seconds_per_op=SECONDS_PER_OP,
+)
+
+#: An A100 40GB PCIe.
+A100_40GB = replace(
+    A100_PCIE_4,
+    name="A100 40GB, PCIe 4",
+    device_bytes_per_second=0.8 * 1555e9,  # NVIDIA A100 40GB PCIe product brief
+    device_bytes=40 * GIB,  # the same
+)
+
+#: An H100 PCIe.
+H100_PCIE_5 = Machine(
+    name="H100, PCIe 5",
+    flops_per_second=756e12,  # NVIDIA H100 data sheet: bf16, half of 1513 with sparsity
+    fp32_flops_per_second=51e12,  # the same
+    device_bytes_per_second=0.8 * 2000e9,  # the same
+    h2d_bytes_per_second=PCIE_5,  # the same: PCIe 5.0 x16
+    d2h_bytes_per_second=PCIE_5,
+    host_bytes_per_second=230e9,  # eight channels of DDR5-4800 are 307 GB/s (JESD79-5); estimate
+    device_bytes=80 * GIB,  # the same: 80 GB
+    host_bytes=256 * GIB,  # assumed
+    seconds_per_op=SECONDS_PER_OP,
+)
+
+#: An H100 SXM in a server of which one GPU is used.
+H100_SXM = replace(
+    H100_PCIE_5,
+    name="H100 SXM",
+    flops_per_second=989e12,  # NVIDIA H100 data sheet: bf16, half of 1979 with sparsity
+    fp32_flops_per_second=67e12,  # the same
+    device_bytes_per_second=0.8 * 3350e9,  # the same
+)
+
+#: One H200 with a 16-core host of which 150 GB/s are this GPU's.
+H200 = replace(
+    H100_SXM,
+    name="H200",
+    flops_per_second=989e12,  # NVIDIA H200 data sheet: bf16, half of 1979 with sparsity
+    device_bytes_per_second=0.8 * 4800e9,  # the same
+    host_bytes_per_second=150e9,  # a share of a server's memory; assumed
+    device_bytes=139 * GIB,  # of the data sheet's 141 GB, which is 131 GiB, or 144: what a driver reports
+    host_bytes=128 * GIB,  # assumed
+)
+
+#: A GH200 with 96 GB of HBM3 and 480 GB of LPDDR5X. The link, NVLink-C2C, has 450 GB/s each way (NVIDIA GH200
+#: data sheet), more than the CPU's memory, which both directions and the update share: hence ``beside``.
+GH200 = replace(
+    H100_SXM,
+    name="GH200",
+    flops_per_second=990e12,  # NVIDIA GH200 data sheet: bf16, half of 1979 with sparsity
+    device_bytes_per_second=0.8 * 4000e9,  # the same: 4 TB/s of HBM3
+    h2d_bytes_per_second=300e9,  # four fifths of the CPU's memory; estimate
+    d2h_bytes_per_second=300e9,
+    host_bytes_per_second=290e9,  # 480 GB of LPDDR5X have 384 GB/s (NVIDIA Grace CPU data sheet); estimate
+    device_bytes=96 * GIB,  # the same: 96 GB
+    host_bytes=447 * GIB,  # the same: 480 GB
+    beside=Beside(copy_copy=0.5, copy_host=0.5, host_copy=0.5),  # halves of what they share; estimate
+)
+
+#: A laptop with a GeForce RTX 4060 and 32 GiB.
+LAPTOP_8GB = Machine(
+    name="laptop, 8 GiB",
+    # 24 SMs of 512 FLOP a cycle (the 4090's 165.2e12 over its 128 SMs and 2.52 GHz: NVIDIA Ada GPU
+    # Architecture, appendix A) at 2.0 GHz, between the 1.5 and 2.4 of the maker's page; derived
+    flops_per_second=24.6e12,
+    fp32_flops_per_second=12.3e12,  # 256 FLOP a cycle; derived
+    device_bytes_per_second=0.8 * 256e9,  # 128 bits of 16 Gbit/s: NVIDIA's page of the GeForce RTX 40 laptops
+    h2d_bytes_per_second=PCIE_4 / 2,  # the same: PCIe 4.0 x8
+    d2h_bytes_per_second=PCIE_4 / 2,
+    host_bytes_per_second=57e9,  # two channels of DDR5-4800 are 76.8 GB/s (JESD79-5); estimate
+    device_bytes=8 * GIB,  # the same: 8 GB
+    host_bytes=32 * GIB,  # assumed
+    seconds_per_op=SECONDS_PER_OP,
+)
+
+#: By the name that is asked for.
+MACHINES = {
+    "rtx-3090": RTX_3090,
+    "rtx-4090": RTX_4090,
+    "rtx-4090-pcie3": RTX_4090_PCIE_3,
+    "rtx-5090": RTX_5090,
+    "a100-40gb": A100_40GB,
+    "a100-80gb": A100_PCIE_4,
+    "h100-pcie": H100_PCIE_5,
+    "h100-sxm": H100_SXM,
+    "h200": H200,
+    "gh200": GH200,
+    "laptop-8gb": LAPTOP_8GB,
+}
+
+
+def named_machine(name: str) -> Machine:
+    """The machine of a name in `MACHINES`. Raises ValueError, listing them, for one that is not there."""
+    if name not in MACHINES:
+        raise ValueError(f"there is no machine {name!r}: known are {', '.join(MACHINES)}")
+    return MACHINES[name]
