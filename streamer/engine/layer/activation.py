@@ -352,3 +352,24 @@ class LayerCall:
             incoming = self._cut.gradients(gradients, self._output_parts, number)
             joined.add(number, run.go_back(weights, given, incoming, collector))
         return joined.tensors
+
+
+def point(leaves: Tensors, tensors: Tensors) -> None:
+    """Let ``leaves`` of a graph show the memory of ``tensors``."""
+    for leaf, tensor in zip(leaves, tensors, strict=True):
+        leaf.data = tensor.detach()
+
+
+def hand_on_hooks(inner: Tensors, inputs: Tensors = ()) -> None:
+    """Take the hooks that a layer has put on what it was given, and put them on ``inputs`` in the user's
+    graph: they hear of the gradient of all that is made of a tensor, in the layer or elsewhere."""
+    for number, tensor in enumerate(inner):
+        hooks = tensor._backward_hooks or {}
+        for key in [key for key, hook in hooks.items() if not getattr(hook, OWN_HOOK, False)]:
+            hook = hooks.pop(key)
+            if inputs:
+                inputs[number].register_hook(hook)
+
+
+def detached_inputs(inputs: Tensors) -> list[torch.Tensor]:
+    return [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs]
