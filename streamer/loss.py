@@ -23,6 +23,7 @@ from streamer.engine.layer.parameter_gradients import graph_is_retained
 from streamer.engine.paging.handle import home_of
 from streamer.engine.schedule import op as ops
 from streamer.engine.tensors.guarded import never_traced
+from streamer.torch_private import in_forward_mode, in_transform, is_batched
 
 #: Of hidden states, weight and bias, in this order.
 Wanted = tuple[bool, bool, bool]
@@ -217,7 +218,7 @@ def _check_backward(incoming: torch.Tensor) -> None:
             "create_graph=True: chunked_cross_entropy has no gradients of gradients: leave create_graph out, "
             "or use torch.nn.functional.cross_entropy"
         )
-    if torch._C._functorch.is_legacy_batchedtensor(incoming):
+    if is_batched(incoming):
         raise RuntimeError("chunked_cross_entropy takes no batched gradients (is_grads_batched=True)")
 
 
@@ -381,10 +382,10 @@ def _check_range(targets: torch.Tensor, ignore_index: int, words: int) -> None:
 
 
 def _check_transforms(*given: torch.Tensor | None) -> None:
-    dual = forward_ad._current_level >= 0 and any(
+    dual = in_forward_mode() and any(
         tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in given
     )
-    if dual or torch._C._are_functorch_transforms_active():
+    if dual or in_transform():
         raise RuntimeError(
             "transforms of torch.func and forward-mode differentiation do not go through "
             "chunked_cross_entropy: use torch.nn.functional.cross_entropy"

@@ -18,6 +18,7 @@ FLOORS = (
     "streamer_native",
     "streamer.version",
     "streamer.errors",
+    "streamer.torch_private",
     "streamer.config_values",
     "streamer.backends",
     "streamer.simulate",

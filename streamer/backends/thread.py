@@ -17,6 +17,7 @@ import torch
 
 from streamer.backends.base import Backend, Event, Lane, Process, Span
 from streamer.backends.host_memory import available_bytes, mapped, reserved
+from streamer.torch_private import SubclassesOff
 
 
 class HostEvent(Event):
@@ -105,7 +106,7 @@ class Worker:
 
     def _run(self) -> None:
         # what waits for lanes where the user's code touches it is a plain tensor to the lanes themselves
-        with torch._C.DisableTorchFunctionSubclass():
+        with SubclassesOff():
             self._run_tasks()
 
     def _run_tasks(self) -> None:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from streamer.engine.layer.outside_access import GUARDS
 from streamer.engine.paging.unit import Unit
+from streamer.torch_private import storage_id
 
 #: Names under which layers keep which of them they are, on which nothing depends that they compute.
 NUMBERS = {"layer_idx", "layer_id", "layer_number", "layer_index", "block_idx", "block_index"}
@@ -126,13 +127,13 @@ class OutputKinds:
         numbers: dict[int, int] = {}
         self._storages: list[_Storage] = []
         self._alive: list[weakref.ref[torch.UntypedStorage]] = []
-        of_given = {tensor.untyped_storage()._cdata: index for index, tensor in enumerate(given)}
+        of_given = {storage_id(tensor): index for index, tensor in enumerate(given)}
         self._outputs = []
         for output in outputs:
             storage = output.untyped_storage()
-            number = numbers.setdefault(storage._cdata, len(numbers))
+            number = numbers.setdefault(storage_id(output), len(numbers))
             if number == len(self._storages):
-                self._storages.append(_Storage(storage.nbytes(), of_given.get(storage._cdata)))
+                self._storages.append(_Storage(storage.nbytes(), of_given.get(storage_id(output))))
                 self._alive.append(weakref.ref(storage))
             source = self._storages[number].given
             offset = _offset(output) - (0 if source is None else _offset(given[source]))

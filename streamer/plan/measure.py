@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamer.simulate.cost import NOTHING, Cost, Operations
 from streamer.simulate.machine import Machine
+from streamer.torch_private import storage_id
 
 
 class Tracker(TorchDispatchMode):
@@ -46,9 +47,9 @@ class Tracker(TorchDispatchMode):
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
             if given is None:
-                given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
-            if storage._cdata not in given:
-                given.add(storage._cdata)
+                given = {storage_id(tensor) for tensor in _tensors((args, kwargs))}
+            if (number := storage_id(tensor)) not in given:
+                given.add(number)
                 self._made(storage)
         if self.now > self.peak:
             self._note_peak()

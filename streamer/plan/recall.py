@@ -35,6 +35,7 @@ from streamer.plan.alike import Kind, Numbers, OutputKinds, structure_of
 from streamer.plan.measure import Measured, Meter, Tracker
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import Machine
+from streamer.torch_private import storage_id
 
 
 def recall_slices(visit: LayerCall, meter: Meter) -> None:
@@ -281,7 +282,7 @@ class _Recalled(LayerCall):
             kinds = OutputKinds(outputs, inputs)
             del outputs
             held = apart.saved.held
-            saved = [tensor.untyped_storage()._cdata in held for tensor in inputs]
+            saved = [storage_id(tensor) in held for tensor in inputs]
             return _Forward(kinds, rebuild, meter.all, meter.now - kinds.note_kept(), saved)
 
     def _measure_backward(

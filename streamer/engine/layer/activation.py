@@ -21,7 +21,6 @@ that is cut has such a graph for each slice: [Note: micro-batches].
 from __future__ import annotations
 
 import abc
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -41,6 +40,7 @@ from streamer.engine.schedule.order import Phase
 from streamer.engine.tensors.nested import Rebuild, Tensors
 from streamer.engine.tensors.param_hooks import OWN_HOOK, check_hooks
 from streamer.engine.tensors.saved import storages
+from streamer.torch_private import SubclassesOn, set_accumulation_hook, set_gradient_hook
 
 
 class Gate:
@@ -77,8 +77,7 @@ class Gate:
         """Check whenever a gradient comes to one of these leaves."""
         for tensor in tensors:
             if tensor.requires_grad:
-                # as `register_hook` does, without a handle to take it off by, which takes longer to make
-                tensor._backward_hooks = OrderedDict(gate=self.check)
+                set_gradient_hook(tensor, self.check)
 
 
 setattr(Gate.check, OWN_HOOK, True)
@@ -114,8 +113,7 @@ def backpropagate(
     ]
     taken = [(index, leaf) for index, leaf, what in trained if what is Asked.ADDED]
     for index, leaf in taken:
-        # as `register_post_accumulate_grad_hook` does, without a handle, which takes longer to make
-        leaf._post_accumulate_grad_hooks = OrderedDict(collector=partial(collector.take, index))
+        set_accumulation_hook(leaf, partial(collector.take, index))
     handles: list[RemovableHandle] = []
     only: list[torch.Tensor] | None = None
     if any(what is not Asked.ADDED for _, _, what in trained):
@@ -139,7 +137,7 @@ def backpropagate(
         for handle in handles:
             handle.remove()
         for _, leaf in taken:
-            leaf._post_accumulate_grad_hooks.clear()
+            set_accumulation_hook(leaf, None)
 
 
 def _refuse_to_return(unit: Unit) -> Callable[[torch.Tensor | None], None]:
@@ -282,7 +280,7 @@ class LayerCall:
             return used
 
         # backward() of a loss of a tensor subclass runs with subclasses switched off
-        with torch._C._EnableTorchFunction():
+        with SubclassesOn():
             self.executor.backward(self.call.unit, work, self._number)
         return results
 

@@ -26,6 +26,13 @@ import torch
 from torch import nn
 
 from streamer.engine.tensors.attributes import Generator
+from streamer.torch_private import (
+    attention_order,
+    pop_saved_hooks,
+    push_saved_hooks,
+    set_attention_order,
+    top_saved_hooks,
+)
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,7 @@ class Attention:
         """What holds in the process."""
         cuda = torch.backends.cuda
         enabled = tuple(getattr(cuda, f"{name}_sdp_enabled")() for name in Attention._NAMES)
-        return Attention(enabled, tuple(torch._C._get_sdp_priority_order()))
+        return Attention(enabled, tuple(attention_order()))
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -98,7 +105,7 @@ class Attention:
     def _set(self) -> None:
         for name, enabled in zip(self._NAMES, self.enabled, strict=True):
             getattr(torch.backends.cuda, f"enable_{name}_sdp")(enabled)
-        torch._C._set_sdp_priority_order(list(self.priority))
+        set_attention_order(list(self.priority))
 
 
 @dataclass(frozen=True)
@@ -230,18 +237,17 @@ _FLAG = "gradient_checkpointing"
 @contextmanager
 def past_checkpoints() -> Iterator[None]:
     """Save for backward as if no checkpoint were around the block. [Note: checkpointing]"""
-    autograd = torch._C._autograd
     hooks = []
-    while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
+    while (top := top_saved_hooks()) is not None:
         if getattr(top[0], "__module__", None) != torch.utils.checkpoint.__name__:
             break
         hooks.append(top)
-        autograd._pop_saved_tensors_default_hooks()
+        pop_saved_hooks()
     try:
         yield
     finally:
         for pack, unpack in reversed(hooks):
-            autograd._push_saved_tensors_default_hooks(pack, unpack)
+            push_saved_hooks(pack, unpack)
 
 
 @contextmanager

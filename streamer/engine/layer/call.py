@@ -14,6 +14,7 @@ from streamer.engine.layer.ambient import Ambient
 from streamer.engine.layer.sharing import untangle
 from streamer.engine.paging.unit import Attributes, Unit, changed_attributes, set_attributes
 from streamer.engine.tensors.nested import Rebuild, Tensors, fingerprint, flatten, reachable
+from streamer.torch_private import storage_id
 
 #: What names a backend of `torch.compile`.
 CompileBackend = str | Callable[..., Any]
@@ -196,4 +197,4 @@ def _check_not_kept(
 
 def aliases(tensor: torch.Tensor, buffer: torch.Tensor) -> bool:
     """Whether both share one storage (its identity, since all meta tensors have the same address)."""
-    return bool(tensor.untyped_storage()._cdata == buffer.untyped_storage()._cdata)
+    return storage_id(tensor) == storage_id(buffer)

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
-from torch.nn.parallel import DistributedDataParallel
 
 from streamer.engine.layer.activation import LayerCall
 from streamer.engine.layer.ambient import Autocast, past_checkpoints
@@ -33,6 +32,14 @@ from streamer.engine.schedule.order import Phase
 from streamer.engine.tensors.guarded import as_plain, never_traced
 from streamer.engine.tensors.nested import Tensors, fingerprint, flatten, reachable
 from streamer.engine.tensors.param_hooks import shield
+from streamer.torch_private import (
+    SubclassesOn,
+    backward_number,
+    in_distributed_forward,
+    in_forward_mode,
+    in_transform,
+    is_batched,
+)
 
 
 def without_caches(
@@ -75,14 +82,13 @@ def _without_cache(value: Any, layer: str) -> Any:
 def check_transforms(layer: str, tensors: Iterable[torch.Tensor | None] = ()) -> None:
     """Raise RuntimeError inside of a transform of `torch.func`, for batched gradients among ``tensors``, and
     inside of another data parallel module."""
-    is_batched = torch._C._functorch.is_legacy_batchedtensor
     batched = any(tensor is not None and is_batched(tensor) for tensor in tensors)
-    if batched or torch._C._are_functorch_transforms_active():
+    if batched or in_transform():
         raise RuntimeError(
             "transforms of torch.func (grad, vjp, jvp, vmap) and batched gradients do not go through "
             f"streamed layer '{layer}': use torch.autograd.grad, or call streamer.unwrap(model) first"
         )
-    if DistributedDataParallel._active_ddp_module is not None:
+    if in_distributed_forward():
         raise RuntimeError(
             f"DistributedDataParallel does not see when the gradients of streamed layer '{layer}' have "
             "arrived: train in one process, without it"
@@ -91,7 +97,7 @@ def check_transforms(layer: str, tensors: Iterable[torch.Tensor | None] = ()) ->
 
 def check_dual(layer: str, inputs: Tensors) -> None:
     """Raise RuntimeError for inputs of forward-mode differentiation."""
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in inputs):
+    if in_forward_mode() and any(forward_ad.unpack_dual(x).tangent is not None for x in inputs):
         raise RuntimeError(
             f"forward-mode differentiation goes through streamed layer '{layer}' only where backward does "
             "not: run it under torch.no_grad()"
@@ -194,7 +200,7 @@ class StreamedLayer:
     @never_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # a module around it may have switched subclasses off: `PlainForward`
-        with unwatched(), torch._C._EnableTorchFunction():
+        with unwatched(), SubclassesOn():
             return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -319,7 +325,7 @@ def _is_differentiable(dtype: torch.dtype) -> bool:
 
 def _finish_with_this_backward(executor: Executor) -> None:
     """Let the backward that is running end only when all gradients are in host memory."""
-    task = torch._C._current_graph_task_id()
+    task = backward_number()
     if executor.backward_task != task:
         executor.backward_task = task
         executor.turns.until_backward_ends(executor.finish_backward)

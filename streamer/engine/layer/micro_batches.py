@@ -28,6 +28,7 @@ from torch import nn
 from streamer.engine.layer.sharing import SharedOutputs, Shown, View, are_apart
 from streamer.engine.paging.unit import Unit
 from streamer.engine.tensors.nested import Rebuild, Tensors, constants, flatten, reachable
+from streamer.torch_private import storage_id
 
 
 class Part(NamedTuple):
@@ -221,7 +222,7 @@ class Joined:
 
     def _shows(self, output: torch.Tensor, other: torch.Tensor, alias: _Alias, number: int) -> bool:
         """Whether ``output`` of slice ``number`` shows ``other`` as ``alias`` says."""
-        if alias.view is None or output.untyped_storage()._cdata != other.untyped_storage()._cdata:
+        if alias.view is None or storage_id(output) != storage_id(other):
             return _is_same(output, other)
         if alias.given is not None:
             whole, part = self._inputs[alias.given], self._cut.parts[alias.given]
@@ -293,7 +294,7 @@ class JoinedGradients:
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether both are the same view of the same storage."""
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata and (
+    return storage_id(one) == storage_id(other) and (
         one.storage_offset(),
         one.shape,
         one.stride(),
@@ -302,7 +303,7 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    is_one_storage = one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    is_one_storage = storage_id(one) == storage_id(other)
     return is_one_storage and one.numel() > 0 and other.numel() > 0 and not are_apart(one, other)
 
 

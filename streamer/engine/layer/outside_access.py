@@ -25,6 +25,7 @@ from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.unit import Unit
 from streamer.engine.schedule import op as ops
 from streamer.engine.tensors.guarded import unguarded
+from streamer.torch_private import exchange_function_modes, function_modes
 
 _PROPERTIES = "dtype shape device ndim layout requires_grad is_leaf itemsize nbytes is_cuda is_cpu is_meta"
 _METHODS = "size dim ndimension numel nelement stride element_size is_floating_point is_complex is_contiguous"
@@ -110,7 +111,7 @@ class SplitForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward: Callable[..., Any] = self.__wrapped__  # type: ignore[attr-defined]
-        if any(isinstance(mode, Watch) for mode in _modes()):
+        if any(isinstance(mode, Watch) for mode in function_modes()):
             return forward(*args, **kwargs)
         with self._watch:
             return forward(*args, **kwargs)
@@ -135,28 +136,16 @@ def watch_split(executor: Executor, splits: Sequence[Split]) -> Callable[[], Non
 @contextmanager
 def unwatched() -> Iterator[None]:
     """Run the block without any `Watch`."""
-    modes = _modes()
+    modes = function_modes()
     if not any(isinstance(mode, Watch) for mode in modes):
         yield
         return
     others = [mode for mode in modes if not isinstance(mode, Watch)]
-    _exchange(len(modes), others)
+    exchange_function_modes(len(modes), others)
     try:
         yield
     finally:
-        _exchange(len(others), modes)
-
-
-def _modes() -> list[TorchFunctionMode]:
-    return [torch._C._get_function_stack_at(place) for place in range(torch._C._len_torch_function_stack())]
-
-
-def _exchange(count: int, modes: Iterable[TorchFunctionMode]) -> None:
-    """Take the ``count`` modes off that are on, and put ``modes`` on."""
-    for _ in range(count):
-        torch._C._pop_torch_function_stack()
-    for mode in modes:
-        torch._C._push_on_torch_function_stack(mode)
+        exchange_function_modes(len(others), modes)
 
 
 def _flat(value: Any) -> Iterator[Any]:

@@ -14,6 +14,7 @@ from torch import nn
 from streamer.engine.paging.unit import Unit
 from streamer.engine.tensors.guarded import as_plain
 from streamer.engine.tensors.param_hooks import hooks_of_all
+from streamer.torch_private import comes_to, keeps_graph
 
 
 class Asked(enum.Enum):
@@ -30,7 +31,7 @@ def asked_of(accumulator: Any) -> Asked:
     if accumulator is None:
         return Asked.NOTHING
     try:
-        return Asked.ADDED if torch._C._will_engine_execute_node(accumulator) else Asked.NOTHING
+        return Asked.ADDED if comes_to(accumulator) else Asked.NOTHING
     except RuntimeError as error:
         # there is no other way to tell what torch.autograd.grad was given
         if "running autograd.grad()" not in str(error):
@@ -48,7 +49,7 @@ def asked_for(params: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Asked]
 
 def graph_is_retained() -> bool:
     """Whether it was told to keep its graph."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+    return bool(keeps_graph())
 
 
 FP32 = torch.float32

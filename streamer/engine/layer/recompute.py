@@ -32,7 +32,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._autograd import _get_sequence_nr
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 
@@ -52,6 +51,7 @@ from streamer.engine.tensors.guarded import is_plain
 from streamer.engine.tensors.nested import Tensors, fingerprint
 from streamer.engine.tensors.samples import Sample, Selection, another_way
 from streamer.engine.tensors.saved import Saved
+from streamer.torch_private import RAW_SAVED, node_number, nodes_made, storage_id, storage_owners
 
 
 class Owners:
@@ -83,7 +83,7 @@ class Owners:
         return self._count() - self._before
 
     def _count(self) -> int:
-        count: int = torch._C._storage_Use_Count(self._weights.untyped_storage()._cdata)
+        count: int = storage_owners(self._weights)
         return count
 
 
@@ -95,7 +95,7 @@ def holders(tensors: Tensors) -> list[int]:
 #: Names under which nodes save what an operation was given. What it has made beside its result (the state of
 #: a random generator, a workspace) may have elements that nobody has written.
 _ARGUMENTS = frozenset(
-    f"_raw_saved_{name}"
+    f"{RAW_SAVED}{name}"
     for names in (
         ("self", "other", "input", "weight", "mat1", "mat2", "batch1", "batch2", "vec", "vec1", "vec2"),
         ("tensor1", "tensor2", "tensors", "query", "key", "value", "attn_mask", "attn_bias", "exponent"),
@@ -134,7 +134,7 @@ class _SavedRef:
     def look(self, tensor: torch.Tensor, slot: int) -> None:
         """Take a sample if ``tensor`` is neither a leaf nor a view of the weights in the storage ``slot``."""
         is_leaf = self.has_gradient and tensor.grad_fn is None
-        if self.is_plain and not is_leaf and tensor.untyped_storage()._cdata != slot:
+        if self.is_plain and not is_leaf and storage_id(tensor) != slot:
             self.is_computed, self.sample = True, Sample.of(tensor)
 
 
@@ -156,7 +156,7 @@ class RecomputedTensors:
     def expected(self, selection: Selection, weights: torch.Tensor) -> Iterator[None]:
         """Inside the block graphs save places only. Those whose turn it is have samples of tensors that are
         computed in it, not of views of ``weights`` or other leaves."""
-        start, slot = _get_sequence_nr(), weights.untyped_storage()._cdata
+        start, slot = nodes_made(), storage_id(weights)
 
         def pack(tensor: torch.Tensor) -> _SavedRef:
             place = _SavedRef(tensor, start, len(self._places))
@@ -224,7 +224,7 @@ class RecomputedTensors:
         wanted = self._wanted()
         self.samples.clear()
         last = max(wanted, default=-1)
-        count, is_alike, start = 0, True, _get_sequence_nr()
+        count, is_alike, start = 0, True, nodes_made()
 
         def pack(tensor: torch.Tensor) -> None:
             nonlocal count, is_alike
@@ -300,7 +300,7 @@ def _is_opaque(node: Node) -> bool:
 
 @cache
 def _names(kind: type[Node]) -> tuple[str, ...]:
-    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+    return tuple(name for name in dir(kind) if name.startswith(RAW_SAVED))
 
 
 def _saved_by(node: Node) -> Iterator[tuple[str, Any]]:
@@ -321,8 +321,8 @@ def _is_number(packed: object) -> bool:
 def _origin(tensor: torch.Tensor, start: int) -> _Origin:
     """Of a tensor that is saved in a run whose first node has number ``start``."""
     node = tensor.grad_fn
-    count = _get_sequence_nr() - start
-    place = -1 if node is None else node._sequence_nr() - start
+    count = nodes_made() - start
+    place = -1 if node is None else node_number(node) - start
     # others may have been made by another thread, which counts its own
     return count, place if 0 <= place < count else -1, type(node), _kind(tensor)
 

@@ -26,9 +26,7 @@ from torch import nn
 
 from streamer.engine.tensors.nested import Rebuild, Tensors
 from streamer.engine.tensors.param_hooks import hooks_of
-
-_CUSTOM = torch._C._autograd.CreationMeta.IN_CUSTOM_FUNCTION
-_NO_GRAD = torch._C._autograd.CreationMeta.NO_GRAD_MODE
+from streamer.torch_private import BY_CUSTOM_FUNCTION, BY_NO_GRAD, refuse_writes, was_made
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class View:
             offset,
             is_real,
             view.is_conj() != whole.is_conj(),
-            not _was_made(view, _NO_GRAD),
+            not was_made(view, BY_NO_GRAD),
         )
 
     def on(self, whole: torch.Tensor) -> torch.Tensor:
@@ -83,7 +81,7 @@ class Shown:
         tensor = tensors[self.of] if self.view is None else self.view.on(tensors[self.of])
         if self.is_guarded:
             tensor = tensor.view_as(tensor)
-            torch._C._autograd._set_creation_meta(tensor, _CUSTOM)
+            refuse_writes(tensor)
         return tensor
 
 
@@ -174,7 +172,7 @@ def _source(members: Tensors, base: torch.Tensor, output: torch.Tensor) -> torch
             member.is_contiguous()
             and member.nbytes == base.nbytes
             and member.dtype == base.dtype
-            and not _was_made(member, _NO_GRAD)
+            and not was_made(member, BY_NO_GRAD)
         ):
             return member
     return base
@@ -182,12 +180,7 @@ def _source(members: Tensors, base: torch.Tensor, output: torch.Tensor) -> torch
 
 def _is_custom(output: torch.Tensor, base: torch.Tensor) -> bool:
     """Whether a custom function has made ``output`` as a view: its backward need not be that of a view."""
-    return output is not base and _was_made(output, _CUSTOM)
-
-
-def _was_made(tensor: torch.Tensor, how: object) -> bool:
-    """Whether autograd has noted that of a view; it has not of what is none, or of the base of others."""
-    return tensor._is_view() and torch._C._autograd._get_creation_meta(tensor) == how
+    return output is not base and was_made(output, BY_CUSTOM_FUNCTION)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

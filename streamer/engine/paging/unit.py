@@ -18,6 +18,7 @@ from streamer.engine.tensors.attributes import contents_of
 from streamer.engine.tensors.guarded import as_plain
 from streamer.engine.tensors.samples import Selection
 from streamer.memory.layout import Layout, Slice
+from streamer.torch_private import storage_id
 
 BufferPlace = tuple[nn.Module, str]
 
@@ -363,7 +364,7 @@ def buffer_bytes(units: Iterable[Unit]) -> int:
     """Bytes of the buffers of ``units``, each counted once."""
     buffers = [buffer for unit in units for buffer in unit.buffers()]
     # not by address: all meta tensors have the same
-    places = {(b.untyped_storage()._cdata, b.storage_offset()): b.nbytes for b in buffers}
+    places = {(storage_id(b), b.storage_offset()): b.nbytes for b in buffers}
     return sum(places.values())
 
 

@@ -18,6 +18,7 @@ from streamer.engine.paging.unit import Unit
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.tensors.guarded import as_plain
+from streamer.torch_private import storage_id
 
 #: Host buffers that gradients pass through: one fills, one is read, two even out what varies.
 RING = 4
@@ -124,7 +125,7 @@ class UpdateInBackward:
 
 def _counter(gradient: torch.Tensor) -> int:
     """What tells gradients with different counts of writes apart: views of one buffer share theirs."""
-    return id(gradient) if gradient.is_sparse else gradient.untyped_storage()._cdata
+    return id(gradient) if gradient.is_sparse else storage_id(gradient)
 
 
 def _bound(work: Callable[[torch.Tensor], None], gradient: torch.Tensor) -> Callable[[], None]:

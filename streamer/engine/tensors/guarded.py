@@ -34,7 +34,8 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import nn
-from torch._C._dynamo import eval_frame
+
+from streamer.torch_private import SubclassesOff, is_of_transform, skip_code, storage_id, storage_owners
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -56,13 +57,12 @@ def never_traced(function: F) -> F:
 def run_as_it_is(function: F) -> F:
     """Let ``function`` run as it is where what calls it was not compiled; what is compiled may take it in."""
     assert not hasattr(function, "__wrapped__")
-    skip = eval_frame._FrameAction.SKIP
-    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    skip_code(function.__code__)
     return function
 
 
 #: Inside of the block the tensors of this module are plain ones to PyTorch.
-unguarded = torch._C.DisableTorchFunctionSubclass
+unguarded = SubclassesOff
 
 Function = Callable[..., Any]
 P = ParamSpec("P")
@@ -225,7 +225,7 @@ class Seen:
 
     def holders(self) -> int:
         """How many tensors, and other things, hold the storage of the parameter beside the parameter."""
-        count: int = torch._C._storage_Use_Count(self._values.untyped_storage()._cdata)
+        count: int = storage_owners(self._values)
         return count - (type(self._param) is not self._kinds[True])
 
     def _exchange(self, kind: type[nn.Parameter], values: torch.Tensor) -> None:
@@ -254,14 +254,9 @@ def _shares_memory(result: object, tensor: torch.Tensor) -> bool:
         return any(_shares_memory(item, tensor) for item in result)
     if not isinstance(result, torch.Tensor) or result is tensor:
         return False
-    if result.layout is not torch.strided or result.is_nested or _is_of_transform(result):
+    if result.layout is not torch.strided or result.is_nested or is_of_transform(result):
         return False
-    return bool(result.untyped_storage()._cdata == tensor.untyped_storage()._cdata)
-
-
-def _is_of_transform(tensor: torch.Tensor) -> bool:
-    """Whether a transform of `torch.func` stands between ``tensor`` and its values."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+    return storage_id(result) == storage_id(tensor)
 
 
 @never_traced

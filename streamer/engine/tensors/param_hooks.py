@@ -20,6 +20,7 @@ from torch import nn
 
 from streamer.engine.tensors.guarded import as_plain
 from streamer.memory.layout import Slice
+from streamer.torch_private import backward_number
 
 #: Marks a hook on a parameter as streamer's own.
 OWN_HOOK = "_streamer_hook"
@@ -92,7 +93,7 @@ class OncePerBackward:
                     self._check(slice, param)
 
     def _check(self, slice: Slice, param: torch.Tensor) -> None:
-        if self._task != (task := torch._C._current_graph_task_id()):
+        if self._task != (task := backward_number()):
             self._task = task
             self._seen.clear()
         if id(param) in self._seen:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from streamer.backends.base import Lock
+from streamer.torch_private import storage_id
 
 
 class Saved(NamedTuple):
@@ -34,7 +35,7 @@ class Saved(NamedTuple):
 
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     """Bytes of each distinct storage under ``tensors``, by the storage's identity."""
-    return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
 class SavedBytes:

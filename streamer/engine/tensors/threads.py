@@ -21,9 +21,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 
-import torch
-
 from streamer.backends.base import Lock, Thread, current_thread
+from streamer.torch_private import backward_number, when_backward_ends
 
 
 class Turns:
@@ -44,7 +43,7 @@ class Turns:
 
         Raises RuntimeError if another thread is training.
         """
-        if torch._C._current_graph_task_id() < 0:
+        if backward_number() < 0:
             thread = current_thread()
             if thread is not self._trainer:
                 self._check_no_backward(thread)
@@ -67,7 +66,7 @@ class Turns:
         backward = _Backward(self, call)
         self._backwards.add(backward)
         # autograd alone holds it, and lets it go even if the backward fails
-        torch.autograd.Variable._execution_engine.queue_callback(backward)
+        when_backward_ends(backward)
 
     def end_backward(self, backward: _Backward) -> None:
         """It has ended, whoever may still hold it."""

@@ -1,0 +1,184 @@
+"""What this library uses of PyTorch beside the interface that PyTorch documents, each with its reason.
+
+Any release of PyTorch may change these. One that is gone is told in one line when the library is imported: an
+older release has all of them. tests/test_torch_private.py tells which of them has changed its meaning.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from types import CodeType
+from typing import Any
+
+import torch
+from torch._C._dynamo import eval_frame
+from torch.autograd import forward_ad
+from torch.autograd.graph import Node
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+
+
+def _find(path: str, why: str) -> Any:
+    """``torch.path``, by which the library does ``why``. Raises ImportError where it is missing."""
+    found: Any = torch
+    for name in path.split("."):
+        found = getattr(found, name, None)
+        if found is None:
+            raise ImportError(
+                f"PyTorch {torch.__version__} has no torch.{path}, by which streamer {why}: "
+                "install torch==2.13.*"
+            )
+    return found
+
+
+#: Blocks inside of which tensor subclasses are plain tensors to PyTorch, and no plain ones any more.
+SubclassesOff: Any = _find("_C.DisableTorchFunctionSubclass", "touches guarded parameters as plain ones")
+SubclassesOn: Any = _find("_C._EnableTorchFunction", "runs a layer as its user would")
+
+#: The number of the backward that is running in this thread, -1 outside of one.
+backward_number: Callable[[], int] = _find("_C._current_graph_task_id", "tells one backward from another")
+
+#: Whether the backward that is running was told to keep its graph.
+keeps_graph: Callable[[], bool] = _find(
+    "_C._autograd._get_current_graph_task_keep_graph", "knows when to let a layer's graph go"
+)
+
+#: Whether the backward that is running comes to a node; RuntimeError in `torch.autograd.grad`.
+comes_to: Callable[[Node], bool] = _find(
+    "_C._will_engine_execute_node", "knows whose gradients are asked for"
+)
+
+#: How many nodes of graphs this thread has made.
+nodes_made: Callable[[], int] = _find("_C._autograd._get_sequence_nr", "knows a graph's tensors again")
+
+#: Whether a transform of `torch.func` is active, or stands between a tensor and its values.
+in_transform: Callable[[], bool] = _find(
+    "_C._are_functorch_transforms_active", "refuses transforms that would miss gradients"
+)
+is_of_transform: Callable[[torch.Tensor], bool] = _find(
+    "_C._functorch.is_functorch_wrapped_tensor", "knows tensors that have no memory to share"
+)
+#: Whether a tensor is a batch of gradients (``torch.autograd.grad(is_grads_batched=True)``).
+is_batched: Callable[[torch.Tensor], bool] = _find(
+    "_C._functorch.is_legacy_batchedtensor", "refuses batched gradients"
+)
+
+#: The order in which implementations of attention are tried, as numbers.
+attention_order: Callable[[], Sequence[int]] = _find("_C._get_sdp_priority_order", "recomputes with the same")
+set_attention_order: Callable[[list[int]], None] = _find(
+    "_C._set_sdp_priority_order", "recomputes with the same"
+)
+
+_use_count: Callable[[int], int] = _find("_C._storage_Use_Count", "sees who else holds a slot")
+_get_creation: Any = _find("_C._autograd._get_creation_meta", "keeps views of outputs guarded")
+_set_creation: Any = _find("_C._autograd._set_creation_meta", "keeps views of outputs guarded")
+_creation: Any = _find("_C._autograd.CreationMeta", "keeps views of outputs guarded")
+_top_hooks: Any = _find(
+    "_C._autograd._top_saved_tensors_default_hooks", "saves past a checkpoint around a layer"
+)
+_pop_hooks: Any = _find(
+    "_C._autograd._pop_saved_tensors_default_hooks", "saves past a checkpoint around a layer"
+)
+_push_hooks: Any = _find("_C._autograd._push_saved_tensors_default_hooks", "saves past a checkpoint")
+_mode_at: Any = _find("_C._get_function_stack_at", "watches layers that are streamed in parts")
+_num_modes: Any = _find("_C._len_torch_function_stack", "watches layers that are streamed in parts")
+_pop_mode: Any = _find("_C._pop_torch_function_stack", "watches layers that are streamed in parts")
+_push_mode: Any = _find("_C._push_on_torch_function_stack", "watches layers that are streamed in parts")
+_engine: Any = _find("autograd.Variable._execution_engine", "waits for gradients where backward ends")
+
+#: What made a view: a custom function, or an operation in no-grad mode. Autograd refuses to write it.
+BY_CUSTOM_FUNCTION, BY_NO_GRAD = _creation.IN_CUSTOM_FUNCTION, _creation.NO_GRAD_MODE
+
+#: Under names that begin so a node of a graph has what it saved, as it was packed.
+RAW_SAVED = "_raw_saved_"
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """The identity of the storage of ``tensor``: all meta tensors have the same address."""
+    number: int = tensor.untyped_storage()._cdata
+    return number
+
+
+def storage_owners(tensor: torch.Tensor) -> int:
+    """How many tensors, and other things, hold the storage of ``tensor``."""
+    return _use_count(storage_id(tensor))
+
+
+def node_number(node: Node) -> int:
+    """How many nodes the thread that has made ``node`` had made before it."""
+    return node._sequence_nr()
+
+
+def was_made(view: torch.Tensor, how: object) -> bool:
+    """Whether autograd has noted of a view that it was made in that way; it has not of what is none."""
+    return view._is_view() and bool(_get_creation(view) == how)
+
+
+def refuse_writes(view: torch.Tensor) -> None:
+    """Let autograd refuse to write ``view`` in place, as one that a custom function has made."""
+    _set_creation(view, BY_CUSTOM_FUNCTION)
+
+
+def top_saved_hooks() -> Any:
+    """The hooks for saved tensors, (pack, unpack), that were set last; None where there are none."""
+    return _top_hooks(True)
+
+
+def pop_saved_hooks() -> None:
+    """Take those off."""
+    _pop_hooks()
+
+
+def push_saved_hooks(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
+    """Set others."""
+    _push_hooks(pack, unpack)
+
+
+def function_modes() -> list[TorchFunctionMode]:
+    """The modes of `torch.overrides` that are on in this thread, the first one first."""
+    return [_mode_at(place) for place in range(_num_modes())]
+
+
+def exchange_function_modes(count: int, modes: Iterable[TorchFunctionMode]) -> None:
+    """Take the ``count`` modes off that are on, and put ``modes`` on."""
+    for _ in range(count):
+        _pop_mode()
+    for mode in modes:
+        _push_mode(mode)
+
+
+def when_backward_ends(call: Callable[[], None]) -> None:
+    """Let autograd call it at the end of the backward that is running, and hold it until then."""
+    _engine.queue_callback(call)
+
+
+def set_gradient_hook(leaf: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    """The first hook of ``leaf``, as by `torch.Tensor.register_hook`, but without a handle to take it off by,
+    which takes longer to make."""
+    leaf._backward_hooks = OrderedDict(first=hook)
+
+
+def set_accumulation_hook(leaf: torch.Tensor, hook: Callable[[torch.Tensor], None] | None) -> None:
+    """The only hook of ``leaf`` for what comes after a gradient was added, as by
+    `torch.Tensor.register_post_accumulate_grad_hook` without a handle; None takes it off."""
+    if hook is not None:
+        leaf._post_accumulate_grad_hooks = OrderedDict(only=hook)
+    else:
+        leaf._post_accumulate_grad_hooks.clear()
+
+
+def skip_code(code: CodeType) -> None:
+    """Let `torch.compile` leave functions with this ``code`` as they are where it meets them first."""
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
+
+
+def in_forward_mode() -> bool:
+    """Whether forward-mode differentiation is going on."""
+    return forward_ad._current_level >= 0
+
+
+def in_distributed_forward() -> bool:
+    """Whether a module inside of a `DistributedDataParallel` is running its forward."""
+    return DistributedDataParallel._active_ddp_module is not None

@@ -1,0 +1,200 @@
+"""What PyTorch does not document means what this library takes it to mean, and is used in one file alone."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+
+from streamer import torch_private as private
+
+HOME = Path(__file__).parent.parent / "streamer"
+#: What only `streamer.torch_private` may write. Attributes of tensors and modules that PyTorch's own
+#: documentation speaks of (_version, _base, _parameters, _buffers, _modules) are anybody's.
+PRIVATE = re.compile(
+    r"torch\._C\b|\._cdata\b|_execution_engine|_active_ddp_module|_current_level|_sequence_nr\b|_raw_saved_|"
+    r"\._is_view\b|_creation_meta"
+)
+
+
+def test_no_other_file_uses_what_is_private() -> None:
+    found = [
+        (path.name, line)
+        for path in HOME.rglob("*.py")
+        if path.name != "torch_private.py"
+        for line in ast.unparse(ast.parse(path.read_text())).splitlines()
+        if PRIVATE.search(line) and not line.lstrip().startswith('"""')
+    ]
+    assert found == []
+
+
+def test_what_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ImportError, match=r"PyTorch .* has no torch\._C\._gone, by which streamer counts"):
+        private._find("_C._gone", "counts")
+
+
+def test_subclasses_are_switched_off_and_on() -> None:
+    class Loud(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError("asked")
+
+    tensor = torch.ones(2).as_subclass(Loud)
+    with private.SubclassesOff():
+        assert torch.Tensor.sum(tensor).item() == 2
+        with private.SubclassesOn(), pytest.raises(AssertionError, match="asked"):
+            torch.Tensor.sum(tensor)
+
+
+def test_the_backward_that_is_running_is_known() -> None:
+    found: list[Any] = []
+    x, other = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    nodes = [torch.autograd.graph.get_gradient_edge(tensor).node for tensor in (x, other)]
+    y = x * other
+
+    def look(_: object) -> None:
+        private.when_backward_ends(lambda: found.append("ended"))
+        found.append((private.backward_number(), private.keeps_graph(), list(map(private.comes_to, nodes))))
+
+    y.register_hook(look)
+    assert private.backward_number() == -1
+    y.backward(retain_graph=True, inputs=[x])
+    y.backward()
+    (first, kept, comes), ended, (second, kept_again, comes_again), _ = found
+    assert ended == "ended"
+    assert first != second and min(first, second) >= 0
+    assert (kept, kept_again) == (True, False)
+    assert (comes, comes_again) == ([True, False], [True, True])
+    with pytest.raises(RuntimeError, match=r"running autograd\.grad\(\)"):
+        z = x * 2
+        z.register_hook(lambda _: private.comes_to(nodes[0]) and None)
+        torch.autograd.grad(z, x)
+
+
+def test_nodes_are_counted() -> None:
+    before = private.nodes_made()
+    y = torch.ones(1, requires_grad=True).exp().sin()
+    node = y.grad_fn
+    assert node is not None
+    assert private.nodes_made() == before + 2
+    assert private.node_number(node) == before + 1
+
+
+def test_storages_and_their_owners_are_told() -> None:
+    tensor, meta = torch.zeros(4), torch.zeros(4, device="meta")
+    assert private.storage_id(tensor) == private.storage_id(tensor[2:])
+    assert private.storage_id(meta) != private.storage_id(torch.zeros(4, device="meta"))
+    before = private.storage_owners(tensor)
+    view = tensor[2:]
+    assert private.storage_owners(tensor) == before + 1
+    del view
+    assert private.storage_owners(tensor) == before
+
+
+def test_what_made_a_view_is_told() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with torch.no_grad():
+        silent = x.view(2)
+    view = x.exp().view(2)
+    assert private.was_made(silent, private.BY_NO_GRAD)
+    assert not private.was_made(view, private.BY_CUSTOM_FUNCTION)
+    assert not private.was_made(x.exp(), private.BY_CUSTOM_FUNCTION)
+    private.refuse_writes(view)
+    assert private.was_made(view, private.BY_CUSTOM_FUNCTION)
+    with pytest.raises(RuntimeError, match="custom Function"):
+        view.mul_(2)
+
+
+def test_hooks_for_saved_tensors_are_taken_off_and_put_back() -> None:
+    saved: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        hooks = private.top_saved_hooks()
+        private.pop_saved_hooks()
+        assert private.top_saved_hooks() is None
+        torch.ones(2, requires_grad=True).exp()
+        private.push_saved_hooks(*hooks)
+        node: Any = torch.ones(3, requires_grad=True).exp().grad_fn
+    assert saved == [3]
+    names = [name for name in dir(node) if name.startswith(private.RAW_SAVED)]
+    assert names == [f"{private.RAW_SAVED}result"]
+    assert torch.equal(getattr(node, names[0]).data, torch.ones(3).exp())
+
+
+def test_function_modes_are_exchanged() -> None:
+    with TorchFunctionMode() as mode:
+        assert private.function_modes() == [mode]
+        private.exchange_function_modes(1, [])
+        assert private.function_modes() == []
+        private.exchange_function_modes(0, [mode])
+        assert private.function_modes() == [mode]
+
+
+def test_hooks_are_set_without_handles() -> None:
+    seen: list[Any] = []
+    x = torch.ones(1, requires_grad=True)
+    private.set_gradient_hook(x, lambda gradient: seen.append(("gradient", gradient.item())))
+    x.register_hook(lambda gradient: seen.append(("second", gradient.item())))
+    private.set_accumulation_hook(x, lambda leaf: seen.append(("added", leaf.grad.item())))  # type: ignore[union-attr]
+    (2 * x).backward()
+    private.set_accumulation_hook(x, None)
+    (3 * x).backward()
+    assert seen == [("gradient", 2), ("second", 2), ("added", 2), ("gradient", 3), ("second", 3)]
+
+
+def test_transforms_are_seen() -> None:
+    seen: list[Any] = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append((private.in_transform(), private.is_of_transform(x)))
+        return x.sum()
+
+    torch.func.grad(look)(torch.ones(2))
+    look(torch.ones(2))
+    assert seen == [(True, True), (False, False)]
+    with forward_ad.dual_level():
+        assert private.in_forward_mode()
+    assert not private.in_forward_mode()
+    assert not private.in_distributed_forward()
+
+
+def test_batched_gradients_are_seen() -> None:
+    seen: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda gradient: seen.append(private.is_batched(gradient)))
+    torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True, retain_graph=True)
+    y.sum().backward()
+    assert seen == [True, False]
+
+
+def test_the_order_of_attention_is_that_of_the_block() -> None:
+    before = list(private.attention_order())
+    with nn.attention.sdpa_kernel([nn.attention.SDPBackend.MATH], set_priority=True):
+        inside = list(private.attention_order())
+        private.set_attention_order(before)
+        assert list(private.attention_order()) == before
+    assert inside[0] == int(nn.attention.SDPBackend.MATH.value)
+    private.set_attention_order(before)
+
+
+def test_code_is_left_as_it_is_where_the_user_compiles() -> None:
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.compiler.is_compiling())
+        return x + 1
+
+    seen: list[bool] = []
+    private.skip_code(inner.__code__)
+    torch.compile(inner, backend="eager")(torch.ones(1))
+    assert seen == [False]
