@@ -1,8 +1,14 @@
-"""What is raised for checkpoints that cannot be used or written."""
+"""What is raised for checkpoints that cannot be used or written, and how warnings are given."""
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Sequence
+from types import FrameType
+
+#: Packages whose lines are not the user's.
+_OURS = frozenset(("streamer", "streamer_native", "torch", "contextlib"))
 
 
 class CheckpointError(ValueError):
@@ -14,3 +20,16 @@ def shortened(names: Sequence[str], most: int = 10) -> str:
     """``names`` in a line, the first of them if there are many."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def warn(message: str) -> None:
+    """Warn of ``message`` at the line of the user's code from which the library was called, whatever of
+    PyTorch is in between."""
+    level, frame = 1, sys._getframe()
+    while _is_ours(frame) and frame.f_back is not None:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in _OURS

@@ -520,8 +520,9 @@ def test_moments_in_another_dtype(runs: Any, tmp_path: Path, saved: Any, here: A
         with pytest.raises(UserWarning, match="converted"):
             second.load(tmp_path / "a")
     assert second.all() == before
-    with pytest.warns(UserWarning, match="moments were held in .* and are converted"):
+    with pytest.warns(UserWarning, match="moments were held in .* and are converted") as caught:
         second.load(tmp_path / "a")
+    assert caught[0].filename == __file__
     names = {name.rpartition(".")[0] for name in first.moments()}
     assert names == {name.rpartition(".")[0] for name in second.moments()}
     for name in names:

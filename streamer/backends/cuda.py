@@ -16,7 +16,6 @@ import platform
 import resource
 import threading
 import time
-import warnings
 from collections.abc import Callable, Sequence
 
 import torch
@@ -24,6 +23,7 @@ import torch
 from streamer.backends.base import Backend, Event, Lane, Process, Span, buffers_within
 from streamer.backends.host_memory import RAISE_LOCKED_LIMIT, available_bytes, mapped, reserved
 from streamer.backends.thread import Worker
+from streamer.errors import warn
 
 #: From CUDA's runtime API: page-locked for every CUDA context, not only for the one that is current.
 REGISTER_PORTABLE = 1
@@ -105,11 +105,10 @@ class PinnedBlocks:
         mend = "WSL has no more of it; Linux itself has" if is_wsl else f"Raise it with {RAISE_LOCKED_LIMIT}"
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} bytes"
-        warnings.warn(
+        warn(
             f"could not page-lock {nbytes} bytes of host memory (CUDA error {int(error)}: "
             f"{torch.cuda.cudart().cudaGetErrorString(error)}; the locked-memory limit is {limit}): copies "
             f"will be slower. {mend}.",
-            stacklevel=5,
         )
 
 

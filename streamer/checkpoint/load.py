@@ -4,7 +4,6 @@ this model and this optimizer is found out before anything is changed.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from streamer.checkpoint.values import check_random_states, decode, set_random_s
 from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.handle import Home, require_home, wrapped
 from streamer.engine.paging.unit import Unit
-from streamer.errors import CheckpointError, shortened
+from streamer.errors import CheckpointError, shortened, warn
 from streamer.memory.purposes import MOMENTS
 from streamer.optim.adamw import AdamW, check_group
 from streamer.optim.state import State, convert, moments_of, parse_state_dtype
@@ -282,10 +281,9 @@ def _nothing(name: str) -> torch.Tensor:
 
 def _warn_of_conversion(held_in: str, optimizer: AdamW) -> None:
     if (there := parse_state_dtype(held_in)) != optimizer.state_dtype:
-        warnings.warn(
+        warn(
             f"the moments were held in {there} and are converted to {optimizer.state_dtype}: the run does "
             "not go on to the bit",
-            stacklevel=3,
         )
 
 

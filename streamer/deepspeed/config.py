@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from streamer.config_values import nearest
 from streamer.deepspeed.keys import Values, contradiction, read, shown, unanswered
+from streamer.errors import warn
 
 ADAMS = ("Adam", "AdamW", "FusedAdam", "CPUAdam", "DeepSpeedCPUAdam")
 #: What to do about an optimizer that AdamW is not.
@@ -271,7 +271,7 @@ def from_deepspeed_config(
         if _DTYPES.get(key.partition(".")[0], computed) == computed
     }
     if not_honoured:
-        warnings.warn(_message(not_honoured), stacklevel=2)
+        warn(_message(not_honoured))
     return DeepSpeedConfig(
         wrap=_wrap_arguments(values, computed),
         adamw=adamw,

@@ -5,7 +5,6 @@ is made with gradients that are NaN or infinite.
 from __future__ import annotations
 
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -20,7 +19,7 @@ from streamer.engine.paging.handle import Home, require_home
 from streamer.engine.paging.unit import Unit
 from streamer.engine.paging.update_in_backward import Update
 from streamer.engine.tensors.guarded import as_plain, never_traced, unguarded
-from streamer.errors import shortened
+from streamer.errors import shortened, warn
 from streamer.optim.state import (
     State,
     begin_state,
@@ -79,10 +78,6 @@ def check_landed_with(landed_with: Mapping[int, Hyper], groups: Sequence[dict[st
             )
 
 
-#: Where a warning about a step points: the line that called `optimizer.step()`.
-_CALLER = 6
-
-
 class NonFiniteError(RuntimeError):
     """A step that was refused, since a gradient is NaN or infinite; ``what`` names the first unit, in the
     order of backward, whose gradient is not finite."""
@@ -130,7 +125,7 @@ def take_step(executors: Sequence[Executor], *, skip_nonfinite: bool, found_inf:
     for executor in real:
         executor.skipped_steps += 1
     if found_inf is None:
-        warnings.warn(what + skipped, stacklevel=_CALLER)
+        warn(what + skipped)
     return finite
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from streamer.engine.layer.ambient import Ambient
 from streamer.engine.layer.sharing import untangle
 from streamer.engine.paging.unit import Attributes, Unit, changed_attributes, set_attributes
 from streamer.engine.tensors.nested import Rebuild, Tensors, fingerprint, flatten, reachable
+from streamer.errors import warn
 from streamer.torch_private import storage_id
 
 #: What names a backend of `torch.compile`.
@@ -74,10 +74,9 @@ class CompiledForward:
         """Run all layers of this class as they are from now on, because compiling ended in ``error``."""
         self._compiler.given_up.add(self._kind)
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        warnings.warn(
+        warn(
             f"torch.compile fails on {self._kind.__name__}, whose layers run as they are from now on (give "
             f"compile=False to be spared this): {reason}",
-            stacklevel=2,
         )
 
 

@@ -4,7 +4,6 @@ before the system ends the process for want of host memory.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -15,6 +14,7 @@ from streamer.engine.paging.gradients import Gradients
 from streamer.engine.paging.unit import Unit, buffer_bytes
 from streamer.engine.paging.weights import Weights
 from streamer.engine.tensors.saved import SavedBytes
+from streamer.errors import warn
 from streamer.memory.slots import BUFFERS, GRAD_SLOTS, ROOT_GRADIENTS, ROOT_WEIGHTS, WEIGHT_SLOTS
 
 #: Free host memory below which a process is soon ended by the system.
@@ -33,11 +33,10 @@ class HostWatch:
         available = self._backend.host_available()
         if available < LOW_HOST_BYTES and not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn(
                 f"only {available} bytes of host memory are free, and the system may end this process: "
                 f"the wrapped model holds {sum(held.values())}, so somebody else takes more than was "
                 "planned; end that, or save and wrap with less (a smaller state_dtype, update='backward')",
-                stacklevel=10,  # the line that called optimizer.step()
             )
 
 
