@@ -1,4 +1,4 @@
-"""What the values of a config may be, and the mend for a name that it does not have."""
+"""What the values of a config may be, and the remedy for a name that it does not have."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _MOST_NAMED = 20
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The mend for a name that is not known."""
+    """The remedy for a name that is not known."""
     known = list(known)
     if near := difflib.get_close_matches(name, known, n=1):
         return f"did you mean {near[0]!r}?"

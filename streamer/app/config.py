@@ -99,8 +99,8 @@ def unreadable(tables: dict[str, Any]) -> str:
 
 
 class ConfigError(ValueError):
-    """A config that cannot be used: one line with the file, the key and the mend, and the ``table`` below it
-    if there is one."""
+    """A config that cannot be used: one line with the file, the key and the remedy, and the ``table`` below
+    it if there is one."""
 
     def __init__(self, message: str, *, table: str = "") -> None:
         line = " ".join(message.splitlines())  # names and overrides may hold line breaks
@@ -258,7 +258,7 @@ class Config:
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
     """The config in the TOML file ``path``, with ``overrides`` of the form ``section.key=TOML value``.
 
-    Raises ConfigError, in one line that names the mend, for a file that cannot be read or is not TOML, an
+    Raises ConfigError, in one line that names the remedy, for a file that cannot be read or is not TOML, an
     unknown or missing section or key, a value of the wrong type or out of range, and a bad override.
     """
     path, where = Path(path), " ".join([str(path), *overrides])

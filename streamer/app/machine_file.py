@@ -58,7 +58,7 @@ def load_machine(path: str | os.PathLike[str]) -> Machine:
     """The machine in the TOML file ``path``: ``[machine]``, ``[beside]`` and, which is not looked at,
     ``[measured]``.
 
-    Raises ConfigError, in one line that names the mend, for a file that cannot be read or is not TOML, an
+    Raises ConfigError, in one line that names the remedy, for a file that cannot be read or is not TOML, an
     unknown or missing section or key, and a value of the wrong type or out of range.
     """
     path = Path(path)

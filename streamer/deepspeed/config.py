@@ -21,7 +21,7 @@ ADAMS = ("Adam", "AdamW", "FusedAdam", "CPUAdam", "DeepSpeedCPUAdam")
 #: What to do about an optimizer that AdamW is not.
 OWN = "leave the optimizer section out and make one of torch.optim on the wrapped model"
 _ADAM = "optimizer.params."
-#: Variants that AdamW has not: the value that asks for one, and the mend.
+#: Variants that AdamW has not: the value that asks for one, and the remedy.
 _VARIANTS = {
     "amsgrad": (True, f"leave it out, or {OWN}"),
     "maximize": (True, f"change the sign of the loss, or {OWN}"),

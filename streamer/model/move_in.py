@@ -45,7 +45,7 @@ def is_on_meta(unit: Unit) -> bool:
 
 
 def check_init(units: Sequence[Unit], init: Init | None) -> None:
-    """Raise ValueError, naming the mend, where ``init`` is missing, of no use, or cannot do its work."""
+    """Raise ValueError, naming the remedy, where ``init`` is missing, of no use, or cannot do its work."""
     if init is not None and not callable(init):
         raise ValueError(f"init={init!r}: it must be a function of a module, as nn.Module.apply takes")
     on_meta = [unit for unit in units if is_on_meta(unit)]

@@ -39,7 +39,7 @@ def check_options(
     host_threads: int | None,
     compile: bool | CompileBackend,
 ) -> None:
-    """Raise ValueError, naming the mend, for an option of `wrap` that cannot be honoured."""
+    """Raise ValueError, naming the remedy, for an option of `wrap` that cannot be honoured."""
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(
             f"dtype={dtype!r} cannot be streamed: use torch.float32, torch.bfloat16 or torch.float16"

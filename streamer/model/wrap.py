@@ -127,7 +127,7 @@ def wrap(
             nothing.
 
     Raises:
-        ValueError: for a path, an option or a parameter that cannot be honoured, naming the mend.
+        ValueError: for a path, an option or a parameter that cannot be honoured, naming the remedy.
         MemoryError: if the device or the host has too little memory, or the host may page-lock too little of
             it: a line with what each needs and has, and the bytes by owner below it. The limits of control
             groups count. Both are raised before anything is allocated or changed, but for what ``init`` does

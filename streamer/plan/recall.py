@@ -195,7 +195,7 @@ class Recalling:
         }
 
     def kind(self) -> type[LayerCall]:
-        """Visits that recall. For `StreamedLayer.visit_as`."""
+        """Layer calls that reuse the figures of an identical call. For `StreamedLayer.visit_as`."""
 
         class Recalled(_Recalled):
             recalling = self

@@ -83,7 +83,7 @@ class Box:
         return upper, self.up_to(axis, place - 1)
 
     def halves(self) -> tuple[Box, Box]:
-        """It, cut in two along its longest axis."""
+        """The box cut in two along its longest axis."""
         axis = max(range(3), key=lambda axis: self.high[axis] - self.low[axis])
         return self.cut(axis, (self.low[axis] + self.high[axis]) // 2 + 1)
 

@@ -29,7 +29,7 @@ def build(path: Path, model_class: ModelClass | None, config: Any, dtype: torch.
     """The model with its parameters on the meta device and its buffers on the CPU with their values.
 
     ``dtype`` is that of what a class of the transformers library builds; None is its config's. Raises
-    ValueError, naming the mend, where nothing says which class it is of, or where it cannot be built.
+    ValueError, naming the remedy, where nothing says which class it is of, or where it cannot be built.
     """
     if model_class is None or is_of_transformers(model_class):
         model = _of_transformers(path, model_class, config, dtype)
@@ -173,7 +173,7 @@ def _named_in(transformers: Any, config: Any, folder: Path) -> Any:
 
 
 def transformers_library() -> Any:
-    """The transformers library. Raises ValueError, naming the mend, where there is none or one too old."""
+    """The transformers library. Raises ValueError, naming the remedy, where there is none or one too old."""
     try:
         transformers = importlib.import_module("transformers")
     except ImportError as error:

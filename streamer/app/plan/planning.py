@@ -277,7 +277,7 @@ def settle(
     config: Config, machine: Machine | None = None, recollection: Recollection | None = None
 ) -> tuple[Config, Chosen | None]:
     """``config`` with a choice for each of ``stream.activations``, ``num_slots`` and ``micro_batch_size``
-    that is "auto", and how it was come by; None where nothing is.
+    that is "auto", and why each was chosen, or None if nothing was to be chosen.
 
     ``machine`` has the rates and the sizes. None is this one: the sizes are then what is free now, and the
     rates those that `streamer.wrap` would take. ``recollection`` is that of other plans of it. Raises

@@ -34,7 +34,7 @@ def find_files(paths: Sequence[str | os.PathLike[str]] = ()) -> list[Path]:
 
     A directory is searched to its depths, without following links to directories; hidden, empty and binary
     files in it (a NUL byte in the first 8 KiB) are passed over. Raises ConfigError, in one line that names
-    the path and the mend, for one that is missing or unreadable, for a file given that is empty or binary,
+    the path and the remedy, for one that is missing or unreadable, for a file given that is empty or binary,
     and for a directory without text files.
     """
     if not paths:

@@ -13,7 +13,7 @@ whole of the forward:
   that the slot will not hold in backward (a context of a custom function, a closure);
 - custom functions, and saved tensors that went to other hooks than ours (a checkpoint inside of the layer),
   may keep what the layer has computed, which is what running it again is to spare.
-- somebody has recorded what the layer was given, which shall not lose its memory.
+- a hook may keep a reference to the layer's input, whose memory must then not be freed.
 
 TorchScript runs another code when it runs again, which saves other tensors of the same shapes, or the same in
 another order: so each place knows how many nodes came before it, and which of them its tensor comes from, of

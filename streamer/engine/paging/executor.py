@@ -1,4 +1,16 @@
-"""Serves whatever unit is asked for next: unshard, run, offload the gradient, update, reshard."""
+"""Serves whatever unit is asked for next: unshard, run, offload the gradient, update, reshard.
+
+A step of three layers through two slots, as its ops print (unit, kind, slot):
+
+    rootF 0F@0 2UNSHARD@0 1F@1 2F@0
+    2B@0 2OFFLOAD_GRAD@1 0UNSHARD@0 1B@1 1OFFLOAD_GRAD@0 0B@0 0OFFLOAD_GRAD@1
+    rootCOLLECT rootOFFLOAD_GRAD rootSTEP rootUNSHARD 0STEP 1STEP 2STEP
+    0UNSHARD@0 1UNSHARD@1
+
+Layers 0 and 1 are in their slots when the step begins. Layer 2 takes the slot of layer 0 while layer 1 runs,
+and is still there for its backward. The updates run in the order of the next forward, which waits for each
+layer's.
+"""
 
 from __future__ import annotations
 

@@ -84,8 +84,8 @@ class Norms:
         return self._is_scaled(unit) or self._is_measured(unit)
 
     def scaled(self, unit: Unit) -> None:
-        """It has multiplied them by a number from -1 to 1, as clipping does, so that they are finite if they
-        were. What they add up to, rounded, is not known."""
+        """The user's code has multiplied the gradients of ``unit`` by a number from -1 to 1, as clipping
+        does, so that they are finite if they were. What they add up to, rounded, is not known."""
         self._scaled[unit.index] = self._state(unit)
 
     @as_plain

@@ -64,12 +64,12 @@ class Paged:
         return torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device=device)
 
     def put(self, tensor: torch.Tensor, on_device: SavedBytes, *, is_fetched: bool) -> None:
-        """It is on the device, as ``tensor``."""
+        """``tensor`` is the copy of this input on the device."""
         self.tensor, self.is_fetched = tensor, is_fetched
         self._uncount = on_device.hold(self, storages([tensor]))
 
     def get(self) -> torch.Tensor:
-        """It, on the device. Raises RuntimeError if it has been written since it was saved."""
+        """The input's copy on the device. Raises RuntimeError if it was written since the input was saved."""
         self.note_writes()
         if self._was_changed:
             raise RuntimeError(
@@ -80,12 +80,12 @@ class Paged:
         return self.tensor
 
     def note_writes(self) -> None:
-        """Has somebody written the user's tensor while it could leave?"""
+        """Note whether the user's tensor was written while it could leave."""
         if self.tensor is not None and not self.is_fetched:
             self._was_changed |= self.tensor._version != self._view[-1]
 
     def drop(self) -> None:
-        """Nobody holds it on the device any more."""
+        """The copy on the device is needed no more."""
         self.note_writes()
         self.tensor = None
         self._uncount()

@@ -4,7 +4,7 @@
 Gradients pass through a ring of a few host buffers. Each is used up by the update that it starts, so host
 memory holds a few layers' gradients whatever the depth; there is nothing left to clip, to add to or to look
 at when backward ends. The root unit's gradients are those of a usual step, but for one thing: who writes
-them between backward and step, as clipping does, would do half of what he means to.
+them between backward and step, as clipping does, would change only the root's gradients.
 """
 
 from __future__ import annotations

@@ -220,7 +220,7 @@ class Seen:
         self._exchange(self._kinds[True], self._nan)
 
     def show(self) -> None:
-        """It is done."""
+        """The update is done."""
         self._exchange(self._kinds[False], self._values)
 
     def holders(self) -> int:

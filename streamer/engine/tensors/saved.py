@@ -24,7 +24,7 @@ class Saved(NamedTuple):
         return Saved(tensor, tensor._version)
 
     def unchanged(self) -> torch.Tensor:
-        """It; RuntimeError if it has been written."""
+        """The tensor. Raises RuntimeError if it was written since it was saved."""
         if self.tensor._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace "

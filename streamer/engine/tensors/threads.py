@@ -69,7 +69,7 @@ class Turns:
         when_backward_ends(backward)
 
     def end_backward(self, backward: _Backward) -> None:
-        """It has ended, whoever may still hold it."""
+        """``backward`` has ended, whoever may still hold the object."""
         with self.lock:
             self._backwards.discard(backward)
 
