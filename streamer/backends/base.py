@@ -27,6 +27,9 @@ class Lane(enum.Enum):
     D2H = "d2h"  # device to host copies
     HOST = "host"  # work on host memory: updates, accumulation, norms
 
+    # that of an enumeration is a function in Python, and these are looked up at every op
+    __hash__ = object.__hash__
+
 
 @dataclass(frozen=True)
 class Span:

@@ -12,7 +12,7 @@ from torch import nn
 from streamer.engine.layer.ambient import Ambient
 from streamer.engine.layer.sharing import untangle
 from streamer.engine.paging.unit import Attributes, Unit, changed_attributes, set_attributes
-from streamer.engine.tensors.nested import Rebuild, Tensors, fingerprint, flatten, reachable
+from streamer.engine.tensors.nested import Rebuild, Tensors, fingerprint, flatten, reachable, stamps
 from streamer.errors import warn
 from streamer.torch_private import storage_id
 
@@ -104,9 +104,14 @@ class Call:
         self.forward.give_up(error)
 
     def run(
-        self, weights: torch.Tensor, leaves: Tensors, inputs: Tensors
+        self,
+        weights: torch.Tensor,
+        leaves: Tensors,
+        inputs: Tensors,
+        attributes: Attributes | None = None,
     ) -> tuple[list[torch.Tensor], Rebuild]:
-        """Run it with ``leaves``, which are views of the slot ``weights``, as parameters.
+        """Run it with ``leaves``, which are views of the slot ``weights``, as parameters. ``attributes`` are
+        those that the layer's modules have now, if the caller has just looked.
 
         Returns the tensors that are to leave the layer, and what puts its result together from them and,
         after them, the user's inputs: [Note: shared outputs]. None of them aliases the slot, which will soon
@@ -115,9 +120,9 @@ class Call:
         args, kwargs = self.rebuild(inputs)
         given = reachable((args, kwargs))
         self._check_seen(given, inputs, "is given", lambda tensor: tensor.requires_grad)
-        before = fingerprint((args, kwargs))
+        before = stamps(given)
         try:
-            result = run_on_slot(self.unit, self.forward, weights, leaves, args, kwargs)
+            result = _run(self.unit, self.forward, weights, leaves, args, kwargs, attributes)
         except RuntimeError as error:
             # autograd's own refusal, where the graph is built in forward, names no layer
             if "in-place operation" in str(error):
@@ -127,7 +132,7 @@ class Call:
             raise self._changes_its_arguments()
         outputs, rebuild = flatten(result)
         self._check_seen(reachable(result), outputs, "returns", lambda tensor: tensor.is_floating_point())
-        return untangle(self.unit.name, outputs, rebuild, inputs)
+        return untangle(self.unit.name, _apart(outputs, weights), rebuild, inputs)
 
     def _check_seen(
         self,
@@ -161,8 +166,23 @@ def run_on_slot(
 ) -> Any:
     """``forward`` with ``leaves``, views of the slot ``weights``, as parameters; the result does not alias
     the slot. Raises ValueError if it writes its weights, since the slot is a copy, or keeps them."""
+    outputs, rebuild = flatten(_run(unit, forward, weights, leaves, args, kwargs))
+    return rebuild(_apart(outputs, weights))
+
+
+def _run(
+    unit: Unit,
+    forward: Callable[..., Any],
+    weights: torch.Tensor,
+    leaves: Tensors,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    attributes: Attributes | None = None,
+) -> Any:
+    """`run_on_slot`, whose result may alias the slot."""
     slot = (weights, *leaves)
-    before, attributes = [tensor._version for tensor in slot], unit.attributes()
+    before = [tensor._version for tensor in slot]
+    attributes = unit.attributes() if attributes is None else attributes
     with unit.restored(), unit.using(leaves):
         result = forward(*args, **kwargs)
     if changed := list(changed_attributes(attributes)):
@@ -173,8 +193,12 @@ def run_on_slot(
             f"layer '{unit.name}' writes its own weights in its forward, which would be lost: write them "
             "between steps"
         )
-    outputs, rebuild = flatten(result)
-    return rebuild([out.clone() if aliases(out, weights) else out for out in outputs])
+    return result
+
+
+def _apart(outputs: Tensors, weights: torch.Tensor) -> list[torch.Tensor]:
+    """``outputs``, of those that show the slot ``weights`` clones."""
+    return [output.clone() if aliases(output, weights) else output for output in outputs]
 
 
 def _check_not_kept(

@@ -370,7 +370,7 @@ class Recompute(LayerRun):
             owners.counted(),
             without_own_checkpoint(unit.module),
         ):
-            outputs, rebuild = self.call.run(weights, leaves, inner)
+            outputs, rebuild = self.call.run(weights, leaves, inner, self._attributes)
         if self.is_whole:
             hand_on_hooks(inner, inputs)
         if fingerprint(tensors) != unwritten:
@@ -463,7 +463,7 @@ class Recompute(LayerRun):
             torch.enable_grad(),
             without_own_checkpoint(unit.module),
         ):
-            outputs, _ = self.call.run(weights, leaves, inner)
+            outputs, _ = self.call.run(weights, leaves, inner, self._attributes)
         if self.is_whole:
             hand_on_hooks(inner)
         return outputs

@@ -30,6 +30,9 @@ class _Uses:
     reads: dict[Lane, Event] = field(default_factory=dict)
 
 
+_UNUSED = _Uses()
+
+
 class Hazards:
     """The last uses of every resource. The two flags exist to show in tests that either kind is needed."""
 
@@ -43,12 +46,12 @@ class Hazards:
         waits: dict[int, Event] = {}
         if self._read_after_write:
             for resource in op.reads:
-                write = self._uses.get(resource, _Uses()).write
+                write = self._uses.get(resource, _UNUSED).write
                 if write is not None and write.lane is not op.lane:
                     waits[id(write)] = write
         if self._write_after_read:
             for resource in op.writes:
-                for lane, read in self._uses.get(resource, _Uses()).reads.items():
+                for lane, read in self._uses.get(resource, _UNUSED).reads.items():
                     if lane is not op.lane:
                         waits[id(read)] = read
         return list(waits.values())

@@ -29,6 +29,9 @@ class Place(enum.Enum):
     HOST_INPUT = "host input"  # the same in host memory
     FETCHED = "fetched input"  # the same on the device again
 
+    # that of an enumeration is a function in Python, and these are looked up at every op
+    __hash__ = object.__hash__
+
 
 class Resource(NamedTuple):
     """One place and which of its kind: a slot's number, or a unit's."""

@@ -19,6 +19,9 @@ class Phase(enum.Enum):
     BACKWARD = "B"
     INFERENCE = "I"  # a forward without gradients
 
+    # that of an enumeration is a function in Python, and these are looked up at every visit
+    __hash__ = object.__hash__
+
 
 class Visit(NamedTuple):
     """One request for a unit."""
@@ -27,7 +30,13 @@ class Visit(NamedTuple):
     phase: Phase
 
 
-Cycle = tuple[Visit, ...]
+class Cycle:
+    """Visits that are expected to come again and again."""
+
+    def __init__(self, visits: Iterable[Visit]) -> None:
+        self.visits = tuple(visits)
+        #: the units of three rounds
+        self.thrice = 3 * tuple(visit.unit for visit in self.visits)
 
 
 class Order:
@@ -42,8 +51,8 @@ class Order:
     def __init__(self, units: Sequence[int]) -> None:
         forward = [Visit(unit, Phase.FORWARD) for unit in units]
         backward = [Visit(unit, Phase.BACKWARD) for unit in reversed(units)]
-        self._training: Cycle = (*forward, *backward)
-        self._inference: Cycle = tuple(Visit(unit, Phase.INFERENCE) for unit in units)
+        self._training = Cycle([*forward, *backward])
+        self._inference = Cycle(Visit(unit, Phase.INFERENCE) for unit in units)
         self._now: list[Visit] = []
         self._phases: set[Phase] = set()
         self._longest = 64 * len(units)
@@ -59,18 +68,18 @@ class Order:
             self._position = 0
         self._now.append(visit)
         self._phases.add(visit.phase)
-        expected = self._expected()
+        expected = self._expected().visits
         # units may be skipped: look ahead first, then anew from the start of the cycle
         ahead = _index(expected, visit, self._position)
         found = ahead if ahead is not None else _index(expected, visit, 0)
         if found is not None:
             self._position = found + 1
 
-    def upcoming(self) -> list[int]:
+    def upcoming(self) -> Sequence[int]:
         """The units of the visits to come: the rest of this cycle, then two whole ones, so that the
         next use after each of the nearest visits is among them."""
         cycle = self._expected()
-        return [visit.unit for visit in (*cycle[self._position :], *cycle, *cycle)]
+        return cycle.thrice[self._position :]
 
     def _begins_cycle(self, visit: Visit) -> bool:
         if not self._now:
@@ -88,9 +97,9 @@ class Order:
 
     def _remember(self) -> None:
         if self._phases == {Phase.INFERENCE}:
-            self._inference = tuple(self._now)
+            self._inference = Cycle(self._now)
         elif self._now[-1].phase is Phase.BACKWARD or self._phases == {Phase.FROZEN}:
-            self._training = tuple(self._now)
+            self._training = Cycle(self._now)
 
     def _expected(self) -> Cycle:
         """The cycle of the kind that is running."""
@@ -114,7 +123,7 @@ def farthest(candidates: Iterable[int], upcoming: Iterable[int], nbytes: Sequenc
     )
 
 
-def _index(cycle: Cycle, visit: Visit, start: int) -> int | None:
+def _index(cycle: Sequence[Visit], visit: Visit, start: int) -> int | None:
     try:
         return cycle.index(visit, start)
     except ValueError:

@@ -50,7 +50,12 @@ def fingerprint(value: object) -> list[tuple[int, int]]:
     Two fingerprints of a value differ if a tensor in it was written in place, or if one was added,
     removed or exchanged, also inside objects that `flatten` does not look into.
     """
-    return [(id(item), 0 if item.is_inference() else item._version) for item in reachable(value)]
+    return stamps(reachable(value))
+
+
+def stamps(tensors: Tensors) -> list[tuple[int, int]]:
+    """Identity and version of each of ``tensors``."""
+    return [(id(tensor), 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
 
 
 def constants(value: object) -> list[object]:
