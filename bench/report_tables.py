@@ -238,6 +238,16 @@ def two_checkouts(report: Report) -> list[str]:
     ]
 
 
+def beside_others(report: Report) -> list[str]:
+    names = {"this": "streamed", "against": "streamed, before the kernels' threads slept"}
+    kinds = list(report["checkouts"]["this"])
+    rows = [
+        [names.get(name, name), *(spread(row[kind]["milliseconds_per_step"], ".1f") for kind in kinds)]
+        for name, row in report["checkouts"].items()
+    ]
+    return ["Milliseconds per step of a tiny Llama.", "", *table(["", *kinds], rows)]
+
+
 def host_cost(report: Report) -> list[str]:
     rows = [
         [
@@ -256,6 +266,7 @@ def host_cost(report: Report) -> list[str]:
 TABLES: dict[str, Callable[[Report], list[str]]] = {
     "bench/adam.py": adam,
     "bench/architectures.py": architectures_table,
+    "bench/beside_others.py": beside_others,
     "bench/checkpoint.py": checkpoint,
     "bench/depth.py": depth,
     "bench/fits.py": fits,
