@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -212,3 +213,58 @@ def test_a_view_of_a_weight_is_not_kept(grad: bool) -> None:
         for _ in range(2):  # the first refusal has left nothing behind
             with pytest.raises(ValueError, match="'0' keeps a weight.* in attribute 'turned' of a Caching"):
                 model(torch.ones(1, WIDTH))
+
+
+# functions, which are not copied with the layer, as a method of the generator would be
+def a_normal() -> float:
+    return float(np.random.randn())
+
+
+def a_uniform() -> float:
+    return float(np.random.rand())
+
+
+def nothing() -> float:
+    return 1.0
+
+
+class DrawingFromNumPy(nn.Module):
+    """Draws from NumPy's own generator: a normal number, whose pair waits for the next one, or a uniform."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.linear, self.draw = nn.Linear(WIDTH, WIDTH), draw
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (self.linear(x) * self.draw()).tanh()
+
+
+@pytest.mark.parametrize("of_user", [0, 1])
+@pytest.mark.parametrize(
+    "draws",
+    [
+        [a_normal] * 4,
+        [a_uniform] * 4,
+        [a_normal, nothing, a_normal, a_uniform],
+        [nothing] * 4,
+    ],
+    ids=["normal", "uniform", "mixed", "none"],
+)
+def test_numpys_own_generator_goes_on_as_it_would(draws: list[Callable[[], float]], of_user: int) -> None:
+    found = []
+    for is_streamed in (False, True):
+        torch.manual_seed(0)
+        np.random.seed(0)
+        model, values = nn.Sequential(*map(DrawingFromNumPy, draws)), []
+        with streamed(model, layers="") if is_streamed else nullcontext(model) as trained:
+            for step in range(3):
+                # the user's draws begin between two of the layers', or do not
+                values += [float(np.random.randn()) for _ in range(of_user)]
+                value = trained(torch.full((4, WIDTH), 0.1 * step)).square().mean()
+                value.backward()
+                gradients = [param.grad.tolist() for param in trained.parameters()]
+                values += [value.item(), gradients, float(np.random.randn())]
+                trained.zero_grad()
+        state = np.random.get_state(legacy=False)
+        found.append((values, state["state"]["key"].tolist(), state["gauss"], state["has_gauss"]))
+    assert found[0] == found[1]
