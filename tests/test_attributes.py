@@ -220,6 +220,10 @@ def a_normal() -> float:
     return float(np.random.randn())
 
 
+def a_normal_in_the_end() -> float:
+    return a_normal()
+
+
 def a_uniform() -> float:
     return float(np.random.rand())
 
@@ -236,6 +240,9 @@ class DrawingFromNumPy(nn.Module):
         self.linear, self.draw = nn.Linear(WIDTH, WIDTH), draw
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.draw is a_normal_in_the_end:
+            # a run in backward ends before
+            return x + self.linear(x).tanh() + self.draw()
         return x + (self.linear(x) * self.draw()).tanh()
 
 
@@ -246,9 +253,10 @@ class DrawingFromNumPy(nn.Module):
         [a_normal] * 4,
         [a_uniform] * 4,
         [a_normal, nothing, a_normal, a_uniform],
+        [a_normal, a_normal_in_the_end, nothing, nothing],
         [nothing] * 4,
     ],
-    ids=["normal", "uniform", "mixed", "none"],
+    ids=["normal", "uniform", "mixed", "late", "none"],
 )
 def test_numpys_own_generator_goes_on_as_it_would(draws: list[Callable[[], float]], of_user: int) -> None:
     found = []
