@@ -122,7 +122,7 @@ class Call:
         self._check_seen(given, inputs, "is given", lambda tensor: tensor.requires_grad)
         before = stamps(given)
         try:
-            result = _run(self.unit, self.forward, weights, leaves, args, kwargs, attributes)
+            result = run_on_slot(self.unit, self.forward, weights, leaves, args, kwargs, attributes)
         except RuntimeError as error:
             # autograd's own refusal, where the graph is built in forward, names no layer
             if "in-place operation" in str(error):
@@ -132,7 +132,7 @@ class Call:
             raise self._changes_its_arguments()
         outputs, rebuild = flatten(result)
         self._check_seen(reachable(result), outputs, "returns", lambda tensor: tensor.is_floating_point())
-        return untangle(self.unit.name, _apart(outputs, weights), rebuild, inputs)
+        return untangle(self.unit.name, apart(outputs, weights), rebuild, inputs)
 
     def _check_seen(
         self,
@@ -163,23 +163,13 @@ def run_on_slot(
     leaves: Tensors,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> Any:
-    """``forward`` with ``leaves``, views of the slot ``weights``, as parameters; the result does not alias
-    the slot. Raises ValueError if it writes its weights, since the slot is a copy, or keeps them."""
-    outputs, rebuild = flatten(_run(unit, forward, weights, leaves, args, kwargs))
-    return rebuild(_apart(outputs, weights))
-
-
-def _run(
-    unit: Unit,
-    forward: Callable[..., Any],
-    weights: torch.Tensor,
-    leaves: Tensors,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
     attributes: Attributes | None = None,
 ) -> Any:
-    """`run_on_slot`, whose result may alias the slot."""
+    """``forward`` with ``leaves``, views of the slot ``weights``, as parameters; the result may alias
+    the slot. ``attributes`` are those that the unit's modules have now, if the caller has just looked.
+
+    Raises ValueError if it writes its weights, since the slot is a copy, or keeps them.
+    """
     slot = (weights, *leaves)
     before = [tensor._version for tensor in slot]
     attributes = unit.attributes() if attributes is None else attributes
@@ -196,7 +186,7 @@ def _run(
     return result
 
 
-def _apart(outputs: Tensors, weights: torch.Tensor) -> list[torch.Tensor]:
+def apart(outputs: Tensors, weights: torch.Tensor) -> list[torch.Tensor]:
     """``outputs``, of those that show the slot ``weights`` clones."""
     return [output.clone() if aliases(output, weights) else output for output in outputs]
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch.autograd import forward_ad
 
 from streamer.engine.layer.activation import LayerCall
 from streamer.engine.layer.ambient import Autocast, past_checkpoints
-from streamer.engine.layer.call import Call, Compiler, aliases, run_on_slot
+from streamer.engine.layer.call import Call, Compiler, aliases, apart, run_on_slot
 from streamer.engine.layer.micro_batches import AmbiguousBatchError, BatchSlices, Joined, MicroBatches
 from streamer.engine.layer.outside_access import unwatched
 from streamer.engine.layer.parameter_gradients import asked_of
@@ -226,7 +225,12 @@ class StreamedLayer:
         unit = self._unit
 
         def work(weights: torch.Tensor) -> Any:
-            run = partial(run_on_slot, unit, self._forward, weights, unit.leaves(weights))
+            leaves = unit.leaves(weights)
+
+            def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                outputs, rebuild = flatten(run_on_slot(unit, self._forward, weights, leaves, args, kwargs))
+                return rebuild(apart(outputs, weights))
+
             with Autocast.now(self._executor.backend.device).uncached(), _slot_for_now(unit, weights):
                 return infer(run, unit, self._micro_batches, args, kwargs)
 

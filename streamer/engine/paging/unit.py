@@ -210,11 +210,6 @@ class Unit:
         return Selection()
 
     @cached_property
-    def _owning(self) -> list[Any]:
-        """The modules in which `check_owned` has found nothing wrong, and all that they had as parameters."""
-        return [None, []]
-
-    @cached_property
     def _places(self) -> frozenset[tuple[nn.Module, str]]:
         return frozenset(place for owners in self.owners for place in owners)
 
@@ -237,7 +232,7 @@ class Unit:
     def check_owned(self) -> None:
         """Raise ValueError if the unit's modules have others than their own parameters."""
         modules = self.modules
-        if modules is self._owning[0] and are_same(_params_of(modules), self._owning[1]):
+        if modules is self._tree.checked and are_same(_params_of(modules), self._tree.params):
             return
         for param, owners in zip(self.params, self.owners, strict=True):
             for module, name in owners:
@@ -257,7 +252,7 @@ class Unit:
             if param is not None
         }
         if places == self._places:
-            self._owning[:] = self.modules, _params_of(self.modules)
+            self._tree.checked, self._tree.params = self.modules, _params_of(self.modules)
             return
         paths = {module: path for path, module in self.module.named_modules()}
         differing = places - self._places or self._places - places
@@ -308,6 +303,9 @@ class _Tree:
         self._top = top
         self._modules: tuple[nn.Module, ...] = ()
         self._children: list[nn.Module | None] = []
+        #: the modules in which `Unit.check_owned` has found nothing wrong, and all their parameters then
+        self.checked: tuple[nn.Module, ...] | None = None
+        self.params: list[nn.Parameter | None] = []
 
     def modules(self) -> tuple[nn.Module, ...]:
         """Each once, the top one first; the same tuple as long as they are the same."""
