@@ -49,7 +49,7 @@ measure() {
     --steps 12 --set optimizer.warmup_steps=4 --host-memory 120GiB --batch-sizes 32 64 \
     --json "$folder/fits.json"
   part "tests" 120 "$python" -m pytest -m cuda -p no:cacheprovider --tb=short --durations=5 \
-    tests/test_cuda.py tests/test_cuda_memory.py tests/test_cuda_update.py tests/test_bench_*.py
+    tests/backends/test_cuda.py tests/backends/test_cuda_memory.py tests/backends/test_cuda_update.py tests/bench
   part "beside others, 1.5 billion parameters" 150 "$python" -m bench.versus --device cuda \
     --n-layer 48 --n-head 25 --n-embd 1600 --vocab-size 50257 --context 1024 --batch-size 32 \
     --lr 1e-4 --rounds 5 --steps 2 --seconds 60 --only streamer-2 streamer-48 fsdp2 torchao-bf16 \

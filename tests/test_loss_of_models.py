@@ -28,8 +28,8 @@ from streamer.app.run.data import IGNORED
 from streamer.app.run.loop import TokenLoss
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
+from tests.libraries.test_huggingface import gpt2, llama
 from tests.reference import VOCAB, assert_parity, batch, streamed, train_plain, train_streamed
-from tests.test_huggingface import gpt2, llama
 
 
 @cache

@@ -1,0 +1,156 @@
+"""`streamer calibrate`: what it measures in small, what it writes, and its errors."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from streamer.app.calibrate import command as calibration
+from streamer.app.calibrate.command import sizes_of
+from streamer.app.calibrate.measure import Measurements, Sizes, measure, while_all_work
+from streamer.app.cli import main
+from streamer.app.config import ConfigError, load_config
+from streamer.app.machine_file import load_machine
+from streamer.backends.base import Lane, Span
+from streamer.backends.thread import ThreadBackend
+from streamer.simulate.machine import Beside
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+TINY = Sizes(
+    torch.float32,
+    tokens=8,
+    weights=((16, 8), (8, 8)),
+    hidden=8,
+    context=4,
+    head=4,
+    copy_bytes=4096,
+    parameters=1000,
+    seconds=0.001,
+)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_calibrate_writes_a_machine(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(calibration, "sizes_of", lambda config, kind: TINY)
+    monkeypatch.setattr(calibration, "ROUNDS", 3)
+    path = tmp_path / "machine.toml"
+    assert main(["calibrate", "--device", device, "--output", str(path)]) == 0
+    shown = capsys.readouterr().out
+    found = load_machine(path)
+    assert found.kind == device
+    assert min(found.device_bytes, found.host_bytes) > 1 << 28
+    rates = (found.flops_per_second, found.attention_flops_per_second, found.device_bytes_per_second)
+    assert all(rate is not None and rate > 0 for rate in rates)
+    assert found.seconds_per_op > 0
+    assert (found.seconds_per_visit > 0) is (device == "cpu")
+    assert min(vars(found.beside).values()) > 0 and max(vars(found.beside).values()) <= 1
+    measured = tomllib.loads(path.read_text())["measured"]
+    assert measured["torch"] == torch.__version__
+    assert measured["date"].startswith("20")
+    for name, (low, median, high) in measured["quartiles"].items():
+        value = getattr(found.beside if hasattr(found.beside, name) else found, name)
+        assert low <= median == value <= high
+        assert name in shown
+    assert f"written: {path}" in shown
+
+
+def test_sixteen_bit_products_are_measured_beside_those_in_fp32() -> None:
+    backend = ThreadBackend()
+    try:
+        measurements = Measurements(backend, replace(TINY, dtype=torch.bfloat16))
+        found = measure(measurements, rounds=2, budget_seconds=0.0)
+        measurements.close()
+    finally:
+        backend.close()
+    assert {"flops_per_second", "fp32_flops_per_second"} <= found.keys()
+    assert {item.name for item in fields(Beside)} <= found.keys()
+    assert {len(values) for values in found.values()} == {2}
+    assert min(min(values) for values in found.values()) > 0
+
+
+def test_sizes_are_those_of_the_config() -> None:
+    overrides = ["stream.micro_batch_size=2", 'stream.dtype="bfloat16"', "data.batch_size=64"]
+    sizes = sizes_of(load_config(CONFIGS / "gpt2-demo.toml", overrides), "cpu")
+    assert sizes.dtype == torch.bfloat16
+    assert (sizes.tokens, sizes.context, sizes.hidden) == (2 * 64, 64, 96)
+    assert set(sizes.weights) == {(288, 96), (96, 96), (384, 96), (96, 384)}
+
+
+def test_a_model_that_cannot_be_built_is_told() -> None:
+    config = load_config(CONFIGS / "gpt2-demo.toml", ['model.factory="torch.nn:Identity"', "model.args={}"])
+    with pytest.raises(ConfigError, match="the model of this config cannot be built: "):
+        sizes_of(config, "cpu")
+
+
+def test_a_large_batch_is_measured_in_part() -> None:
+    config = load_config(CONFIGS / "gpt2-10b.toml")
+    sizes = sizes_of(config, "cuda")
+    assert sizes.tokens <= calibration.MOST_TOKENS["cuda"]
+    assert sizes.hidden == 4096
+
+
+def test_sizes_without_a_config() -> None:
+    assert sizes_of(None, "cuda").dtype == torch.bfloat16
+    assert sizes_of(None, "cpu").dtype == torch.float32
+
+
+def test_only_what_runs_beside_the_others_counts() -> None:
+    spans = {
+        # the first began before the others did, the last ended after them
+        Lane.COMPUTE: [Span(0, 0, 4), Span(4, 4, 6), Span(6, 6, 8), Span(8, 8, 20)],
+        Lane.HOST: [Span(0, 3, 5), Span(5, 5, 6), Span(6, 6, 9)],
+    }
+    assert while_all_work(spans) == {Lane.COMPUTE: 2, Lane.HOST: 2}
+
+
+def test_of_pieces_that_are_never_wholly_beside_those_that_are_most_count() -> None:
+    spans = {Lane.COMPUTE: [Span(0, 0, 6), Span(6, 6, 16)], Lane.HOST: [Span(0, 2, 9)]}
+    assert while_all_work(spans) == {Lane.COMPUTE: 6, Lane.HOST: 7}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "tpu"], "--device: device='tpu' is not supported: use 'cuda' or 'cpu'"),
+        (["--device", "mps"], "--device: device='mps' is not supported: use 'cuda' or 'cpu'"),
+        (["--output", "nowhere/machine.toml"], "--output nowhere/machine.toml: there is no folder nowhere"),
+        (["--output", ".."], "--output ..: it is a folder; give a file in it, such as ../machine.toml"),
+        (["nothing.toml"], "nothing.toml: No such file or directory"),
+    ],
+)
+def test_bad_input_is_told_in_one_line(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["calibrate", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"streamer: {message}") and error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # chmod does not hold root back
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    monkeypatch.setattr(calibration, "measure", lambda *_, **__: pytest.fail("it has begun to measure"))
+    path = tmp_path / "machine.toml"
+    assert main(["calibrate", "--output", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error == f"streamer: --output {path}: it cannot be written; give a file elsewhere\n"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_a_gpu_that_is_not_there_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", "--device", "cuda", "--output", str(tmp_path / "machine.toml")]) == 2
+    assert "PyTorch finds no CUDA device here" in capsys.readouterr().err

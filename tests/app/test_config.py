@@ -1,0 +1,387 @@
+"""streamer/app/config.py: what a file reads to, what it is written as, and each of its errors."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from streamer.app.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    StreamConfig,
+    dump_config,
+    load_config,
+)
+from streamer.app.run.build import import_factory
+
+LEAST = """\
+[run]
+name = "tiny"
+steps = 10
+[model]
+factory = "models.gpt2:GPT"
+[data]
+context = 8
+batch_size = 2
+[optimizer]
+lr = 1
+"""
+
+LEAST_CONFIG = Config(
+    run=RunConfig("tiny", 10, seed=0, eval_every=100, eval_batches=8, sample_tokens=256, out="runs"),
+    model=ModelConfig("models.gpt2:GPT", args={}),
+    data=DataConfig(context=8, batch_size=2, paths=(), val_fraction=0.05),
+    optimizer=OptimizerConfig(1.0, (0.9, 0.95), 1e-8, 0.1, grad_clip=1.0, warmup_steps=0, min_lr=0.0),
+    stream=StreamConfig(layers=None, num_slots=None, activations="recompute", dtype=None, device=None),
+)
+
+FULL = """\
+[run]
+name = "full-1.2"
+steps = 7
+seed = 3
+eval_every = 4
+eval_batches = 5
+sample_tokens = 0
+out = "else where"
+save_every = 3
+keep = 5
+save_failure = "warn"
+nonfinite = "back"
+[model]
+factory = "package.module:make"
+init = "first_values"
+[model.args]
+n_layer = 3
+scale = 1e-5
+flag = false
+names = ["a", "b\\n"]
+"odd key" = {inner = {deep = [1, [2.5]]}, on = 2024-05-01, at = 2024-05-01T10:20:30Z}
+word = "\\u007f \\" \\\\ é 🐍"
+[data]
+paths = ["src", "notes.txt"]
+context = 16
+batch_size = 4
+val_fraction = 0.5
+[stream]
+layers = ["encoder.h", "decoder.h"]
+num_slots = 3
+activations = "keep"
+micro_batch_size = 2
+batch_dims = {mask = 0, x = "none"}
+update = "backward"
+dtype = "bfloat16"
+device = "cpu"
+host_threads = 1
+compile = true
+device_memory = "1.5GiB"
+[optimizer]
+lr = 2e-3
+betas = [0, 0.999]
+eps = 1e-6
+weight_decay = 0
+grad_clip = 0
+state_dtype = "int8"
+warmup_steps = 2
+min_lr = 2e-3
+"""
+
+FULL_CONFIG = Config(
+    run=RunConfig("full-1.2", 7, 3, 4, 5, 0, "else where", 3, 5, "warn", "back"),
+    model=ModelConfig(
+        "package.module:make",
+        args={
+            "n_layer": 3,
+            "scale": 1e-5,
+            "flag": False,
+            "names": ["a", "b\n"],
+            "odd key": {
+                "inner": {"deep": [1, [2.5]]},
+                "on": datetime.date(2024, 5, 1),
+                "at": datetime.datetime(2024, 5, 1, 10, 20, 30, tzinfo=datetime.UTC),
+            },
+            "word": '\x7f " \\ é 🐍',
+        },
+        init="first_values",
+    ),
+    data=DataConfig(context=16, batch_size=4, paths=("src", "notes.txt"), val_fraction=0.5),
+    optimizer=OptimizerConfig(2e-3, (0.0, 0.999), 1e-6, 0.0, 0.0, "int8", warmup_steps=2, min_lr=2e-3),
+    stream=StreamConfig(
+        ("encoder.h", "decoder.h"),
+        3,
+        "keep",
+        2,
+        {"mask": 0, "x": "none"},
+        "backward",
+        "bfloat16",
+        "cpu",
+        1,
+        True,
+        "1.5GiB",
+    ),
+)
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """``c.toml`` in the working directory, so that messages are the same on every machine."""
+    monkeypatch.chdir(tmp_path)
+    return Path("c.toml")
+
+
+def error_of(path: Path, text: str, *overrides: str) -> str:
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as error:
+        load_config(path, overrides)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("text", "config"), [(LEAST, LEAST_CONFIG), (FULL, FULL_CONFIG)])
+def test_a_file_reads_to_a_config_and_back(path: Path, text: str, config: Config) -> None:
+    path.write_text(text, encoding="utf-8")
+    assert load_config(path) == config
+    path.write_text(dump_config(config), encoding="utf-8")
+    assert load_config(path) == config
+
+
+def test_an_integer_given_for_a_number_becomes_one(path: Path) -> None:
+    path.write_text(LEAST)
+    assert isinstance(load_config(path).optimizer.lr, float)
+
+
+def test_a_dump_is_the_whole_config(path: Path) -> None:
+    assert dump_config(LEAST_CONFIG) == (
+        '[run]\nname = "tiny"\nsteps = 10\nseed = 0\neval_every = 100\neval_batches = 8\n'
+        'sample_tokens = 256\nout = "runs"\nsave_every = 0\nkeep = 2\nsave_failure = "stop"\n'
+        'nonfinite = "skip"\n\n'
+        '[model]\nfactory = "models.gpt2:GPT"\nargs = {}\n\n'
+        "[data]\ncontext = 8\nbatch_size = 2\npaths = []\nval_fraction = 0.05\n\n"
+        "[optimizer]\nlr = 1.0\nbetas = [0.9, 0.95]\neps = 1e-08\nweight_decay = 0.1\ngrad_clip = 1.0\n"
+        'state_dtype = "float32"\n'
+        "warmup_steps = 0\nmin_lr = 0.0\n\n"
+        '[stream]\nactivations = "recompute"\nupdate = "step"\ncompile = false\n'
+    )
+
+
+def test_overrides_replace_what_the_file_says(path: Path) -> None:
+    path.write_text(LEAST)
+    overrides = ["run.steps=20", 'run.name = "other"', "stream.num_slots=4", "model.args.sizes={a=[1,2]}"]
+    assert load_config(path, overrides) == Config(
+        run=RunConfig("other", 20),
+        model=ModelConfig("models.gpt2:GPT", {"sizes": {"a": [1, 2]}}),
+        data=DataConfig(8, 2),
+        optimizer=OptimizerConfig(1.0),
+        stream=StreamConfig(num_slots=4),
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("steps=3", "override 'steps=3' must be section.key=value, such as run.steps=100"),
+        ("run.steps", "override 'run.steps' must be section.key=value, such as run.steps=100"),
+        ("run.name=me", "override 'run.name=me': not a TOML value; quote a string: 'run.name=\"me\"'"),
+        ("run.seed=1\nout=2", r"override 'run.seed=1\nout=2': not a TOML value; "
+         r"""quote a string: 'run.seed="1\nout=2"'"""),
+        ("run.name.first=1", "override 'run.name.first=1': name is not a table; set name itself"),
+        ("run.steps=0", "c.toml run.steps=0: run.steps must be an integer of 1 or more, not 0"),
+        ("run.step=1", "c.toml run.step=1: unknown key 'step' in [run]; did you mean 'steps'?"),
+        ("rum.steps=1", "c.toml rum.steps=1: unknown section [rum]; did you mean 'run'?"),
+    ],
+)  # fmt: skip
+def test_a_bad_override_is_named(path: Path, override: str, message: str) -> None:
+    assert error_of(path, LEAST, override) == message
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        # wrong types
+        ("run.steps", "true", "run.steps must be an integer of 1 or more, not true"),
+        ("run.steps", "10.0", "run.steps must be an integer of 1 or more, not 10.0"),
+        ("run.steps", '"10"', 'run.steps must be an integer of 1 or more, not "10"'),
+        ("run.seed", "false", "run.seed must be an integer of 0 or more, not false"),
+        ("run.out", "1", "run.out must be a string that is not empty, not 1"),
+        ("model.args", "[1]", "model.args must be a table, not [1]"),
+        ("data.paths", '"src"', 'data.paths must be an array of strings, none empty, not "src"'),
+        ("data.paths", '["a", 1]', 'data.paths must be an array of strings, none empty, not ["a", 1]'),
+        ("stream.layers", "{a = 1}", "stream.layers must be a string or an array of strings, none empty, "
+         "not {a = 1}"),
+        ("stream.device", "0", "stream.device must be a string that is not empty, not 0"),
+        ("optimizer.lr", "true", "optimizer.lr must be a number above 0, not true"),
+        ("optimizer.lr", '"1e-3"', 'optimizer.lr must be a number above 0, not "1e-3"'),
+        ("optimizer.betas", "0.9", "optimizer.betas must be an array of two numbers in [0, 1), not 0.9"),
+        ("optimizer.betas", "[0.9, true]", "optimizer.betas must be an array of two numbers in [0, 1), "
+         "not [0.9, true]"),
+        # out of range
+        ("run.name", '"a/b"', 'run.name must be a string that can name a folder, not "a/b"'),
+        ("run.name", '".."', 'run.name must be a string that can name a folder, not ".."'),
+        ("run.steps", "0", "run.steps must be an integer of 1 or more, not 0"),
+        ("run.seed", "-1", "run.seed must be an integer of 0 or more, not -1"),
+        ("run.eval_every", "0", "run.eval_every must be an integer of 1 or more, not 0"),
+        ("run.eval_batches", "0", "run.eval_batches must be an integer of 1 or more, not 0"),
+        ("run.sample_tokens", "-1", "run.sample_tokens must be an integer of 0 or more, not -1"),
+        ("run.out", '""', 'run.out must be a string that is not empty, not ""'),
+        ("data.context", "0", "data.context must be an integer of 1 or more, not 0"),
+        ("data.batch_size", "0", "data.batch_size must be an integer of 1 or more, not 0"),
+        ("data.paths", '[""]', 'data.paths must be an array of strings, none empty, not [""]'),
+        ("data.val_fraction", "0", "data.val_fraction must be a number in (0, 1), not 0"),
+        ("data.val_fraction", "1.0", "data.val_fraction must be a number in (0, 1), not 1.0"),
+        ("stream.layers", '[""]', "stream.layers must be a string or an array of strings, none empty, "
+         'not [""]'),
+        ("stream.num_slots", "0", "stream.num_slots must be an integer of 1 or more, or \"auto\", not 0"),
+        ("stream.dtype", '"int8"', 'stream.dtype must be "float32", "bfloat16" or "float16", not "int8"'),
+        ("optimizer.lr", "0", "optimizer.lr must be a number above 0, not 0"),
+        ("optimizer.lr", "nan", "optimizer.lr must be a number above 0, not nan"),
+        ("optimizer.lr", "inf", "optimizer.lr must be a number above 0, not inf"),
+        ("optimizer.eps", "0.0", "optimizer.eps must be a number above 0, not 0.0"),
+        ("optimizer.betas", "[0.9, 1]", "optimizer.betas must be an array of two numbers in [0, 1), "
+         "not [0.9, 1]"),
+        ("optimizer.betas", "[0.9]", "optimizer.betas must be an array of two numbers in [0, 1), not [0.9]"),
+        ("optimizer.weight_decay", "-1", "optimizer.weight_decay must be a number of 0 or more, not -1"),
+        ("optimizer.grad_clip", "-1", "optimizer.grad_clip must be a number of 0 or more, not -1"),
+        ("optimizer.grad_clip", "inf", "optimizer.grad_clip must be a number of 0 or more, not inf"),
+        ("optimizer.warmup_steps", "-1", "optimizer.warmup_steps must be an integer of 0 or more, not -1"),
+        ("optimizer.min_lr", "-1", "optimizer.min_lr must be a number of 0 or more, not -1"),
+        ("optimizer.min_lr", "2.0", "optimizer.min_lr is above optimizer.lr, from which it decays; lower it"),
+        ("model.factory", '"GPT"', 'model.factory must be a module and a callable in it, '
+         'such as "models.gpt2:GPT", not "GPT"'),
+        ("model.factory", '"models/gpt2.py:GPT"', 'model.factory must be a module and a callable in it, '
+         'such as "models.gpt2:GPT", not "models/gpt2.py:GPT"'),
+        # unknown keys
+        ("optimizer.learning_rate", "1", "unknown key 'learning_rate' in [optimizer]; there are: "
+         "lr, betas, eps, weight_decay, grad_clip, state_dtype, warmup_steps, min_lr"),
+        ("stream.slots", "2", "unknown key 'slots' in [stream]; did you mean 'num_slots'?"),
+    ],
+)  # fmt: skip
+def test_a_bad_value_is_named_with_its_mend(path: Path, key: str, value: str, message: str) -> None:
+    section, name = key.split(".")
+    lines = [line for line in LEAST.splitlines() if not line.startswith(f"{name} =")]
+    if f"[{section}]" not in lines:
+        lines.append(f"[{section}]")
+    lines.insert(lines.index(f"[{section}]") + 1, f"{name} = {value}")
+    assert error_of(path, "\n".join(lines)) == f"c.toml: {message}"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('name = "tiny"', "run.name is missing: give a string that can name a folder"),
+        ("steps = 10", "run.steps is missing: give an integer of 1 or more"),
+        (
+            'factory = "models.gpt2:GPT"',
+            'model.factory is missing: give a module and a callable in it, such as "models.gpt2:GPT"; or a '
+            "pretrained model's folder as model.pretrained (--model)",
+        ),
+        ("context = 8", "data.context is missing: give an integer of 1 or more"),
+        ("batch_size = 2", "data.batch_size is missing: give an integer of 1 or more"),
+        ("lr = 1", "optimizer.lr is missing: give a number above 0"),
+        ("[optimizer]\nlr = 1", "optimizer.lr is missing: give a number above 0"),
+    ],
+)
+def test_a_missing_key_is_named(path: Path, line: str, message: str) -> None:
+    assert error_of(path, LEAST.replace(f"{line}\n", "")) == f"c.toml: {message}"
+
+
+def test_an_unknown_section_is_named(path: Path) -> None:
+    assert error_of(path, f"{LEAST}[optimiser]\nlr = 1\n") == (
+        "c.toml: unknown section [optimiser]; did you mean 'optimizer'?"
+    )
+    assert error_of(path, f"{LEAST}[wandb]\n") == (
+        "c.toml: unknown section [wandb]; there are: run, model, data, optimizer, stream"
+    )
+    assert error_of(path, f"stream = 2\n{LEAST}") == (
+        "c.toml: stream must be a section: write [stream] and its keys below"
+    )
+
+
+def test_a_file_that_is_not_toml_is_named_with_the_line(path: Path) -> None:
+    assert error_of(path, "[run]\nname = tiny\n") == (
+        "c.toml: not TOML in UTF-8, mend it there: Invalid value (at line 2, column 8)"
+    )
+    path.write_bytes(b"\xff")
+    with pytest.raises(ConfigError) as error:
+        load_config(path)
+    assert str(error.value).startswith("c.toml: not TOML in UTF-8, mend it there: 'utf-8' codec")
+
+
+def test_a_file_that_cannot_be_read_is_named_with_those_beside_it(path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(path)
+    assert str(error.value) == "c.toml: No such file or directory; TOML files in its folder: none"
+    for name in ("b.toml", "a.toml", "a.txt"):
+        Path(name).touch()
+    with pytest.raises(ConfigError) as error:
+        load_config(str(path))
+    assert str(error.value) == "c.toml: No such file or directory; TOML files in its folder: a.toml, b.toml"
+    path.mkdir()
+    (path / "d.toml").touch()
+    with pytest.raises(ConfigError) as error:
+        load_config(path)
+    assert str(error.value) == f"c.toml: Is a directory; TOML files in it: {path / 'd.toml'}"
+
+
+@pytest.fixture
+def user_module(path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of the user's in the working directory, which is not on the import path yet."""
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(Path.cwd()))])
+    Path("users_models.py").write_text("def Tiny(size): return size\nLARGE = 3\n")
+    Path("needs_more.py").write_text("import not_installed_anywhere\n")
+    for name in ("users_models", "needs_more"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return "users_models"
+
+
+def test_a_factory_comes_from_the_working_directory(user_module: str) -> None:
+    assert import_factory(f"{user_module}:Tiny")(5) == 5
+    before = list(sys.path)
+    import_factory(f"{user_module}:Tiny")
+    assert sys.path == before
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (
+            "users_models",
+            "the factory must be a module and a callable in it, "
+            "such as \"models.gpt2:GPT\", not 'users_models'",
+        ),
+        ("users_model:Tiny", "users_model:Tiny: no module 'users_model' in {cwd} or installed"),
+        ("no.such:Tiny", "no.such:Tiny: no module 'no' in {cwd} or installed"),
+        ("json.no:Tiny", "json.no:Tiny: no module 'json.no' in {cwd} or installed"),
+        (
+            "users_models:Tinny",
+            "users_models:Tinny: users_models has no callable 'Tinny'; did you mean 'Tiny'?",
+        ),
+        ("users_models:LARGE", "users_models:LARGE: users_models has no callable 'LARGE'; there are: Tiny"),
+    ],
+)
+def test_a_factory_that_is_not_there_is_named(user_module: str, spec: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        import_factory(spec)
+    assert str(error.value) == message.format(cwd=Path.cwd())
+
+
+def test_an_import_that_fails_inside_the_users_module_is_the_modules_own_error(user_module: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
+        import_factory("needs_more:Tiny")
+
+
+@pytest.mark.parametrize("file", sorted((Path(__file__).parents[2] / "configs").glob("gpt2-*.toml")), ids=str)
+def test_a_config_of_the_project_builds_its_model(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(file.parent.parent)
+    config = load_config(file)
+    with torch.device("meta"):
+        model = import_factory(config.model.factory)(**config.model.args)
+    assert isinstance(model.get_submodule(config.stream.layers), torch.nn.ModuleList)
+    assert model(torch.zeros(1, config.data.context, dtype=torch.long, device="meta")).dim() == 3

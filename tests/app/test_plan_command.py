@@ -1,0 +1,357 @@
+"""`streamer plan`: what it prints, for people and for programs, and what it says of bad input."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bench import plans
+from bench.common import RESULTS
+from streamer.app.cli import main
+from streamer.app.config import load_config
+from streamer.plan.step_plan import BESIDE, WORKING_SET
+from streamer.simulate.machine import MACHINES
+
+SMALL = """
+[run]
+name = "small"
+steps = 1
+
+[model]
+factory = "models.gpt2:GPT"
+
+[model.args]
+vocab_size = 256
+block_size = 32
+n_layer = 5
+n_head = 2
+n_embd = 64
+
+[data]
+context = 32
+batch_size = 8
+
+[stream]
+layers = "transformer.h"
+
+[optimizer]
+lr = 1e-3
+"""
+
+
+class Decides(nn.Module):
+    """Asks for a value in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, 16)
+        self.transformer = nn.ModuleDict({"h": nn.ModuleList(nn.Linear(16, 16) for _ in range(3))})
+        self.head = nn.Linear(16, 256)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.transformer["h"]:
+            x = layer(x) if x.sum().item() > 0 else x
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+class Light(nn.Module):
+    """Takes what GPT takes, and runs far fewer operations."""
+
+    def __init__(self, vocab_size: int, block_size: int, n_layer: int, n_head: int, n_embd: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, n_embd)
+        self.transformer = nn.ModuleDict({"h": nn.ModuleList(Residual(n_embd) for _ in range(n_layer))})
+        self.head = nn.Linear(n_embd, vocab_size)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.transformer["h"]:
+            x = layer(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 6 * width), nn.Linear(6 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def written(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.fixture
+def gpt(tmp_path: Path) -> str:
+    return written(tmp_path / "gpt.toml", SMALL)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    return written(tmp_path / "small.toml", SMALL.replace("models.gpt2:GPT", f"{__name__}:Light"))
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    code = main(["plan", *arguments, "--json"])
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return code, found
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and error.count("\n") == 1
+    return error
+
+
+def test_the_plan_as_people_read_it(gpt: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "step.png"
+    assert main(["plan", gpt, "--machine", "rtx-3090", "--timeline", str(picture)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("small on RTX 3090: ")
+    for words in (
+        "weight slots",
+        "gradient slots",
+        "root weights",
+        "saved layer inputs",
+        "working set of one layer",
+        "logits and loss",
+        "gaps in the allocator",
+        "exp_avg_sq",
+        "of these page-locked",
+        "of 24.00 GiB: fits",
+        "TFLOP/s by 6 FLOP per parameter and token",
+        "largest batch that fits",
+    ):
+        assert words in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_figures_for_programs(gpt: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = planned(capsys, gpt)
+    assert code == 0 and found["fits"] and found["mend"] is None
+    assert found["tokens_per_step"] == 8 * 32
+    assert found["tokens_per_second"] == pytest.approx(8 * 32 / found["seconds"])
+    assert found["model_flops"] == 6 * found["parameters"] * 8 * 32
+    # what runs again in backward, attention, and no product for the first layer's tokens
+    assert found["model_flops"] < found["executed_flops"] < 1.6 * found["model_flops"]
+    assert [row["batch_size"] for row in found["batches"]] == [2, 4, 8, 16, 32]
+    needed = [row["device_needed"] for row in found["batches"]]
+    assert needed == sorted(needed)
+    assert found["largest_batch"]["or_more"] and found["largest_batch"]["batch_size"] == 16 * 4 * 8
+    host = found["host_bytes"]
+    assert found["host_pinned"] == host["weights"] + host["gradients"] < found["host_needed"]
+    assert (
+        sum(found["device_bytes"].values()) + sum(found["device_reserve_bytes"].values())
+        == found["device_needed"]
+    )
+
+
+def test_the_largest_batch_is_one(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    limit = ["--device-memory", "24MiB", "--set", "stream.num_slots=2"]
+    _, found = planned(capsys, config, *limit)
+    best = found["largest_batch"]["batch_size"]
+    code, _ = planned(capsys, config, *limit, "--set", f"data.batch_size={best}")
+    assert code == 0
+    code, _ = planned(capsys, config, *limit, "--set", f"data.batch_size={best + max(2, best // 8)}")
+    assert code == 2
+
+
+def test_what_would_make_it_fit_does(gpt: str, capsys: pytest.CaptureFixture[str]) -> None:
+    big = ["--set", "data.batch_size=64", "--set", "stream.num_slots=2"]
+    code, found = planned(capsys, gpt, *big, "--device-memory", "8MiB")
+    assert code == 2 and not found["fits_device"] and found["fits_host"]
+    changes = found["mend"]["changes"]
+    assert list(changes)[0] == "stream.micro_batch_size"
+    sets = [word for key, value in changes.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+    code, mended = planned(capsys, gpt, *big, "--device-memory", "8MiB", *sets)
+    assert code == 0 and mended["fits"]
+
+
+def test_a_host_that_is_too_small(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    bf16 = ["--set", 'stream.dtype="bfloat16"']
+    _, found = planned(capsys, config, *bf16)
+    least = found["host_needed"] - found["host_bytes"]["exp_avg"]
+    code, found = planned(capsys, config, *bf16, "--host-memory", f"{least}B")
+    assert code == 2 and found["fits_device"] and not found["fits_host"]
+    assert found["mend"]["changes"] == {"optimizer.state_dtype": "bfloat16"}
+    code, found = planned(capsys, config, *bf16, "--host-memory", "1GiB")
+    assert code == 2 and found["mend"] is None
+    main(["plan", config, *bf16, "--host-memory", "1GiB"])
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("it does not fit on the host; even with --set ")
+    assert "optimizer.state_dtype" in last and ", the host lacks 2" in last
+
+
+def test_what_turns_out_not_to_be_needed_is_left_as_it_was(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Inputs that wait in host memory make a smaller batch help it too, which shorter moments make idle."""
+    given = ["--set", 'stream.dtype="bfloat16"', "--set", 'stream.activations="recompute+offload"']
+    _, found = planned(capsys, config, *given)
+    least = found["host_needed"] - found["host_bytes"]["exp_avg"]
+    code, found = planned(capsys, config, *given, "--host-memory", f"{least}B")
+    assert code == 2
+    assert found["mend"]["changes"] == {"optimizer.state_dtype": "bfloat16"}
+
+
+def test_a_budget_that_the_device_does_not_have_is_lowered(
+    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = replace(MACHINES["laptop-8gb"], device_bytes=(512 + 80) << 20)
+    monkeypatch.setattr("streamer.app.machine_file.machine", lambda _: small)
+    layers = ["--set", "model.args.n_layer=40", "--set", "model.args.n_embd=256"]
+    code, found = planned(capsys, config, "--device-memory", "16GiB", *layers)
+    assert code == 2 and not found["fits_device"]
+    assert found["mend"]["changes"] == {"stream.device_memory": "80MiB"}
+
+
+def test_on_the_cpu_a_budget_is_that_of_buffers_and_saved_inputs(
+    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = replace(MACHINES["laptop-8gb"], kind="cpu", device_bytes=1 << 34, host_bytes=1 << 34)
+    monkeypatch.setattr("streamer.app.machine_file.machine", lambda _: host)
+    code, found = planned(capsys, config, "--device-memory", "4MiB", "--set", "data.batch_size=64")
+    assert code == 0
+    counted = {
+        owner: nbytes for owner, nbytes in found["device_bytes"].items() if owner not in (WORKING_SET, BESIDE)
+    }
+    assert sum(counted.values()) <= 4 << 20 < sum(found["device_bytes"].values())
+
+
+def test_the_verdict_is_beside_what_is_too_small(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", config, "--device-memory", "300kB"])
+    lines = capsys.readouterr().out.splitlines()
+    (tensors,) = [line for line in lines if line.startswith("  all tensors")]
+    device, _ = [line for line in lines if line.startswith("  needed")]
+    assert tensors.endswith("of 292.97 KiB (device_memory): DOES NOT FIT")
+    assert device.endswith("of 24.00 GiB: fits")
+
+
+def test_where_no_larger_batch_was_looked_for(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", config])
+    assert "largest batch that fits (with two slots): 512 or more" in capsys.readouterr().out
+
+
+def test_slots_that_do_not_fit(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = planned(capsys, config, "--device-memory", "300kB")
+    assert code == 2 and not found["fits_device"] and found["mend"] is None
+    main(["plan", config, "--device-memory", "300kB"])
+    assert "DOES NOT FIT" in capsys.readouterr().out
+
+
+def test_gb_and_gib_differ(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    limits = [
+        planned(capsys, config, "--device-memory", text)[1]["device_memory"] for text in ("16GB", "16GiB")
+    ]
+    assert limits == [16 * 10**9, 16 * 2**30]
+
+
+def test_bad_input(config: str, gpt: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert all(name in refused(capsys, config, "--machine", "rtx-9090") for name in MACHINES)
+    assert "give a number and its unit such as '16GiB'" in refused(capsys, config, "--host-memory", "16")
+    assert "device_memory" in refused(capsys, config, "--device-memory", "16 Gib")
+    assert "layers" in refused(capsys, config, "--set", "model.args.n_layer=0")
+    assert "PNG" in refused(capsys, config, "--timeline", str(tmp_path / "step.svg"))
+    assert "no folder" in refused(capsys, config, "--timeline", str(tmp_path / "none" / "step.png"))
+    assert "longer than block_size=32" in refused(capsys, gpt, "--set", "data.context=64")
+
+
+def test_a_model_that_wants_values_is_told_which_operation(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = refused(
+        capsys,
+        config,
+        "--set",
+        'model.factory="tests.app.test_plan_command:Decides"',
+        "--set",
+        "model.args={}",
+    )
+    assert "cannot run without values" in error and "item" in error and "run.steps=1" in error
+
+
+LARGE = """
+import json, re, sys
+from dataclasses import replace
+from streamer.app.config import load_config
+from streamer.app.plan.planning import plan_run
+from streamer.simulate.machine import MACHINES
+
+config = load_config(sys.argv[1], sys.argv[2:])
+plan = plan_run(config, replace(MACHINES["h100-sxm"], host_bytes=6 << 40))
+# ru_maxrss begins with that of the process which has started this one
+peak = re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())
+print(json.dumps([plan.parameters, plan.fits, 1024 * int(peak[1])]))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from Linux's /proc")
+def test_half_a_trillion_parameters_are_planned_within_a_gib(gpt: str) -> None:
+    sizes = ["n_layer=152", "n_head=128", "n_embd=16384", "block_size=2048", "vocab_size=50257"]
+    overrides = [f"model.args.{size}" for size in sizes] + [
+        "data.context=2048",
+        'stream.dtype="bfloat16"',
+        "stream.micro_batch_size=1",
+        'stream.activations="recompute+offload"',
+        'optimizer.state_dtype="int8"',
+    ]
+    run = subprocess.run(
+        [sys.executable, "-c", LARGE, gpt, *overrides], capture_output=True, text=True, check=True
+    )
+    parameters, fits, peak = json.loads(run.stdout)
+    assert parameters == 152 * (12 * 16384**2 + 13 * 16384) + (50257 + 2048 + 2) * 16384
+    assert fits
+    assert peak < 1 << 30
+
+
+@pytest.mark.parametrize("name", ["rtx-4090", "laptop-8gb"])
+def test_the_golden_table(name: str) -> None:
+    golden = json.loads((RESULTS / "plans.json").read_text())["machines"]
+    assert list(golden) == list(MACHINES)
+    found = plans.figures(plans.plan_run(load_config(plans.CONFIG), MACHINES[name]))
+    for key, value in found.items():
+        assert golden[name][key] == (pytest.approx(value, rel=1e-9) if isinstance(value, float) else value)
+
+
+def test_a_reader_that_has_read_enough_is_no_error(
+    config: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan(*_: object, **__: object) -> bool:
+        print("a plan")
+        return True
+
+    monkeypatch.setattr("streamer.app.plan.command.plan", plan)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe:
+        monkeypatch.setattr("sys.stdout", pipe)
+        assert main(["plan", config]) == 141
+    assert capfd.readouterr().err == ""
+
+
+def test_an_error_of_no_file_is_told(
+    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan(*_: object, **__: object) -> bool:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("streamer.app.plan.command.plan", plan)
+    assert refused(capsys, config) == "streamer: No space left on device\n"

@@ -1,0 +1,438 @@
+"""A run of `streamer train` that is stopped or killed, whenever that is, ends where another one does."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from streamer.app.cli import main
+from streamer.app.run.loop import TokenLoss
+from streamer.checkpoint.manifest import checkpoints
+
+HOME = Path(__file__).parents[2]
+STEPS = 12
+
+CONFIG = """
+[run]
+name = "run"
+steps = 12
+eval_every = 5
+eval_batches = 1
+sample_tokens = 0
+save_every = 3
+[model]
+factory = "models.gpt2:GPT"
+args = {vocab_size = 256, block_size = 16, n_layer = 3, n_head = 2, n_embd = 16, dropout = 0.1}
+[data]
+paths = ["a.txt", "b.txt"]
+context = 16
+batch_size = 2
+val_fraction = 0.3
+[stream]
+layers = "transformer.h"
+device = "cpu"
+dtype = "bfloat16"
+[optimizer]
+lr = 1e-2
+warmup_steps = 4
+"""
+
+
+def written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The config of a run in ``folder``, to which the process goes."""
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(HOME))
+    for name in ("a.txt", "b.txt"):
+        (folder / name).write_text(f"{name}: to be or not to be, that is the question. " * 100)
+    path = folder / "run.toml"
+    path.write_text(CONFIG)
+    return path
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return written(tmp_path, monkeypatch)
+
+
+def train(config: Path, *arguments: str) -> int:
+    return main(["train", str(config), *arguments])
+
+
+def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """All of a checkpoint but the values that are no weights or moments."""
+    return {
+        f"{path.name}: {name}": tensor
+        for path in sorted(checkpoint.glob("*-*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
+
+
+def logged(directory: Path) -> list[dict[str, Any]]:
+    """What was computed, without what was timed."""
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    timed = ("tokens_per_second", "device_bytes", "device_bytes_peak")
+    return [{key: value for key, value in line.items() if key not in timed} for line in lines]
+
+
+def assert_same_end(actual: Path, expected: Path) -> None:
+    mine, theirs = (tensors(checkpoints(run / "checkpoints")[-1]) for run in (actual, expected))
+    assert list(mine) == list(theirs)
+    assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
+    assert logged(actual) == logged(expected)
+
+
+def saved_steps() -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in checkpoints(Path("runs/run/checkpoints"))]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run that nothing has happened to."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        assert train(written(folder, monkeypatch)) == 0
+    return folder / "runs" / "run"
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, do: Callable[[], object]) -> None:
+    """Do something in the middle of a step."""
+    backward = torch.Tensor.backward
+    steps: list[int] = []
+
+    def then(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        backward(self, *args, **kwargs)
+        steps.append(1)
+        if len(steps) == step:
+            do()
+
+    monkeypatch.setattr(torch.Tensor, "backward", then)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
+def test_a_signal_lets_the_step_end_and_says_where_to_go_on(
+    config: Path,
+    tmp_path: Path,
+    undisturbed: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    number: signal.Signals,
+) -> None:
+    with monkeypatch.context() as patch:
+        stop_at(patch, 5, lambda: os.kill(os.getpid(), number))
+        assert train(config) == 0
+    (saved,) = [path for path in checkpoints(Path("runs/run/checkpoints")) if path.name == "step-0000005"]
+    assert f"stopped by {number.name} after step 5; go on with --resume {saved}" in capfd.readouterr().out
+    assert signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL)
+    assert train(config, "--resume", str(saved)) == 0
+    assert_same_end(tmp_path / "runs" / "run", undisturbed)
+
+
+@pytest.mark.parametrize("given", [[], ["runs/run"], ["runs/run/checkpoints/step-0000006"]], ids=str)
+def test_resume_finds_the_latest_checkpoint(
+    config: Path, tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, given: list[str]
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def kill() -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        stop_at(patch, 8, kill)
+        with pytest.raises(Killed):
+            train(config)
+    assert saved_steps() == [3, 6]
+    assert logged(Path("runs/run"))[-1]["step"] == 7
+    assert train(config, "--resume", *given) == 0
+    assert saved_steps() == [9, 12]
+    assert_same_end(tmp_path / "runs" / "run", undisturbed)
+
+
+def test_what_a_run_computes_cannot_be_changed_in_the_middle_and_how_it_is_streamed_can(
+    config: Path, tmp_path: Path, undisturbed: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert train(config) == 0
+    last = Path("runs/run/checkpoints/step-0000012")
+    for change, match in (
+        ("optimizer.lr=1e-3", "made with another [optimizer]: resume it with runs/run/config.toml"),
+        ("data.batch_size=3", "made with another [data]"),
+        ("model.args.n_layer=2", "made with another [model]"),
+        ("run.seed=1", "made with another run.seed or run.steps"),
+    ):
+        assert train(config, "--resume", "--set", change) == 2
+        assert match in capfd.readouterr().err
+    last.rename(tmp_path / "aside")
+    streamed = ["--set", "stream.num_slots=3", "--set", "stream.activations='keep'"]
+    assert train(config, "--resume", *streamed) == 0
+    assert_same_end(tmp_path / "runs" / "run", undisturbed)
+
+
+def test_without_a_checkpoint_there_is_nothing_to_resume(
+    config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert train(config, "--resume") == 2
+    assert "runs/run holds no complete checkpoint: train with run.save_every" in capfd.readouterr().err
+    assert train(config, "--resume", "nowhere") == 2
+    assert "nowhere holds no complete checkpoint" in capfd.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_taken_when_asked(
+    config: Path, tmp_path: Path, undisturbed: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert train(config) == 0
+    weights = Path("runs/run/checkpoints/step-0000012/weights-00001.safetensors")
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert train(config, "--resume") == 2
+    error = capfd.readouterr().err
+    assert "cannot resume: " in error
+    assert "weights-00001.safetensors: tensor 'transformer.h.1" in error
+    assert error.rstrip().endswith("--fall-back goes on from the one before")
+    assert train(config, "--resume", "--fall-back") == 0
+    assert "not usable: " in capfd.readouterr().out
+    assert_same_end(tmp_path / "runs" / "run", undisturbed)
+
+
+def no_room(*_: Any, **__: Any) -> None:
+    raise OSError(28, "No space left on device", "somewhere")
+
+
+def test_a_checkpoint_that_cannot_be_written_stops_the_run_or_not_as_asked(
+    config: Path,
+    tmp_path: Path,
+    undisturbed: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("streamer.checkpoint.save.write_tensors", no_room)
+        assert train(config) == 1
+        error = capfd.readouterr().err
+        assert "bytes could not be written: No space left on device" in error
+        assert error.rstrip().endswith(": 'runs/run/checkpoints/step-0000003'")
+        assert train(config, "--set", "run.save_failure='warn'", "--set", "run.name='warned'") == 0
+        printed = capfd.readouterr().out
+        assert printed.count("could not be written: No space left on device") == 4
+        assert printed.count("; going on without") == 4
+    assert not (tmp_path / "runs" / "warned" / "checkpoints").exists()
+    assert logged(tmp_path / "runs" / "warned") == logged(undisturbed)
+
+
+# A loss that is no number
+
+
+def nan_at(monkeypatch: pytest.MonkeyPatch, *calls: int) -> list[list[int]]:
+    """Let these steps' losses be NaN, counted from 1; the tokens of each step as it is made."""
+    plain = TokenLoss.__call__
+    drawn: list[list[int]] = []
+
+    def sometimes(self: TokenLoss, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = plain(self, tokens, targets)
+        if torch.is_grad_enabled():
+            drawn.append(tokens.flatten().tolist())
+            if len(drawn) in calls:
+                return loss * float("nan")
+        return loss
+
+    monkeypatch.setattr(TokenLoss, "__call__", sometimes)
+    return drawn
+
+
+def test_a_loss_that_is_nan_is_skipped_and_named(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    nan_at(monkeypatch, 5)
+    with pytest.warns(UserWarning, match=r"the gradient of transformer\.h\.2 and 2 more is NaN or infinite"):
+        assert train(config) == 0
+    assert "step 5: skipped, a gradient was not finite" in capfd.readouterr().out
+    assert logged(Path("runs/run"))[-1]["step"] == STEPS
+
+
+def test_a_loss_that_is_nan_stops_the_run_if_asked(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    nan_at(monkeypatch, 8)
+    assert train(config, "--set", "run.nonfinite='stop'") == 1
+    error = capfd.readouterr().err
+    assert "step 8: the gradient of transformer.h.2 and 2 more is NaN or infinite" in error
+    assert "the last checkpoint is runs/run/checkpoints/step-0000006" in error
+
+
+def test_a_run_goes_back_after_a_loss_that_is_nan_and_draws_other_batches(
+    config: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    drawn = nan_at(monkeypatch, 8, 11)
+    assert train(config, "--set", "run.nonfinite='back'") == 0
+    printed = capfd.readouterr().out
+    assert printed.count("; back to step 6, and on with other batches") == 2
+    mine, theirs = logged(Path("runs/run")), logged(undisturbed)
+    steps = [line["step"] for line in theirs]
+    assert [line["step"] for line in mine] == steps
+    same = [one == other for one, other in zip(mine, theirs, strict=True)]
+    assert same == [step <= 6 for step in steps]
+    # step 7 of each try: none sees again what an earlier one has seen
+    assert len({tuple(drawn[call - 1]) for call in (7, 9, 12)}) == 3
+
+
+def test_a_run_that_has_nowhere_to_go_back_to_stops(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    nan_at(monkeypatch, 2)
+    assert train(config, "--set", "run.nonfinite='back'") == 1
+    assert "step 2: the gradient of" in capfd.readouterr().err
+
+
+# Real processes
+
+KILLS = 16
+
+#: Runs the first line of arguments itself, which loads what takes seconds to load, then forks a process for
+#: each further one, and kills it when it is time.
+ZYGOTE = """
+import json, os, random, signal, sys, time
+sys.path.insert(0, {home!r})
+import torch, streamer
+from streamer.app.cli import main
+torch.set_num_threads(1)
+told = os.dup(1)
+os.dup2(2, 1)
+code = main(json.loads(sys.stdin.readline())[1])
+os.dup2(told, 1)
+print(code, flush=True)
+for line in sys.stdin:
+    seconds, arguments = json.loads(line)
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.dup2(write, 1)
+        sys.stdout.reconfigure(line_buffering=True)
+        os._exit(main(arguments))
+    os.close(write)
+    with os.fdopen(read) as output:
+        if seconds is not None:
+            # so long after the last line that it prints before the first step
+            for printed in output:
+                if "tokens, to" in printed:
+                    break
+            time.sleep(seconds)
+            os.kill(child, signal.SIGKILL)
+        output.read()
+    _, status = os.waitpid(child, 0)
+    print(os.waitstatus_to_exitcode(status), flush=True)
+"""
+
+
+@pytest.fixture
+def zygote() -> Iterator[Callable[[float | None, list[str]], int]]:
+    program = ZYGOTE.format(home=str(HOME))
+    child = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+
+    def run(seconds: float | None, arguments: list[str]) -> int:
+        child.stdin.write(json.dumps([seconds, arguments]) + "\n")
+        child.stdin.flush()
+        return int(child.stdout.readline())
+
+    yield run
+    with child:
+        child.stdin.close()
+        assert child.wait(timeout=60) == 0
+
+
+def test_a_run_that_is_killed_again_and_again_ends_where_an_undisturbed_one_does(
+    config: Path, tmp_path: Path, zygote: Callable[[float | None, list[str]], int]
+) -> None:
+    longer = ["train", str(config), "--set", "run.steps=40", "--save-every", "3"]
+    assert zygote(None, [*longer, "--set", "run.out='undisturbed'"]) == 0
+    kills, lives, resumed = 0, 0, 0
+    # at random, and everywhere
+    moments = [(number + random.Random(number).random()) / KILLS * 0.6 for number in range(KILLS)]
+    random.Random(0).shuffle(moments)
+    while kills < KILLS:
+        lives += 1
+        name = ["--set", f"run.name='life{lives}'"]
+        directory = tmp_path / "runs" / f"life{lives}"
+        code = -9
+        while code == -9:
+            resume = ["--resume"] if checkpoints(directory / "checkpoints") else []
+            if not resume and directory.exists():
+                # killed before the first checkpoint: a new run has a new directory
+                directory.rename(tmp_path / f"early{kills}")
+            resumed += len(resume)
+            code = zygote(moments[kills] if kills < KILLS else None, [*longer, *name, *resume])
+            kills += code == -9
+        assert code == 0
+        assert_same_end(directory, tmp_path / "undisturbed" / "run")
+    assert resumed > KILLS / 2
+
+
+#: A step that never ends, in a process that says when it has begun.
+ENDLESS = """
+import sys, time
+sys.path.insert(0, {home!r})
+import torch
+from streamer.app.cli import main
+def endless(self, *args, **kwargs):
+    print("in a step", flush=True)
+    while True:
+        time.sleep(0.01)
+torch.Tensor.backward = endless
+main(["train", "run.toml"])
+"""
+
+
+def test_a_second_ctrl_c_ends_the_process_at_once(config: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", ENDLESS.format(home=str(HOME))], stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        assert any("in a step" in line for line in child.stdout)
+        child.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            child.wait(timeout=2)  # the first one waits for the step
+        child.send_signal(signal.SIGINT)
+        assert child.wait(timeout=30) == -signal.SIGINT
+
+
+class Trouble(Exception):
+    """What the tests raise."""
+
+
+def trouble(*_: Any, **__: Any) -> None:
+    raise Trouble("on purpose")
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "streamer.app.run.data.TokenData.batch",
+        "streamer.backends.thread.ThreadBackend.copy",
+        "models.gpt2.MLP.forward",
+    ],
+)
+def test_an_error_in_a_part_of_the_run_ends_it_with_that_error(
+    config: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    def then_trouble() -> None:
+        monkeypatch.setattr(place, trouble)
+
+    stop_at(monkeypatch, 2, then_trouble)
+    with pytest.raises(Trouble, match="on purpose"):
+        train(config)  # that no thread is left is looked after for every test
+    monkeypatch.undo()
+    assert logged(config.parent / "runs" / "run")[-1]["step"] <= 2

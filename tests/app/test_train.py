@@ -1,0 +1,242 @@
+"""The command `streamer train`, run as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import streamer
+from streamer.app.cli import main
+from streamer.app.config import load_config
+from streamer.app.run.build import build_model, build_optimizer, schedule
+from streamer.app.run.data import IGNORED, TokenData
+from streamer.app.run.loop import Loop
+from streamer.backends.thread import ThreadBackend
+
+CONFIG = """
+[run]
+name = "tiny"
+steps = 6
+eval_every = 3
+eval_batches = 1
+sample_tokens = 8
+out = "{out}"
+[model]
+factory = "models.gpt2:GPT"
+args = {{ vocab_size = 256, block_size = 16, n_layer = 3, n_head = 2, n_embd = 16 }}
+[data]
+context = 16
+batch_size = 4
+paths = ["{text}"]
+[stream]
+layers = "transformer.h"
+device = "cpu"
+[optimizer]
+lr = 1e-2
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    text = tmp_path / "text"
+    text.mkdir()
+    for name in "abc":
+        (text / name).write_text("to be or not to be, that is the question\n" * 40)
+    path = tmp_path / "tiny.toml"
+    path.write_text(CONFIG.format(out=tmp_path / "runs", text=text))
+    return path
+
+
+def test_a_run_leaves_its_files_and_prints_its_table(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(config), "--set", "run.steps=8"]) == 0
+    run = tmp_path / "runs" / "tiny"
+    assert load_config(run / "config.toml") == load_config(config, ["run.steps=8"])
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 9))
+    assert [line["step"] for line in lines if "val_loss" in line] == [0, 3, 6, 8]
+    trace = json.loads((run / "trace.json").read_text())
+    rows = [event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"]
+    assert rows == ["COMPUTE", "H2D", "D2H", "HOST"]
+    assert {event["tid"] for event in trace["traceEvents"] if event["ph"] == "X"} == {0, 1, 2, 3}
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["last_val_loss"] < summary["first_val_loss"]
+    printed = capsys.readouterr().out
+    for words in (
+        "byte frequencies alone give",
+        "the device (cpu) holds 2 layers at a time",
+        "A sample, after the first 64 bytes",
+        f"parameters                {summary['parameters']:,}",
+        "host bytes per parameter  16.",
+        "peak on the device",
+        "exposed s",
+    ):
+        assert words in printed
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["stream.dtype='bfloat16'", "optimizer.state_dtype='int8'", "stream.host_threads=1"],
+        ["stream.update='backward'", "optimizer.grad_clip=0"],
+        ["model.init='init_weights'", "stream.device_memory='64 MiB'"],
+    ],
+)
+def test_a_run_with_other_ways_to_update(options: list[str], config: Path, tmp_path: Path) -> None:
+    arguments = [part for option in options for part in ("--set", option)]
+    assert main(["train", str(config), *arguments]) == 0
+    metrics = (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()
+    values = [json.loads(line) for line in metrics]
+    assert values[-1]["val_loss"] < values[0]["val_loss"]
+    assert any("grad_norm" in value for value in values) == ("stream.update='backward'" not in options)
+
+
+def test_the_validation_loss_is_the_mean_of_all_tokens_that_are_learnt(config: Path) -> None:
+    """Batches have different numbers of them."""
+    loaded = load_config(config, ["run.eval_batches=4"])
+    draws = torch.Generator().manual_seed(0)
+    tokens = torch.randint(256, (600,), generator=draws)
+    targets = tokens.where(torch.rand(600, generator=draws) < torch.linspace(0.02, 1, 600), IGNORED)
+    data = TokenData(train=tokens, val=tokens, targets={"train": targets, "val": targets})
+    model = build_model(loaded)
+    try:
+        optimizer = build_optimizer(loaded.optimizer, model, skip_nonfinite=True)
+        loss = Loop(loaded, model, optimizer, data).validate()
+        batches = data.val_batches(4, 4, 16)
+        assert len({int((wanted != IGNORED).sum()) for _, wanted in batches}) == 4
+        with torch.no_grad():
+            logits = torch.cat([model(given) for given, _ in batches])
+        wanted = torch.cat([wanted for _, wanted in batches])
+        expected = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=IGNORED)
+        assert loss == pytest.approx(expected.item(), rel=1e-5)
+    finally:
+        streamer.unwrap(model)
+
+
+def test_the_learning_rate_rises_and_falls_as_the_config_says(config: Path, tmp_path: Path) -> None:
+    options = ["run.steps=12", "optimizer.warmup_steps=4", "optimizer.min_lr=1e-3", "run.eval_every=20"]
+    factor = schedule(load_config(config, options).optimizer, 12)
+    falling = [0.1 + 0.45 * (1 + math.cos(math.pi * step / 8)) for step in range(9)]
+    expected = [0.25, 0.5, 0.75, 1.0, *falling]
+    assert [factor(step) for step in range(13)] == pytest.approx(expected, rel=1e-12)
+    assert [factor(step) for step in (13, 100)] == pytest.approx([0.1, 0.1])
+    assert main(["train", str(config), *(part for option in options for part in ("--set", option))]) == 0
+    lines = (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()
+    rates = [values["lr"] for values in map(json.loads, lines) if "loss" in values]
+    # of the step that comes
+    assert rates == pytest.approx([0.01 * rate for rate in expected[1:]])
+
+
+def test_the_optimizer_is_that_of_the_config(config: Path) -> None:
+    options = {"lr": 0.03, "betas": [0.7, 0.8], "eps": 1e-4, "weight_decay": 0.3}
+    loaded = load_config(config, [f"optimizer.{name}={value}" for name, value in options.items()])
+    model = build_model(loaded)
+    try:
+        optimizer = build_optimizer(loaded.optimizer, model, skip_nonfinite=True)
+        assert {name: optimizer.param_groups[0][name] for name in options} == options | {"betas": (0.7, 0.8)}
+    finally:
+        streamer.unwrap(model)
+
+
+def test_the_same_run_again_gives_the_same_losses(config: Path, tmp_path: Path) -> None:
+    losses = []
+    for directory in ("tiny", "tiny-2"):
+        assert main(["train", str(config)]) == 0
+        metrics = (tmp_path / "runs" / directory / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line).get("loss") for line in metrics])
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "no/such/file"], "no/such/file: no such file or folder"),
+        (["--set", "run.stepz=1"], "unknown key 'stepz' in [run]; did you mean 'steps'?"),
+        (
+            ["--set", "stream.layers='transformer.g'"],
+            "[stream]: layers='transformer.g': there is no such module.",
+        ),
+        (["--set", "stream.activations='keeep'"], "[stream]: activations='keeep' is unknown: use one of"),
+        (
+            ["--set", "optimizer.state_dtype='int8'"],
+            "[optimizer]: moments in torch.int8 need bfloat16 parameters",
+        ),
+        (["--set", "stream.update='backward'"], "set optimizer.grad_clip = 0"),
+        (
+            ["--set", "stream.host_threads=1000000"],
+            "[stream]: host_threads=1000000: it must be an integer from 1",
+        ),
+        (
+            ["--set", "stream.device_memory='much'"],
+            "stream.device_memory must be a string of a number and its unit, ",
+        ),
+        (["--set", "stream.compile=1"], "stream.compile must be true or false, not 1"),
+        (["--set", "model.init='initialise'"], "model.init = 'initialise': GPT has no such method"),
+        (["--set", "model.args.n_layers=3"], "model.factory models.gpt2:GPT with these args: "),
+        (
+            ["--set", "model.factory='json:loads'", "--set", "model.args={s='1'}"],
+            "it returns a int, not an nn.Module",
+        ),
+        (["--set", "data.context=4000"], "split has"),
+        (["--set", "data.context=17"], "a sequence of 17 tokens is longer than block_size=16"),
+        (["--set", "model.args.vocab_size=100"], "(tokens 0 to 255): index out of range"),
+    ],
+)
+def test_mistakes_end_in_one_line_and_exit_code_2(
+    config: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(config), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("streamer: ")
+    assert error.count("\n") == 1
+    assert message in error
+    assert not (config.parent / "runs").exists(), "a run that has not begun leaves nothing"
+
+
+def test_too_little_memory_is_one_line_and_the_ledger(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # gone after the run's plan was held against it
+    free = iter([1 << 40] * 2)
+    monkeypatch.setattr(ThreadBackend, "host_available", lambda self: next(free, 1000))
+    assert main(["train", str(config)]) == 2
+    error = capsys.readouterr().err
+    line, *table = error.splitlines()
+    assert line.startswith("streamer: [stream]: not enough memory: the device needs ")
+    assert "and has 1000 bytes" in line and line.endswith("freeze parameters if it is the host")
+    assert [row.split("  ")[0] for row in table if not row.startswith(" ")] == ["device", "host"]
+    assert table[-2].split()[-2:] == ["available", "1,000"]
+    assert not (config.parent / "runs").exists()
+    assert main(["train", str(config), "--set", "stream.device_memory='1kB'"]) == 2
+
+
+def test_too_little_memory_for_the_moments(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # asked for twice by the run's plan and by wrap, for the device too, then by the optimizer
+    free = iter([1 << 40] * 4)
+    monkeypatch.setattr(
+        "streamer.backends.thread.ThreadBackend.host_available", lambda self: next(free, 1000)
+    )
+    assert main(["train", str(config)]) == 2
+    line, *table = capsys.readouterr().err.splitlines()
+    assert line.startswith("streamer: [optimizer]: not enough host memory for the moments: they take ")
+    assert "  held already" in "\n".join(table)
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for option, words in (
+        ("--version", f"streamer {streamer.__version__}"),
+        ("--help", "streamer train configs/"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main([option])
+        assert ended.value.code == 0
+        assert words in capsys.readouterr().out

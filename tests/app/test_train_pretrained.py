@@ -1,0 +1,132 @@
+"""`streamer train configs/hf-finetune.toml --model DIR --data FILE`, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from streamer.app.cli import main
+from tests import tiny_llama
+
+CONFIG = str(Path(__file__).parents[2] / "configs" / "hf-finetune.toml")
+SHORT = [
+    "data.context=16",
+    "run.steps=6",
+    "run.save_every=3",
+    "run.eval_every=3",
+    "run.eval_batches=1",
+    "run.sample_tokens=4",
+    "optimizer.lr=1e-2",
+    "optimizer.warmup_steps=1",
+    "stream.device='cpu'",
+]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a model and data."""
+    monkeypatch.chdir(tmp_path)
+    tiny_llama.write(tmp_path / "llama", dtype=torch.bfloat16)
+    lines = [{"prompt": f"what follows {n}? ", "completion": f"{n + 1}"} for n in range(80)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, [*lines, {"text": "one two three"}])))
+    return tmp_path
+
+
+def train(*more: str, settings: list[str] = SHORT, model: str = "llama") -> int:
+    options = [part for setting in settings for part in ("--set", setting)]
+    return main(["train", CONFIG, "--model", model, "--data", "data.jsonl", *options, *more])
+
+
+def losses(run: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+@pytest.mark.filterwarnings("ignore")  # the library's own, while it writes
+def test_a_run_ends_in_a_folder_with_all_weights(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train() == 0
+    run = place / "runs" / "hf-finetune"
+    assert "token frequencies alone" in capsys.readouterr().out
+    before = transformers.AutoModelForCausalLM.from_pretrained("llama")
+    after = transformers.AutoModelForCausalLM.from_pretrained(run / "model")
+    words = transformers.AutoTokenizer.from_pretrained(run / "model")
+    assert words.decode(words("one")["input_ids"]) == "one"
+    assert {value.dtype for value in after.state_dict().values()} == {torch.bfloat16}
+    pairs = zip(before.state_dict().items(), after.state_dict().items(), strict=True)
+    for (name, old), (same_name, new) in pairs:
+        assert name == same_name and not torch.equal(old, new), "every weight is there, and trained"
+    assert losses(run)[-1] < losses(run)[0] - 0.5
+    # what streamer export makes of the last checkpoint is the same
+    assert main(["export", str(run), "--to", "exported"]) == 0
+    exported = transformers.AutoModelForCausalLM.from_pretrained("exported").state_dict()
+    assert all(torch.equal(value, exported[name]) for name, value in after.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_parts_of_a_batch_add_up_to_the_whole(place: Path) -> None:
+    for name, micro in (("whole", 16), ("parts", 3)):
+        settings = [
+            *SHORT,
+            f"run.name='{name}'",
+            f"stream.micro_batch_size={micro}",
+            "stream.dtype='float32'",
+        ]
+        assert train(settings=settings) == 0
+    torch.testing.assert_close(
+        torch.tensor(losses(place / "runs" / "parts")), torch.tensor(losses(place / "runs" / "whole")),
+        rtol=1e-4, atol=0,
+    )  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_goes_on_from_its_checkpoint(place: Path) -> None:
+    tiny_llama.write(place / "dropout", attention_dropout=0.3)
+    assert train(model="dropout") == 0
+    run = place / "runs" / "hf-finetune"
+    first, weights = losses(run), (run / "model" / "model.safetensors").read_bytes()
+    assert train("--resume", str(run / "checkpoints" / "step-0000003"), model="dropout") == 0
+    assert losses(run) == first
+    assert (run / "model-2" / "model.safetensors").read_bytes() == weights
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["model.args={hidden_sise=8}"], "model.args.hidden_sise: the config of llama has no such key; did"),
+        (["model.args={hidden_size=8}"], "of another shape: model.embed_tokens.weight"),
+        (["model.factory='transformers:BertForMaskedLM'"], "is not of a BertForMaskedLM; missing"),
+        (["data.micro_batch_size=4"], "unknown key 'micro_batch_size' in [data]; did you mean 'batch_size'"),
+        (["stream.activations=['keep']"], "activations has 1 entries, and there are 2 layers"),
+        (["data.context=65"], "data.context = 65 is above the model's max_position_embeddings = 64"),
+        (["data.tokenizer='runs'"], "runs: no such folder"),
+        (["stream.layers='model.layer'"], "layers='model.layer': there is no such module"),
+    ],
+)
+def test_mistakes_end_in_one_line_and_exit_code_2(
+    place: Path, settings: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(settings=[*SHORT, *settings]) == 2
+    error = capsys.readouterr().err
+    last = error.splitlines()[-1]  # the library shows a progress bar
+    assert last.startswith("streamer: ") and message in last
+    assert not (place / "runs").exists()
+
+
+def test_a_model_that_is_not_there(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(model="meta-llama/Llama-3") == 2
+    assert "meta-llama/Llama-3: no such folder, and nothing is downloaded" in capsys.readouterr().err
+
+
+def test_tokens_that_the_model_does_not_embed(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_llama.write(place / "small", vocab_size=100)
+    assert train(model="small") == 2
+    assert "and the model embeds 100: give the model's own tokenizer" in capsys.readouterr().err
+
+
+def test_a_config_without_a_model(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", CONFIG, "--data", "data.jsonl"]) == 2
+    assert "model.pretrained (--model)" in capsys.readouterr().err

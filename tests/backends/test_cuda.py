@@ -1,0 +1,525 @@
+"""On a GPU: the same numbers as plain PyTorch there, lanes that keep their order, memory that comes back."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import streamer
+import streamer.backends.cuda
+import streamer.engine.paging.executor
+from models.gpt2 import GPT
+from streamer.backends.base import Event, Lane
+from streamer.backends.cuda import CudaBackend
+from streamer.engine.paging.handle import wrapped
+from streamer.engine.schedule.hazards import Hazards
+from streamer.engine.schedule.op import OpKind
+from tests.engine.layer.test_micro_batches import sliced
+from tests.model.test_parity import TorchMasters
+from tests.reference import VOCAB, History, assert_parity, assert_same, batch, streamed, train
+
+pytestmark = pytest.mark.cuda
+
+STEPS = 4
+#: With this eps Adam's step follows the gradient smoothly, so that two kernels' roundings do not part.
+SETTINGS = {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-4}
+#: Clock cycles of a GPU, which runs at 1 to 2 GHz.
+MILLISECOND = 1_500_000
+
+
+@pytest.fixture(autouse=True)
+def attention_without_atomics() -> Iterator[None]:
+    """The fused backward of attention adds up in whatever order its blocks end."""
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+@cache
+def gpt(layers: int = 4, width: int = 128) -> GPT:
+    """Its sizes put every parameter of a slot at a multiple of 256 bytes, as PyTorch puts its own tensors:
+    cuBLAS looks at that when it chooses a kernel. Its weights are the same in bf16."""
+    torch.manual_seed(0)
+    model = GPT(vocab_size=VOCAB, block_size=16, n_layer=layers, n_head=2, n_embd=width, dropout=0.1)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(param.bfloat16())
+    return model
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    tokens = batch(step).cuda()
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def half_loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        return loss_of(model, step)
+
+
+def on_cpu(history: History) -> History:
+    history.first_gradients = {name: value.cpu() for name, value in history.first_gradients.items()}
+    history.weights = {name: value.cpu() for name, value in history.weights.items()}
+    return history
+
+
+@cache
+def plain(loss_of: Callable[[nn.Module, int], torch.Tensor] = loss_of) -> History:
+    model = copy.deepcopy(gpt()).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), **SETTINGS)
+    clip = partial(nn.utils.clip_grad_norm_, list(model.parameters()), 0.5)
+    return on_cpu(train(model, optimizer, clip, steps=STEPS, loss_of=loss_of))
+
+
+def paged(*, loss_of: Callable[[nn.Module, int], torch.Tensor] = loss_of, **options: Any) -> History:
+    with streamed(gpt(), **({"device": "cuda"} | options)) as model:
+        return train_in_place(model, loss_of)
+
+
+def train_in_place(model: nn.Module, loss_of: Callable[[nn.Module, int], torch.Tensor] = loss_of) -> History:
+    optimizer = streamer.AdamW(model.parameters(), **SETTINGS)
+    clip = partial(streamer.clip_grad_norm_, model, 0.5)
+    return on_cpu(train(model, optimizer, clip, steps=STEPS, loss_of=loss_of))
+
+
+@cache
+def undisturbed(activations: str) -> History:
+    return paged(activations=activations)
+
+
+class SlowLane(CudaBackend):
+    """One lane is late with everything, and slots are poisoned."""
+
+    def __init__(self, slow: Lane) -> None:
+        super().__init__(torch.device("cuda"), poison=True)
+        self._slow = slow
+
+    def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
+        def late() -> object:
+            if lane is Lane.HOST:
+                time.sleep(0.002)
+            else:
+                torch.cuda._sleep(3 * MILLISECOND)
+            return work()
+
+        return super().submit(lane, late if lane is self._slow else work, waits, nbytes)
+
+
+# Numbers
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3, 4])
+@pytest.mark.parametrize("activations", ["recompute", "recompute+offload", "keep"])
+def test_training_in_fp32_equals_plain_pytorch(activations: str, num_slots: int) -> None:
+    assert max(plain().norms) > 0.5, "clipping must have something to do"
+    backend = CudaBackend(torch.device("cuda"), poison=True)
+    actual = paged(activations=activations, num_slots=num_slots, backend=backend)
+    assert_parity(actual, plain())
+
+
+@pytest.mark.parametrize("activations", ["recompute", "recompute+offload", "keep"])
+def test_micro_batches_equal_plain_pytorch_on_the_same_slices(activations: str) -> None:
+    model = copy.deepcopy(gpt()).cuda()
+    for block in model.transformer.h:
+        block.forward = sliced(block.forward, 2)  # type: ignore[method-assign]
+    optimizer = torch.optim.AdamW(model.parameters(), **SETTINGS)
+    clip = partial(nn.utils.clip_grad_norm_, list(model.parameters()), 0.5)
+    expected = on_cpu(train(model, optimizer, clip, steps=STEPS, loss_of=loss_of))
+    backend = CudaBackend(torch.device("cuda"), poison=True)
+    assert_parity(paged(activations=activations, micro_batch_size=2, backend=backend), expected)
+
+
+@pytest.mark.parametrize("slow", [Lane.H2D, Lane.D2H])
+def test_saved_inputs_are_right_however_slow_the_bus_is(slow: Lane) -> None:
+    actual = paged(activations="recompute+offload", backend=SlowLane(slow))
+    assert_same(actual, undisturbed("recompute"))
+
+
+def test_saved_inputs_leave_the_device() -> None:
+    """Memory that is let go while its copy runs may be taken at once: each layer takes some and fills it."""
+
+    class Greedy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch.full_like(x, math.nan)
+            return x * self.scale
+
+    layers, x = 12, torch.randn(1 << 24, device="cuda", requires_grad=True)
+    with streamed(
+        nn.Sequential(*(Greedy() for _ in range(layers))),
+        device="cuda",
+        layers="",
+        activations="recompute+offload",
+    ) as model:
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            model(x * 2).sum().backward()
+            peak = torch.cuda.max_memory_allocated() - before
+        assert torch.equal(x.grad, torch.full_like(x, 4.0))
+        streamer.synchronize(model)
+        for layer in model:
+            assert torch.allclose(layer.scale.grad, 2 * x.double().sum().float().cpu() * 2, rtol=1e-3)
+    assert peak < 8 * x.nbytes
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_training_in_bf16_equals_a_plain_bf16_model_with_fp32_masters(activations: str) -> None:
+    model = copy.deepcopy(gpt()).cuda()
+    reference = copy.deepcopy(model).bfloat16()
+    masters = TorchMasters(reference, dict(model.named_parameters()), **SETTINGS)
+    expected = on_cpu(train(reference, masters, None, steps=STEPS, loss_of=loss_of))  # type: ignore[arg-type]
+    with streamed(gpt(), device="cuda", dtype=torch.bfloat16, activations=activations) as paged_model:
+        optimizer = streamer.AdamW(paged_model.parameters(), **SETTINGS)
+        actual = on_cpu(train(paged_model, optimizer, None, steps=STEPS, loss_of=loss_of))
+    assert actual.losses[0] == expected.losses[0]
+    for name, gradient in expected.first_gradients.items():
+        assert torch.equal(actual.first_gradients[name], gradient), name
+    # weights that differ in the last bit of an fp32 master may be rounded to different bf16 neighbours
+    torch.testing.assert_close(torch.tensor(actual.losses), torch.tensor(expected.losses), rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_autocast_gives_the_plain_result(activations: str) -> None:
+    expected = plain(half_loss_of)
+    actual = paged(activations=activations, loss_of=half_loss_of)
+    assert actual.losses[0] == expected.losses[0]
+    for name, gradient in expected.first_gradients.items():
+        assert torch.equal(actual.first_gradients[name], gradient), name
+    torch.testing.assert_close(torch.tensor(actual.losses), torch.tensor(expected.losses), rtol=2e-3, atol=0)
+
+
+def test_gradients_of_several_backwards_add_up() -> None:
+    def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+        for step in range(3):
+            torch.manual_seed(step)
+            loss_of(model, step).backward()
+        return {name: param.grad.cpu() for name, param in model.named_parameters() if param.grad is not None}
+
+    expected = gradients(copy.deepcopy(gpt()).cuda())
+    with streamed(gpt(), device="cuda") as model:
+        actual = gradients(model)
+    assert list(actual) == list(expected)
+    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_a_model_that_is_on_the_gpu_already_is_moved_out(dtype: torch.dtype | None) -> None:
+    model = copy.deepcopy(gpt()).cuda()
+    with (
+        streamed(model, device="cuda", dtype=dtype) as moved,
+        streamed(gpt(), device="cuda", dtype=dtype) as own,
+    ):
+        assert_same(train_in_place(moved), train_in_place(own))
+
+
+def test_inputs_are_moved_to_the_gpu() -> None:
+    tokens = batch(0)[:, :-1]
+    with streamed(gpt(), device=None) as model, torch.no_grad():
+        logits = model.eval()(tokens)
+        assert logits.device.type == "cuda"
+        assert torch.equal(logits, model(tokens.cuda()))
+
+
+def test_a_device_that_does_not_exist_is_named() -> None:
+    with pytest.raises(ValueError, match="device='cuda:99' does not exist: PyTorch finds"):
+        streamer.wrap(copy.deepcopy(gpt()), device="cuda:99")
+
+
+# Order
+
+
+@pytest.mark.parametrize("slow", Lane, ids=str)
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_a_slow_lane_changes_nothing(slow: Lane, activations: str, num_slots: int) -> None:
+    actual = paged(activations=activations, num_slots=num_slots, backend=SlowLane(slow))
+    assert_same(actual, undisturbed(activations))
+
+
+def test_without_the_waits_the_result_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = batch(0)[:, :-1].cuda()
+    with torch.no_grad():
+        expected = copy.deepcopy(gpt()).cuda().eval()(tokens)
+        with streamed(gpt(), backend=SlowLane(Lane.H2D)) as model:
+            assert torch.equal(model.eval()(tokens), expected)
+        no_waits = partial(Hazards, read_after_write=False)
+        monkeypatch.setattr(streamer.engine.paging.executor, "Hazards", no_waits)
+        with streamed(gpt(), backend=SlowLane(Lane.H2D)) as model:
+            assert not torch.equal(model.eval()(tokens), expected)
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_a_stream_of_the_callers_own(activations: str) -> None:
+    own = torch.cuda.Stream()
+    own.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(own):
+        actual = paged(activations=activations)
+    assert_same(actual, undisturbed(activations))
+
+
+def test_backward_outside_of_the_stream_of_the_forward() -> None:
+    with streamed(gpt(), device="cuda") as model:
+        own = torch.cuda.Stream()
+        own.wait_stream(torch.cuda.current_stream())
+        torch.manual_seed(0)
+        with torch.cuda.stream(own):
+            torch.cuda._sleep(20 * MILLISECOND)
+            loss = loss_of(model, 0)
+        torch.cuda.current_stream().wait_stream(own)
+        loss.backward()
+        actual = {name: param.grad.cpu() for name, param in model.named_parameters()}
+    expected = plain().first_gradients
+    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
+
+
+def test_a_layer_on_a_late_stream_keeps_its_weights_when_the_caller_goes_on_on_another() -> None:
+    late, early = torch.cuda.Stream(), torch.cuda.Stream()
+    tokens = batch(0)[:, :-1].cuda()
+    # every layer has its slot, so both streams read the same ones before they are written
+    with streamed(gpt(), device="cuda", num_slots=4) as model:
+        optimizer = streamer.AdamW(model.parameters(), lr=0.1)
+        with torch.no_grad():
+            expected = model.eval()(tokens)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(late), torch.no_grad():
+            torch.cuda._sleep(400 * MILLISECOND)
+            actual = model(tokens)
+        with torch.cuda.stream(early):
+            loss_of(model, 0).backward()
+            optimizer.step()
+            with torch.no_grad():
+                changed = model(tokens)
+        torch.cuda.synchronize()
+        assert torch.equal(actual, expected)
+        assert not torch.equal(changed, expected)
+
+
+def test_gradients_are_in_host_memory_when_backward_ends() -> None:
+    with streamed(gpt(layers=3, width=1024), device="cuda") as model:
+        loss_of(model, 0).backward()
+        at_once = {name: param.grad.clone() for name, param in model.named_parameters()}
+        torch.cuda.synchronize()
+        time.sleep(0.05)
+        for name, param in model.named_parameters():
+            assert torch.equal(param.grad, at_once[name]), name
+            assert param.grad.any(), name
+            assert param.grad.device.type == ("cpu" if ".h." in name else "cuda"), name
+
+
+def test_a_state_dict_taken_while_updates_run_is_on_the_cpu_and_new() -> None:
+    with streamed(gpt(layers=3, width=512), device="cuda") as model:
+        optimizer = streamer.AdamW(model.parameters(), lr=0.1)
+        loss_of(model, 0).backward()
+        optimizer.step()
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        assert {value.device.type for value in state.values()} == {"cpu"}
+        streamer.synchronize(model)
+        for name, param in model.named_parameters():
+            assert torch.equal(param.cpu(), state[name]), name
+            assert not torch.equal(state[name], gpt(layers=3, width=512).state_dict()[name]), name
+
+
+# What was when
+
+
+@pytest.mark.parametrize(("origin_seconds", "tolerance"), [(math.inf, 1e-5), (0.0, 0.02)])
+def test_lanes_are_in_order_on_the_clock_of_the_host(
+    monkeypatch: pytest.MonkeyPatch, origin_seconds: float, tolerance: float
+) -> None:
+    monkeypatch.setattr(streamer.backends.cuda, "ORIGIN_SECONDS", origin_seconds)
+    begin = time.perf_counter()
+    with streamed(gpt(), device="cuda") as model:
+        train_in_place(model)
+        streamer.synchronize(model)
+        records = wrapped(model).executor.issuer.trace.records()
+        busy = streamer.stats(model).busy_seconds
+    end = time.perf_counter()
+    assert min(busy.values()) > 0
+    for lane in Lane:
+        before = begin
+        for record in sorted((r for r in records if r.op.lane is lane), key=lambda r: r.span.ready):
+            span = record.span
+            assert before - tolerance <= span.ready, str(record.op)
+            assert span.ready <= span.start <= span.end, str(record.op)
+            before = span.end
+        assert before <= end + 0.02
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_copies_are_no_writes_of_the_user(activations: str) -> None:
+    with streamed(gpt(), device="cuda", activations=activations) as model:
+        versions = [param._version for param in model.parameters()]
+        loss_of(model, 0).backward()
+        assert [param._version for param in model.parameters()] == versions
+        streamer.clip_grad_norm_(model, 0.5)
+        streamer.synchronize(model)
+        records = wrapped(model).executor.issuer.trace.records()
+    # norms were taken on the device; one that is out of date would have been taken anew on the host
+    assert [str(record.op) for record in records if record.op.kind is OpKind.NORM] == []
+
+
+# Errors
+
+
+class Trouble(Exception):
+    """What the tests raise."""
+
+
+def test_an_error_in_a_copy_reaches_the_user_and_the_model_can_be_unwrapped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken_copy(*_: Any) -> None:
+        raise Trouble("in the H2D lane")
+
+    model = streamer.wrap(copy.deepcopy(gpt()), device="cuda")
+    with monkeypatch.context() as patch:
+        patch.setattr(CudaBackend, "copy", broken_copy)
+        with pytest.raises(Trouble, match="in the H2D lane"):
+            loss_of(model, 0).backward()
+    streamer.unwrap(model)
+    expected = gpt().state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_after_an_error_in_user_code_the_next_step_is_right(activations: str) -> None:
+    def hook(*_: Any) -> None:
+        raise Trouble("in user code")
+
+    with streamed(gpt(), device="cuda", activations=activations) as model:
+        handle = model.transformer.h[2].mlp.c_fc.register_forward_hook(hook)
+        with pytest.raises(Trouble, match="in user code"):
+            loss_of(model, 7)
+        handle.remove()
+        assert_same(train_in_place(model), undisturbed(activations))
+
+
+class Twice:
+    """CUDA's runtime, asked to register every block a second time, which it refuses."""
+
+    def __init__(self, cudart: Any) -> None:
+        self._cudart = cudart
+        self.cudaGetErrorString = cudart.cudaGetErrorString
+        self.registered: list[int] = []
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> Any:
+        assert int(self._cudart.cudaHostRegister(address, nbytes, flags)) == 0
+        self.registered.append(address)
+        return self._cudart.cudaHostRegister(address, nbytes, flags)
+
+
+def test_a_refusal_to_page_lock_is_not_blamed_on_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.ones(1, device="cuda")
+    cudart = torch.cuda.cudart()
+    twice = Twice(cudart)
+    backend = CudaBackend(torch.device("cuda"))
+    try:
+        with (
+            monkeypatch.context() as patch,
+            pytest.warns(UserWarning, match="could not page-lock 5000 bytes"),
+        ):
+            patch.setattr(torch.cuda, "cudart", lambda: twice)
+            block = backend.host_buffer(5000)
+        assert torch.arange(4, device="cuda").sum().item() == 6
+        assert not block.any()
+        for address in twice.registered:
+            assert int(cudart.cudaHostUnregister(address)) == 0
+    finally:
+        backend.close()
+
+
+def test_host_buffers_are_pinned_and_unpinned() -> None:
+    backend = CudaBackend(torch.device("cuda"))
+    try:
+        block = backend.host_buffer(3_000_001)
+        assert block.is_pinned()
+    finally:
+        backend.close()
+    backend.close()
+    assert not block.is_pinned()
+
+
+CHILD = """
+import sys, torch
+sys.path.insert(0, {root!r})
+import streamer
+from models.gpt2 import GPT
+model = streamer.wrap(GPT(vocab_size=64, block_size=16, n_layer=3, n_head=2, n_embd=128), device="cuda")
+optimizer = streamer.AdamW(model.parameters())
+model(torch.zeros(2, 16, dtype=torch.int64)).mean().backward()
+optimizer.step()
+"""
+
+
+def test_a_process_may_end_while_updates_run() -> None:
+    root = str(Path(__file__).parents[2])
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD.format(root=root)], capture_output=True, text=True, timeout=120
+    )
+    assert child.returncode == 0, child.stderr
+    assert "Traceback" not in child.stderr
+
+
+# Memory
+
+
+def allocated() -> int:
+    gc.collect()
+    return torch.cuda.memory_allocated()
+
+
+def test_device_bytes_do_not_grow_with_depth() -> None:
+    taken = []
+    for layers in (4, 16):
+        before = allocated()
+        with streamed(gpt(layers), device="cuda") as model:
+            taken.append((allocated() - before, dict(streamer.stats(model).device_bytes)))
+    assert taken[0] == taken[1]
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_nothing_is_left_behind_by_a_step(activations: str) -> None:
+    with streamed(gpt(), device="cuda", activations=activations) as model:
+        optimizer = streamer.AdamW(model.parameters(), **SETTINGS)
+        taken = []
+        for step in range(6):
+            loss_of(model, step).backward()
+            streamer.clip_grad_norm_(model, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            streamer.synchronize(model)
+            taken.append(allocated())
+    assert taken[1:] == [taken[1]] * 5
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@pytest.mark.parametrize("end", ["unwrap", "drop"])
+def test_the_memory_comes_back(activations: str, end: str) -> None:
+    def once() -> None:
+        model = streamer.wrap(copy.deepcopy(gpt()), device="cuda", activations=activations)
+        train_in_place(model)
+        if end == "unwrap":
+            streamer.unwrap(model)
+
+    # the first time cuBLAS takes memory for good
+    once()
+    before = allocated()
+    once()
+    assert allocated() == before

@@ -1,0 +1,153 @@
+"""On a GPU: sums of gradients, short moments, updates in backward, and GradScaler, whatever lane is late."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import streamer
+from streamer.backends.base import Lane
+from tests.backends.test_cuda import (
+    SETTINGS,
+    STEPS,
+    SlowLane,
+    attention_without_atomics,  # noqa: F401 - a fixture that every test of this file uses
+    gpt,
+    loss_of,
+    on_cpu,
+)
+from tests.reference import assert_same, streamed, train
+
+pytestmark = pytest.mark.cuda
+
+LANES = [None, Lane.H2D, Lane.D2H, Lane.HOST, Lane.COMPUTE]
+
+
+def slow(lane: Lane | None) -> dict[str, Any]:
+    return {"device": "cuda"} if lane is None else {"backend": SlowLane(lane)}
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.cpu().clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@cache
+def singles() -> list[dict[str, torch.Tensor]]:
+    """The gradients of three backward calls of a plain bf16 model, each alone."""
+    model, result = untied().cuda().bfloat16(), []
+    for step in range(3):
+        torch.manual_seed(step)
+        loss_of(model, step).backward()
+        result.append(gradients(model))
+        model.zero_grad()
+    return result
+
+
+def untied() -> nn.Module:
+    """Tied, the two uses of one weight are added before they reach its gradient, in a dtype that varies."""
+    model = copy.deepcopy(gpt())
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    return model
+
+
+@pytest.mark.parametrize("lane", LANES, ids=str)
+def test_gradients_are_summed_in_fp32(lane: Lane | None) -> None:
+    with streamed(untied(), dtype=torch.bfloat16, **slow(lane)) as model:
+        for repetition in range(2):  # the second time into places that the first has used
+            for step in range(3):
+                torch.manual_seed(step)
+                loss_of(model, step).backward()
+            actual = gradients(model)
+            norm = streamer.clip_grad_norm_(model, float("inf"))
+            for name, total in actual.items():
+                a, b, c = (single[name].float() for single in singles())
+                assert torch.equal(total, a + b + c), (repetition, name)
+            expected = torch.nn.utils.get_total_norm(list(actual.values()))
+            torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+            streamer.AdamW(model.parameters(), lr=0.0, weight_decay=0.0).step()
+            model.zero_grad()
+
+
+def run(lane: Lane | None, *, state_dtype: Any = torch.float32, **options: Any) -> Any:
+    with streamed(gpt(), **slow(lane), **options) as model:
+        optimizer = streamer.AdamW(model.parameters(), **SETTINGS, state_dtype=state_dtype)
+        history = on_cpu(train(model, optimizer, None, steps=STEPS, loss_of=loss_of))
+    history.first_gradients = {}  # update="backward" shows none
+    return history
+
+
+@pytest.mark.parametrize("lane", LANES, ids=str)
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_updates_in_backward_equal_those_in_step(lane: Lane | None, activations: str) -> None:
+    actual = run(lane, update="backward", activations=activations)
+    assert_same(actual, run(None, activations=activations))
+
+
+@pytest.mark.parametrize("state_dtype", [torch.bfloat16, "int8"], ids=str)
+@pytest.mark.parametrize("lane", [Lane.H2D, Lane.D2H, Lane.HOST], ids=str)
+def test_short_moments_do_not_depend_on_timing(lane: Lane, state_dtype: Any) -> None:
+    options = {"dtype": torch.bfloat16, "state_dtype": state_dtype}
+    assert_same(run(lane, **options), run(None, **options))
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_a_scaler_in_fp32_equals_no_scaler(unscale: bool) -> None:
+    """A scale that is a power of two changes no bit of what is added up in fp32 and divided by it again."""
+
+    def losses(scaled: bool) -> list[float]:
+        with streamed(gpt(), device="cuda") as model:
+            optimizer, result = streamer.AdamW(model.parameters(), **SETTINGS), []
+            scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10, enabled=scaled)
+            for step in range(STEPS):
+                torch.manual_seed(step)
+                loss = loss_of(model, step)
+                scaler.scale(loss).backward()
+                if unscale:
+                    scaler.unscale_(optimizer)
+                    streamer.clip_grad_norm_(model, 0.5)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                result.append(loss.item())
+            return result
+
+    torch.testing.assert_close(losses(True), losses(False), rtol=1e-6, atol=0)
+
+
+def test_an_fp16_step_that_overflows_changes_nothing() -> None:
+    with streamed(gpt(), device="cuda", dtype=torch.float16) as model:
+        optimizer = streamer.AdamW(model.parameters(), lr=1e-2)
+        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**24, growth_interval=1000)
+        before, skipped = copy.deepcopy(model.state_dict()), 0
+        for step in range(40):
+            scaler.scale(loss_of(model, step)).backward()
+            overflows = not all(p.grad.isfinite().all().item() for p in model.parameters())
+            scale = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            assert scaler.get_scale() == (scale / 2 if overflows else scale)
+            if not overflows:
+                break
+            skipped += 1
+            torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+        assert skipped == streamer.stats(model).skipped_steps > 3
+        assert not torch.equal(model.state_dict()["lm_head.weight"], before["lm_head.weight"])
+
+
+def test_bytes_on_the_device_while_gradients_are_summed() -> None:
+    with streamed(untied(), device="cuda", dtype=torch.bfloat16) as model:
+        streamer.AdamW(model.parameters())
+        for step in range(2):
+            loss_of(model, step).backward()
+        torch.cuda.synchronize()
+        stats = streamer.stats(model)
+        root = sum(p.numel() for name, p in model.named_parameters() if ".h." not in name)
+        # beside its bf16 gradients the root has fp32 sums; that of a layer is on the host
+        assert stats.device_bytes["root gradients"] >= (2 + 4) * root
+        assert stats.host_bytes["gradient sums"] >= 4 * sum(p.numel() for p in model.parameters())

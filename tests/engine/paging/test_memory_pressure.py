@@ -1,0 +1,123 @@
+"""Too little memory while a model trains: one error or one warning that says who holds what."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import streamer
+from models.gpt2 import GPT, MLP
+from streamer.app.cli import main
+from streamer.backends.thread import ThreadBackend
+from tests.app.test_resume import CONFIG
+from tests.reference import VOCAB, batch, streamed
+
+SIZES = {"vocab_size": VOCAB, "block_size": 16, "n_layer": 3, "n_head": 2, "n_embd": 16}
+
+
+def gpt() -> GPT:
+    torch.manual_seed(0)
+    return GPT(**SIZES)
+
+
+def full_at(model: torch.nn.Module, rows: int) -> None:
+    """Let the second layer's MLP want more than there is for ``rows`` sequences and more."""
+
+    def hook(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        if args[0].shape[0] >= rows:
+            raise torch.OutOfMemoryError("tried to allocate 20.00 GiB")
+
+    model.transformer.h[1].mlp.register_forward_pre_hook(hook)
+
+
+def loss_of(model: torch.nn.Module, rows: int) -> torch.Tensor:
+    tokens = batch(0, size=rows)
+    return torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_out_of_device_memory_names_who_holds_it_and_a_smaller_batch_works(activations: str) -> None:
+    with streamed(gpt(), layers="transformer.h", activations=activations) as model:
+        full_at(model, 3)
+        optimizer = streamer.AdamW(model.parameters())
+        match = (
+            r"out of device memory in layer 'transformer\.h\.1': .* weight slots \d+ bytes, gradient slots "
+            r"\d+ bytes, .* saved by layers for backward\. Give wrap a micro_.*tried to allocate 20\.00 GiB"
+        )
+        for _ in range(2):
+            with pytest.raises(torch.OutOfMemoryError, match=match):
+                loss_of(model, 4)
+        loss = loss_of(model, 2)
+        loss.backward()
+        plain = gpt()
+        expected = loss_of(plain, 2)
+        expected.backward()
+        assert loss.item() == expected.item()
+        gradients = dict(plain.named_parameters())
+        assert all(torch.equal(p.grad, gradients[name].grad) for name, p in model.named_parameters())
+        optimizer.step()
+
+
+def test_host_memory_that_runs_out_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with streamed(gpt(), layers="transformer.h") as model:
+        optimizer = streamer.AdamW(model.parameters())
+        free = [1 << 30]
+        monkeypatch.setattr(ThreadBackend, "host_available", lambda self: free[-1])
+
+        def step() -> None:
+            loss_of(model, 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step()
+        free.append((1 << 28) - 1)
+        held = sum(streamer.stats(model).host_bytes.values())
+        match = f"only 268435455 bytes of host memory are free, .* the wrapped model holds {held}"
+        with pytest.warns(UserWarning, match=match) as caught:
+            step()
+        assert caught[0].filename == __file__
+        step()
+
+
+@pytest.mark.parametrize(
+    ("error", "beginning", "end"),
+    [
+        (
+            torch.OutOfMemoryError("tried to allocate 20.00 GiB"),
+            "out of device memory in layer 'transformer.h.0': ",
+            "; lower stream.micro_batch_size",
+        ),
+        # from where host memory is asked for in the middle of a step
+        (MemoryError("20 bytes more and 10 are free"), "", "20 bytes more and 10 are free"),
+    ],
+)
+def test_a_run_without_enough_memory_ends_in_one_line(
+    error: Exception,
+    beginning: str,
+    end: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("to be or not to be, that is the question. " * 100)
+    (tmp_path / "run.toml").write_text(CONFIG)
+
+    plain = MLP.forward
+
+    def full(self: MLP, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            raise error
+        return plain(self, x)
+
+    monkeypatch.setattr(MLP, "forward", full)
+    assert main(["train", "run.toml"]) == 1
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("streamer: ")]
+    assert len(errors) == 1
+    assert errors[0].startswith(f"streamer: step 1: {beginning}") and errors[0].endswith(end)

@@ -1,0 +1,864 @@
+"""Code that reads or writes the weights of a wrapped model after ``optimizer.step()``, as on a plain one.
+
+The update still runs on the host when ``step`` returns. A client here is an ordinary piece of a training
+script, or of a library, that does not know this: it reads parameters, or writes them through ``param.data``,
+without a call of `streamer.synchronize`. It runs once on a plain model and once on a wrapped one whose
+updates are slow, and everything that it has seen is the same to the bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from diffusers.training_utils import EMAModel
+from ema_pytorch import EMA
+from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
+from torch import nn
+from torch.nn.utils import prune
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+from torch.utils.data import DataLoader
+from torch_ema import ExponentialMovingAverage
+
+import streamer
+import streamer_native as native
+from streamer.backends.base import Lane
+from streamer.backends.thread import ThreadBackend
+from streamer.memory.host import EXACT_REMAINDER, array
+from tests.libraries.test_huggingface import loss as labelled_loss
+from tests.libraries.test_peft import lora
+from tests.reference import VOCAB, batch
+
+STEPS = 3
+#: Seconds by which each update comes late: longer than a client takes to its first read.
+LATE = 0.004
+HYPER = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+
+
+#: Where the plain optimizer calls the kernels: they set the number of OpenMP threads of the thread that calls
+#: them, by which PyTorch's own sums are cut.
+KERNELS = ThreadPoolExecutor(1)
+
+
+class Adam(torch.optim.Optimizer):
+    """`streamer.AdamW`'s arithmetic in a plain optimizer, whose ``step`` returns when all is done."""
+
+    def __init__(self, params: Any, **hyper: Any) -> None:
+        super().__init__(params, HYPER | hyper)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None if closure is None else closure()
+        KERNELS.submit(self._step).result()
+        return loss
+
+    def _step(self) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(param, group)
+
+    def _update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[param]
+        param, gradient = param.detach(), param.grad
+        if not state:
+            state |= {"step": torch.zeros(()), "exp_avg": torch.zeros(param.shape)}
+            state |= {"exp_avg_sq": torch.zeros(param.shape)}
+            state["remainder"] = torch.full(param.shape, EXACT_REMAINDER, dtype=torch.uint16)
+        state["step"] += 1
+        hyper = native.Hyper(
+            group["lr"], *group["betas"], group["eps"], group["weight_decay"], int(state["step"])
+        )
+        whole = [native.Segment(0, param.numel(), hyper)]
+        grad, moments = array(gradient), (array(state["exp_avg"]), array(state["exp_avg_sq"]))
+        if param.dtype == torch.float32:
+            native.adamw_fp32(array(param), grad, *moments, whole)
+        else:
+            native.adamw_split(array(param), array(state["remainder"]), grad, *moments, whole)
+        torch.autograd.graph.increment_version(param)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up = nn.Linear(16, 32)
+        self.down = nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """A language model of three layers; its last normalisation keeps statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 16)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.norm = nn.BatchNorm1d(16)
+        self.head = nn.Linear(16, VOCAB)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+
+@cache
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def token_loss(model: nn.Module, step: int) -> torch.Tensor:
+    return token_loss_of(model, batch(step))
+
+
+def token_loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+@dataclass
+class Run:
+    """A model in training, and what the loop itself sees of it."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss_of: Callable[[nn.Module, int], torch.Tensor] = token_loss
+    seen: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        return list(self.model.parameters())
+
+    def steps(self, when: str = "after step") -> Iterator[int]:
+        """Train; the client's turn is ``when``: before forward, after backward, after step."""
+        for step in range(STEPS):
+            if when == "before forward":
+                yield step
+            with torch.enable_grad():  # the client may be in a block without
+                loss = self.loss_of(self.model, step)
+                loss.backward()
+            if when == "after backward":
+                yield step
+            self.optimizer.step()
+            if when == "after step":
+                yield step
+            self.optimizer.zero_grad()
+            self.seen[f"loss {step}"] = loss.detach()
+
+    def evaluate(self, name: str) -> None:
+        """Note the loss of the model as it is."""
+        self.model.eval()
+        with torch.no_grad():
+            self.seen[name] = self.loss_of(self.model, 100)
+        self.model.train()
+
+
+Client = Callable[[Run], Any]
+
+
+def run_client(client: Client, run: Run) -> dict[str, torch.Tensor]:
+    """What ``client`` returns, by where in it, beside what the loop has seen and left."""
+    found = {"client": client(run)}
+    run.evaluate("last loss")
+    return flat({**found, "loop": run.seen, "weights": run.model.state_dict()})
+
+
+def flat(value: Any, path: str = "") -> dict[str, torch.Tensor]:
+    """Copies of the tensors in dicts and sequences, by their paths."""
+    if isinstance(value, dict):
+        return {k: v for key, each in value.items() for k, v in flat(each, f"{path}/{key}").items()}
+    if isinstance(value, list | tuple):
+        return flat(dict(enumerate(value)), path)
+    if value is None:
+        return {}
+    return {path: torch.as_tensor(value).detach().clone()}
+
+
+def differences(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
+    """By path, how far apart tensors are that are not equal to the bit."""
+    assert list(actual) == list(expected)
+    return {
+        path: (actual[path].double() - value.double()).abs().max().item()
+        for path, value in expected.items()
+        if not torch.equal(actual[path], value)
+    }
+
+
+def assert_same(
+    client: Client,
+    model: nn.Module | None = None,
+    *,
+    loss_of: Callable[[nn.Module, int], torch.Tensor] = token_loss,
+    **options: Any,
+) -> None:
+    """``client`` sees, and leaves behind, the same on a plain model and on one wrapped with ``options``."""
+    plain = copy.deepcopy(net() if model is None else model)
+    streamed = copy.deepcopy(plain)
+    expected = run_client(client, Run(plain, Adam(trained(plain)), loss_of))
+    with wrapped(streamed, **options):
+        run = Run(streamed, streamer.AdamW(trained(streamed), **HYPER), loss_of)
+        actual = run_client(client, run)
+    assert differences(actual, expected) == {}
+    assert differences(flat(streamed.state_dict()), flat(plain.state_dict())) == {}
+
+
+@contextmanager
+def wrapped(model: nn.Module, **options: Any) -> Iterator[None]:
+    """``model`` is wrapped inside the block, where updates come late and slots that are given up are full of
+    NaN."""
+    late = [0.0]
+    backend = ThreadBackend(delays={Lane.HOST: lambda: late[0]}, poison=True)
+    streamer.wrap(model, backend=backend, **options)
+    try:
+        late[0] = LATE
+        yield
+    finally:
+        late[0] = 0.0
+        streamer.unwrap(model)
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+# --- reads ----------------------------------------------------------------------------------------------
+
+
+def swa(run: Run, **options: Any) -> Any:
+    average = AveragedModel(run.model, **options)
+    for _ in run.steps():
+        average.update_parameters(run.model)
+    return average.state_dict()
+
+
+def batch_norm(run: Run) -> Any:
+    average = AveragedModel(run.model)
+    for _ in run.steps():
+        average.update_parameters(run.model)
+        update_bn([batch(seed)[:, :-1] for seed in (7, 8)], run.model)
+    update_bn([batch(seed)[:, :-1] for seed in (7, 8)], average)
+    return average.state_dict()
+
+
+def each_step(read: Callable[[Run], Any]) -> Client:
+    """A client that reads after every step what ``read`` gives."""
+
+    def client(run: Run) -> Any:
+        return [flat(read(run)) for _ in run.steps()]
+
+    return client
+
+
+def kept_list(run: Run, kept: list[nn.Parameter]) -> Any:
+    return [sum(param.sum() for param in kept)]
+
+
+def in_a_thread(run: Run) -> Any:
+    found: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(vector(run)))
+    thread.start()
+    thread.join()
+    return found
+
+
+def vector(run: Run) -> torch.Tensor:
+    return nn.utils.parameters_to_vector(run.params).detach()
+
+
+def saved(run: Run) -> Any:
+    file = io.BytesIO()
+    torch.save(run.model.state_dict(), file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def moments(run: Run) -> Any:
+    return [run.optimizer.state[param][name] for param in run.params for name in ("exp_avg", "exp_avg_sq")]
+
+
+def foreach_ema(run: Run) -> Any:
+    shadow = [param.detach().clone() for param in run.params]
+    for _ in run.steps():
+        torch._foreach_lerp_(shadow, run.params, 0.1)
+    return shadow
+
+
+def kept_parameters(run: Run) -> Any:
+    kept = run.params
+    return [[param.detach().clone() for param in kept] for _ in run.steps()]
+
+
+def kept_data(run: Run) -> Any:
+    kept = [param.data for param in run.params]
+    return [[data.clone() for data in kept] for _ in run.steps()]
+
+
+def kept_detached(run: Run) -> Any:
+    kept = [param.detach() for param in run.params]
+    return [[data.clone() for data in kept] for _ in run.steps()]
+
+
+def change(run: Run) -> Any:
+    """How far each weight has gone at a step, as a monitor of training tells."""
+    moved = []
+    before = [param.clone() for param in run.params]
+    for _ in run.steps():
+        moved.append([(param - old).norm() for param, old in zip(run.params, before, strict=True)])
+        before = [param.clone() for param in run.params]
+    return moved
+
+
+def copied_into_another(run: Run) -> Any:
+    other = copy.deepcopy(run.model)
+    for _ in run.steps():
+        with torch.no_grad():
+            for mine, theirs in zip(other.parameters(), run.params, strict=True):
+                mine.copy_(theirs)
+    return other.state_dict()
+
+
+READS: dict[str, Client] = {
+    "swa": swa,
+    "ema": partial(swa, multi_avg_fn=get_ema_multi_avg_fn(0.5)),
+    "ema of buffers too": partial(swa, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True),
+    "update_bn": batch_norm,
+    "parameters_to_vector": each_step(vector),
+    "deepcopy of the model": each_step(lambda run: copy.deepcopy(run.model).state_dict()),
+    "deepcopy of parameters": each_step(lambda run: [copy.deepcopy(param) for param in run.params]),
+    "torch.save": each_step(saved),
+    "state_dict": each_step(lambda run: run.model.state_dict()),
+    "foreach_lerp": foreach_ema,
+    "foreach_norm": each_step(lambda run: torch._foreach_norm(run.params)),
+    "get_total_norm": each_step(lambda run: nn.utils.get_total_norm(run.params)),
+    "gradients": each_step(lambda run: [param.grad for param in run.params]),
+    "moments": each_step(moments),
+    "another thread": each_step(in_a_thread),
+    "kept parameters": kept_parameters,
+    "kept data": kept_data,
+    "kept detached": kept_detached,
+    "change": change,
+    "copy_": copied_into_another,
+}
+
+
+#: What reads otherwise where there is a master beside the weight, or a sum beside the gradient.
+BF16_READS = ["ema", "parameters_to_vector", "deepcopy of the model", "deepcopy of parameters", "torch.save"]
+BF16_READS += ["gradients", "moments", "kept data", "change"]
+
+
+@pytest.mark.parametrize(
+    ("client", "dtype"),
+    [*((client, torch.float32) for client in READS), *((client, torch.bfloat16) for client in BF16_READS)],
+    ids=str,
+)
+def test_reads_after_a_step(client: str, dtype: torch.dtype) -> None:
+    assert_same(READS[client], copy.deepcopy(net()).to(dtype), layers="layers")
+
+
+def test_reads_after_a_step_whose_updates_run_in_backward() -> None:
+    assert_same(READS["parameters_to_vector"], layers="layers", update="backward")
+
+
+# --- writes through .data -------------------------------------------------------------------------------
+
+
+def clamp(run: Run) -> None:
+    for param in run.params:
+        param.data.clamp_(-0.2, 0.2)
+
+
+def mask(run: Run) -> None:
+    for param in run.params:
+        kept = torch.rand(param.shape, generator=torch.Generator().manual_seed(param.numel())) > 0.3
+        param.data.mul_(kept)
+
+
+def noise(run: Run) -> None:
+    draw = torch.Generator().manual_seed(len(run.seen))
+    for param in run.params:
+        param.data.add_(torch.randn(param.shape, generator=draw), alpha=0.1)
+
+
+def rows(run: Run) -> None:
+    run.model.embed.weight.data[0].zero_()
+    run.model.layers[1].up.weight.data[0].zero_()
+    run.model.head.weight.data[:2] = 0.1
+    run.model.layers[2].norm.weight.data[:2] = 0.1
+
+
+def exchange_layers(run: Run) -> None:
+    """What is read is an update's result, and goes where an update may still run."""
+    for mine, theirs in zip(run.model.layers[0].parameters(), run.model.layers[2].parameters(), strict=True):
+        kept = mine.data.clone()
+        mine.data.copy_(theirs.data)
+        theirs.data.copy_(kept)
+
+
+WRITES = [clamp, mask, noise, rows, exchange_layers]
+#: Layers that are copied at every visit, and layers that stay in their slots.
+PLACES = {
+    "paged": {"num_slots": 2, "activations": "recompute"},
+    "resident": {"num_slots": 3, "activations": "keep"},
+}
+WHEN_AND_WHERE = [
+    ("before forward", "resident"),
+    ("after step", "resident"),
+    ("after backward", "paged"),
+    ("after step", "paged"),
+]
+
+
+def each_time(write: Callable[[Run], None], when: str) -> Client:
+    """A client that writes at every step, and tells what it leaves."""
+
+    def client(run: Run) -> Any:
+        left = []
+        for _ in run.steps(when):
+            write(run)
+            left.append([param.detach().clone() for param in run.params])
+        write(run)
+        return left
+
+    return client
+
+
+@pytest.mark.parametrize(
+    ("write", "when", "place"),
+    # each write where layers are paged and where they are resident
+    [
+        (write, *WHEN_AND_WHERE[number])
+        for turn, write in enumerate(WRITES)
+        for number in (turn % 2, 2 + turn % 2)
+    ],
+)
+def test_writes_through_data(write: Callable[[Run], None], when: str, place: str) -> None:
+    assert_same(each_time(write, when), layers="layers", **PLACES[place])
+
+
+def iterative_pruning(run: Run) -> Any:
+    """Prunes more of what is left after each step; the mask is a buffer that it replaces."""
+    pruned = [run.model.head, *(layer.up for layer in run.model.layers)]
+    masks = []
+    for _ in run.steps():
+        for module in pruned:
+            prune.l1_unstructured(module, "weight", amount=0.2)
+            module.weight_orig.data.mul_(module.weight_mask)
+            masks.append(module.weight_mask.clone())
+    return masks
+
+
+def pruned_net() -> nn.Module:
+    model = copy.deepcopy(net())
+    for module in (model.head, *(layer.up for layer in model.layers)):
+        prune.l1_unstructured(module, "weight", amount=0.2)
+        module.weight = module.weight.detach()  # so that the model can be copied
+    return model
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_pruning(place: str) -> None:
+    assert_same(iterative_pruning, pruned_net(), layers="layers", **PLACES[place])
+
+
+@pytest.mark.parametrize(("when", "place"), WHEN_AND_WHERE)
+def test_bf16_weights_that_were_written_are_what_runs_and_what_is_read(when: str, place: str) -> None:
+    """Masters have no plain counterpart. So this asks that all ways to the weights agree at each moment: what
+    the client reads, what is there when all is done, a plain copy, and what runs."""
+    model = copy.deepcopy(net()).bfloat16()
+    with wrapped(model, layers="layers", **PLACES[place]):
+        run = Run(model, streamer.AdamW(model.parameters(), **HYPER))
+        for step in run.steps(when):
+            clamp(run)
+            rows(run)
+            read = [param.detach().clone() for param in run.params]
+            assert not read[0][0].any()
+            assert max(param.abs().max().item() for param in read) == torch.tensor(0.2).bfloat16().item()
+            streamer.synchronize(model)
+            assert all(map(torch.equal, run.params, read))
+            plain = copy.deepcopy(model)
+            assert all(map(torch.equal, plain.parameters(), read))
+            with torch.no_grad():
+                assert torch.equal(token_loss(model, step), token_loss(plain, step))
+    if when == "after step":
+        assert all(map(torch.equal, run.params, read))
+
+
+# --- more that a training script does -------------------------------------------------------------------
+
+
+def hook_of_the_optimizer(run: Run) -> Any:
+    """An average that is kept by a hook that runs at the end of ``step`` itself."""
+    average = [param.detach().clone() for param in run.params]
+    hook = run.optimizer.register_step_post_hook(
+        lambda *_: [mine.lerp_(param.detach(), 0.1) for mine, param in zip(average, run.params, strict=True)]
+    )
+    for _ in run.steps():
+        pass
+    hook.remove()
+    return average
+
+
+def lookahead(run: Run) -> Any:
+    slow = [param.detach().clone() for param in run.params]
+    for _ in run.steps():
+        for mine, param in zip(slow, run.params, strict=True):
+            mine.add_(param.data - mine, alpha=0.5)
+            param.data.copy_(mine)
+    return slow
+
+
+def sharpness_aware(run: Run) -> None:
+    """SAM: the gradient at weights that were moved uphill through ``.data``, and are moved back."""
+    for _ in run.steps("after backward"):
+        kept = [param.data.clone() for param in run.params]
+        for param in run.params:
+            param.data.add_(param.grad, alpha=0.05)
+        run.optimizer.zero_grad()
+        run.loss_of(run.model, 7).backward()
+        for param, value in zip(run.params, kept, strict=True):
+            param.data.copy_(value)
+
+
+def without_gradients(run: Run) -> None:
+    """MeZO: losses at weights that are moved to both sides through ``.data``."""
+    for step in run.steps():
+        for sign in (1, -2, 1):
+            draw = torch.Generator().manual_seed(step)
+            for param in run.params:
+                param.data.add_(torch.randn(param.shape, generator=draw), alpha=sign * 0.01)
+            run.evaluate(f"loss {step} at {sign}")
+
+
+def gradients_are_written_after_the_step(run: Run) -> None:
+    """Which is too late to change anything."""
+    for step in run.steps():
+        for param in run.params:
+            (param.grad.zero_() if step % 2 else param.grad.data.mul_(-5))
+
+
+def moments_are_reset(run: Run) -> Any:
+    for _ in run.steps():
+        for param in run.params[::2]:
+            run.optimizer.state[param]["exp_avg"].zero_()
+            run.optimizer.state[param]["exp_avg_sq"].data.mul_(0.5)
+    return moments(run)
+
+
+SCRIPTS = [hook_of_the_optimizer, lookahead, sharpness_aware, without_gradients]
+SCRIPTS += [gradients_are_written_after_the_step, moments_are_reset]
+
+
+@pytest.mark.parametrize("client", SCRIPTS)
+def test_scripts(client: Client) -> None:
+    assert_same(client, layers="layers")
+
+
+# --- what is kept, exchanged or written elsewhere -------------------------------------------------------
+
+
+def gradients_kept(run: Run) -> Any:
+    """PCGrad and its like: gradients of one loss are kept while those of another are made."""
+    for step in range(STEPS):
+        run.loss_of(run.model, step).backward()
+        first = [param.grad for param in run.params]
+        run.optimizer.zero_grad()
+        run.loss_of(run.model, step + 50).backward()
+        for param, gradient in zip(run.params, first, strict=True):
+            param.grad = param.grad + 0.5 * gradient
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+def gradient_data_assigned(run: Run) -> None:
+    for _ in run.steps("after backward"):
+        for param in run.params:
+            param.grad.data = param.grad.data * 0.5
+
+
+def old_zero_grad(run: Run) -> None:
+    """As `zero_grad` of optimizers that are older than ``set_to_none``."""
+    for _ in run.steps():
+        for param in run.params:
+            param.grad.detach_()
+            param.grad.zero_()
+
+
+def kept_view(run: Run) -> Any:
+    kept = [param.view(-1) for param in run.params]
+    return [[view.detach().clone() for view in kept] for _ in run.steps()]
+
+
+def compiled(read: Callable[[torch.Tensor], torch.Tensor]) -> Client:
+    def client(run: Run) -> Any:
+        torch._dynamo.reset()
+        function = torch.compile(read, backend="aot_eager")
+        return [[function(param).detach() for param in run.params[:2]] for _ in run.steps()]
+
+    return client
+
+
+class Clamping(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.up.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+def clamping() -> nn.Module:
+    model = copy.deepcopy(net())
+    model.layers = nn.ModuleList(Clamping() for _ in range(3))
+    return model
+
+
+KEPT: dict[str, Client] = {
+    "gradients": gradients_kept,
+    "a gradient's data": gradient_data_assigned,
+    "gradients that are detached in place": old_zero_grad,
+    "views": kept_view,
+    "compiled": compiled(lambda param: param.data.sum()),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_is_kept_or_exchanged(name: str) -> None:
+    assert_same(KEPT[name], net(), layers="layers")
+
+
+def test_a_layer_that_writes_its_own_weights_unseen_is_refused() -> None:
+    refusal = pytest.raises(ValueError, match=r"layer 'layers.0' writes its own weights.*between steps")
+    model = clamping()
+    with wrapped(model, layers="layers"), refusal:
+        token_loss(model, 0)
+
+
+def test_weights_that_are_written_unseen_between_forward_and_backward() -> None:
+    """Neither the old nor the new weights give the plain gradient where the layer is run again."""
+    model = copy.deepcopy(net())
+    with wrapped(model, layers="layers"):
+        loss = token_loss(model, 0)
+        model.layers[1].up.weight.data.mul_(0.5)
+        with pytest.raises(RuntimeError, match=r"'layers.1' did not do the same.*written through .data"):
+            loss.backward()
+
+
+# --- averages of libraries ------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def timms_ema(run: Run, *, foreach: bool) -> Any:
+    """As timm's ModelEmaV2, and with ``foreach`` its ModelEmaV3: all values of both state dicts in their
+    order. (timm needs torchvision, which has no build for PyTorch's CPU wheels on PyPI.)"""
+    average = copy.deepcopy(run.model).eval()
+    for _ in run.steps():
+        pairs = zip(average.state_dict().values(), run.model.state_dict().values(), strict=True)
+        values = [(mine, theirs) for mine, theirs in pairs if mine.is_floating_point()]
+        if foreach:
+            torch._foreach_lerp_(*map(list, zip(*values, strict=True)), weight=0.1)
+        else:
+            for mine, theirs in values:
+                mine.copy_(0.9 * mine + 0.1 * theirs)
+    return average.state_dict()
+
+
+def trls_reference(run: Run) -> Any:
+    """As TRL's SyncRefModelCallback: the reference model follows the one that is trained."""
+    reference = copy.deepcopy(run.model)
+    for _ in run.steps():
+        for theirs, mine in zip(reference.parameters(), run.params, strict=True):
+            theirs.data.mul_(1.0 - 0.6).add_(mine.data, alpha=0.6)
+    return reference.state_dict()
+
+
+@torch.no_grad()
+def bema(run: Run) -> Any:
+    """As TRL's BEMACallback: a corrected average, from parameters that are kept from the beginning on."""
+    running = copy.deepcopy(run.model)
+    kept = run.params
+    first = [param.detach().clone() for param in kept]
+    averages = [value.clone() for value in first]
+    for step in run.steps():
+        beta, alpha = (10 + step) ** -0.5, (10 + step) ** -0.2
+        for param, start, average, into in zip(kept, first, averages, running.parameters(), strict=True):
+            now = param.detach().to("cpu")
+            average.mul_(1 - beta).add_(now, alpha=beta)
+            into.copy_(average + alpha * (now - start))
+    return running.state_dict()
+
+
+def torch_emas(run: Run) -> Any:
+    average = ExponentialMovingAverage(run.params, decay=0.5)
+    for step in run.steps():
+        average.update()
+        with average.average_parameters():
+            run.evaluate(f"average after {step}")
+    average.copy_to()
+    return average.shadow_params
+
+
+def ema_pytorchs(run: Run) -> Any:
+    average = EMA(run.model, beta=0.5, update_after_step=0, update_every=1, include_online_model=False)
+    for _ in run.steps():
+        average.update()
+    average.update_model_with_ema()
+    return average.ema_model.state_dict()
+
+
+def diffusers_ema(run: Run, *, foreach: bool) -> Any:
+    average = EMAModel(run.params, decay=0.5, foreach=foreach)
+    for step in run.steps():
+        average.step(run.params)
+        average.store(run.params)
+        average.copy_to(run.params)
+        run.evaluate(f"average after {step}")
+        average.restore(run.params)
+    average.copy_to(run.params)
+    return average.shadow_params
+
+
+AVERAGES: dict[str, Client] = {
+    "timm 2": partial(timms_ema, foreach=False),
+    "timm 3": partial(timms_ema, foreach=True),
+    "trl": trls_reference,
+    "trl bema": bema,
+    "torch_ema": torch_emas,
+    "ema_pytorch": ema_pytorchs,
+    "diffusers": partial(diffusers_ema, foreach=False),
+    "diffusers foreach": partial(diffusers_ema, foreach=True),
+}
+
+
+#: Those that put the average into the model.
+SWAPPING = ["torch_ema", "ema_pytorch", "diffusers", "diffusers foreach"]
+
+
+@pytest.mark.parametrize(
+    ("client", "place"),
+    [*((client, "paged") for client in AVERAGES), *((client, "resident") for client in SWAPPING)],
+)
+def test_averages_of_libraries(client: str, place: str) -> None:
+    assert_same(AVERAGES[client], layers="layers", **PLACES[place])
+
+
+# --- trainers and models of libraries -------------------------------------------------------------------
+
+
+def accelerates_clipping(run: Run) -> Any:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(run.model, run.optimizer)
+    norms, gradients = [], []
+    for step in range(STEPS):
+        loss = run.loss_of(model, step)
+        accelerator.backward(loss)
+        norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.1))
+        optimizer.step()
+        gradients.append([param.grad.clone() for param in run.params])
+        optimizer.zero_grad()
+    return norms, gradients
+
+
+def test_accelerate() -> None:
+    assert_same(accelerates_clipping, layers="layers")
+
+
+def merging(run: Run) -> Any:
+    """Evaluates with the adapters merged into the frozen base, which peft writes through ``.data``."""
+    base = []
+    for step in run.steps():
+        run.model.merge_adapter()
+        run.evaluate(f"merged after {step}")
+        base.append([param.detach().clone() for param in run.params if not param.requires_grad])
+        run.model.unmerge_adapter()
+        run.evaluate(f"unmerged after {step}")
+    run.model.merge_adapter()
+    return base
+
+
+@pytest.mark.filterwarnings("ignore:::transformers", "ignore:::peft")
+@pytest.mark.parametrize("place", PLACES)
+def test_peft_merges_adapters(place: str) -> None:
+    assert_same(merging, lora(lora_dropout=0.0), loss_of=labelled_loss, **PLACES[place])
+
+
+class Module(L.LightningModule):
+    """Validates after each epoch, with whatever weights a callback has put into its place."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.model = run.model
+        #: a function is the same in a copy, which is made of the module: no copies of the optimizer
+        self.run = lambda: run
+
+    def training_step(self, tokens: torch.Tensor, index: int) -> torch.Tensor:
+        loss = token_loss_of(self.model, tokens)
+        self.run().seen[f"loss {self.global_step}"] = loss.detach()
+        return loss
+
+    def validation_step(self, tokens: torch.Tensor, index: int) -> None:
+        self.run().seen[f"validation loss {self.global_step}"] = token_loss_of(self.model, tokens)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.run().optimizer
+
+
+def with_lightning(run: Run, make: Callable[[], L.Callback]) -> Any:
+    callback = make()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        callbacks=[callback],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(Module(run), DataLoader(list(batch(0, size=8)), 4), DataLoader(list(batch(1, size=4)), 4))
+    return callback._average_model.module.model.state_dict()
+
+
+LIGHTNING: dict[str, Callable[[], L.Callback]] = {
+    "swa": WeightAveraging,
+    "ema": partial(EMAWeightAveraging, decay=0.5),
+}
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*LeafSpec.*:FutureWarning",
+    "ignore:.*does not have many workers",
+    "ignore:.*number of training batches",
+)
+@pytest.mark.parametrize("name", LIGHTNING)
+def test_lightning_averages(name: str) -> None:
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    assert_same(partial(with_lightning, make=LIGHTNING[name]), layers="layers")
+
+
+def decoder() -> nn.Module:
+    with warnings.catch_warnings():
+        # it scripts a function when it is imported, of which PyTorch warns
+        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
+        from x_transformers import Decoder, TransformerWrapper
+    torch.manual_seed(0)
+    layers = Decoder(dim=16, depth=2, heads=2, attn_dim_head=8)
+    return TransformerWrapper(num_tokens=VOCAB, max_seq_len=16, attn_layers=layers)
+
+
+@pytest.mark.parametrize("client", ["ema", "diffusers"])
+def test_a_model_of_x_transformers(client: str) -> None:
+    assert_same({**READS, **AVERAGES}[client], decoder())

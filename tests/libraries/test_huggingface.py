@@ -1,0 +1,134 @@
+"""Unmodified Hugging Face models, tiny and with random weights, with their default ``use_cache=True``."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from tests.reference import VOCAB, assert_parity, batch, streamed, train_plain, train_streamed
+
+
+def gpt2() -> nn.Module:
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=32, n_layer=3, n_head=2)
+    ).train()
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=32,
+    )
+    return LlamaForCausalLM(config).train()
+
+
+def t5() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    return T5ForConditionalGeneration(
+        T5Config(vocab_size=VOCAB, decoder_start_token_id=0, pad_token_id=0, **sizes)
+    )
+
+
+def loss(model: nn.Module, step: int) -> torch.Tensor:
+    tokens = batch(step)
+    result: torch.Tensor = model(tokens, labels=tokens).loss
+    return result
+
+
+MODELS = [(gpt2, "transformer.h"), (llama, "model.layers")]
+
+
+@pytest.mark.parametrize(("make", "layers"), MODELS)
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_training_with_the_default_cache(make: Any, layers: str, activations: str) -> None:
+    model = make()
+    assert model.config.use_cache
+    expected = train_plain(model, loss_of=loss, steps=3)
+    for chosen in (layers, None):
+        actual = train_streamed(model, loss_of=loss, steps=3, layers=chosen, activations=activations)
+        assert_parity(actual, expected)
+
+
+@pytest.mark.parametrize(("make", "layers"), MODELS)
+def test_a_filled_cache_is_refused_in_training(make: Any, layers: str) -> None:
+    with streamed(make(), layers=layers) as model:
+        model.eval()
+        tokens = batch(0)
+        with torch.no_grad():
+            cache = model(tokens, past_key_values=DynamicCache(config=model.config)).past_key_values
+        assert cache.get_seq_length() == tokens.shape[1]
+        with pytest.raises(
+            ValueError, match=f"{layers}.0' got a key/value cache with 17 tokens.*past_key_values=None"
+        ):
+            model(tokens[:, :1], past_key_values=cache)
+
+
+@pytest.mark.parametrize(("make", "layers"), MODELS)
+def test_generation_uses_the_cache_and_equals_the_plain_model(make: Any, layers: str) -> None:
+    plain = make().eval()
+    prompt = batch(0, size=2, time=4)
+    settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    expected = copy.deepcopy(plain).generate(prompt, **settings)
+    with streamed(plain, layers=layers) as model:
+        assert torch.equal(model.generate(prompt, **settings), expected)
+
+
+@pytest.mark.parametrize(("make", "layers"), [*MODELS, (t5, ["encoder.block", "decoder.block"])])
+def test_micro_batches(make: Any, layers: Any) -> None:
+    """Padded sequences, in training and in generation; see tests/engine/layer/test_micro_batches.py."""
+    plain = make().eval()
+    tokens, mask = batch(0, size=5), torch.ones(5, 17, dtype=torch.long)
+    mask[1, 12:] = mask[3, :4] = 0
+    inputs = {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
+    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "attention_mask": mask}
+    expected = copy.deepcopy(plain).generate(tokens, **settings)
+    with streamed(plain, layers=layers, micro_batch_size=2) as model:
+        assert torch.equal(model.generate(tokens, **settings), expected)
+        mine, theirs = model(**inputs).loss, plain(**inputs).loss
+        torch.testing.assert_close(mine, theirs)
+        mine.backward()
+        theirs.backward()
+        params = dict(model.named_parameters())
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(params[name].grad, param.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_batch_dims_of_an_argument_that_no_layer_is_given() -> None:
+    with (
+        streamed(llama(), layers="model.layers", micro_batch_size=1, batch_dims={"masks": 0}) as model,
+        pytest.raises(
+            ValueError, match="layer 'model.layers.0' is given no argument 'masks'; .*'attention_mask'"
+        ),
+    ):
+        loss(model, 0)
+
+
+def test_a_wrapped_model_keeps_its_class_and_keys() -> None:
+    plain = gpt2()
+    keys = list(plain.state_dict())
+    names = [name for name, _ in plain.named_parameters()]
+    with streamed(plain, layers="transformer.h") as model:
+        assert type(model) is GPT2LMHeadModel
+        assert list(model.state_dict()) == keys
+        assert [name for name, _ in model.named_parameters()] == names

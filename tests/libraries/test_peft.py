@@ -1,0 +1,314 @@
+"""Adapters of peft on Hugging Face models whose layers are streamed, against peft alone."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import streamer
+from streamer.backends.base import Lane
+from streamer.engine.schedule.op import ROOT, Op, OpKind
+from tests.libraries.test_huggingface import gpt2, llama, loss
+from tests.reference import assert_parity, assert_same, batch, streamed, train, train_plain, train_streamed
+
+peft = pytest.importorskip("peft", reason="peft is not installed")
+# what they say of one another
+pytestmark = pytest.mark.filterwarnings("ignore:::transformers", "ignore:::peft")
+
+PROJECTIONS = ["q_proj", "v_proj", "down_proj"]
+
+
+def lora(make: Callable[[], nn.Module] = llama, **options: Any) -> nn.Module:
+    """A model with adapters whose B is not zero, so that all of them have gradients."""
+    given = {"target_modules": PROJECTIONS, "r": 4, "lora_dropout": 0.1, "init_lora_weights": "gaussian"}
+    model = peft.get_peft_model(make(), peft.LoraConfig(**(given | options)))
+    torch.manual_seed(1)
+    for name, param in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(param, std=0.1)
+    return model.train()
+
+
+def conv1d() -> nn.Module:
+    return lora(gpt2, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)
+
+
+def bf16_base() -> nn.Module:
+    """peft keeps the adapters in fp32."""
+    return lora(lambda: llama().bfloat16())
+
+
+def tuned(config: Any) -> nn.Module:
+    torch.manual_seed(1)
+    return peft.get_peft_model(llama(), config).train()
+
+
+def prompt() -> nn.Module:
+    return tuned(peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+
+
+def prefix() -> nn.Module:
+    return tuned(peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+
+
+def ia3() -> nn.Module:
+    of_mlp = ["down_proj"]
+    return tuned(peft.IA3Config(target_modules=["k_proj", "v_proj", *of_mlp], feedforward_modules=of_mlp))
+
+
+def adalora() -> nn.Module:
+    return tuned(peft.AdaLoraConfig(target_modules=PROJECTIONS, total_step=10, init_r=4, target_r=2))
+
+
+def input_gradients() -> nn.Module:
+    model = lora()
+    model.enable_input_require_grads()
+    return model
+
+
+def checkpointed() -> nn.Module:
+    model = lora()
+    model.config.use_cache = False
+    model.gradient_checkpointing_enable()
+    return model
+
+
+METHODS: dict[str, Callable[[], nn.Module]] = {
+    "dora": lambda: lora(use_dora=True),
+    "embeddings": lambda: lora(target_modules=["q_proj", "embed_tokens"]),
+    "whole modules": lambda: lora(modules_to_save=["lm_head", "embed_tokens"]),
+    "one layer": lambda: lora(layers_to_transform=[1]),
+    "a few tokens": lambda: lora(trainable_token_indices=[1, 2, 3]),
+    "input gradients": input_gradients,
+    "gradient checkpointing": checkpointed,
+    "prompt": prompt,
+    "ia3": ia3,
+    "adalora": adalora,
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "layers", "activations"),
+    [
+        (lora, "base_model.model.model.layers", "recompute"),
+        (lora, None, "keep"),
+        (conv1d, "base_model.model.transformer.h", "recompute"),
+        (conv1d, None, "keep"),
+    ],
+)
+def test_lora(make: Any, layers: str | None, activations: str) -> None:
+    model = make()
+    expected = train_plain(model, loss_of=loss, steps=3)
+    actual = train_streamed(model, loss_of=loss, steps=3, layers=layers, activations=activations)
+    assert_parity(actual, expected)
+    assert {name for name in expected.first_gradients if "lora" not in name} == set()
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_a_bf16_base_with_fp32_adapters(activations: str) -> None:
+    """One step; and several with PyTorch's optimizer, to the bit: with the other's last bits of the adapters
+    the base rounds other activations."""
+    model = bf16_base()
+    expected = train_plain(model, loss_of=loss, steps=1)
+    assert_parity(train_streamed(model, loss_of=loss, steps=1, activations=activations), expected)
+    plain = copy.deepcopy(model)
+    expected = train(plain, optimizer_of(plain), None, steps=4, loss_of=loss)
+    with streamed(model, activations=activations) as wrapped:
+        assert {param.dtype for param in wrapped.parameters()} == {torch.float32, torch.bfloat16}
+        assert_same(train(wrapped, optimizer_of(wrapped), None, steps=4, loss_of=loss), expected)
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-3)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_other_methods(method: str) -> None:
+    model = METHODS[method]()
+    expected = train_plain(model, loss_of=loss, steps=2)
+    assert_parity(train_streamed(model, loss_of=loss, steps=2), expected)
+
+
+def test_a_frozen_base_takes_its_weight_and_nothing_else(issued: list[Op]) -> None:
+    plain = bf16_base()
+    frozen = {name: param.clone() for name, param in plain.named_parameters() if not param.requires_grad}
+    adapters = {name: param.numel() for name, param in plain.named_parameters() if param.requires_grad}
+    base, trained = sum(param.numel() for param in frozen.values()), sum(adapters.values())
+    with streamed(plain) as model:
+        optimizer = streamer.AdamW(model.parameters())
+        history = train(model, optimizer, lambda: streamer.clip_grad_norm_(model, 1.0), steps=3, loss_of=loss)
+        stats = streamer.stats(model)
+        named = dict(model.named_parameters())
+        assert {name for name, param in named.items() if param in optimizer.state} == set(adapters)
+    # no size here needs padding
+    assert stats.host_bytes == {
+        "weights": 2 * base + 4 * trained,
+        "gradients": 4 * trained,
+        "exp_avg": 4 * trained,
+        "exp_avg_sq": 4 * trained,
+    }
+    assert stats.device_bytes["gradient slots"] == 2 * 4 * trained // 3  # two, each of one of three layers
+    assert "root gradients" not in stats.device_bytes
+    assert history.first_gradients.keys() == adapters.keys()
+    assert [name for name, value in frozen.items() if not torch.equal(value, history.weights[name])] == []
+
+    moved = Counter[OpKind]()
+    for op in issued:
+        moved[op.kind] += op.nbytes
+    assert moved[OpKind.OFFLOAD_GRAD] == 3 * 4 * trained
+    # the weight and both moments read and written, the gradient read
+    assert moved[OpKind.STEP] == 3 * (2 * 12 + 4) * trained
+    assert {op.kind for op in issued if op.lane is Lane.D2H} == {OpKind.OFFLOAD_GRAD}
+    assert not [op for op in issued if op.unit == ROOT and op.kind in (OpKind.STEP, OpKind.OFFLOAD_GRAD)]
+
+
+def test_dtype_casts_adapters_too_and_keeps_exact_masters() -> None:
+    with streamed(lora(), dtype=torch.bfloat16) as model:
+        optimizer = streamer.AdamW(model.parameters(), lr=1e-3)
+        train(model, optimizer, None, steps=2, loss_of=loss)
+        assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
+    adapters = [param for param in model.parameters() if param.requires_grad]
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    assert not any(torch.equal(param, param.bfloat16().float()) for param in adapters)
+
+
+def files(folder: Path) -> dict[str, Any]:
+    """What is in them; peft writes sets, in whatever order they are, into its config."""
+    found: dict[str, Any] = {path.name: path.read_bytes() for path in folder.iterdir()}
+    config = json.loads(found.pop("adapter_config.json"))
+    ordered = {key: sorted(value) if isinstance(value, list) else value for key, value in config.items()}
+    return {"adapter_config.json": ordered, **found}
+
+
+def test_adapters_are_saved_as_by_peft(tmp_path: Path) -> None:
+    plain = lora()
+    plain.save_pretrained(tmp_path / "plain before")
+    with streamed(plain) as model:
+        model.save_pretrained(tmp_path / "before")
+        optimizer = streamer.AdamW(model.parameters(), lr=1e-2)
+        train(model, optimizer, None, steps=2, loss_of=loss)
+        loss(model, 2).backward()
+        optimizer.step()  # still running
+        model.save_pretrained(tmp_path / "after")
+    model.save_pretrained(tmp_path / "plain after")
+    assert files(tmp_path / "before") == files(tmp_path / "plain before")
+    assert files(tmp_path / "after") == files(tmp_path / "plain after") != files(tmp_path / "before")
+    again = peft.PeftModel.from_pretrained(llama(), tmp_path / "after").eval()
+    assert torch.equal(loss(again, 0), loss(model.eval(), 0))
+
+
+def test_adapters_are_merged_after_unwrap_and_not_before() -> None:
+    with streamed(lora()) as model:
+        optimizer = streamer.AdamW(model.parameters(), lr=1e-2)
+        train(model, optimizer, None, steps=2, loss_of=loss)
+    expected = loss(model.eval(), 0)
+    merged = copy.deepcopy(model).merge_and_unload()
+    assert "lora" not in " ".join(merged.state_dict())
+    torch.testing.assert_close(loss(merged, 0), expected)
+    with streamed(model) as wrapped, torch.no_grad():
+        merged = wrapped.merge_and_unload()
+        with pytest.raises(
+            ValueError, match=r"has gained or lost parameters.*call streamer\.unwrap\(model\)"
+        ):
+            loss(merged, 0)
+
+
+def preference(model: nn.Module, step: int) -> torch.Tensor:
+    """A loss against the base model, as of preference optimisation: the reference runs before backward."""
+    tokens = batch(step)
+    logits = model(tokens).logits
+    with torch.no_grad(), model.disable_adapter():
+        reference = model(tokens).logits
+    return F.kl_div(logits.log_softmax(-1), reference.log_softmax(-1), reduction="sum", log_target=True)
+
+
+def test_the_base_as_a_reference_model() -> None:
+    model = lora()
+    expected = train_plain(model, loss_of=preference, steps=3)
+    with streamed(model) as wrapped:
+        optimizer = streamer.AdamW(wrapped.parameters(), lr=1e-3, weight_decay=0.1)
+        clip = lambda: streamer.clip_grad_norm_(wrapped, 1.0)  # noqa: E731
+        assert_parity(train(wrapped, optimizer, clip, steps=3, loss_of=preference), expected)
+        for step in range(2):  # the first after somebody has had a look at the weights
+            missed = streamer.stats(wrapped).prefetch_misses
+            preference(wrapped, step).backward()
+            clip()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert streamer.stats(wrapped).prefetch_misses == missed
+
+
+def switching(model: nn.Module, step: int) -> torch.Tensor:
+    model.set_adapter(["default", "second"][step % 2])
+    return loss(model, step)
+
+
+def two_adapters() -> nn.Module:
+    model = lora()
+    torch.manual_seed(2)
+    model.add_adapter("second", peft.LoraConfig(target_modules=PROJECTIONS, r=8))
+    return model
+
+
+def test_two_adapters_in_turn() -> None:
+    model = two_adapters()
+    for name, param in model.named_parameters():
+        param.requires_grad_("lora" in name)  # so that both have room for gradients and moments
+    expected = train_plain(model, loss_of=switching, steps=4)
+    assert_parity(train_streamed(model, loss_of=switching, steps=4), expected)
+
+
+def test_an_adapter_that_was_wrapped_frozen_runs_but_does_not_train() -> None:
+    plain = two_adapters()
+    with streamed(plain) as model:
+        loss(model, 0).backward()
+        for each in (plain.eval(), model.eval()):
+            each.set_adapter("second")
+        with torch.no_grad():
+            assert torch.equal(loss(model, 0), loss(plain, 0))
+        with pytest.raises(ValueError, match=r"lora_A\.second\.weight' was frozen.*set requires_grad before"):
+            loss(model, 0)
+
+
+def test_another_adapter_before_backward_is_refused() -> None:
+    model = two_adapters()
+    for name, param in model.named_parameters():
+        param.requires_grad_("lora" in name)
+    with streamed(model) as wrapped:
+        first = switching(wrapped, 0)
+        second = switching(wrapped, 1)
+        with pytest.raises(RuntimeError, match=r"requires_grad of .* has changed since the forward"):
+            (first + second).backward()
+
+
+def test_adapters_after_wrap_are_refused_with_a_way_out() -> None:
+    base = streamer.wrap(llama(), device="cpu")
+    try:
+        model = peft.get_peft_model(base, peft.LoraConfig(target_modules=PROJECTIONS))
+        with pytest.raises(ValueError, match=r"before streamer\.AdamW.* and after adding parameters"):
+            streamer.AdamW(model.parameters())
+        with pytest.raises(ValueError, match=r"gained or lost parameters.*lora_A.*call streamer\.unwrap"):
+            loss(model, 0)
+        with pytest.raises(ValueError, match=r"call streamer\.unwrap on model\.base_model\.model first"):
+            streamer.wrap(model, device="cpu")
+    finally:
+        streamer.unwrap(base)
+    with streamed(model) as wrapped:
+        train(wrapped, streamer.AdamW(wrapped.parameters()), None, steps=1, loss_of=loss)
+
+
+def test_prefix_tuning_is_refused() -> None:
+    with (
+        streamed(prefix()) as model,
+        pytest.raises(ValueError, match="cache with 4 tokens while gradients are on"),
+    ):
+        loss(model, 0)

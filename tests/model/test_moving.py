@@ -1,0 +1,229 @@
+"""Moving a model in and out of host memory: never more than one unit besides the shards, and all of it comes
+back. Measured on processes of their own, by the resident set that the system counts."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from tqdm import tqdm
+
+import streamer
+from streamer.backends.thread import ThreadBackend
+from streamer.engine.paging.executor import Executor
+from streamer.model import move_in as moving
+from streamer.model import wrap as wrapping
+from streamer.model.move_in import releasable_bytes
+
+MIB = 1 << 20
+ROOT = str(Path(__file__).parents[2])
+LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status")
+
+#: Eight layers of 16 MiB in fp32, and a root of 1 MiB.
+CHILD = """
+import gc, json, sys
+sys.path.insert(0, {root!r})
+import torch, streamer
+from torch import nn
+from streamer.backends.thread import ThreadBackend
+from streamer.memory.host import HostStore
+
+torch.set_num_threads(1)
+
+def status(key):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key))
+
+class Net(nn.Module):
+    def __init__(self, width, layers):
+        super().__init__()
+        self.embed = nn.Linear(width, 128, bias=False)
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+
+def init(module):
+    if isinstance(module, nn.Linear):
+        nn.init.normal_(module.weight)
+
+# what comes once: threads, kernels, modules
+small = streamer.wrap(Net(256, 2), layers="layers", device="cpu", dtype={dtype})
+streamer.AdamW(small.parameters())
+streamer.unwrap(small)
+del small
+gc.collect()
+empty = status("VmRSS")
+device = "meta" if {on_meta} else "cpu"
+with torch.device(device):
+    model = Net(2048, 8)
+built = status("VmRSS")
+# only what moving takes, not what gradients and slots take after it
+moved = []
+add = HostStore.add
+def then_add(self, *args, **kwargs):
+    moved.append((status("VmHWM"), status("VmRSS")))
+    add(self, *args, **kwargs)
+HostStore.add = then_add
+open("/proc/self/clear_refs", "w").write("5")  # the peak counts from here
+streamer.wrap(model, layers="layers", device="cpu", dtype={dtype}, init=init if {on_meta} else None)
+planned = streamer.stats(model)
+optimizer = streamer.AdamW(model.parameters())
+wrapped = status("VmRSS")
+del optimizer
+open("/proc/self/clear_refs", "w").write("5")
+streamer.unwrap(model)
+unwrap_peak = status("VmHWM")
+gc.collect()
+print(json.dumps(dict(
+    empty=empty, built=built, peak=moved[0][0], moved=moved[0][1], wrapped=wrapped,
+    unwrap_peak=unwrap_peak, end=status("VmRSS"),
+    host=sum(planned.host_bytes.values()), device=sum(planned.device_bytes.values()),
+    shards=sum(planned.host_bytes.get(name, 0) for name in ("weights", "remainders", "fp32 masters")),
+)))
+"""
+
+
+def measured(*, on_meta: bool, dtype: str) -> dict[str, int]:
+    program = CHILD.format(root=ROOT, on_meta=on_meta, dtype=dtype)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, int] = json.loads(done.stdout)
+    return result
+
+
+#: A layer in fp32, and a quarter of one for what the interpreter and its threads take.
+UNIT, SLACK = 16 * MIB, 4 * MIB
+
+
+@LINUX
+@pytest.mark.parametrize(
+    ("on_meta", "dtype"), [(True, "torch.bfloat16"), (False, "torch.float32")], ids=["meta", "real"]
+)
+def test_beside_the_shards_there_is_never_more_than_one_unit(on_meta: bool, dtype: str) -> None:
+    seen = measured(on_meta=on_meta, dtype=dtype)
+    weights = 8 * UNIT + MIB
+    assert seen["shards"] == weights
+    assert seen["built"] - seen["empty"] == pytest.approx(0 if on_meta else weights, abs=SLACK)
+    # shards beside the model's own storage, or beside nothing, would be at their sum at the end
+    assert seen["peak"] - seen["empty"] <= weights + UNIT + SLACK
+    assert seen["moved"] - seen["empty"] <= weights + SLACK
+    # all that is planned and the moments are there, and nothing else
+    moments = 2 * weights
+    planned = seen["host"] + seen["device"] + moments
+    assert seen["wrapped"] - seen["empty"] == pytest.approx(planned, rel=0.02)
+    # gradients and moments are given up before the weights come out
+    assert seen["unwrap_peak"] - seen["empty"] <= max(planned, 2 * weights) + SLACK
+    # a plain model in fp32 is left
+    assert seen["end"] - seen["empty"] == pytest.approx(weights, rel=0.02)
+
+
+def test_a_bar_shows_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def at_once(*args: Any, delay: float, mininterval: float, **options: Any) -> Any:
+        assert delay == 1.0, "what is done within a second needs no bar"
+        assert mininterval == 10.0, "a log file needs a line now and then"
+        return tqdm(*args, delay=0, mininterval=0, **options)
+
+    monkeypatch.setattr(moving, "tqdm", at_once)
+    model = stack()
+    streamer.unwrap(streamer.wrap(model, layers="layers", device="cpu"))
+    printed = capsys.readouterr().err
+    assert "to host memory:   0%" in printed
+    assert "4/4" in printed  # three layers and the root
+
+
+# Errors on the way
+
+
+class Trouble(Exception):
+    """What the tests raise."""
+
+
+def trouble(*_: Any, **__: Any) -> None:
+    raise Trouble
+
+
+def stack() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.ModuleDict(
+        {"embed": nn.Linear(8, 8), "layers": nn.ModuleList(nn.BatchNorm1d(8) for _ in range(3))}
+    )
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "part",
+    [
+        (ThreadBackend, "pin"),
+        (ThreadBackend, "host_buffer"),
+        (ThreadBackend, "device_buffer"),
+        (Executor, "__init__"),
+        (wrapping, "settle_in"),
+        (wrapping, "StreamedLayer"),
+        (nn.Module, "register_state_dict_post_hook"),
+        (wrapping, "serve_other_optimizers"),
+        (wrapping, "Wrapped"),
+    ],
+    ids=lambda part: part[1],
+)
+def test_after_an_error_the_model_is_what_it_was(
+    monkeypatch: pytest.MonkeyPatch, part: tuple[type, str], dtype: torch.dtype | None
+) -> None:
+    model = stack()
+    objects, before = list(model.parameters()), {k: v.clone() for k, v in model.state_dict().items()}
+    attached = [copy.copy(vars(part)) for part in (*model.modules(), *objects)]
+    attached = [{key: copy.copy(value) for key, value in held.items()} for held in attached]
+    with monkeypatch.context() as patch:
+        patch.setattr(*part, trouble)
+        with pytest.raises(Trouble):
+            streamer.wrap(model, layers="layers", device="cpu", dtype=dtype)
+    assert all(new is old for new, old in zip(model.parameters(), objects, strict=True))
+    assert [dict(vars(part)) for part in (*model.modules(), *objects)] == attached
+    after = model.state_dict()
+    assert list(after) == list(before)
+    assert [key for key in before if not torch.equal(after[key], before[key])] == []
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    with_own_storage = {param.untyped_storage().nbytes() for param in model.parameters()}
+    assert with_own_storage == {8 * 8 * 4, 8 * 4}
+    streamer.unwrap(streamer.wrap(model, layers="layers", device="cpu"))
+
+
+def test_what_only_the_model_holds_counts_as_given_back() -> None:
+    own = nn.Linear(10, 10)
+    shared = nn.Parameter(torch.ones(7).share_memory_())
+    cpu = torch.device("cpu")
+    assert releasable_bytes([own.weight, own.weight, shared], cpu) == 400
+    assert releasable_bytes([own.weight], torch.device("cuda", 0)) == 0
+    assert releasable_bytes([nn.Parameter(torch.ones(4, device="meta"))], cpu) == 0
+
+
+def test_weights_mapped_from_a_file_are_not_given_back(tmp_path: Path) -> None:
+    torch.save(torch.ones(1000), tmp_path / "weights.pt")
+    mapped = torch.load(tmp_path / "weights.pt", mmap=True)
+    assert releasable_bytes([mapped], torch.device("cpu")) == 0
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_an_init_that_writes_into_other_layers_is_heard(layer: int) -> None:
+    with torch.device("meta"):
+        model = nn.ModuleDict(
+            {"embed": nn.Linear(8, 8), "layers": nn.ModuleList(nn.Linear(8, 8) for _ in range(3))}
+        )
+
+    def init(module: nn.Module) -> None:
+        for param in module.parameters(recurse=False):
+            param.fill_(1 / 3)
+        if module is model:
+            model["layers"][layer].weight.fill_(1 / 7)
+
+    streamer.wrap(model, layers="layers", device="cpu", dtype=torch.bfloat16, init=init)
+    streamer.unwrap(model)
+    assert torch.equal(model["layers"][1].weight, torch.full((8, 8), 1 / 3))
+    # written into bf16 weights, which are the masters then
+    assert torch.equal(model["layers"][layer].weight, torch.full((8, 8), 1 / 7).bfloat16().float())

@@ -1,0 +1,320 @@
+"""Folders and arguments that `streamer.from_pretrained` cannot use: one line that names the tensors and the
+mend, before anything is allocated."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import streamer
+from bench.architectures import ALL
+from models.gpt2 import GPT
+from streamer.errors import CheckpointError
+from tests.model.test_bad_input import refused
+from tests.model.test_moving import LINUX
+from tests.model_folders import (
+    FILE,
+    SIZES,
+    Shared,
+    differing,
+    in_use,
+    load,
+    rewritten,
+    saved,
+    untied,
+    unwrapped,
+)
+
+UP = "model.layers.1.mlp.up_proj.weight"
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+Change = Callable[[Path], object]
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    saved(folder, "llama")
+    return folder
+
+
+@pytest.fixture
+def llama(pristine: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(pristine, tmp_path / "llama"))
+
+
+def is_refused(
+    path: Path, match: str, patch: pytest.MonkeyPatch, error: type[Exception] = ValueError, **options: Any
+) -> None:
+    with refused(nn.Module(), error, rf"\A.*{match}.*\Z", patch):
+        load(path, **options)
+    assert in_use(path) == []
+
+
+# --- folders --------------------------------------------------------------------------------------------
+
+
+def edit(change: Callable[[dict[str, torch.Tensor]], object]) -> Change:
+    return lambda folder: rewritten(folder / FILE, change)
+
+
+def put(name: str, tensor: torch.Tensor) -> Change:
+    return edit(lambda held: held.update({name: tensor}))
+
+
+def write(data: bytes, file: str = FILE) -> Change:
+    return lambda folder: (folder / file).write_bytes(data)
+
+
+def card(**values: Any) -> Change:
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return change
+
+
+def split(change: Callable[[Path, dict[str, Any]], object]) -> Change:
+    """Two files with an index; ``change`` may spoil the folder and the index."""
+
+    def in_two(folder: Path) -> None:
+        held = load_file(folder / FILE)
+        where: dict[str, Any] = {name: SECOND if ".1." in name else FIRST for name in sorted(held)}
+        for file in (FIRST, SECOND):
+            save_file({name: held[name] for name in held if where[name] == file}, folder / file)
+        (folder / FILE).unlink()
+        change(folder, where)
+        (folder / f"{FILE}.index.json").write_text(json.dumps({"weight_map": where}))
+
+    return in_two
+
+
+def two_files(folder: Path) -> None:
+    shutil.copy(folder / FILE, folder / "a.safetensors")
+    (folder / FILE).rename(folder / "b.safetensors")
+
+
+def pickled(folder: Path) -> None:
+    (folder / FILE).rename(folder / "pytorch_model.bin")
+
+
+ONES = torch.ones(64, 32)
+FOLDERS: dict[str, tuple[Change, str]] = {
+    "missing": (edit(lambda held: held.pop(UP)), rf"not of a LlamaForCausalLM; missing .*init=.*: {UP}"),
+    "unexpected": (put("model.extra", ONES), r"unexpected \(give ignore=.*: model\.extra"),
+    "shape": (put(UP, torch.ones(2, 3)), rf"of another shape: {UP} \(\[2, 3\] in {FILE}, \[64, 32\] here\)"),
+    "float64": (put(UP, ONES.double()), rf"of a dtype that is not streamed: {UP} \(torch\.float64\)"),
+    "one thing twice": (put(UP.removeprefix("model."), ONES), rf"unexpected \(.*: {UP}"),
+    "cut off": (lambda folder: os.truncate(folder / FILE, 5000), rf"{FILE}: not a whole safetensors file"),
+    "empty": (write(b""), rf"{FILE}: not a whole safetensors file"),
+    "garbage": (write(b"abc" * 999), rf"{FILE}: not a whole safetensors file"),
+    "quantised": (put(UP, ONES.to(torch.float8_e4m3fn)), rf"{FILE}: .* quantised.*: {UP} \(F8_E4M3\)"),
+    "quantised by config": (card(quantization_config={"quant_method": "gptq"}), "weights are quantised"),
+    "file is gone": (split(lambda folder, _: (folder / SECOND).unlink()), f"2 files .* missing: {SECOND}"),
+    "in no file": (split(lambda _, where: where.update(ghost=FIRST)), rf"has them: ghost \({FIRST}\)"),
+    "in another file": (split(lambda _, where: where.update({UP: FIRST})), rf"has them: {UP} \({FIRST}\)"),
+    "no index": (split(lambda _, where: where.update(ghost=3)), r"index\.json: not an index of safetens"),
+    "several": (two_files, r"neither .* is in it: name one of a\.safetensors, b\.safetensors"),
+    "pickle": (pickled, r"in it, only pytorch_model\.bin: write the weights as safetensors"),
+    "no weights": (lambda folder: (folder / FILE).unlink(), "is in it: write the weights as safetensors"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), r"no config\.json: give model_class="),
+    "damaged config": (write(b"{", "config.json"), r"config\.json: "),
+    "damaged settings": (write(b"{", "generation_config.json"), r"generation_config\.json: "),
+    "unknown config": (card(model_type="nothing"), r"config\.json: .*nothing"),
+    "code": (card(model_type="nothing", auto_map={"AutoConfig": "a.B"}), r"config\.json: .*trust_remote"),
+    "no class": (card(architectures=None), r"\(architectures: none\): give model_class="),
+    "unknown class": (card(architectures=["Llama5"]), r"\(architectures: Llama5\): give model_class="),
+    "no model": (card(architectures=["LlamaConfig"]), r"\(architectures: LlamaConfig\): give model_class="),
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_that_cannot_be_loaded(name: str, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    change, match = FOLDERS[name]
+    change(llama)
+    is_refused(llama, match, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3", "/nowhere/at/all"])
+def test_a_path_where_nothing_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_refused(Path(name), f"{name}: there is no such file or folder; nothing is downloaded", monkeypatch)
+
+
+def test_a_tensor_beside_the_index_is_not_lost(llama: Path) -> None:
+    expected = load_file(llama / FILE)
+    split(lambda _, where: where.pop(UP))(llama)
+    assert torch.equal(unwrapped(llama).get_parameter(UP), expected[UP])
+
+
+def test_one_file_is_preferred_to_an_index_as_by_the_library(llama: Path) -> None:
+    expected = load_file(llama / FILE)
+    split(lambda *_: None)(llama)
+    save_file({name: value + 1 for name, value in expected.items()}, llama / FILE, {"format": "pt"})
+    theirs = transformers.LlamaForCausalLM.from_pretrained(llama)
+    assert torch.equal(theirs.get_parameter(UP), expected[UP] + 1)
+    assert differing(unwrapped(llama).state_dict(), theirs.state_dict()) == []
+
+
+def test_weights_that_are_tied_here_and_differ_in_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, "gpt2")
+    edit(lambda held: held.update({"lm_head.weight": held["transformer.wte.weight"].clone()}))(tmp_path)
+    unwrapped(tmp_path)
+    edit(lambda held: held["lm_head.weight"].add_(1))(tmp_path)
+    match = r"tied here, and different in the files \(give a config .*\): lm_head\.weight"
+    is_refused(tmp_path, match, monkeypatch, CheckpointError)
+    config = transformers.GPT2Config.from_pretrained(tmp_path, tie_word_embeddings=False)
+    model = unwrapped(tmp_path, config=config)
+    assert torch.equal(model.lm_head.weight, model.transformer.wte.weight + 1)
+
+
+NO_STACK = rf"'model\.layers\.1\.mlp\.experts\.gate_up_proj' cannot be made of what is in {FILE} .*experts"
+EXPERT, FUSED = (
+    "model.layers.1.block_sparse_moe.experts.7.w1.weight",
+    "model.layers.1.mlp.experts.gate_up_proj",
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (put(EXPERT, torch.ones(3, 3)), NO_STACK),
+        (edit(lambda held: held.pop(EXPERT)), NO_STACK),
+        (put(FUSED, torch.ones(32, 128, 32)), rf"unexpected \(.*: {FUSED}"),
+    ],
+    ids=["misshapen", "missing", "stored twice"],
+)
+def test_experts_that_do_not_fit_together(
+    change: Change, match: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, "mixtral")
+    change(tmp_path)
+    is_refused(tmp_path, match, monkeypatch, CheckpointError)
+
+
+# --- arguments ------------------------------------------------------------------------------------------
+
+MADE = GPT(**SIZES)
+
+
+def made_before() -> GPT:
+    return MADE
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return Shared()
+
+
+ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"model_class": "gpt2"}, r"model_class=str\(\.\.\.\): give a class of transformers, or a function"),
+    ({"model_class": nn.Linear(1, 1)}, r"model_class=Linear\(\.\.\.\): give a class of transformers"),
+    ({"model_class": ALL["llama"].build()}, r"model_class=LlamaForCausalLM\(\.\.\.\): give a class of trans"),
+    ({"model_class": lambda: 3}, "model_class has returned a int, not an nn.Module"),
+    ({"model_class": transformers.AutoModelForImageClassification}, "has no class for a LlamaConfig: give"),
+    ({"model_class": made_before}, r"parameter 'transformer\.wte\.weight' has values before any are read"),
+    ({"model_class": on_meta}, "buffer 'table' is on the meta device and has no values: let model_class"),
+    ({"model_class": untied, "config": {}}, "config= is for classes of transformers: let model_class"),
+    ({"config": {"n_layer": 3}}, r"config=\{.*\}: it must be a config of the transformers library"),
+    ({"init": "nothing"}, "init='nothing': give a function of a module, or .* method of LlamaForCausalLM"),
+    ({"init": 3}, "init=3: give a function of a module"),
+    ({"ignore": "("}, r"ignore=\['\('\]: give regular expressions"),
+    ({"ignore": [3]}, r"ignore=\[3\]: give regular expressions"),
+    ({"dtype": "bf16"}, r"dtype='bf16' cannot be streamed: use torch\.float32"),
+    ({"dtype": torch.float64}, r"dtype=torch\.float64 cannot be streamed: use torch\.float32"),
+    ({"layers": "nowhere"}, r"layers='nowhere': there is no such module\. Found in this model"),
+]
+
+
+@pytest.mark.parametrize(("options", "match"), ARGUMENTS)
+def test_an_argument_that_cannot_be_honoured(
+    options: dict[str, Any], match: str, pristine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_refused(pristine, match, monkeypatch, **options)
+
+
+def test_an_unknown_option(pristine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_refused(pristine, "unexpected keyword argument 'slots'", monkeypatch, TypeError, slots=2)
+
+
+def test_the_transformers_library_is_missing_or_old(
+    pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules["transformers"], "__version__", "5.0.0")
+        is_refused(pristine, r"this is transformers 5\.0\.0, and 5\.1 or newer is needed", patch)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    is_refused(pristine, r"need the transformers library: pip install 'streamer\[hf\]'", monkeypatch)
+    save_file(untied().state_dict(), tmp_path / FILE)
+    unwrapped(tmp_path, untied, "transformer.h")
+
+
+# --- errors on the way ----------------------------------------------------------------------------------
+
+
+@LINUX
+@pytest.mark.parametrize("case", ["cut off", "another"])
+def test_a_file_that_changes_while_it_is_read(case: str, tmp_path: Path) -> None:
+    plain = untied()
+    save_file(plain.state_dict(), tmp_path / FILE)
+    split(lambda *_: None)(tmp_path)
+    whole = (tmp_path / SECOND).read_bytes()
+
+    def changing() -> GPT:
+        if case == "cut off":
+            (tmp_path / SECOND).write_bytes(whole[: len(whole) // 2])
+        else:
+            save_file({name: torch.ones(1) for name in load_file(tmp_path / SECOND)}, tmp_path / SECOND)
+        return untied()
+
+    match = {"cut off": rf"{SECOND}: ", "another": rf"{SECOND}: tensor '.*' has changed since"}[case]
+    with pytest.raises(streamer.CheckpointError, match=rf"\A.*{match}.*\Z"):
+        load(tmp_path, changing, "transformer.h")
+    assert in_use(tmp_path) == []
+    (tmp_path / SECOND).write_bytes(whole)
+    assert differing(unwrapped(tmp_path, untied, "transformer.h").state_dict(), plain.state_dict()) == []
+
+
+@LINUX
+def test_an_init_that_raises(tmp_path: Path) -> None:
+    saved(tmp_path, "gpt2")
+    kind = transformers.GPT2ForSequenceClassification
+
+    def failing(module: nn.Module) -> None:
+        if isinstance(module, kind):
+            raise KeyError("in init")
+
+    with pytest.raises(KeyError, match="in init"):
+        load(tmp_path, kind, init=failing)
+    assert in_use(tmp_path) == []
+    unwrapped(tmp_path, kind, init="_init_weights")
+
+
+def test_an_init_that_writes_what_is_in_the_files(tmp_path: Path) -> None:
+    plain = untied()
+    name = "transformer.h.1.mlp.c_fc.weight"
+    save_file({k: v for k, v in plain.state_dict().items() if k != name}, tmp_path / FILE)
+
+    def recursively(module: nn.Module, most: float = float("inf")) -> None:
+        for param in module.parameters():
+            if len(list(module.modules())) < most:
+                param.fill_(2.0)
+
+    with pytest.raises(ValueError, match=r"init= has written into 'transformer\.h\.0\..* a ModuleList: let"):
+        load(tmp_path, untied, "transformer.h", init=recursively, dtype=torch.bfloat16)
+    # within the layer that something is missing in the files win
+    model = load(tmp_path, untied, "transformer.h", init=lambda module: recursively(module, 12))
+    assert differing(streamer.unwrap(model).state_dict(), plain.state_dict()) == [name]
+    assert torch.equal(model.get_parameter(name), torch.full_like(model.get_parameter(name), 2.0))
