@@ -81,6 +81,7 @@ def test_without_either_kind_of_wait_the_result_is_wrong(
             "gradients were written after",
             "were written while its update was reading them",
             "did not do the same when it ran again",
+            "changes what it is given",
         )
         assert any(words in str(error) for words in noticed), str(error)
         return
