@@ -20,15 +20,35 @@ T = TypeVar("T")
 
 
 class Lane(enum.Enum):
-    """An in-order queue of work."""
+    """An in-order queue of work: its name, and the group of lanes that are alike.
 
-    COMPUTE = "compute"  # the caller's own thread (and, on a GPU, its current stream)
-    H2D = "h2d"  # host to device copies
-    D2H = "d2h"  # device to host copies
-    HOST = "host"  # work on host memory: updates, accumulation, norms
+    Everything else that is kept by lane follows from this list. What an op does says which lane runs it
+    (`streamer.engine.schedule.op.OpKind`). A machine has a rate ``{name}_bytes_per_second`` for every lane
+    but COMPUTE, and a share ``{group}_{group}`` of it for every two groups that work beside one another
+    (`streamer.simulate.machine`); calibration measures both. A trace has a row for each lane.
+    """
+
+    COMPUTE = "compute", "compute"  # the caller's own thread (and, on a GPU, its current stream)
+    H2D = "h2d", "copy"  # host to device copies
+    D2H = "d2h", "copy"  # device to host copies
+    HOST = "host", "host"  # work on host memory: updates, accumulation, norms
+
+    group: str
+
+    def __new__(cls, name: str, group: str) -> Lane:
+        lane = object.__new__(cls)
+        lane._value_ = name
+        lane.group = group
+        return lane
 
     # that of an enumeration is a function in Python, and these are looked up at every op
     __hash__ = object.__hash__
+
+
+#: The lanes that run beside the caller's thread, each in a thread of its own.
+BEHIND: tuple[Lane, ...] = tuple(lane for lane in Lane if lane is not Lane.COMPUTE)
+#: Those of them that copy between the two memories.
+COPIES: tuple[Lane, ...] = tuple(lane for lane in BEHIND if lane.group == Lane.H2D.group)
 
 
 @dataclass(frozen=True)

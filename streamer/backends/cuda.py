@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from streamer.backends.base import Backend, Event, Lane, Process, Span, buffers_within
+from streamer.backends.base import BEHIND, COPIES, Backend, Event, Lane, Process, Span, buffers_within
 from streamer.backends.host_memory import RAISE_LOCKED_LIMIT, available_bytes, mapped, reserved
 from streamer.backends.thread import Worker
 from streamer.errors import warn
@@ -230,14 +230,14 @@ class CudaBackend(Backend):
         self._process = Process()
         self._clock = CudaClock(self.device)
         self._pinned = PinnedBlocks(self.device)
-        self._streams = {lane: torch.cuda.Stream(self.device) for lane in (Lane.H2D, Lane.D2H)}
-        self._workers = {lane: Worker(lane) for lane in (Lane.H2D, Lane.D2H, Lane.HOST)}
+        self._streams = {lane: torch.cuda.Stream(self.device) for lane in COPIES}
+        self._workers = {lane: Worker(lane) for lane in BEHIND}
         self._last_compute: tuple[torch.cuda.Stream, CudaEvent] | None = None
         self._own_fraction: float | None = None
 
     def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
         self._process.check()
-        if lane is Lane.HOST:
+        if lane in BEHIND and lane not in COPIES:
             return self._workers[lane].submit(work, waits)
         event = CudaEvent(lane, self._clock)
         if lane is not Lane.COMPUTE:

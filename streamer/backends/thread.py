@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import numpy as np
 import torch
 
-from streamer.backends.base import Backend, Event, Lane, Process, Span
+from streamer.backends.base import BEHIND, COPIES, Backend, Event, Lane, Process, Span
 from streamer.backends.host_memory import available_bytes, mapped, reserved
 from streamer.torch_private import SubclassesOff
 
@@ -164,7 +164,7 @@ class ThreadBackend(Backend):
         self.poison = poison
         self._bytes_per_second = dict(bytes_per_second or {})
         for lane, rate in self._bytes_per_second.items():
-            if lane not in (Lane.H2D, Lane.D2H) or not rate > 0:
+            if lane not in COPIES or not rate > 0:
                 raise ValueError(
                     f"bytes_per_second of {lane.name} is {rate}: give one above 0, for Lane.H2D or Lane.D2H"
                 )
@@ -172,9 +172,7 @@ class ThreadBackend(Backend):
         self._sleep = sleep
         self._process = Process()
         self._delays = dict(delays or {})
-        self._workers = {
-            lane: Worker(lane, delay=self._delays.get(lane)) for lane in (Lane.H2D, Lane.D2H, Lane.HOST)
-        }
+        self._workers = {lane: Worker(lane, delay=self._delays.get(lane)) for lane in BEHIND}
 
     def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
         if lane is not Lane.COMPUTE:

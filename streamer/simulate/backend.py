@@ -79,7 +79,7 @@ class VirtualBackend(Backend):
     def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
         self.let_caller_compute()
         if lane is not Lane.COMPUTE:
-            return self._clock.submit(lane, nbytes / self._bytes_per_second(lane), waits)
+            return self._clock.submit(lane, nbytes / self.machine.bytes_per_second(lane), waits)
         self.is_computing, self._recalled = True, NOTHING
         try:
             with FusedAttention(self.machine.kind), Operations(self.machine) as counter:
@@ -152,11 +152,3 @@ class VirtualBackend(Backend):
 
     def close(self) -> None:
         return
-
-    def _bytes_per_second(self, lane: Lane) -> float:
-        rates = {
-            Lane.H2D: self.machine.h2d_bytes_per_second,
-            Lane.D2H: self.machine.d2h_bytes_per_second,
-            Lane.HOST: self.machine.host_bytes_per_second,
-        }
-        return rates[lane]

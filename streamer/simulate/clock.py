@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from streamer.backends.base import Event, Lane, Span
+from streamer.backends.base import BEHIND, Event, Lane, Span
 from streamer.simulate.machine import CPU, Beside, Machine
 
 
@@ -51,18 +51,13 @@ def clock_of(machine: Machine) -> Clock:
     return SharedCores(machine.beside) if machine.kind == CPU else Queues(machine.beside)
 
 
-def _kept(beside: Beside, lane: Lane, other: Lane) -> float:
-    names = {Lane.COMPUTE: "compute", Lane.HOST: "host", Lane.H2D: "copy", Lane.D2H: "copy"}
-    return float(getattr(beside, f"{names[lane]}_{names[other]}"))
-
-
 class _Slowing:
     """How fast lanes run beside others: what each of the others adds to the time of a piece of work is added
     up."""
 
     def __init__(self, beside: Beside) -> None:
         pairs = [(lane, other) for lane in Lane for other in Lane if lane is not other]
-        self._added = {(lane, other): 1 / _kept(beside, lane, other) - 1 for lane, other in pairs}
+        self._added = {(lane, other): 1 / beside.kept(lane, other) - 1 for lane, other in pairs}
         self.none = not any(self._added.values())
 
     def factor(self, lane: Lane, others: Sequence[Lane]) -> float:
@@ -131,7 +126,7 @@ class SharedCores:
     def __init__(self, beside: Beside) -> None:
         self._slowing = _Slowing(beside)
         self._now = 0.0
-        self._queues: dict[Lane, deque[_Work]] = {lane: deque() for lane in Lane if lane is not Lane.COMPUTE}
+        self._queues: dict[Lane, deque[_Work]] = {lane: deque() for lane in BEHIND}
 
     def submit(self, lane: Lane, seconds: float, waits: Sequence[Event]) -> VirtualEvent:
         event = VirtualEvent(lane)

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from streamer.backends.base import Lane
+
 GIB = 1 << 30
 
 CUDA, CPU = "cuda", "cpu"
@@ -29,6 +31,10 @@ class Beside:
     host_copy: float = 1.0
     copy_host: float = 1.0
     copy_copy: float = 1.0
+
+    def kept(self, lane: Lane, other: Lane) -> float:
+        """The share that ``lane`` keeps beside ``other``."""
+        return float(getattr(self, f"{lane.group}_{other.group}"))
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,10 @@ class Machine:
     seconds_per_op: float = 0.0
     seconds_per_visit: float = 0.0
     beside: Beside = Beside()
+
+    def bytes_per_second(self, lane: Lane) -> float:
+        """The rate of a lane that is not COMPUTE."""
+        return float(getattr(self, f"{lane.value}_bytes_per_second"))
 
 
 # PCI Express Base Specification: 8, 16 and 32 GT/s a lane, 128b/130b, are 15.8, 31.5 and 63.0 GB/s each way

@@ -20,7 +20,7 @@ from torch import nn
 
 import streamer
 import streamer_native as native
-from streamer.backends.base import Backend, Event, Lane, Span
+from streamer.backends.base import COPIES, Backend, Event, Lane, Span
 from streamer.backends.thread import ThreadBackend
 from streamer.memory.host import HostStore
 from streamer.memory.layout import Layout, Param
@@ -212,13 +212,8 @@ def update(backend: Backend, sizes: Sizes) -> tuple[int, Work]:
 #: Rates (per second), seconds and shares of `Machine` and `Beside`, by field, one for each round.
 Found = dict[str, list[float]]
 
-#: Pairs of lanes that are measured beside one another: fields of `Beside` for the first and the second.
-PAIRS = {
-    (Lane.COMPUTE, Lane.HOST): ("compute_host", "host_compute"),
-    (Lane.COMPUTE, Lane.H2D): ("compute_copy", "copy_compute"),
-    (Lane.HOST, Lane.H2D): ("host_copy", "copy_host"),
-    (Lane.H2D, Lane.D2H): ("copy_copy", "copy_copy"),
-}
+#: Pairs of lanes that are measured beside one another: the first of each pair of groups.
+PAIRS = {frozenset((a.group, b.group)): (a, b) for a, b in reversed([*itertools.combinations(Lane, 2)])}
 
 
 class Stopwatch:
@@ -275,11 +270,10 @@ class Measurements:
         update_bytes, updating = update(backend, sizes)
         self._lanes: dict[Lane, Work] = {
             Lane.COMPUTE: self._computing["block"],
-            Lane.H2D: copies(backend, Lane.H2D, sizes.copy_bytes),
-            Lane.D2H: copies(backend, Lane.D2H, sizes.copy_bytes),
+            **{lane: copies(backend, lane, sizes.copy_bytes) for lane in COPIES},
             Lane.HOST: updating,
         }
-        self._nbytes = {Lane.H2D: sizes.copy_bytes, Lane.D2H: sizes.copy_bytes, Lane.HOST: update_bytes}
+        self._nbytes = {**dict.fromkeys(COPIES, sizes.copy_bytes), Lane.HOST: update_bytes}
         self._counts = {name: counted(work) for name, work in self._computing.items()}
         for lane, work in self._lanes.items():
             self._watch.alone(lane, work)  # the first time is slower than all others
@@ -293,10 +287,10 @@ class Measurements:
         alone = {lane: self._watch.alone(lane, work) for lane, work in self._lanes.items()}
         for lane, nbytes in self._nbytes.items():
             values[f"{lane.value}_bytes_per_second"] = nbytes / alone[lane]
-        for pair, names in PAIRS.items():
+        for pair in PAIRS.values():
             beside = self._watch.together({lane: self._lanes[lane] for lane in pair}, alone)
-            for lane, name in zip(pair, names, strict=True):
-                values[name] = min(1.0, alone[lane] / beside[lane])
+            for lane, other in (pair, reversed(pair)):
+                values[f"{lane.group}_{other.group}"] = min(1.0, alone[lane] / beside[lane])
         return values
 
     def close(self) -> None:

@@ -41,36 +41,28 @@ class Resource(NamedTuple):
 
 
 class OpKind(enum.StrEnum):
-    """What an op does, and how it prints."""
+    """What an op does: how it prints, and the lane that runs it."""
 
-    UNSHARD = "UNSHARD"  # host shard -> slot
-    RESHARD = "RESHARD"  # fill a slot that was given up with NaN (only where the backend says so)
-    FORWARD = "F"
-    BACKWARD = "B"
-    COLLECT = "COLLECT"  # bring the root unit's gradients together in their slot
-    SYNC = "SYNC"  # let the caller's thread wait for what it is about to read
-    OFFLOAD_GRAD = "OFFLOAD_GRAD"  # gradient slot -> host gradient, or -> staging
-    ACCUMULATE = "ACCUMULATE"  # host gradient += staging
-    NORM = "NORM"  # sum of squares of a host gradient
-    STEP = "STEP"  # update a host shard from its gradient
-    OFFLOAD_INPUT = "OFFLOAD_INPUT"  # saved input -> host
-    FETCH_INPUT = "FETCH_INPUT"  # host -> fetched input
+    UNSHARD = "UNSHARD", Lane.H2D  # host shard -> slot
+    RESHARD = "RESHARD", Lane.H2D  # fill a slot that was given up with NaN (only where the backend says so)
+    FORWARD = "F", Lane.COMPUTE
+    BACKWARD = "B", Lane.COMPUTE
+    COLLECT = "COLLECT", Lane.COMPUTE  # bring the root unit's gradients together in their slot
+    SYNC = "SYNC", Lane.COMPUTE  # let the caller's thread wait for what it is about to read
+    OFFLOAD_GRAD = "OFFLOAD_GRAD", Lane.D2H  # gradient slot -> host gradient, or -> staging
+    ACCUMULATE = "ACCUMULATE", Lane.HOST  # host gradient += staging
+    NORM = "NORM", Lane.HOST  # sum of squares of a host gradient
+    STEP = "STEP", Lane.HOST  # update a host shard from its gradient
+    OFFLOAD_INPUT = "OFFLOAD_INPUT", Lane.D2H  # saved input -> host
+    FETCH_INPUT = "FETCH_INPUT", Lane.H2D  # host -> fetched input
 
+    lane: Lane
 
-_LANE = {
-    OpKind.UNSHARD: Lane.H2D,
-    OpKind.RESHARD: Lane.H2D,
-    OpKind.FORWARD: Lane.COMPUTE,
-    OpKind.BACKWARD: Lane.COMPUTE,
-    OpKind.COLLECT: Lane.COMPUTE,
-    OpKind.SYNC: Lane.COMPUTE,
-    OpKind.OFFLOAD_GRAD: Lane.D2H,
-    OpKind.ACCUMULATE: Lane.HOST,
-    OpKind.NORM: Lane.HOST,
-    OpKind.STEP: Lane.HOST,
-    OpKind.OFFLOAD_INPUT: Lane.D2H,
-    OpKind.FETCH_INPUT: Lane.H2D,
-}
+    def __new__(cls, name: str, lane: Lane) -> OpKind:
+        kind = str.__new__(cls, name)
+        kind._value_ = name
+        kind.lane = lane
+        return kind
 
 
 @dataclass(frozen=True)
@@ -87,7 +79,7 @@ class Op:
     @property
     def lane(self) -> Lane:
         """The lane that runs it."""
-        return _LANE[self.kind]
+        return self.kind.lane
 
     def __str__(self) -> str:
         if self.kind is OpKind.SYNC:
