@@ -66,7 +66,7 @@ def check_model(path: Path, manifest: Manifest, model: nn.Module, executor: Exec
         entry = manifest.files[file][name]
         if entry.shape != shapes.get(name) or entry.dtype not in _FLOATS:
             raise CheckpointError(f"{path / file}: tensor '{name}' is no value for a parameter of the model")
-    if executor.landing is None:
+    if executor.landing.keeps_gradients:
         return
     in_layers = {slice.param.name for unit in executor.units for slice in unit.layout.slices}
     for name, file in gradients.items():
@@ -213,8 +213,7 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | 
             _load_buffers(model, opened(BUFFERS))
         if isinstance(optimizer, AdamW):
             _load_moments(optimizer, manifest.values["optimizer"], values.optimizer, of_kind(OPTIMIZER))
-        if executor.landing is not None:
-            executor.landing.next_step()  # of this model nothing has landed
+        executor.landing.next_step()  # of this model nothing has landed
         for unit in units:
             _load_gradients(unit, gradients, files_of(GRADIENTS, manifest))
         executor.gradients.adopt_all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NoReturn
@@ -64,8 +65,8 @@ def attach_guards(
         for unit in (*executor.units, executor.root):
             for slice, param in executor.gradients.held[unit.index].pairs():
                 keep(param.register_hook(_before_adding(executor, unit, slice, param)))
-                if executor.landing is not None and unit is executor.root:
-                    keep(param.register_post_accumulate_grad_hook(executor.landing.added))
+                if unit is executor.root and not executor.landing.keeps_gradients:
+                    keep(param.register_post_accumulate_grad_hook(_after_adding(executor)))
         for module in modules:
             keep(module.register_state_dict_pre_hook(_wait_for_updates(executor)))
             keep(module.register_load_state_dict_pre_hook(_wait_before_loading(executor)))
@@ -133,6 +134,18 @@ def _before_adding(
         held.widen(slice, param)
 
     setattr(hook, OWN_HOOK, True)
+    return hook
+
+
+def _after_adding(executor: Executor) -> Callable[[torch.Tensor], None]:
+    """A hook for a parameter of the root unit, to whose ``grad`` autograd has added."""
+    # the garbage collector does not see what a parameter holds by such a hook
+    landing = weakref.ref(executor.landing)
+
+    def hook(param: torch.Tensor) -> None:
+        if (there := landing()) is not None:
+            there.added(param)
+
     return hook
 
 

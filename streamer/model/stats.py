@@ -56,7 +56,7 @@ def stats(model: nn.Module) -> Stats:
         prefetch_hits=executor.weights.prefetch_hits,
         prefetch_misses=executor.weights.prefetch_misses,
         # layers that were not updated on landing are counted as one step, by its step() or here
-        skipped_steps=executor.skipped_steps + bool(executor.landing and executor.landing.not_finite),
+        skipped_steps=executor.skipped_steps + bool(executor.landing.not_finite),
     )
 
 

@@ -14,10 +14,10 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from streamer.engine.paging.executor import Executor
+from streamer.engine.paging.gradient_pipeline import Update
 from streamer.engine.paging.gradients import is_summed
 from streamer.engine.paging.handle import Home, require_home
 from streamer.engine.paging.unit import Unit
-from streamer.engine.paging.update_in_backward import Update
 from streamer.engine.tensors.guarded import as_plain, never_traced, unguarded
 from streamer.errors import shortened, warn
 from streamer.optim.state import (
@@ -110,7 +110,7 @@ def take_step(executors: Sequence[Executor], *, skip_nonfinite: bool, found_inf:
         finite = all([executor.norms.is_finite(executor.gradients.scale) for executor in real])
     if finite and not not_updated:
         return True
-    if not_updated or any(executor.landing is not None for executor in executors):
+    if not_updated or not all(executor.landing.keeps_gradients for executor in executors):
         names = [*not_updated, *(() if finite else ("what is in no layer",))]
         what = f"the gradient of {', '.join(names)} is NaN or infinite"
         skipped, mend = ": not updated", ": not updated: AdamW(skip_nonfinite=True) goes on without"
@@ -135,17 +135,18 @@ def _not_updated_on_landing(
     """Begin the next step, and name the layers not updated since the last. [Note: landing]"""
     names = []
     for executor in executors:
-        if executor.landing is not None:
-            if found_inf is None:
-                executor.landing.check_unwritten()
-            if not skip_nonfinite:
-                executor.synchronize()
-            names += executor.landing.next_step()
-            if found_inf is not None:
-                raise RuntimeError(
-                    "update='backward' has updated the layers before GradScaler could take its scale out: "
-                    "wrap with update='step', or train in bfloat16 without a scaler"
-                )
+        if executor.landing.keeps_gradients:
+            continue
+        if found_inf is None:
+            executor.landing.check_unwritten()
+        if not skip_nonfinite:
+            executor.synchronize()
+        names += executor.landing.next_step()
+        if found_inf is not None:
+            raise RuntimeError(
+                "update='backward' has updated the layers before GradScaler could take its scale out: "
+                "wrap with update='step', or train in bfloat16 without a scaler"
+            )
     return names
 
 
@@ -225,8 +226,7 @@ class AdamW(torch.optim.Optimizer):
         for executor in new:
             layouts = [shard.layout for shard in executor.store.shards]
             executor.prepare(partial(warm_up, layouts, self.state_dtype))
-            if executor.landing is not None:
-                executor.landing.add_updater(self._update_on_landing)
+            executor.landing.add_updater(self._update_on_landing)
 
     @torch.no_grad()
     @never_traced
@@ -293,7 +293,6 @@ class AdamW(torch.optim.Optimizer):
                 return
             for step in steps:
                 step -= 1
-            assert landing is not None, "it has called"
             landing.not_finite.append(unit.name)
 
         return update, update_bytes(runs, state_dtype)

@@ -37,7 +37,7 @@ def clip_grad_norm_(
     told ``update="backward"``, and ValueError for a model that is not wrapped.
     """
     executor = wrapped(model).executor
-    if executor.landing is not None:
+    if not executor.landing.keeps_gradients:
         raise RuntimeError(
             "clip_grad_norm_ needs all gradients before any update, and update='backward' updates each layer "
             "as its gradient lands: wrap with update='step' to clip"

@@ -41,7 +41,7 @@ def serve_other_optimizers(executor: Executor) -> Callable[[], None]:
         running = weakly()
         if running is None or not touched(optimizer):
             return None
-        if running.landing is not None:
+        if not running.landing.keeps_gradients:
             raise RuntimeError(
                 f"update='backward' updates layers by streamer.AdamW, not {type(optimizer).__name__}: "
                 "wrap with update='step' to use another optimizer"

@@ -208,7 +208,7 @@ class Recalling:
         self._tracker.rise(measured.rise)
 
     def squares_of(self, unit: Unit, gradient: torch.Tensor, used: Sequence[bool]) -> torch.Tensor:
-        """`Executor.squares_of`, recalled."""
+        """`GradientPipeline.squares_of`, recalled."""
         found = self.recollection.squares
         key = (self.structures[unit.index], tuple(used))
         if key not in found:
@@ -343,4 +343,4 @@ def recall_layers(executor: Executor, tracker: Tracker, recollection: Recollecti
         layer = unit.module.forward
         assert isinstance(layer, StreamedLayer), "the model is wrapped"
         layer.visit_as(kind)
-    executor.squares_of = recalling.squares_of
+    executor.pipeline.squares_of = recalling.squares_of

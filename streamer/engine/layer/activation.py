@@ -321,7 +321,7 @@ class LayerCall:
         check_hooks(unit.layout.slices, unit.params)
         added = [what is Asked.ADDED for what in asked]
         if any(added):
-            self.executor.check_backward(unit)
+            self.executor.landing.check(unit)
             self.executor.hooked.check(
                 compress(unit.layout.trainable, added), [*compress(unit.trainable, added)]
             )

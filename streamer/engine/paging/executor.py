@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import nullcontext
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -25,8 +24,9 @@ import torch
 from streamer.backends.background import Background
 from streamer.backends.base import Backend, Lane
 from streamer.engine.paging.device_memory import Budget, DeviceMemory, HostWatch
+from streamer.engine.paging.gradient_pipeline import GradientPipeline, Landing, UpdateInStep
 from streamer.engine.paging.gradients import Gradients, noticing_writes
-from streamer.engine.paging.norms import Norms, sum_squares
+from streamer.engine.paging.norms import Norms
 from streamer.engine.paging.saved_inputs import InputPager
 from streamer.engine.paging.structure import Structure
 from streamer.engine.paging.unit import Unit
@@ -84,19 +84,17 @@ class Executor:
         self.gradients = Gradients(
             self.issuer, units, root, store, num_slots=num_slots, sum_in_fp32=sum_in_fp32
         )
-        #: updates each layer as its gradient lands, if that was asked for
-        self.landing: UpdateInBackward | None = None
-        if update_in_backward:
-            nbytes = max(unit.layout.grad_nbytes for unit in units)
-            self.landing = UpdateInBackward(self.issuer, store.staging(RING, nbytes))
         #: autograd's id of the backward that waits for the gradients when it ends
         self.backward_task = -1
         self.hooked = OncePerBackward()
         self.norms = Norms(self.issuer, units, root, store)
+        self.landing: Landing = UpdateInStep(self.gradients, self.norms)
+        if update_in_backward:
+            ring = store.staging(RING, max(unit.layout.grad_nbytes for unit in units))
+            self.landing = UpdateInBackward(self.issuer, self.gradients, self.weights, ring)
+        self.pipeline = GradientPipeline(self.issuer, self.gradients, self.norms, self.landing)
         self.saved = SavedBytes()
         self.samples = Samples()
-        #: the sum of squares of a unit's gradients: fp32, on the device
-        self.squares_of: Callable[[Unit, torch.Tensor, Sequence[bool]], torch.Tensor] = _squares_of
         self.memory = DeviceMemory(backend, (*units, root), self.weights, self.gradients, self.saved)
         self.budget: Budget | None = None
         if budget is not None:
@@ -175,11 +173,6 @@ class Executor:
                     self.weights.check_slot(unit, slot)
                 return result
 
-    def check_backward(self, unit: Unit) -> None:
-        """Raise RuntimeError if a gradient of ``unit`` cannot be taken now."""
-        if self.landing is not None:
-            self.landing.check(unit)
-
     def backward(
         self,
         unit: Unit,
@@ -198,20 +191,11 @@ class Executor:
             self.inputs.using(saved) as (inputs, resources),
             self.weights.visited(unit, visit) as slot,
         ):
-            gradient = self.gradients.root_buffer[:0] if into is None else self.gradients.slots.buffers[into]
             buffer = self.weights.slots.buffers[slot]
             self.inputs.prefetch(saved)
             op = ops.backward(unit.index, slot, into, resources)
-            go_back = partial(work, buffer, gradient, inputs)
-            used, squares = self.issuer.compute(op, lambda: self._measured(unit, go_back, gradient))
-            if into is not None and any(used):
-                if self.landing is None:
-                    self.norms.keep(unit, self.gradients.offload(unit, into, used, squares))
-                else:
-                    self.weights.settle_masters(unit)
-                    self.weights.begin_flight(unit)
-                    self.landing.land(unit, into, gradient, used)
-        if self.landing is not None and any(used):
+            is_updated = self.pipeline.run(op, unit, into, lambda gradient: work(buffer, gradient, inputs))
+        if is_updated:
             self.weights.updated(unit)
             self.weights.prefetch()
 
@@ -222,20 +206,10 @@ class Executor:
             self.await_update(unit)
             self.weights.take_checksums(unit)
 
-    def _measured(
-        self, unit: Unit, work: Callable[[], Sequence[bool]], gradient: torch.Tensor
-    ) -> tuple[Sequence[bool], torch.Tensor]:
-        if self.backend.poison:
-            # bytes of ones are NaN in every floating-point format
-            gradient.fill_(255)
-        used = work()
-        return used, self.squares_of(unit, gradient, used)
-
     def zero_grad(self) -> None:
         """Gradients are about to be dropped."""
         self.turns.end()
-        if self.landing is not None:
-            self.landing.zero_grad()
+        self.landing.zero_grad()
 
     def prepare(self, work: Callable[[], None]) -> None:
         """Let HOST do ``work`` that touches nothing here (load kernels, say) while others go on."""
@@ -247,10 +221,8 @@ class Executor:
 
         Raises RuntimeError if a layer has computed something else when it ran again.
         """
-        self.gradients.finish()
-        self.norms.landed()
-        if self.landing is not None:
-            self.landing.finish_backward()
+        self.pipeline.finish_backward()
+        if not self.landing.keeps_gradients:
             self._await_lent()
         self.samples.finish()
 
@@ -302,7 +274,7 @@ class Executor:
         self.weights.release()
         self.gradients.release()
         self.inputs.release()
-        self.landing = None
+        self.landing.release()
 
     def device_bytes(self) -> dict[str, int]:
         """Bytes that the wrapped model holds on the device, by purpose."""
@@ -320,7 +292,3 @@ class Executor:
     def shard(self, unit: Unit) -> HostShard:
         """The host shard of ``unit``."""
         return self.store.shards[unit.index]
-
-
-def _squares_of(unit: Unit, gradient: torch.Tensor, used: Sequence[bool]) -> torch.Tensor:
-    return sum_squares(unit.layout, gradient, used)

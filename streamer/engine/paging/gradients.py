@@ -235,6 +235,10 @@ class Gradients:
             before_write=self._before_writing_root,
         )
 
+    def in_slot(self, slot: int | None) -> torch.Tensor:
+        """Gradient slot ``slot`` (flat uint8), an empty buffer for None."""
+        return self.root_buffer[:0] if slot is None else self.slots.buffers[slot]
+
     @as_plain
     def offload(self, unit: Unit, slot: int, used: Sequence[bool], squares: torch.Tensor) -> Squares | None:
         """Page out the gradient in ``slot``; ``used`` says which trainable parameters have one, ``squares``

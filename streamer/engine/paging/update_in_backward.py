@@ -10,11 +10,15 @@ them between backward and step, as clipping does, would change only the root's g
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 
+from streamer.engine.paging.gradient_pipeline import Landing, Updater
+from streamer.engine.paging.gradients import Gradients
 from streamer.engine.paging.unit import Unit
+from streamer.engine.paging.weights import Weights
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.tensors.guarded import as_plain
@@ -23,20 +27,20 @@ from streamer.torch_private import storage_id
 #: Host buffers that gradients pass through: one fills, one is read, two even out what varies.
 RING = 4
 
-#: An update of one unit: what does it, given the unit's gradient (flat uint8), and the bytes that this moves.
-Update = tuple[Callable[[torch.Tensor], None], int]
-#: Asked for the update of a unit, given which of its trainable parameters have a gradient.
-Updater = Callable[[Unit, Sequence[bool]], Update | None]
 
-
-class UpdateInBackward:
+class UpdateInBackward(Landing):
     """The ring, and who updates from it. [Note: landing]"""
 
-    def __init__(self, issuer: Issuer, ring: Sequence[torch.Tensor]) -> None:
-        #: names of layers whose update was skipped because their gradient was not finite
-        self.not_finite: list[str] = []
+    keeps_gradients = False
+
+    def __init__(
+        self, issuer: Issuer, gradients: Gradients, weights: Weights, ring: Sequence[torch.Tensor]
+    ) -> None:
+        super().__init__()
         self._is_whole = True
         self._issuer = issuer
+        self._gradients = gradients
+        self._weights = weights
         self._ring = ring
         self._next = 0
         self._updaters: list[weakref.WeakMethod[Updater]] = []
@@ -47,11 +51,9 @@ class UpdateInBackward:
         self._written: dict[int, int] = {}
 
     def add_updater(self, updater: Updater) -> None:
-        """Ask ``updater``, a method, for updates as long as its object lives."""
         self._updaters.append(weakref.WeakMethod(updater))
 
     def check(self, unit: Unit) -> None:
-        """Raise RuntimeError if a gradient of ``unit`` cannot be taken now."""
         self._updaters = [updater for updater in self._updaters if updater() is not None]
         if not self._updaters:
             raise RuntimeError(
@@ -65,13 +67,14 @@ class UpdateInBackward:
                 "zero_grad, where backward has failed); wrap with update='step' to add several gradients up"
             )
 
-    def land(self, unit: Unit, slot: int, source: torch.Tensor, used: Sequence[bool]) -> None:
-        """Page out the gradient in gradient slot ``slot``, which ``source`` is, and update from it."""
+    def land(self, unit: Unit, slot: int, used: Sequence[bool], squares: torch.Tensor) -> bool:
+        self._weights.settle_masters(unit)
+        self._weights.begin_flight(unit)
         place, self._next = self._next, (self._next + 1) % len(self._ring)
         nbytes = unit.layout.grad_nbytes
-        landed = self._ring[place][:nbytes]
+        landed, source = self._ring[place][:nbytes], self._gradients.in_slot(slot)[:nbytes]
         stage = ops.stage_grad(unit.index, slot, place, nbytes)
-        self._issuer.issue(stage, lambda: self._issuer.backend.copy(landed, source[:nbytes]))
+        self._issuer.issue(stage, lambda: self._issuer.backend.copy(landed, source))
         self._updated.add(unit.index)
         self._is_whole = False
         for reference in self._updaters:
@@ -79,21 +82,20 @@ class UpdateInBackward:
             update = None if updater is None else updater(unit, used)
             if update is not None:
                 work, moved = update
-                self._issuer.issue(ops.step_on_landing(unit.index, place, moved), _bound(work, landed))
+                self._issuer.issue(ops.step_on_landing(unit.index, place, moved), partial(work, landed))
+        return True
 
     @as_plain
     def added(self, param: torch.Tensor) -> None:
-        """Autograd has added to the gradient of a parameter of the root unit."""
         assert param.grad is not None, "this is called afterwards"
         self._of_root[param] = param.grad
         self._written[_counter(param.grad)] = param.grad._version
 
     def finish_backward(self) -> None:
-        """Backward has gone through all layers that it was to go through."""
         self._is_whole = True
 
     def zero_grad(self) -> None:
-        """Gradients are dropped: after a backward that has failed, the next one begins anew."""
+        # after a backward that has failed, the next one begins anew
         self._forget_root()
         if not self._is_whole:
             self._updated.clear()
@@ -101,7 +103,6 @@ class UpdateInBackward:
 
     @as_plain
     def check_unwritten(self) -> None:
-        """Raise RuntimeError if gradients of the root unit were written since backward."""
         for param, gradient in self._of_root.items():
             was_written = self._written[_counter(gradient)] != gradient._version
             if param.grad is not None and (was_written or param.grad is not gradient):
@@ -111,12 +112,14 @@ class UpdateInBackward:
                     "write gradients in a hook (param.register_hook)"
                 )
 
+    def release(self) -> None:
+        self._ring = ()
+
     def _forget_root(self) -> None:
         self._of_root.clear()
         self._written.clear()
 
     def next_step(self) -> list[str]:
-        """A step has been made; the names of layers that were not updated since the last one."""
         self._forget_root()
         self._updated.clear()
         skipped, self.not_finite = self.not_finite, []
@@ -126,7 +129,3 @@ class UpdateInBackward:
 def _counter(gradient: torch.Tensor) -> int:
     """What tells gradients with different counts of writes apart: views of one buffer share theirs."""
     return id(gradient) if gradient.is_sparse else storage_id(gradient)
-
-
-def _bound(work: Callable[[torch.Tensor], None], gradient: torch.Tensor) -> Callable[[], None]:
-    return lambda: work(gradient)

@@ -1,0 +1,149 @@
+"""What happens to a layer's gradient between its backward and its update: fill, reduce, measure, land.
+
+Layer 1 goes backward in weight slot 1 and gradient slot 0, as its ops print (unit, kind, slot):
+
+    1B@1               fill, reduce and measure, on the device
+    1OFFLOAD_GRAD@0    land, in host memory
+
+- *Fill*: the layer's backward writes the gradients of its parameters into a gradient slot.
+- *Reduce*: one process has the whole gradient already. Several ranks would add theirs up here.
+- *Measure*: the sum of squares is taken while the gradient is on the device: [Note: norms].
+- *Land*: the gradient is copied to host memory. `UpdateInStep` keeps it there, where ``p.grad`` shows it
+  until ``optimizer.step``; `UpdateInBackward` has the layer updated from it at once.
+
+The root unit's gradient goes the same way. Autograd fills its buffer; it is measured when somebody asks for
+its norm, and it lands (`Gradients.offload_root`) when its unit is updated.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+
+import torch
+
+from streamer.engine.paging.gradients import Gradients
+from streamer.engine.paging.norms import Norms, sum_squares
+from streamer.engine.paging.unit import Unit
+from streamer.engine.schedule.hazards import Issuer
+from streamer.engine.schedule.op import Op
+
+#: Writes gradients into a flat uint8 buffer in the layout of a unit; says for which of the unit's trainable
+#: parameters it has written one.
+Fill = Callable[[torch.Tensor], Sequence[bool]]
+
+#: An update of one unit: what does it, given the unit's gradient (flat uint8), and the bytes that this moves.
+Update = tuple[Callable[[torch.Tensor], None], int]
+#: Asked for the update of a unit, given which of its trainable parameters have a gradient.
+Updater = Callable[[Unit, Sequence[bool]], Update | None]
+
+
+class Landing(abc.ABC):
+    """What becomes of a layer's gradient when it leaves the device.
+
+    ``keeps_gradients`` says whether ``p.grad`` shows the gradients of layers between backward and step.
+    """
+
+    keeps_gradients: bool
+
+    def __init__(self) -> None:
+        #: names of layers whose update was skipped because their gradient was not finite
+        self.not_finite: list[str] = []
+
+    @abc.abstractmethod
+    def land(self, unit: Unit, slot: int, used: Sequence[bool], squares: torch.Tensor) -> bool:
+        """Page out the gradient in gradient slot ``slot``. ``used`` says which trainable parameters have one,
+        ``squares`` is its sum of squares. Returns whether the unit's update was issued."""
+
+    # what follows concerns those that update layers before `step`
+
+    def add_updater(self, updater: Updater) -> None:
+        """Ask ``updater``, a method, for the updates of units, as long as its object lives."""
+        return
+
+    def check(self, unit: Unit) -> None:
+        """Raise RuntimeError if a gradient of ``unit`` cannot be taken now."""
+        return
+
+    def added(self, param: torch.Tensor) -> None:
+        """Autograd has added to the gradient of a parameter of the root unit."""
+        return
+
+    def check_unwritten(self) -> None:
+        """Raise RuntimeError if gradients were written since backward, when layers were updated already."""
+        return
+
+    def finish_backward(self) -> None:
+        """Backward has gone through all layers that it was to go through."""
+        return
+
+    def zero_grad(self) -> None:
+        """Gradients are dropped."""
+        return
+
+    def next_step(self) -> list[str]:
+        """A step has been made; the names of layers that were not updated since the last one."""
+        return []
+
+    def release(self) -> None:
+        """Give up the host buffers that gradients pass through."""
+        return
+
+
+class UpdateInStep(Landing):
+    """``update="step"``: host memory keeps the gradient, or adds it to the one that is there."""
+
+    keeps_gradients = True
+
+    def __init__(self, gradients: Gradients, norms: Norms) -> None:
+        super().__init__()
+        self._gradients = gradients
+        self._norms = norms
+
+    def land(self, unit: Unit, slot: int, used: Sequence[bool], squares: torch.Tensor) -> bool:
+        self._norms.keep(unit, self._gradients.offload(unit, slot, used, squares))
+        return False
+
+
+class GradientPipeline:
+    """The steps that the gradient of every layer goes through, one after the other."""
+
+    def __init__(self, issuer: Issuer, gradients: Gradients, norms: Norms, landing: Landing) -> None:
+        self._issuer = issuer
+        self._gradients = gradients
+        self._norms = norms
+        self._landing = landing
+        #: the sum of squares of a unit's gradients: fp32, on the device
+        self.squares_of: Callable[[Unit, torch.Tensor, Sequence[bool]], torch.Tensor] = _squares_of
+
+    def run(self, op: Op, unit: Unit, slot: int | None, fill: Fill) -> bool:
+        """Let ``op``, the unit's backward, fill gradient slot ``slot`` (None where the unit trains nothing)
+        by ``fill``, and page the gradient out. Returns whether the unit's update was issued."""
+        gradient = self._gradients.in_slot(slot)
+
+        def on_device() -> tuple[Sequence[bool], torch.Tensor]:
+            used = self._fill(gradient, fill)
+            self._reduce(gradient)
+            return used, self.squares_of(unit, gradient, used)
+
+        used, squares = self._issuer.compute(op, on_device)
+        return slot is not None and any(used) and self._landing.land(unit, slot, used, squares)
+
+    def finish_backward(self) -> None:
+        """Block until the gradients of all layers are in host memory."""
+        self._gradients.finish()
+        self._norms.landed()
+        self._landing.finish_backward()
+
+    def _fill(self, gradient: torch.Tensor, fill: Fill) -> Sequence[bool]:
+        if self._issuer.backend.poison:
+            # bytes of ones are NaN in every floating-point format
+            gradient.fill_(255)
+        return fill(gradient)
+
+    def _reduce(self, gradient: torch.Tensor) -> None:
+        """Add up the gradients of all ranks. There is one rank, which has the whole gradient."""
+
+
+def _squares_of(unit: Unit, gradient: torch.Tensor, used: Sequence[bool]) -> torch.Tensor:
+    return sum_squares(unit.layout, gradient, used)
