@@ -11,8 +11,7 @@ import enum
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -51,8 +50,7 @@ BEHIND: tuple[Lane, ...] = tuple(lane for lane in Lane if lane is not Lane.COMPU
 COPIES: tuple[Lane, ...] = tuple(lane for lane in BEHIND if lane.group == Lane.H2D.group)
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """When a piece of work ran, in seconds on its backend's clock.
 
     ``ready`` is when its lane got to it, ``start`` when the last event that it waited for was done.

@@ -175,7 +175,7 @@ def run_on_slot(
     attributes = unit.attributes() if attributes is None else attributes
     with unit.restored(), unit.using(leaves):
         result = forward(*args, **kwargs)
-    if changed := list(changed_attributes(attributes)):
+    if changed := changed_attributes(attributes):
         unit.forget_attributes()
         _check_not_kept(unit, attributes, changed, weights)
     if [tensor._version for tensor in slot] != before:

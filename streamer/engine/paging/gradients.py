@@ -248,10 +248,10 @@ class Gradients:
         the sum of squares of what ``p.grad`` then is, or None where that is not known.
         """
         held = self.held[unit.index]
-        if held.foreign():
-            self.adopt_all()
-        has_grad = [param.grad is not None for _, param in held.pairs()]
+        has_grad = [param.grad is not None for param in unit.trainable]
         if any(has_grad):
+            if held.foreign():
+                self.adopt_all()
             return self._accumulate(unit, slot, used, has_grad)
         held.leave_to_keepers(1.0)
         nbytes = unit.layout.grad_nbytes

@@ -192,14 +192,15 @@ class InputPager:
         self._gone.append(number)
 
     @contextmanager
-    def using(self, number: int | None) -> Iterator[tuple[list[torch.Tensor], list[Resource]]]:
+    def using(self, number: int | None) -> Iterator[tuple[list[torch.Tensor], tuple[Resource, ...]]]:
         """The tensors saved under ``number``, on the device inside the block, and what an op must read that
         uses them; none for None. Raises RuntimeError if one of them was written since."""
         saved = () if number is None else self._saved[number]
         self._hold(saved)
         self._drop_ahead()
         try:
-            yield [paged.get() for paged in saved], [ops.fetched(p.place) for p in saved if p.is_fetched]
+            resources = tuple(ops.fetched(paged.place) for paged in saved if paged.is_fetched)
+            yield [paged.get() for paged in saved], resources
         finally:
             self._release(saved)
             self._settle()

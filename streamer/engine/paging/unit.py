@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,6 +24,11 @@ from streamer.torch_private import storage_id
 BufferPlace = tuple[nn.Module, str]
 
 Attributes = Mapping[nn.Module, Mapping[str, Any]]
+
+# several times in each visit, so without a frame of Python for every parameter or module
+_VERSION = operator.attrgetter("_version")
+_CHILDREN = operator.attrgetter("_modules")
+_PARAMETERS = operator.attrgetter("_parameters")
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ class Unit:
     @as_plain
     def written(self) -> int:
         """A number that grows whenever somebody writes a parameter in place through PyTorch."""
-        return sum(param._version for param in self.params)
+        return sum(map(_VERSION, self.params))
 
     @as_plain
     def wanted(self) -> list[bool]:
@@ -315,7 +321,7 @@ class _Tree:
         return self._modules
 
     def _children_now(self) -> list[nn.Module | None]:
-        return [child for module in self._modules for child in module._modules.values()]
+        return _values(map(_CHILDREN, self._modules))
 
 
 class _Snapshots:
@@ -327,7 +333,7 @@ class _Snapshots:
         self.contents: list[Any] = []
 
     def now(self, modules: tuple[nn.Module, ...]) -> Attributes:
-        if modules is not self._modules or any(changed_attributes(self._last)):
+        if modules is not self._modules or changed_attributes(self._last):
             self._modules = modules
             self._last = {module: dict(vars(module)) for module in modules}
             self.contents = contents_of(self._last)
@@ -366,16 +372,24 @@ def buffer_bytes(units: Iterable[Unit]) -> int:
     return sum(places.values())
 
 
-def changed_attributes(then: Attributes) -> Iterator[tuple[nn.Module, Mapping[str, Any]]]:
+def changed_attributes(then: Attributes) -> list[tuple[nn.Module, Mapping[str, Any]]]:
     """The modules that have other attributes now, with those that they had ``then``."""
-    for module, values in then.items():
-        now = vars(module)
-        if len(now) != len(values) or not all(map(operator.is_, now.values(), values.values())):
-            yield module, values
+    now, before = [*map(vars, then)], then.values()
+    if [*map(len, now)] == [*map(len, before)] and are_same(_values(now), _values(before)):
+        return []
+    return [
+        (module, values)
+        for module, values in then.items()
+        if len(vars(module)) != len(values) or not are_same(vars(module).values(), values.values())
+    ]
 
 
 def _params_of(modules: Iterable[nn.Module]) -> list[nn.Parameter | None]:
-    return [param for module in modules for param in module._parameters.values()]
+    return _values(map(_PARAMETERS, modules))
+
+
+def _values(dicts: Iterable[Mapping[str, Any]]) -> list[Any]:
+    return [*chain.from_iterable(map(dict.values, dicts))]  # type: ignore[arg-type]
 
 
 def are_same(now: Collection[object], then: Collection[object]) -> bool:

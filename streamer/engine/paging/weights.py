@@ -39,6 +39,8 @@ class Weights:
         self._root = root
         self._store = store
         self._order = Order(range(len(units)))
+        #: whether the slots hold what `prefetch` has decided on, for visits as they have come since
+        self._is_settled = False
         #: units in a slot that does not have their last update
         self._outdated: set[int] = set()
         #: units whose update was issued and that nobody has waited for since
@@ -59,11 +61,13 @@ class Weights:
         """The slot that holds ``unit``, which stays there inside the block; what is expected next is
         unsharded as slots become free before and after it."""
         self._refresh_layer(unit)
-        self._order.visit(visit)
+        if not self._order.visit(visit):
+            self._is_settled = False
         slot = self._unshard(unit)
         self.slots.enter(slot)
         try:
-            self.prefetch()
+            if not self._is_settled:
+                self.prefetch()
             yield slot
             self.end_flight(unit)
         finally:
@@ -80,6 +84,10 @@ class Weights:
         the visit that needs the copy, and the copy is issued when the other's last visit before it is over;
         to fill all slots with what comes next is to give up what would have been used sooner.
         """
+        self._fetch_upcoming()
+        self._is_settled = True
+
+    def _fetch_upcoming(self) -> None:
         slots, upcoming = self.slots, self._order.upcoming()
         # of those that may give way now, who is not visited before the visit that is looked at
         unused = slots.idle()
@@ -107,6 +115,7 @@ class Weights:
         """
         while len(self.slots.buffers) < count:
             try:
+                self._is_settled = False
                 self.slots.add()
             except torch.OutOfMemoryError:
                 return
@@ -158,6 +167,7 @@ class Weights:
             self.unshard_root(unit.layout.grad_nbytes)
         elif (slot := self.slots.find(unit.index)) is not None:
             self._outdated.add(unit.index)
+            self._is_settled = False
             self._poison(unit.index, slot, unit.layout.grad_nbytes)
 
     def replaced(self, unit: Unit) -> None:
@@ -358,6 +368,7 @@ class Weights:
             self.prefetch_hits += 1
             return slot
         self.prefetch_misses += 1
+        self._is_settled = False
         if slot is None:
             idle = self.slots.idle()
             slot = self._make_room(idle, self._order.upcoming(), idle)
@@ -380,6 +391,7 @@ class Weights:
         """Give up the slot that holds ``unit``; which one it was."""
         slot = self.slots.find(unit)
         if slot is not None:
+            self._is_settled = False
             self.slots.holder[slot] = None
             self._outdated.discard(unit)
             self._poison(unit, slot)

@@ -59,9 +59,11 @@ class Order:
         #: where in the remembered cycle the next visit is expected
         self._position = 0
 
-    def visit(self, visit: Visit) -> None:
-        """Note that ``visit`` is happening."""
-        if self._begins_cycle(visit):
+    def visit(self, visit: Visit) -> bool:
+        """Note that ``visit`` is happening; whether it is the one that was expected next."""
+        position = self._position
+        begins = self._begins_cycle(visit)
+        if begins:
             self._remember()
             self._now = []
             self._phases = set()
@@ -74,6 +76,7 @@ class Order:
         found = ahead if ahead is not None else _index(expected, visit, 0)
         if found is not None:
             self._position = found + 1
+        return not begins and found == position
 
     def upcoming(self) -> Sequence[int]:
         """The units of the visits to come: the rest of this cycle, then two whole ones, so that the

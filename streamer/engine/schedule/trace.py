@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from streamer.backends.base import Event, Lane, Lock, Span
 from streamer.engine.schedule.op import Op
@@ -15,8 +16,7 @@ from streamer.engine.schedule.op import Op
 SETTLE_EVERY = 256
 
 
-@dataclass(frozen=True)
-class Interval:
+class Interval(NamedTuple):
     """Seconds spent on a lane, or stood still for it."""
 
     lane: Lane
@@ -24,8 +24,7 @@ class Interval:
     end: float
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """One op that has run. ``exposed`` are, for an op on COMPUTE, the intervals that it waited."""
 
     op: Op
@@ -143,10 +142,13 @@ class Trace:
 
     def _blamed(self, start: float, end: float, waits: Sequence[Event]) -> tuple[Interval, ...]:
         """[Note: exposed time] ``start`` to ``end`` cut up along the last of ``waits``."""
-        ends = {event: span.end for event in waits if (span := event.span()) is not None}
-        if not ends or end <= start:
+        if not waits or end <= start:
             return ()
-        last = max(ends, key=lambda event: ends[event])
+        # of equals the first
+        last_end, last = -math.inf, waits[0]
+        for event in waits:
+            if (span := event.span()) is not None and span.end > last_end:
+                last_end, last = span.end, event
         intervals: list[Interval] = []
         at = start
         for interval in self._blame.get(last, ()):
