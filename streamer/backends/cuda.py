@@ -1,8 +1,9 @@
 """CUDA: a stream for each direction of the bus, a thread for the host, the caller's stream for compute.
 
-Every lane but COMPUTE has a worker thread that enqueues its work, because a copy may have to wait for
-an update that runs in a thread, and no stream can wait for a thread. An event therefore has two parts:
-it is *issued* once its CUDA event stands in a stream, and done once that CUDA event is.
+A copy may have to wait for an update that runs in a thread, and no stream can wait for a thread. Then the
+copy, and all that comes after it in its lane, is enqueued by the lane's worker thread. Where there is nothing
+to wait for but streams, the caller enqueues it: waking a thread takes longer. An event therefore has two
+parts: it is *issued* once its CUDA event stands in a stream, and done once that CUDA event is.
 
 Pinned host memory has the exact size. PyTorch's pinned allocator rounds every block up to a power of two.
 Here a block is one anonymous mapping, registered with CUDA.
@@ -17,6 +18,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -63,6 +65,11 @@ class PinnedBlocks:
         if block.data_ptr() in self._registered:
             self._registered.remove(block.data_ptr())
             torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
+
+    @property
+    def is_pinning(self) -> bool:
+        """Whether all blocks are page-locked: a copy to or from them does not block who enqueues it."""
+        return self._pinning
 
     def close(self) -> None:
         """Unregister every block; the memory itself goes when its last tensor does. Idempotent."""
@@ -159,6 +166,10 @@ class CudaEvent(Event):
         finally:
             self._issued.set()
 
+    def is_issued(self) -> bool:
+        """Whether a stream can be made to wait for it."""
+        return self._issued.is_set()
+
     def hold(self, stream: torch.cuda.Stream) -> None:
         """Make what is enqueued on ``stream`` from now on wait for this event."""
         stream.wait_event(self._finished())
@@ -181,6 +192,11 @@ class CudaEvent(Event):
             assert self.error is not None, "an event that was issued without an end has failed"
             raise self.error
         return self._end
+
+
+def _is_for_streams(event: Event) -> bool:
+    """Whether no thread need wait for ``event``: a stream can, or it is over."""
+    return event.is_issued() if isinstance(event, CudaEvent) else event.span() is not None
 
 
 class CudaClock:
@@ -232,6 +248,8 @@ class CudaBackend(Backend):
         self._pinned = PinnedBlocks(self.device)
         self._streams = {lane: torch.cuda.Stream(self.device) for lane in COPIES}
         self._workers = {lane: Worker(lane) for lane in BEHIND}
+        #: by lane, what its worker was given last
+        self._last_queued = {lane: worker.submit(lambda: None, ()) for lane, worker in self._workers.items()}
         self._last_compute: tuple[torch.cuda.Stream, CudaEvent] | None = None
         self._own_fraction: float | None = None
 
@@ -241,7 +259,7 @@ class CudaBackend(Backend):
             return self._workers[lane].submit(work, waits)
         event = CudaEvent(lane, self._clock)
         if lane is not Lane.COMPUTE:
-            self._workers[lane].submit(lambda: event.enqueue(self._streams[lane], work, waits), ())
+            self._enqueue(event, work, waits)
             return event
         stream = torch.cuda.current_stream(self.device)
         if self._last_compute is not None and self._last_compute[0] != stream:
@@ -250,6 +268,18 @@ class CudaBackend(Backend):
         event.enqueue(stream, work, waits)
         self._last_compute = stream, event
         return event
+
+    def _enqueue(self, event: CudaEvent, work: Callable[[], object], waits: Sequence[Event]) -> None:
+        lane = event.lane
+        enqueue = partial(event.enqueue, self._streams[lane], work, waits)
+        is_next = self._last_queued[lane].is_done() and self._pinned.is_pinning
+        if not is_next or not all(map(_is_for_streams, waits)):
+            self._last_queued[lane] = self._workers[lane].submit(enqueue, ())
+            return
+        self._workers[lane].check_open()
+        # who waits for the event is told what went wrong, as if a worker had enqueued it
+        with contextlib.suppress(BaseException):
+            enqueue()
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
         # .data has a version counter of its own: that of ``into`` counts what the user writes

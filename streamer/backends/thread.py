@@ -46,6 +46,10 @@ class HostEvent(Event):
         if self.error is not None:
             raise self.error
 
+    def is_done(self) -> bool:
+        """Whether the work has run, or failed."""
+        return self._is_done
+
     def failed(self) -> bool:
         return self.error is not None
 
@@ -75,13 +79,17 @@ class Worker:
         self._process.check()
         done = HostEvent(self.lane)
         with self._lock:
-            if self._closed:
-                raise RuntimeError(
-                    f"the {self.lane.name} lane is closed: its model was unwrapped, so what was made for the "
-                    "wrapped model (an optimizer, a graph) is of no more use"
-                )
+            self.check_open()
             self._tasks.put((work, waits, done))
         return done
+
+    def check_open(self) -> None:
+        """Raise RuntimeError once the lane is closed."""
+        if self._closed:
+            raise RuntimeError(
+                f"the {self.lane.name} lane is closed: its model was unwrapped, so what was made for the "
+                "wrapped model (an optimizer, a graph) is of no more use"
+            )
 
     @staticmethod
     def close_all(workers: Collection[Worker]) -> None:

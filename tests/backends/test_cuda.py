@@ -7,6 +7,7 @@ import gc
 import math
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
@@ -442,6 +443,42 @@ def test_a_refusal_to_page_lock_is_not_blamed_on_the_next_kernel(monkeypatch: py
         for address in twice.registered:
             assert int(cudart.cudaHostUnregister(address)) == 0
     finally:
+        backend.close()
+
+
+def test_copies_keep_their_order_whoever_enqueues_them() -> None:
+    """Copies behind one that waits for the host are enqueued by the lane, others by the caller."""
+    backend = CudaBackend(torch.device("cuda"))
+    nbytes, release = 1 << 20, threading.Event()
+    on_device = backend.device_buffer(nbytes)
+    host = [backend.host_buffer(nbytes).fill_(value) for value in (1, 2)]
+    back = [backend.host_buffer(nbytes) for _ in range(2)]
+    callers: list[int] = []
+
+    def copying(into: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
+        def work() -> None:
+            callers.append(threading.get_ident())
+            backend.copy(into, source)
+
+        return work
+
+    try:
+        late = backend.submit(Lane.HOST, release.wait, (), 0)
+        backend.submit(Lane.H2D, copying(on_device, host[0]), [late], nbytes)
+        behind = backend.submit(Lane.H2D, copying(on_device, host[1]), [], nbytes)
+        out = backend.submit(Lane.D2H, copying(back[0], on_device), [behind], nbytes)
+        assert not callers
+        release.set()
+        out.wait()
+        assert back[0].unique().tolist() == [2]
+        assert threading.get_ident() not in callers
+        callers.clear()
+        again = backend.submit(Lane.H2D, copying(on_device, host[0]), [out], nbytes)
+        backend.submit(Lane.D2H, copying(back[1], on_device), [again], nbytes).wait()
+        assert back[1].unique().tolist() == [1]
+        assert set(callers) == {threading.get_ident()}
+    finally:
+        release.set()
         backend.close()
 
 
