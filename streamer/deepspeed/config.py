@@ -1,6 +1,4 @@
-"""`from_deepspeed_config`: a config in DeepSpeed's JSON as arguments of `wrap`, `AdamW` and the loop, its
-optimizer and its learning rate schedules with a warm-up among them.
-"""
+"""`from_deepspeed_config`: a config in DeepSpeed's JSON as arguments of `wrap`, `AdamW` and the loop."""
 
 from __future__ import annotations
 
@@ -14,91 +12,44 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from streamer.config_values import nearest
-from streamer.deepspeed.keys import Values, contradiction, read, shown, unanswered
+from streamer.deepspeed.keys import (
+    CHANGE_RESULT,
+    Values,
+    contradiction,
+    read_json,
+    shown,
+    unanswered,
+    walk,
+)
 from streamer.errors import warn
 
 ADAMS = ("Adam", "AdamW", "FusedAdam", "CPUAdam", "DeepSpeedCPUAdam")
-#: What to do about an optimizer that AdamW is not.
-OWN = "leave the optimizer section out and make one of torch.optim on the wrapped model"
-_ADAM = "optimizer.params."
-#: Variants that AdamW has not: the value that asks for one, and the remedy.
-_VARIANTS = {
-    "amsgrad": (True, f"leave it out, or {OWN}"),
-    "maximize": (True, f"change the sign of the loss, or {OWN}"),
-    "bias_correction": (False, f"leave it out, or {OWN}"),
-}
-
-
-def adamw_arguments(values: Values, dtype: torch.dtype | None, **answers: Any) -> dict[str, Any]:
-    """Arguments of AdamW: the config's, and DeepSpeed's defaults, where it has an optimizer section, beside
-    ``answers``, the keyword arguments of `from_deepspeed_config`; without one these alone.
-
-    Raises ValueError for a variant of Adam that AdamW is not.
-    """
-    has_section = "optimizer.type" in values.given
-    decays_gradient = _decays_gradient(values)
-    # PyTorch's default, or DeepSpeed's
-    decay = 0.01 if values.get(f"{_ADAM}torch_adam") and not decays_gradient else 0.0
-    defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": decay}
-    arguments = {}
-    for name, default in defaults.items():
-        absent = default if has_section else None
-        auto = {} if name == "lr" else {"auto": default}  # DeepSpeed's lr is a guess
-        arguments[name] = values.pick(f"{_ADAM}{name}", name, answers[name], absent, **auto)
-    if decays_gradient and arguments["weight_decay"]:
-        raise ValueError(
-            f"{_ADAM}{decays_gradient} is false and weight_decay {arguments['weight_decay']}: AdamW does "
-            f"not add decay to the gradient; write true, or weight_decay 0, or {OWN}"
-        )
-    _refuse_variants(values)
-    if values.get("bf16.bf16_optimizer_states") and dtype == torch.bfloat16:
-        arguments["state_dtype"] = torch.bfloat16
-    return {name: value for name, value in arguments.items() if value is not None}
-
-
-def _decays_gradient(values: Values) -> str:
-    """The key by which weight decay is added to the gradient, as in Adam, and not taken from the weight, as
-    in AdamW; empty where there is none. DeepSpeed heeds it only for another type than AdamW."""
-    if values.get("optimizer.type", "AdamW").lower() == "adamw":
-        return ""
-    names = (name for name in ("adam_w_mode", "adamw_mode") if values.get(f"{_ADAM}{name}") is False)
-    return next(names, "")
-
-
-def _refuse_variants(values: Values) -> None:
-    for name, (asked, mend) in _VARIANTS.items():
-        if values.get(f"{_ADAM}{name}") is asked:
-            raise ValueError(f"{_ADAM}{name} is {shown(asked)}, which AdamW does not know: {mend}")
-    if f"{_ADAM}max_grad_norm" in values.given:
-        raise ValueError(f"{_ADAM}max_grad_norm: write it as gradient_clipping, beside optimizer")
-
-
-_SCHEDULER = "scheduler.params."
-_ALL = ("warmup_num_steps", "warmup_type", "last_batch_iteration")
-#: The schedules that there are here, and the parameters of each.
+#: The parameters of each schedule beside warmup_num_steps, warmup_type and last_batch_iteration.
 SCHEDULES = {
-    "WarmupLR": (*_ALL, "warmup_min_lr", "warmup_max_lr"),
-    "WarmupDecayLR": (*_ALL, "warmup_min_lr", "warmup_max_lr", "total_num_steps"),
-    "WarmupCosineLR": (*_ALL, "warmup_min_ratio", "cos_min_ratio", "total_num_steps"),
+    "WarmupLR": ("warmup_min_lr", "warmup_max_lr"),
+    "WarmupDecayLR": ("warmup_min_lr", "warmup_max_lr", "total_num_steps"),
+    "WarmupCosineLR": ("warmup_min_ratio", "cos_min_ratio", "total_num_steps"),
 }
+#: What to do about an optimizer that AdamW is not.
+_OWN = "leave the optimizer section out and make one of torch.optim on the wrapped model"
+#: The types of each section, and what to do about others.
+_TYPES = {
+    "optimizer": (ADAMS, f'write "AdamW", or {_OWN}'),
+    "scheduler": (tuple(SCHEDULES), "leave the section out and make one of torch.optim.lr_scheduler"),
+}
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_ADAM, _SCHEDULER = "optimizer.params.", "scheduler.params."
 
 
 @dataclass(frozen=True)
 class Schedule:
     """``WarmupLR``, ``WarmupDecayLR`` or ``WarmupCosineLR`` of DeepSpeed (runtime/lr_schedules.py, 0.19).
 
-    With n the optimizer steps that are done less one, w the larger of 2 and ``warmup_steps``, and T
-    ``total_steps``, the rate is
-
-    - ``low + (high - low) * rise`` while 0 <= n < w, where rise is log(n + 1) / log(w), or n / w where
-      ``warmup_type`` is ``"linear"``;
-    - then ``high`` (WarmupLR), ``low + (high - low) * max(0, (T - n) / max(1, T - w))`` (WarmupDecayLR), or
-      ``high * (c + (1 - c) * (1 + cos(pi * min(1, (n - w + 1) / max(1, T - w)))) / 2)`` (WarmupCosineLR),
-      where c is ``cos_min_ratio``.
-
-    Here ``high`` is ``max_lr``, or the group's own lr where that is None; ``low`` is ``min_lr``, for
-    WarmupCosineLR ``min_ratio`` times high. The very first step (n = -1) is made with ``low``, with 0 for
-    WarmupCosineLR, and the second (n = 0) with ``low``, as DeepSpeed's are since 0.15.3.
+    The learning rate rises from ``min_lr`` to ``max_lr`` within ``warmup_steps`` and stays there (WarmupLR),
+    or falls in a line to ``min_lr`` at ``total_steps`` (WarmupDecayLR). That of WarmupCosineLR rises from
+    ``min_ratio`` of ``max_lr``, and falls as a cosine to ``cos_min_ratio`` of ``max_lr``. If ``max_lr`` is
+    None, the group's own lr stands for it. The first two steps are made with the lowest rate, the very first
+    of WarmupCosineLR with 0, as DeepSpeed's are since 0.15.3.
     """
 
     name: str
@@ -124,7 +75,7 @@ class Schedule:
         return LambdaLR(optimizer, factors)
 
     def _factor(self, low: float) -> Callable[[int], float]:
-        """From optimizer steps that are done to the rate; it and ``low`` are parts of ``high``."""
+        """The rate after so many optimizer steps; the rate and ``low`` are fractions of the highest rate."""
         warmup = max(2, self.warmup_steps)
         decay = max(1, self.total_steps - warmup)
 
@@ -145,44 +96,6 @@ class Schedule:
         return factor
 
 
-def make_schedule(
-    values: Values, *, lr: float | None, warmup_steps: int | None, total_steps: int | None
-) -> Schedule | None:
-    """The config's schedule, with DeepSpeed's defaults; None where it has none. ``lr`` is AdamW's."""
-    if "scheduler.type" not in values.given:
-        return None
-    name = {name.lower(): name for name in SCHEDULES}[values.given["scheduler.type"].lower()]
-    max_lr = values.get(f"{_SCHEDULER}warmup_max_lr", lr)
-    if values.is_auto(f"{_SCHEDULER}warmup_max_lr"):
-        if lr is None:
-            raise unanswered(f"{_SCHEDULER}warmup_max_lr", "lr")
-    elif f"{_SCHEDULER}warmup_max_lr" not in values.given:
-        max_lr = 1e-3 if name == "WarmupDecayLR" else None
-    total = None
-    if name != "WarmupLR":
-        total = values.pick(f"{_SCHEDULER}total_num_steps", "total_steps", total_steps, None)
-        if total is None:
-            raise ValueError(f"{_SCHEDULER}total_num_steps is missing: set it, or give total_steps=...")
-    return Schedule(
-        name,
-        warmup_steps=values.pick(f"{_SCHEDULER}warmup_num_steps", "warmup_steps", warmup_steps, 1000),
-        total_steps=total or 0,
-        warmup_type=values.get(f"{_SCHEDULER}warmup_type", "log"),
-        min_lr=values.get(f"{_SCHEDULER}warmup_min_lr", 0.0),
-        max_lr=max_lr,
-        min_ratio=values.get(f"{_SCHEDULER}warmup_min_ratio", 0.0),
-        cos_min_ratio=values.get(f"{_SCHEDULER}cos_min_ratio", 1e-4),
-    )
-
-
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-#: Optimizers and schedules that there are here, and what to do about others.
-_FAMILIES = {
-    "optimizer": (ADAMS, f'write "AdamW", or {OWN}'),
-    "scheduler": (tuple(SCHEDULES), "leave the section out and make one of torch.optim.lr_scheduler"),
-}
-
-
 @dataclass(frozen=True)
 class DeepSpeedConfig:
     """What a DeepSpeed config says, in the words of this library.
@@ -193,7 +106,7 @@ class DeepSpeedConfig:
     ``gradient_accumulation_steps`` the backwards of one step, by which the loop divides each loss, as
     DeepSpeed's engine does. ``grad_scaler`` are keyword arguments of `torch.amp.GradScaler`, None unless fp16
     is enabled; with a scaler, clip by ``grad_scale=scaler.get_scale()`` and step through it. ``not_honoured``
-    has every key that changes nothing here, dotted, and the reason. ::
+    has the dotted name of every key that is given and changes nothing here. ::
 
         config = streamer.from_deepspeed_config("ds_config.json", lr=3e-4, micro_batch_size=4, ...)
         model = streamer.wrap(model, **config.wrap)
@@ -214,11 +127,11 @@ class DeepSpeedConfig:
     gradient_accumulation_steps: int
     grad_scaler: dict[str, Any] | None
     schedule: Schedule | None
-    not_honoured: dict[str, str]
+    not_honoured: tuple[str, ...]
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> LambdaLR:
         """The config's schedule for ``optimizer``: call its ``step`` after each ``optimizer.step``. Without a
-        scheduler section the learning rate stays as it is. `Schedule` has the formulas."""
+        scheduler section the learning rate stays as it is. `Schedule` says how the rate moves."""
         if self.schedule is None:
             return LambdaLR(optimizer, lambda done: 1.0)
         return self.schedule.attach(optimizer)
@@ -242,7 +155,8 @@ def from_deepspeed_config(
 
     Optimizer and schedule, clipping, batch sizes, loss scale and dtype become arguments. Parameters and
     optimizer state are in host memory always, as with ``offload_param`` and ``offload_optimizer``. Every
-    other key that asks for something is listed in one warning, with the reason why it changes nothing.
+    other key that asks for something is named in a warning of one line: first those that may change the
+    result, then those that have no effect here.
 
     The keyword arguments are what the training loop knows and the Hugging Face Trainer fills in: they stand
     for ``"auto"`` and for what the config leaves open, and must not contradict what it says. ``dtype``
@@ -252,26 +166,26 @@ def from_deepspeed_config(
     one another. What is left open altogether is DeepSpeed's default, AdamW's without an optimizer section.
 
     Raises:
-        ValueError: in one line, for an unknown key (with the nearest), a key that is there twice, a value of
-            a wrong type or out of range, an ``"auto"`` that nobody answers, batch sizes that contradict each
-            other on one GPU, fp16 beside bf16, and an optimizer or a schedule that there is none of here:
-            any but the Adam family and those of `Schedule`, and Adam with weight decay in the gradient.
+        ValueError: in one line, for a key that looks misspelt or is in another table than DeepSpeed's, a key
+            that is there twice, a value of a wrong type or out of range, an ``"auto"`` without an answer,
+            batch sizes that contradict each other on one GPU, fp16 beside bf16, and an optimizer or a
+            schedule that does not exist here: any but the Adam family and those of `Schedule`, and Adam with
+            weight decay in the gradient.
         OSError: for a file that cannot be read.
     """
-    values = read(config, _check_type)
+    values = _read(config)
     computed = _dtype(values, dtype)
     micro, accumulation = _batch(values, micro_batch_size, gradient_accumulation_steps)
     max_norm = values.pick("gradient_clipping", "gradient_clipping", gradient_clipping, 0.0)
-    adamw = adamw_arguments(values, computed, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-    schedule = make_schedule(values, lr=adamw.get("lr"), warmup_steps=warmup_steps, total_steps=total_steps)
-    not_honoured = {
-        key: reason
-        for key, reason in values.lost().items()
+    adamw = _adamw_arguments(values, computed, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    schedule = _make_schedule(values, lr=adamw.get("lr"), warmup_steps=warmup_steps, total_steps=total_steps)
+    not_honoured = tuple(
+        key
+        for key in values.not_honoured()
         # a table that is not enabled asks for nothing
         if _DTYPES.get(key.partition(".")[0], computed) == computed
-    }
-    if not_honoured:
-        warn(_message(not_honoured))
+    )
+    _warn_not_honoured(not_honoured)
     return DeepSpeedConfig(
         wrap=_wrap_arguments(values, computed),
         adamw=adamw,
@@ -284,34 +198,100 @@ def from_deepspeed_config(
     )
 
 
-def _message(not_honoured: Mapping[str, str]) -> str:
-    """Each reason in a line, behind the keys that it is for."""
-    keys: dict[str, list[str]] = {}
-    for key, reason in not_honoured.items():
-        keys.setdefault(reason, []).append(key)
-    lines = (f"  {', '.join(keys[reason])}: {reason}" for reason in keys)
-    return "\n".join(["keys of this DeepSpeed config that change nothing here:", *lines])
+def _read(config: Mapping[str, Any] | str | os.PathLike[str]) -> Values:
+    """The config's values. Raises ValueError for them, and for an unknown type of optimizer or schedule."""
+    given = read_json(config)
+    if "bfloat16" in given and "bf16" in given:
+        raise ValueError("bf16 and bfloat16 are the same: leave one out")
+    given = {"bf16" if name == "bfloat16" else name: value for name, value in given.items()}
+    for section, (known, fix) in _TYPES.items():
+        table = given.get(section)
+        if not isinstance(table, Mapping) or not table:
+            continue
+        kind = table.get("type")
+        if not isinstance(kind, str) or kind.lower() not in map(str.lower, known):
+            near = nearest(kind, known) if isinstance(kind, str) else ""
+            fix = near if near.startswith("did you mean") else fix
+            raise ValueError(f"{section}.type must be one of {', '.join(known)}, not {shown(kind)}: {fix}")
+    return Values(dict(walk(given)))
 
 
-def _check_type(table: str, content: Mapping[str, Any]) -> None:
-    """Raise ValueError for an optimizer or a schedule that there is none of here, and for a parameter that
-    the schedule does not have."""
-    if table not in _FAMILIES or not content:
-        return
-    known, mend = _FAMILIES[table]
-    given = content.get("type")
-    found = {name.lower(): name for name in known}.get(given.lower()) if isinstance(given, str) else None
-    if found is None:
-        near = nearest(given, known) if isinstance(given, str) else ""
-        mend = near if near.startswith("did you mean") else mend
-        raise ValueError(f"{table}.type must be one of {', '.join(known)}, not {shown(given)}: {mend}")
-    params = content.get("params")
-    if found in SCHEDULES and isinstance(params, Mapping):
-        for name in params:
-            if name not in SCHEDULES[found]:
-                owners = [other for other, names in SCHEDULES.items() if name in names]
-                mend = f"it is one of {', '.join(owners)}" if owners else nearest(str(name), SCHEDULES[found])
-                raise ValueError(f"scheduler.params.{name} is no parameter of {found}; {mend}")
+def _warn_not_honoured(keys: tuple[str, ...]) -> None:
+    changing = ", ".join(key for key in keys if key in CHANGE_RESULT)
+    others = ", ".join(key for key in keys if key not in CHANGE_RESULT)
+    parts = [f"not honoured, which may change the result: {changing}"] if changing else []
+    parts += [f"with no effect here: {others}"] if others else []
+    if parts:
+        warn(f"keys of this DeepSpeed config that are {'; '.join(parts)}")
+
+
+def _adamw_arguments(values: Values, dtype: torch.dtype | None, **answers: Any) -> dict[str, Any]:
+    """Arguments of AdamW: the config's, and DeepSpeed's defaults, where it has an optimizer section, beside
+    ``answers``, the keyword arguments of `from_deepspeed_config`; without an optimizer section these alone.
+
+    Raises ValueError for a variant of Adam that AdamW is not.
+    """
+    has_section = "optimizer.type" in values.given
+    decays_gradient = ""
+    if values.get("optimizer.type", "AdamW").lower() != "adamw":  # DeepSpeed's AdamW ignores these keys
+        names = [name for name in ("adam_w_mode", "adamw_mode") if values.get(f"{_ADAM}{name}") is False]
+        decays_gradient = names[0] if names else ""
+    # PyTorch's default, or DeepSpeed's
+    decay = 0.01 if values.get(f"{_ADAM}torch_adam") and not decays_gradient else 0.0
+    arguments = {}
+    for name, default in {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": decay}.items():
+        absent = default if has_section else None
+        auto = {} if name == "lr" else {"auto": default}  # no default of lr suits every model
+        arguments[name] = values.pick(f"{_ADAM}{name}", name, answers[name], absent, **auto)
+    if decays_gradient and arguments["weight_decay"]:
+        raise ValueError(
+            f"{_ADAM}{decays_gradient} is false and weight_decay {arguments['weight_decay']}: AdamW does "
+            f"not add decay to the gradient; write true, or weight_decay 0, or {_OWN}"
+        )
+    for name, has in {"amsgrad": False, "maximize": False, "bias_correction": True}.items():
+        if values.get(f"{_ADAM}{name}", has) is not has:
+            raise ValueError(
+                f"{_ADAM}{name} is {shown(not has)}, which AdamW does not know: leave it out, or {_OWN}"
+            )
+    if f"{_ADAM}max_grad_norm" in values.given:
+        raise ValueError(f"{_ADAM}max_grad_norm: write it as gradient_clipping, beside optimizer")
+    if values.get("bf16.bf16_optimizer_states") and dtype == torch.bfloat16:
+        arguments["state_dtype"] = torch.bfloat16
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _make_schedule(
+    values: Values, *, lr: float | None, warmup_steps: int | None, total_steps: int | None
+) -> Schedule | None:
+    """The config's schedule, with DeepSpeed's defaults; None where it has none. ``lr`` is AdamW's."""
+    if "scheduler.type" not in values.given:
+        return None
+    name = {name.lower(): name for name in SCHEDULES}[values.given["scheduler.type"].lower()]
+    for param in {param for params in SCHEDULES.values() for param in params} - {*SCHEDULES[name]}:
+        if f"{_SCHEDULER}{param}" in values.given:
+            owners = ", ".join(other for other, params in SCHEDULES.items() if param in params)
+            raise ValueError(f"{_SCHEDULER}{param} is no parameter of {name}; it is one of {owners}")
+    max_lr = values.get(f"{_SCHEDULER}warmup_max_lr", lr)
+    if values.is_auto(f"{_SCHEDULER}warmup_max_lr"):
+        if lr is None:
+            raise unanswered(f"{_SCHEDULER}warmup_max_lr", "lr")
+    elif f"{_SCHEDULER}warmup_max_lr" not in values.given:
+        max_lr = 1e-3 if name == "WarmupDecayLR" else None
+    total = None
+    if name != "WarmupLR":
+        total = values.pick(f"{_SCHEDULER}total_num_steps", "total_steps", total_steps, None)
+        if total is None:
+            raise ValueError(f"{_SCHEDULER}total_num_steps is missing: set it, or give total_steps=...")
+    return Schedule(
+        name,
+        warmup_steps=values.pick(f"{_SCHEDULER}warmup_num_steps", "warmup_steps", warmup_steps, 1000),
+        total_steps=total or 0,
+        warmup_type=values.get(f"{_SCHEDULER}warmup_type", "log"),
+        min_lr=values.get(f"{_SCHEDULER}warmup_min_lr", 0.0),
+        max_lr=max_lr,
+        min_ratio=values.get(f"{_SCHEDULER}warmup_min_ratio", 0.0),
+        cos_min_ratio=values.get(f"{_SCHEDULER}cos_min_ratio", 1e-4),
+    )
 
 
 def _dtype(values: Values, dtype: torch.dtype | None) -> torch.dtype | None:
