@@ -240,12 +240,13 @@ def _on_meta(config: ModelConfig) -> nn.Module | None:
 
 def _stored(checkpoint: Path, manifest: Manifest) -> dict[str, _Stored]:
     dtypes = {name: dtype for dtype, name in DTYPES.items()}
-    return {
-        name: _Stored(name, checkpoint / file, dtypes[entry.dtype], entry.shape, file != BUFFERS)
-        for file, entries in manifest.files.items()
-        if file == BUFFERS or file.startswith(f"{WEIGHTS}-")
-        for name, entry in entries.items()
-    }
+    stored = {}
+    for kind in (WEIGHTS, BUFFERS):
+        for name, file in manifest.files_of(kind).items():
+            entry = manifest.files[file][name]
+            dtype = dtypes[entry.dtype]
+            stored[name] = _Stored(name, checkpoint / file, dtype, entry.shape, kind == WEIGHTS)
+    return stored
 
 
 def _names(checkpoint: Path, stored: Mapping[str, _Stored], model: nn.Module | None) -> dict[str, list[str]]:

@@ -55,6 +55,15 @@ class Manifest:
             file.flush()
             os.fsync(file.fileno())
 
+    def files_of(self, kind: str) -> dict[str, str]:
+        """The file of each tensor of one ``kind``, which is the first part of the file's name."""
+        return {
+            name: file
+            for file, entries in self.files.items()
+            if re.split("[-.]", file)[0] == kind
+            for name in entries
+        }
+
     @staticmethod
     def read(folder: Path) -> Manifest:
         """Raises CheckpointError for one that is missing, damaged or of a newer version."""
@@ -157,7 +166,7 @@ def new_folder(path: Path, *, nbytes: int) -> Iterator[Path]:
 def flush(folder: Path) -> None:
     """Have the names in ``folder`` on the disk."""
     if not hasattr(os, "O_DIRECTORY"):
-        return  # Windows keeps them by itself
+        return  # Windows keeps the names by itself
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from streamer.backends.background import Handover, in_background
+from streamer.backends.base import Backend
 from streamer.checkpoint.manifest import Manifest, new_folder
 from streamer.checkpoint.tensors import DTYPES, Entry, Flushing, Piece, file_bytes, write_tensors
 from streamer.checkpoint.values import encode, random_states
@@ -31,80 +32,136 @@ from streamer.optim.adamw import AdamW
 from streamer.optim.state import check_owner
 from streamer.version import __version__
 
-#: The file for values that are no weight, moment or gradient, and that for buffers.
-VALUES, BUFFERS = "values.safetensors", "buffers.safetensors"
-WEIGHTS, OPTIMIZER, GRADIENTS = "weights", "optimizer", "gradients"
+#: Kinds of files: for each unit, and for the whole model. Values are those that are none of the others.
+WEIGHTS, OPTIMIZER, GRADIENTS, BUFFERS, VALUES = "weights", "optimizer", "gradients", "buffers", "values"
+KINDS = (WEIGHTS, OPTIMIZER, GRADIENTS, BUFFERS, VALUES)
 #: Of the manifest's JSON: for each tensor, and for the rest; a margin for the room that is asked for.
 ENTRY_BYTES, MANIFEST_BYTES = 1 << 9, 1 << 16
+
+#: Units that may wait in copies while training goes on.
+MOST_COPIES = 2
+
+
+def save(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    path: str | PathLike[str],
+    *,
+    step: int,
+    extra: Mapping[str, Any] | None = None,
+    block: bool = True,
+) -> Future[None]:
+    """Write a checkpoint of a wrapped model into the new folder ``path``, complete or not at all.
+
+    In it are, in safetensors files: for each unit the weights (fp32 masters where they are trained, whatever
+    dtype they are streamed in, else as they are), the optimizer's moments as they are held and, between
+    backward calls that add up, the gradients; buffers; the states of the generators of random numbers; and
+    ``extra``, of numbers, strings, lists, tuples, dicts, tensors and arrays (``scheduler.state_dict()``,
+    ``scaler.state_dict()``, the position in the data). ``manifest.json`` lists every tensor with its shape,
+    dtype and CRC-32. There is no pickle. `streamer.load` goes on from there to the bit.
+
+    Waits for the updates that are running, and writes straight from host memory: beside the model no more
+    than two parameters' tensors are made. With ``block=False`` it returns once it knows what to write and
+    training may go on: an update copies its unit first if that has not been written yet, up to two units,
+    and waits beyond that. Then weights must not be written by hand until the returned future is done; its
+    ``result()`` raises what went wrong, or else the next `save` does. ``optimizer`` may be one of
+    ``torch.optim``, or None.
+
+    Raises ValueError for what cannot be saved, FileExistsError where there is something at ``path``, and
+    OSError, with the path and the bytes that are needed, where it cannot be written; then nothing is left.
+    """
+    executor = wrapped(model).executor
+    executor.wait_for_saving()
+    if executor.saving is not None and not executor.saving.asked:
+        executor.saving.result()
+    if isinstance(optimizer, AdamW):
+        check_owns(optimizer, executor)
+    executor.synchronize()
+    units = [*executor.units, executor.root]
+    _check_registered(model, units)
+    content = _content(model, optimizer, executor, dict(extra or {}))
+    nbytes = content.nbytes(units)
+    by_index = {unit.index: unit for unit in units}
+    shards = {unit.index: executor.shard(unit) for unit in units}
+    handover: Handover[int, HostShard] = Handover(shards, most_copies=MOST_COPIES)
+
+    def write() -> None:
+        try:
+            with new_folder(Path(path), nbytes=nbytes) as folder, content.flushing:
+
+                def write_unit(index: int, copy: HostShard | None) -> None:
+                    shard = copy or shards[index]
+                    content.write(folder, content.of_unit(by_index[index], shard, on_host=block))
+
+                handover.read_all(write_unit)
+                content.write(folder, content.files)
+                Manifest(step, content.entries, content.values, _written_by()).write(folder)
+        finally:
+            handover.read_all(lambda *_: None)  # nobody is to wait, should the folder not be made
+            for shard in shards.values():
+                shard.before_change = None
+
+    if block:
+        write()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+    for pieces in content.files.values():  # these are in no shard, and may change before they are written
+        pieces[:] = [Piece.of(piece.name, piece.read().clone()) for piece in pieces]
+    for index, shard in shards.items():
+        shard.before_change = partial(handover.before_change, index, shard.copy)
+    executor.saving = in_background(write, "streamer-save")
+    return executor.saving
+
 
 Files = dict[str, list[Piece]]
 
 
 @dataclass
-class Content:
-    """What goes into a checkpoint: ``files`` and ``values`` of no unit; ``moments`` are, by unit, the
-    parameters that have any."""
+class _Content:
+    """What goes into a checkpoint: ``files`` and ``values`` are of no unit, or held beside the shards;
+    ``moments`` are, by unit, the parameters that have any."""
 
     executor: Executor
-    step: int
     files: Files
     values: dict[str, Any]
     moments: dict[int, list[Slice]]
-    state_dtype: torch.dtype | None
+    state_dtype: torch.dtype
     entries: dict[str, dict[str, Entry]] = field(default_factory=dict)
     flushing: Flushing = field(default_factory=Flushing)
 
-    @property
-    def units(self) -> list[Unit]:
-        return [*self.executor.units, self.executor.root]
-
-    @property
-    def nbytes(self) -> int:
+    def nbytes(self, units: Sequence[Unit]) -> int:
         """Of all files, the manifest's estimated."""
-        of_units = [self._of_unit(unit, self.executor.shard(unit), self.executor) for unit in self.units]
+        of_units = [self.of_unit(unit, self.executor.shard(unit), on_host=True) for unit in units]
         files = [pieces for files in (*of_units, self.files) for pieces in files.values()]
         return MANIFEST_BYTES + sum(file_bytes(pieces) + ENTRY_BYTES * len(pieces) for pieces in files)
 
-    def hold(self) -> None:
-        """Copy what is in no shard, for it may change before it is written."""
-        for pieces in self.files.values():
-            pieces[:] = [Piece.of(piece.name, piece.read().clone()) for piece in pieces]
-
-    def write_unit(self, folder: Path, unit: Unit, shard: HostShard, *, on_host: bool = False) -> None:
-        """Write a unit's files from ``shard``, its own or a copy; ``on_host`` on the HOST lane."""
-        for name, pieces in self._of_unit(unit, shard, self.executor if on_host else None).items():
-            self.entries[name] = write_tensors(folder / name, pieces, flushing=self.flushing)
-
-    def write_rest(self, folder: Path) -> None:
-        """Write the other files, and the manifest."""
-        for name, pieces in self.files.items():
-            self.entries[name] = write_tensors(folder / name, pieces, flushing=self.flushing)
-        Manifest(self.step, self.entries, self.values, _written_by()).write(folder)
-
-    def _of_unit(self, unit: Unit, shard: HostShard, on_host: Executor | None) -> Files:
+    def of_unit(self, unit: Unit, shard: HostShard, *, on_host: bool) -> Files:
+        """A unit's files from ``shard``, its own or a copy; kernels run if ``on_host``, on the HOST lane."""
         moments = [
             Piece.of(f"{slice.param.name}.{purpose.name}", purpose.part(slice, shard[purpose]))
             for slice in self.moments.get(unit.index, ())
-            for purpose in MOMENTS[self.state_dtype or torch.float32]
+            for purpose in MOMENTS[self.state_dtype]
         ]
-        files = {
-            file_name(WEIGHTS, unit): [_weight(slice, shard, on_host) for slice in unit.layout.slices],
-            file_name(OPTIMIZER, unit): moments,
-        }
+        backend = self.executor.backend if on_host else None
+        weights = [_weight(slice, shard, backend) for slice in unit.layout.slices]
+        files = {file_name(WEIGHTS, unit): weights, file_name(OPTIMIZER, unit): moments}
         return {name: pieces for name, pieces in files.items() if pieces}
 
+    def write(self, folder: Path, files: Files) -> None:
+        for name, pieces in files.items():
+            self.entries[name] = write_tensors(folder / name, pieces, flushing=self.flushing)
 
-def content_of(
+
+def _content(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     executor: Executor,
-    step: int,
     extra: dict[str, Any],
-) -> Content:
+) -> _Content:
     rest: list[Piece] = []
     put = partial(_put, rest)
     units = (*executor.units, executor.root)
-    _check_registered(model, units)
     moments: dict[int, list[Slice]] = {}
     values = {
         "model": {
@@ -117,10 +174,11 @@ def content_of(
         "extra": encode(extra, put),
     }
     files = {file_name(GRADIENTS, unit): _gradients(unit) for unit in units}
-    files |= {BUFFERS: [Piece.of(name, buffer) for name, buffer in model.named_buffers()], VALUES: rest}
-    state_dtype = optimizer.state_dtype if isinstance(optimizer, AdamW) else None
+    files[file_name(BUFFERS)] = [Piece.of(name, buffer) for name, buffer in model.named_buffers()]
+    files[file_name(VALUES)] = rest
     files = {name: pieces for name, pieces in files.items() if pieces}
-    return Content(executor, step, files, values, moments, state_dtype)
+    state_dtype = optimizer.state_dtype if isinstance(optimizer, AdamW) else torch.float32
+    return _Content(executor, files, values, moments, state_dtype)
 
 
 def _check_registered(model: nn.Module, units: Sequence[Unit]) -> None:
@@ -143,32 +201,23 @@ def _put(pieces: list[Piece], tensor: torch.Tensor) -> str:
     return pieces[-1].name
 
 
-def files_of(kind: str, manifest: Manifest) -> dict[str, str]:
-    """By the name of each tensor of one ``kind``, the file that has it: the model may have been saved with
-    other layers."""
-    return {
-        name: file
-        for file, entries in manifest.files.items()
-        if file.startswith(f"{kind}-")
-        for name in entries
-    }
-
-
-def file_name(kind: str, unit: Unit) -> str:
-    """The file for what is of one ``kind`` of a unit."""
+def file_name(kind: str, unit: Unit | None = None) -> str:
+    """The file for what is of one ``kind``, of a unit or of the whole model."""
+    if unit is None:
+        return f"{kind}.safetensors"
     number = "root" if unit.index < 0 else f"{unit.index:05d}"
     return f"{kind}-{number}.safetensors"
 
 
-def _weight(slice: Slice, shard: HostShard, on_host: Executor | None) -> Piece:
-    """The whole of a parameter. Kernels make a master of it on the HOST lane of ``on_host``, if that is
-    given; else PyTorch does, on the thread that asks."""
+def _weight(slice: Slice, shard: HostShard, backend: Backend | None) -> Piece:
+    """The whole of a parameter. Kernels make its master on the HOST lane of ``backend``, if that is given;
+    else PyTorch does, on the thread that asks."""
     weight = slice.view(shard.weight)
     if not slice.param.trainable or weight.dtype == torch.float32:
         return Piece.of(slice.param.name, weight)
     read: Callable[[], torch.Tensor] = partial(shard.joined, slice)
-    if on_host is not None:
-        read = partial(on_host.backend.on_host, partial(shard.exact, slice))
+    if backend is not None:
+        read = partial(backend.on_host, partial(shard.exact, slice))
     return Piece(slice.param.name, torch.float32, slice.param.shape, read)
 
 
@@ -224,75 +273,3 @@ def check_owns(optimizer: AdamW, executor: Executor) -> None:
             if home.executor is not executor:
                 raise ValueError(f"'{home.slice.param.name}' of the optimizer is of another model")
             check_owner(home, optimizer.token)
-
-
-#: Units that may wait in copies while training goes on.
-MOST_COPIES = 2
-
-
-def save(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    path: str | PathLike[str],
-    *,
-    step: int,
-    extra: Mapping[str, Any] | None = None,
-    block: bool = True,
-) -> Future[None]:
-    """Write a checkpoint of a wrapped model into the new folder ``path``, complete or not at all.
-
-    In it are, in safetensors files: for each unit the weights (fp32 masters where they are trained, whatever
-    dtype they are streamed in, else as they are), the optimizer's moments as they are held and, between
-    backward calls that add up, the gradients; buffers; the states of the generators of random numbers; and
-    ``extra``, of numbers, strings, lists, tuples, dicts, tensors and arrays (``scheduler.state_dict()``,
-    ``scaler.state_dict()``, the position in the data). ``manifest.json`` lists every tensor with its shape,
-    dtype and CRC-32. There is no pickle. `streamer.load` goes on from there to the bit.
-
-    Waits for the updates that are running, and writes straight from host memory: beside the model no more
-    than two parameters' tensors are made. With ``block=False`` it returns once it knows what to write and
-    training may go on: an update copies its unit first if that has not been written yet, up to two units,
-    and waits beyond that. Then weights must not be written by hand until the returned future is done; its
-    ``result()`` raises what went wrong, or else the next `save` does. ``optimizer`` may be one of
-    ``torch.optim``, or None.
-
-    Raises ValueError for what cannot be saved, FileExistsError where there is something at ``path``, and
-    OSError, with the path and the bytes that are needed, where it cannot be written; then nothing is left.
-    """
-    executor = wrapped(model).executor
-    executor.wait_for_saving()
-    if executor.saving is not None and not executor.saving.asked:
-        executor.saving.result()
-    if isinstance(optimizer, AdamW):
-        check_owns(optimizer, executor)
-    executor.synchronize()
-    content = content_of(model, optimizer, executor, step, dict(extra or {}))
-    path = Path(path)
-    if block:
-        with new_folder(path, nbytes=content.nbytes) as folder, content.flushing:
-            for unit in content.units:
-                content.write_unit(folder, unit, executor.shard(unit), on_host=True)
-            content.write_rest(folder)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-    content.hold()
-    shards = {unit.index: executor.shard(unit) for unit in content.units}
-    handover: Handover[int, HostShard] = Handover(shards, most_copies=MOST_COPIES)
-    by_index = {unit.index: unit for unit in content.units}
-    for index, shard in shards.items():
-        shard.before_change = partial(handover.before_change, index, shard.copy)
-
-    def write() -> None:
-        try:
-            with new_folder(path, nbytes=content.nbytes) as folder, content.flushing:
-                handover.read_all(
-                    lambda index, copy: content.write_unit(folder, by_index[index], copy or shards[index])
-                )
-                content.write_rest(folder)
-        finally:
-            handover.read_all(lambda *_: None)  # nobody is to wait, should the folder not be made
-            for shard in shards.values():
-                shard.before_change = None
-
-    executor.saving = in_background(write, "streamer-save")
-    return executor.saving

@@ -165,22 +165,19 @@ def check_tensors(path: Path, entries: Mapping[str, Entry]) -> None:
     """Raise CheckpointError, naming the tensor, unless the file holds just these with these checksums."""
     try:
         with path.open("rb") as file:
-            places = _places(file, path, entries)
-            for name, entry in sorted(entries.items(), key=lambda item: places[item[0]]):
-                file.seek(places[name])
-                checksum, left = 0, entry.nbytes
-                while left:
-                    data = file.read(min(left, CHUNK_BYTES))
-                    if not data:
-                        raise CheckpointError(f"{path}: tensor '{name}' is cut off, the file is too short")
+            begin = _check_header(file, path, entries)
+            for name, entry in sorted(entries.items(), key=lambda item: item[1].offset):
+                file.seek(begin + entry.offset)
+                checksum = 0
+                for at in range(0, entry.nbytes, CHUNK_BYTES):
+                    data = file.read(min(entry.nbytes - at, CHUNK_BYTES))
                     checksum = zlib.crc32(data, checksum)
-                    left -= len(data)
                 if checksum != entry.crc32:
                     raise CheckpointError(f"{path}: tensor '{name}' is damaged (its checksum differs)")
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
     with reading(path):
-        pass  # it is stricter about headers, and nothing may be changed before it has agreed
+        pass  # the library is stricter about headers, and nothing may be changed before it has agreed
 
 
 def in_a_line(error: Exception) -> str:
@@ -188,30 +185,33 @@ def in_a_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _places(file: Any, path: Path, entries: Mapping[str, Entry]) -> dict[str, int]:
-    """Where each tensor begins in the file, whose header must be that of ``entries``."""
-    length = int.from_bytes(file.read(8), "little")
+def _check_header(file: Any, path: Path, entries: Mapping[str, Entry]) -> int:
+    """Where the bytes of the tensors begin in the file, whose header must be that of ``entries``."""
+    begin = 8 + int.from_bytes(file.read(8), "little")
     end = file.seek(0, os.SEEK_END)
-    if length > end - 8:
+    if begin > end:
         raise CheckpointError(f"{path}: the file is too short, or its first bytes have changed")
     file.seek(8)
     try:
-        header = json.loads(file.read(length))
-        found = {
-            name: (value["dtype"], tuple(value["shape"]), *value["data_offsets"])
-            for name, value in header.items()
-            if name != "__metadata__"
-        }
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        found = dict(json.loads(file.read(begin - 8)))
+    except (ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path}: its header is damaged ({in_a_line(error)})") from error
-    for name, entry in entries.items():
-        if found.pop(name, None) != (entry.dtype, entry.shape, entry.offset, entry.offset + entry.nbytes):
+    found.pop("__metadata__", None)
+    expected = {
+        name: _described(entry.dtype, entry.shape, entry.offset, entry.nbytes)
+        for name, entry in entries.items()
+    }
+    for name in expected.keys() | found.keys():
+        if found.get(name) != expected.get(name):
             raise CheckpointError(f"{path}: tensor '{name}' is not where or what the manifest says")
-    if found:
-        raise CheckpointError(f"{path}: tensor '{next(iter(found))}' is not in the manifest")
-    if end != (right := 8 + length + sum(entry.nbytes for entry in entries.values())):
+    if end != (right := begin + sum(entry.nbytes for entry in entries.values())):
         raise CheckpointError(f"{path}: {end} bytes long, and should be {right}")
-    return {name: 8 + length + entry.offset for name, entry in entries.items()}
+    return begin
+
+
+def _described(dtype: str, shape: Sequence[int], offset: int, nbytes: int) -> dict[str, Any]:
+    """What the format's header says of a tensor."""
+    return {"dtype": dtype, "shape": [*shape], "data_offsets": [offset, offset + nbytes]}
 
 
 def _in_order(pieces: Sequence[Piece]) -> list[Piece]:
@@ -223,11 +223,7 @@ def _header(pieces: Sequence[Piece], metadata: Mapping[str, str] | None = None) 
     at = 0
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     for piece in pieces:
-        header[piece.name] = {
-            "dtype": DTYPES[piece.dtype],
-            "shape": piece.shape,
-            "data_offsets": (at, at + piece.nbytes),
-        }
+        header[piece.name] = _described(DTYPES[piece.dtype], piece.shape, at, piece.nbytes)
         at += piece.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that tensors begin at a multiple of 8 bytes
