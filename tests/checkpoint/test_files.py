@@ -87,12 +87,6 @@ def test_tensors_begin_at_multiples_of_their_elements(tmp_path: Path) -> None:
         assert zlib.crc32(data[start + entry.offset :][: entry.nbytes]) == entry.crc32
 
 
-def test_no_tensors(tmp_path: Path) -> None:
-    assert write_tensors(tmp_path / "t", []) == {}
-    check_tensors(tmp_path / "t", {})
-    assert safetensors.torch.load_file(tmp_path / "t") == {}
-
-
 def test_views_names_and_gradients(tmp_path: Path) -> None:
     tensors = {'a "b"\\\n': torch.arange(12).view(3, 4).T, "né €": torch.ones(3, requires_grad=True)}
     check_tensors(tmp_path / "t", write(tmp_path / "t", tensors))
@@ -159,26 +153,6 @@ def test_every_truncation_and_every_flipped_bit_is_noticed(
             check_tensors(tmp_path / "t", entries)
         assert str(tmp_path / "t") in str(caught.value)
         assert "\n" not in str(caught.value)
-
-
-def test_a_tensor_is_read_in_chunks_to_be_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streamer.checkpoint.tensors, "CHUNK_BYTES", 64)
-    entries = write(tmp_path / "t", {"a": torch.arange(100), "b": bits((77,), torch.uint8)})
-    check_tensors(tmp_path / "t", entries)
-    good = (tmp_path / "t").read_bytes()
-    for tensor, nbytes in (("a", 800), ("b", 77)):
-        begin = len(good) - 877 + (800 if tensor == "b" else 0)
-        chunks = [good[begin + at : begin + min(at + 64, nbytes)] for at in range(0, nbytes, 64)]
-        damaged = [[*chunks[:-1], chunks[-1][:-1] + bytes([chunks[-1][-1] ^ 1])]]
-        for second in range(1, len(chunks)):
-            damaged += [chunks.copy(), chunks.copy()]
-            damaged[-2][second] = bytes([chunks[second][0] ^ 128]) + chunks[second][1:]
-            # of the same chunks in another order
-            damaged[-1][second - 1 : second + 1] = chunks[second], chunks[second - 1]
-        for parts in damaged:
-            (tmp_path / "t").write_bytes(good[:begin] + b"".join(parts) + good[begin + nbytes :])
-            with pytest.raises(CheckpointError, match=f"tensor '{tensor}' is damaged"):
-                check_tensors(tmp_path / "t", entries)
 
 
 def test_damage_names_the_tensor(tmp_path: Path) -> None:
@@ -325,6 +299,9 @@ def test_scalars_of_numpy_become_those_of_python(scalar: Any, expected: Any) -> 
 @pytest.mark.parametrize(
     "array",
     [
+        torch.tensor(1.5),
+        torch.nn.Parameter(torch.ones(2)),
+        torch.zeros(0, dtype=torch.bool),
         np.arange(6.0).reshape(2, 3),
         np.array(3.5),
         np.zeros((0, 2), np.int16),
@@ -333,22 +310,14 @@ def test_scalars_of_numpy_become_those_of_python(scalar: Any, expected: Any) -> 
         np.array([True, False]),
         np.array([2**64 - 1], np.uint64),
     ],
-    ids=lambda array: f"{array.dtype}{array.shape}",
+    ids=lambda array: f"{array.dtype}{tuple(array.shape)}",
 )
-def test_arrays_come_back(array: Any) -> None:
-    array.flags.writeable = False
+def test_tensors_and_arrays_come_back(array: Any) -> None:
+    if isinstance(array, np.ndarray):
+        array.flags.writeable = False
     came = through({"a": array})["a"]
-    assert (came.dtype, came.shape) == (array.dtype, array.shape)
-    assert np.array_equal(came, array)
-
-
-def test_tensors_come_back() -> None:
-    came = through([torch.tensor(1.5), torch.nn.Parameter(torch.ones(2)), torch.zeros(0, dtype=torch.bool)])
-    assert [(t.dtype, t.tolist()) for t in came] == [
-        (torch.float32, 1.5),
-        (torch.float32, [1.0, 1.0]),
-        (torch.bool, []),
-    ]
+    assert isinstance(array, type(came))
+    assert (came.dtype, came.shape, came.tolist()) == (array.dtype, array.shape, array.tolist())
 
 
 class Level(IntEnum):
@@ -367,7 +336,6 @@ class Level(IntEnum):
         torch.Size([1]),
         np.array(["a"]),
         np.array([1], ">i4"),
-        np.array([1j]),
         np.ma.masked_array([1, 2], [True, False]),
         np.datetime64("2020-01-01"),
         len,
@@ -375,20 +343,8 @@ class Level(IntEnum):
     ids=lambda value: type(value).__name__,
 )
 def test_other_values_are_refused_with_their_place(value: Any) -> None:
-    if isinstance(value, np.ndarray) and value.dtype == complex:
-
-        def put(tensor: torch.Tensor) -> str:
-            raise ValueError("complex")
-    else:
-
-        def put(tensor: torch.Tensor) -> str:
-            return "0"
-
     with pytest.raises(ValueError, match=r"^extra\['a'\]\[1\]"):
-        encode({"a": (0, value)}, put)
-
-
-def test_other_keys_are_refused_with_their_place() -> None:
+        encode({"a": (0, value)}, lambda _: "0")
     with pytest.raises(ValueError, match=r"^a key of extra\['a'\] is a bytes"):
         encode({"a": {b"": 0}}, lambda _: "0")
 
@@ -449,21 +405,19 @@ def test_no_manifest(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing"):
         with pytest.raises(CheckpointError, match=f"{path} holds no checkpoint"):
             Manifest.read(path)
-    (tmp_path / NAME).mkdir()
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
-        Manifest.read(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", "3", '{"version": true}', '{"version": 0}', "[" * 100_000])
-def test_no_manifest_of_a_checkpoint(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        *((text, "no manifest") for text in ("[]", "{}", "3", '{"version": true}', '{"version": 0}')),
+        ("[" * 100_000, "damaged"),
+        (f'{{"version": {VERSION + 1}, "tensors": "elsewhere"}}', f"version {VERSION + 1} .* update it"),
+    ],
+)
+def test_no_manifest_of_a_checkpoint_that_can_be_read(tmp_path: Path, text: str, match: str) -> None:
     (tmp_path / NAME).write_text(text)
-    with pytest.raises(CheckpointError, match=NAME):
-        Manifest.read(tmp_path)
-
-
-def test_a_newer_version_says_so(tmp_path: Path) -> None:
-    (tmp_path / NAME).write_text(json.dumps({"version": VERSION + 1, "tensors": "elsewhere"}))
-    with pytest.raises(CheckpointError, match=f"version {VERSION + 1} .* update it"):
+    with pytest.raises(CheckpointError, match=f"{NAME}: .*{match}"):
         Manifest.read(tmp_path)
 
 
@@ -595,6 +549,8 @@ def test_checkpoints_by_step_and_prune(tmp_path: Path) -> None:
     living = [f".q.writing-{os.getpid()}", f".q.deleting-{os.getppid()}", ".q.writing-1"]
     for name in living:
         manifest_in(tmp_path / name, 200)
+    assert checkpoints(tmp_path / "missing") == []
+    prune(tmp_path / "missing", 1)
     assert [path.name for path in checkpoints(tmp_path)] == ["z", "m", "a", "b"]
     prune(tmp_path, 2)
     assert [path.name for path in checkpoints(tmp_path)] == ["a", "b"]
@@ -604,11 +560,6 @@ def test_checkpoints_by_step_and_prune(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="keep="):
             prune(tmp_path, keep)
     assert {path.name for path in tmp_path.iterdir()} == kept
-
-
-def test_nothing_to_find_or_to_prune(tmp_path: Path) -> None:
-    assert checkpoints(tmp_path / "missing") == []
-    prune(tmp_path / "missing", 1)
 
 
 def test_what_a_namesake_left_is_in_nobodys_way(tmp_path: Path) -> None:
