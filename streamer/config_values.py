@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Kind:
-    """What a key may hold: the words for it in an error, the test, and how it leaves the file's types."""
+    """What a key may hold: the words for it in an error, the test, and the conversion of the file's value."""
 
     words: str
     accepts: Callable[[Any], bool]
@@ -31,6 +31,22 @@ def string(words: str, pattern: str) -> Kind:
     return Kind(words, lambda value: isinstance(value, str) and bool(re.fullmatch(pattern, value)))
 
 
+def one_of(*values: str) -> Kind:
+    """One of some strings, which the words quote."""
+    *others, last = (f'"{value}"' for value in values)
+    words = " or ".join([", ".join(others), last] if others else [last])
+    return Kind(words, lambda value: isinstance(value, str) and value in values)
+
+
+def either(words: str, one: Kind, other: Kind) -> Kind:
+    """What ``one`` or, if not, ``other`` accepts."""
+    return Kind(
+        words,
+        lambda value: one.accepts(value) or other.accepts(value),
+        lambda value: (one if one.accepts(value) else other).convert(value),
+    )
+
+
 def array(words: str, of: Kind, sizes: Container[int]) -> Kind:
     def accepts(value: Any) -> bool:
         return isinstance(value, list) and len(value) in sizes and all(map(of.accepts, value))
@@ -46,7 +62,7 @@ BETAS = array("an array of two numbers in [0, 1)", BETA, sizes=[2])
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 TABLE = Kind("a table", lambda value: isinstance(value, dict))
 
-#: So many names are read in an error.
+#: The most names that an error lists.
 _MOST_NAMED = 20
 
 

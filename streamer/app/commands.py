@@ -9,7 +9,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from streamer.app.config import ConfigError, load_config
+from streamer.app.config import Config, ConfigError, load_config
 from streamer.app.signals import INTERRUPTED, exiting_on_interrupt
 from streamer.errors import CheckpointError
 from streamer.version import __version__
@@ -30,11 +30,10 @@ examples:
       bytes and seconds of a step, on any machine, before anything is allocated
 """
 
-MACHINE_HELP = "a machine by name, or a file that streamer calibrate has written (rtx-4090)"
-
 
 def command_line() -> argparse.ArgumentParser:
-    """The parser of all commands; ``command`` says which."""
+    """The parser of all commands; ``command`` says which. An option that stands for a key of the config is
+    named after the key, ``run.keep``."""
     parser = argparse.ArgumentParser(
         prog="streamer",
         description="Train transformers that do not fit on the GPU.",
@@ -43,22 +42,41 @@ def command_line() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"streamer {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    overrides = argparse.ArgumentParser(add_help=False)
+    overrides.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="override a key of the config; the value is TOML",
+    )
+    config = argparse.ArgumentParser(add_help=False)
+    config.add_argument("config", help="a TOML file, such as configs/gpt2-demo.toml")
+    config.add_argument(
+        "--model",
+        dest="model.pretrained",
+        metavar="DIR",
+        help="a Hugging Face folder with the model and tokenizer to go on from",
+    )
     train = commands.add_parser(
         "train",
+        parents=[config, overrides],
         help="train the model of a config, its layers streamed",
         description="Train the model of a config with its layers streamed from host memory.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_config(train)
     train.add_argument(
         "--data",
+        dest="data.paths",
         nargs="+",
         metavar="PATH",
         help="text or JSON lines, or directories of them, to train on",
     )
-    train.add_argument("--save-every", metavar="N", help="save a checkpoint every N steps")
-    train.add_argument("--keep", metavar="K", help="keep the last K checkpoints (2)")
+    train.add_argument(
+        "--save-every", dest="run.save_every", metavar="N", help="save a checkpoint every N steps"
+    )
+    train.add_argument("--keep", dest="run.keep", metavar="K", help="keep the last K checkpoints (2)")
     train.add_argument(
         "--resume",
         nargs="?",
@@ -71,14 +89,23 @@ def command_line() -> argparse.ArgumentParser:
     )
     plan = commands.add_parser(
         "plan",
+        parents=[config, overrides],
         help="bytes and seconds of a run, before anything is allocated",
         description="Tell what a step of a config's run takes on a machine: bytes by owner, seconds by lane, "
         "how both move with the batch, and what would make it fit. Allocates nothing. Exit code 2: it does "
         "not fit.",
     )
-    _add_config(plan)
-    plan.add_argument("--machine", metavar="NAME|FILE", help=MACHINE_HELP)
-    plan.add_argument("--device-memory", metavar="BYTES", help="stream.device_memory, such as 16GiB")
+    plan.add_argument(
+        "--machine",
+        metavar="NAME|FILE",
+        help="a machine by name, or a file that streamer calibrate has written (rtx-4090)",
+    )
+    plan.add_argument(
+        "--device-memory",
+        dest="stream.device_memory",
+        metavar="BYTES",
+        help="stream.device_memory, such as 16GiB",
+    )
     plan.add_argument("--host-memory", metavar="BYTES", help="of the machine, such as 128GiB")
     plan.add_argument("--json", action="store_true", help="print JSON, for programs")
     plan.add_argument("--timeline", metavar="FILE", help="draw the predicted step as a PNG")
@@ -98,36 +125,16 @@ def command_line() -> argparse.ArgumentParser:
     export.add_argument("--shard-size", default="5GB", metavar="BYTES", help="of a file; default: 5GB")
     calibrate = commands.add_parser(
         "calibrate",
+        parents=[overrides],
         help="measure this machine",
         description="Measure in less than a minute how fast this machine is at what a step consists of "
         "(copies each way and both at once, matrix products, activations, the host update, and each beside "
         "the others), and write it as a TOML file.",
     )
     calibrate.add_argument("config", nargs="?", help="measure at the shapes and in the dtype of this config")
-    calibrate.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="override a key of the config; the value is TOML",
-    )
     calibrate.add_argument("--device", help='"cuda" or "cpu"; default: CUDA where there is one')
     calibrate.add_argument("--output", default="machine.toml", metavar="FILE", help="default: machine.toml")
     return parser
-
-
-def _add_config(command: argparse.ArgumentParser) -> None:
-    command.add_argument("config", help="a TOML file, such as configs/gpt2-demo.toml")
-    command.add_argument(
-        "--model", metavar="DIR", help="a Hugging Face folder with the model and tokenizer to go on from"
-    )
-    command.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="override a key of the config; the value is TOML",
-    )
 
 
 # Each command imports its own module, and torch and numba with it, when its config is found to be readable.
@@ -141,31 +148,37 @@ def run(arguments: Namespace) -> int:
         sys.stdout.flush()
         return code
     except (ConfigError, CheckpointError) as error:
-        print(f"streamer: {error}", file=sys.stderr)
-        return 2
+        return _failed(error, 2)
     except BrokenPipeError:
         # head has read enough; Python writes what is left when it ends, which must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
         what = error.strerror or error
-        named = what if error.filename is None else f"{error.filename}: {what}"
-        print(f"streamer: {named}", file=sys.stderr)
-        return 2
+        return _failed(what if error.filename is None else f"{error.filename}: {what}", 2)
     except KeyboardInterrupt:
         print(INTERRUPTED, file=sys.stderr)
         return 130
 
 
+def _failed(error: object, code: int) -> int:
+    print(f"streamer: {error}", file=sys.stderr)
+    return code
+
+
+def _config(arguments: Namespace) -> Config:
+    """The config of a command, with what ``--set`` and its own options change of it."""
+    overrides = list(arguments.set)
+    for key, value in vars(arguments).items():
+        if "." in key and value is not None:
+            # steps are TOML as they are given; what else is given is a string or several
+            text = value if key.startswith("run.") else json.dumps(value, ensure_ascii=False)
+            overrides.append(f"{key}={text}")
+    return load_config(arguments.config, overrides)
+
+
 def _train(arguments: Namespace) -> int:
-    overrides = _overrides(arguments)
-    if arguments.data:
-        overrides.append(f"data.paths={json.dumps(arguments.data, ensure_ascii=False)}")
-    if arguments.save_every is not None:
-        overrides.append(f"run.save_every={arguments.save_every}")
-    if arguments.keep is not None:
-        overrides.append(f"run.keep={arguments.keep}")
-    config = load_config(arguments.config, overrides)
+    config = _config(arguments)
     with exiting_on_interrupt():
         from streamer.app.run.run_folder import checkpoint_to_resume
         from streamer.app.train import StoppedError, train
@@ -175,27 +188,15 @@ def _train(arguments: Namespace) -> int:
             resume = checkpoint_to_resume(config, arguments.resume or None)
         train(config, resume, fall_back=arguments.fall_back)
     except (StoppedError, OSError) as error:
-        print(f"streamer: {error}", file=sys.stderr)
-        return 1
+        return _failed(error, 1)
     except KeyboardInterrupt:
         print("\nstreamer: interrupted", file=sys.stderr)
         return 130
     return 0
 
 
-def _overrides(arguments: Namespace) -> list[str]:
-    """What ``--set`` and ``--model`` change of the config."""
-    overrides = list(arguments.set)
-    if arguments.model is not None:
-        overrides.append(f"model.pretrained={json.dumps(arguments.model, ensure_ascii=False)}")
-    return overrides
-
-
 def _plan(arguments: Namespace) -> int:
-    overrides = _overrides(arguments)
-    if arguments.device_memory is not None:
-        overrides.append(f"stream.device_memory={json.dumps(arguments.device_memory)}")
-    config = load_config(arguments.config, overrides)
+    config = _config(arguments)
     with exiting_on_interrupt():
         from streamer.app.plan.command import plan
     fits = plan(
@@ -216,7 +217,7 @@ def _export(arguments: Namespace) -> int:
 
 
 def _calibrate(arguments: Namespace) -> int:
-    config = None if arguments.config is None else load_config(arguments.config, arguments.set)
+    config = None if arguments.config is None else _config(arguments)
     with exiting_on_interrupt():
         from streamer.app.calibrate.command import calibrate
     calibrate(config, device=arguments.device, output=Path(arguments.output))

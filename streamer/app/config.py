@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -26,14 +26,16 @@ from streamer.config_values import (
     TABLE,
     Kind,
     array,
+    either,
     nearest,
+    one_of,
     string,
 )
 
 
-def toml_pairs(table: Mapping[str, Any]) -> list[str]:
-    keys = {key: key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key) for key in table}
-    return [f"{keys[key]} = {toml_value(value)}" for key, value in table.items() if value is not None]
+def dump_tables(tables: Mapping[str, Mapping[str, Any]]) -> str:
+    """A TOML file of these sections, each key on one line. A None is left out."""
+    return "\n".join("\n".join([f"[{name}]", *_pairs(table), ""]) for name, table in tables.items())
 
 
 def toml_value(value: Any) -> str:
@@ -43,58 +45,49 @@ def toml_value(value: Any) -> str:
     if isinstance(value, bool | int | float):
         return repr(value).lower()
     if isinstance(value, Mapping):
-        return "{" + ", ".join(toml_pairs(value)) + "}"
+        return "{" + ", ".join(_pairs(value)) + "}"
     if isinstance(value, Sequence):
         return "[" + ", ".join(map(toml_value, value)) + "]"
     return str(value.isoformat())  # a date, a time or both
 
 
+def _pairs(table: Mapping[str, Any]) -> list[str]:
+    keys = {key: key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key) for key in table}
+    return [f"{keys[key]} = {toml_value(value)}" for key, value in table.items() if value is not None]
+
+
 TEXT = string("a string that is not empty", r"(?s).+")
 FOLDER = string("a string that can name a folder", r"\w[\w.+-]*")
 FACTORY = string('a module and a callable in it, such as "models.gpt2:GPT"', r"\w[\w.]*:\w+")
-DTYPE = string('"float32", "bfloat16" or "float16"', "float32|bfloat16|float16")
+DTYPE = one_of("float32", "bfloat16", "float16")
 TEXTS = array("an array of strings, none empty", TEXT, sizes=range(sys.maxsize))
-LAYERS = Kind(
-    "a string or an array of strings, none empty",
-    lambda value: TEXT.accepts(value) or TEXTS.accepts(value),
-    lambda value: value if isinstance(value, str) else tuple(value),
-)
-COUNT_OR_AUTO = Kind(
-    'an integer of 1 or more, or "auto"', lambda value: value == "auto" or COUNT.accepts(value)
-)
-STATE_DTYPE = string('"float32", "bfloat16" or "int8"', "float32|bfloat16|int8")
-SAVE_FAILURE = string('"stop" or "warn"', "stop|warn")
-NONFINITE = string('"skip", "stop" or "back"', "skip|stop|back")
-UPDATE = string('"step" or "backward"', "step|backward")
-ACTIVATIONS = Kind("a string, or an array of one for each layer", LAYERS.accepts, LAYERS.convert)
+LAYERS = either("a string or an array of strings, none empty", TEXT, TEXTS)
+ACTIVATIONS = either("a string, or an array of one for each layer", TEXT, TEXTS)
+COUNT_OR_AUTO = either('an integer of 1 or more, or "auto"', COUNT, one_of("auto"))
 BATCH_DIMS = Kind(
     'a table from names of arguments to integers, or "none"',
-    lambda value: (
-        isinstance(value, dict) and all(type(dim) is int or dim == "none" for dim in value.values())
-    ),
+    lambda value: TABLE.accepts(value) and all(type(x) is int or x == "none" for x in value.values()),
 )
 METHOD = string("a string that can name a method", r"[A-Za-z_]\w*")
 BYTES = string('a string of a number and its unit, such as "16GiB"', r"\d+(\.\d+)?\s*(k|[KMGT]i?)?B")
 
-#: So deep may tables and arrays lie in one another: what Python reads and writes by recursion, it can.
+#: The deepest nesting of tables and arrays that is read, far below Python's recursion limit.
 MOST_LEVELS = 32
 
 
-def unreadable(tables: dict[str, Any]) -> str:
+def _unreadable(value: Any, name: str = "", level: int = 0) -> str:
     """Which value no key may hold, and why: one nested too deeply, or an integer beyond TOML's 64 bits.
 
     Empty if there is none.
     """
-    left: list[tuple[str, Any, int]] = [("", tables, 0)]
-    while left:
-        name, value, level = left.pop()
-        if isinstance(value, dict | list):
-            if level > MOST_LEVELS:
-                return f"{name} is nested in more than {MOST_LEVELS} tables and arrays: flatten it"
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            left += [(f"{name}.{key}" if name else str(key), item, level + 1) for key, item in items]
-        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-            return f"{name} is an integer of more than 64 bits: give a smaller one"
+    if isinstance(value, dict | list):
+        if level > MOST_LEVELS:
+            return f"{name} is nested in more than {MOST_LEVELS} tables and arrays: flatten it"
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        faults = (_unreadable(item, f"{name}.{key}".lstrip("."), level + 1) for key, item in items)
+        return next(filter(None, faults), "")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return f"{name} is an integer of more than 64 bits: give a smaller one"
     return ""
 
 
@@ -108,25 +101,58 @@ class ConfigError(ValueError):
 
     @staticmethod
     def of(section: str, error: Exception) -> ConfigError:
-        """What streamer has refused of what ``section`` says."""
-        if isinstance(error, MemoryError):
-            line, _, table = str(error).partition("\n")
-            return ConfigError(f"{section}: {line}", table=table)
-        return ConfigError(f"{section}: {error}")
+        """The error for what streamer has refused of ``section``; a MemoryError's table goes with it."""
+        line, _, table = (
+            str(error).partition("\n") if isinstance(error, MemoryError) else (str(error), "", "")
+        )
+        return ConfigError(f"{section}: {line}", table=table)
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file. Raises ConfigError for one that cannot be read or is not TOML."""
+def read_sections(path: Path, known: Iterable[str], overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The sections of a TOML file after ``overrides`` of the form ``section.key=TOML value``.
+
+    Raises ConfigError for a file that cannot be read or is not TOML, a bad override, a section that is not
+    ``known``, and a value that no key may hold.
+    """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         folder, where = (path, "it") if path.is_dir() else (path.parent, "its folder")
         there = ", ".join(sorted(map(str, folder.glob("*.toml")))) or "none"
         raise ConfigError(f"{path}: {error.strerror}; TOML files in {where}: {there}") from None
     except ValueError as error:
-        raise ConfigError(f"{path}: not TOML in UTF-8, mend it there: {error}") from None
+        raise ConfigError(f"{path}: not TOML in UTF-8, correct it there: {error}") from None
     except RecursionError:
         raise ConfigError(f"{path}: tables or arrays are nested too deeply: flatten them") from None
+    for override in overrides:
+        _override(tables, override)
+    where = " ".join([str(path), *overrides])
+    if fault := _unreadable(tables):
+        raise ConfigError(f"{where}: {fault}")
+    for name, table in tables.items():
+        if name not in known:
+            raise ConfigError(f"{where}: unknown section [{name}]; {nearest(name, known)}")
+        if not isinstance(table, dict):
+            raise ConfigError(f"{where}: {name} must be a section: write [{name}] and its keys below")
+    return tables
+
+
+def _override(tables: dict[str, Any], override: str) -> None:
+    """Put ``section.key=TOML value`` into ``tables``."""
+    name, equals, text = override.partition("=")
+    *path, key = map(str.strip, name.split("."))
+    if not equals or not path:
+        raise ConfigError(f"override {override!r} must be section.key=value, such as run.steps=100")
+    try:
+        (value,) = tomllib.loads(f"value = {text}").values()
+    except (ValueError, RecursionError):
+        remedy = f"quote a string: '{name}={toml_value(text)}'"
+        raise ConfigError(f"override {override!r}: not a TOML value; {remedy}") from None
+    for part in path:
+        tables = tables.setdefault(part, {})
+        if not isinstance(tables, dict):
+            raise ConfigError(f"override {override!r}: {part} is not a table; set {part} itself")
+    tables[key] = value
 
 
 def section(
@@ -177,8 +203,8 @@ class RunConfig:
     out: Annotated[str, TEXT] = "runs"
     save_every: Annotated[int, COUNT_OR_0] = 0
     keep: Annotated[int, COUNT] = 2
-    save_failure: Annotated[str, SAVE_FAILURE] = "stop"
-    nonfinite: Annotated[str, NONFINITE] = "skip"
+    save_failure: Annotated[str, one_of("stop", "warn")] = "stop"
+    nonfinite: Annotated[str, one_of("skip", "stop", "back")] = "skip"
 
 
 @dataclass(frozen=True)
@@ -222,7 +248,7 @@ class StreamConfig:
     activations: Annotated[str | tuple[str, ...], ACTIVATIONS] = "recompute"
     micro_batch_size: Annotated[int | Literal["auto"] | None, COUNT_OR_AUTO] = None
     batch_dims: Annotated[dict[str, int | str] | None, BATCH_DIMS] = None
-    update: Annotated[str, UPDATE] = "step"
+    update: Annotated[str, one_of("step", "backward")] = "step"
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, DTYPE] = None
     device: Annotated[str | None, TEXT] = None
     host_threads: Annotated[int | None, COUNT] = None
@@ -239,7 +265,7 @@ class OptimizerConfig:
     eps: Annotated[float, POSITIVE] = 1e-8
     weight_decay: Annotated[float, NOT_NEGATIVE] = 0.1
     grad_clip: Annotated[float, NOT_NEGATIVE] = 1.0
-    state_dtype: Annotated[str, STATE_DTYPE] = "float32"
+    state_dtype: Annotated[str, one_of("float32", "bfloat16", "int8")] = "float32"
     warmup_steps: Annotated[int, COUNT_OR_0] = 0
     min_lr: Annotated[float, NOT_NEGATIVE] = 0.0
 
@@ -262,24 +288,9 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     unknown or missing section or key, a value of the wrong type or out of range, and a bad override.
     """
     path, where = Path(path), " ".join([str(path), *overrides])
-    tables = read_toml(path)
-    for override in overrides:
-        _override(tables, override)
-    if fault := unreadable(tables):
-        raise ConfigError(f"{where}: {fault}")
     known = get_type_hints(Config)
-    for name, table in tables.items():
-        if name not in known:
-            raise ConfigError(f"{where}: unknown section [{name}]; {nearest(name, known)}")
-        if not isinstance(table, dict):
-            raise ConfigError(f"{where}: {name} must be a section: write [{name}] and its keys below")
+    tables = read_sections(path, known, overrides)
     config = Config(**{name: section(known[name], name, tables.get(name, {}), where) for name in known})
-    _check(config, where)
-    return config
-
-
-def _check(config: Config, where: str) -> None:
-    """Raise ConfigError for keys that do not go together."""
     if config.model.factory is None and config.model.pretrained is None:
         raise ConfigError(
             f"{where}: model.factory is missing: give {FACTORY.words}; or a pretrained model's folder as "
@@ -291,27 +302,9 @@ def _check(config: Config, where: str) -> None:
         raise ConfigError(
             f'{where}: stream.update = "backward" has no norm to clip by: set optimizer.grad_clip = 0'
         )
-
-
-def _override(tables: dict[str, Any], override: str) -> None:
-    """Put ``section.key=TOML value`` into ``tables``."""
-    name, equals, text = override.partition("=")
-    *path, key = map(str.strip, name.split("."))
-    if not equals or not path:
-        raise ConfigError(f"override {override!r} must be section.key=value, such as run.steps=100")
-    try:
-        (value,) = tomllib.loads(f"value = {text}").values()
-    except (ValueError, RecursionError):
-        mend = f"quote a string: '{name}={toml_value(text)}'"
-        raise ConfigError(f"override {override!r}: not a TOML value; {mend}") from None
-    for part in path:
-        tables = tables.setdefault(part, {})
-        if not isinstance(tables, dict):
-            raise ConfigError(f"override {override!r}: {part} is not a table; set {part} itself")
-    tables[key] = value
+    return config
 
 
 def dump_config(config: Config) -> str:
     """``config`` as TOML that ``load_config`` reads back to an equal one; a None is left out."""
-    sections = {section.name: vars(getattr(config, section.name)) for section in fields(config)}
-    return "\n".join("\n".join([f"[{name}]", *toml_pairs(table), ""]) for name, table in sections.items())
+    return dump_tables({item.name: vars(getattr(config, item.name)) for item in fields(config)})

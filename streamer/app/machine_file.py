@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-from streamer.app.config import TEXT, ConfigError, read_toml, section, toml_pairs, unreadable
-from streamer.config_values import COUNT, NOT_NEGATIVE, POSITIVE, nearest, number, string
+from streamer.app.config import TEXT, ConfigError, dump_tables, read_sections, section
+from streamer.config_values import COUNT, NOT_NEGATIVE, POSITIVE, number, one_of
 from streamer.simulate.machine import CPU, CUDA, Beside, Machine, named_machine
 
 
@@ -44,7 +44,7 @@ MACHINE, BESIDE, MEASURED = "machine", "beside", "measured"
 _SHARE = number("above 0 and at most 1", lambda value: 0 < value <= 1)
 _OTHERS = {
     "name": TEXT,
-    "kind": string(f'"{CUDA}" or "{CPU}"', f"{CUDA}|{CPU}"),
+    "kind": one_of(CUDA, CPU),
     "device_bytes": COUNT,
     "host_bytes": COUNT,
     "seconds_per_op": NOT_NEGATIVE,
@@ -62,28 +62,19 @@ def load_machine(path: str | os.PathLike[str]) -> Machine:
     unknown or missing section or key, and a value of the wrong type or out of range.
     """
     path = Path(path)
-    tables = read_toml(path)
-    if fault := unreadable(tables):
-        raise ConfigError(f"{path}: {fault}")
-    for name, table in tables.items():
-        if name not in (MACHINE, BESIDE, MEASURED):
-            known = (MACHINE, BESIDE, MEASURED)
-            raise ConfigError(f"{path}: unknown section [{name}]; {nearest(name, known)}")
-        if not isinstance(table, dict):
-            raise ConfigError(f"{path}: {name} must be a section: write [{name}] and its keys below")
+    tables = read_sections(path, (MACHINE, BESIDE, MEASURED))
     if MACHINE not in tables:
         raise ConfigError(f"{path}: there is no [{MACHINE}]: give a file that streamer calibrate has written")
     beside = section(Beside, BESIDE, tables.get(BESIDE, {}), str(path), kinds=_BESIDE)
-    made: Any = section(Machine, MACHINE, tables[MACHINE], str(path), kinds=_MACHINE)
-    assert isinstance(made, Machine)
-    return Machine(**{**vars(made), BESIDE: beside})
+    made: Machine = section(Machine, MACHINE, tables[MACHINE], str(path), kinds=_MACHINE)
+    return replace(made, beside=beside)
 
 
 def dump_machine(machine: Machine, measured: Mapping[str, Any] | None = None) -> str:
     """``machine`` as TOML that `load_machine` reads back to an equal one; ``measured`` goes with it."""
     values = {key: value for key, value in vars(machine).items() if key != BESIDE}
-    tables = {MACHINE: values, BESIDE: vars(machine.beside), **({MEASURED: measured} if measured else {})}
-    return "\n".join("\n".join([f"[{name}]", *toml_pairs(table), ""]) for name, table in tables.items())
+    tables = {MACHINE: values, BESIDE: vars(machine.beside), MEASURED: measured or {}}
+    return dump_tables({name: table for name, table in tables.items() if name != MEASURED or table})
 
 
 def machine(name_or_path: str) -> Machine:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -13,37 +13,42 @@ INTERRUPTED = "\nstreamer: interrupted; nothing is written"
 
 
 class Stop:
-    """Whether somebody has asked for the end, and by which signal."""
+    """The signal that has asked for the end of the run, or None."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
 
-    def __bool__(self) -> bool:
-        return self.signal is not None
+
+@contextmanager
+def _handled(handler: Callable[[int, FrameType | None], None], *numbers: signal.Signals) -> Iterator[None]:
+    """Inside the block ``handler`` gets these signals, if it runs in the main thread: Python allows no other
+    thread to set a handler."""
+    before = {}
+    with contextlib.suppress(ValueError):
+        for number in numbers:
+            before[number] = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 @contextmanager
 def stopping() -> Iterator[Stop]:
-    """Inside the block the first SIGINT or SIGTERM only sets what this gives; a second one ends the process
-    at once, as if nobody had listened. Listens in the main thread only, where Python hears signals."""
+    """Inside the block the first SIGINT or SIGTERM only sets the `Stop` that this gives. A second signal ends
+    the process at once, by the system's default. Other threads than the main one get a `Stop` that stays
+    unset."""
     stop = Stop()
-    listened = (signal.SIGINT, signal.SIGTERM)
+    numbers = signal.SIGINT, signal.SIGTERM
 
-    def hear(number: int, frame: FrameType | None) -> None:
+    def note(number: int, frame: FrameType | None) -> None:
         stop.signal = signal.Signals(number)
-        for name in listened:
-            signal.signal(name, signal.SIG_DFL)
+        for each in numbers:
+            signal.signal(each, signal.SIG_DFL)
 
-    before = {}
-    # only the main thread may listen
-    with contextlib.suppress(ValueError):
-        for name in listened:
-            before[name] = signal.signal(name, hear)
-    try:
+    with _handled(note, *numbers):
         yield stop
-    finally:
-        for name, handler in before.items():
-            signal.signal(name, handler)
 
 
 @contextmanager
@@ -51,22 +56,13 @@ def exiting_on_interrupt() -> Iterator[None]:
     """Inside the block, which only imports and reads, Ctrl-C ends the process at once, with exit code 130.
 
     A KeyboardInterrupt would do so less surely: amid the import of an extension module it is swallowed, or
-    comes out as an error of another kind. SIGINT is left alone where it is ignored or somebody else listens.
+    comes out as an error of another kind. SIGINT is left alone where it is ignored or has another handler.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:
         os.write(2, f"{INTERRUPTED}\n".encode())
         os._exit(130)
 
-    before = signal.getsignal(signal.SIGINT)
-    listens = False
-    if before is signal.default_int_handler:
-        # only the main thread may listen
-        with contextlib.suppress(ValueError):
-            signal.signal(signal.SIGINT, leave)
-            listens = True
-    try:
+    free = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with _handled(leave, *([signal.SIGINT] if free else [])):
         yield
-    finally:
-        if listens:
-            signal.signal(signal.SIGINT, before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -19,11 +20,11 @@ from streamer.app.run.build import build_model, build_optimizer, check_fits, loa
 from streamer.app.run.loop import Loop
 from streamer.app.run.run_folder import (
     Checkpoints,
-    Summary,
     amount,
     forget_after,
-    free_name,
+    numbered,
     run_directory,
+    summary_of,
     summary_table,
 )
 from streamer.app.signals import Stop, stopping
@@ -41,13 +42,13 @@ class StoppedError(RuntimeError):
     """A run that cannot go on: one line that says why and from where it may be resumed."""
 
 
-def train(config: Config, resume: Path | None = None, *, fall_back: bool = False) -> Summary | None:
+def train(config: Config, resume: Path | None = None, *, fall_back: bool = False) -> dict[str, Any] | None:
     """Train as ``config`` says, printing to the terminal; writes ``config.toml``, ``metrics.jsonl``,
     ``trace.json`` (of the last 20,000 ops), ``summary.json`` and checkpoints into a new directory.
 
     With ``resume``, a checkpoint's folder, goes on from there in its run's directory; where it is damaged
     and ``fall_back`` says so, from the one before. Ctrl-C or SIGTERM lets the step end, saves, says where to
-    go on from, and None is returned; a second one ends the process.
+    go on from, and None is returned; a second one ends the process. Else returns what ``summary.json`` holds.
 
     Raises ConfigError, in one line, for anything in the config that cannot be honoured, StoppedError where a
     gradient is not finite and the config says to stop, and OSError where a checkpoint cannot be written.
@@ -74,71 +75,77 @@ def train(config: Config, resume: Path | None = None, *, fall_back: bool = False
             forget_after(directory / "metrics.jsonl", loop.step)
         with stopping() as stop:
             _print_beginning(loop, directory)
-            with (directory / "metrics.jsonl").open("a") as metrics:
-                ended = _Run(loop, directory, metrics, stop).run()
-            return _finish(loop, directory, ended) if ended is not None else None
+            with (directory / "metrics.jsonl").open("a") as metrics, _bar(loop) as bar:
+                seconds = _Run(loop, directory, metrics, bar).run(stop)
+            return _finish(loop, directory, seconds) if seconds is not None else None
     finally:
         # the weights end here, so they need not be taken out, for which there may be no room
         wrapped(model).close()
 
 
+def _bar(loop: Loop) -> tqdm[Any]:
+    # a log file needs a line now and then, a terminal wants to be alive
+    interval = 0.2 if sys.stderr.isatty() else 10.0
+    return tqdm(
+        total=loop.config.run.steps,
+        initial=loop.step,
+        unit="step",
+        dynamic_ncols=True,
+        mininterval=interval,
+    )
+
+
 class _Run:
     """The steps of a run, with what is written down and saved on the way."""
 
-    def __init__(self, loop: Loop, directory: Path, metrics: TextIO, stop: Stop) -> None:
+    def __init__(self, loop: Loop, directory: Path, metrics: TextIO, bar: tqdm[Any]) -> None:
         self._loop = loop
-        self._directory = directory
-        self._metrics = metrics
-        self._stop = stop
         self._config = loop.config.run
+        self._metrics = metrics
+        self._bar = bar
         self._checkpoints = Checkpoints(directory, keep=self._config.keep)
         self._unigram = loop.data.unigram_entropy()
         self._seconds: list[float] = []
 
-    def run(self) -> list[float] | None:
-        """All steps that are left, or those until somebody asks for the end; the seconds of each, or None."""
+    def run(self, stop: Stop) -> list[float] | None:
+        """Make the steps that are left: the seconds of each, or None if a signal ended the run before."""
         loop, run = self._loop, self._config
         if loop.step == 0:
-            self._log(val_loss=loop.val_loss)
-            print(self._validation_line())
-        # a log file needs a line now and then, a terminal wants to be alive
-        interval = 0.2 if sys.stderr.isatty() else 10.0
-        with tqdm(
-            total=run.steps, initial=loop.step, unit="step", dynamic_ncols=True, mininterval=interval
-        ) as bar:
-            while loop.step < run.steps:
-                if not self._step(bar):
-                    continue
-                last = loop.step == run.steps
-                if loop.step % run.eval_every == 0 or last:
-                    self._log(val_loss=loop.validate())
-                    bar.write(self._validation_line())
-                if run.save_every and (loop.step % run.save_every == 0 or last):
-                    self._save(bar)
-                if self._stop and not last:
-                    self._say_where_to_resume(bar)
-                    return None
+            self._report_validation()
+        while loop.step < run.steps:
+            if not self._step():
+                continue
+            last = loop.step == run.steps
+            if loop.step % run.eval_every == 0 or last:
+                loop.validate()
+                self._report_validation()
+            if run.save_every and (loop.step % run.save_every == 0 or last):
+                self._save()
+            if stop.signal is not None and not last:
+                path = self._save()
+                saved = ", but not saved" if path is None else f"; go on with --resume {path}"
+                self._bar.write(f"stopped by {stop.signal.name} after step {loop.step}{saved}")
+                return None
         return self._seconds
 
-    def _step(self, bar: tqdm[Any]) -> bool:
-        """Whether a step was made, and not a way back."""
+    def _step(self) -> bool:
+        """Whether a step was made; False where the run went back to a checkpoint instead."""
         loop = self._loop
         begun = time.perf_counter()
         skipped = streamer.stats(loop.model).skipped_steps
         try:
             measured = loop.train_step()
         except streamer.NonFiniteError as error:
-            self._return(error, bar)
+            self._return(error)
             return False
-        except torch.OutOfMemoryError as error:
-            raise StoppedError(f"step {loop.step + 1}: {error}; lower stream.micro_batch_size") from error
-        except MemoryError as error:
-            raise StoppedError(f"step {loop.step + 1}: {error}") from error
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            remedy = "; lower stream.micro_batch_size" if isinstance(error, torch.OutOfMemoryError) else ""
+            raise StoppedError(f"step {loop.step + 1}: {error}{remedy}") from error
         self._seconds.append(time.perf_counter() - begun)
         stats = streamer.stats(loop.model)
         if stats.skipped_steps > skipped:
-            bar.write(f"step {loop.step}: skipped, a gradient was not finite")
-        speed = loop.config.data.batch_size * loop.config.data.context / self._seconds[-1]
+            self._bar.write(f"step {loop.step}: skipped, a gradient was not finite")
+        speed = loop.tokens_per_step / self._seconds[-1]
         self._log(
             **measured,
             tokens_per_second=speed,
@@ -146,11 +153,13 @@ class _Run:
             device_bytes_peak=stats.device_bytes_peak,
         )
         held = f"device {amount(stats.device_bytes_now)}, peak {amount(stats.device_bytes_peak)}"
-        bar.set_postfix_str(f"loss {measured['loss']:.3f}, {speed:,.0f} tokens/s, {held}", refresh=False)
-        bar.update()
+        self._bar.set_postfix_str(
+            f"loss {measured['loss']:.3f}, {speed:,.0f} tokens/s, {held}", refresh=False
+        )
+        self._bar.update()
         return True
 
-    def _return(self, error: streamer.NonFiniteError, bar: tqdm[Any]) -> None:
+    def _return(self, error: streamer.NonFiniteError) -> None:
         """Go back to the last checkpoint after a gradient that was not finite, or raise StoppedError."""
         loop = self._loop
         latest = self._checkpoints.latest()
@@ -159,36 +168,27 @@ class _Run:
             where = "" if latest is None else f"; the last checkpoint is {latest}"
             raise StoppedError(f"{what}{where}") from error
         loop.optimizer.zero_grad()
-        returns = loop.returns
-        loop.go_on_from(self._checkpoints.load(loop.model, loop.optimizer, latest, fall_back=False))
-        loop.returns = returns
-        loop.draw_other_batches()
+        loop.go_back_to(self._checkpoints.load(loop.model, loop.optimizer, latest, fall_back=False))
         self._metrics.flush()
-        forget_after(self._directory / "metrics.jsonl", loop.step)
-        bar.write(f"{what}; back to step {loop.step}, and on with other batches")
-        bar.n = loop.step
+        forget_after(Path(self._metrics.name), loop.step)
+        self._bar.write(f"{what}; back to step {loop.step}, and on with other batches")
+        self._bar.n = loop.step
 
-    def _save(self, bar: tqdm[Any]) -> Path | None:
+    def _save(self) -> Path | None:
+        """The checkpoint of this step, or None if it could not be written and need not be."""
         loop = self._loop
         try:
             return self._checkpoints.save(loop.model, loop.optimizer, step=loop.step, extra=loop.state())
         except OSError as error:
             if self._config.save_failure == "stop":
                 raise
-            bar.write(f"step {loop.step}: {error}; going on without")
+            self._bar.write(f"step {loop.step}: {error}; going on without")
             return None
 
-    def _say_where_to_resume(self, bar: tqdm[Any]) -> None:
-        path = self._save(bar)
-        assert self._stop.signal is not None
-        reason = f"stopped by {self._stop.signal.name} after step {self._loop.step}"
-        bar.write(
-            f"{reason}, but not saved" if path is None else f"{reason}; go on with --resume {path}",
-        )
-
-    def _validation_line(self) -> str:
+    def _report_validation(self) -> None:
         loop = self._loop
-        return (
+        self._log(val_loss=loop.val_loss)
+        self._bar.write(
             f"step {loop.step:5d}: validation loss {loop.val_loss:.3f} ({loop.data.unit} frequencies alone: "
             f"{self._unigram:.3f})"
         )
@@ -199,26 +199,26 @@ class _Run:
         self._metrics.flush()
 
 
-def _finish(loop: Loop, directory: Path, seconds: list[float]) -> Summary:
-    """Write down what the run has come to."""
-    batch = loop.config.data
+def _finish(loop: Loop, directory: Path, seconds: list[float]) -> dict[str, Any]:
+    """Write down what the run has come to; what ``summary.json`` holds."""
     # the first steps compile the update's kernels
-    steady = sorted(seconds[len(seconds) // 10 :])
-    summary = Summary.of(
+    steady = seconds[len(seconds) // 10 :]
+    summary = summary_of(
         loop.model,
-        tokens_per_second=batch.batch_size * batch.context / steady[len(steady) // 2] if steady else 0.0,
+        tokens_per_second=loop.tokens_per_step / statistics.median_high(steady) if steady else 0.0,
+        unigram_loss=loop.data.unigram_entropy(),
         first_val_loss=loop.first_val_loss,
         last_val_loss=loop.val_loss,
-        unigram_loss=loop.data.unigram_entropy(),
     )
     streamer.save_trace(loop.model, directory / "trace.json")
-    (directory / "summary.json").write_text(json.dumps(summary.as_json(), indent=2) + "\n")
+    (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     if loop.config.run.sample_tokens:
         print(f"\nA sample, after the first {PROMPT_TOKENS} {loop.data.unit}s of validation text:\n")
         print(loop.sample(PROMPT_TOKENS))
     print(f"\n{summary_table(summary, unit=loop.data.unit)}\n")
     if loop.config.model.pretrained is not None:
-        write_pretrained(loop.model, loop.data.tokenizer, free_name(directory / PRETRAINED))
+        free = next(path for path in numbered(directory / PRETRAINED) if not path.exists())
+        write_pretrained(loop.model, loop.data.tokenizer, free)
     print(f"Written to {directory}: config.toml metrics.jsonl summary.json, and trace.json of the last steps")
     return summary
 

@@ -306,12 +306,12 @@ def test_an_unknown_section_is_named(path: Path) -> None:
 
 def test_a_file_that_is_not_toml_is_named_with_the_line(path: Path) -> None:
     assert error_of(path, "[run]\nname = tiny\n") == (
-        "c.toml: not TOML in UTF-8, mend it there: Invalid value (at line 2, column 8)"
+        "c.toml: not TOML in UTF-8, correct it there: Invalid value (at line 2, column 8)"
     )
     path.write_bytes(b"\xff")
     with pytest.raises(ConfigError) as error:
         load_config(path)
-    assert str(error.value).startswith("c.toml: not TOML in UTF-8, mend it there: 'utf-8' codec")
+    assert str(error.value).startswith("c.toml: not TOML in UTF-8, correct it there: 'utf-8' codec")
 
 
 def test_a_file_that_cannot_be_read_is_named_with_those_beside_it(path: Path) -> None:

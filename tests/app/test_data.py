@@ -81,7 +81,7 @@ def test_a_hidden_file_that_is_asked_for_is_read(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("gone", "gone: no such file or folder in {cwd}; mend data.paths"),
+        ("gone", "gone: no such file or folder in {cwd}; correct data.paths"),
         ("empty", "empty: empty, or binary (it has a NUL byte); give a text file"),
         ("binary", "binary: empty, or binary (it has a NUL byte); give a text file"),
         ("pipe", "pipe: neither a file nor a folder; give text files or folders of them"),

@@ -108,7 +108,7 @@ def test_the_least_file(tmp_path: Path) -> None:
             "host_bytes = 1\n[beside]\ncopy_cpy = 1\n",
             r"unknown key 'copy_cpy' in \[beside\]; did you mean 'copy_copy'\?",
         ),
-        ("[machine]", "[machine", "not TOML in UTF-8, mend it there"),
+        ("[machine]", "[machine", "not TOML in UTF-8, correct it there"),
     ],
 )
 def test_a_bad_file_is_told_in_one_line(tmp_path: Path, old: str, new: str, message: str) -> None:

@@ -6,7 +6,7 @@ import datetime
 import os
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
@@ -140,12 +140,8 @@ def _measured(found: Found, sizes: Sizes) -> Mapping[str, object]:
         "compute_threads": torch.get_num_threads(),
         "rounds": len(next(iter(found.values()))),
         "sizes": _told(sizes),
-        "quartiles": {name: _quartiles(values) for name, values in found.items()},
+        "quartiles": {name: statistics.quantiles(values, n=4) for name, values in found.items()},
     }
-
-
-def _quartiles(values: Sequence[float]) -> list[float]:
-    return statistics.quantiles(values, n=4)
 
 
 def _told(sizes: Sizes) -> str:
@@ -159,5 +155,5 @@ def print_table(found: Found) -> None:
     print(f"{'':30}{'median':>10}  quartiles")
     for name, values in found.items():
         unit, scale = next((shown for ending, shown in _UNITS.items() if name.endswith(ending)), ("", 1.0))
-        low, median, high = (value / scale for value in _quartiles(values))
+        low, median, high = (value / scale for value in statistics.quantiles(values, n=4))
         print(f"{name:30}{median:>10.3g}  {low:.3g} to {high:.3g} {unit}".rstrip())

@@ -102,15 +102,35 @@ class Sizes:
 def computing(backend: Backend, sizes: Sizes) -> dict[str, Work]:
     """Work for COMPUTE, forward and backward, by name: *products*, *attention*, *activations*, *small*
     operations, a *block* of the first three, and *fp32 products* where the dtype is another."""
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=backend.device).to(sizes.dtype).requires_grad_()
+
+    def norm(features: int) -> nn.LayerNorm:
+        return nn.LayerNorm(features, device=backend.device, dtype=sizes.dtype)
+
     products = _products(backend, sizes, sizes.dtype)
-    attention = _attention(backend, sizes)
-    activations = _activations(backend, sizes)
+    heads = max(1, sizes.hidden // sizes.head)
+    shape = (max(1, sizes.tokens // sizes.context), heads, sizes.context, sizes.head)
+    q, k, v = random(*shape), random(*shape), random(*shape)
+    attention = _both_ways(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), [q, k, v])
+    # what a layer does beside its products: a norm and a residual sum, and a GELU four times as wide
+    x, wide, of_hidden = (
+        random(sizes.tokens, sizes.hidden),
+        random(sizes.tokens, 4 * sizes.hidden),
+        norm(sizes.hidden),
+    )
+    residual = _both_ways(lambda: x + of_hidden(x), [x, *of_hidden.parameters()])
+    gelu = _both_ways(lambda: F.gelu(wide, approximate="tanh"), [wide])
+    # operations that take hardly longer than their launch
+    mlp = nn.Sequential(norm(8), nn.Linear(8, 8), nn.GELU()).to(device=backend.device, dtype=sizes.dtype)
+    little = random(4, 8)
     works: dict[str, Work] = {
         "products": products,
         "attention": attention,
-        "activations": activations,
-        "small": _small(backend, sizes),
-        "block": lambda: (products(), attention(), activations()),
+        "activations": lambda: (residual(), gelu()),
+        "small": _both_ways(lambda: mlp(little) + little, [little, *mlp.parameters()], times=REPEATS),
+        "block": lambda: (products(), attention(), residual(), gelu()),
     }
     if sizes.dtype != torch.float32:
         works["fp32 products"] = _products(backend, sizes, torch.float32)
@@ -133,47 +153,15 @@ def _products(backend: Backend, sizes: Sizes, dtype: torch.dtype) -> Work:
     return run
 
 
-def _attention(backend: Backend, sizes: Sizes) -> Work:
-    heads = max(1, sizes.hidden // sizes.head)
-    shape = (max(1, sizes.tokens // sizes.context), heads, sizes.context, sizes.head)
-    leaves = [torch.randn(shape, device=backend.device).to(sizes.dtype).requires_grad_() for _ in range(3)]
-    grad = torch.randn(shape, device=backend.device).to(sizes.dtype)
+def _both_ways(
+    forward: Callable[[], torch.Tensor], leaves: Sequence[torch.Tensor], *, times: int = 1
+) -> Work:
+    """``forward`` and its backward to ``leaves``, ``times`` in a row."""
+    grad = torch.randn_like(forward())
 
     def run() -> None:
-        query, key, value = leaves
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        torch.autograd.grad(mixed, leaves, grad)
-
-    return run
-
-
-def _activations(backend: Backend, sizes: Sizes) -> Work:
-    """What a layer does beside its products: a norm and a residual sum, and a GELU four times as wide."""
-    norm = nn.LayerNorm(sizes.hidden, device=backend.device, dtype=sizes.dtype)
-    x, wide = (
-        torch.randn(sizes.tokens, features, device=backend.device).to(sizes.dtype).requires_grad_()
-        for features in (sizes.hidden, 4 * sizes.hidden)
-    )
-    grad, wide_grad = torch.randn_like(x), torch.randn_like(wide)
-
-    def run() -> None:
-        torch.autograd.grad(x + norm(x), [x, *norm.parameters()], grad)
-        torch.autograd.grad(F.gelu(wide, approximate="tanh"), wide, wide_grad)
-
-    return run
-
-
-def _small(backend: Backend, sizes: Sizes) -> Work:
-    """Operations that take hardly longer than their launch."""
-    features = 8
-    mlp = nn.Sequential(nn.LayerNorm(features), nn.Linear(features, features), nn.GELU())
-    mlp.to(device=backend.device, dtype=sizes.dtype)
-    x = torch.randn(4, features, device=backend.device).to(sizes.dtype).requires_grad_()
-    grad = torch.randn_like(x)
-
-    def run() -> None:
-        for _ in range(REPEATS):
-            torch.autograd.grad(mlp(x) + x, [x, *mlp.parameters()], grad)
+        for _ in range(times):
+            torch.autograd.grad(forward(), leaves, grad)
 
     return run
 
@@ -225,7 +213,8 @@ class Stopwatch:
 
     def alone(self, lane: Lane, work: Work) -> float:
         """The median seconds of ``work``."""
-        return self.together({lane: work}, {lane: self._once(lane, work)})[lane]
+        once = _span(self._submit(lane, work))
+        return self.together({lane: work}, {lane: max(once.end - once.start, 1e-6)})[lane]
 
     def together(self, works: Mapping[Lane, Work], alone: Mapping[Lane, float]) -> dict[Lane, float]:
         """The median seconds of each of ``works`` while all are under way; ``alone`` takes so long."""
@@ -240,20 +229,13 @@ class Stopwatch:
             others = [theirs[-1] for theirs in events.values()]
             mine: list[Event] = []
             until = time.perf_counter() + seconds
-            while len(mine) < 2 or self._goes_on(others, until):
+            while len(mine) < 2 or (
+                any(event.span() is None for event in others) if others else time.perf_counter() < until
+            ):
                 mine.append(self._submit(Lane.COMPUTE, works[Lane.COMPUTE]))
                 mine[-1].wait()
             events[Lane.COMPUTE] = mine
         return while_all_work({lane: list(map(_span, mine)) for lane, mine in events.items()})
-
-    def _goes_on(self, others: Sequence[Event], until: float) -> bool:
-        if others:
-            return any(event.span() is None for event in others)
-        return time.perf_counter() < until
-
-    def _once(self, lane: Lane, work: Work) -> float:
-        span = _span(self._submit(lane, work))
-        return max(span.end - span.start, 1e-6)
 
     def _submit(self, lane: Lane, work: Work) -> Event:
         return self._backend.submit(lane, work, (), 0)

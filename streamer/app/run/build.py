@@ -47,27 +47,13 @@ def import_factory(spec: str) -> Callable[..., Any]:
         raise ConfigError(f"{spec}: no module {error.name!r} in {os.getcwd()} or installed") from None
     factory: Callable[..., Any] | None = getattr(module, attribute, None)
     if not callable(factory):
-        mend = nearest(attribute, [name for name, value in vars(module).items() if callable(value)])
-        raise ConfigError(f"{spec}: {module_name} has no callable {attribute!r}; {mend}")
+        remedy = nearest(attribute, [name for name, value in vars(module).items() if callable(value)])
+        raise ConfigError(f"{spec}: {module_name} has no callable {attribute!r}; {remedy}")
     return factory
 
 
 #: Room for what is written beside the tensors.
 MARGIN_BYTES = 1 << 26
-
-
-def load_pretrained(config: Config, options: Mapping[str, Any]) -> nn.Module:
-    """The model of ``model.pretrained``, wrapped with ``options``, arguments of `streamer.wrap`.
-
-    Raises ConfigError for a folder, files or an option that cannot be used.
-    """
-    model = config.model
-    assert model.pretrained is not None
-    kind, changed = _class(model)
-    try:
-        return streamer.from_pretrained(model.pretrained, kind, init=model.init, config=changed, **options)
-    except (OSError, TypeError, ValueError, MemoryError) as error:
-        raise ConfigError.of("[model] and [stream]", error) from error
 
 
 def without_values(config: ModelConfig) -> Any:
@@ -154,24 +140,33 @@ def write_pretrained(model: nn.Module, tokenizer: Any, folder: Path) -> None:
 def build_model(config: Config, *, backend: Backend | None = None) -> nn.Module:
     """The config's model, wrapped; on ``backend`` in place of that of ``stream.device``, if it is given.
 
-    Raises ConfigError for what the factory or `streamer.wrap` refuses.
+    Raises ConfigError for what the factory, `streamer.from_pretrained` or `streamer.wrap` refuses.
     """
-    if config.model.pretrained is not None:
-        return load_pretrained(config, {**stream_options(config.stream), "backend": backend})
-    assert config.model.factory is not None, "load_config has looked"
-    factory = import_factory(config.model.factory)
+    wanted, options = config.model, {**stream_options(config.stream), "backend": backend}
+    if wanted.pretrained is not None:
+        kind, changed = _class(wanted)
+        try:
+            return streamer.from_pretrained(
+                wanted.pretrained, kind, init=wanted.init, config=changed, **options
+            )
+        except (OSError, TypeError, ValueError, MemoryError) as error:
+            raise ConfigError.of("[model] and [stream]", error) from error
+    assert wanted.factory is not None, "load_config has looked"
+    factory = import_factory(wanted.factory)
     # a virtual machine has no use for values
-    on_meta = config.model.init is not None or (backend is not None and backend.device.type == "meta")
+    on_meta = wanted.init is not None or (backend is not None and backend.device.type == "meta")
     try:
         with torch.device("meta") if on_meta else contextlib.nullcontext():
-            model = factory(**config.model.args)
+            model = factory(**wanted.args)
         if not isinstance(model, nn.Module):
             raise ValueError(f"it returns a {type(model).__name__}, not an nn.Module")
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"model.factory {config.model.factory} with these args: {error}") from error
-    init = _init(config.model, model)
+        raise ConfigError(f"model.factory {wanted.factory} with these args: {error}") from error
+    init = None if wanted.init is None else getattr(model, wanted.init, None)
+    if wanted.init is not None and not callable(init):
+        raise ConfigError(f"model.init = {wanted.init!r}: {type(model).__name__} has no such method")
     try:
-        return streamer.wrap(model, init=init, backend=backend, **stream_options(config.stream))
+        return streamer.wrap(model, init=init, **options)
     except (ValueError, MemoryError) as error:
         raise ConfigError.of("[stream]", error) from error
 
@@ -194,13 +189,8 @@ def load_data(config: Config) -> TokenData:
     return load_tokens(config.data.paths, load_tokenizer(tokenizer), val_fraction=config.data.val_fraction)
 
 
-def _init(config: ModelConfig, model: nn.Module) -> Callable[[nn.Module], object] | None:
-    if config.init is None:
-        return None
-    init: Callable[[nn.Module], object] | None = getattr(model, config.init, None)
-    if not callable(init):
-        raise ConfigError(f"model.init = {config.init!r}: {type(model).__name__} has no such method")
-    return init
+#: Keys of ``[optimizer]`` that are arguments of `streamer.AdamW`.
+OPTIMIZER_KEYS = ("lr", "betas", "eps", "weight_decay", "state_dtype")
 
 
 def build_optimizer(
@@ -210,11 +200,7 @@ def build_optimizer(
     try:
         return streamer.AdamW(
             model.parameters(),
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            state_dtype=config.state_dtype,
+            **{key: getattr(config, key) for key in OPTIMIZER_KEYS},
             skip_nonfinite=skip_nonfinite,
         )
     except (ValueError, MemoryError) as error:

@@ -10,10 +10,10 @@ import json
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn
 
 import torch
 
@@ -23,9 +23,9 @@ from streamer.pretrained.architecture import transformers_library
 HEAD_BYTES = 8 * 1024
 
 #: Folders in the standard library's tree that are not read: what was installed into it, the tests (more
-#: than half of its bytes), and tables and help texts that are generated, so that what is left is code.
+#: than half of its bytes), and what is generated (tables, help texts, bytecode): what is left is code.
 NOT_LIBRARY = (
-    "site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data",
+    "site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__",
 )  # fmt: skip
 
 
@@ -39,16 +39,14 @@ def find_files(paths: Sequence[str | os.PathLike[str]] = ()) -> list[Path]:
     """
     if not paths:
         library = Path(sysconfig.get_path("stdlib"))
-        sources = sorted(
-            path for path in _walk(library, NOT_LIBRARY) if path.suffix == ".py" and _is_text(path)
-        )
+        sources = sorted(path for path in _texts_in(library, NOT_LIBRARY) if path.suffix == ".py")
         if not sources:
             raise ConfigError(f"{library}: this Python came without the library's sources; set data.paths")
         return sources
     found: dict[Path, Path] = {}  # by the file a link leads to: text in both splits would flatter the loss
     for path in map(Path, paths):
-        if os.path.isdir(path):
-            files = [file for file in _walk(path) if _is_text(file)]
+        if os.path.isdir(path):  # unlike Path.is_dir, false where it may not look
+            files = _texts_in(path)
             if not files:
                 raise ConfigError(f"{path}: no text files in this folder; give text files or folders of them")
         elif os.path.isfile(path):
@@ -58,17 +56,18 @@ def find_files(paths: Sequence[str | os.PathLike[str]] = ()) -> list[Path]:
         elif os.path.lexists(path):
             raise ConfigError(f"{path}: neither a file nor a folder; give text files or folders of them")
         else:
-            raise ConfigError(f"{path}: no such file or folder in {os.getcwd()}; mend data.paths")
+            raise ConfigError(f"{path}: no such file or folder in {os.getcwd()}; correct data.paths")
         found.update((file.resolve(), file) for file in files)
     return sorted(found.values())
 
 
-def _walk(folder: Path, skip: Collection[str] = ()) -> Iterator[Path]:
-    """The regular files below ``folder``, without hidden ones and the folders named in ``skip``."""
-    for root, folders, names in os.walk(folder, onerror=unreadable):
+def _texts_in(folder: Path, skip: Collection[str] = ()) -> list[Path]:
+    """The text files below ``folder``, without hidden ones and the folders named in ``skip``."""
+    paths: list[Path] = []
+    for root, folders, names in os.walk(folder, onerror=_unreadable):
         folders[:] = [name for name in folders if name[0] != "." and name not in skip]
-        paths = (Path(root, name) for name in names if name[0] != ".")
-        yield from (path for path in paths if os.path.isfile(path))
+        paths += [Path(root, name) for name in names if name[0] != "."]
+    return [path for path in paths if os.path.isfile(path) and _is_text(path)]
 
 
 def _is_text(path: Path) -> bool:
@@ -83,10 +82,10 @@ def read_bytes(path: Path, size: int = -1) -> bytes:
             return file.read(size)
     except OSError as error:
         error.filename = path  # a read that fails, unlike an open, does not say where
-        unreadable(error)
+        _unreadable(error)
 
 
-def unreadable(error: OSError) -> NoReturn:
+def _unreadable(error: OSError) -> NoReturn:
     raise ConfigError(f"{error.filename}: {error.strerror}; make it readable or leave it out") from None
 
 
@@ -96,8 +95,6 @@ IGNORED = -100
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 Split = Literal["train", "val"]
-
-K = TypeVar("K", bound=Hashable)
 
 
 def _decode_bytes(tokens: Sequence[int]) -> str:
@@ -193,54 +190,65 @@ class TokenData:
 
 
 def load_bytes(paths: Sequence[str | os.PathLike[str]] = (), *, val_fraction: float = 0.05) -> TokenData:
-    """The text at ``paths`` (see ``find_files``), split into training and validation by file.
+    """The text at ``paths`` (see ``find_files``) as bytes, split into training and validation by file.
 
-    Which file goes where follows from a hash of its path below the folder that holds them all, so it is the
-    same on every machine: see `held_out`. A text in a single file is cut instead: its tail is for validation.
-    Either way the files of a split follow each other in the order of their paths.
+    Where a file goes follows from a hash of its path below the folder that holds them all, so it is the same
+    on every machine: see `_split`.
 
     Raises ConfigError, in one line, as ``find_files`` does, and for a single file of a single byte.
     """
-    texts = {path: read_bytes(path) for path in find_files(paths)}
+    files = find_files(paths)
+    root = os.path.commonpath([path.absolute().parent for path in files])
+    texts: list[_Text] = []
+    for path in files:
+        name = os.fsencode(path.absolute().relative_to(root).as_posix())
+        texts.append((name, (torch.frombuffer(bytearray(read_bytes(path)), dtype=torch.uint8),)))
+    (train,), (val,) = _split(texts, val_fraction, f"{files[0]}: one byte")
+    return TokenData(train, val)
+
+
+#: A text: its name, and tensors [length] for each of its tokens: the tokens and perhaps their targets.
+_Text = tuple[bytes, tuple[torch.Tensor, ...]]
+
+
+def _split(
+    texts: Sequence[_Text], val_fraction: float, single: str
+) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """The tensors for training and those for validation, each in the order of ``texts``.
+
+    In the order of the hashes of their names, texts are for validation unless they would bring it above
+    ``val_fraction`` of all; where that leaves none, the smallest is. Texts of one name stay together. Of a
+    single text the tail is for validation.
+
+    Raises ConfigError, which begins with ``single``, for a single text of one token.
+    """
     if len(texts) == 1:
-        [(path, text)] = texts.items()
-        cut = cut_before_tail(len(text), val_fraction, f"{path}: one byte")
-        return TokenData(_tensor([text[:cut]]), _tensor([text[cut:]]))
-    root = os.path.commonpath([path.absolute().parent for path in texts])
-    held = held_out(
-        {path: len(text) for path, text in texts.items()},
-        lambda path: os.fsencode(path.absolute().relative_to(root).as_posix()),
-        val_fraction,
-    )
-    return TokenData(
-        train=_tensor([text for path, text in texts.items() if path not in held]),
-        val=_tensor([text for path, text in texts.items() if path in held]),
-    )
-
-
-def held_out(sizes: Mapping[K, int], name: Callable[[K], bytes], val_fraction: float) -> set[K]:
-    """Which of several texts are for validation: in the order of the hashes of their names, passing over
-    those that would bring it above ``val_fraction`` of all; where that leaves none, the smallest."""
+        [(_, columns)] = texts
+        size = len(columns[0])
+        if size < 2:
+            raise ConfigError(f"{single} cannot be split into training and validation; give more text")
+        cut = size - min(size - 1, max(1, round(size * val_fraction)))
+        return [column[:cut] for column in columns], [column[cut:] for column in columns]
+    sizes: Counter[bytes] = Counter()
+    for name, columns in texts:
+        sizes[name] += len(columns[0])
     # hash() differs from run to run
-    by_hash = sorted(sizes, key=lambda key: hashlib.sha256(name(key)).digest())
-    room = val_fraction * sum(sizes.values())
+    by_hash = sorted(sizes, key=lambda name: hashlib.sha256(name).digest())
+    room = val_fraction * sizes.total()
     held = set()
-    for key in by_hash:
-        if sizes[key] <= room:
-            held.add(key)
-            room -= sizes[key]
-    return held or {min(by_hash, key=lambda key: sizes[key])}
-
-
-def cut_before_tail(size: int, val_fraction: float, what: str) -> int:
-    """Where a single text's tail for validation begins. Raises ConfigError where there is nothing to cut."""
-    if size < 2:
-        raise ConfigError(f"{what} cannot be split into training and validation; give more text")
-    return size - min(size - 1, max(1, round(size * val_fraction)))
-
-
-def _tensor(texts: Sequence[bytes]) -> torch.Tensor:
-    return torch.frombuffer(bytearray(b"".join(texts)), dtype=torch.uint8)
+    for name in by_hash:
+        if sizes[name] <= room:
+            held.add(name)
+            room -= sizes[name]
+    held = held or {min(by_hash, key=lambda name: sizes[name])}
+    train, val = (
+        [
+            torch.cat(parts)
+            for parts in zip(*(of for name, of in texts if (name in held) is is_val), strict=True)
+        ]
+        for is_val in (False, True)
+    )
+    return train, val
 
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
@@ -291,33 +299,18 @@ def load_tokens(paths: Sequence[str | os.PathLike[str]], tokenizer: Any, *, val_
     documents = [document for path in find_files(paths) for document in _documents(path, tokenizer)]
     if not documents:
         raise ConfigError(f"{', '.join(map(str, paths))}: no documents in it; give some")
-    encoded = [_encode(document, tokenizer) for document in documents]
-    if len(encoded) == 1:
-        [(tokens, targets)] = encoded
-        cut = cut_before_tail(len(tokens), val_fraction, f"{documents[0].where}: one token")
-        splits = {"train": [(tokens[:cut], targets[:cut])], "val": [(tokens[cut:], targets[cut:])]}
-    else:
-        # those that are there twice stay together: in both splits they would flatter the loss
-        sizes: Counter[str] = Counter()
-        for document, (tokens, _) in zip(documents, encoded, strict=True):
-            sizes[document.text] += len(tokens)
-        held = held_out(sizes, str.encode, val_fraction)
-        pairs = list(zip(documents, encoded, strict=True))
-        splits = {
-            "train": [both for document, both in pairs if document.text not in held],
-            "val": [both for document, both in pairs if document.text in held],
-        }
-        if not splits["train"]:
-            raise ConfigError(f"{documents[0].where}: all documents are the same; give more")
-    names: tuple[Split, Split] = ("train", "val")
-    joined = {name: [torch.cat(parts) for parts in zip(*splits[name], strict=True)] for name in names}
-    for name in names:
-        if bool((joined[name][1] == IGNORED).all()):
+    # by their texts: a document that is there twice would flatter the loss if it were in both splits
+    texts = [(document.text.encode(), _encode(document, tokenizer)) for document in documents]
+    train, val = _split(texts, val_fraction, f"{documents[0].where}: one token")
+    if not train:
+        raise ConfigError(f"{documents[0].where}: all documents are the same; give more")
+    for name, (_, targets) in (("train", train), ("val", val)):
+        if bool((targets == IGNORED).all()):
             raise ConfigError(f"the {name} split has nothing to learn: give more documents")
     return TokenData(
-        train=joined["train"][0],
-        val=joined["val"][0],
-        targets={name: joined[name][1] for name in names},
+        train=train[0],
+        val=val[0],
+        targets={"train": train[1], "val": val[1]},
         unit="token",
         vocab_size=len(tokenizer),
         decode=tokenizer.decode,

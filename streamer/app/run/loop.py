@@ -7,7 +7,6 @@ from __future__ import annotations
 import inspect
 import math
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,45 +38,39 @@ class TokenLoss:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         takes = inspect.signature(model.forward).parameters
-        self._summed: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = self._of_logits
-        if "loss_of" in takes:
-            self._summed = self._by_model
-        elif "logits_to_keep" in takes and (parts := _parts(model)) is not None:
-            self._parts = parts
-            self._summed = self._first_of_transformers
+        self._by_model = "loss_of" in takes
+        self._parts = _parts(model) if "logits_to_keep" in takes and not self._by_model else None
+        self._parts_are_checked = False
 
     def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return self._summed(tokens, targets) / count_learnt(targets)
+        return self._sum(tokens, targets) / count_learnt(targets)
 
-    def _of_logits(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        result: Any = self._model(tokens)
-        logits: torch.Tensor = getattr(result, "logits", result)
+    def _sum(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if self._by_model:
+            of_model: torch.Tensor = self._model(
+                tokens, loss_of=lambda hidden, weight: _chunked(hidden, weight, targets)
+            )
+            return of_model
+        if self._parts is not None:
+            hidden, logits = self._parts.run(self._model, tokens)
+            if self._parts_are_checked or self._parts.are_all(hidden, logits):
+                self._parts_are_checked = True
+                return self._parts.loss(hidden, targets)
+            print(f"{type(self._model).__name__} does more than multiply by its head: all logits are held")
+            self._parts = None
+        all_logits = _logits(self._model(tokens))
         return F.cross_entropy(
-            logits.flatten(0, 1).float(),
-            targets.flatten().to(logits.device),
+            all_logits.flatten(0, 1).float(),
+            targets.flatten().to(all_logits.device),
             ignore_index=IGNORED,
             reduction="sum",
         )
 
-    def _by_model(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self._model(
-            tokens, loss_of=lambda hidden, weight: _chunked(hidden, weight, targets)
-        )
-        return loss
 
-    def _first_of_transformers(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """See whether there is more between hidden states and logits than their product."""
-        hidden, logits = self._parts.run(self._model, tokens)
-        if self._parts.are_all(hidden, logits):
-            self._summed = self._of_transformers
-            return self._parts.loss(hidden, targets)
-        print(f"{type(self._model).__name__} does more than multiply by its head: all logits are held")
-        self._summed = self._of_logits
-        return self._of_logits(tokens, targets)
-
-    def _of_transformers(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        hidden, _ = self._parts.run(self._model, tokens)
-        return self._parts.loss(hidden, targets)
+def _logits(result: Any) -> torch.Tensor:
+    """The logits of a model that returns them, or an object that has them."""
+    logits: torch.Tensor = getattr(result, "logits", result)
+    return logits
 
 
 @dataclass(frozen=True)
@@ -182,6 +175,10 @@ class Loop:
     def _draw_anew(self) -> None:
         self.crops = torch.Generator().manual_seed(self.config.run.seed + self.returns)
 
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.data.batch_size * self.config.data.context
+
     def train_step(self) -> dict[str, float]:
         """One step; its loss, and the gradient's norm where there is one to be had."""
         batch = self.config.data
@@ -205,7 +202,7 @@ class Loop:
         except (ValueError, IndexError) as error:
             raise ConfigError(
                 f"the model cannot run on sequences of data.context = {batch.context} {self.data.unit}s "
-                f"(tokens 0 to {self.data.vocab_size - 1}): {error}; mend model.args or data.context"
+                f"(tokens 0 to {self.data.vocab_size - 1}): {error}; correct model.args or data.context"
             ) from error
         self.model.train()
         counts = [count_learnt(targets) for _, targets in batches]  # none has nothing to learn
@@ -230,9 +227,11 @@ class Loop:
         self.first_val_loss, self.val_loss = loaded.extra["first_val_loss"], loaded.extra["val_loss"]
         self.returns = loaded.extra["returns"]
 
-    def draw_other_batches(self) -> None:
-        """Draw batches that no earlier try has seen from here on."""
-        self.returns += 1
+    def go_back_to(self, loaded: streamer.Loaded) -> None:
+        """Take over a checkpoint of this run, and from there draw batches that no earlier try has seen."""
+        returns = self.returns + 1
+        self.go_on_from(loaded)
+        self.returns = returns
         self._draw_anew()
 
     @torch.no_grad()
@@ -243,10 +242,8 @@ class Loop:
         draws = torch.Generator().manual_seed(self.config.run.seed)
         text = self.data.val[:prompt_tokens].long()[None]
         for _ in range(self.config.run.sample_tokens):
-            result: Any = self.model(text[:, -self.config.data.context :])
-            logits: torch.Tensor = getattr(result, "logits", result)[:, -1].float().cpu()
-            text = torch.cat(
-                [text, torch.multinomial(torch.softmax(logits / 0.8, -1), 1, generator=draws)], dim=1
-            )
+            logits = _logits(self.model(text[:, -self.config.data.context :]))[:, -1].float().cpu()
+            drawn = torch.multinomial(torch.softmax(logits / 0.8, -1), 1, generator=draws)
+            text = torch.cat([text, drawn], dim=1)
         self.model.train()
         return self.data.decode(text[0].tolist())

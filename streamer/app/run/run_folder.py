@@ -7,8 +7,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,9 @@ from streamer.checkpoint.manifest import Manifest, checkpoints, prune
 from streamer.errors import CheckpointError
 
 
-def _names(wanted: Path) -> Iterator[Path]:
+def numbered(wanted: Path) -> Iterator[Path]:
     """``name`` and, for where there is something already, ``name-2`` and so on."""
     return itertools.chain([wanted], (wanted.with_name(f"{wanted.name}-{n}") for n in itertools.count(2)))
-
-
-def free_name(wanted: Path) -> Path:
-    """The first of ``name``, ``name-2`` and so on where there is nothing yet."""
-    return next(path for path in _names(wanted) if not path.exists())
 
 
 def run_directory(config: Config) -> Path:
@@ -37,7 +31,7 @@ def run_directory(config: Config) -> Path:
     wanted = Path(config.run.out) / config.run.name
     try:
         wanted.parent.mkdir(parents=True, exist_ok=True)
-        for directory in _names(wanted):
+        for directory in numbered(wanted):
             with contextlib.suppress(FileExistsError):
                 directory.mkdir()
                 break
@@ -47,77 +41,46 @@ def run_directory(config: Config) -> Path:
     return directory
 
 
-@dataclass(frozen=True)
-class Summary:
-    """One run in figures: losses in nats per token, sizes in bytes, times in seconds."""
-
-    parameters: int
-    weight_bytes: int
-    device_bytes_peak: int
-    host_bytes_per_parameter: float
-    tokens_per_second: float
-    unigram_loss: float
-    first_val_loss: float
-    last_val_loss: float
-    busy_seconds: dict[str, float]
-    exposed_seconds: dict[str, float]
-    overlap: dict[str, float]
-
-    @staticmethod
-    def of(
-        model: nn.Module,
-        *,
-        tokens_per_second: float,
-        first_val_loss: float,
-        last_val_loss: float,
-        unigram_loss: float,
-    ) -> Summary:
-        """The figures of a wrapped model together with those of its training."""
-        streamer.synchronize(model)
-        stats = streamer.stats(model)
-        params = list(model.parameters())
-        parameters = sum(param.numel() for param in params)
-        return Summary(
-            parameters=parameters,
-            weight_bytes=sum(param.nbytes for param in params),
-            device_bytes_peak=stats.device_bytes_peak,
-            host_bytes_per_parameter=sum(stats.host_bytes.values()) / parameters,
-            tokens_per_second=tokens_per_second,
-            unigram_loss=unigram_loss,
-            first_val_loss=first_val_loss,
-            last_val_loss=last_val_loss,
-            busy_seconds=dict(stats.busy_seconds),
-            exposed_seconds=dict(stats.exposed_seconds),
-            overlap=dict(stats.overlap),
-        )
-
-    def as_json(self) -> dict[str, object]:
-        """The figures as JSON values; an overlap that is NaN (an idle lane) is null."""
-        overlap = {lane: None if math.isnan(value) else value for lane, value in self.overlap.items()}
-        return asdict(self) | {"overlap": overlap}
+def summary_of(model: nn.Module, **trained: float) -> dict[str, Any]:
+    """What ``summary.json`` holds: bytes and seconds by lane of a wrapped model, beside the figures of its
+    training (losses in nats per token). The overlap of an idle lane is None."""
+    streamer.synchronize(model)
+    stats = streamer.stats(model)
+    params = list(model.parameters())
+    parameters = sum(param.numel() for param in params)
+    return {
+        "parameters": parameters,
+        "weight_bytes": sum(param.nbytes for param in params),
+        "device_bytes_peak": stats.device_bytes_peak,
+        "host_bytes_per_parameter": sum(stats.host_bytes.values()) / parameters,
+        **trained,
+        "busy_seconds": dict(stats.busy_seconds),
+        "exposed_seconds": dict(stats.exposed_seconds),
+        "overlap": {lane: None if math.isnan(of) else of for lane, of in stats.overlap.items()},
+    }
 
 
-def summary_table(summary: Summary, *, unit: str = "byte") -> str:
+def summary_table(summary: Mapping[str, Any], *, unit: str = "byte") -> str:
     """The summary as a table for the terminal."""
     # a plain optimizer's two fp32 moments stand beside the weights and their gradients
-    resident = 2 * summary.weight_bytes + 8 * summary.parameters
+    resident = 2 * summary["weight_bytes"] + 8 * summary["parameters"]
     rows = [
-        ("parameters", f"{summary.parameters:,}"),
-        ("weights", amount(summary.weight_bytes)),
-        ("peak on the device", f"{amount(summary.device_bytes_peak)} with the layers' saved inputs"),
+        ("parameters", f"{summary['parameters']:,}"),
+        ("weights", amount(summary["weight_bytes"])),
+        ("peak on the device", f"{amount(summary['device_bytes_peak'])} with the layers' saved inputs"),
         ("if all were held there", f"{amount(resident)} of weights, gradients and moments"),
-        ("host bytes per parameter", f"{summary.host_bytes_per_parameter:.2f}"),
-        ("tokens/s", f"{summary.tokens_per_second:,.0f}"),
-        ("validation loss before", f"{summary.first_val_loss:.3f} nats per {unit}"),
-        ("validation loss after", f"{summary.last_val_loss:.3f}"),
-        (f"{unit} frequencies alone", f"{summary.unigram_loss:.3f}"),
+        ("host bytes per parameter", f"{summary['host_bytes_per_parameter']:.2f}"),
+        ("tokens/s", f"{summary['tokens_per_second']:,.0f}"),
+        ("validation loss before", f"{summary['first_val_loss']:.3f} nats per {unit}"),
+        ("validation loss after", f"{summary['last_val_loss']:.3f}"),
+        (f"{unit} frequencies alone", f"{summary['unigram_loss']:.3f}"),
     ]
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:{width}}  {value}" for name, value in rows]
     lines.append(f"\n{'lane':8}{'busy s':>10}{'exposed s':>12}{'overlap':>10}")
-    for lane, busy in summary.busy_seconds.items():
-        overlap = "-" if lane == "compute" or not busy else f"{summary.overlap[lane]:.1%}"
-        exposed = "-" if lane == "compute" else f"{summary.exposed_seconds[lane]:.2f}"
+    for lane, busy in summary["busy_seconds"].items():
+        overlap = "-" if lane == "compute" or not busy else f"{summary['overlap'][lane]:.1%}"
+        exposed = "-" if lane == "compute" else f"{summary['exposed_seconds'][lane]:.2f}"
         lines.append(f"{lane:8}{busy:>10.2f}{exposed:>12}{overlap:>10}")
     return "\n".join(lines)
 
@@ -165,11 +128,13 @@ def _check_config(config: Config, directory: Path) -> None:
         return
     then = load_config(path)
     # how long it is, what is looked at, and how it is streamed may change; what is computed may not
-    for section in ("model", "data", "optimizer"):
-        if getattr(then, section) != getattr(config, section):
-            raise ConfigError(f"the run was made with another [{section}]: resume it with {path}")
+    changed = [
+        f"[{name}]" for name in ("model", "data", "optimizer") if getattr(then, name) != getattr(config, name)
+    ]
     if then.run.seed != config.run.seed or then.run.steps != config.run.steps:
-        raise ConfigError(f"the run was made with another run.seed or run.steps: resume it with {path}")
+        changed.append("run.seed or run.steps")
+    if changed:
+        raise ConfigError(f"the run was made with another {changed[0]}: resume it with {path}")
 
 
 class Checkpoints:
@@ -215,8 +180,8 @@ class Checkpoints:
             except CheckpointError as error:
                 damaged.append(str(error))
                 print(f"not usable: {error}")
-        mend = "" if fall_back else "; --fall-back goes on from the one before"
-        raise ConfigError(f"cannot resume: {damaged[0]}{mend}")
+        remedy = "" if fall_back else "; --fall-back goes on from the one before"
+        raise ConfigError(f"cannot resume: {damaged[0]}{remedy}")
 
 
 def forget_after(metrics: Path, step: int) -> None:
