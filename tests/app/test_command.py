@@ -13,8 +13,7 @@ import pytest
 
 from streamer.app.signals import exiting_on_interrupt
 from streamer.version import __version__
-
-HOME = Path(__file__).parents[2]
+from tests.app.common import HOME
 
 
 def environment(*folders: Path, **variables: str) -> dict[str, str]:

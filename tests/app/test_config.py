@@ -11,7 +11,6 @@ import torch
 
 from streamer.app.config import (
     Config,
-    ConfigError,
     DataConfig,
     ModelConfig,
     OptimizerConfig,
@@ -21,6 +20,7 @@ from streamer.app.config import (
     load_config,
 )
 from streamer.app.run.build import import_factory
+from tests.app.common import HOME, error_of
 
 LEAST = """\
 [run]
@@ -137,25 +137,18 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path("c.toml")
 
 
-def error_of(path: Path, text: str, *overrides: str) -> str:
+def fault(path: Path, text: str, *overrides: str) -> str:
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError) as error:
-        load_config(path, overrides)
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    return error_of(load_config, path, overrides)
 
 
 @pytest.mark.parametrize(("text", "config"), [(LEAST, LEAST_CONFIG), (FULL, FULL_CONFIG)])
 def test_a_file_reads_to_a_config_and_back(path: Path, text: str, config: Config) -> None:
     path.write_text(text, encoding="utf-8")
     assert load_config(path) == config
+    assert isinstance(load_config(path).optimizer.lr, float)  # the least file has an integer
     path.write_text(dump_config(config), encoding="utf-8")
     assert load_config(path) == config
-
-
-def test_an_integer_given_for_a_number_becomes_one(path: Path) -> None:
-    path.write_text(LEAST)
-    assert isinstance(load_config(path).optimizer.lr, float)
 
 
 def test_a_dump_is_the_whole_config(path: Path) -> None:
@@ -199,135 +192,120 @@ def test_overrides_replace_what_the_file_says(path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_bad_override_is_named(path: Path, override: str, message: str) -> None:
-    assert error_of(path, LEAST, override) == message
+    assert fault(path, LEAST, override) == message
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        # wrong types
-        ("run.steps", "true", "run.steps must be an integer of 1 or more, not true"),
-        ("run.steps", "10.0", "run.steps must be an integer of 1 or more, not 10.0"),
-        ("run.steps", '"10"', 'run.steps must be an integer of 1 or more, not "10"'),
-        ("run.seed", "false", "run.seed must be an integer of 0 or more, not false"),
-        ("run.out", "1", "run.out must be a string that is not empty, not 1"),
-        ("model.args", "[1]", "model.args must be a table, not [1]"),
-        ("data.paths", '"src"', 'data.paths must be an array of strings, none empty, not "src"'),
-        ("data.paths", '["a", 1]', 'data.paths must be an array of strings, none empty, not ["a", 1]'),
-        ("stream.layers", "{a = 1}", "stream.layers must be a string or an array of strings, none empty, "
-         "not {a = 1}"),
-        ("stream.device", "0", "stream.device must be a string that is not empty, not 0"),
-        ("optimizer.lr", "true", "optimizer.lr must be a number above 0, not true"),
-        ("optimizer.lr", '"1e-3"', 'optimizer.lr must be a number above 0, not "1e-3"'),
-        ("optimizer.betas", "0.9", "optimizer.betas must be an array of two numbers in [0, 1), not 0.9"),
-        ("optimizer.betas", "[0.9, true]", "optimizer.betas must be an array of two numbers in [0, 1), "
-         "not [0.9, true]"),
-        # out of range
-        ("run.name", '"a/b"', 'run.name must be a string that can name a folder, not "a/b"'),
-        ("run.name", '".."', 'run.name must be a string that can name a folder, not ".."'),
-        ("run.steps", "0", "run.steps must be an integer of 1 or more, not 0"),
-        ("run.seed", "-1", "run.seed must be an integer of 0 or more, not -1"),
-        ("run.eval_every", "0", "run.eval_every must be an integer of 1 or more, not 0"),
-        ("run.eval_batches", "0", "run.eval_batches must be an integer of 1 or more, not 0"),
-        ("run.sample_tokens", "-1", "run.sample_tokens must be an integer of 0 or more, not -1"),
-        ("run.out", '""', 'run.out must be a string that is not empty, not ""'),
-        ("data.context", "0", "data.context must be an integer of 1 or more, not 0"),
-        ("data.batch_size", "0", "data.batch_size must be an integer of 1 or more, not 0"),
-        ("data.paths", '[""]', 'data.paths must be an array of strings, none empty, not [""]'),
-        ("data.val_fraction", "0", "data.val_fraction must be a number in (0, 1), not 0"),
-        ("data.val_fraction", "1.0", "data.val_fraction must be a number in (0, 1), not 1.0"),
-        ("stream.layers", '[""]', "stream.layers must be a string or an array of strings, none empty, "
-         'not [""]'),
-        ("stream.num_slots", "0", "stream.num_slots must be an integer of 1 or more, or \"auto\", not 0"),
-        ("stream.dtype", '"int8"', 'stream.dtype must be "float32", "bfloat16" or "float16", not "int8"'),
-        ("optimizer.lr", "0", "optimizer.lr must be a number above 0, not 0"),
-        ("optimizer.lr", "nan", "optimizer.lr must be a number above 0, not nan"),
-        ("optimizer.lr", "inf", "optimizer.lr must be a number above 0, not inf"),
-        ("optimizer.eps", "0.0", "optimizer.eps must be a number above 0, not 0.0"),
-        ("optimizer.betas", "[0.9, 1]", "optimizer.betas must be an array of two numbers in [0, 1), "
-         "not [0.9, 1]"),
-        ("optimizer.betas", "[0.9]", "optimizer.betas must be an array of two numbers in [0, 1), not [0.9]"),
-        ("optimizer.weight_decay", "-1", "optimizer.weight_decay must be a number of 0 or more, not -1"),
-        ("optimizer.grad_clip", "-1", "optimizer.grad_clip must be a number of 0 or more, not -1"),
-        ("optimizer.grad_clip", "inf", "optimizer.grad_clip must be a number of 0 or more, not inf"),
-        ("optimizer.warmup_steps", "-1", "optimizer.warmup_steps must be an integer of 0 or more, not -1"),
-        ("optimizer.min_lr", "-1", "optimizer.min_lr must be a number of 0 or more, not -1"),
-        ("optimizer.min_lr", "2.0", "optimizer.min_lr is above optimizer.lr, from which it decays; lower it"),
-        ("model.factory", '"GPT"', 'model.factory must be a module and a callable in it, '
-         'such as "models.gpt2:GPT", not "GPT"'),
-        ("model.factory", '"models/gpt2.py:GPT"', 'model.factory must be a module and a callable in it, '
-         'such as "models.gpt2:GPT", not "models/gpt2.py:GPT"'),
-        # unknown keys
-        ("optimizer.learning_rate", "1", "unknown key 'learning_rate' in [optimizer]; there are: "
-         "lr, betas, eps, weight_decay, grad_clip, state_dtype, warmup_steps, min_lr"),
-        ("stream.slots", "2", "unknown key 'slots' in [stream]; did you mean 'num_slots'?"),
+#: By what a key must be: keys and values that are not.
+WRONG = {
+    "an integer of 1 or more": [
+        *(f"run.steps = {value}" for value in ("true", "10.0", '"10"', "0")),
+        *("run.eval_every = 0", "run.eval_batches = 0", "run.keep = 0"),
+        *("data.context = 0", "data.batch_size = 0", "stream.host_threads = 0"),
     ],
-)  # fmt: skip
-def test_a_bad_value_is_named_with_its_mend(path: Path, key: str, value: str, message: str) -> None:
-    section, name = key.split(".")
+    "an integer of 0 or more": [
+        *("run.seed = false", "run.seed = -1", "run.sample_tokens = -1", "run.save_every = -1"),
+        "optimizer.warmup_steps = -1",
+    ],
+    'an integer of 1 or more, or "auto"': ["stream.num_slots = 0", 'stream.micro_batch_size = "all"'],
+    "a string that is not empty": ["run.out = 1", 'run.out = ""', "stream.device = 0"],
+    "a string that can name a folder": ['run.name = "a/b"', 'run.name = ".."'],
+    "a string that can name a method": ['model.init = "a.b"'],
+    'a module and a callable in it, such as "models.gpt2:GPT"': [
+        *('model.factory = "GPT"', 'model.factory = "models/gpt2.py:GPT"'),
+    ],
+    "a table": ["model.args = [1]"],
+    'a table from names of arguments to integers, or "none"': ['stream.batch_dims = {x = "one"}'],
+    "an array of strings, none empty": [
+        *('data.paths = "src"', 'data.paths = ["a", 1]', 'data.paths = [""]'),
+    ],
+    "a string or an array of strings, none empty": ["stream.layers = {a = 1}", 'stream.layers = [""]'],
+    "a string, or an array of one for each layer": ["stream.activations = [1]"],
+    '"float32", "bfloat16" or "float16"': ['stream.dtype = "int8"'],
+    '"float32", "bfloat16" or "int8"': ['optimizer.state_dtype = "float16"'],
+    '"step" or "backward"': ['stream.update = "never"'],
+    '"stop" or "warn"': ['run.save_failure = "skip"'],
+    '"skip", "stop" or "back"': ['run.nonfinite = "warn"'],
+    "a number above 0": [
+        *(f"optimizer.lr = {value}" for value in ("true", '"1e-3"', "0", "nan", "inf")),
+        "optimizer.eps = 0.0",
+    ],
+    "a number of 0 or more": [
+        *("optimizer.weight_decay = -1", "optimizer.grad_clip = -1", "optimizer.grad_clip = inf"),
+        "optimizer.min_lr = -1",
+    ],
+    "a number in (0, 1)": ["data.val_fraction = 0", "data.val_fraction = 1.0"],
+    "an array of two numbers in [0, 1)": [
+        *(f"optimizer.betas = {value}" for value in ("0.9", "[0.9, true]", "[0.9, 1]", "[0.9]")),
+    ],
+}
+
+
+def with_line(line: str) -> str:
+    """The least file with a key, ``section.key = value``, in place of its own."""
+    section, _, entry = line.partition(".")
+    name = entry.split(" = ")[0]
     lines = [line for line in LEAST.splitlines() if not line.startswith(f"{name} =")]
     if f"[{section}]" not in lines:
         lines.append(f"[{section}]")
-    lines.insert(lines.index(f"[{section}]") + 1, f"{name} = {value}")
-    assert error_of(path, "\n".join(lines)) == f"c.toml: {message}"
+    lines.insert(lines.index(f"[{section}]") + 1, entry)
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(("words", "line"), [(words, line) for words in WRONG for line in WRONG[words]])
+def test_a_bad_value_is_named_with_what_it_must_be(path: Path, words: str, line: str) -> None:
+    key, _, value = line.partition(" = ")
+    assert fault(path, with_line(line)) == f"c.toml: {key} must be {words}, not {value}"
+
+
+FACTORY = 'a module and a callable in it, such as "models.gpt2:GPT"'
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("text", "message"),
     [
-        ('name = "tiny"', "run.name is missing: give a string that can name a folder"),
-        ("steps = 10", "run.steps is missing: give an integer of 1 or more"),
+        (with_line("optimizer.min_lr = 2.0"), "optimizer.min_lr is above optimizer.lr, from which it decays"),
         (
-            'factory = "models.gpt2:GPT"',
-            'model.factory is missing: give a module and a callable in it, such as "models.gpt2:GPT"; or a '
-            "pretrained model's folder as model.pretrained (--model)",
+            with_line("optimizer.learning_rate = 1"),
+            "unknown key 'learning_rate' in [optimizer]; there are: lr, betas, eps, weight_decay, grad_clip, "
+            "state_dtype, warmup_steps, min_lr",
         ),
-        ("context = 8", "data.context is missing: give an integer of 1 or more"),
-        ("batch_size = 2", "data.batch_size is missing: give an integer of 1 or more"),
-        ("lr = 1", "optimizer.lr is missing: give a number above 0"),
-        ("[optimizer]\nlr = 1", "optimizer.lr is missing: give a number above 0"),
+        (with_line("stream.slots = 2"), "unknown key 'slots' in [stream]; did you mean 'num_slots'?"),
+        (LEAST.replace('name = "tiny"\n', ""), "run.name is missing: give a string that can name a folder"),
+        (LEAST.replace("steps = 10\n", ""), "run.steps is missing: give an integer of 1 or more"),
+        (
+            LEAST.replace('factory = "models.gpt2:GPT"\n', ""),
+            f"model.factory is missing: give {FACTORY}; or a pretrained model's folder as model.pretrained "
+            "(--model)",
+        ),
+        (LEAST.replace("context = 8\n", ""), "data.context is missing: give an integer of 1 or more"),
+        (LEAST.replace("batch_size = 2\n", ""), "data.batch_size is missing: give an integer of 1 or more"),
+        (LEAST.replace("[optimizer]\nlr = 1\n", ""), "optimizer.lr is missing: give a number above 0"),
+        (f"{LEAST}[optimiser]\nlr = 1\n", "unknown section [optimiser]; did you mean 'optimizer'?"),
+        (f"{LEAST}[wandb]\n", "unknown section [wandb]; there are: run, model, data, optimizer, stream"),
+        (f"stream = 2\n{LEAST}", "stream must be a section: write [stream] and its keys below"),
+        ("[run]\nname = tiny\n", "not TOML in UTF-8, correct it there: Invalid value (at line 2, column 8)"),
     ],
 )
-def test_a_missing_key_is_named(path: Path, line: str, message: str) -> None:
-    assert error_of(path, LEAST.replace(f"{line}\n", "")) == f"c.toml: {message}"
-
-
-def test_an_unknown_section_is_named(path: Path) -> None:
-    assert error_of(path, f"{LEAST}[optimiser]\nlr = 1\n") == (
-        "c.toml: unknown section [optimiser]; did you mean 'optimizer'?"
-    )
-    assert error_of(path, f"{LEAST}[wandb]\n") == (
-        "c.toml: unknown section [wandb]; there are: run, model, data, optimizer, stream"
-    )
-    assert error_of(path, f"stream = 2\n{LEAST}") == (
-        "c.toml: stream must be a section: write [stream] and its keys below"
-    )
-
-
-def test_a_file_that_is_not_toml_is_named_with_the_line(path: Path) -> None:
-    assert error_of(path, "[run]\nname = tiny\n") == (
-        "c.toml: not TOML in UTF-8, correct it there: Invalid value (at line 2, column 8)"
-    )
-    path.write_bytes(b"\xff")
-    with pytest.raises(ConfigError) as error:
-        load_config(path)
-    assert str(error.value).startswith("c.toml: not TOML in UTF-8, correct it there: 'utf-8' codec")
+def test_what_is_missing_unknown_or_does_not_go_together_is_named(
+    path: Path, text: str, message: str
+) -> None:
+    assert fault(path, text).removesuffix("; lower it") == f"c.toml: {message}"
 
 
 def test_a_file_that_cannot_be_read_is_named_with_those_beside_it(path: Path) -> None:
-    with pytest.raises(ConfigError) as error:
-        load_config(path)
-    assert str(error.value) == "c.toml: No such file or directory; TOML files in its folder: none"
+    missing = "c.toml: No such file or directory; TOML files in its folder: "
+    assert error_of(load_config, path) == f"{missing}none"
     for name in ("b.toml", "a.toml", "a.txt"):
         Path(name).touch()
-    with pytest.raises(ConfigError) as error:
-        load_config(str(path))
-    assert str(error.value) == "c.toml: No such file or directory; TOML files in its folder: a.toml, b.toml"
+    assert error_of(load_config, str(path)) == f"{missing}a.toml, b.toml"
+    path.write_bytes(b"\xff")
+    assert error_of(load_config, path).startswith(
+        "c.toml: not TOML in UTF-8, correct it there: 'utf-8' codec"
+    )
+    path.unlink()
     path.mkdir()
     (path / "d.toml").touch()
-    with pytest.raises(ConfigError) as error:
-        load_config(path)
-    assert str(error.value) == f"c.toml: Is a directory; TOML files in it: {path / 'd.toml'}"
+    assert error_of(load_config, path) == f"c.toml: Is a directory; TOML files in it: {path / 'd.toml'}"
 
 
 @pytest.fixture
@@ -367,17 +345,13 @@ def test_a_factory_comes_from_the_working_directory(user_module: str) -> None:
     ],
 )
 def test_a_factory_that_is_not_there_is_named(user_module: str, spec: str, message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        import_factory(spec)
-    assert str(error.value) == message.format(cwd=Path.cwd())
-
-
-def test_an_import_that_fails_inside_the_users_module_is_the_modules_own_error(user_module: str) -> None:
+    assert error_of(import_factory, spec) == message.format(cwd=Path.cwd())
+    # an import that fails inside the user's module is the module's own error
     with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
         import_factory("needs_more:Tiny")
 
 
-@pytest.mark.parametrize("file", sorted((Path(__file__).parents[2] / "configs").glob("gpt2-*.toml")), ids=str)
+@pytest.mark.parametrize("file", sorted((HOME / "configs").glob("gpt2-*.toml")), ids=str)
 def test_a_config_of_the_project_builds_its_model(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(file.parent.parent)
     config = load_config(file)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from streamer.app.config import ConfigError
 from streamer.app.run.data import TokenData, find_files, load_bytes
+from tests.app.common import error_of
 
 
 @pytest.fixture
@@ -93,9 +93,7 @@ def test_a_path_without_text_is_named(folder: Path, path: str, message: str) -> 
         text="t", empty="", binary=b"t\0", textless__empty="", textless__binary=b"\0", textless___hidden="h"
     )
     os.mkfifo("pipe")
-    with pytest.raises(ConfigError) as error:
-        find_files(["text", path])
-    assert str(error.value) == message.format(cwd=folder)
+    assert error_of(find_files, ["text", path]) == message.format(cwd=folder)
 
 
 def test_an_unreadable_file_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,9 +106,7 @@ def test_an_unreadable_file_is_named(folder: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Path, "open", refuse)
     for paths in (["d"], ["d/b"]):
-        with pytest.raises(ConfigError) as error:
-            find_files(paths)
-        assert str(error.value) == "d/b: Permission denied; make it readable or leave it out"
+        assert error_of(find_files, paths) == "d/b: Permission denied; make it readable or leave it out"
 
 
 def test_an_unreadable_folder_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,16 +119,12 @@ def test_an_unreadable_folder_is_named(folder: Path, monkeypatch: pytest.MonkeyP
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(ConfigError) as error:
-        find_files(["d"])
-    assert str(error.value) == "d/closed: Permission denied; make it readable or leave it out"
+    assert error_of(find_files, ["d"]) == "d/closed: Permission denied; make it readable or leave it out"
 
 
 def test_a_standard_library_without_sources_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(folder))
-    with pytest.raises(ConfigError) as error:
-        find_files()
-    assert str(error.value) == f"{folder}: this Python came without the library's sources; set data.paths"
+    assert error_of(find_files) == f"{folder}: this Python came without the library's sources; set data.paths"
 
 
 # The split
@@ -187,9 +179,10 @@ def test_a_single_file_loses_its_tail(folder: Path, text: str, fraction: float, 
 
 def test_a_single_byte_cannot_be_split(folder: Path) -> None:
     write(a="0")
-    with pytest.raises(ConfigError) as error:
-        load_bytes(["a"])
-    assert str(error.value) == "a: one byte cannot be split into training and validation; give more text"
+    assert (
+        error_of(load_bytes, ["a"])
+        == "a: one byte cannot be split into training and validation; give more text"
+    )
 
 
 # The batches
@@ -236,13 +229,9 @@ def test_a_split_shorter_than_a_crop_is_named() -> None:
         "the {} split has {} bytes and data.context = {} needs {}: "
         "give more text, a {} data.val_fraction or a smaller context"
     )
-    with pytest.raises(ConfigError) as error:
-        data.batch("train", 1, 6, generator)
-    assert str(error.value) == message.format("train", 6, 6, 7, "smaller")
+    assert error_of(data.batch, "train", 1, 6, generator) == message.format("train", 6, 6, 7, "smaller")
     for call in (lambda: data.batch("val", 1, 4, generator), lambda: data.val_batches(1, 1, 4)):
-        with pytest.raises(ConfigError) as error:
-            call()
-        assert str(error.value) == message.format("val", 4, 4, 5, "larger")
+        assert error_of(call) == message.format("val", 4, 4, 5, "larger")
 
 
 def test_unigram_entropy_is_the_loss_of_smoothed_training_frequencies() -> None:

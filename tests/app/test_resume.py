@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from streamer.app.cli import main
 from streamer.app.run.loop import TokenLoss
 from streamer.checkpoint.manifest import checkpoints
+from tests.app.common import HOME, logged, sets
 
-HOME = Path(__file__).parents[2]
 STEPS = 12
 
 CONFIG = """
@@ -78,18 +78,17 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def logged(directory: Path) -> list[dict[str, Any]]:
-    """What was computed, without what was timed."""
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+def computed(run: Path) -> list[dict[str, Any]]:
+    """What a run has logged, without what was timed."""
     timed = ("tokens_per_second", "device_bytes", "device_bytes_peak")
-    return [{key: value for key, value in line.items() if key not in timed} for line in lines]
+    return [{key: value for key, value in line.items() if key not in timed} for line in logged(run)]
 
 
 def assert_same_end(actual: Path, expected: Path) -> None:
     mine, theirs = (tensors(checkpoints(run / "checkpoints")[-1]) for run in (actual, expected))
     assert list(mine) == list(theirs)
     assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
-    assert logged(actual) == logged(expected)
+    assert computed(actual) == computed(expected)
 
 
 def saved_steps() -> list[int]:
@@ -119,6 +118,14 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, do: Callable[[], object]
     monkeypatch.setattr(torch.Tensor, "backward", then)
 
 
+class Trouble(Exception):
+    """What the tests raise."""
+
+
+def trouble(*_: Any, **__: Any) -> None:
+    raise Trouble("on purpose")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
 def test_a_signal_lets_the_step_end_and_says_where_to_go_on(
     config: Path,
@@ -142,15 +149,9 @@ def test_a_signal_lets_the_step_end_and_says_where_to_go_on(
 def test_resume_finds_the_latest_checkpoint(
     config: Path, tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, given: list[str]
 ) -> None:
-    class Killed(BaseException):
-        pass
-
-    def kill() -> None:
-        raise Killed
-
     with monkeypatch.context() as patch:
-        stop_at(patch, 8, kill)
-        with pytest.raises(Killed):
+        stop_at(patch, 8, trouble)
+        with pytest.raises(Trouble):
             train(config)
     assert saved_steps() == [3, 6]
     assert logged(Path("runs/run"))[-1]["step"] == 7
@@ -170,11 +171,10 @@ def test_what_a_run_computes_cannot_be_changed_in_the_middle_and_how_it_is_strea
         ("model.args.n_layer=2", "made with another [model]"),
         ("run.seed=1", "made with another run.seed or run.steps"),
     ):
-        assert train(config, "--resume", "--set", change) == 2
+        assert train(config, "--resume", *sets(change)) == 2
         assert match in capfd.readouterr().err
     last.rename(tmp_path / "aside")
-    streamed = ["--set", "stream.num_slots=3", "--set", "stream.activations='keep'"]
-    assert train(config, "--resume", *streamed) == 0
+    assert train(config, "--resume", *sets("stream.num_slots=3", "stream.activations='keep'")) == 0
     assert_same_end(tmp_path / "runs" / "run", undisturbed)
 
 
@@ -222,12 +222,12 @@ def test_a_checkpoint_that_cannot_be_written_stops_the_run_or_not_as_asked(
         error = capfd.readouterr().err
         assert "bytes could not be written: No space left on device" in error
         assert error.rstrip().endswith(": 'runs/run/checkpoints/step-0000003'")
-        assert train(config, "--set", "run.save_failure='warn'", "--set", "run.name='warned'") == 0
+        assert train(config, *sets("run.save_failure='warn'", "run.name='warned'")) == 0
         printed = capfd.readouterr().out
         assert printed.count("could not be written: No space left on device") == 4
         assert printed.count("; going on without") == 4
     assert not (tmp_path / "runs" / "warned" / "checkpoints").exists()
-    assert logged(tmp_path / "runs" / "warned") == logged(undisturbed)
+    assert computed(tmp_path / "runs" / "warned") == computed(undisturbed)
 
 
 # A loss that is no number
@@ -260,14 +260,24 @@ def test_a_loss_that_is_nan_is_skipped_and_named(
     assert logged(Path("runs/run"))[-1]["step"] == STEPS
 
 
-def test_a_loss_that_is_nan_stops_the_run_if_asked(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("nonfinite", "step", "last"),
+    [("stop", 8, "; the last checkpoint is runs/run/checkpoints/step-0000006"), ("back", 2, "")],
+    ids=["as asked", "for want of a checkpoint"],
+)
+def test_a_loss_that_is_nan_stops_the_run(
+    config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    nonfinite: str,
+    step: int,
+    last: str,
 ) -> None:
-    nan_at(monkeypatch, 8)
-    assert train(config, "--set", "run.nonfinite='stop'") == 1
-    error = capfd.readouterr().err
-    assert "step 8: the gradient of transformer.h.2 and 2 more is NaN or infinite" in error
-    assert "the last checkpoint is runs/run/checkpoints/step-0000006" in error
+    nan_at(monkeypatch, step)
+    assert train(config, *sets(f"run.nonfinite='{nonfinite}'")) == 1
+    error = capfd.readouterr().err.rstrip()
+    assert f"step {step}: the gradient of transformer.h.2 and 2 more is NaN or infinite" in error
+    assert error.endswith(last) and ("last checkpoint" in error) is bool(last)
 
 
 def test_a_run_goes_back_after_a_loss_that_is_nan_and_draws_other_batches(
@@ -277,7 +287,7 @@ def test_a_run_goes_back_after_a_loss_that_is_nan_and_draws_other_batches(
     assert train(config, "--set", "run.nonfinite='back'") == 0
     printed = capfd.readouterr().out
     assert printed.count("; back to step 6, and on with other batches") == 2
-    mine, theirs = logged(Path("runs/run")), logged(undisturbed)
+    mine, theirs = computed(Path("runs/run")), computed(undisturbed)
     steps = [line["step"] for line in theirs]
     assert [line["step"] for line in mine] == steps
     same = [one == other for one, other in zip(mine, theirs, strict=True)]
@@ -286,17 +296,9 @@ def test_a_run_goes_back_after_a_loss_that_is_nan_and_draws_other_batches(
     assert len({tuple(drawn[call - 1]) for call in (7, 9, 12)}) == 3
 
 
-def test_a_run_that_has_nowhere_to_go_back_to_stops(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    nan_at(monkeypatch, 2)
-    assert train(config, "--set", "run.nonfinite='back'") == 1
-    assert "step 2: the gradient of" in capfd.readouterr().err
-
-
 # Real processes
 
-KILLS = 16
+KILLS = 10
 
 #: Runs the first line of arguments itself, which loads what takes seconds to load, then forks a process for
 #: each further one, and kills it when it is time.
@@ -381,14 +383,17 @@ def test_a_run_that_is_killed_again_and_again_ends_where_an_undisturbed_one_does
     assert resumed > KILLS / 2
 
 
-#: A step that never ends, in a process that says when it has begun.
+#: A step that never ends, in a process that says when it has begun and when it has heard the first signal.
 ENDLESS = """
-import sys, time
+import signal, sys, time
 sys.path.insert(0, {home!r})
 import torch
 from streamer.app.cli import main
 def endless(self, *args, **kwargs):
     print("in a step", flush=True)
+    while signal.getsignal(signal.SIGINT) is not signal.SIG_DFL:
+        time.sleep(0.01)
+    print("still in a step", flush=True)
     while True:
         time.sleep(0.01)
 torch.Tensor.backward = endless
@@ -403,18 +408,9 @@ def test_a_second_ctrl_c_ends_the_process_at_once(config: Path) -> None:
         assert child.stdout is not None
         assert any("in a step" in line for line in child.stdout)
         child.send_signal(signal.SIGINT)
-        with pytest.raises(subprocess.TimeoutExpired):
-            child.wait(timeout=2)  # the first one waits for the step
+        assert child.stdout.readline() == "still in a step\n", "the first one waits for the step"
         child.send_signal(signal.SIGINT)
         assert child.wait(timeout=30) == -signal.SIGINT
-
-
-class Trouble(Exception):
-    """What the tests raise."""
-
-
-def trouble(*_: Any, **__: Any) -> None:
-    raise Trouble("on purpose")
 
 
 @pytest.mark.parametrize(
@@ -428,10 +424,7 @@ def trouble(*_: Any, **__: Any) -> None:
 def test_an_error_in_a_part_of_the_run_ends_it_with_that_error(
     config: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    def then_trouble() -> None:
-        monkeypatch.setattr(place, trouble)
-
-    stop_at(monkeypatch, 2, then_trouble)
+    stop_at(monkeypatch, 2, lambda: monkeypatch.setattr(place, trouble))
     with pytest.raises(Trouble, match="on purpose"):
         train(config)  # that no thread is left is looked after for every test
     monkeypatch.undo()

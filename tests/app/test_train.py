@@ -17,6 +17,7 @@ from streamer.app.run.build import build_model, build_optimizer, schedule
 from streamer.app.run.data import IGNORED, TokenData
 from streamer.app.run.loop import Loop
 from streamer.backends.thread import ThreadBackend
+from tests.app.common import HOME, logged, refused, sets
 
 CONFIG = """
 [run]
@@ -43,7 +44,7 @@ lr = 1e-2
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.chdir(HOME)
     text = tmp_path / "text"
     text.mkdir()
     for name in "abc":
@@ -59,9 +60,8 @@ def test_a_run_leaves_its_files_and_prints_its_table(
     assert main(["train", str(config), "--set", "run.steps=8"]) == 0
     run = tmp_path / "runs" / "tiny"
     assert load_config(run / "config.toml") == load_config(config, ["run.steps=8"])
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 9))
-    assert [line["step"] for line in lines if "val_loss" in line] == [0, 3, 6, 8]
+    assert [line["step"] for line in logged(run, "loss")] == list(range(1, 9))
+    assert [line["step"] for line in logged(run, "val_loss")] == [0, 3, 6, 8]
     trace = json.loads((run / "trace.json").read_text())
     rows = [event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"]
     assert rows == ["COMPUTE", "H2D", "D2H", "HOST"]
@@ -90,10 +90,8 @@ def test_a_run_leaves_its_files_and_prints_its_table(
     ],
 )
 def test_a_run_with_other_ways_to_update(options: list[str], config: Path, tmp_path: Path) -> None:
-    arguments = [part for option in options for part in ("--set", option)]
-    assert main(["train", str(config), *arguments]) == 0
-    metrics = (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()
-    values = [json.loads(line) for line in metrics]
+    assert main(["train", str(config), *sets(*options)]) == 0
+    values = logged(tmp_path / "runs" / "tiny")
     assert values[-1]["val_loss"] < values[0]["val_loss"]
     assert any("grad_norm" in value for value in values) == ("stream.update='backward'" not in options)
 
@@ -127,9 +125,8 @@ def test_the_learning_rate_rises_and_falls_as_the_config_says(config: Path, tmp_
     expected = [0.25, 0.5, 0.75, 1.0, *falling]
     assert [factor(step) for step in range(13)] == pytest.approx(expected, rel=1e-12)
     assert [factor(step) for step in (13, 100)] == pytest.approx([0.1, 0.1])
-    assert main(["train", str(config), *(part for option in options for part in ("--set", option))]) == 0
-    lines = (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()
-    rates = [values["lr"] for values in map(json.loads, lines) if "loss" in values]
+    assert main(["train", str(config), *sets(*options)]) == 0
+    rates = [line["lr"] for line in logged(tmp_path / "runs" / "tiny", "loss")]
     # of the step that comes
     assert rates == pytest.approx([0.01 * rate for rate in expected[1:]])
 
@@ -149,55 +146,48 @@ def test_the_same_run_again_gives_the_same_losses(config: Path, tmp_path: Path) 
     losses = []
     for directory in ("tiny", "tiny-2"):
         assert main(["train", str(config)]) == 0
-        metrics = (tmp_path / "runs" / directory / "metrics.jsonl").read_text().splitlines()
-        losses.append([json.loads(line).get("loss") for line in metrics])
+        losses.append([line["loss"] for line in logged(tmp_path / "runs" / directory, "loss")])
     assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("settings", "message"),
     [
-        (["--data", "no/such/file"], "no/such/file: no such file or folder"),
-        (["--set", "run.stepz=1"], "unknown key 'stepz' in [run]; did you mean 'steps'?"),
-        (
-            ["--set", "stream.layers='transformer.g'"],
-            "[stream]: layers='transformer.g': there is no such module.",
-        ),
-        (["--set", "stream.activations='keeep'"], "[stream]: activations='keeep' is unknown: use one of"),
-        (
-            ["--set", "optimizer.state_dtype='int8'"],
-            "[optimizer]: moments in torch.int8 need bfloat16 parameters",
-        ),
-        (["--set", "stream.update='backward'"], "set optimizer.grad_clip = 0"),
-        (
-            ["--set", "stream.host_threads=1000000"],
-            "[stream]: host_threads=1000000: it must be an integer from 1",
-        ),
-        (
-            ["--set", "stream.device_memory='much'"],
-            "stream.device_memory must be a string of a number and its unit, ",
-        ),
-        (["--set", "stream.compile=1"], "stream.compile must be true or false, not 1"),
-        (["--set", "model.init='initialise'"], "model.init = 'initialise': GPT has no such method"),
-        (["--set", "model.args.n_layers=3"], "model.factory models.gpt2:GPT with these args: "),
-        (
-            ["--set", "model.factory='json:loads'", "--set", "model.args={s='1'}"],
-            "it returns a int, not an nn.Module",
-        ),
-        (["--set", "data.context=4000"], "split has"),
-        (["--set", "data.context=17"], "a sequence of 17 tokens is longer than block_size=16"),
-        (["--set", "model.args.vocab_size=100"], "(tokens 0 to 255): index out of range"),
+        (["data.paths=['no/such/file']"], "no/such/file: no such file or folder"),
+        (["stream.layers='transformer.g'"], "[stream]: layers='transformer.g': there is no such module."),
+        (["stream.activations='keeep'"], "[stream]: activations='keeep' is unknown: use one of"),
+        (["optimizer.state_dtype='int8'"], "[optimizer]: moments in torch.int8 need bfloat16 parameters"),
+        (["stream.update='backward'"], "set optimizer.grad_clip = 0"),
+        (["stream.host_threads=1000000"], "[stream]: host_threads=1000000: it must be an integer from 1"),
+        (["stream.device_memory='much'"], "stream.device_memory must be a string of a number and its unit, "),
+        (["stream.compile=1"], "stream.compile must be true or false, not 1"),
+        (["model.init='initialise'"], "model.init = 'initialise': GPT has no such method"),
+        (["model.args.n_layers=3"], "model.factory models.gpt2:GPT with these args: "),
+        (["model.factory='json:loads'", "model.args={s='1'}"], "it returns a int, not an nn.Module"),
+        (["data.context=4000"], "split has"),
+        (["data.context=17"], "a sequence of 17 tokens is longer than block_size=16"),
+        (["model.args.vocab_size=100"], "(tokens 0 to 255): index out of range"),
     ],
 )
 def test_mistakes_end_in_one_line_and_exit_code_2(
-    config: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    config: Path, settings: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["train", str(config), *arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("streamer: ")
-    assert error.count("\n") == 1
-    assert message in error
+    assert message in refused(capsys, "train", str(config), *sets(*settings))
     assert not (config.parent / "runs").exists(), "a run that has not begun leaves nothing"
+
+
+def test_options_stand_for_keys_of_the_config(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--save-every", "2", "--keep", "1", "--data", str(tmp_path / "text" / "a")]
+    assert main(["train", str(config), *sets("run.steps=3", "run.keep=3"), *options]) == 0
+    changed = ["run.steps=3", "run.save_every=2", "run.keep=1", f"data.paths=['{tmp_path}/text/a']"]
+    assert load_config(tmp_path / "runs" / "tiny" / "config.toml") == load_config(config, changed)
+    error = refused(capsys, "train", str(config), "--save-every", "often")
+    assert error.startswith("streamer: override 'run.save_every=often': not a TOML value")
+    assert 'model.pretrained="": model.pretrained must be' in refused(
+        capsys, "train", str(config), "--model", ""
+    )
 
 
 def test_too_little_memory_is_one_line_and_the_ledger(

@@ -11,8 +11,9 @@ import transformers
 
 from streamer.app.cli import main
 from tests import tiny_llama
+from tests.app.common import HOME, logged, refused, sets
 
-CONFIG = str(Path(__file__).parents[2] / "configs" / "hf-finetune.toml")
+CONFIG = str(HOME / "configs" / "hf-finetune.toml")
 SHORT = [
     "data.context=16",
     "run.steps=6",
@@ -36,19 +37,17 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def train(*more: str, settings: list[str] = SHORT, model: str = "llama") -> int:
-    options = [part for setting in settings for part in ("--set", setting)]
-    return main(["train", CONFIG, "--model", model, "--data", "data.jsonl", *options, *more])
+def command(*more: str, model: str = "llama", settings: list[str] = SHORT) -> list[str]:
+    return ["train", CONFIG, "--model", model, "--data", "data.jsonl", *sets(*settings), *more]
 
 
 def losses(run: Path) -> list[float]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
+    return [line["loss"] for line in logged(run, "loss")]
 
 
 @pytest.mark.filterwarnings("ignore")  # the library's own, while it writes
 def test_a_run_ends_in_a_folder_with_all_weights(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train() == 0
+    assert main(command()) == 0
     run = place / "runs" / "hf-finetune"
     assert "token frequencies alone" in capsys.readouterr().out
     before = transformers.AutoModelForCausalLM.from_pretrained("llama")
@@ -75,7 +74,7 @@ def test_parts_of_a_batch_add_up_to_the_whole(place: Path) -> None:
             f"stream.micro_batch_size={micro}",
             "stream.dtype='float32'",
         ]
-        assert train(settings=settings) == 0
+        assert main(command(settings=settings)) == 0
     torch.testing.assert_close(
         torch.tensor(losses(place / "runs" / "parts")), torch.tensor(losses(place / "runs" / "whole")),
         rtol=1e-4, atol=0,
@@ -85,10 +84,11 @@ def test_parts_of_a_batch_add_up_to_the_whole(place: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_a_run_goes_on_from_its_checkpoint(place: Path) -> None:
     tiny_llama.write(place / "dropout", attention_dropout=0.3)
-    assert train(model="dropout") == 0
+    assert main(command(model="dropout")) == 0
     run = place / "runs" / "hf-finetune"
     first, weights = losses(run), (run / "model" / "model.safetensors").read_bytes()
-    assert train("--resume", str(run / "checkpoints" / "step-0000003"), model="dropout") == 0
+    resume = ["--resume", str(run / "checkpoints" / "step-0000003")]
+    assert main(command(*resume, model="dropout")) == 0
     assert losses(run) == first
     assert (run / "model-2" / "model.safetensors").read_bytes() == weights
 
@@ -109,24 +109,20 @@ def test_a_run_goes_on_from_its_checkpoint(place: Path) -> None:
 def test_mistakes_end_in_one_line_and_exit_code_2(
     place: Path, settings: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train(settings=[*SHORT, *settings]) == 2
-    error = capsys.readouterr().err
-    last = error.splitlines()[-1]  # the library shows a progress bar
-    assert last.startswith("streamer: ") and message in last
+    assert message in refused(capsys, *command(settings=[*SHORT, *settings]))
     assert not (place / "runs").exists()
 
 
-def test_a_model_that_is_not_there(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train(model="meta-llama/Llama-3") == 2
-    assert "meta-llama/Llama-3: no such folder, and nothing is downloaded" in capsys.readouterr().err
-
-
-def test_tokens_that_the_model_does_not_embed(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_that_are_missing_or_do_not_fit_the_data(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tiny_llama.write(place / "small", vocab_size=100)
-    assert train(model="small") == 2
-    assert "and the model embeds 100: give the model's own tokenizer" in capsys.readouterr().err
-
-
-def test_a_config_without_a_model(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", CONFIG, "--data", "data.jsonl"]) == 2
-    assert "model.pretrained (--model)" in capsys.readouterr().err
+    for arguments, message in (
+        (
+            command(model="meta-llama/Llama-3"),
+            "meta-llama/Llama-3: no such folder, and nothing is downloaded",
+        ),
+        (command(model="small"), "and the model embeds 100: give the model's own tokenizer"),
+        (["train", CONFIG, "--data", "data.jsonl"], "model.pretrained (--model)"),
+    ):
+        assert message in refused(capsys, *arguments)

@@ -1,0 +1,42 @@
+"""What the tests of the command share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamer.app.cli import main
+from streamer.app.config import ConfigError
+
+HOME = Path(__file__).parents[2]
+
+
+def error_of(call: Callable[..., object], *arguments: Any, **options: Any) -> str:
+    """The one line of the ConfigError that a call raises."""
+    with pytest.raises(ConfigError) as error:
+        call(*arguments, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def sets(*settings: str) -> list[str]:
+    """The command's options that change keys of a config."""
+    return [part for setting in settings for part in ("--set", setting)]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line that a command, which ends with exit code 2, writes in the end."""
+    assert main(list(arguments)) == 2
+    error = capsys.readouterr().err.splitlines()[-1]  # the transformers library shows a progress bar before
+    assert error.startswith("streamer: ")
+    return error
+
+
+def logged(run: Path, key: str = "step") -> list[dict[str, Any]]:
+    """The lines of a run's ``metrics.jsonl`` that have ``key``."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if key in line]
