@@ -56,10 +56,6 @@ def prompt() -> nn.Module:
     return tuned(peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
 
 
-def prefix() -> nn.Module:
-    return tuned(peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
-
-
 def ia3() -> nn.Module:
     of_mlp = ["down_proj"]
     return tuned(peft.IA3Config(target_modules=["k_proj", "v_proj", *of_mlp], feedforward_modules=of_mlp))
@@ -304,11 +300,3 @@ def test_adapters_after_wrap_are_refused_with_a_way_out() -> None:
         streamer.unwrap(base)
     with streamed(model) as wrapped:
         train(wrapped, streamer.AdamW(wrapped.parameters()), None, steps=1, loss_of=loss)
-
-
-def test_prefix_tuning_is_refused() -> None:
-    with (
-        streamed(prefix()) as model,
-        pytest.raises(ValueError, match="cache with 4 tokens while gradients are on"),
-    ):
-        loss(model, 0)

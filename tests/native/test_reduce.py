@@ -134,58 +134,39 @@ def test_accumulate_into_16_bits_over_all_kinds_of_patterns(dtype):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", HALVES)
-def test_add_writes_the_sum_of_two_whatever_was_there(size, dtype):
-    first, second = every_pattern(dtype, 1)[:size], every_pattern(dtype, 2)[:size]
+def test_add_writes_the_sum_of_two_whatever_was_there_and_returns_the_sum_of_squares(size, dtype):
     into = torch.full((size + 2,), torch.nan)
-    streamer_native.add(into[1:-1].numpy(), as_native(first), as_native(second))
-    assert_same(into[1:-1], first.float() + second.float())
-    assert into[[0, -1]].isnan().all(), "written outside the slice"
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", HALVES)
-def test_add_returns_the_sum_of_squares(size, dtype):
-    first, second = as_torch(normal(size, 1), dtype), as_torch(normal(size, 2), dtype)
-    into = torch.empty(size)
-    total = streamer_native.add(into.numpy(), as_native(first), as_native(second))
-    assert total == pytest.approx(exact_sum(first.float() + second.float()), rel=1e-12)
+    patterns = every_pattern(dtype, 1)[:size], every_pattern(dtype, 2)[:size]
+    numbers = as_torch(normal(size, 1), dtype), as_torch(normal(size, 2), dtype)
+    for first, second in (patterns, numbers):
+        total = streamer_native.add(into[1:-1].numpy(), as_native(first), as_native(second))
+        assert_same(into[1:-1], first.float() + second.float())
+        assert into[[0, -1]].isnan().all(), "written outside the slice"
+    assert total == pytest.approx(exact_sum(into[1:-1]), rel=1e-12)
 
 
 FLOATS = np.zeros(4, dtype=np.float32)
 BF16 = np.zeros(4, dtype=np.uint16)
 FP16 = np.zeros(4, dtype=np.float16)
+DOUBLES = FLOATS.astype(np.float64)
 
 
 @pytest.mark.parametrize(
-    ("into", "grad", "message"),
+    ("kernel", "arrays", "message"),
     [
-        (BF16, FLOATS, "grad has dtype float32; it must be uint16"),
-        (BF16, FP16, "grad has dtype float16; it must be uint16"),
-        (FP16, BF16, "grad has dtype uint16; it must be float16"),
-        (FLOATS, FLOATS[:2], "grad has 2 elements and the first array 4"),
-        (FLOATS.astype(np.float64), FLOATS, "into has dtype float64; it must be float32 or uint16"),
-        (FLOATS, np.zeros(8, dtype=np.uint16)[::2], "grad is not contiguous"),
+        ("sum_squares", (DOUBLES,), "grad has dtype float64; it must be float32 or uint16"),
+        ("accumulate", (BF16, FLOATS), "grad has dtype float32; it must be uint16"),
+        ("accumulate", (BF16, FP16), "grad has dtype float16; it must be uint16"),
+        ("accumulate", (FP16, BF16), "grad has dtype uint16; it must be float16"),
+        ("accumulate", (FLOATS, FLOATS[:2]), "grad has 2 elements and the first array 4"),
+        ("accumulate", (DOUBLES, FLOATS), "into has dtype float64; it must be float32 or uint16"),
+        ("accumulate", (FLOATS, np.zeros(8, dtype=np.uint16)[::2]), "grad is not contiguous"),
+        ("add", (BF16, BF16, BF16), "into has dtype uint16; it must be float32"),
+        ("add", (FLOATS, FLOATS, FLOATS), "first has dtype float32; it must be uint16"),
+        ("add", (FLOATS, BF16, FP16), "second has dtype float16; it must be uint16"),
+        ("add", (FLOATS, FP16, FP16[1:]), "second has 3 elements"),
     ],
 )
-def test_accumulate_says_how_to_mend_an_array(into, grad, message):
+def test_a_wrong_array_is_named(kernel, arrays, message):
     with pytest.raises(ValueError, match=message):
-        streamer_native.accumulate(into, grad)
-
-
-@pytest.mark.parametrize(
-    ("arrays", "message"),
-    [
-        ((BF16, BF16, BF16), "into has dtype uint16; it must be float32"),
-        ((FLOATS, FLOATS, FLOATS), "first has dtype float32; it must be uint16"),
-        ((FLOATS, BF16, FP16), "second has dtype float16; it must be uint16"),
-        ((FLOATS, FP16, FP16[1:]), "second has 3 elements"),
-    ],
-)
-def test_add_says_how_to_mend_an_array(arrays, message):
-    with pytest.raises(ValueError, match=message):
-        streamer_native.add(*arrays)
-
-
-def test_sum_squares_says_how_to_mend_an_array():
-    with pytest.raises(ValueError, match="grad has dtype float64; it must be float32 or uint16"):
-        streamer_native.sum_squares(np.zeros(4))
+        getattr(streamer_native, kernel)(*arrays)
