@@ -1,4 +1,4 @@
-"""What the values of a config may be, and the remedy for a name that it does not have."""
+"""Kinds of values in a config, and the remedy for an unknown name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Kind:
 
 
 def integer(low: int) -> Kind:
-    return Kind(f"an integer of {low} or more", lambda x: type(x) is int and x >= low)  # a bool is no int
+    return Kind(f"an integer of {low} or more", lambda x: type(x) is int and x >= low)  # True is an int
 
 
 def number(words: str, within: Callable[[float], bool]) -> Kind:
@@ -67,7 +67,7 @@ _MOST_NAMED = 20
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The remedy for a name that is not known."""
+    """The remedy for an unknown name: the nearest known one, or the list of known ones."""
     known = list(known)
     if near := difflib.get_close_matches(name, known, n=1):
         return f"did you mean {near[0]!r}?"

@@ -137,7 +137,7 @@ def command_line() -> argparse.ArgumentParser:
     return parser
 
 
-# Each command imports its own module, and torch and numba with it, when its config is found to be readable.
+# A command imports its module, and torch and numba with it, only after its config has been read.
 
 
 def run(arguments: Namespace) -> int:
@@ -150,7 +150,7 @@ def run(arguments: Namespace) -> int:
     except (ConfigError, CheckpointError) as error:
         return _failed(error, 2)
     except BrokenPipeError:
-        # head has read enough; Python writes what is left when it ends, which must not fail again
+        # `head` has closed the pipe; Python flushes stdout at its end, which must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
@@ -171,7 +171,7 @@ def _config(arguments: Namespace) -> Config:
     overrides = list(arguments.set)
     for key, value in vars(arguments).items():
         if "." in key and value is not None:
-            # steps are TOML as they are given; what else is given is a string or several
+            # a number of steps is TOML already; any other value is a string or a list of strings
             text = value if key.startswith("run.") else json.dumps(value, ensure_ascii=False)
             overrides.append(f"{key}={text}")
     return load_config(arguments.config, overrides)

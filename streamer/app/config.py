@@ -76,9 +76,9 @@ MOST_LEVELS = 32
 
 
 def _unreadable(value: Any, name: str = "", level: int = 0) -> str:
-    """Which value no key may hold, and why: one nested too deeply, or an integer beyond TOML's 64 bits.
+    """Why ``value`` cannot be used: a part is nested too deeply, or an integer is beyond TOML's 64 bits.
 
-    Empty if there is none.
+    Empty if it can.
     """
     if isinstance(value, dict | list):
         if level > MOST_LEVELS:
@@ -92,8 +92,8 @@ def _unreadable(value: Any, name: str = "", level: int = 0) -> str:
 
 
 class ConfigError(ValueError):
-    """A config that cannot be used: one line with the file, the key and the remedy, and the ``table`` below
-    it if there is one."""
+    """A config that cannot be used: one line with the file, the key and the remedy. A ``table`` may follow
+    the line."""
 
     def __init__(self, message: str, *, table: str = "") -> None:
         line = " ".join(message.splitlines())  # names and overrides may hold line breaks
@@ -101,7 +101,7 @@ class ConfigError(ValueError):
 
     @staticmethod
     def of(section: str, error: Exception) -> ConfigError:
-        """The error for what streamer has refused of ``section``; a MemoryError's table goes with it."""
+        """The error where streamer refuses a value of ``section``, with the table of a MemoryError."""
         line, _, table = (
             str(error).partition("\n") if isinstance(error, MemoryError) else (str(error), "", "")
         )
@@ -186,12 +186,13 @@ def section(
 
 @dataclass(frozen=True)
 class RunConfig:
-    """``[run]``: how long, how often it is looked at and saved (in steps), and where its files go
-    (``out/name``).
+    """``[run]``: the number of steps, how often the run is validated and saved (in steps), and where its
+    files go (``out/name``).
 
-    ``save_every`` 0 saves only when the run is stopped; ``keep`` checkpoints are kept. ``save_failure``
-    says what to do when one cannot be written. ``nonfinite`` says what a gradient that is NaN or infinite
-    leads to: skip the step, stop, or go back to the last checkpoint and draw other batches from there.
+    ``save_every`` 0 saves only when the run is stopped. The last ``keep`` checkpoints are kept.
+    ``save_failure`` says whether a checkpoint that cannot be written stops the run. ``nonfinite`` says what
+    follows a gradient that is NaN or infinite: skip the step, stop, or go back to the last checkpoint and
+    draw other batches from there.
     """
 
     name: Annotated[str, FOLDER]
@@ -212,10 +213,10 @@ class ModelConfig:
     """``[model]``: the factory ``module:callable`` and the keyword arguments it is called with, or the folder
     of a pretrained model.
 
-    ``init`` names the model's method that gives one of its modules first values. With it the model is built
-    without any and gets them a layer at a time: see ``streamer.wrap(init=...)``. With ``pretrained``, see
-    ``streamer.from_pretrained``, ``factory`` is the class, if it is not that of the folder's config, ``args``
-    change that config, and ``init`` is for what is not in the files.
+    ``init`` names the model's method that initialises one of its modules. With ``init`` the model is built
+    without values and initialised a layer at a time: see ``streamer.wrap(init=...)``. With ``pretrained``
+    (see ``streamer.from_pretrained``) ``factory`` is the class, if it is not that of the folder's config,
+    ``args`` change that config, and ``init`` initialises what is not in the files.
     """
 
     factory: Annotated[str | None, FACTORY] = None
@@ -228,7 +229,7 @@ class ModelConfig:
 class DataConfig:
     """``[data]``: text files and directories (none: the Python standard library), and the batches.
 
-    A token is a byte or, with a folder for ``tokenizer``, one of that; a pretrained model has its own.
+    A token is a byte. With ``tokenizer``, a folder, or with a pretrained model it is a token of theirs.
     """
 
     context: Annotated[int, COUNT]  # tokens in a sequence
@@ -240,8 +241,8 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class StreamConfig:
-    """``[stream]``: the arguments of ``streamer.wrap`` of the same names; None is what wrap chooses, and is
-    "none" in ``batch_dims``, where TOML has to say it. "auto" is chosen for the run's own step."""
+    """``[stream]``: the arguments of ``streamer.wrap`` of the same names. None leaves the choice to ``wrap``.
+    In ``batch_dims`` "none" stands for None, which TOML lacks. "auto" is chosen for the run's own step."""
 
     layers: Annotated[str | tuple[str, ...] | None, LAYERS] = None
     num_slots: Annotated[int | Literal["auto"] | None, COUNT_OR_AUTO] = None

@@ -27,7 +27,7 @@ def processor() -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """The device's name: the GPU's, or the processor's where it stands in for one."""
+    """The name of the GPU, or of the processor where there is none."""
     return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else processor()
 
 
@@ -80,8 +80,8 @@ def dump_machine(machine: Machine, measured: Mapping[str, Any] | None = None) ->
 def machine(name_or_path: str) -> Machine:
     """A machine by its name, see `streamer.simulate.machine`, or from a TOML file.
 
-    What ends in ``.toml`` or holds a path's separator is a file. Raises ConfigError for a name that is not
-    known, with those that are, and as `load_machine` does.
+    An argument that ends in ``.toml`` or has a path's separator in it is a file. Raises ConfigError for an
+    unknown name, with the known ones, and as `load_machine` does.
     """
     if name_or_path.endswith(".toml") or os.sep in name_or_path:
         return load_machine(name_or_path)

@@ -1,4 +1,4 @@
-"""The command `streamer train`: a loop around a wrapped model, what it leaves behind, how it ends early."""
+"""The command `streamer train`: the steps of a run, the files it writes, and how it ends early."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from streamer.engine.paging.handle import wrapped
 PROMPT_TOKENS = 64
 #: Where a pretrained model is written in the end, in the run's directory.
 PRETRAINED = "model"
-#: How often a run goes back to a checkpoint before it gives up.
+#: A run that has gone back to a checkpoint this often stops.
 MOST_RETURNS = 10
 
 
 class StoppedError(RuntimeError):
-    """A run that cannot go on: one line that says why and from where it may be resumed."""
+    """A run that cannot go on: one line that says why, and from which checkpoint to resume."""
 
 
 def train(config: Config, resume: Path | None = None, *, fall_back: bool = False) -> dict[str, Any] | None:
@@ -65,7 +65,7 @@ def train(config: Config, resume: Path | None = None, *, fall_back: bool = False
         check_fits(model, data, config.data.context)
         loop = Loop(config, model, optimizer, data)
         if resume is None:
-            # a model that cannot run on this data says so before there is a directory
+            # a model that cannot run on this data raises here, before there is a directory
             loop.first_val_loss = loop.validate()
             directory = run_directory(config)
         else:
@@ -79,7 +79,7 @@ def train(config: Config, resume: Path | None = None, *, fall_back: bool = False
                 seconds = _Run(loop, directory, metrics, bar).run(stop)
             return _finish(loop, directory, seconds) if seconds is not None else None
     finally:
-        # the weights end here, so they need not be taken out, for which there may be no room
+        # unlike unwrap, close does not copy the weights back, for which there may be no memory
         wrapped(model).close()
 
 
@@ -96,7 +96,7 @@ def _bar(loop: Loop) -> tqdm[Any]:
 
 
 class _Run:
-    """The steps of a run, with what is written down and saved on the way."""
+    """The steps of a run, with the metrics and checkpoints that they leave."""
 
     def __init__(self, loop: Loop, directory: Path, metrics: TextIO, bar: tqdm[Any]) -> None:
         self._loop = loop
@@ -200,7 +200,7 @@ class _Run:
 
 
 def _finish(loop: Loop, directory: Path, seconds: list[float]) -> dict[str, Any]:
-    """Write down what the run has come to; what ``summary.json`` holds."""
+    """Write the files of a finished run; what ``summary.json`` holds."""
     # the first steps compile the update's kernels
     steady = seconds[len(seconds) // 10 :]
     summary = summary_of(

@@ -164,5 +164,5 @@ def test_documents_that_are_there_twice_stay_together(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no tokenizer to be had from it .*set data.tokenizer"):
+    with pytest.raises(ConfigError, match=r"its tokenizer cannot be loaded .*set data.tokenizer"):
         load_tokenizer(str(tmp_path))

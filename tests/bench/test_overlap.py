@@ -154,8 +154,8 @@ def test_figures_by_hand() -> None:
         }
 
     assert found["layers"] == [
-        # forward asks for it at once: it waits for its update, then for the copy. Nobody needs the gradient
-        # of the first layer's input, and its slot was taken by layer 2, so that it comes again for backward
+        # forward asks for it at once: it waits for its update, then for the copy. The gradient of
+        # the first layer's input is not needed. Layer 2 took its slot, so it is copied again for backward
         layer(0, again=True, products=2, exposed={"host": UPDATE, "h2d": IN}),
         layer(1, again=False, products=3, exposed={}),
         layer(2, again=False, products=3, exposed={}),
@@ -234,7 +234,7 @@ def test_a_step_begins_when_compute_gets_to_it() -> None:
     assert step_seconds(placed, range(2)) == [9, 20]
 
 
-def test_a_copy_nobody_came_for_is_unused() -> None:
+def test_a_copy_without_a_visit_is_unused() -> None:
     def ran(op: Op, start: float) -> Record:
         return Record(op, Span(start, start, start + 1), ())
 

@@ -165,7 +165,7 @@ def test_top_k_and_temperature_narrow_the_choice() -> None:
         ),
     ],
 )
-def test_an_error_names_the_mend(call, message: str) -> None:
+def test_an_error_names_the_remedy(call, message: str) -> None:
     with pytest.raises(ValueError) as error:
         call()
     assert str(error.value) == message

@@ -234,7 +234,7 @@ def test_the_base_as_a_reference_model() -> None:
         optimizer = streamer.AdamW(wrapped.parameters(), lr=1e-3, weight_decay=0.1)
         clip = lambda: streamer.clip_grad_norm_(wrapped, 1.0)  # noqa: E731
         assert_parity(train(wrapped, optimizer, clip, steps=3, loss_of=preference), expected)
-        for step in range(2):  # the first after somebody has had a look at the weights
+        for step in range(2):  # the first follows a read of the weights
             missed = streamer.stats(wrapped).prefetch_misses
             preference(wrapped, step).backward()
             clip()

@@ -114,6 +114,6 @@ READ_ONLY.flags.writeable = False
         ((FLOATS, HALVES, READ_ONLY), ValueError, "remainder is read-only"),
     ],
 )
-def test_an_error_names_the_mend(arguments, error, message):
+def test_an_error_names_the_remedy(arguments, error, message):
     with pytest.raises(error, match=message):
         streamer_native.split(*arguments)

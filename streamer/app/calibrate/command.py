@@ -1,4 +1,4 @@
-"""`streamer calibrate`: measure this machine, and write what the planner needs of it."""
+"""`streamer calibrate`: measure this machine, and write its rates for the planner."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ ROUNDS, BUDGET_SECONDS = 9, 35.0
 MOST_TOKENS = {"cuda": 8192, "cpu": 256}
 #: The longest attention that is measured.
 MOST_CONTEXT = 2048
-#: Products of a usual layer where there is no config, by kind of device: its width.
+#: The width of the layers that are measured where there is no config, by kind of device.
 USUAL_WIDTH = {"cuda": 4096, "cpu": 512}
-#: So many shapes of weights are measured, the commonest.
+#: The number of shapes of weights that are measured, the commonest first.
 MOST_WEIGHTS = 4
 
-#: Memory for any model whose shapes are wanted.
+#: A machine with room for any model, of which only the shapes are read.
 _BOUNDLESS = Machine("boundless", 1.0, 1.0, 1.0, 1.0, 1 << 60, 1 << 60)
 
 #: How a figure is shown: its unit, and what it is divided by.
@@ -71,8 +71,8 @@ def calibrate(config: Config | None, *, device: str | None, output: Path) -> Mac
         raise ConfigError(f"--device: {error}") from None
     with closing(backend):
         sizes = sizes_of(config, backend.device.type)
-        print(f"measuring {device_name(backend.device)}: {_told(sizes)}", flush=True)
-        # kept until the backend is closed, for there its page-locked memory is unregistered
+        print(f"measuring {device_name(backend.device)}: {_described(sizes)}", flush=True)
+        # kept until the backend is closed, which unregisters their page-locked memory
         with closing(Measurements(backend, sizes)) as measurements:
             found = measure(measurements, rounds=ROUNDS, budget_seconds=BUDGET_SECONDS)
         machine = machine_of(found, backend)
@@ -88,7 +88,7 @@ def sizes_of(config: Config | None, kind: str) -> Sizes:
     if config is None:
         dtype, width = (torch.bfloat16 if kind == "cuda" else torch.float32), USUAL_WIDTH[kind]
         usual = ((3 * width, width), (width, width), (4 * width, width), (width, 4 * width))
-        # attention takes time where it is long, and the longer it is the more a causal kernel leaves out
+        # long, as where attention takes time: a causal kernel skips a part that grows with the context
         context = min(4 * most, MOST_CONTEXT)
         return Sizes(dtype, tokens=most, weights=usual, hidden=width, context=context)
     matrices = _matrices(config)
@@ -108,7 +108,7 @@ def sizes_of(config: Config | None, kind: str) -> Sizes:
 
 
 def _matrices(config: Config) -> list[Param]:
-    """Those of the layers, as they are streamed."""
+    """The matrices of the layers, in the dtype that is streamed."""
     try:
         model = without_values(config.model)
         options = stream_options(without_auto(config).stream) | {"device_memory": None}
@@ -139,12 +139,12 @@ def _measured(found: Found, sizes: Sizes) -> Mapping[str, object]:
         "torch": torch.__version__,
         "compute_threads": torch.get_num_threads(),
         "rounds": len(next(iter(found.values()))),
-        "sizes": _told(sizes),
+        "sizes": _described(sizes),
         "quartiles": {name: statistics.quantiles(values, n=4) for name, values in found.items()},
     }
 
 
-def _told(sizes: Sizes) -> str:
+def _described(sizes: Sizes) -> str:
     weights = ", ".join(f"{out}x{in_}" for out, in_ in sizes.weights)
     dtype = str(sizes.dtype).removeprefix("torch.")
     return f"{dtype} products of {sizes.tokens} tokens with {weights}; attention over {sizes.context} tokens"

@@ -1,8 +1,8 @@
 """How fast this machine is at what a step consists of: products, attention, activations, copies and updates.
 
 They run on a backend's own lanes, with streamer's kernels. Every round measures each of them once, alone and
-beside others, so that whatever else the machine does meets all alike. `VisitCosts` measures what the library
-itself takes of the caller's time, where the host's cores also compute.
+beside others, so that other load on the machine affects all alike. `VisitCosts` measures the time of the
+caller that the library itself takes, where the host's cores also compute.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ STEPS = 3
 
 
 class VisitCosts:
-    """Trains layers that are so small that a step takes as long as it takes to issue it; as many parameters
-    in each as in one of GPT-2, since each has its views and its hooks."""
+    """Trains layers so small that a step takes as long as issuing it. Each has as many parameters as a layer
+    of GPT-2, since every parameter has views and hooks."""
 
     def __init__(self) -> None:
         layers = nn.Sequential(*(_layer() for _ in range(LAYERS)))
@@ -48,7 +48,7 @@ class VisitCosts:
         self._ops = operations.ops
 
     def seconds(self, per_op: float) -> float:
-        """Seconds per visit, beside its operations, each of which takes ``per_op`` seconds."""
+        """Seconds per layer call, less its operations of ``per_op`` seconds each."""
         steps: list[float] = []
         for _ in range(STEPS):
             began = time.perf_counter()
@@ -59,7 +59,7 @@ class VisitCosts:
         return max(0.0, of_library) / (2 * LAYERS)
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Unwrap the model."""
         streamer.unwrap(self._model)
 
     def _step(self) -> None:
@@ -76,9 +76,9 @@ def _layer() -> nn.Module:
 
 Work = Callable[[], object]
 
-#: Host buffers to go through before coming back to the first: what was copied just now would be in a cache.
+#: Host buffers that are copied in turn: a buffer that was copied just now would be in a cache.
 HOST_BUFFERS = 4
-#: How often what is small is run in a row.
+#: How often the small operations are run in a row.
 REPEATS = 20
 
 
@@ -217,8 +217,8 @@ class Stopwatch:
         return self.together({lane: work}, {lane: max(once.end - once.start, 1e-6)})[lane]
 
     def together(self, works: Mapping[Lane, Work], alone: Mapping[Lane, float]) -> dict[Lane, float]:
-        """The median seconds of each of ``works`` while all are under way; ``alone`` takes so long."""
-        # COMPUTE's work is the caller's: so that the others outlast a few pieces of it
+        """The median seconds of each of ``works`` while all are under way; ``alone`` has those alone."""
+        # this thread does COMPUTE's work meanwhile: the others have to outlast a few pieces of it
         seconds = max(self._seconds, 2 * alone.get(Lane.COMPUTE, 0.0))
         events: dict[Lane, list[Event]] = {}
         for lane in works:
@@ -246,7 +246,7 @@ class Measurements:
 
     def __init__(self, backend: Backend, sizes: Sizes) -> None:
         self._watch = Stopwatch(backend, sizes.seconds)
-        # a device's loop runs ahead of it
+        # beside a GPU the caller runs ahead, so that its time does not count
         self._visits = VisitCosts() if backend.device.type == "cpu" else None
         self._computing = computing(backend, sizes)
         update_bytes, updating = update(backend, sizes)
@@ -261,7 +261,7 @@ class Measurements:
             self._watch.alone(lane, work)  # the first time is slower than all others
 
     def round(self) -> dict[str, float]:
-        """What `Machine` and `Beside` are to say of this machine, by field, measured once."""
+        """Fields of `Machine` and `Beside`, each measured once."""
         seconds = {name: self._watch.alone(Lane.COMPUTE, work) for name, work in self._computing.items()}
         values = _of_compute(seconds, self._counts)
         if self._visits is not None:
@@ -276,13 +276,13 @@ class Measurements:
         return values
 
     def close(self) -> None:
-        """Give back what it holds; the backend is the caller's."""
+        """Unwrap the model of `VisitCosts`; the caller closes the backend."""
         if self._visits is not None:
             self._visits.close()
 
 
 def measure(measurements: Measurements, *, rounds: int, budget_seconds: float) -> Found:
-    """``rounds``, or as many (two or more) as there is time for in ``budget_seconds``."""
+    """The values of ``rounds`` rounds, or of fewer (at least two) to stay within ``budget_seconds``."""
     began = time.perf_counter()
     found: Found = {}
     for number in range(rounds):
@@ -314,7 +314,7 @@ def _of_compute(seconds: Mapping[str, float], counts: Mapping[str, Operations]) 
         "attention": "attention_flops_per_second",
     }
     per_op = seconds["small"] / counts["small"].ops
-    # of what is large, the launches are not the memory's
+    # large operations wait for the memory, but not while they are launched
     moving = max(seconds["activations"] - per_op * counts["activations"].ops, 0.5 * seconds["activations"])
     return {
         **{field: counts[name].flops / seconds[name] for name, field in names.items() if name in seconds},
@@ -331,8 +331,8 @@ def _span(event: Event) -> Span:
 
 
 def while_all_work(spans: Mapping[Lane, Sequence[Span]]) -> dict[Lane, float]:
-    """The median seconds of the pieces that lie in the time that all lanes have work; where there are none,
-    of those that lie in it for the most part."""
+    """The median seconds, by lane, of the pieces that lie within the time when all lanes have work. Where no
+    piece lies within it, of the pieces of which the largest share does."""
     begin = max(mine[0].start for mine in spans.values())
     end = min(mine[-1].end for mine in spans.values())
 

@@ -1,5 +1,5 @@
-"""What a config asks for: the model (of the user's function, or pretrained), wrapped, its optimizer, and the
-learning rates.
+"""What a run is made of, by its config: the data, the wrapped model (of the user's function, or pretrained),
+the optimizer and the learning rates.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def import_factory(spec: str) -> Callable[..., Any]:
     if not FACTORY.accepts(spec):
         raise ConfigError(f"the factory must be {FACTORY.words}, not {spec!r}")
     module_name, _, attribute = spec.partition(":")
-    # In front, as `python -m` has it, and for good: a module may import its neighbours later.
+    # First, as with `python -m`, and for good: the module may import its neighbours later.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -52,7 +52,7 @@ def import_factory(spec: str) -> Callable[..., Any]:
     return factory
 
 
-#: Room for what is written beside the tensors.
+#: Bytes of disk for the files that are written beside the tensors.
 MARGIN_BYTES = 1 << 26
 
 
@@ -116,8 +116,8 @@ def check_fits(model: nn.Module, data: TokenData, context: int) -> None:
 
 
 def write_pretrained(model: nn.Module, tokenizer: Any, folder: Path) -> None:
-    """Write the whole model and its tokenizer as Hugging Face does; complete, or not at all. A model that
-    cannot write itself so is left to `streamer export`, which a line says."""
+    """Write the whole model and its tokenizer as Hugging Face does; complete, or not at all. For a model
+    without ``save_pretrained`` a printed line names `streamer export` instead."""
     save = getattr(model, "save_pretrained", None)
     if not callable(save):
         print(f"{type(model).__name__} is not of transformers: streamer export writes its weights")
@@ -153,7 +153,7 @@ def build_model(config: Config, *, backend: Backend | None = None) -> nn.Module:
             raise ConfigError.of("[model] and [stream]", error) from error
     assert wanted.factory is not None, "load_config has looked"
     factory = import_factory(wanted.factory)
-    # a virtual machine has no use for values
+    # the virtual backend needs no values
     on_meta = wanted.init is not None or (backend is not None and backend.device.type == "meta")
     try:
         with torch.device("meta") if on_meta else contextlib.nullcontext():
@@ -185,7 +185,7 @@ def load_data(config: Config) -> TokenData:
     tokenizer = config.data.tokenizer or config.model.pretrained
     if tokenizer is None:
         return load_bytes(config.data.paths, val_fraction=config.data.val_fraction)
-    # found before text is read, and imports what takes seconds
+    # before the text is read, so that a wrong folder is refused at once
     return load_tokens(config.data.paths, load_tokenizer(tokenizer), val_fraction=config.data.val_fraction)
 
 

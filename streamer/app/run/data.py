@@ -1,6 +1,7 @@
-"""Training data: two splits of tokens, of which crops are taken.
+"""Training data: files become tokens, tokens are split in two, and batches are crops of a split.
 
-Of a text as it is, a token is a byte. Text and JSON lines become tokens of a model's own tokenizer.
+Without a tokenizer a token is a byte (`load_bytes`). With one, text and JSON lines become its tokens
+(`load_tokens`). `TokenData` has the splits and makes the batches.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def _unreadable(error: OSError) -> NoReturn:
 
 
 VOCAB_SIZE = 256
-#: The target of a token that is not to be learnt, as torch.nn.functional.cross_entropy has it.
+#: The target of a token that is not to be learnt: the default of torch.nn.functional.cross_entropy.
 IGNORED = -100
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -105,9 +106,10 @@ def _decode_bytes(tokens: Sequence[int]) -> str:
 class TokenData:
     """Two splits of a text, ``train`` and ``val``: tensors of tokens [length] on the CPU, neither empty.
 
-    ``targets`` has, where some tokens are not to be learnt, the tokens of a split again with `IGNORED` in
-    their place. ``unit`` is what a token is called, ``vocab_size`` how many there are, ``decode`` makes a
-    text of some; ``tokenizer`` is the transformers library's, where they are of one.
+    ``targets`` has, by split, its tokens with `IGNORED` in place of those that are not to be learnt; without
+    ``targets`` all tokens are learnt. ``unit`` is the word for a token, ``vocab_size`` the number of
+    different tokens, and ``decode`` makes text of tokens. ``tokenizer``, if there is one, is of the
+    transformers library.
     """
 
     train: torch.Tensor
@@ -117,7 +119,7 @@ class TokenData:
     vocab_size: int = VOCAB_SIZE
     decode: Callable[[Sequence[int]], str] = _decode_bytes
     tokenizer: Any = None
-    _found: dict[tuple[Split, int], torch.Tensor] = field(default_factory=dict, init=False, repr=False)
+    _start_cache: dict[tuple[Split, int], torch.Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def batch(self, split: Split, batch_size: int, context: int, generator: torch.Generator) -> Batch:
         """Crops of a split at random places: tokens and, one on, targets, int64 [batch_size, context].
@@ -162,11 +164,14 @@ class TokenData:
 
     def _learnt(self, split: Split) -> torch.Tensor:
         targets = self._targets(split)
-        # those of bytes are unsigned, and all of them are learnt
+        # bytes are unsigned, so that none must be compared with IGNORED
         return targets[targets != IGNORED] if split in self.targets else targets
 
     def _starts(self, split: Split, context: int) -> tuple[int, torch.Tensor | None]:
-        """In how many places a crop of a split can start, and where if not all have something to learn."""
+        """The number of places where a crop of a split can start, and the places, or None for all from 0.
+
+        A crop starts only where it has something to learn.
+        """
         size = len(self.tokens(split))
         if size <= context:
             other = "larger" if split == "val" else "smaller"
@@ -176,10 +181,10 @@ class TokenData:
             )
         if split not in self.targets:
             return size - context, None
-        if (split, context) not in self._found:
+        if (split, context) not in self._start_cache:
             learnt = (self.targets[split] != IGNORED).cumsum(0)
-            self._found[split, context] = (learnt[context:] > learnt[:-context]).nonzero().flatten()
-        found = self._found[split, context]
+            self._start_cache[split, context] = (learnt[context:] > learnt[:-context]).nonzero().flatten()
+        found = self._start_cache[split, context]
         if not len(found):
             raise ConfigError(f"the {split} split has nothing to learn: give more documents")
         return len(found), found
@@ -260,8 +265,8 @@ Spans = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Document:
-    """A text of which the parts ``learnt`` are to be learnt. ``begins`` says whether the tokenizer puts its
-    mark of a text's beginning before it; a chat's template has done so."""
+    """A text of which the parts ``learnt`` are to be learnt. ``begins`` says whether the tokenizer adds its
+    special token for the beginning; the template of a chat has written it already."""
 
     where: str
     text: str
@@ -270,7 +275,7 @@ class Document:
 
 
 def load_tokenizer(folder: str) -> Any:
-    """The tokenizer in a Hugging Face folder. Raises ConfigError where there is none that can be used."""
+    """The tokenizer in a Hugging Face folder, or beside a file. Raises ConfigError if none is fast."""
     if not os.path.exists(folder):
         raise ConfigError(f"{folder}: no such folder, and nothing is downloaded: give a local one")
     if not os.path.isdir(folder):
@@ -279,10 +284,10 @@ def load_tokenizer(folder: str) -> Any:
         tokenizer = transformers_library().AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
-            f"{folder}: no tokenizer to be had from it ({error}); set data.tokenizer"
+            f"{folder}: its tokenizer cannot be loaded ({error}); set data.tokenizer"
         ) from error
     if not tokenizer.is_fast:
-        raise ConfigError(f"{folder}: its tokenizer does not tell where tokens are; give a tokenizer.json")
+        raise ConfigError(f"{folder}: its tokenizer has no offsets of tokens; give a tokenizer.json")
     return tokenizer
 
 
@@ -298,7 +303,7 @@ def load_tokens(paths: Sequence[str | os.PathLike[str]], tokenizer: Any, *, val_
     """
     documents = [document for path in find_files(paths) for document in _documents(path, tokenizer)]
     if not documents:
-        raise ConfigError(f"{', '.join(map(str, paths))}: no documents in it; give some")
+        raise ConfigError(f"{', '.join(map(str, paths))}: no documents there; give a file that has some")
     # by their texts: a document that is there twice would flatter the loss if it were in both splits
     texts = [(document.text.encode(), _encode(document, tokenizer)) for document in documents]
     train, val = _split(texts, val_fraction, f"{documents[0].where}: one token")
@@ -348,7 +353,7 @@ def _of_line(where: str, line: str, tokenizer: Any) -> Document:
 
 
 def _chat(where: str, messages: Any, tools: Any, tokenizer: Any) -> Document:
-    """A chat by the tokenizer's template, of which what the assistant says is learnt."""
+    """A chat, written by the tokenizer's template. What the assistant says is learnt."""
     if not (
         isinstance(messages, list)
         and messages
@@ -389,13 +394,13 @@ def _encode(document: Document, tokenizer: Any) -> tuple[torch.Tensor, torch.Ten
         add_special_tokens=document.begins,
         return_offsets_mapping=True,
         return_attention_mask=False,
-        verbose=False,  # that it is longer than the model's context
+        verbose=False,  # no warning that the text is longer than the model's context
     )
     tokens, places = list(encoded["input_ids"]), encoded["offset_mapping"]
     whole = document.learnt == [(0, len(document.text))]
 
     def is_learnt(place: tuple[int, int]) -> bool:
-        # also if it begins with the last space of a prompt and ends in the completion
+        # a token that begins in the prompt and ends in the completion is learnt too
         return whole or any(begin < place[1] and place[0] < end for begin, end in document.learnt)
 
     targets = [token if is_learnt(place) else IGNORED for token, place in zip(tokens, places, strict=True)]

@@ -1,5 +1,5 @@
-"""The plain PyTorch loop around a wrapped model, a step at a time, and what it goes on from. Its loss is
-taken from all logits only where there is no other way.
+"""The training loop around a wrapped model: its loss, one step, validation, and the state that a checkpoint
+holds. The loss takes all logits at once only where the model offers no other way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from streamer.app.run.data import IGNORED, TokenData
 
 
 def count_learnt(targets: torch.Tensor) -> int:
-    """How many of them are learnt; 1 where none is, so that it can be divided by."""
+    """How many targets are learnt; at least 1, so that a sum can be divided by it."""
     return max(1, int((targets != IGNORED).sum()))
 
 
@@ -29,10 +29,11 @@ class TokenLoss:
     """Mean cross-entropy in nats per token that is learnt (0 where none is), in fp32, of ``model``'s logits
     for tokens and targets [batch, time].
 
-    They are made a chunk at a time (`streamer.chunked_cross_entropy`) by a model whose ``forward`` takes
-    ``loss_of``, which it calls with its last hidden states [batch, time, width] and its head's weight and
-    whose result it returns; and by one of transformers if its logits are found to be that product, perhaps
-    with ``final_logit_softcapping``. Any other gives all of its logits, or an object that has ``logits``.
+    The logits are made a chunk at a time (`streamer.chunked_cross_entropy`) for two kinds of models. One has
+    a ``forward`` that takes ``loss_of``, calls it with its last hidden states [batch, time, width] and its
+    head's weight, and returns the result. The other is of transformers, and its logits are found to be the
+    product of the two, perhaps with ``final_logit_softcapping``. Any other model returns all of its logits,
+    or an object that has ``logits``.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -98,7 +99,7 @@ class _Parts:
         if hidden.shape[-1] != self.head.in_features:
             return False
         if hidden.is_meta:
-            return True  # there are no bits: taken for what most models do
+            return True  # no values to compare: most models do
         own = F.linear(hidden[:, -1:], self.head.weight, self.head.bias)
         if self.softcap is not None:
             own = torch.tanh(own / self.softcap) * self.softcap
@@ -134,8 +135,8 @@ def step_on(
     tokens: torch.Tensor,
     targets: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
-    """One step on tokens and targets [batch, time]; its loss, and the gradient's norm where there is one to
-    be had."""
+    """One step on tokens and targets [batch, time]; its loss and, unless layers are updated in backward, the
+    norm of the gradient."""
     loss = loss_of(tokens, targets)
     loss.backward()
     measured = {"loss": loss.detach()}
@@ -158,7 +159,7 @@ class Loop:
     step: int = 0
     first_val_loss: float = math.nan
     val_loss: float = math.nan
-    #: how often the run went back to a checkpoint, which chooses the batches that it draws then
+    #: how often the run went back to a checkpoint; seeds the batches drawn from there on
     returns: int = 0
     crops: torch.Generator = field(init=False)
     rates: torch.optim.lr_scheduler.LambdaLR = field(init=False)
@@ -180,7 +181,7 @@ class Loop:
         return self.config.data.batch_size * self.config.data.context
 
     def train_step(self) -> dict[str, float]:
-        """One step; its loss, and the gradient's norm where there is one to be had."""
+        """The next step, on a batch of the training split; what `step_on` has measured."""
         batch = self.config.data
         tokens, targets = self.data.batch("train", batch.batch_size, batch.context, self.crops)
         measured = step_on(self.config, self.model, self.optimizer, self.loss, tokens, targets)
@@ -205,12 +206,12 @@ class Loop:
                 f"(tokens 0 to {self.data.vocab_size - 1}): {error}; correct model.args or data.context"
             ) from error
         self.model.train()
-        counts = [count_learnt(targets) for _, targets in batches]  # none has nothing to learn
+        counts = [count_learnt(targets) for _, targets in batches]  # each has something to learn
         self.val_loss = sum(map(operator.mul, losses, counts)) / sum(counts)
         return self.val_loss
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of the loop, beside what `streamer.save` does."""
+        """The loop's part of a checkpoint, beside the model and the optimizer that `streamer.save` writes."""
         return {
             "rates": self.rates.state_dict(),
             "crops": self.crops.get_state(),

@@ -1,4 +1,4 @@
-"""The folder of a run: where its files go, its checkpoints and how it goes on from one, what it reports."""
+"""The folder of a run: its place, its checkpoints and which one a run resumes from, and its summary."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from streamer.errors import CheckpointError
 
 
 def numbered(wanted: Path) -> Iterator[Path]:
-    """``name`` and, for where there is something already, ``name-2`` and so on."""
+    """Names to try until one is free: ``name``, ``name-2``, ``name-3`` and so on."""
     return itertools.chain([wanted], (wanted.with_name(f"{wanted.name}-{n}") for n in itertools.count(2)))
 
 
@@ -94,7 +94,7 @@ def amount(nbytes: float) -> str:
     return f"{nbytes:.2f} TiB"
 
 
-#: In a run's directory.
+#: Where checkpoints are in a run's directory.
 FOLDER = "checkpoints"
 
 
@@ -122,12 +122,12 @@ def checkpoint_to_resume(config: Config, given: str | None) -> Path:
 
 
 def _check_config(config: Config, directory: Path) -> None:
-    """Raise ConfigError if what a run in ``directory`` ends in would not be what its config says."""
+    """Raise ConfigError if ``config`` would compute something else than the run in ``directory``."""
     path = directory / "config.toml"
     if not path.exists():
         return
     then = load_config(path)
-    # how long it is, what is looked at, and how it is streamed may change; what is computed may not
+    # what is reported, saved and streamed may change; what is computed may not
     changed = [
         f"[{name}]" for name in ("model", "data", "optimizer") if getattr(then, name) != getattr(config, name)
     ]
@@ -138,7 +138,7 @@ def _check_config(config: Config, directory: Path) -> None:
 
 
 class Checkpoints:
-    """Those of the run in ``directory``, of which the last ``keep`` are kept."""
+    """The checkpoints of the run in ``directory``; `save` keeps the last ``keep``."""
 
     def __init__(self, directory: Path, *, keep: int) -> None:
         self.folder = directory / FOLDER
@@ -147,9 +147,9 @@ class Checkpoints:
     def save(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, *, step: int, extra: dict[str, Any]
     ) -> Path:
-        """Write one for ``step``, unless it is there, and delete those that it replaces; where it is.
+        """Write the checkpoint of ``step``, unless it is there, and delete those beyond ``keep``; its path.
 
-        One that is there and damaged is put aside, under a hidden name.
+        A damaged one of the same step is put aside, under a hidden name.
         """
         path = self.folder / f"step-{step:07d}"
         if path.exists():
@@ -164,7 +164,7 @@ class Checkpoints:
         return path
 
     def latest(self) -> Path | None:
-        """The last complete one."""
+        """The last complete checkpoint."""
         return next(reversed(checkpoints(self.folder)), None)
 
     def load(
@@ -185,12 +185,13 @@ class Checkpoints:
 
 
 def forget_after(metrics: Path, step: int) -> None:
-    """Drop the lines of ``metrics.jsonl`` beyond ``step``, which will be written again, and a torn one."""
+    """Drop the lines of ``metrics.jsonl`` beyond ``step``, which will be written again, and an incomplete
+    last line."""
     kept = []
     for line in metrics.read_text().splitlines() if metrics.exists() else ():
         try:
             if json.loads(line)["step"] <= step:
                 kept.append(line)
         except ValueError:
-            continue  # the process was killed in the middle of it
+            continue  # the process was killed while it wrote this line
     metrics.write_text("".join(f"{line}\n" for line in kept))
