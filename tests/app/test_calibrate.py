@@ -18,8 +18,9 @@ from streamer.app.machine_file import load_machine
 from streamer.backends.base import Lane, Span
 from streamer.backends.thread import ThreadBackend
 from streamer.simulate.machine import Beside
+from tests.app.common import HOME, refused
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = HOME / "configs"
 TINY = Sizes(
     torch.float32,
     tokens=8,
@@ -74,12 +75,15 @@ def test_sixteen_bit_products_are_measured_beside_those_in_fp32() -> None:
     assert min(min(values) for values in found.values()) > 0
 
 
-def test_sizes_are_those_of_the_config() -> None:
+def test_sizes_are_those_of_the_config_within_limits() -> None:
     overrides = ["stream.micro_batch_size=2", 'stream.dtype="bfloat16"', "data.batch_size=64"]
     sizes = sizes_of(load_config(CONFIGS / "gpt2-demo.toml", overrides), "cpu")
     assert sizes.dtype == torch.bfloat16
     assert (sizes.tokens, sizes.context, sizes.hidden) == (2 * 64, 64, 96)
     assert set(sizes.weights) == {(288, 96), (96, 96), (384, 96), (96, 384)}
+    large = sizes_of(load_config(CONFIGS / "gpt2-10b.toml", ["stream.micro_batch_size=64"]), "cuda")
+    assert (large.tokens, large.hidden) == (calibration.MOST_TOKENS["cuda"], 4096)
+    assert (sizes_of(None, "cuda").dtype, sizes_of(None, "cpu").dtype) == (torch.bfloat16, torch.float32)
 
 
 def test_a_model_that_cannot_be_built_is_told() -> None:
@@ -88,30 +92,24 @@ def test_a_model_that_cannot_be_built_is_told() -> None:
         sizes_of(config, "cpu")
 
 
-def test_a_large_batch_is_measured_in_part() -> None:
-    config = load_config(CONFIGS / "gpt2-10b.toml")
-    sizes = sizes_of(config, "cuda")
-    assert sizes.tokens <= calibration.MOST_TOKENS["cuda"]
-    assert sizes.hidden == 4096
-
-
-def test_sizes_without_a_config() -> None:
-    assert sizes_of(None, "cuda").dtype == torch.bfloat16
-    assert sizes_of(None, "cpu").dtype == torch.float32
-
-
-def test_only_what_runs_beside_the_others_counts() -> None:
-    spans = {
+@pytest.mark.parametrize(
+    ("compute", "host", "medians"),
+    [
         # the first began before the others did, the last ended after them
-        Lane.COMPUTE: [Span(0, 0, 4), Span(4, 4, 6), Span(6, 6, 8), Span(8, 8, 20)],
-        Lane.HOST: [Span(0, 3, 5), Span(5, 5, 6), Span(6, 6, 9)],
+        ([(0, 4), (4, 6), (6, 8), (8, 20)], [(3, 5), (5, 6), (6, 9)], (2, 2)),
+        # of pieces that are never wholly beside those that are most count
+        ([(0, 6), (6, 16)], [(2, 9)], (6, 7)),
+    ],
+)
+def test_only_what_runs_beside_the_others_counts(
+    compute: list[tuple[int, int]], host: list[tuple[int, int]], medians: tuple[int, int]
+) -> None:
+    lanes = Lane.COMPUTE, Lane.HOST
+    spans = {
+        lane: [Span(start, start, end) for start, end in times]
+        for lane, times in zip(lanes, (compute, host), strict=True)
     }
-    assert while_all_work(spans) == {Lane.COMPUTE: 2, Lane.HOST: 2}
-
-
-def test_of_pieces_that_are_never_wholly_beside_those_that_are_most_count() -> None:
-    spans = {Lane.COMPUTE: [Span(0, 0, 6), Span(6, 6, 16)], Lane.HOST: [Span(0, 2, 9)]}
-    assert while_all_work(spans) == {Lane.COMPUTE: 6, Lane.HOST: 7}
+    assert while_all_work(spans) == dict(zip(lanes, medians, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -132,9 +130,7 @@ def test_bad_input_is_told_in_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["calibrate", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"streamer: {message}") and error.count("\n") == 1
+    assert refused(capsys, "calibrate", *arguments).startswith(f"streamer: {message}")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -145,12 +141,11 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
     monkeypatch.setattr("os.access", lambda path, mode: False)
     monkeypatch.setattr(calibration, "measure", lambda *_, **__: pytest.fail("it has begun to measure"))
     path = tmp_path / "machine.toml"
-    assert main(["calibrate", "--output", str(path)]) == 2
-    error = capsys.readouterr().err
-    assert error == f"streamer: --output {path}: it cannot be written; give a file elsewhere\n"
+    error = refused(capsys, "calibrate", "--output", str(path))
+    assert error == f"streamer: --output {path}: it cannot be written; give a file elsewhere"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 def test_a_gpu_that_is_not_there_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["calibrate", "--device", "cuda", "--output", str(tmp_path / "machine.toml")]) == 2
-    assert "PyTorch finds no CUDA device here" in capsys.readouterr().err
+    error = refused(capsys, "calibrate", "--device", "cuda", "--output", str(tmp_path / "machine.toml"))
+    assert "PyTorch finds no CUDA device here" in error

@@ -103,15 +103,9 @@ def damaged(draw: st.DrawFn) -> bytes:
     return text[:begin] + draw(st.binary(max_size=20)) + text[end:]
 
 
-@given(mutated())
-@examples(300)
-def test_a_mutated_file(text: bytes) -> None:
-    check(text, [])
-
-
-@given(st.one_of(damaged(), st.binary(max_size=200)))
-@examples(150)
-def test_a_damaged_file(text: bytes) -> None:
+@given(st.one_of(mutated(), mutated(), damaged(), st.binary(max_size=200)))
+@examples(400)
+def test_a_file(text: bytes) -> None:
     check(text, [])
 
 

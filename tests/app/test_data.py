@@ -96,30 +96,26 @@ def test_a_path_without_text_is_named(folder: Path, path: str, message: str) -> 
     assert error_of(find_files, ["text", path]) == message.format(cwd=folder)
 
 
-def test_an_unreadable_file_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(d__a="a", d__b="b")
+def test_what_cannot_be_read_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(d__a="a", d__b="b", e__closed__b="b")
+    scandir = os.scandir
 
-    def refuse(path: Path, mode: str) -> object:  # chmod does not hold root back
+    # chmod does not hold root back
+    def opened(path: Path, mode: str) -> object:
         if path.name == "b":
             raise PermissionError(13, "Permission denied")
         return builtins.open(path, mode)
 
-    monkeypatch.setattr(Path, "open", refuse)
-    for paths in (["d"], ["d/b"]):
-        assert error_of(find_files, paths) == "d/b: Permission denied; make it readable or leave it out"
-
-
-def test_an_unreadable_folder_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(d__a="a", d__closed__b="b")
-    scandir = os.scandir
-
-    def refuse(path: str | os.PathLike[str]) -> object:
+    def scanned(path: str | os.PathLike[str]) -> object:
         if os.fspath(path).endswith("closed"):
             raise PermissionError(13, "Permission denied", os.fspath(path))
         return scandir(path)
 
-    monkeypatch.setattr(os, "scandir", refuse)
-    assert error_of(find_files, ["d"]) == "d/closed: Permission denied; make it readable or leave it out"
+    monkeypatch.setattr(Path, "open", opened)
+    monkeypatch.setattr(os, "scandir", scanned)
+    for given, named in (("d", "d/b"), ("d/b", "d/b"), ("e", "e/closed")):
+        error = error_of(find_files, [given])
+        assert error == f"{named}: Permission denied; make it readable or leave it out"
 
 
 def test_a_standard_library_without_sources_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,14 +171,9 @@ def test_a_single_file_loses_its_tail(folder: Path, text: str, fraction: float, 
     write(a=text)
     data = load_bytes(["a"], val_fraction=fraction)
     assert (text_of(data.train), text_of(data.val)) == (text.encode().removesuffix(val), val)
-
-
-def test_a_single_byte_cannot_be_split(folder: Path) -> None:
     write(a="0")
-    assert (
-        error_of(load_bytes, ["a"])
-        == "a: one byte cannot be split into training and validation; give more text"
-    )
+    single = "a: one byte cannot be split into training and validation; give more text"
+    assert error_of(load_bytes, ["a"]) == single
 
 
 # The batches

@@ -16,6 +16,7 @@ from tokenizers.processors import TemplateProcessing
 from streamer.app.config import ConfigError
 from streamer.app.run.data import IGNORED, Split, load_tokenizer, load_tokens
 from tests import tiny_llama
+from tests.app.common import error_of
 
 TOKENIZER = tiny_llama.tokenizer()
 END = TOKENIZER.eos_token
@@ -99,9 +100,7 @@ def test_a_crop_is_shifted_by_one_and_keeps_what_is_not_learnt(tmp_path: Path) -
     ],
 )
 def test_a_line_of_another_form_is_named(tmp_path: Path, line: Any, message: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        load(tmp_path, {"text": "one"}, line)
-    assert message in str(raised.value)
+    assert message in error_of(load, tmp_path, {"text": "one"}, line)
 
 
 @pytest.mark.parametrize(
@@ -117,9 +116,7 @@ def test_a_template_that_hides_who_speaks_is_refused(
 ) -> None:
     monkeypatch.setattr(TOKENIZER, "chat_template", template)
     chat = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}] * 2
-    with pytest.raises(ConfigError) as raised:
-        load(tmp_path, {"messages": chat})
-    assert message in str(raised.value)
+    assert message in error_of(load, tmp_path, {"messages": chat})
 
 
 def test_data_in_which_nothing_is_learnt(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from streamer.app.config import load_config
 from streamer.app.run.build import build_model, build_optimizer, schedule
 from streamer.app.run.data import IGNORED, TokenData
 from streamer.app.run.loop import Loop
+from streamer.app.run.run_folder import summary_of
 from streamer.backends.thread import ThreadBackend
 from tests.app.common import HOME, logged, refused, sets
 
@@ -66,7 +67,7 @@ def test_a_run_leaves_its_files_and_prints_its_table(
     rows = [event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"]
     assert rows == ["COMPUTE", "H2D", "D2H", "HOST"]
     assert {event["tid"] for event in trace["traceEvents"] if event["ph"] == "X"} == {0, 1, 2, 3}
-    summary = json.loads((run / "summary.json").read_text())
+    summary = json.loads((run / "summary.json").read_text(), parse_constant=pytest.fail)
     assert summary["last_val_loss"] < summary["first_val_loss"]
     printed = capsys.readouterr().out
     for words in (
@@ -190,35 +191,42 @@ def test_options_stand_for_keys_of_the_config(
     )
 
 
-def test_too_little_memory_is_one_line_and_the_ledger(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("asked", "begin", "end"),
+    [
+        # the run's plan asks twice how much is free, wrap as often, for the device too, then the optimizer
+        (2, "[stream]: not enough memory: the device needs ", "freeze parameters if it is the host"),
+        (4, "[optimizer]: not enough host memory for the moments: they take ", ""),
+    ],
+)
+def test_memory_that_is_gone_after_the_plan_is_one_line_and_the_ledger(
+    config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    asked: int,
+    begin: str,
+    end: str,
 ) -> None:
-    # gone after the run's plan was held against it
-    free = iter([1 << 40] * 2)
+    free = iter([1 << 40] * asked)
     monkeypatch.setattr(ThreadBackend, "host_available", lambda self: next(free, 1000))
     assert main(["train", str(config)]) == 2
-    error = capsys.readouterr().err
-    line, *table = error.splitlines()
-    assert line.startswith("streamer: [stream]: not enough memory: the device needs ")
-    assert "and has 1000 bytes" in line and line.endswith("freeze parameters if it is the host")
-    assert [row.split("  ")[0] for row in table if not row.startswith(" ")] == ["device", "host"]
-    assert table[-2].split()[-2:] == ["available", "1,000"]
-    assert not (config.parent / "runs").exists()
-    assert main(["train", str(config), "--set", "stream.device_memory='1kB'"]) == 2
-
-
-def test_too_little_memory_for_the_moments(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # asked for twice by the run's plan and by wrap, for the device too, then by the optimizer
-    free = iter([1 << 40] * 4)
-    monkeypatch.setattr(
-        "streamer.backends.thread.ThreadBackend.host_available", lambda self: next(free, 1000)
-    )
-    assert main(["train", str(config)]) == 2
     line, *table = capsys.readouterr().err.splitlines()
-    assert line.startswith("streamer: [optimizer]: not enough host memory for the moments: they take ")
-    assert "  held already" in "\n".join(table)
+    assert line.startswith(f"streamer: {begin}") and line.endswith(end)
+    if asked == 2:
+        assert "and has 1000 bytes" in line
+        assert [row.split("  ")[0] for row in table if not row.startswith(" ")] == ["device", "host"]
+        assert table[-2].split()[-2:] == ["available", "1,000"]
+    else:
+        assert "  held already" in "\n".join(table)
+    assert not (config.parent / "runs").exists()
+
+
+def test_the_overlap_of_an_idle_lane_is_null_in_the_summary(config: Path) -> None:
+    model = build_model(load_config(config))
+    try:
+        assert None in summary_of(model)["overlap"].values()
+    finally:
+        streamer.unwrap(model)
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
