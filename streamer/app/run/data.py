@@ -194,6 +194,10 @@ class TokenData:
         return self.tokens(split)[places].long(), self._targets(split)[places + 1].long()
 
 
+#: A text's name, and one or two tensors [length]: its tokens and, of documents, their targets.
+_Text = tuple[bytes, tuple[torch.Tensor, ...]]
+
+
 def load_bytes(paths: Sequence[str | os.PathLike[str]] = (), *, val_fraction: float = 0.05) -> TokenData:
     """The text at ``paths`` (see ``find_files``) as bytes, split into training and validation by file.
 
@@ -210,10 +214,6 @@ def load_bytes(paths: Sequence[str | os.PathLike[str]] = (), *, val_fraction: fl
         texts.append((name, (torch.frombuffer(bytearray(read_bytes(path)), dtype=torch.uint8),)))
     (train,), (val,) = _split(texts, val_fraction, f"{files[0]}: one byte")
     return TokenData(train, val)
-
-
-#: A text: its name, and tensors [length] for each of its tokens: the tokens and perhaps their targets.
-_Text = tuple[bytes, tuple[torch.Tensor, ...]]
 
 
 def _split(
@@ -246,14 +246,12 @@ def _split(
             held.add(name)
             room -= sizes[name]
     held = held or {min(by_hash, key=lambda name: sizes[name])}
-    train, val = (
-        [
-            torch.cat(parts)
-            for parts in zip(*(of for name, of in texts if (name in held) is is_val), strict=True)
-        ]
-        for is_val in (False, True)
-    )
-    return train, val
+
+    def joined(*, of_val: bool) -> list[torch.Tensor]:
+        chosen = [columns for name, columns in texts if (name in held) is of_val]
+        return [torch.cat(parts) for parts in zip(*chosen, strict=True)]
+
+    return joined(of_val=False), joined(of_val=True)
 
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
