@@ -26,50 +26,6 @@ class Param:
 
 
 @dataclass(frozen=True)
-class Slice:
-    """A parameter and its place: ``offset`` in bytes in the weight and gradient buffers, ``index`` in
-    elements in the buffers of optimizer state, ``block`` in those that hold one value for every 256 elements
-    begun."""
-
-    param: Param
-    numel: int
-    offset: int
-    index: int
-    block: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the parameter, without padding."""
-        return self.numel * self.param.dtype.itemsize
-
-    @cached_property
-    def padded(self) -> Stretch:
-        """The parameter's elements, and those that pad it."""
-        return Stretch(self.param.dtype, self.offset, self.index, -(-self.numel // ALIGN) * ALIGN)
-
-    def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The parameter in a unit's flat uint8 weight or gradient buffer, in its dtype and shape."""
-        flat = buffer[self.offset : self.offset + self.nbytes]
-        return flat.view(self.param.dtype).view(self.param.shape)
-
-    def own(self, buffer: torch.Tensor) -> torch.Tensor:
-        """`view`, under a storage of the parameter's own if the buffer is in host memory: who saves one
-        tensor, or looks for tensors that are tied, goes by storages."""
-        if buffer.device.type != "cpu" or not self.numel:
-            return self.view(buffer)
-        piece = torch.from_numpy(buffer[self.offset : self.offset + self.nbytes].numpy())
-        return piece.view(self.param.dtype).view(self.param.shape)
-
-    def state(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The parameter's elements in a unit's flat buffer of optimizer state, in the parameter's shape."""
-        return buffer[self.index : self.index + self.numel].view(self.param.shape)
-
-    def blocks(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The parameter's values in a unit's flat buffer of one value per block."""
-        return buffer[self.block : self.block + num_blocks(self.numel)]
-
-
-@dataclass(frozen=True)
 class Stretch:
     """Elements of one dtype that lie side by side: ``offset`` in bytes in the weight and gradient buffers,
     ``index`` in elements in the buffers of optimizer state."""
@@ -79,21 +35,55 @@ class Stretch:
     index: int
     numel: int
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the weight and gradient buffers."""
+        return self.numel * self.dtype.itemsize
+
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The elements in a flat uint8 buffer of weights or gradients, in their dtype."""
-        return buffer[self.offset : self.offset + self.numel * self.dtype.itemsize].view(self.dtype)
+        """The elements in a unit's flat uint8 buffer of weights or gradients, in their dtype."""
+        return buffer[self.offset : self.offset + self.nbytes].view(self.dtype)
 
     def state(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The elements in a flat buffer of optimizer state."""
+        """The elements in a unit's flat buffer of optimizer state."""
         return buffer[self.index : self.index + self.numel]
 
     def follows(self, other: Stretch) -> bool:
         """Whether this begins where ``other`` ends, in both kinds of buffer."""
-        return (
-            self.dtype == other.dtype
-            and self.index == other.index + other.numel
-            and self.offset == other.offset + other.numel * other.dtype.itemsize
-        )
+        end = other.offset + other.nbytes, other.index + other.numel
+        return self.dtype == other.dtype and (self.offset, self.index) == end
+
+
+@dataclass(frozen=True)
+class Slice(Stretch):
+    """The stretch of one parameter, without its padding; views have the parameter's shape. ``block`` is its
+    place in buffers that hold one value for every 256 elements begun."""
+
+    param: Param
+    block: int
+
+    @property
+    def padded(self) -> int:
+        """Elements of the parameter and its padding."""
+        return -(-self.numel // ALIGN) * ALIGN
+
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        return super().view(buffer).view(self.param.shape)
+
+    def state(self, buffer: torch.Tensor) -> torch.Tensor:
+        return super().state(buffer).view(self.param.shape)
+
+    def own(self, buffer: torch.Tensor) -> torch.Tensor:
+        """`view`, with a storage of the parameter's own if the buffer is in host memory: `torch.save` of one
+        tensor, and whatever looks for tied tensors, goes by storages."""
+        if buffer.device.type != "cpu" or not self.numel:
+            return self.view(buffer)
+        piece = torch.from_numpy(buffer[self.offset : self.offset + self.nbytes].numpy())
+        return piece.view(self.dtype).view(self.param.shape)
+
+    def blocks(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The parameter's values in a unit's flat buffer of one value per block."""
+        return buffer[self.block : self.block + num_blocks(self.numel)]
 
 
 @dataclass(frozen=True)
@@ -117,11 +107,12 @@ class Layout:
         offset = index = block = grad_nbytes = state_numel = state_blocks = 0
         for param in sorted(params, key=lambda param: not param.trainable):
             numel = torch.Size(param.shape).numel()
-            padded = -(-numel // ALIGN) * ALIGN
-            offset = -(-offset // (ALIGN * param.dtype.itemsize)) * (ALIGN * param.dtype.itemsize)
-            slices.append(Slice(param, numel, offset, index, block))
-            offset += padded * param.dtype.itemsize
-            index += padded
+            align = ALIGN * param.dtype.itemsize
+            offset = -(-offset // align) * align
+            slice = Slice(param.dtype, offset, index, numel, param, block)
+            slices.append(slice)
+            offset += slice.padded * param.dtype.itemsize
+            index += slice.padded
             block += num_blocks(numel)
             if param.trainable:
                 grad_nbytes, state_numel, state_blocks = offset, index, block
@@ -147,30 +138,27 @@ class Layout:
         return made[id(self)][1]
 
     def stretches(self, used: Sequence[bool]) -> list[Stretch]:
-        """Stretches that hold the ``used`` ones of the trainable parameters and nothing else, no padding,
-        neighbours made one."""
+        """Stretches that hold the ``used`` ones of the trainable parameters and nothing else, no padding.
+        Parameters with none between them share one."""
         key = tuple(used)
         if key not in self._stretches:
             # nearly always the same ones are used
             self._stretches.clear()
-            self._stretches[key] = self._make_stretches(used)
+            found: list[Stretch] = []
+            for slice, is_used in zip(self.trainable, key, strict=True):
+                if not is_used or not slice.numel:
+                    continue
+                stretch = Stretch(slice.dtype, slice.offset, slice.index, slice.numel)
+                if found and stretch.follows(found[-1]):
+                    found[-1] = replace(found[-1], numel=found[-1].numel + stretch.numel)
+                else:
+                    found.append(stretch)
+            self._stretches[key] = found
         return self._stretches[key]
 
     @cached_property
     def _stretches(self) -> dict[tuple[bool, ...], list[Stretch]]:
         return {}
-
-    def _make_stretches(self, used: Sequence[bool]) -> list[Stretch]:
-        stretches: list[Stretch] = []
-        for slice, is_used in zip(self.trainable, used, strict=True):
-            if not is_used or not slice.numel:
-                continue
-            stretch = Stretch(slice.param.dtype, slice.offset, slice.index, slice.numel)
-            if stretches and stretch.follows(stretches[-1]):
-                last = stretches.pop()
-                stretch = replace(last, numel=last.numel + stretch.numel)
-            stretches.append(stretch)
-        return stretches
 
     @property
     def numel(self) -> int:

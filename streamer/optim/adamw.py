@@ -31,10 +31,9 @@ from streamer.optim.state import (
     take_over,
 )
 from streamer.optim.update import (
-    UpdateRange,
+    ParamUpdate,
     all_finite,
     check_state_dtype,
-    merge,
     update_bytes,
     update_shard,
     warm_up,
@@ -259,13 +258,13 @@ class AdamW(torch.optim.Optimizer):
             self.__dict__.pop("grad_scale", None)
             raise
         unscale = 1.0 if scale is None else 1.0 / float(scale)
-        runs: dict[tuple[Executor, int], list[UpdateRange]] = defaultdict(list)
+        updates: dict[tuple[Executor, int], list[ParamUpdate]] = defaultdict(list)
         # gradients of before wrap have come into their places meanwhile
         updated = [(param, require_home(param)) for param in groups if param.grad is not None]
-        for (_, home), run in zip(updated, self._runs(updated, groups), strict=True):
-            runs[home.executor, home.unit.index].append(run)
+        for (_, home), update in zip(updated, self._updates(updated, groups), strict=True):
+            updates[home.executor, home.unit.index].append(update)
         for executor in self._executors:
-            mine = {unit: merge(runs[owner, unit]) for owner, unit in runs if owner is executor}
+            mine = {unit: updates[owner, unit] for owner, unit in updates if owner is executor}
             self._queue(executor, mine, unscale)
 
     @as_plain
@@ -281,7 +280,7 @@ class AdamW(torch.optim.Optimizer):
             return None
         executor = require_home(mine[0]).executor
         landing, shard = executor.landing, executor.shard(unit)
-        runs = merge(self._runs([(param, require_home(param)) for param in mine], groups))
+        updates = self._updates([(param, require_home(param)) for param in mine], groups)
         self._landed_with |= {id(groups[param]): hyper_of(groups[param], 1) for param in mine}
         steps = [self.state[param]["step"] for param in mine]
         stretches = unit.layout.stretches(used)
@@ -289,13 +288,13 @@ class AdamW(torch.optim.Optimizer):
 
         def update(gradient: torch.Tensor) -> None:
             if all_finite(gradient, stretches):
-                update_shard(shard, runs, state_dtype, 1.0, seed=unit.index + 1, gradient=gradient)
+                update_shard(shard, updates, state_dtype, 1.0, seed=unit.index + 1, gradient=gradient)
                 return
             for step in steps:
                 step -= 1
             landing.not_finite.append(unit.name)
 
-        return update, update_bytes(runs, state_dtype)
+        return update, update_bytes(updates, state_dtype)
 
     def _group_of(self) -> dict[torch.Tensor, dict[str, Any]]:
         """The group of each parameter."""
@@ -303,24 +302,24 @@ class AdamW(torch.optim.Optimizer):
             check_group(group)
         return {param: group for group in self.param_groups for param in group["params"]}
 
-    def _runs(
+    def _updates(
         self,
         updated: Sequence[tuple[torch.Tensor, Home]],
         groups: Mapping[torch.Tensor, dict[str, Any]],
-    ) -> list[UpdateRange]:
+    ) -> list[ParamUpdate]:
         """The next update of each of these parameters, which counts it."""
         steps = [self._state_of(param, home)["step"] for param, home in updated]
         if steps:
             torch._foreach_add_(steps, 1)
         hypers: dict[tuple[int, int], Hyper] = {}
-        runs = []
+        updates = []
         for (param, home), step in zip(updated, steps, strict=True):
             group = groups[param]
             key = id(group), int(step)
             if key not in hypers:
                 hypers[key] = hyper_of(group, int(step))
-            runs.append(UpdateRange.of(home.slice, hypers[key], summed=is_summed(param)))
-        return runs
+            updates.append(ParamUpdate(home.slice, hypers[key], summed=is_summed(param)))
+        return updates
 
     def _state_of(self, param: torch.Tensor, home: Home) -> State:
         """The state of a parameter that is about to be updated."""
@@ -374,17 +373,17 @@ class AdamW(torch.optim.Optimizer):
         self.state.clear()
         self.state.update(state)
 
-    def _queue(self, executor: Executor, runs: dict[int, list[UpdateRange]], unscale: float) -> None:
-        updates: dict[int, tuple[Callable[[], None], int]] = {}
+    def _queue(self, executor: Executor, updates: dict[int, list[ParamUpdate]], unscale: float) -> None:
+        work: dict[int, tuple[Callable[[], None], int]] = {}
         for unit in (executor.root, *executor.units):
-            if unit.index in runs:
+            if unit.index in updates:
                 # clipping has scaled the root's gradients already
                 scale = unscale if unit is executor.root else unscale * executor.gradients.scale
-                shard, of_unit = executor.shard(unit), runs[unit.index]
+                shard, of_unit = executor.shard(unit), updates[unit.index]
                 # the root's index is -1, and every unit's random bits are others
-                work = partial(update_shard, shard, of_unit, self.state_dtype, scale, seed=unit.index + 1)
-                updates[unit.index] = (work, update_bytes(of_unit, self.state_dtype))
-        executor.step(updates)
+                update = partial(update_shard, shard, of_unit, self.state_dtype, scale, seed=unit.index + 1)
+                work[unit.index] = (update, update_bytes(of_unit, self.state_dtype))
+        executor.step(work)
 
     def _synchronize(self) -> None:
         for executor in self._executors:

@@ -1,11 +1,11 @@
-"""The update of one host shard: which kernel for which dtypes, in one launch over runs of like parameters."""
+"""The update of one host shard: which kernel for which dtypes, in one launch over parameters alike."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -16,49 +16,25 @@ from streamer.memory.purposes import BF16, FP16, FP32, GRADIENTS, MOMENTS, SUMS
 
 
 @dataclass(frozen=True)
-class UpdateRange:
-    """Neighbouring elements of a shard that are updated alike; ``summed`` if from their fp32 sums."""
+class ParamUpdate:
+    """The update of one parameter; ``summed`` if its gradient is the fp32 sum of several."""
 
-    stretch: Stretch
+    slice: Slice
     hyper: native.Hyper
     summed: bool = False
 
-    @staticmethod
-    def of(slice: Slice, hyper: native.Hyper, *, summed: bool = False) -> UpdateRange:
-        """One parameter, padding included."""
-        return UpdateRange(slice.padded, hyper, summed)
 
-    def follows(self, other: UpdateRange) -> bool:
-        """Whether this run begins where ``other`` ends, and is updated like it."""
-        alike = (self.hyper, self.summed) == (other.hyper, other.summed)
-        return alike and self.stretch.follows(other.stretch)
-
-
-def merge(runs: Sequence[UpdateRange]) -> list[UpdateRange]:
-    """``runs`` in the order of memory, neighbours that are updated alike made one."""
-    rows: list[list[UpdateRange]] = []
-    for run in sorted(runs, key=lambda run: run.stretch.offset):
-        if rows and run.follows(rows[-1][-1]):
-            rows[-1].append(run)
-        else:
-            rows.append([run])
-    return [
-        replace(row[0], stretch=replace(row[0].stretch, numel=sum(run.stretch.numel for run in row)))
-        for row in rows
-    ]
-
-
-def update_bytes(runs: Sequence[UpdateRange], state_dtype: torch.dtype = FP32) -> int:
-    """Bytes of host memory that an update of ``runs``, with moments of ``state_dtype``, reads and writes."""
+def update_bytes(updates: Iterable[ParamUpdate], state_dtype: torch.dtype = FP32) -> int:
+    """Bytes of host memory that ``updates``, with moments of ``state_dtype``, read and write."""
     # weight and moments are read and written, as is the remainder of a split master (2 bytes) or a whole fp32
     # master (4) beside them; the gradient is read; scales of 8-bit moments do not count
     beside = {FP32: 0, BF16: 2, FP16: 4}
     total = 0
-    for run in runs:
-        dtype = run.stretch.dtype
-        gradient = FP32.itemsize if run.summed else dtype.itemsize
+    for update in updates:
+        dtype = update.slice.dtype
+        gradient = FP32.itemsize if update.summed else dtype.itemsize
         held = dtype.itemsize + beside[dtype] + 2 * state_dtype.itemsize
-        total += run.stretch.numel * (2 * held + gradient)
+        total += update.slice.padded * (2 * held + gradient)
     return total
 
 
@@ -81,41 +57,41 @@ def warm_up(layouts: Sequence[Layout], state_dtype: torch.dtype) -> None:
     hyper = native.Hyper(0.0, 0.0, 0.0, 1.0, 0.0, 1)
     for slice in small.slices:
         gradient, total = array(slice.view(shard.gradient)), array(slice.state(shard.sums))
-        update_shard(shard, [UpdateRange.of(slice, hyper)], state_dtype, 1.0)
+        update_shard(shard, [ParamUpdate(slice, hyper)], state_dtype, 1.0)
         native.sum_squares(gradient)
         native.accumulate(gradient, gradient.copy())
         if slice.param.dtype != FP32:
             native.add(total, gradient, gradient)
             native.accumulate(total, gradient)
-            update_shard(shard, [UpdateRange.of(slice, hyper, summed=True)], state_dtype, 1.0)
+            update_shard(shard, [ParamUpdate(slice, hyper, summed=True)], state_dtype, 1.0)
 
 
 def update_shard(
     shard: HostShard,
-    runs: Sequence[UpdateRange],
+    updates: Iterable[ParamUpdate],
     state_dtype: torch.dtype,
     grad_scale: float,
     *,
     seed: int = 0,
     gradient: torch.Tensor | None = None,
 ) -> None:
-    """AdamW on ``runs`` of ``shard``, with moments as `MOMENTS` says for ``state_dtype``.
+    """AdamW on some parameters of ``shard``, with moments as `MOMENTS` says for ``state_dtype``.
 
     The gradient, ``shard``'s or the one given (flat uint8, in the shard's layout), is multiplied by
     ``grad_scale`` first. Moments below fp32 are rounded with random bits that follow from ``seed``; give
     every unit another.
     """
     shard.about_to_change()
-    # One launch for all runs of a dtype; where units mix dtypes, for those at the same distance between
+    # One launch for all parameters of a dtype; where units mix dtypes, for those at the same distance between
     # their places in the weights and in the state.
-    launches: dict[tuple[torch.dtype, int, bool], list[UpdateRange]] = defaultdict(list)
-    for run in sorted(runs, key=lambda run: run.stretch.index):
-        stretch = run.stretch
-        distance = stretch.offset // stretch.dtype.itemsize - stretch.index
-        launches[stretch.dtype, distance, run.summed].append(run)
+    launches: dict[tuple[torch.dtype, int, bool], list[ParamUpdate]] = defaultdict(list)
+    for update in sorted(updates, key=lambda update: update.slice.index):
+        slice = update.slice
+        distance = slice.offset // slice.dtype.itemsize - slice.index
+        launches[slice.dtype, distance, update.summed].append(update)
     for alike in launches.values():
-        first, last = alike[0].stretch, alike[-1].stretch
-        whole = replace(first, numel=last.index + last.numel - first.index)
+        first, last = alike[0].slice, alike[-1].slice
+        whole = Stretch(first.dtype, first.offset, first.index, last.index + last.padded - first.index)
         if alike[0].summed:
             grad = whole.state(shard.sums)
         else:
@@ -123,7 +99,7 @@ def update_shard(
         _launch(shard, whole, alike, grad, state_dtype, grad_scale, seed)
 
 
-def all_finite(gradient: torch.Tensor, stretches: Sequence[Stretch]) -> bool:
+def all_finite(gradient: torch.Tensor, stretches: Iterable[Stretch]) -> bool:
     """Whether these stretches of a gradient (flat uint8) are finite everywhere."""
     return all(math.isfinite(native.sum_squares(array(stretch.view(gradient)))) for stretch in stretches)
 
@@ -131,22 +107,17 @@ def all_finite(gradient: torch.Tensor, stretches: Sequence[Stretch]) -> bool:
 def _launch(
     shard: HostShard,
     whole: Stretch,
-    runs: Sequence[UpdateRange],
+    updates: Sequence[ParamUpdate],
     gradient: torch.Tensor,
     state_dtype: torch.dtype,
     grad_scale: float,
     seed: int,
 ) -> None:
-    """Update ``runs``, in one kernel launch over ``whole``, from the first to the last of them."""
+    """Make ``updates`` in one kernel launch over ``whole``, from the first of them to the last."""
     weight, grad = array(whole.view(shard.weight)), array(gradient)
     exp_avg, exp_avg_sq, *scales = (shard[purpose] for purpose in MOMENTS[state_dtype])
     moments = array(whole.state(exp_avg)), array(whole.state(exp_avg_sq))
-    segments = [
-        native.Segment(
-            run.stretch.index - whole.index, run.stretch.index - whole.index + run.stretch.numel, run.hyper
-        )
-        for run in runs
-    ]
+    segments = _segments(whole, updates, by_parameter=bool(scales))
     if whole.dtype == FP32:
         native.adamw_fp32(weight, grad, *moments, segments, grad_scale=grad_scale)
         return
@@ -160,20 +131,21 @@ def _launch(
     elif state_dtype == BF16:
         native.adamw_split_bf16(*split, segments, grad_scale=grad_scale, seed=seed)
     else:
-        by_parameter = _segments_by_parameter(shard.layout, whole, runs)
         both = array(scales[0]), array(scales[1])
-        native.adamw_split_int8(*split, *both, by_parameter, grad_scale=grad_scale, seed=seed)
+        native.adamw_split_int8(*split, *both, segments, grad_scale=grad_scale, seed=seed)
 
 
-def _segments_by_parameter(
-    layout: Layout, whole: Stretch, runs: Sequence[UpdateRange]
-) -> list[native.Segment]:
-    """``runs`` cut at the parameters, padding left out: 8-bit blocks belong to one parameter each."""
-    return [
-        native.Segment(
-            slice.index - whole.index, slice.index - whole.index + slice.numel, run.hyper, slice.block
-        )
-        for run in runs
-        for slice in layout.trainable
-        if run.stretch.index <= slice.index < run.stretch.index + run.stretch.numel
-    ]
+def _segments(whole: Stretch, updates: Sequence[ParamUpdate], *, by_parameter: bool) -> list[native.Segment]:
+    """What of ``whole`` a kernel updates: neighbours with the same hyperparameters as one, padding included.
+    With ``by_parameter`` each parameter is one, without padding: 8-bit blocks belong to one parameter."""
+    segments: list[native.Segment] = []
+    for update in updates:
+        slice = update.slice
+        start = slice.index - whole.index
+        stop = start + (slice.numel if by_parameter else slice.padded)
+        last = segments[-1] if segments else None
+        if last is not None and (last.stop, last.hyper) == (start, update.hyper) and not by_parameter:
+            segments[-1] = last._replace(stop=stop)
+        else:
+            segments.append(native.Segment(start, stop, update.hyper, slice.block))
+    return segments

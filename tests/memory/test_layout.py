@@ -31,8 +31,8 @@ def test_places() -> None:
     layout = Layout.of([param("weight", (4, 5)), param("bias", (40,))])
     assert layout == Layout(
         slices=(
-            Slice(param("weight", (4, 5)), numel=20, offset=0, index=0, block=0),
-            Slice(param("bias", (40,)), numel=40, offset=32 * 4, index=32, block=1),
+            Slice(FP32, offset=0, index=0, numel=20, param=param("weight", (4, 5)), block=0),
+            Slice(FP32, offset=32 * 4, index=32, numel=40, param=param("bias", (40,)), block=1),
         ),
         nbytes=(32 + 64) * 4,
         grad_nbytes=(32 + 64) * 4,

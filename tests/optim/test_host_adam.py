@@ -10,9 +10,9 @@ import torch
 
 import streamer_native as native
 from streamer.memory.host import HostShard, HostStore
-from streamer.memory.layout import Layout, Param, Slice, Stretch
+from streamer.memory.layout import Layout, Param, Slice
 from streamer.memory.purposes import GRADIENTS, MOMENTS, SUMS
-from streamer.optim.update import UpdateRange, check_state_dtype, merge, update_bytes, update_shard
+from streamer.optim.update import ParamUpdate, check_state_dtype, update_bytes, update_shard
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SIZES = (300, 5, 4096, 33, 257, 1000)
@@ -75,12 +75,12 @@ def test_one_launch_updates_each_parameter_as_if_alone_and_skips_the_rest(
 ) -> None:
     shard = shard_of([dtype] * len(SIZES), state_dtype)
     before = shard_of([dtype] * len(SIZES), state_dtype)
-    runs = [
-        UpdateRange.of(slice, hyper)
+    updates = [
+        ParamUpdate(slice, hyper)
         for slice, hyper in zip(shard.layout.slices, OTHERS, strict=True)
         if slice.numel != 33
     ]
-    update_shard(shard, merge(runs), state_dtype, 0.5)
+    update_shard(shard, updates, state_dtype, 0.5)
     assert launches == [function]
     for slice, hyper in zip(shard.layout.slices, OTHERS, strict=True):
         after = moments(shard, slice, state_dtype)
@@ -90,7 +90,7 @@ def test_one_launch_updates_each_parameter_as_if_alone_and_skips_the_rest(
             continue
         alone = shard_of([dtype], state_dtype, (slice.numel,))
         (only,) = alone.layout.slices
-        update_shard(alone, [UpdateRange.of(only, hyper)], state_dtype, 0.5)
+        update_shard(alone, [ParamUpdate(only, hyper)], state_dtype, 0.5)
         assert torch.equal(shard.exact(slice), alone.exact(only))
         assert not torch.equal(shard.exact(slice), before.exact(slice))
         # what is rounded stochastically depends on the place in the shard, the rest does not
@@ -109,9 +109,9 @@ def test_an_fp32_sum_takes_the_place_of_the_gradient() -> None:
             if slice.numel != 4096:  # one parameter has no sum
                 slice.view(summed.gradient).fill_(9.0)
         slices = plain.layout.slices
-        update_shard(plain, merge([UpdateRange.of(slice, CALM) for slice in slices]), state_dtype, 0.5)
-        runs = merge([UpdateRange.of(slice, CALM, summed=slice.numel != 4096) for slice in slices])
-        update_shard(summed, runs, state_dtype, 0.5)
+        update_shard(plain, [ParamUpdate(slice, CALM) for slice in slices], state_dtype, 0.5)
+        updates = [ParamUpdate(slice, CALM, summed=slice.numel != 4096) for slice in slices]
+        update_shard(summed, updates, state_dtype, 0.5)
         for slice in slices:
             assert torch.equal(plain.exact(slice), summed.exact(slice)), (dtype, state_dtype, slice.numel)
 
@@ -119,11 +119,11 @@ def test_an_fp32_sum_takes_the_place_of_the_gradient() -> None:
 def test_a_parameter_that_is_skipped_keeps_its_8_bit_moments() -> None:
     shard = shard_of([BF16] * len(SIZES), torch.int8)
     slices = shard.layout.slices
-    update_shard(shard, merge([UpdateRange.of(slice, CALM) for slice in slices]), torch.int8, 1.0)
+    update_shard(shard, [ParamUpdate(slice, CALM) for slice in slices], torch.int8, 1.0)
     kept = moments(shard, slices[2], torch.int8)
     assert all(bool(tensor.any()) for tensor in kept)
-    others = [UpdateRange.of(s, CALM._replace(step=2)) for s in slices if s is not slices[2]]
-    update_shard(shard, merge(others), torch.int8, 9.0)
+    others = [ParamUpdate(s, CALM._replace(step=2)) for s in slices if s is not slices[2]]
+    update_shard(shard, others, torch.int8, 9.0)
     for now, before in zip(moments(shard, slices[2], torch.int8), kept, strict=True):
         assert torch.equal(now, before)
 
@@ -132,7 +132,7 @@ def test_garbage_in_the_padding_of_a_gradient_spoils_no_scale() -> None:
     clean, dirty = shard_of([BF16], torch.int8, (5,)), shard_of([BF16], torch.int8, (5,))
     dirty.gradient.view(BF16)[5:].fill_(1e9)
     for shard in (clean, dirty):
-        update_shard(shard, [UpdateRange.of(shard.layout.slices[0], CALM)], torch.int8, 1.0)
+        update_shard(shard, [ParamUpdate(shard.layout.slices[0], CALM)], torch.int8, 1.0)
     dirty.gradient.copy_(clean.gradient)
     assert all(torch.equal(a, b) for a, b in zip(bits(clean), bits(dirty), strict=True))
 
@@ -149,11 +149,11 @@ def test_a_unit_of_mixed_dtypes_takes_a_launch_for_each(
     dtypes: list[torch.dtype], expected: list[str], launches: list[str]
 ) -> None:
     shard = shard_of(dtypes, FP32)
-    update_shard(shard, merge([UpdateRange.of(slice, CALM) for slice in shard.layout.slices]), FP32, 1.0)
+    update_shard(shard, [ParamUpdate(slice, CALM) for slice in shard.layout.slices], FP32, 1.0)
     assert launches == expected
     for slice in shard.layout.slices:
         alone = shard_of([slice.param.dtype], FP32, (slice.numel,))
-        update_shard(alone, [UpdateRange.of(alone.layout.slices[0], CALM)], FP32, 1.0)
+        update_shard(alone, [ParamUpdate(alone.layout.slices[0], CALM)], FP32, 1.0)
         assert torch.equal(shard.exact(slice), alone.exact(alone.layout.slices[0]))
 
 
@@ -161,8 +161,8 @@ def test_a_unit_of_mixed_dtypes_takes_a_launch_for_each(
 def test_the_seed_reaches_the_rounding(state_dtype: torch.dtype) -> None:
     shards = [shard_of([BF16] * len(SIZES), state_dtype) for _ in range(3)]
     for shard, seed in zip(shards, (1, 1, 2), strict=True):
-        runs = [UpdateRange.of(slice, CALM) for slice in shard.layout.slices]
-        update_shard(shard, runs, state_dtype, 1.0, seed=seed)
+        updates = [ParamUpdate(slice, CALM) for slice in shard.layout.slices]
+        update_shard(shard, updates, state_dtype, 1.0, seed=seed)
     second = [shard.held["exp_avg_sq"] for shard in shards]
     assert torch.equal(second[0], second[1])
     assert not torch.equal(second[0], second[2])
@@ -194,7 +194,7 @@ def test_update_bytes_by_layout() -> None:
         (BF16, BF16, 18),
         (BF16, torch.int8, 14),
     ):
-        run = UpdateRange(Stretch(dtype, 0, 0, 64), CALM)
+        run = ParamUpdate(Layout.of([Param("w", (64,), dtype, True)]).slices[0], CALM)
         assert update_bytes([run], state_dtype) == 64 * expected
         if dtype != FP32:
             assert update_bytes([replace(run, summed=True)], state_dtype) == 64 * (expected + 2)

@@ -14,7 +14,7 @@ from streamer.backends.thread import ThreadBackend
 from streamer.engine.paging.handle import wrapped
 from streamer.memory.host import HostStore
 from streamer.memory.purposes import BF16, FP32, GRADIENTS, INT8, MODEL, MOMENTS, host_bytes
-from streamer.optim.update import UpdateRange, merge, update_shard
+from streamer.optim.update import ParamUpdate, update_shard
 from streamer_native import Hyper
 from tests.reference import VOCAB, language_loss, streamed
 
@@ -58,13 +58,13 @@ def test_each_unit_is_updated_as_its_shard_alone(state_dtype: torch.dtype | str)
             language_loss(model, step).backward()
             units = (*executor.units, executor.root)
             for unit, shard in zip(units, store.shards, strict=True):
-                runs = []
+                updates = []
                 for slice, param in zip(unit.layout.trainable, unit.params, strict=True):
                     slice.view(shard.gradient).copy_(param.grad)
                     matrix = param.dim() > 1
                     hyper = Hyper(1e-3 if matrix else 1e-2, 0.9, 0.999, 1e-8, 0.2 if matrix else 0.0, step)
-                    runs.append(UpdateRange.of(slice, hyper))
-                update_shard(shard, merge(runs), kept, 1.0, seed=unit.index + 1)
+                    updates.append(ParamUpdate(slice, hyper))
+                update_shard(shard, updates, kept, 1.0, seed=unit.index + 1)
             optimizer.step()
             optimizer.zero_grad()
         streamer.synchronize(model)
