@@ -115,7 +115,7 @@ class HostShard:
         return exact
 
     def joined(self, slice: Slice) -> torch.Tensor:
-        """`exact`, by PyTorch and on any thread, where kernels run on the HOST lane only; slower."""
+        """`exact` by PyTorch: on any thread, where kernels run on the HOST lane only, and slower."""
         weight = slice.view(self.weight)
         if weight.dtype != torch.bfloat16 or not slice.param.trainable:
             return self.exact(slice)

@@ -56,23 +56,28 @@ def find_layers(model: nn.Module, layers: Layers) -> list[tuple[str, nn.Module]]
 
 
 def _blocks(blocks: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """The children of ``blocks``; in place of a list, which is never called itself, those of its own children
-    that are worth a slot."""
+    """The children of ``blocks``; in place of a list, those of its own children that are worth a slot."""
     for name, child in _children(blocks, path):
         if is_list(child):
-            yield from _worth_a_slot(child, name)
+            yield from worth_a_slot(child, name)
         else:
             yield name, child
 
 
-def _worth_a_slot(blocks: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    sizes = {child: sum(param.numel() for param in child.parameters()) for child in blocks.children()}
-    for name, child in _children(blocks, path):
-        if SMALL * sizes[child] <= max(sizes.values()):
-            continue
+def worth_a_slot(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
+    """The parts of ``module``, without those that are `SMALL`."""
+    parts = [(name, part, sum(p.numel() for p in part.parameters())) for name, part in parts_of(module, path)]
+    most = max((numel for _, _, numel in parts), default=0)
+    return [(name, part) for name, part, numel in parts if SMALL * numel > most]
+
+
+def parts_of(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """The children with parameters, by qualified name; in place of a list, which is never called itself, its
+    own."""
+    for name, child in _children(module, path):
         if is_list(child):
-            yield from _worth_a_slot(child, name)
-        else:
+            yield from parts_of(child, name)
+        elif next(child.parameters(), None) is not None:
             yield name, child
 
 

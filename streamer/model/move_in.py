@@ -10,8 +10,9 @@ import abc
 import hashlib
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -98,30 +99,26 @@ class Initialiser:
             return
         for slice, param in zip(unit.layout.slices, unit.params, strict=True):
             exchange(slice.param.name, param, _blank(param, self._device))
-        without_values = []
+        blanks = [
+            _Blank.of(unit, owner, owner._parameters, name)
+            for owners in unit.owners
+            for owner, name in owners
+        ]
         for owner, name in unit.buffer_owners:
             if (buffer := owner._buffers[name]) is not None and buffer.is_meta:
                 if buffer not in self._blanks:
                     self._blanks[buffer] = _blank(buffer, self._device)
                 owner._buffers[name] = self._blanks[buffer]
-                without_values.append((owner, name))
-        places = [
-            *(
-                _Place(unit, owner, owner._parameters, name)
-                for owners in unit.owners
-                for owner, name in owners
-            ),
-            *(_Place(unit, owner, owner._buffers, name) for owner, name in without_values),
-        ]
+                blanks.append(_Blank.of(unit, owner, owner._buffers, name))
         outside = self._inside if unit.module not in self._layers else ()
-        modules = list(_children_first(unit.module, outside))
+        modules = list(_children_first(unit.module, set(outside)))
         with _seeded(_unit_seed(self._seed, unit.name), self._device), torch.no_grad(), self._device:
             for module in modules:
                 self._init(module)
             if isinstance(self._init, UnitInit):
                 self._init.end_unit(unit.module)
-        for place in places:
-            place.check()
+        for blank in blanks:
+            blank.check_filled()
         for module in modules:
             _check_attributes(unit, module)
 
@@ -148,38 +145,44 @@ def _blank(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     return blank.fill_(float("nan")) if blank.is_floating_point() else blank.zero_()
 
 
-class _Place:
-    """Where a parameter or buffer of ``unit`` is registered, and what was there at first."""
+@dataclass(frozen=True)
+class _Blank:
+    """A parameter or buffer that `Initialiser` has put in place of one on the meta device."""
 
-    def __init__(
-        self, unit: Unit, owner: nn.Module, registry: Mapping[str, torch.Tensor | None], name: str
-    ) -> None:
-        self._where = f"'{name}' of a {type(owner).__name__} in '{unit.name}'"
-        self._is_param = registry is owner._parameters
-        self._registry = registry
-        self._name = name
-        self._blank = registry[name]
-        self._requires_grad = self._blank is not None and self._blank.requires_grad
-        self._version = 0 if self._blank is None else self._blank._version
+    where: str
+    registry: Mapping[str, torch.Tensor | None]
+    name: str
+    tensor: torch.Tensor
+    version: int
+    requires_grad: bool
+    is_param: bool
 
-    def check(self) -> None:
+    @staticmethod
+    def of(unit: Unit, owner: nn.Module, registry: Mapping[str, torch.Tensor | None], name: str) -> _Blank:
+        where = f"'{name}' of a {type(owner).__name__} in '{unit.name}'"
+        tensor = registry[name]
+        assert tensor is not None
+        is_param = registry is owner._parameters
+        return _Blank(where, registry, name, tensor, tensor._version, tensor.requires_grad, is_param)
+
+    def check_filled(self) -> None:
         """Raise ValueError unless there are values now."""
-        now = self._registry.get(self._name)
-        if now is not None and now.requires_grad != self._requires_grad:
+        now = self.registry.get(self.name)
+        if now is not None and now.requires_grad != self.requires_grad:
             raise ValueError(
-                f"init= has changed requires_grad of {self._where}: set it before streamer.wrap, by which "
+                f"init= has changed requires_grad of {self.where}: set it before streamer.wrap, by which "
                 "there is room for gradients or none"
             )
-        if now is not self._blank and self._is_param:
+        if now is not self.tensor and self.is_param:
             raise ValueError(
-                f"init= has replaced parameter {self._where}: write into it, as torch.nn.init does"
+                f"init= has replaced parameter {self.where}: write into it, as torch.nn.init does"
             )
-        if now is None or now is not self._blank or now._version != self._version or not now.numel():
+        if now is None or now is not self.tensor or now._version != self.version or not now.numel():
             return
         # what is written through .data leaves the version as it is, but not all NaN
         if not now.is_floating_point() or bool(now.isnan().all()):
             raise ValueError(
-                f"init= has given {self._where} no values: let it set all parameters and buffers of the "
+                f"init= has given {self.where} no values: let it set all parameters and buffers of the "
                 "module that it is called with"
             )
 
@@ -193,18 +196,13 @@ def _check_attributes(unit: Unit, module: nn.Module) -> None:
             )
 
 
-def _children_first(module: nn.Module, outside: Collection[nn.Module]) -> Iterator[nn.Module]:
-    """``module`` and all that is in it but what is ``outside``, each once."""
-    seen: set[nn.Module] = set(outside)
-
-    def visit(module: nn.Module) -> Iterator[nn.Module]:
-        seen.add(module)
-        for child in module.children():
-            if child not in seen:
-                yield from visit(child)
-        yield module
-
-    return visit(module)
+def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    """``module`` and all that is in it, each once and none that was ``seen``."""
+    seen.add(module)
+    for child in module.children():
+        if child not in seen:
+            yield from _children_first(child, seen)
+    yield module
 
 
 def _unit_seed(seed: int, name: str) -> int:

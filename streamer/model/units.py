@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NoReturn
 
@@ -23,7 +23,7 @@ from streamer.engine.paging.unit import Unit
 from streamer.engine.schedule.op import ROOT
 from streamer.memory.layout import Layout, Param
 from streamer.memory.slots import num_grad_slots
-from streamer.model.layers import SMALL, is_called, is_list
+from streamer.model.layers import is_called, parts_of, worth_a_slot
 from streamer.plan.ledger import Ledger, amount, ledger
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -65,12 +65,6 @@ def make_units(
     return units, root
 
 
-def layout_of(name: str, module: nn.Module, dtype: torch.dtype | None) -> Layout:
-    """The layout that the unit of ``module`` (qualified name ``name``) would have."""
-    owned = _owners(name, module.named_modules())
-    return Layout.of(_param(param, places, dtype) for param, places in owned.items())
-
-
 def _owners(prefix: str, modules: Iterable[tuple[str, nn.Module]]) -> Owners:
     owners: Owners = defaultdict(list)
     for path, module in modules:
@@ -108,30 +102,24 @@ def _unit(
     dtype: torch.dtype | None,
     elsewhere: Iterable[nn.Module] = (),
 ) -> Unit:
-    params = {
-        _param(param, places, dtype): (param, tuple((owner, attribute) for owner, attribute, _ in places))
-        for param, places in owned.items()
-    }
+    params: dict[Param, nn.Parameter] = {}
+    for param, places in owned.items():
+        streamed = _streamed_dtype(param, places[0][2], dtype)
+        params[Param(places[0][2], tuple(param.shape), streamed, param.requires_grad)] = param
     layout = Layout.of(params)
+    in_order = tuple(params[slice.param] for slice in layout.slices)
     others = set(elsewhere)
     return Unit(
         index=index,
         name=name,
         module=module,
         layout=layout,
-        params=tuple(params[slice.param][0] for slice in layout.slices),
-        owners=tuple(params[slice.param][1] for slice in layout.slices),
+        params=in_order,
+        owners=tuple(tuple((owner, key) for owner, key, _ in owned[param]) for param in in_order),
         buffer_owners=tuple(
             (owner, key) for owner in module.modules() if owner not in others for key in owner._buffers
         ),
     )
-
-
-def _param(
-    param: nn.Parameter, places: Sequence[tuple[nn.Module, str, str]], dtype: torch.dtype | None
-) -> Param:
-    name = places[0][2]
-    return Param(name, tuple(param.shape), _streamed_dtype(param, name, dtype), param.requires_grad)
 
 
 def _streamed_dtype(param: nn.Parameter, name: str, dtype: torch.dtype | None) -> torch.dtype:
@@ -157,8 +145,8 @@ def _streamed_dtype(param: nn.Parameter, name: str, dtype: torch.dtype | None) -
 
 @dataclass(frozen=True)
 class Units:
-    """The units of a model, of which of the ``layers`` each is, what was ``split`` to get them, and, where
-    they do not fit on the device, what would help."""
+    """One way to cut a model into units: the number of each unit's layer, the modules that were ``split`` for
+    them and, where they do not fit on the device, what would help."""
 
     units: list[Unit]
     root: Unit
@@ -166,32 +154,12 @@ class Units:
     split: tuple[Split, ...] = ()
     mend: str | None = None
 
-
-@dataclass(frozen=True)
-class _Piece:
-    """A module that may be a unit, the bytes of its weights and gradients, and the number of its layer."""
-
-    name: str
-    module: nn.Module
-    nbytes: int
-    grad_nbytes: int
-    layer: int
-
-
-@dataclass(frozen=True)
-class _Stage:
-    """One way to cut a model into units; ``split`` are those that the stage before had whole."""
-
-    pieces: list[_Piece]
-    units: list[Unit]
-    root: Unit
-    split: tuple[_Piece, ...] = ()
-
     def ledger(self, num_slots: int) -> Ledger:
+        """The planned bytes with ``num_slots`` slots, or as many as there are units."""
         return ledger(self.units, self.root, num_slots=min(num_slots, len(self.units)))
 
     def device_bytes(self, num_slots: int) -> int:
-        """Bytes that it takes of the device."""
+        """Bytes of the device, with ``num_slots`` slots."""
         return sum(self.ledger(num_slots).device.values())
 
 
@@ -210,23 +178,14 @@ def cut_to_fit(
 
     ``dtype`` is what parameters are streamed in, ``limit`` the ``device_memory`` that `wrap` was given.
     """
-    stages: list[_Stage] = []
-    for stage in _stages(model, units, root, dtype):
-        stages.append(stage)
-        if stage.device_bytes(num_slots) <= available:
-            mend = None
-            break
-    else:
-        stage = min(stages, key=lambda stage: stage.device_bytes(num_slots))
-        mend = _mend(stages, stage, num_slots=num_slots, available=available, limit=limit)
-        stages = stages[: stages.index(stage) + 1]
-    totals = [stage.device_bytes(num_slots) for stage in stages]
-    split = tuple(
-        Split(piece.name, piece.module, min(totals[:number]))
-        for number, stage in enumerate(stages)
-        for piece in stage.split
-    )
-    return Units(stage.units, stage.root, [piece.layer for piece in stage.pieces], split, mend)
+    ways: list[Units] = []
+    for way in _ways(model, Units(units, root, list(range(len(units)))), dtype, num_slots):
+        ways.append(way)
+        if way.device_bytes(num_slots) <= available:
+            return way
+    best = min(ways, key=lambda way: way.device_bytes(num_slots))
+    mend = _mend(ways, best, num_slots=num_slots, available=available, limit=limit)
+    return replace(best, mend=mend)
 
 
 def refuse_micro_batches(split: Sequence[Split]) -> NoReturn:
@@ -238,64 +197,46 @@ def refuse_micro_batches(split: Sequence[Split]) -> NoReturn:
     )
 
 
-def _stages(model: nn.Module, units: list[Unit], root: Unit, dtype: torch.dtype | None) -> Iterator[_Stage]:
-    """The ways to cut, coarse to fine: in each the largest pieces of the one before are in parts."""
-    pieces = [
-        _Piece(unit.name, unit.module, unit.layout.nbytes, unit.layout.grad_nbytes, unit.index)
-        for unit in units
-    ]
-    split: tuple[_Piece, ...] = ()
+def _ways(model: nn.Module, way: Units, dtype: torch.dtype | None, num_slots: int) -> Iterator[Units]:
+    """The ways to cut, ``way`` first: in each the largest units of the one before are in parts."""
+    whole_bytes = way.device_bytes(num_slots)
     while True:
-        yield _Stage(pieces, units, root, split)
-        split = _to_split(pieces)
-        if not split:
+        yield way
+        largest = _to_split(way.units)
+        if not largest:
             return
-        parts = {piece.name: list(_parts(piece, dtype)) for piece in split}
-        pieces = [part for piece in pieces for part in parts.get(piece.name, [piece])]
-        units, root = make_units(model, [(piece.name, piece.module) for piece in pieces], dtype)
+        whole_bytes = min(whole_bytes, way.device_bytes(num_slots))
+        split = (*way.split, *(Split(unit.name, unit.module, whole_bytes) for unit in largest))
+        modules: list[tuple[str, nn.Module]] = []
+        layers: list[int] = []
+        for unit, layer in zip(way.units, way.layers, strict=True):
+            parts = worth_a_slot(unit.module, unit.name) if unit in largest else [(unit.name, unit.module)]
+            modules += parts
+            layers += [layer] * len(parts)
+        way = Units(*make_units(model, modules, dtype), layers, split)
 
 
-def _to_split(pieces: Sequence[_Piece]) -> tuple[_Piece, ...]:
-    """The largest pieces, or, where they cannot be split, those with the largest gradients."""
-    sizes: list[Callable[[_Piece], int]] = [lambda piece: piece.nbytes, lambda piece: piece.grad_nbytes]
-    for size in sizes:
-        most = max(map(size, pieces))
-        largest = tuple(piece for piece in pieces if size(piece) == most > 0)
-        if largest and not any(_obstacle(piece) for piece in largest):
-            return largest
-    return ()
-
-
-def _parts(piece: _Piece, dtype: torch.dtype | None) -> Iterator[_Piece]:
-    """The children that are units. The small ones are left to the root unit: a norm would take a slot in
-    which the matrix after it could be on its way."""
-    layouts = [
-        (name, child, layout_of(name, child, dtype)) for name, child in _children(piece.module, piece.name)
+def _to_split(units: Sequence[Unit]) -> list[Unit]:
+    """The largest units, or, where they cannot be split, those with the largest gradients."""
+    sizes: list[Callable[[Unit], int]] = [
+        lambda unit: unit.layout.nbytes,
+        lambda unit: unit.layout.grad_nbytes,
     ]
-    most = max(layout.nbytes for _, _, layout in layouts)
-    for name, child, layout in layouts:
-        if SMALL * layout.nbytes > most:
-            yield _Piece(name, child, layout.nbytes, layout.grad_nbytes, piece.layer)
+    for size in sizes:
+        most = max(map(size, units))
+        largest = [unit for unit in units if size(unit) == most > 0]
+        if largest and not any(map(_obstacle, largest)):
+            return largest
+    return []
 
 
-def _children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """The children with parameters; in place of a list of modules, which is not called, its own."""
-    for key, child in module.named_children():
-        if next(child.parameters(), None) is None:
-            continue
-        if is_list(child):
-            yield from _children(child, f"{prefix}.{key}")
-        else:
-            yield f"{prefix}.{key}", child
-
-
-def _obstacle(piece: _Piece) -> str | None:
-    """Why a piece cannot be cut into parts, or None if it can."""
-    module = piece.module
+def _obstacle(unit: Unit) -> str | None:
+    """Why a unit cannot be cut into parts, or None if it can."""
+    module = unit.module
     kind = type(module).__name__
     if isinstance(module, torch.jit.ScriptModule) or parametrize.is_parametrized(module):
         return f"it is a {kind}, which does not call its children as a plain module does"
-    children = list(_children(module, piece.name))
+    children = list(parts_of(module, unit.name))
     inside = {param for _, child in children for param in child.parameters()}
     for name, param in module.named_parameters():
         if param not in inside:
@@ -334,14 +275,12 @@ def _held(value: object) -> Iterator[object]:
         yield getattr(value, "__self__", value)
 
 
-def _mend(
-    stages: Sequence[_Stage], best: _Stage, *, num_slots: int, available: int, limit: int | None
-) -> str:
-    """What helps a device that is too small for any of ``stages``, of which ``best`` takes least."""
+def _mend(ways: Sequence[Units], best: Units, *, num_slots: int, available: int, limit: int | None) -> str:
+    """What helps a device that is too small for any of ``ways``, of which ``best`` takes least."""
     fewer = [
         count
-        for count in range(min(num_slots, max(len(stage.units) for stage in stages)) - 1, 0, -1)
-        if any(stage.device_bytes(count) <= available for stage in stages)
+        for count in range(min(num_slots, max(len(way.units) for way in ways)) - 1, 0, -1)
+        if any(way.device_bytes(count) <= available for way in ways)
     ]
     needed = best.device_bytes(num_slots)
     figure = amount(needed) if limit is None else f"device_memory={needed + limit - available}"
@@ -349,8 +288,8 @@ def _mend(
     beside = best.ledger(num_slots).beside_slots
     if beside >= available:
         return f"what is in no layer takes {amount(beside)} alone; {would_do}"
-    most = max(piece.nbytes for piece in best.pieces)
-    obstacles = {piece.name: _obstacle(piece) for piece in best.pieces if piece.nbytes == most}
+    most = max(unit.layout.nbytes for unit in best.units)
+    obstacles = {unit.name: _obstacle(unit) for unit in best.units if unit.layout.nbytes == most}
     name = next((name for name, obstacle in obstacles.items() if obstacle), next(iter(obstacles)))
     reason = obstacles[name] or "its parts would take more"
     return (
@@ -360,9 +299,9 @@ def _mend(
     )
 
 
-def _allowed(stage: _Stage, num_slots: int, room: int) -> int:
+def _allowed(way: Units, num_slots: int, room: int) -> int:
     """What a weight slot may take, if its gradient slot takes as much but no more than the gradients need."""
-    count = min(num_slots, len(stage.pieces))
+    count = min(num_slots, len(way.units))
     grad_slots = num_grad_slots(count)
-    grad_nbytes = max(piece.grad_nbytes for piece in stage.pieces)
+    grad_nbytes = max(unit.layout.grad_nbytes for unit in way.units)
     return max(room // (count + grad_slots), (room - grad_slots * grad_nbytes) // count)

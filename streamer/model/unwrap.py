@@ -79,11 +79,11 @@ class Copier:
             memo[id(param)] = plain_class(type(param))(self._exact(param), requires_grad=param.requires_grad)
 
     def _exact(self, param: nn.Parameter) -> torch.Tensor:
-        home, backend = home_of(param), self._executor.backend
+        home = home_of(param)
         assert home is not None, "it is one of the model's"
-        if backend.device.type == "meta":
+        if param.is_meta:
             return param.detach().clone()
-        exact = backend.on_host(partial(self._executor.shard(home.unit).exact, home.slice))
+        exact = self._executor.backend.on_host(partial(self._executor.shard(home.unit).exact, home.slice))
         return exact.to(self._plain_dtypes[param])
 
     def _check_room(self, params: Iterable[nn.Parameter]) -> None:
