@@ -10,7 +10,7 @@ the loss scale, which comes in with backward, the gradients of logits would roun
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -137,28 +137,14 @@ def _over_chunks(
 ) -> torch.Tensor:
     """The losses of all tokens; with ``factors``, [tokens], the head's gradients of their weighted sum."""
     losses = targets.new_empty(targets.shape, dtype=loss.exact)
-    for rows in _chunks(len(targets), loss.chunk_size):
-        _chunk(loss, head, rows, targets, factors, losses)
+    for start in range(0, len(targets), loss.chunk_size):
+        rows = slice(start, start + loss.chunk_size)
+        logits = head.logits(rows).to(loss.exact)
+        losses[rows] = loss.losses(logits, targets[rows], None if factors is None else factors[rows])
+        if factors is not None:
+            head.add(rows, logits)
+        del logits  # before the next chunk's are there
     return losses
-
-
-def _chunk(
-    loss: Loss,
-    head: _Head,
-    rows: slice,
-    targets: torch.Tensor,
-    factors: torch.Tensor | None,
-    losses: torch.Tensor,
-) -> None:
-    # a function, so that nothing of a chunk is left when the next one begins
-    logits = head.logits(rows).to(loss.exact)
-    losses[rows] = loss.losses(logits, targets[rows], None if factors is None else factors[rows])
-    if factors is not None:
-        head.add(rows, logits)
-
-
-def _chunks(tokens: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
 
 
 class CrossEntropy(torch.autograd.Function):

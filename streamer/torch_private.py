@@ -40,22 +40,29 @@ SubclassesOn: Any = _find("_C._EnableTorchFunction", "runs a layer as its user w
 backward_number: Callable[[], int] = _find("_C._current_graph_task_id", "tells one backward from another")
 
 #: Whether the backward that is running was told to keep its graph.
-keeps_graph: Callable[[], bool] = _find(
-    "_C._autograd._get_current_graph_task_keep_graph", "knows when to let a layer's graph go"
-)
+keeps_graph: Callable[[], bool] = _find("_C._autograd._get_current_graph_task_keep_graph", "frees graphs")
 
 #: Whether the backward that is running comes to a node; RuntimeError in `torch.autograd.grad`.
-comes_to: Callable[[Node], bool] = _find(
-    "_C._will_engine_execute_node", "knows whose gradients are asked for"
+comes_to: Callable[[Node], bool] = _find("_C._will_engine_execute_node", "knows whose gradients to make")
+
+#: Lets autograd call a function at the end of the backward that is running, and hold it until then.
+when_backward_ends: Callable[[Callable[[], None]], None] = _find(
+    "autograd.Variable._execution_engine.queue_callback", "waits for gradients where backward ends"
+)
+
+#: Takes off the hooks for saved tensors that were set last; sets others (pack, unpack).
+pop_saved_hooks: Callable[[], None] = _find(
+    "_C._autograd._pop_saved_tensors_default_hooks", "saves past a checkpoint"
+)
+push_saved_hooks: Callable[[Callable[..., Any], Callable[..., Any]], None] = _find(
+    "_C._autograd._push_saved_tensors_default_hooks", "saves past a checkpoint"
 )
 
 #: How many nodes of graphs this thread has made.
 nodes_made: Callable[[], int] = _find("_C._autograd._get_sequence_nr", "knows a graph's tensors again")
 
 #: Whether a transform of `torch.func` is active, or stands between a tensor and its values.
-in_transform: Callable[[], bool] = _find(
-    "_C._are_functorch_transforms_active", "refuses transforms that would miss gradients"
-)
+in_transform: Callable[[], bool] = _find("_C._are_functorch_transforms_active", "refuses torch.func")
 is_of_transform: Callable[[torch.Tensor], bool] = _find(
     "_C._functorch.is_functorch_wrapped_tensor", "knows tensors that have no memory to share"
 )
@@ -66,26 +73,17 @@ is_batched: Callable[[torch.Tensor], bool] = _find(
 
 #: The order in which implementations of attention are tried, as numbers.
 attention_order: Callable[[], Sequence[int]] = _find("_C._get_sdp_priority_order", "recomputes with the same")
-set_attention_order: Callable[[list[int]], None] = _find(
-    "_C._set_sdp_priority_order", "recomputes with the same"
-)
+set_attention_order: Callable[[list[int]], None] = _find("_C._set_sdp_priority_order", "recomputes so")
 
 _use_count: Callable[[int], int] = _find("_C._storage_Use_Count", "sees who else holds a slot")
 _get_creation: Any = _find("_C._autograd._get_creation_meta", "keeps views of outputs guarded")
 _set_creation: Any = _find("_C._autograd._set_creation_meta", "keeps views of outputs guarded")
 _creation: Any = _find("_C._autograd.CreationMeta", "keeps views of outputs guarded")
-_top_hooks: Any = _find(
-    "_C._autograd._top_saved_tensors_default_hooks", "saves past a checkpoint around a layer"
-)
-_pop_hooks: Any = _find(
-    "_C._autograd._pop_saved_tensors_default_hooks", "saves past a checkpoint around a layer"
-)
-_push_hooks: Any = _find("_C._autograd._push_saved_tensors_default_hooks", "saves past a checkpoint")
+_top_hooks: Any = _find("_C._autograd._top_saved_tensors_default_hooks", "saves past a checkpoint")
 _mode_at: Any = _find("_C._get_function_stack_at", "watches layers that are streamed in parts")
 _num_modes: Any = _find("_C._len_torch_function_stack", "watches layers that are streamed in parts")
 _pop_mode: Any = _find("_C._pop_torch_function_stack", "watches layers that are streamed in parts")
 _push_mode: Any = _find("_C._push_on_torch_function_stack", "watches layers that are streamed in parts")
-_engine: Any = _find("autograd.Variable._execution_engine", "waits for gradients where backward ends")
 
 #: What made a view: a custom function, or an operation in no-grad mode. Autograd refuses to write it.
 BY_CUSTOM_FUNCTION, BY_NO_GRAD = _creation.IN_CUSTOM_FUNCTION, _creation.NO_GRAD_MODE
@@ -125,16 +123,6 @@ def top_saved_hooks() -> Any:
     return _top_hooks(True)
 
 
-def pop_saved_hooks() -> None:
-    """Take those off."""
-    _pop_hooks()
-
-
-def push_saved_hooks(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
-    """Set others."""
-    _push_hooks(pack, unpack)
-
-
 def function_modes() -> list[TorchFunctionMode]:
     """The modes of `torch.overrides` that are on in this thread, the first one first."""
     return [_mode_at(place) for place in range(_num_modes())]
@@ -148,20 +136,15 @@ def exchange_function_modes(count: int, modes: Iterable[TorchFunctionMode]) -> N
         _push_mode(mode)
 
 
-def when_backward_ends(call: Callable[[], None]) -> None:
-    """Let autograd call it at the end of the backward that is running, and hold it until then."""
-    _engine.queue_callback(call)
-
-
 def set_gradient_hook(leaf: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-    """The first hook of ``leaf``, as by `torch.Tensor.register_hook`, but without a handle to take it off by,
-    which takes longer to make."""
+    """Set the first hook of ``leaf``, as `torch.Tensor.register_hook` does, but without the handle to remove
+    it, which takes longer to make."""
     leaf._backward_hooks = OrderedDict(first=hook)
 
 
 def set_accumulation_hook(leaf: torch.Tensor, hook: Callable[[torch.Tensor], None] | None) -> None:
-    """The only hook of ``leaf`` for what comes after a gradient was added, as by
-    `torch.Tensor.register_post_accumulate_grad_hook` without a handle; None takes it off."""
+    """Set the only hook of ``leaf`` that runs when a gradient was added, as
+    `torch.Tensor.register_post_accumulate_grad_hook` does, without a handle; None removes it."""
     if hook is not None:
         leaf._post_accumulate_grad_hooks = OrderedDict(only=hook)
     else:

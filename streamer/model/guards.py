@@ -67,11 +67,10 @@ def attach_guards(
                 keep(param.register_hook(_before_adding(executor, unit, slice, param)))
                 if unit is executor.root and not executor.landing.keeps_gradients:
                     keep(param.register_post_accumulate_grad_hook(_after_adding(executor)))
-        for module in modules:
-            keep(module.register_state_dict_pre_hook(_wait_for_updates(executor)))
-            keep(module.register_load_state_dict_pre_hook(_wait_before_loading(executor)))
         keep(model.register_state_dict_post_hook(_to_cpu))
         for module in modules:
+            keep(module.register_state_dict_pre_hook(lambda *_, **__: executor.synchronize()))
+            keep(module.register_load_state_dict_pre_hook(_wait_before_loading(executor)))
             # .to, .cuda, .half and their like all go through _apply
             own = {
                 "_apply": _stay(module, executor.backend.device),
@@ -145,13 +144,6 @@ def _after_adding(executor: Executor) -> Callable[[torch.Tensor], None]:
     def hook(param: torch.Tensor) -> None:
         if (there := landing()) is not None:
             there.added(param)
-
-    return hook
-
-
-def _wait_for_updates(executor: Executor) -> Callable[..., None]:
-    def hook(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        executor.synchronize()
 
     return hook
 

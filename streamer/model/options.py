@@ -14,13 +14,6 @@ from streamer.engine.paging.unit import Unit
 from streamer.memory.layout import Layout
 from streamer.model.units import DTYPES
 
-_FACTORS: dict[str | None, int] = {
-    None: 1,
-    **{letter: 1000 ** (power + 1) for power, letter in enumerate("KMGT")},
-    "k": 1000,
-    **{f"{letter}i": 1024 ** (power + 1) for power, letter in enumerate("KMGT")},
-}
-
 #: One activation policy for all layers, one for each, or a function that gives one for a layer's index.
 Activations = str | Sequence[str] | Callable[[int], str]
 
@@ -49,7 +42,7 @@ def check_options(
             f"num_slots={num_slots!r}: it must be an integer of 1 or more; 2 overlaps copies and compute"
         )
     if isinstance(activations, str):
-        check_policy("activations", activations)
+        _check_policy("activations", activations)
     elif not (isinstance(activations, Sequence) or callable(activations)):
         raise ValueError(
             f"activations={activations!r}: give one of {_KNOWN}, a list with one for each layer, or a "
@@ -60,7 +53,7 @@ def check_options(
             f"micro_batch_size={micro_batch_size!r}: it must be an integer of 1 or more, or None"
         )
     if batch_dims is not None:
-        check_batch_dims(batch_dims, micro_batch_size)
+        _check_batch_dims(batch_dims, micro_batch_size)
     if update not in ("step", "backward"):
         raise ValueError(f"update={update!r} is unknown: use 'step' or 'backward'")
     if grad_dtype not in (None, torch.float32):
@@ -80,7 +73,7 @@ def check_options(
         )
 
 
-def check_policy(name: str, policy: object) -> str:
+def _check_policy(name: str, policy: object) -> str:
     """``policy``. Raises ValueError unless it is an activation policy; ``name`` is the option's."""
     if not isinstance(policy, str) or policy not in POLICIES:
         raise ValueError(f"{name}={policy!r} is unknown: use one of {_KNOWN}")
@@ -92,17 +85,16 @@ def policies(activations: Activations, units: Sequence[Unit]) -> list[str]:
     if isinstance(activations, str):
         return [activations] * len(units)
     if callable(activations):
-        return [check_policy(f"activations({unit.index})", activations(unit.index)) for unit in units]
+        return [_check_policy(f"activations({unit.index})", activations(unit.index)) for unit in units]
     if len(activations) != len(units):
         raise ValueError(
             f"activations has {len(activations)} entries, and there are {len(units)} layers: give one "
             "for each"
         )
-    return [check_policy(f"activations[{index}]", policy) for index, policy in enumerate(activations)]
+    return [_check_policy(f"activations[{index}]", policy) for index, policy in enumerate(activations)]
 
 
-def check_batch_dims(batch_dims: Mapping[str, int | None], micro_batch_size: int | None) -> None:
-    """Raise ValueError for what `wrap` cannot make use of."""
+def _check_batch_dims(batch_dims: Mapping[str, int | None], micro_batch_size: int | None) -> None:
     if micro_batch_size is None:
         raise ValueError("batch_dims says how micro-batches are cut: give micro_batch_size too")
     if not isinstance(batch_dims, Mapping) or not all(
@@ -122,7 +114,9 @@ def parse_bytes(name: str, given: int | str | None) -> int | None:
     if given is None or _is_count(given):
         return None if given is None else int(given)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(k|[KMGT]i?)?B\s*", given) if isinstance(given, str) else None
-    if match is None or (nbytes := int(float(match[1]) * _FACTORS[match[2]])) < 1:
+    prefix = (match and match[2]) or ""
+    factor = (1024 if prefix.endswith("i") else 1000) ** "_KMGT".index(prefix[:1].upper() or "_")
+    if match is None or (nbytes := int(float(match[1]) * factor)) < 1:
         what = "a number and its unit" if isinstance(given, str) else "it in bytes, or as a text"
         raise ValueError(f"{name}={given!r}: give {what} such as '16GiB'")
     return nbytes
