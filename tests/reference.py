@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,15 +33,14 @@ def batch(step: int, *, size: int = 4, time: int = 16) -> torch.Tensor:
     return torch.randint(0, VOCAB, (size, time + 1), generator=torch.Generator().manual_seed(1000 + step))
 
 
-def language_loss(model: nn.Module, step: int) -> torch.Tensor:
-    tokens = batch(step)
+def language_loss(model: nn.Module, step: int, *, size: int = 4) -> torch.Tensor:
+    tokens = batch(step, size=size)
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 def wide_loss(model: nn.Module, step: int) -> torch.Tensor:
     """The same over 16 times as many tokens: in bf16 each token's loss has a rounding error of its own."""
-    tokens = batch(step, size=64)
-    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+    return language_loss(model, step, size=64)
 
 
 LossOf = Callable[[nn.Module, int], torch.Tensor]
@@ -112,6 +112,31 @@ def streamed(model: nn.Module, **options: Any) -> Iterator[nn.Module]:
         streamer.unwrap(wrapped)
 
 
+def assert_trains_alike(
+    model: nn.Module,
+    loop: Callable[[nn.Module, Any, Callable[..., torch.Tensor]], Any],
+    *,
+    make: Callable[[nn.Module, Any], Any] | None = None,
+    tolerance: float = 1e-6,
+    options: dict[str, Any] | None = None,
+    **settings: Any,
+) -> None:
+    """``loop``, given a model, its AdamW and what clips, returns the same for a deep copy of ``model`` and
+    for one that is wrapped with ``options``, and leaves the same weights within ``tolerance``.
+
+    ``make`` makes optimizers of a model, and of the AdamW to use, in place of one AdamW with ``settings``.
+    """
+    make = make or (lambda model, kind: kind(model.parameters(), **settings))
+    plain = copy.deepcopy(model)
+    clip = partial(torch.nn.utils.clip_grad_norm_, list(plain.parameters()))
+    expected = loop(plain, make(plain, torch.optim.AdamW), clip)
+    with streamed(model, **(options or {})) as mine:
+        actual = loop(mine, make(mine, streamer.AdamW), partial(streamer.clip_grad_norm_, mine))
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
+        weights = dict(mine.state_dict()), dict(plain.state_dict())
+        torch.testing.assert_close(*weights, rtol=0, atol=tolerance)
+
+
 def assert_same(actual: History, expected: History) -> None:
     """Equal to the bit, all of it."""
     assert actual.losses == expected.losses
@@ -130,18 +155,8 @@ def assert_parity(actual: History, expected: History, *, tolerance: float = 1e-5
     assert list(actual.first_gradients) == list(expected.first_gradients)
     for name, gradient in expected.first_gradients.items():
         assert torch.equal(actual.first_gradients[name], gradient), f"gradient of {name}"
-    torch.testing.assert_close(
-        torch.tensor(actual.losses), torch.tensor(expected.losses), rtol=tolerance, atol=0
-    )
-    torch.testing.assert_close(
-        torch.tensor(actual.norms), torch.tensor(expected.norms), rtol=tolerance, atol=0
-    )
+    losses, norms = (actual.losses, expected.losses), (actual.norms, expected.norms)
+    for mine, theirs in (losses, norms):
+        torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=tolerance, atol=0)
     assert list(actual.weights) == list(expected.weights)
-    for name, weight in expected.weights.items():
-        torch.testing.assert_close(
-            actual.weights[name],
-            weight,
-            rtol=0,
-            atol=tolerance,
-            msg=lambda text, name=name: f"{name}: {text}",
-        )
+    torch.testing.assert_close(actual.weights, expected.weights, rtol=0, atol=tolerance)

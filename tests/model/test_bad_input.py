@@ -1,4 +1,4 @@
-"""What cannot be honoured is one error that names the mend, and leaves no trace."""
+"""What cannot be honoured is one error that names the remedy, and leaves no trace."""
 
 from __future__ import annotations
 
@@ -71,24 +71,28 @@ def snapshot(model: nn.Module) -> list[object]:
     ]
 
 
-@contextmanager
-def refused(
-    model: nn.Module, error: type[Exception], match: str, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
-    """The block raises ``error`` before anything is changed or allocated."""
+Refuses = Callable[..., None]
+
+
+@pytest.fixture
+def refuses(monkeypatch: pytest.MonkeyPatch) -> Refuses:
+    """Whether `wrap` raises before anything is changed or allocated."""
 
     def allocate(self: ThreadBackend, nbytes: int, **_: Any) -> torch.Tensor:
         raise AssertionError(f"{nbytes} bytes are allocated before the input is checked")
 
-    before, threads = snapshot(model), lane_threads()
-    with monkeypatch.context() as patch:
-        for allocator in ("host_buffer", "host_reserve", "device_buffer"):
-            patch.setattr(ThreadBackend, allocator, allocate)
-        with pytest.raises(error, match=match):
-            yield
-    assert snapshot(model) == before
-    assert not any("forward" in module.__dict__ for module in model.modules())
-    assert lane_threads() == threads
+    def check(model: nn.Module, match: str, error: type[Exception] = ValueError, **options: Any) -> None:
+        before, threads = snapshot(model), lane_threads()
+        with monkeypatch.context() as patch:
+            for allocator in ("host_buffer", "host_reserve", "device_buffer"):
+                patch.setattr(ThreadBackend, allocator, allocate)
+            with pytest.raises(error, match=match):
+                streamer.wrap(model, **({"layers": "blocks", "device": "cpu"} | options))
+        assert snapshot(model) == before
+        assert not any("forward" in module.__dict__ for module in model.modules())
+        assert lane_threads() == threads
+
+    return check
 
 
 @contextmanager
@@ -132,26 +136,31 @@ def test_the_snapshot_sees_a_wrap() -> None:
         ({"layers": "nothing"}, r"'nothing' is an empty list\. " + KNOWN),
         ({"layers": ["blocks", "nowhere"]}, r"'nowhere': there is no such module\. " + KNOWN),
         ({"layers": []}, r"layers is empty: give the path of a list of layers\. " + KNOWN),
+        ({"layers": 3}, "layers=3: it must be a dotted path, several of them, or None"),
         ({"num_slots": 0}, r"num_slots=0: it must be an integer of 1 or more"),
-        ({"num_slots": -1}, r"num_slots=-1: it must be an integer of 1 or more"),
         ({"num_slots": True}, r"num_slots=True: it must be an integer of 1 or more"),
         ({"num_slots": 1.5}, r"num_slots=1\.5: it must be an integer of 1 or more"),
-        ({"num_slots": "2"}, r"num_slots='2': it must be an integer of 1 or more"),
         ({"activations": "checkpoint"}, "activations='checkpoint' is unknown: " + POLICIES),
         ({"activations": None}, "activations=None: give one of 'recompute', .* a list"),
         ({"dtype": torch.float64}, r"torch\.float64.* " + DTYPES),
-        ({"dtype": torch.int8}, r"torch\.int8.* " + DTYPES),
-        ({"dtype": torch.complex64}, r"complex64.* " + DTYPES),
         ({"dtype": "bf16"}, r"dtype='bf16'.* " + DTYPES),
         ({"device": "mps"}, r"device='mps' is not supported: use 'cuda' or 'cpu'"),
-        ({"device": "meta"}, r"device='meta' is not supported: use 'cuda' or 'cpu'"),
         ({"device": "gpu0"}, r"device='gpu0'.* use 'cuda' or 'cpu'"),
+        ({"host_threads": 0}, "host_threads=0: it must be an integer from 1 to"),
+        ({"host_threads": 100_000}, "host_threads=100000: it must be an integer from 1 to"),
+        *(
+            ({"device_memory": given}, re.escape(f"device_memory={given!r}: give {what} such as '16GiB'"))
+            for what, some in (
+                ("a number and its unit", ("", "16", "GiB", "16G", "-1GB", "0.1B", "1e3B")),
+                ("it in bytes, or as a text", (0, 1.5, True, b"1GB")),
+            )
+            for given in some
+        ),
     ],
+    ids=str,
 )
-def test_options(options: dict[str, Any], match: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Net()
-    with refused(model, ValueError, match, monkeypatch):
-        streamer.wrap(model, **({"layers": "blocks", "device": "cpu"} | options))
+def test_options(options: dict[str, Any], match: str, refuses: Refuses) -> None:
+    refuses(Net(), match, **options)
 
 
 def test_a_backend_that_was_given_is_closed_when_an_option_is_refused() -> None:
@@ -161,134 +170,96 @@ def test_a_backend_that_was_given_is_closed_when_an_option_is_refused() -> None:
     assert lane_threads() == set()
 
 
-@pytest.mark.parametrize("device", ["cuda", "cuda:1"], ids=["any device", "second device"])
-def test_cuda_without_cuda(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_cuda_no_device_means_the_cpu(refuses: Refuses, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    model = Net()
-    match = rf"device='{device}': PyTorch finds no CUDA device here; use device='cpu' or None"
-    with refused(model, ValueError, match, monkeypatch):
-        streamer.wrap(model, layers="blocks", device=device)
-
-
-def test_no_device_means_the_cpu_where_there_is_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for device in ("cuda", "cuda:1"):
+        match = f"device='{device}': PyTorch finds no CUDA device here; use device='cpu' or None"
+        refuses(Net(), match, device=device)
     with wrapped(device=None) as model:
         assert model(X).device.type == "cpu"
 
 
-def test_unknown_keyword(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Net()
-    with refused(model, TypeError, "unexpected keyword argument 'slots'", monkeypatch):
-        streamer.wrap(model, layers="blocks", slots=2)  # type: ignore[call-arg]
+@pytest.mark.parametrize(
+    ("model", "layers", "match"),
+    [
+        (nn.Linear(2, 2), None, "layers=None: .*This model has no list of modules"),
+        (
+            nn.Sequential(nn.ModuleList([None, nn.Tanh()]), nn.ModuleList([nn.Tanh()])),
+            "",
+            r"layers='' has no module with parameters in it\. Found",
+        ),
+        (nn.Sequential(nn.Linear(2, 2), nn.Tanh()), None, r"no list of like blocks.*'' \(2 x Linear\)"),
+        (
+            nn.Sequential(nn.ParameterList([torch.ones(2, 2)]), nn.ParameterList([torch.ones(2, 2)])),
+            "",
+            r"layer '0' is a ParameterList, which has no forward",
+        ),
+        (
+            nn.Sequential(nn.ParameterList([torch.ones(2, 2)]), nn.ParameterList([torch.ones(2, 2)])),
+            None,
+            "layers=None: no list of like blocks",
+        ),
+    ],
+)
+def test_no_layers_to_be_found(model: nn.Module, layers: str | None, match: str, refuses: Refuses) -> None:
+    refuses(model, match, layers=layers)
 
 
-def test_no_list_to_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Linear(2, 2)
-    with refused(model, ValueError, "layers=None: .*This model has no list of modules", monkeypatch):
-        streamer.wrap(model, device="cpu")
-    lists = nn.Sequential(nn.ModuleList([None, nn.Tanh()]), nn.ModuleList([nn.Tanh()]))
-    with refused(lists, ValueError, r"layers='' has no module with parameters in it\. Found", monkeypatch):
-        streamer.wrap(lists, layers="", device="cpu")
-    mixed = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
-    with refused(mixed, ValueError, r"layers=None: no list of like blocks.*'' \(2 x Linear\)", monkeypatch):
-        streamer.wrap(mixed, device="cpu")
+def linears(*widths: int) -> list[nn.Module]:
+    return [nn.Linear(width, width) for width in widths]
 
 
-def test_the_largest_list_is_found() -> None:
-    model = Net()
-    model.small = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
-    with wrapped(model, layers=None):
-        assert all("forward" in block.__dict__ for block in model.blocks)
-        assert not any("forward" in block.__dict__ for block in model.small)
+STAGE = nn.ModuleList([nn.ModuleList([nn.LayerNorm(9), None]), nn.Linear(199, 9), None, nn.Tanh()])
+A_DICT = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("2", "1", "last")})
+MODELS: dict[str, tuple[nn.Module, tuple[str | None, ...], list[str]]] = {
+    "every stack and no small list": (
+        nn.ModuleDict(
+            {
+                "encoder": nn.ModuleList(linears(8, 8)),
+                "decoder": nn.ModuleList([nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6)]),
+                "small": nn.ModuleList(linears(2, 2)),
+                "different": nn.Sequential(nn.Linear(9, 9), nn.LayerNorm(9)),
+            }
+        ),
+        (None,),
+        ["encoder.0", "encoder.1", "decoder.0", "decoder.1", "decoder.2"],
+    ),
+    "what is in lists of lists, each once": (
+        nn.ModuleDict(
+            {"stages": nn.ModuleList([nn.ModuleList(linears(2)), nn.ModuleList([nn.Linear(2, 2)] * 2)])}
+        ),
+        (None, "stages"),
+        ["stages.0.0", "stages.1.0"],
+    ),
+    "no children of a list in a list that have few parameters or none": (
+        nn.ModuleDict({"stages": nn.ModuleList([STAGE, copy.deepcopy(STAGE)]), "head": nn.Linear(2, 2)}),
+        (None, "stages"),
+        ["stages.0.1", "stages.1.1"],
+    ),
+    # a dict may as well hold an embedding, the layers and a norm
+    "a dict in its order, not one of several classes": (
+        nn.ModuleDict(
+            {"one": nn.Linear(2, 2), "two": nn.Linear(2, 2), "blocks": A_DICT, "n": nn.LayerNorm(2)}
+        ),
+        (None, "blocks"),
+        ["blocks.2", "blocks.1", "blocks.last"],
+    ),
+    "a dict of dicts": (
+        nn.ModuleDict({name: nn.ModuleDict({"x": nn.Linear(2, 2)}) for name in "ab"}),
+        (None, ""),
+        ["a.x", "b.x"],
+    ),
+}
 
 
-def test_every_stack_is_found_and_no_small_list() -> None:
-    model = nn.ModuleDict(
-        {
-            "encoder": nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]),
-            "decoder": nn.ModuleList([nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6)]),
-            "small": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]),
-            "different": nn.Sequential(nn.Linear(9, 9), nn.LayerNorm(9)),
-        }
-    )
-    names = [name for name, _ in find_layers(model, None)]
-    assert names == ["encoder.0", "encoder.1", "decoder.0", "decoder.1", "decoder.2"]
-
-
-def test_a_list_of_lists_stands_for_what_is_in_them() -> None:
-    stages = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleList([nn.Linear(2, 2)] * 2)])
-    model = nn.ModuleDict({"stages": stages})
-    for layers in (None, "stages"):
-        assert [name for name, _ in find_layers(model, layers)] == ["stages.0.0", "stages.1.0"]
-
-
-def test_a_dict_is_a_list_too() -> None:
-    """In the order of its entries; by itself it is found only where all of them are of one class, since a
-    dict may as well hold an embedding, the layers and a norm."""
-    blocks = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("2", "1", "last")})
-    model = nn.ModuleDict({"one": nn.Linear(2, 2), "two": nn.Linear(2, 2), "blocks": blocks, "norm": blocks})
-    model["norm"] = nn.LayerNorm(2)
-    for layers in (None, "blocks"):
-        names = [name for name, _ in find_layers(model, layers)]
-        assert names == ["blocks.2", "blocks.1", "blocks.last"]
-    lists = nn.ModuleDict({name: nn.ModuleDict({"x": nn.Linear(2, 2)}) for name in "ab"})
-    for layers in (None, ""):
-        assert [name for name, _ in find_layers(lists, layers)] == ["a.x", "b.x"]
-
-
-def test_what_takes_no_slot_in_a_list_of_lists() -> None:
-    """Children without parameters, and with few beside the largest."""
-    stages = nn.ModuleList(
-        nn.ModuleList([nn.ModuleList([nn.LayerNorm(9), None]), nn.Linear(199, 9), None, nn.Tanh()])
-        for _ in range(2)
-    )
-    model = nn.ModuleDict({"stages": stages, "head": nn.Linear(2, 2)})
-    for layers in (None, "stages"):
-        assert [name for name, _ in find_layers(model, layers)] == ["stages.0.1", "stages.1.1"]
-
-
-def test_layers_that_are_never_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    block = nn.ParameterList([torch.ones(2, 2)])
-    model = nn.ModuleDict({"blocks": nn.ModuleList([block, copy.deepcopy(block)])})
-    with refused(model, ValueError, r"layer 'blocks\.0' is a ParameterList, which has no forw", monkeypatch):
-        streamer.wrap(model, layers="blocks", device="cpu")
-    with refused(model, ValueError, "layers=None: no list of like blocks", monkeypatch):
-        streamer.wrap(model, device="cpu")
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_found(name: str) -> None:
+    model, paths, expected = MODELS[name]
+    for layers in paths:
+        assert [found for found, _ in find_layers(model, layers)] == expected
 
 
 # --- parameters ---------------------------------------------------------------------------------------
-
-
-def wrap_is_refused(model: nn.Module, match: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
-    with refused(model, ValueError, match, monkeypatch):
-        streamer.wrap(model, **({"layers": "blocks", "device": "cpu"} | options))
-
-
-def test_layer_without_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Net()
-    model.blocks.append(nn.Tanh())
-    match = r"layer 'blocks\.3' has no parameters.* put what it does into the layer"
-    wrap_is_refused(model, match, monkeypatch)
-
-
-def test_parameter_shared_between_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Net()
-    model.blocks[2].weight = model.blocks[0].weight
-    match = (
-        r"parameter 'blocks\.2\.weight' belongs to layer 'blocks\.0' and to layer 'blocks\.2'; "
-        ".*give each its own copy"
-    )
-    wrap_is_refused(model, match, monkeypatch)
-
-
-def test_parameter_shared_with_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Net()
-    model.single.bias = model.blocks[1].bias
-    match = (
-        r"parameter 'single\.bias' belongs to layer 'blocks\.1' and to the rest of the model; "
-        ".*give each its own copy"
-    )
-    wrap_is_refused(model, match, monkeypatch)
 
 
 def parity(model: nn.Module) -> None:
@@ -304,26 +275,79 @@ def parity(model: nn.Module) -> None:
         step(model)
 
 
-def test_tie_inside_a_layer_works() -> None:
+Change = Callable[[Any], object]
+
+
+def tied() -> nn.Module:
+    layer = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    layer[1].weight = layer[0].weight
+    return layer
+
+
+TIES: dict[str, Change] = {
+    "in layers": lambda model: setattr(model, "blocks", nn.ModuleList(tied() for _ in range(3))),
+    "in the rest": lambda model: setattr(model.single, "weight", model.embed.weight),
+    "a layer twice": lambda model: model.blocks.append(model.blocks[0]),
+}
+
+
+@pytest.mark.parametrize("name", TIES)
+def test_what_is_shared_and_works(name: str) -> None:
     model = Net()
-    for index in range(3):
-        layer = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        layer[1].weight = layer[0].weight
-        model.blocks[index] = layer
+    TIES[name](model)
+    shared = [id(param) for param in model.parameters()]
     parity(model)
-    assert model.blocks[1][1].weight is model.blocks[1][0].weight
+    assert [id(param) for param in model.parameters()] == shared
 
 
-def test_tie_inside_the_rest_works() -> None:
+def traced() -> nn.Module:
+    return torch.jit.trace(nn.Linear(4, 4), X)
+
+
+BAD_MODELS: list[tuple[Change, str]] = [
+    (
+        lambda model: setattr(model.blocks[2], "weight", model.blocks[0].weight),
+        r"parameter 'blocks\.2\.weight' belongs to layer 'blocks\.0' and to layer 'blocks\.2'; .*own copy",
+    ),
+    (
+        lambda model: setattr(model.single, "bias", model.blocks[1].bias),
+        r"parameter 'single\.bias' belongs to layer 'blocks\.1' and to the rest of the model; .*its own copy",
+    ),
+    (
+        lambda model: setattr(model.single, "bias", nn.Parameter(model.embed.bias.detach())),
+        r"parameter 'single\.bias' has the same memory as another one: tie them by",
+    ),
+    (
+        lambda model: model.blocks.append(nn.Tanh()),
+        r"layer 'blocks\.3' has no parameters.* put what it does into the layer",
+    ),
+    (
+        lambda model: model.to("meta"),
+        r"'blocks\.0\.weight' is on the meta device and has no values: give wrap\(init=",
+    ),
+    *(
+        (
+            lambda model, place=place: setattr(model.get_submodule(place), "lazy", nn.LazyLinear(4)),
+            rf"'{place}\.lazy\.weight' has no shape yet.*run the model once, then wrap it",
+        )
+        for place in ("blocks", "single")
+    ),
+    *(
+        (
+            lambda model, place=place: model.set_submodule(place, traced()),
+            rf"'{place}' is TorchScript.*wrap the model with the module",
+        )
+        for place in ("blocks.1", "single")
+    ),
+]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize(("change", "match"), BAD_MODELS, ids=[match[:40] for _, match in BAD_MODELS])
+def test_models_that_cannot_be_streamed(change: Change, match: str, refuses: Refuses) -> None:
     model = Net()
-    model.single.weight = model.embed.weight
-    parity(model)
-
-
-def test_same_module_twice_in_a_list_works() -> None:
-    model = Net()
-    model.blocks.append(model.blocks[0])
-    parity(model)
+    change(model)
+    refuses(model, match)
 
 
 @pytest.mark.parametrize("place", ["blocks.1", "single"])
@@ -331,7 +355,6 @@ def test_same_module_twice_in_a_list_works() -> None:
     ("values", "dtype", "match"),
     [
         (torch.eye(4).to_sparse(), None, r"is sparse \(torch\.sparse_coo\): make it dense"),
-        (torch.eye(4, dtype=torch.complex64), None, r"is complex .*: store its real"),
         (torch.eye(4, dtype=torch.complex64), torch.float32, r"is complex .*: store its real"),
         (torch.eye(4, dtype=torch.float64), None, r"torch\.float64.*give wrap\(dtype=\.\.\.\)"),
         (torch.eye(4, dtype=torch.int64), None, r"torch\.int64.*cast the model first"),
@@ -339,12 +362,12 @@ def test_same_module_twice_in_a_list_works() -> None:
     ],
 )
 def test_parameters_that_cannot_be_streamed(
-    place: str, values: torch.Tensor, dtype: torch.dtype | None, match: str, monkeypatch: pytest.MonkeyPatch
+    place: str, values: torch.Tensor, dtype: torch.dtype | None, match: str, refuses: Refuses
 ) -> None:
     model = Net()
     trainable = values.is_floating_point() or values.is_complex()
     model.get_submodule(place).weight = nn.Parameter(values, requires_grad=trainable)
-    wrap_is_refused(model, rf"parameter '{place}\.weight' .*{match}", monkeypatch, dtype=dtype)
+    refuses(model, rf"parameter '{place}\.weight' .*{match}", dtype=dtype)
 
 
 def test_float64_is_streamed_as_what_is_asked_for() -> None:
@@ -354,40 +377,15 @@ def test_float64_is_streamed_as_what_is_asked_for() -> None:
     assert {param.dtype for param in model.parameters()} == {torch.float64}
 
 
-@pytest.mark.parametrize("layers", ["blocks", None])
-def test_lazy_parameters(layers: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in ("blocks", "single"):
-        model = Net()
-        model.get_submodule(place).lazy = nn.LazyLinear(4)
-        match = rf"'{place}\.lazy\.weight' has no shape yet.*run the model once, then wrap it"
-        wrap_is_refused(model, match, monkeypatch, layers=layers)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("place", ["blocks.1", "single"])
-def test_torch_script(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Net()
-    model.set_submodule(place, torch.jit.trace(nn.Linear(4, 4), X))
-    wrap_is_refused(model, f"'{place}' is TorchScript.*wrap the model with the module", monkeypatch)
-
-
-def test_meta_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    with torch.device("meta"):
-        model = Net()
-    match = r"'blocks\.0\.weight' is on the meta device and has no values: give wrap\(init="
-    wrap_is_refused(model, match, monkeypatch)
-
-
 def test_wrapping_twice() -> None:
     model = Net()
     whole = nn.Sequential(model, nn.Linear(4, 4))
-    part = model.blocks
     with wrapped(model):
         before = snapshot(model)
         threads = lane_threads()
         for again, layers, which in (
             (model, "blocks", "model"),
-            (part, "", "it"),
+            (model.blocks, "", "it"),
             (whole, "0.blocks", r"model\.0"),
             (model.blocks[0], None, "it"),
         ):
@@ -396,13 +394,6 @@ def test_wrapping_twice() -> None:
         assert snapshot(model) == before
         assert lane_threads() == threads
         step(model)
-
-
-@pytest.mark.parametrize("host_threads", [0, -1, 2.0, True, "2", 100_000], ids=str)
-def test_an_impossible_number_of_host_threads(host_threads: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Net()
-    with refused(model, ValueError, f"host_threads={host_threads!r}: it must be", monkeypatch):
-        streamer.wrap(model, layers="blocks", device="cpu", host_threads=host_threads)
 
 
 # --- memory -------------------------------------------------------------------------------------------
@@ -428,10 +419,9 @@ host                         bytes
 
 
 @pytest.mark.parametrize(("device", "host"), [(2047, 10**9), (10**9, 5119), (1000, 100), (7167, 6767)])
-def test_too_little_memory(device: int, host: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory(device: int, host: int, refuses: Refuses, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ThreadBackend, "device_available", lambda self: device)
     monkeypatch.setattr(ThreadBackend, "host_available", lambda self: host)
-    model = Net()
     has = {10**9: "1000000000 bytes (0.93 GiB)"}
     mends = {
         2047: "'blocks.0' takes 256 bytes, a slot may take 255 bytes, and it cannot be streamed in parts (it "
@@ -443,8 +433,7 @@ def test_too_little_memory(device: int, host: int, monkeypatch: pytest.MonkeyPat
         f"{HOST} and has {has.get(host, f'{host} bytes')} and gets 400 bytes from the model's own weights "
         f"(the same memory as the device): {mends.get(device, 'lower num_slots if it is the device; ')}"
     )
-    with refused(model, MemoryError, match + "use dtype=torch.bfloat16", monkeypatch):
-        streamer.wrap(model, layers="blocks", device="cpu")
+    refuses(Net(), match + "use dtype=torch.bfloat16", MemoryError)
 
 
 def test_below_what_is_wrong_there_is_the_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,28 +446,26 @@ def test_below_what_is_wrong_there_is_the_ledger(monkeypatch: pytest.MonkeyPatch
     assert table == TABLE
 
 
-def test_more_is_to_be_page_locked_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_is_to_be_page_locked_than_may_be(refuses: Refuses, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ThreadBackend, "host_lockable", lambda self: 2559)
     match = re.escape(
         "not enough memory: 2560 bytes of the host's are to be page-locked, and this process may lock 2559 "
         "bytes: raise the limit with 'ulimit -l unlimited', or '--ulimit memlock=-1' for a container\ndevice "
     )
-    with refused(Net(), MemoryError, match + r"(.|\n)*\n  may be page-locked +2,559$", monkeypatch):
-        streamer.wrap(Net(), layers="blocks", device="cpu")
+    refuses(Net(), match + r"(.|\n)*\n  may be page-locked +2,559$", MemoryError)
     monkeypatch.setattr(ThreadBackend, "host_lockable", lambda self: 2560)
     with wrapped() as model:
         step(model)
 
 
-def test_a_control_group_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_control_group_counts(tmp_path: Path, refuses: Refuses, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cgroup").write_text("0::/\n")
     (tmp_path / "mountinfo").write_text(f"31 24 0:27 / {tmp_path} rw - cgroup2 cgroup2 rw\n")
     (tmp_path / "memory.max").write_text("12000\n")
     (tmp_path / "memory.current").write_text("5233\n")
     monkeypatch.setattr(host_memory, "PROC", tmp_path)
     monkeypatch.setattr(watch, "LOW_HOST_BYTES", 0)
-    with refused(Net(), MemoryError, "and has 6767 bytes, the host needs", monkeypatch):
-        streamer.wrap(Net(), layers="blocks", device="cpu")
+    refuses(Net(), "and has 6767 bytes, the host needs", MemoryError)
     (tmp_path / "memory.current").write_text("5232\n")
     with wrapped() as model:
         (tmp_path / "memory.current").write_text("9441\n")
@@ -501,7 +488,6 @@ def test_just_enough_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (None, None),
         (1, 1),
-        (17179869184, 1 << 34),
         ("16GiB", 1 << 34),
         ("16 GB", 16 * 10**9),
         (" 1.5KiB ", 1536),
@@ -515,17 +501,8 @@ def test_amounts_of_memory(given: int | str | None, nbytes: int | None) -> None:
     assert parse_bytes("device_memory", given) == nbytes
 
 
-@pytest.mark.parametrize("given", [0, -1, 1.5, True, "", "16", "GiB", "16G", "-1GB", "0.1B", "1e3B", b"1GB"])
-def test_no_amounts_of_memory(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    what = "a number and its unit" if isinstance(given, str) else "it in bytes, or as a text"
-    match = re.escape(f"device_memory={given!r}: give {what} such as '16GiB'")
-    wrap_is_refused(Net(), match, monkeypatch, device_memory=given)
-
-
-def test_a_limit_of_device_memory_is_held_against_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    match = re.escape(f"not enough memory: {DEVICE} and has 2047 bytes, ")
-    with refused(model := Net(), MemoryError, match, monkeypatch):
-        streamer.wrap(model, layers="blocks", device="cpu", device_memory=2047)
+def test_a_limit_of_device_memory_is_held_against_the_plan(refuses: Refuses) -> None:
+    refuses(Net(), f"not enough memory: {DEVICE} and has 2047 bytes, ", MemoryError, device_memory=2047)
     with wrapped(device_memory=2048) as model:
         step(model)
 
@@ -590,33 +567,22 @@ def test_moving_and_casting(place: str) -> None:
         step(model)
 
 
-COPIES: dict[str, Callable[[nn.Module], object]] = {
-    "copy": copy.copy,
-    "pickle": pickle.dumps,
-    "pickle of a whole": lambda model: pickle.dumps([model]),
-}
-
-
-@pytest.mark.parametrize("name", COPIES)
-def test_copying_and_pickling(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["", "blocks", "blocks.1", "single"])
+@pytest.mark.parametrize(
+    "duplicate",
+    [copy.copy, pickle.dumps, lambda module: pickle.dumps([module])],
+    ids=["copy", "pickle", "in a list"],
+)
+def test_copying_and_pickling(duplicate: Callable[[object], object], place: str) -> None:
     match = (
         r"cannot be pickled, nor copied by copy\.copy: take copy\.deepcopy\(model\).* or save model\.state_d"
     )
     with wrapped() as model:
         with pytest.raises(RuntimeError, match=match):
-            COPIES[name](model)
-        with pytest.raises(RuntimeError, match=match):
-            torch.save(model, tmp_path / "model.pt")
+            duplicate(model.get_submodule(place))
         step(model)
     copy.deepcopy(model)
     pickle.dumps(model)
-
-
-@pytest.mark.parametrize("copying", [copy.copy, pickle.dumps])
-@pytest.mark.parametrize("place", ["blocks", "blocks.1", "single"])
-def test_copying_a_part(copying: Callable[[nn.Module], object], place: str) -> None:
-    with wrapped() as model, pytest.raises(RuntimeError, match="cannot be pickled, nor copied"):
-        copying(model.get_submodule(place))
 
 
 def test_load_with_assign() -> None:
@@ -631,79 +597,25 @@ def test_load_with_assign() -> None:
         assert torch.equal(model(X), torch.zeros(2, 4)), "what was loaded is what runs"
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: setattr(layer, "weight", nn.Parameter(torch.zeros(4, 4))),
+        lambda layer: setattr(layer, "weight", None),
+        lambda layer: delattr(layer, "weight"),
+    ],
+    ids=["replaced", "None", "removed"],
+)
 @pytest.mark.parametrize("grad", [False, True])
-def test_replacing_a_layers_parameter(grad: bool) -> None:
-    match = r"'weight' of a Linear in layer 'blocks\.1' was replaced.*write into it .*or unwrap first"
-    with wrapped() as model, torch.set_grad_enabled(grad):
+def test_replacing_a_layers_parameter(change: Change, grad: bool) -> None:
+    match = r"'weight' of a Linear in layer 'blocks\.1' was re(placed|moved).*write into it .*or unwrap first"
+    with wrapped() as model:
         mine = model.blocks[1].weight
-        model.blocks[1].weight = nn.Parameter(torch.zeros(4, 4))
-        with pytest.raises(ValueError, match=match):
+        change(model.blocks[1])
+        with pytest.raises(ValueError, match=match), torch.set_grad_enabled(grad):
             model(X)
         model.blocks[1].weight = mine
-        model(X)
-    step_after_unwrap(model)
-
-
-def step_after_unwrap(model: nn.Module) -> None:
-    with wrapped(model):
         step(model)
-
-
-@pytest.mark.parametrize("change", ["None", "deleted"])
-def test_removing_a_layers_parameter(change: str) -> None:
-    with wrapped() as model:
-        mine = model.blocks[1].bias
-        if change == "None":
-            model.blocks[1].bias = None
-        else:
-            del model.blocks[1].bias
-        try:
-            with pytest.raises(
-                ValueError, match=r"'bias' of a Linear in layer 'blocks\.1' was re(plac|mov)ed"
-            ):
-                model(X)
-        finally:
-            model.blocks[1].bias = mine
-
-
-def replaced(model: nn.Module) -> None:
-    model.blocks[1] = nn.Linear(4, 4)
-
-
-def appended(model: nn.Module) -> None:
-    model.blocks.append(nn.Linear(4, 4))
-
-
-def deleted(model: nn.Module) -> None:
-    del model.blocks[1]
-
-
-def cut_short(model: nn.Module) -> None:
-    model.blocks = model.blocks[:2]
-
-
-def reordered(model: nn.Module) -> None:
-    model.blocks[0], model.blocks[2] = model.blocks[2], model.blocks[0]
-
-
-def wrapped_in_an_adapter(model: nn.Module) -> None:
-    model.blocks[1] = nn.Sequential(model.blocks[1], nn.Linear(4, 4))
-
-
-def with_another_head(model: nn.Module) -> None:
-    model.single = nn.Linear(4, 4)
-
-
-def with_an_adapter(model: nn.Module) -> None:
-    model.single.adapter = nn.Parameter(torch.zeros(4))
-
-
-def with_another_weight(model: nn.Module) -> None:
-    model.single.weight = nn.Parameter(torch.zeros(4, 4))
-
-
-def with_another_module_in_a_layer(model: nn.Module) -> None:
-    model.blocks[1].more = nn.Linear(4, 4)
 
 
 def the_model(model: nn.Module) -> None:
@@ -716,33 +628,62 @@ def layers_by_hand(model: nn.Module) -> None:
         x = block(x)
 
 
-REFUSED: dict[Callable[[nn.Module], None], str] = {
-    replaced: "layer 'blocks.1' was replaced by another Linear.* is neither streamed nor clipped",
-    appended: "parameter 'blocks.3.weight' was added or replaced.* is neither streamed nor clipped",
-    deleted: "layer 'blocks.1' was replaced by another Linear",
-    cut_short: "layer 'blocks.2' was removed after streamer.wrap",
-    reordered: "layer 'blocks.0' was replaced by another Linear",
-    wrapped_in_an_adapter: "parameter 'blocks.1.1.weight' was added or replaced",
-    with_another_head: "parameter 'single.weight' was added or replaced",
-    with_an_adapter: "parameter 'single.adapter' was added or replaced",
-    with_another_weight: "parameter 'single.weight' was added or replaced",
-    with_another_module_in_a_layer: "layer 'blocks.1' has gained or lost parameters.*'more.bias' and 1 more",
+def linear() -> nn.Module:
+    return nn.Linear(4, 4)
+
+
+def weight() -> nn.Parameter:
+    return nn.Parameter(torch.zeros(4, 4))
+
+
+REPLACED, ADDED = "layer '{}' was replaced by another Linear", "parameter '{}' was added or replaced"
+LOST = ".* is neither streamed nor clipped"
+CHANGES: dict[str, tuple[Change, str]] = {
+    "another layer": (
+        lambda model: model.blocks.__setitem__(1, linear()),
+        REPLACED.format("blocks.1") + LOST,
+    ),
+    "one more layer": (lambda model: model.blocks.append(linear()), ADDED.format("blocks.3.weight") + LOST),
+    "a layer deleted": (lambda model: model.blocks.__delitem__(1), REPLACED.format("blocks.1")),
+    "the last one deleted": (
+        lambda model: setattr(model, "blocks", model.blocks[:2]),
+        "layer 'blocks.2' was removed after streamer.wrap",
+    ),
+    "layers reordered": (
+        lambda model: setattr(model, "blocks", nn.ModuleList(reversed(model.blocks))),
+        REPLACED.format("blocks.0"),
+    ),
+    "an adapter around a layer": (
+        lambda model: model.blocks.__setitem__(1, nn.Sequential(model.blocks[1], linear())),
+        ADDED.format("blocks.1.1.weight"),
+    ),
+    "another head": (lambda model: setattr(model, "single", linear()), ADDED.format("single.weight")),
+    "another weight": (
+        lambda model: setattr(model.single, "weight", weight()),
+        ADDED.format("single.weight"),
+    ),
+    "one more weight": (lambda model: setattr(model.single, "more", weight()), ADDED.format("single.more")),
+    "a module in a layer": (
+        lambda model: setattr(model.blocks[1], "more", linear()),
+        "layer 'blocks.1' has gained or lost parameters.*'more.bias' and 1 more",
+    ),
 }
 
 
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("use", [the_model, layers_by_hand])
-@pytest.mark.parametrize("change", REFUSED)
-def test_changing_the_model(
-    change: Callable[[nn.Module], None], use: Callable[[nn.Module], None], grad: bool
-) -> None:
-    """Whether or not a step comes in between; once it is wrapped again, the changed model is what trains."""
-    match = REFUSED[change] + r".*call streamer.unwrap\(model\), change the model.*and wrap it again"
+@pytest.mark.parametrize("name", CHANGES)
+def test_changing_the_model(name: str, use: Callable[[nn.Module], None], grad: bool) -> None:
+    """Refused until it is wrapped again: then the changed model is what trains."""
+    change, match = CHANGES[name]
     with wrapped() as model, torch.set_grad_enabled(grad):
         use(model)
         change(model)
         for _ in range(2):
-            with pytest.raises(ValueError, match=match):
+            with pytest.raises(
+                ValueError,
+                match=match + r".*call streamer.unwrap\(model\), change the model.*and wrap it again",
+            ):
                 use(model)
     plain = copy.deepcopy(model)
     with wrapped(model):
@@ -773,34 +714,21 @@ def test_changes_are_looked_for_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> 
         assert len(checks) <= 6
 
 
-def test_unfreezing_a_layers_parameter() -> None:
-    model = Net()
-    model.blocks[1].bias.requires_grad_(False)
-    with wrapped(model):
-        step(model)
-        model.blocks[1].bias.requires_grad_(True)
-        with pytest.raises(ValueError, match=r"'blocks\.1\.bias' was frozen.*set requires_grad before"):
-            model(X)
-        model.blocks[1].bias.requires_grad_(False)
-        step(model)
-
-
+@pytest.mark.parametrize("place", ["blocks.1", "single"])
 @pytest.mark.parametrize("optimize", ["all", "trainable"])
-def test_unfreezing_a_parameter_of_the_rest(optimize: str) -> None:
+def test_unfreezing_a_parameter(place: str, optimize: str) -> None:
     model = Net()
-    for param in model.single.parameters():
-        param.requires_grad_(False)
+    frozen = model.get_submodule(place).weight.requires_grad_(False)
     with wrapped(model):
         params = [p for p in model.parameters() if optimize == "all" or p.requires_grad]
         optimizer = streamer.AdamW(params)
-        model.single.weight.requires_grad_(True)
-        try:
-            with pytest.raises(ValueError, match=r"'single\.weight' was frozen.*set requires_grad before"):
-                model(X).sum().backward()
-                optimizer.step()
-        finally:
-            model.single.weight.requires_grad_(False)
-            model.zero_grad()
+        frozen.requires_grad_(True)
+        with pytest.raises(ValueError, match=rf"'{place}\.weight' was frozen.*set requires_grad before"):
+            model(X).sum().backward()
+            optimizer.step()
+        frozen.requires_grad_(False)
+        model.zero_grad()
+        step(model)
 
 
 def test_freezing_after_wrap_works() -> None:
@@ -873,13 +801,13 @@ class Caller(nn.Module):
         return x
 
 
-CHANGES = r"layer 'blocks\.0' changes what it is given.*: let it return the new value"
+CHANGED = r"layer 'blocks\.0' changes what it is given.*: let it return the new value"
 
 
 @pytest.mark.parametrize("activations", ["recompute", "keep"])
 def test_a_layer_that_writes_its_input(activations: str) -> None:
     with wrapped(Caller(InPlace), activations=activations) as model:
-        with pytest.raises(ValueError, match=CHANGES):
+        with pytest.raises(ValueError, match=CHANGED):
             model(X)
         with torch.no_grad():
             model(X)  # no backward will run it again
@@ -896,32 +824,24 @@ ARGUMENTS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
 
 @pytest.mark.parametrize("argument", ARGUMENTS)
 def test_a_layer_that_changes_an_argument(argument: str) -> None:
+    """As caches do in generation: without gradients the change must reach the caller, as in plain PyTorch."""
     layer, make = ARGUMENTS[argument]
-    with wrapped(Caller(layer)) as model, pytest.raises(ValueError, match=CHANGES):
-        model(X, make())
-
-
-@pytest.mark.parametrize("argument", ARGUMENTS)
-def test_without_gradients_a_layer_may_change_an_argument(argument: str) -> None:
-    """As caches do in generation: the change must reach the caller, as it does in plain PyTorch."""
-    layer, make = ARGUMENTS[argument]
+    model, plain, by_hand, whole = Caller(layer), make(), make(), make()
 
     def count(value: Any) -> int:
-        if isinstance(value, Box):
-            return len(value.layers[0].keys)
-        return len(value)
+        return len(value.layers[0].keys if isinstance(value, Box) else value)
 
-    plain, streamed = make(), make()
-    model = Caller(layer)
     with torch.no_grad():
         model(X, plain)
-        with wrapped(model):
+    with wrapped(model):
+        with pytest.raises(ValueError, match=CHANGED):
+            model(X, make())
+        with torch.no_grad():
             x = model.embed(X)
             for block in model.blocks:
-                x = block(x, streamed)
-            again = make()
-            model(X, again)
-    assert (count(streamed), count(again)) == (count(plain), count(plain))
+                x = block(x, by_hand)
+            model(X, whole)
+    assert count(by_hand) == count(whole) == count(plain) > count(make())
 
 
 # --- optimizer and the other functions ----------------------------------------------------------------
@@ -945,7 +865,6 @@ def test_optimizer_of_a_plain_model() -> None:
         ("lr", float("nan")),
         ("lr", float("inf")),
         ("betas", 0.9),
-        ("betas", (1.0, 0.999)),
         ("betas", (0.9, 1.0)),
         ("betas", (-0.1, 0.999)),
         ("eps", -1e-8),
@@ -960,11 +879,6 @@ def test_bad_hyperparameters(name: str, value: Any) -> None:
         with pytest.raises(ValueError, match=match):
             streamer.AdamW([{"params": list(model.parameters()), name: value}])
         assert set(streamer.stats(model).host_bytes) == {"weights", "gradients"}, "no moments were allocated"
-
-
-def test_no_parameters_to_optimize() -> None:
-    with pytest.raises(ValueError, match="empty parameter list"):
-        streamer.AdamW([])
 
 
 PUBLIC: dict[str, Callable[[nn.Module], object]] = {

@@ -18,7 +18,9 @@ from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.paging.handle import wrapped
 from streamer.engine.schedule.op import Op, OpKind
-from tests.reference import VOCAB, language_loss, streamed
+from tests.reference import VOCAB, assert_trains_alike, language_loss, streamed
+
+Clip = Callable[..., torch.Tensor]
 
 
 @cache
@@ -28,55 +30,41 @@ def gpt() -> GPT:
     return GPT(vocab_size=VOCAB, block_size=16, n_layer=3, n_head=2, n_embd=20)
 
 
-def nothing(model: nn.Module) -> None:
-    pass
+#: With this eps the size of a gradient matters to Adam.
+CALM = {"lr": 1e-2, "eps": 1.0, "tolerance": 1e-6}
+LAYERS = {"layers": "transformer.h"}
 
 
-def second_backward(model: nn.Module) -> None:
-    language_loss(model, 1).backward()
+def middle(model: nn.Module) -> nn.Parameter:
+    """A weight of a layer."""
+    return model.transformer.h[1].mlp.c_fc.weight
 
 
-def scaled_by_hand(model: nn.Module) -> None:
-    with torch.no_grad():
-        model.transformer.h[1].mlp.c_fc.weight.grad.mul_(100)
+def put_in_place(model: nn.Module) -> None:
+    middle(model).grad = torch.full((80, 20), 3.0)
 
 
-def dropped(model: nn.Module) -> None:
-    model.transformer.h[1].mlp.c_fc.weight.grad = None
-
-
-def replaced(model: nn.Module) -> None:
-    model.transformer.h[2].mlp.c_fc.weight.grad = torch.full((80, 20), 3.0)
-
-
-def root_scaled(model: nn.Module) -> None:
-    with torch.no_grad():
-        model.lm_head.weight.grad.mul_(100)
-
-
-CHANGES: list[Callable[[nn.Module], None]] = [
-    nothing,
-    second_backward,
-    scaled_by_hand,
-    dropped,
-    replaced,
-    root_scaled,
-]
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "nothing": lambda model: None,
+    "a second backward": lambda model: language_loss(model, 1).backward(),
+    "scaled by hand": lambda model: middle(model).grad.mul_(100),
+    "dropped": lambda model: setattr(middle(model), "grad", None),
+    "replaced": put_in_place,
+    "the root's scaled": lambda model: model.lm_head.weight.grad.mul_(100),
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("num_slots", [1, 2])
-def test_the_norm_is_that_of_the_gradients_as_they_are(
-    change: Callable[[nn.Module], None], num_slots: int
-) -> None:
+def test_the_norm_is_that_of_the_gradients_as_they_are(change: str, num_slots: int) -> None:
     with streamed(gpt(), layers="transformer.h", num_slots=num_slots) as model:
         language_loss(model, 0).backward()
         untouched = streamer.clip_grad_norm_(model, float("inf"))
-        change(model)
+        CHANGES[change](model)
         expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
         actual = streamer.clip_grad_norm_(model, float("inf"))
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
-        assert (actual != untouched) == (change is not nothing)
+        assert (actual != untouched) == (change != "nothing")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -112,7 +100,7 @@ def test_gradients_written_unseen_after_clipping_are_an_error() -> None:
         optimizer = streamer.AdamW(model.parameters())
         before = copy.deepcopy(model.state_dict())
         language_loss(model, 0).backward()
-        shown = model.transformer.h[1].mlp.c_fc.weight.grad.data
+        shown = middle(model).grad.data
         streamer.clip_grad_norm_(model, 1e-3)
         shown.add_(1.0)
         for _ in range(2):
@@ -122,7 +110,7 @@ def test_gradients_written_unseen_after_clipping_are_an_error() -> None:
         optimizer.zero_grad()
         language_loss(model, 1).backward()
         streamer.clip_grad_norm_(model, 1e-3)
-        model.transformer.h[1].mlp.c_fc.weight.grad = None
+        middle(model).grad = None
         optimizer.step()
 
 
@@ -151,7 +139,7 @@ def test_a_norm_that_is_no_number_leaves_no_gradient_that_is_one() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         language_loss(model, 0).backward()
         with torch.no_grad():
-            model.transformer.h[1].mlp.c_fc.weight.grad[3, 4] = torch.nan
+            middle(model).grad[3, 4] = torch.nan
         assert clip(model).isnan()
         optimizer.step()
         return {name: weight.isnan() for name, weight in model.state_dict().items()}
@@ -166,25 +154,14 @@ def test_a_norm_that_is_no_number_leaves_no_gradient_that_is_one() -> None:
 
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 def test_gradients_written_before_clipping_are_not_taken_for_later_writes(norm_type: float) -> None:
-    def step(
-        model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[float, float], torch.Tensor]
-    ) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Clip) -> None:
         language_loss(model, 0).backward()
         with torch.no_grad():
-            model.transformer.h[1].mlp.c_fc.weight.grad.add_(1.0)
+            middle(model).grad.add_(1.0)
         clip(1e-2, norm_type)
         optimizer.step()
 
-    reference, settings = copy.deepcopy(gpt()), {"lr": 1e-2, "eps": 1.0}
-    clip = torch.nn.utils.clip_grad_norm_
-    plain = torch.optim.AdamW(reference.parameters(), **settings)
-    step(reference, plain, lambda *norm: clip(reference.parameters(), *norm))
-    with streamed(gpt(), layers="transformer.h") as model:
-        optimizer = streamer.AdamW(model.parameters(), **settings)
-        step(model, optimizer, lambda *norm: streamer.clip_grad_norm_(model, *norm))
-        actual = model.state_dict()
-        for name, weight in reference.state_dict().items():
-            torch.testing.assert_close(actual[name], weight, rtol=0, atol=1e-6, msg=name)
+    assert_trains_alike(gpt(), step, options=LAYERS, **CALM)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -214,58 +191,44 @@ def test_a_backward_through_the_root_alone_is_no_write_to_layers() -> None:
         assert streamer.stats(model).host_bytes["gradient sums"] > 0
 
 
-def test_clipping_after_a_step_does_not_reach_the_update_under_way() -> None:
-    """The root's gradient is still being read when it is clipped for a second use."""
-
-    def trained(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[float], object]) -> None:
-        for step in range(2):
-            language_loss(model, step).backward()
-            optimizer.step()
-            clip(1e-2)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    reference = copy.deepcopy(gpt())
-    settings = {"lr": 1e-2, "eps": 1.0}
-    clip = torch.nn.utils.clip_grad_norm_
-    plain = torch.optim.AdamW(reference.parameters(), **settings)
-    trained(reference, plain, lambda norm: clip(reference.parameters(), norm))
-    backend = ThreadBackend(delays={lane: lambda: 0.004 for lane in Lane})
-    with streamed(gpt(), layers="transformer.h", backend=backend) as model:
-        optimizer = streamer.AdamW(model.parameters(), **settings)
-        trained(model, optimizer, lambda norm: streamer.clip_grad_norm_(model, norm))
-        actual = model.state_dict()
-        for name, weight in reference.state_dict().items():
-            torch.testing.assert_close(actual[name], weight, rtol=0, atol=1e-6, msg=name)
+def clipped_again(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Clip) -> None:
+    for step in range(2):
+        language_loss(model, step).backward()
+        optimizer.step()
+        clip(1e-2)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("change", ["a gradient is replaced", "one layer goes backward"])
-def test_gradients_that_join_clipped_ones_wait_for_the_update_under_way(change: str) -> None:
-    """The coefficient is then applied to all that are held, which the update is still reading."""
-
-    def trained(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[float], object]) -> None:
+def joined(join: Callable[[nn.Module], None]) -> Callable[..., None]:
+    def trained(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Clip) -> None:
         language_loss(model, 0).backward()
         clip(1e-2)
         optimizer.step()
-        if change == "a gradient is replaced":
-            replaced(model)
-        else:
-            model.transformer.h[0](torch.linspace(-1, 1, 80).view(1, 4, 20)).square().sum().backward()
+        join(model)
         clip(1e-2)
         optimizer.step()
 
-    reference = copy.deepcopy(gpt())
-    settings = {"lr": 1e-2, "eps": 1.0}
-    clip = torch.nn.utils.clip_grad_norm_
-    plain = torch.optim.AdamW(reference.parameters(), **settings)
-    trained(reference, plain, lambda norm: clip(reference.parameters(), norm))
-    backend = ThreadBackend(delays={Lane.HOST: lambda: 0.02})
-    with streamed(gpt(), layers="transformer.h", backend=backend) as model:
-        optimizer = streamer.AdamW(model.parameters(), **settings)
-        trained(model, optimizer, lambda norm: streamer.clip_grad_norm_(model, norm))
-        actual = model.state_dict()
-        for name, weight in reference.state_dict().items():
-            torch.testing.assert_close(actual[name], weight, rtol=0, atol=1e-6, msg=name)
+    return trained
+
+
+def one_layer_alone(model: nn.Module) -> None:
+    model.transformer.h[0](torch.linspace(-1, 1, 80).view(1, 4, 20)).square().sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("trained", "delays"),
+    [
+        (clipped_again, dict.fromkeys(Lane, lambda: 0.004)),
+        (joined(put_in_place), {Lane.HOST: lambda: 0.02}),
+        (joined(one_layer_alone), {Lane.HOST: lambda: 0.02}),
+    ],
+    ids=["clipped again", "a gradient is replaced", "one layer goes backward"],
+)
+def test_clipping_waits_for_the_update_under_way(trained: Callable[..., None], delays: Any) -> None:
+    """It still reads the gradients to which the coefficient is applied."""
+    options = LAYERS | {"backend": ThreadBackend(delays=delays)}
+    assert_trains_alike(gpt(), trained, options=options, **CALM)
 
 
 def test_a_coefficient_that_is_not_a_number_is_gone_with_its_gradients() -> None:
@@ -308,68 +271,24 @@ def test_norms_other_than_the_second(norm_type: Any, dtype: torch.dtype) -> None
 
 
 def test_clipping_twice_and_then_adding_is_what_pytorch_gives() -> None:
-    def gradients(model: nn.Module, clip: Callable[[float], torch.Tensor]) -> list[torch.Tensor]:
+    def gradients(model: nn.Module, optimizer: object, clip: Clip) -> list[torch.Tensor]:
         language_loss(model, 0).backward()
         norms = [clip(1.0), clip(0.5)]
         language_loss(model, 1).backward()
         norms.append(clip(1e9))
         return [*norms, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
-    reference = copy.deepcopy(gpt())
-    expected = gradients(reference, lambda norm: torch.nn.utils.clip_grad_norm_(reference.parameters(), norm))
-    with streamed(gpt(), layers="transformer.h") as model:
-        actual = gradients(model, lambda norm: streamer.clip_grad_norm_(model, norm))
-        for mine, theirs in zip(actual, expected, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
-
-
-def test_clipping_reaches_every_optimizer_of_the_model() -> None:
-    def final(
-        model: nn.Module, kind: type[torch.optim.Optimizer], clip: Callable[[float], torch.Tensor]
-    ) -> None:
-        params = list(model.parameters())
-        # with this eps the size of a gradient matters to Adam
-        optimizers = [kind(params[i::2], lr=1e-2, eps=1.0) for i in range(2)]  # type: ignore[call-arg]
-        for step in range(3):
-            language_loss(model, step).backward()
-            clip(1e-2)
-            for optimizer in optimizers:
-                optimizer.step()
-            model.zero_grad()
-
-    reference = copy.deepcopy(gpt())
-    clip = torch.nn.utils.clip_grad_norm_
-    final(reference, torch.optim.AdamW, lambda norm: clip(reference.parameters(), norm))
-    with streamed(gpt(), layers="transformer.h") as model:
-        final(model, streamer.AdamW, lambda norm: streamer.clip_grad_norm_(model, norm))
-        actual = model.state_dict()
-        for name, weight in reference.state_dict().items():
-            torch.testing.assert_close(actual[name], weight, rtol=0, atol=1e-6, msg=name)
+    assert_trains_alike(gpt(), gradients, options=LAYERS)
 
 
 def test_a_gradient_that_is_put_in_place_after_clipping_is_not_clipped() -> None:
-    def step(
-        model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[float], torch.Tensor]
-    ) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Clip) -> None:
         language_loss(model, 0).backward()
         clip(1e-2)
-        weight = model.transformer.h[1].mlp.c_fc.weight
-        weight.grad = torch.ones_like(weight)
+        put_in_place(model)
         optimizer.step()
 
-    reference = copy.deepcopy(gpt())
-    clip = torch.nn.utils.clip_grad_norm_
-    step(
-        reference,
-        torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1.0),
-        lambda norm: clip(reference.parameters(), norm),
-    )
-    with streamed(gpt(), layers="transformer.h") as model:
-        optimizer = streamer.AdamW(model.parameters(), lr=1e-2, eps=1.0)
-        step(model, optimizer, lambda norm: streamer.clip_grad_norm_(model, norm))
-        actual = model.state_dict()
-        for name, weight in reference.state_dict().items():
-            torch.testing.assert_close(actual[name], weight, rtol=0, atol=1e-6, msg=name)
+    assert_trains_alike(gpt(), step, options=LAYERS, **CALM)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
