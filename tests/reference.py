@@ -82,7 +82,7 @@ def train_plain(
     """A deep copy of ``model`` trained by PyTorch alone."""
     model = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1)
-    clip = lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)  # noqa: E731
+    clip = partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()), max_norm)
     return train(model, optimizer, clip, steps=steps, **kwargs)
 
 
@@ -93,13 +93,14 @@ def train_streamed(
     max_norm: float = 1.0,
     lr: float = 1e-3,
     loss_of: LossOf = language_loss,
+    clip: bool = True,
     **options: Any,
 ) -> History:
     """A deep copy of ``model``, wrapped with ``options`` and trained by streamer."""
     with streamed(model, **options) as wrapped:
         optimizer = streamer.AdamW(wrapped.parameters(), lr=lr, weight_decay=0.1)
-        clip = lambda: streamer.clip_grad_norm_(wrapped, max_norm)  # noqa: E731
-        return train(wrapped, optimizer, clip, steps=steps, loss_of=loss_of)
+        clips = partial(streamer.clip_grad_norm_, wrapped, max_norm) if clip else None
+        return train(wrapped, optimizer, clips, steps=steps, loss_of=loss_of)
 
 
 @contextmanager

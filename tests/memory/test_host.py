@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from streamer.memory.host import HostShard, HostStore
-from streamer.memory.layout import Layout, Param
+from streamer.memory.layout import Layout, Param, Slice
 from streamer.memory.purposes import (
     GRADIENTS,
     MASTERS,
@@ -41,6 +43,12 @@ def store_of(*layouts: Layout) -> HostStore:
     return store
 
 
+def one(dtype: torch.dtype, **options: Any) -> tuple[HostShard, Slice]:
+    """A shard of one parameter."""
+    (shard,) = store_of(layout_of(dtype, **options)).shards
+    return shard, shard.layout.slices[0]
+
+
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view({2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize])
 
@@ -63,19 +71,20 @@ def finite_values(shape: tuple[int, ...] = (40, 50), seed: int = 0) -> torch.Ten
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_exact_fp32_comes_back_to_the_bit(dtype: torch.dtype) -> None:
-    shard = store_of(layout_of(dtype)).shards[0]
-    (slice,) = shard.layout.slices
+    shard, slice = one(dtype)
     values = random_patterns((40, 50))
     shard.load(slice, values)
     exact = shard.exact(slice)
     assert (exact.dtype, exact.shape) == (FP32, values.shape)
     assert torch.equal(bits(exact), bits(values))
+    assert torch.equal(bits(shard.joined(slice)), bits(values)), "on any thread"
+    exact.fill_(7)
+    assert torch.equal(bits(shard.exact(slice)), bits(values)), "it was a copy"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_streamed_weight_is_the_rounded_master(dtype: torch.dtype) -> None:
-    shard = store_of(layout_of(dtype)).shards[0]
-    (slice,) = shard.layout.slices
+    shard, slice = one(dtype)
     values = finite_values()
     shard.load(slice, values)
     # random values have no ties, so every rounding to nearest agrees
@@ -83,8 +92,7 @@ def test_streamed_weight_is_the_rounded_master(dtype: torch.dtype) -> None:
 
 
 def test_bf16_ties_round_away_from_zero() -> None:
-    shard = store_of(layout_of(BF16, shape=(4,))).shards[0]
-    (slice,) = shard.layout.slices
+    shard, slice = one(BF16, shape=(4,))
     ties = torch.tensor([0x3F808000, 0x3F818000], dtype=torch.int32).view(FP32)
     shard.load(slice, torch.cat([ties, -ties]))
     away = torch.tensor([0x3F81, 0x3F82], dtype=torch.int16).view(BF16)
@@ -93,8 +101,7 @@ def test_bf16_ties_round_away_from_zero() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_loading_the_streamed_dtype_gives_itself(dtype: torch.dtype) -> None:
-    shard = store_of(layout_of(dtype)).shards[0]
-    (slice,) = shard.layout.slices
+    shard, slice = one(dtype)
     shard.load(slice, finite_values(seed=1))  # leaves remainders that the next load must not keep
     values = finite_values(seed=2).to(dtype)
     shard.load(slice, values)
@@ -104,8 +111,7 @@ def test_loading_the_streamed_dtype_gives_itself(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rebase_takes_the_written_weight_as_master(dtype: torch.dtype) -> None:
-    shard = store_of(layout_of(dtype)).shards[0]
-    (slice,) = shard.layout.slices
+    shard, slice = one(dtype)
     shard.load(slice, finite_values(seed=1))
     written = finite_values(seed=2).to(dtype)
     slice.view(shard.weight).copy_(written)
@@ -116,8 +122,7 @@ def test_rebase_takes_the_written_weight_as_master(dtype: torch.dtype) -> None:
 
 
 def test_double_precision_is_rounded_once() -> None:
-    shard = store_of(layout_of(BF16)).shards[0]
-    (slice,) = shard.layout.slices
+    shard, slice = one(BF16)
     values = finite_values().double() / 3
     shard.load(slice, values)
     assert torch.equal(shard.exact(slice), values.float())
@@ -125,11 +130,9 @@ def test_double_precision_is_rounded_once() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_frozen_parameter_has_no_master(dtype: torch.dtype) -> None:
-    layout = layout_of(dtype, frozen=1)
+    shard, slice = one(dtype, frozen=1)
     purposes = (REMAINDERS, MASTERS, GRADIENTS, SUMS, *MOMENTS[torch.int8])
-    assert host_bytes([layout], purposes) == {purpose.name: 0 for purpose in purposes}
-    shard = store_of(layout).shards[0]
-    (slice,) = layout.slices
+    assert host_bytes([shard.layout], purposes) == {purpose.name: 0 for purpose in purposes}
     values = finite_values()
     shard.load(slice, values)
     exact = shard.exact(slice)
@@ -146,16 +149,6 @@ def test_neighbours_of_other_dtypes_are_left_alone() -> None:
     for (shard, slice), value in zip(places, values, strict=True):
         expected = value if slice.param.trainable else value.to(slice.param.dtype)
         assert torch.equal(bits(shard.exact(slice)), bits(expected)), slice.param.name
-
-
-def test_exact_is_a_copy() -> None:
-    for dtype in DTYPES:
-        shard = store_of(layout_of(dtype)).shards[0]
-        (slice,) = shard.layout.slices
-        values = finite_values()
-        shard.load(slice, values)
-        shard.exact(slice).fill_(7)
-        assert torch.equal(shard.exact(slice), values)
 
 
 MANY = (
@@ -189,7 +182,6 @@ def test_bytes_of_a_bf16_parameter_beside_its_gradient(state_dtype: torch.dtype,
 def test_purposes_that_take_nothing_are_left_out() -> None:
     assert list(store_of(layout_of(FP32)).bytes_by_purpose()) == ["weights", "gradients"]
     assert list(store_of(layout_of(FP16)).bytes_by_purpose()) == ["weights", "fp32 masters", "gradients"]
-    assert WEIGHTS.name == "weights"
 
 
 def test_shards_are_aligned_and_apart() -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from streamer.engine.schedule.op import ROOT
-from streamer.memory.layout import ALIGN, Layout, Param, Slice
+from streamer.memory.layout import ALIGN, Layout, Param, Slice, Stretch
 from streamer.model.units import make_units
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -70,14 +70,21 @@ def test_gradients_and_state_are_the_trainable_prefix() -> None:
     assert [slice.index for slice in layout.trainable] == [0, 32, 96, 128, 128]
 
 
-def test_nothing_trainable() -> None:
+def test_nothing_trainable_or_nothing_at_all() -> None:
     layout = Layout.of([param("weight", (3,), trainable=False)])
     assert (layout.grad_nbytes, layout.state_numel, layout.nbytes) == (0, 0, 128)
     assert layout.trainable == ()
-
-
-def test_no_parameters() -> None:
     assert Layout.of([]) == Layout((), 0, 0, 0, 0)
+
+
+def test_stretches_hold_what_is_used_and_no_padding() -> None:
+    layout = Layout.of([*(param(name, (64,)) for name in "abc"), param("d", (5,)), param("e", (32,), BF16)])
+    a, _, c, _, e = layout.slices
+    joined = [Stretch(FP32, a.offset, a.index, 64 * 3 + 5), Stretch(BF16, e.offset, e.index, 32)]
+    assert layout.stretches([True] * 5) == joined
+    apart = [Stretch(FP32, piece.offset, piece.index, 64) for piece in (a, c)]
+    assert layout.stretches([True, False, True, False, False]) == apart
+    assert layout.stretches([False] * 5) == []
 
 
 def test_views_share_the_buffer() -> None:

@@ -714,34 +714,6 @@ def test_changes_are_looked_for_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> 
         assert len(checks) <= 6
 
 
-@pytest.mark.parametrize("place", ["blocks.1", "single"])
-@pytest.mark.parametrize("optimize", ["all", "trainable"])
-def test_unfreezing_a_parameter(place: str, optimize: str) -> None:
-    model = Net()
-    frozen = model.get_submodule(place).weight.requires_grad_(False)
-    with wrapped(model):
-        params = [p for p in model.parameters() if optimize == "all" or p.requires_grad]
-        optimizer = streamer.AdamW(params)
-        frozen.requires_grad_(True)
-        with pytest.raises(ValueError, match=rf"'{place}\.weight' was frozen.*set requires_grad before"):
-            model(X).sum().backward()
-            optimizer.step()
-        frozen.requires_grad_(False)
-        model.zero_grad()
-        step(model)
-
-
-def test_freezing_after_wrap_works() -> None:
-    with wrapped() as model:
-        frozen = model.blocks[1].weight
-        frozen.requires_grad_(False)
-        before = frozen.clone()
-        step(model)
-        streamer.synchronize(model)
-        assert torch.equal(frozen, before)
-        assert frozen.grad is None
-
-
 # --- layers that change what they are given -----------------------------------------------------------
 
 
@@ -956,19 +928,3 @@ def test_weights_written_unseen_while_their_update_runs_are_refused() -> None:
             torch.autograd.graph.increment_version([block.weight for block in model.blocks])
         with pytest.raises(RuntimeError, match=r"weights of 'blocks.0' were written.*streamer.synchronize"):
             model(X)
-
-
-def test_weights_written_after_synchronize_count() -> None:
-    with wrapped(backend=ThreadBackend(delays={Lane.HOST: lambda: 0.01})) as model:
-        optimizer = streamer.AdamW(model.parameters(), lr=0.1)
-        model(X).sum().backward()
-        optimizer.step()
-        streamer.synchronize(model)
-        with torch.no_grad():
-            for param in model.parameters():
-                param.zero_()
-        assert not model(X).any()
-        model(X).sum().backward()
-        optimizer.step()
-        streamer.synchronize(model)
-        assert all(param.any() for param in model.parameters())

@@ -6,6 +6,7 @@ import math
 import random
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -221,38 +222,34 @@ def test_a_root_without_parameters_is_given_too() -> None:
 # What is refused
 
 
-def forget_norms(model: GPT) -> Callable[[nn.Module], None]:
-    def init(module: nn.Module) -> None:
-        if not isinstance(module, nn.LayerNorm):
-            model.init_weights(module)
-
-    return init
+Init = Callable[[nn.Module], None]
 
 
-def replace_weights(model: GPT) -> Callable[[nn.Module], None]:
-    def init(module: nn.Module) -> None:
-        model.init_weights(module)
-        if isinstance(module, nn.Linear):
-            module.weight = nn.Parameter(torch.zeros_like(module.weight))
-
-    return init
+def forget_norms(init: Init, module: nn.Module) -> None:
+    if not isinstance(module, nn.LayerNorm):
+        init(module)
 
 
-def freeze(model: GPT) -> Callable[[nn.Module], None]:
-    def init(module: nn.Module) -> None:
-        model.init_weights(module)
-        if isinstance(module, nn.LayerNorm):
-            module.requires_grad_(False)
-
-    return init
+def replace_weights(init: Init, module: nn.Module) -> None:
+    init(module)
+    if isinstance(module, nn.Linear):
+        module.weight = nn.Parameter(torch.zeros_like(module.weight))
 
 
-def fail_at_the_end(model: GPT) -> Callable[[nn.Module], None]:
-    return failing_at(model, model.init_weights)
+def freeze(init: Init, module: nn.Module) -> None:
+    init(module)
+    if isinstance(module, nn.LayerNorm):
+        module.requires_grad_(False)
+
+
+def fail_at_the_end(init: Init, module: nn.Module) -> None:
+    init(module)
+    if isinstance(module, GPT):
+        raise KeyError("in init")
 
 
 @pytest.mark.parametrize(
-    ("make_init", "error", "match"),
+    ("wrong", "error", "match"),
     [
         (
             forget_norms,
@@ -265,12 +262,13 @@ def fail_at_the_end(model: GPT) -> Callable[[nn.Module], None]:
     ],
 )
 def test_an_init_that_goes_wrong_leaves_the_model_as_it_was(
-    make_init: Callable[[GPT], Callable[[nn.Module], None]], error: type[Exception], match: str
+    wrong: Callable[[Init, nn.Module], None], error: type[Exception], match: str
 ) -> None:
     model = shape()
     objects = list(model.parameters())
     with pytest.raises(error, match=match):
-        streamer.wrap(model, layers="transformer.h", device="cpu", init=make_init(model))
+        init = partial(wrong, model.init_weights)
+        streamer.wrap(model, layers="transformer.h", device="cpu", init=init)
     assert all(new is old and new.is_meta for new, old in zip(model.parameters(), objects, strict=True))
     torch.manual_seed(0)
     streamer.wrap(model, layers="transformer.h", device="cpu", init=model.init_weights)

@@ -9,6 +9,7 @@ import multiprocessing
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_model
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -97,12 +97,12 @@ def compare(loop: Loop, *, make: Make = adamw, net: Callable[[], nn.Module] = Ne
         assert_parity(run(loop, model, make(model, streamer.AdamW)), expected)
 
 
-def steps(number: int, loss_of: Callable[[nn.Module, int], torch.Tensor] = language_loss) -> Loop:
-    """So many plain steps."""
+def steps(*numbers: int, loss_of: Callable[[nn.Module, int], torch.Tensor] = language_loss) -> Loop:
+    """Plain steps with these numbers."""
 
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
         losses = []
-        for step in range(number):
+        for step in numbers:
             loss = loss_of(model, step)
             loss.backward()
             optimizer.step()
@@ -135,21 +135,6 @@ def test_two_backwards_through_parts_that_they_share(activations: str) -> None:
     compare(loop, activations=activations)
 
 
-def test_evaluation_between_steps() -> None:
-    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-        losses = []
-        for step in range(4):
-            losses += steps(1, lambda model, _, step=step: language_loss(model, step))(model, optimizer)
-            model.eval()
-            for guard in (torch.no_grad, torch.inference_mode):
-                with guard():
-                    losses.append(language_loss(model, 99).item())
-            model.train()
-        return losses
-
-    compare(loop)
-
-
 # --- optimizers ---------------------------------------------------------------------------------------
 
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
@@ -166,7 +151,7 @@ def test_schedules(name: str) -> None:
         schedule = SCHEDULES[name](optimizer)
         losses, rates = [], []
         for step in range(6):
-            losses += steps(1, lambda model, _, step=step: language_loss(model, step))(model, optimizer)
+            losses += steps(step)(model, optimizer)
             schedule.step(*([losses[-1]] if name == "ReduceLROnPlateau" else []))
             rates.append(optimizer.param_groups[0]["lr"])
         assert len(set(rates)) > 1
@@ -184,10 +169,10 @@ def test_groups_by_name_and_a_checkpoint_of_them(tmp_path: Path) -> None:
         optimizer: torch.optim.Optimizer = kind(groups, lr=1e-2, eps=1e-2)
         return optimizer
 
-    compare(steps(4), make=make)
+    compare(steps(0, 1, 2, 3), make=make)
     with streamed(Net()) as model:
         optimizer = make(model, streamer.AdamW)
-        steps(1)(model, optimizer)
+        steps(0)(model, optimizer)
         state = optimizer.state_dict()
         assert state["param_groups"][0]["param_names"][0] == "layers.0.norm.weight"
         streamer.save(model, optimizer, tmp_path / "here", step=1)
@@ -215,10 +200,10 @@ def renewed(optimizer: torch.optim.Optimizer) -> None:
 @pytest.mark.parametrize("change", [halved, exchanged, renewed, lambda optimizer: optimizer.state.clear()])
 def test_moments_that_are_put_in_place_count(change: Callable[[torch.optim.Optimizer], None]) -> None:
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-        losses = steps(3)(model, optimizer)
+        losses = steps(0, 1, 2)(model, optimizer)
         optimizer.state_dict()  # waits for the updates
         change(optimizer)
-        return losses + steps(3)(model, optimizer)
+        return losses + steps(0, 1, 2)(model, optimizer)
 
     compare(loop)
 
@@ -249,66 +234,6 @@ def test_a_closure_that_clips(kind: str) -> None:
         return losses
 
     compare(loop, make=make)
-
-
-def test_freezing_and_unfreezing_between_steps() -> None:
-    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-        losses = []
-        for step in range(6):
-            model.layers[step % 3].requires_grad_(False)
-            model.embed.requires_grad_(step % 2 == 0)
-            losses += steps(1, lambda model, _, step=step: language_loss(model, step))(model, optimizer)
-            model.requires_grad_(True)
-        return losses
-
-    compare(loop)
-
-
-# --- averages of weights ------------------------------------------------------------------------------
-
-
-def test_an_average_by_hand() -> None:
-    averages: list[dict[str, torch.Tensor]] = []
-
-    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-        average = {name: param.detach().clone() for name, param in model.named_parameters()}
-        averages.append(average)
-        losses = []
-        for step in range(4):
-            losses += steps(1, lambda model, _, step=step: language_loss(model, step))(model, optimizer)
-            if isinstance(optimizer, streamer.AdamW):
-                streamer.synchronize(model)
-            for name, param in model.named_parameters():
-                average[name].lerp_(param.detach(), 0.1)
-        return losses
-
-    compare(loop, backend=ThreadBackend(delays={Lane.HOST: lambda: 0.005}))
-    for name, value in averages[0].items():
-        torch.testing.assert_close(averages[1][name], value, rtol=0, atol=1e-6, msg=name)
-
-
-@pytest.mark.parametrize("when", ["before wrap", "after wrap"])
-def test_an_average_of_a_copy(when: str) -> None:
-    results = []
-    for is_streamed in (False, True):
-        model = Net()
-        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-        if is_streamed:
-            streamer.wrap(model, device="cpu")
-        if when == "after wrap":  # of which a copy is a plain model
-            average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-        optimizer = adamw(model, streamer.AdamW if is_streamed else torch.optim.AdamW)
-        torch.manual_seed(1)
-        for step in range(4):
-            steps(1, lambda model, _, step=step: language_loss(model, step))(model, optimizer)
-            if is_streamed:
-                streamer.synchronize(model)
-            average.update_parameters(model)
-        results.append(average.module.state_dict())
-        if is_streamed:
-            streamer.unwrap(model)
-    for name, value in results[0].items():
-        torch.testing.assert_close(results[1][name], value, rtol=0, atol=1e-6, msg=name)
 
 
 # --- saving parts of a model --------------------------------------------------------------------------
@@ -415,7 +340,7 @@ def test_a_forked_process_neither_hangs_nor_ends_the_lanes() -> None:
         assert process.exitcode == 0
         for _ in range(5):
             assert "this process was forked from the one that wrapped the model" in results.get()
-        steps(2)(model, optimizer)
+        steps(0, 1)(model, optimizer)
         assert [t.name for t in threading.enumerate() if t.name.startswith("streamer-")] != []
 
 
@@ -436,17 +361,15 @@ def test_spawned_workers() -> None:
 class Around(Net):
     """Checkpoints around every layer."""
 
-    reentrant = False
+    def __init__(self, reentrant: bool = False) -> None:
+        super().__init__()
+        self.reentrant = reentrant
 
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=self.reentrant)
         return x
-
-
-class AroundReentrant(Around):
-    reentrant = True
 
 
 class Segment(Net):
@@ -464,7 +387,9 @@ class Segment(Net):
 class Inside(Layer):
     """Checkpoints inside of the layer, with a weight that is used inside and outside of them."""
 
-    reentrant = False
+    def __init__(self, reentrant: bool = False) -> None:
+        super().__init__()
+        self.reentrant = reentrant
 
     def part(self, x: torch.Tensor) -> torch.Tensor:
         assert all(home_of(param) is None for param in self.parameters()), "those in the slot"
@@ -477,26 +402,17 @@ class Inside(Layer):
         return x + self.dropout(self.down(part + again + F.linear(x, self.up.weight)))
 
 
-class InsideReentrant(Inside):
-    reentrant = True
-
-
 class OwnFlag(Layer):
     """As Hugging Face's layers do."""
 
-    gradient_checkpointing = False
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradient_checkpointing = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.gradient_checkpointing and self.training:
             return checkpoint(super().forward, x, use_reentrant=False)
         return super().forward(x)
-
-
-def flagged() -> nn.Module:
-    net = Net(OwnFlag)
-    for layer in net.layers:
-        layer.gradient_checkpointing = True
-    return net
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
@@ -505,11 +421,11 @@ def flagged() -> nn.Module:
     ("net", "forwards"),
     [
         (Around, {"recompute": 2, "keep": 1}),
-        (AroundReentrant, {"recompute": 3, "keep": 2}),
+        (partial(Around, True), {"recompute": 3, "keep": 2}),
         (Segment, {"recompute": 3, "keep": 2}),
         (lambda: Net(Inside), {"recompute": 2, "keep": 1}),
-        (lambda: Net(InsideReentrant), {"recompute": 2, "keep": 1}),
-        (flagged, {"recompute": 2, "keep": 2}),
+        (lambda: Net(partial(Inside, True)), {"recompute": 2, "keep": 1}),
+        (lambda: Net(OwnFlag), {"recompute": 2, "keep": 2}),
     ],
     ids=["around", "around-reentrant", "segment", "inside", "inside-reentrant", "own-flag"],
 )
@@ -523,5 +439,7 @@ def test_checkpoints(net: Callable[[], nn.Module], forwards: dict[str, int], act
             model.layers[0](torch.ones(1, 16))  # the others go through backward in other slots than forward
         return loss
 
-    compare(steps(3, counted), net=net, activations=activations, backend=ThreadBackend(poison=True))
+    compare(
+        steps(0, 1, 2, loss_of=counted), net=net, activations=activations, backend=ThreadBackend(poison=True)
+    )
     assert counts[-1] == 2 * forwards[activations]

@@ -247,19 +247,10 @@ def test_adapters_in_parts() -> None:
 
 
 def test_updates_in_backward() -> None:
-    net = Net(lambda hidden: Wide(hidden, "nothing"))
-
-    def trained(**more: Any) -> dict[str, torch.Tensor]:
-        with streamed(net, update="backward", **more) as model:
-            optimizer = streamer.AdamW(model.parameters(), lr=1e-3)
-            for step in range(3):
-                language_loss(model, step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            return {name: value.clone() for name, value in model.state_dict().items()}
-
-    whole, parts = trained(), trained(device_memory=least_bytes(net, update="backward"))
-    assert [name for name in whole if not torch.equal(whole[name], parts[name])] == []
+    net = Net(Wide)
+    options = {"steps": 3, "clip": False, "update": "backward"}
+    whole = train_streamed(net, **options)
+    assert_same(train_streamed(net, device_memory=least_bytes(net, update="backward"), **options), whole)
 
 
 def test_inference_hooks_and_copies(net: Net) -> None:
@@ -357,30 +348,27 @@ def test_compiled_parts(net: Net) -> None:
 # --- what is refused ----------------------------------------------------------------------------------
 
 
-class Wide(nn.Module):
-    """``how`` says what its forward does with the weights of its parts."""
+#: What a forward may do with the weights of its parts.
+USES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "nothing": lambda block, x: x,
+    "function": lambda block, x: x + F.linear(F.linear(x, block.up.weight), block.down.weight),
+    "operator": lambda block, x: x * block.up.weight[0],
+    "list": lambda block, x: x + torch.stack([block.up.weight, block.up.weight]).mean(),
+    "data": lambda block, x: x + block.up.weight.data.mean(),
+    "deep": lambda block, x: x + block.inner[0].weight.mean(),
+    "inner call": lambda block, x: block.inner[1](block.inner[0](x)) + x,
+}
 
-    def __init__(self, hidden: int, how: str) -> None:
+
+class Wide(nn.Module):
+    def __init__(self, hidden: int, how: str = "nothing") -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
         self.inner = nn.Sequential(nn.Linear(WIDTH, 2 * hidden), nn.Linear(2 * hidden, WIDTH))
         self.how = how
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.down(self.up(x)) + self.inner(x)
-        if self.how == "function":
-            return x + F.linear(F.linear(x, self.up.weight), self.down.weight)
-        if self.how == "operator":
-            return x * self.up.weight[0]
-        if self.how == "list":
-            return x + torch.stack([self.up.weight, self.up.weight]).mean()
-        if self.how == "data":
-            return x + self.up.weight.data.mean()
-        if self.how == "deep":
-            return x + self.inner[0].weight.mean()
-        if self.how == "inner call":
-            return self.inner[1](self.inner[0](x)) + x
-        return x
+        return USES[self.how](self, x + self.down(self.up(x)) + self.inner(x))
 
 
 @pytest.mark.parametrize(
@@ -413,39 +401,28 @@ def test_a_layer_that_computes_with_the_weights_of_its_parts(how: str, options: 
     assert_parity(actual, train_plain(net, steps=1))
 
 
-def test_a_call_of_what_is_inside_of_a_part() -> None:
-    net = Net(lambda hidden: Wide(hidden, "inner call"))
+def test_a_call_or_a_hook_inside_of_a_part() -> None:
+    net = Net(partial(Wide, how="inner call"))
     with streamed(net, device_memory=device_bytes(net) - 1) as model:
         assert "blocks.1.inner" in unit_names(model)
         with pytest.raises(RuntimeError, match="'blocks.1.inner.0.weight' is used outside of its part"):
             model(batch(0)[:, :-1])
     expected = train_plain(net, steps=1)
     assert_parity(train_streamed(net, steps=1, device_memory=least_bytes(net)), expected)
-
-
-def test_a_hook_that_reads_weights_of_a_part(net: Net) -> None:
+    net = Net(Wide)
     with streamed(net, device_memory=least_bytes(net)) as model:
-        model.blocks[1].experts[0].up.register_forward_hook(lambda m, *_: m.weight.norm() and None)
-        with pytest.raises(RuntimeError, match="'blocks.1.experts.0.up.weight' is used outside of its part"):
+        model.blocks[1].up.register_forward_hook(lambda m, *_: m.weight.norm() and None)
+        with pytest.raises(RuntimeError, match="'blocks.1.up.weight' is used outside of its part"):
             model(batch(0)[:, :-1])
 
 
-class Tied(Wide):
-    def __init__(self, hidden: int) -> None:
-        super().__init__(hidden, "nothing")
-        self.inner[0].weight = self.up.weight
+def changed(change: Callable[[Any], None]) -> Callable[[int], nn.Module]:
+    def make(hidden: int) -> nn.Module:
+        block = Wide(hidden)
+        change(block)
+        return block
 
-
-class Listed(Wide):
-    def __init__(self, hidden: int) -> None:
-        super().__init__(hidden, "nothing")
-        self.scales = nn.ParameterList([torch.ones(WIDTH)])
-
-
-class Referring(Wide):
-    def __init__(self, hidden: int) -> None:
-        super().__init__(hidden, "nothing")
-        self.down.others = {"up": [self.up]}
+    return make
 
 
 def parametrized(hidden: int) -> nn.Module:
@@ -455,9 +432,18 @@ def parametrized(hidden: int) -> nn.Module:
 @pytest.mark.parametrize(
     ("block", "reason"),
     [
-        (Tied, "its parts share a parameter"),
-        (Listed, "'blocks.1.scales' is a ParameterList, which is never called"),
-        (Referring, "'blocks.1.down' refers to 'blocks.1.up' (in 'others')"),
+        (
+            changed(lambda block: setattr(block.inner[0], "weight", block.up.weight)),
+            "its parts share a parameter",
+        ),
+        (
+            changed(lambda block: setattr(block, "scales", nn.ParameterList([torch.ones(WIDTH)]))),
+            "'blocks.1.scales' is a ParameterList, which is never called",
+        ),
+        (
+            changed(lambda block: setattr(block.down, "others", {"up": [block.up]})),
+            "'blocks.1.down' refers to 'blocks.1.up' (in 'others')",
+        ),
         (parametrized, "it is a ParametrizedLinear, which does not call its children as a plain module does"),
         (
             lambda hidden: nn.MultiheadAttention(hidden, 2),

@@ -147,23 +147,9 @@ def test_model_of_half_precision_gets_its_dtype_back(dtype: torch.dtype) -> None
     assert differing(values(model), expected) == []
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_plain_forward_is_the_streamed_one(dtype: torch.dtype | None) -> None:
-    model = wrap(net(), dtype=dtype)
-    train_wrapped(model)
-    with torch.no_grad():
-        streamed = model(batch(9))
-    streamer.unwrap(model)
-    plain = model(batch(9))
-    if dtype in (None, torch.float32):
-        assert torch.equal(plain, streamed)
-    else:
-        torch.testing.assert_close(plain.detach(), streamed, rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_unwrap_gives_the_exact_masters(dtype: torch.dtype) -> None:
+def test_unwrap_gives_the_exact_masters() -> None:
     """fp32 masters that saw the same gradients, rounded to the streamed dtype, are where the model is."""
+    dtype = torch.float16  # of bf16 test_parity.py has it
     model = wrap(net(), dtype=dtype)
     masters = [param.detach().float().clone() for param in model.parameters()]
     for master, param in zip(masters, net().parameters(), strict=True):
@@ -186,25 +172,6 @@ def test_unwrap_gives_the_exact_masters(dtype: torch.dtype) -> None:
         torch.testing.assert_close(param.detach(), master, rtol=1e-6, atol=1e-7)
         assert not torch.equal(param.detach().to(dtype).float(), param.detach()), "the low bits are there"
         assert torch.equal(param.detach().to(dtype), streamed[name])
-
-
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_training_goes_on_after_unwrap_and_after_another_wrap(dtype: torch.dtype | None) -> None:
-    model = wrap(net(), dtype=dtype)
-    train_wrapped(model)
-    streamer.unwrap(model)
-    trained = values(model)
-    assert differing(trained, values(net())) == [name for name in trained if name != "scale"]
-
-    train(model, torch.optim.AdamW(model.parameters()), steps=1)
-    assert "blocks.1.weight" in differing(values(model), trained), "plain PyTorch trains it"
-
-    model.load_state_dict(trained)
-    wrap(model, dtype=dtype, activations="keep", num_slots=3)
-    train_wrapped(model, steps=1)
-    streamer.unwrap(model)
-    assert "blocks.1.weight" in differing(values(model), trained)
-    assert lane_threads() == set()
 
 
 def test_second_wrap_continues_bit_for_bit() -> None:
@@ -270,19 +237,6 @@ def test_buffers_come_back_as_they_were_left() -> None:
     for (name, buffer), (_, expected) in zip(model.named_buffers(), plain.named_buffers(), strict=True):
         assert buffer.dtype == expected.dtype
         torch.testing.assert_close(buffer, expected, rtol=1e-4, atol=1e-5, msg=name)
-
-
-def test_memory_is_given_back() -> None:
-    model = wrap(net())
-    train_wrapped(model, steps=1)
-    pieces = [param.detach() for param in model.blocks.parameters()]
-    first = min(piece.data_ptr() for piece in pieces)
-    last = max(piece.data_ptr() + piece.nbytes for piece in pieces)
-    assert last - first <= streamer.stats(model).host_bytes["weights"], "one host buffer for all layers"
-    assert all(piece.untyped_storage().nbytes() == piece.nbytes for piece in pieces), "each to be saved alone"
-    streamer.unwrap(model)
-    for param, piece in zip(model.blocks.parameters(), pieces, strict=True):
-        assert param.data_ptr() != piece.data_ptr(), "its own memory, not a piece of the store"
 
 
 def test_a_model_that_is_dropped_ends_its_threads() -> None:

@@ -95,30 +95,12 @@ def test_it_passes_over_no_memory_where_nothing_has_changed(issued: list[Op]) ->
         assert passes() == 1, "the other layers were not written"
 
 
-def test_gradients_written_unseen_after_clipping_are_an_error() -> None:
-    with streamed(gpt(), layers="transformer.h") as model:
-        optimizer = streamer.AdamW(model.parameters())
-        before = copy.deepcopy(model.state_dict())
-        language_loss(model, 0).backward()
-        shown = middle(model).grad.data
-        streamer.clip_grad_norm_(model, 1e-3)
-        shown.add_(1.0)
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match="gradients were written after clip_grad_norm_"):
-                optimizer.step()
-        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-        optimizer.zero_grad()
-        language_loss(model, 1).backward()
-        streamer.clip_grad_norm_(model, 1e-3)
-        middle(model).grad = None
-        optimizer.step()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_write_to_any_gradient_after_clipping_is_noticed(dtype: torch.dtype) -> None:
-    """Also to a short one, by who does not tell autograd."""
+    """Also to a short one, by who does not tell autograd; nothing is updated then."""
     with streamed(gpt(), layers="transformer.h", dtype=dtype) as model:
         optimizer = streamer.AdamW(model.parameters())
+        before = copy.deepcopy(model.state_dict())
         for backwards in (1, 2):
             language_loss(model, backwards).backward()
             shown = {name: param.grad.data for name, param in model.transformer.h.named_parameters()}
@@ -129,6 +111,8 @@ def test_a_write_to_any_gradient_after_clipping_is_noticed(dtype: torch.dtype) -
                     optimizer.step()
                     pytest.fail(f"not noticed: {name}")
                 gradient.div_(2)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        middle(model).grad = None
         optimizer.step()
 
 

@@ -165,15 +165,6 @@ def test_clipping_by_the_norm_that_unscaled_gradients_would_have() -> None:
         torch.testing.assert_close(other_weights[name], weight, rtol=0, atol=1e-3, msg=name)
 
 
-def test_pytorch_refuses_to_unscale_fp16_gradients_as_ever() -> None:
-    with streamed(gpt(), layers="transformer.h", dtype=torch.float16) as model:
-        optimizer = streamer.AdamW(model.parameters())
-        scaling = scaler()
-        scaling.scale(language_loss(model, 0)).backward()
-        with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
-            scaling.unscale_(optimizer)
-
-
 def test_update_in_backward_refuses_a_scaler() -> None:
     with streamed(gpt(), layers="transformer.h", update="backward") as model:
         optimizer = streamer.AdamW(model.parameters())

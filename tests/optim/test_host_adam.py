@@ -12,7 +12,7 @@ import streamer_native as native
 from streamer.memory.host import HostShard, HostStore
 from streamer.memory.layout import Layout, Param, Slice
 from streamer.memory.purposes import GRADIENTS, MOMENTS, SUMS
-from streamer.optim.update import ParamUpdate, check_state_dtype, update_bytes, update_shard
+from streamer.optim.update import ParamUpdate, update_bytes, update_shard
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SIZES = (300, 5, 4096, 33, 257, 1000)
@@ -166,14 +166,6 @@ def test_the_seed_reaches_the_rounding(state_dtype: torch.dtype) -> None:
     second = [shard.held["exp_avg_sq"] for shard in shards]
     assert torch.equal(second[0], second[1])
     assert not torch.equal(second[0], second[2])
-
-
-def test_short_moments_of_other_parameters_are_refused() -> None:
-    for dtype in (FP32, FP16):
-        with pytest.raises(ValueError, match="'w' is torch.float.*leave state_dtype at torch.float32"):
-            check_state_dtype(Param("w", (5,), dtype, True), BF16)
-        check_state_dtype(Param("w", (5,), dtype, False), BF16)
-        check_state_dtype(Param("w", (5,), dtype, True), FP32)
 
 
 @pytest.mark.parametrize("sizes", [(1,) * 50, (256, 256), (255, 257, 1), (10_000, 33, 31, 513), SIZES])
