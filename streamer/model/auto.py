@@ -19,7 +19,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,11 +31,11 @@ from streamer.engine.tensors.nested import Rebuild, flatten
 from streamer.model.layers import find_layers
 from streamer.model.move_in import Init, check_init, releasable_bytes
 from streamer.model.options import Activations, parse_bytes
+from streamer.model.streaming import stream
 from streamer.model.units import make_units
 from streamer.optim.adamw import AdamW
-from streamer.plan.choice import Choice, Choices, Policies, Room, kept_last, sizes_below
+from streamer.plan.choice import Choice, Chosen, Number, Options, PlanOf, Room, choose
 from streamer.plan.recall import Recollection
-from streamer.plan.search import Chosen, PlanOf, choose
 from streamer.plan.step_plan import StepPlan, plan_step
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import GIB, RTX_4090, Machine, named_machine
@@ -140,10 +140,6 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-AUTO: Literal["auto"] = "auto"
-#: A number that `wrap` may be told to choose.
-Number = int | Literal["auto"] | None
-
 #: Rates of the host's cores where they stand in for a device: round figures, not a measurement.
 CPU = Machine(
     name="CPU",
@@ -161,23 +157,7 @@ CPU = Machine(
 _ENOUGH = 1 << 60
 
 
-def boxes(
-    *, layers: int, batch: int, activations: Policies, num_slots: Number, micro_batch_size: Number
-) -> list[Choices]:
-    """All that there is to choose from where an option is "auto"; the others are kept as they are."""
-    policies: list[list[Policies]] = [[activations]]
-    if activations == AUTO:
-        # with "keep" in all layers the two are the same
-        policies = [kept_last("recompute", layers), kept_last("recompute+offload", layers)[:-1]]
-    slots: list[int | None] = list(range(1, layers + 1)) if num_slots == AUTO else [num_slots]
-    sizes: list[list[int | None]] = [[None if micro_batch_size == AUTO else micro_batch_size]]
-    if micro_batch_size == AUTO and batch > 1:
-        sizes.append([*sizes_below(batch)])
-    return [Choices(policy, slots, size) for policy in policies for size in sizes]
-
-
 def plan_of(
-    wrap: Callable[..., nn.Module],
     model: nn.Module,
     machine: Machine,
     batch: Batch,
@@ -185,16 +165,16 @@ def plan_of(
     device_bytes: int = _ENOUGH,
 ) -> PlanOf:
     """What plans a choice for ``model``, a `skeleton`, on ``machine`` with room for anything: what fits is
-    seen to by whoever chooses. ``options`` are those of ``wrap`` that are the same for all choices. Layers
+    seen to by whoever chooses. ``options`` are those of `stream` that are the same for all choices. Layers
     that are too large for ``device_bytes`` are cut, as `wrap` does."""
-    unlimited = VirtualBackend(replace(machine, device_bytes=device_bytes, host_bytes=_ENOUGH))
+    unlimited = replace(machine, device_bytes=device_bytes, host_bytes=_ENOUGH)
     recollection = Recollection()
 
     def plan(choice: Choice) -> StepPlan:
         given = dict(options) | choice._asdict()
         if choice.micro_batch_size is None:
             given["batch_dims"] = None
-        planned = wrap(copy.deepcopy(model).train(), backend=VirtualBackend(unlimited.machine), **given)
+        planned = stream(copy.deepcopy(model).train(), backend=VirtualBackend(unlimited), **given)
         try:
             return plan_step(wrapped(planned).executor, batch.step(planned), recollection)
         except AmbiguousBatchError:
@@ -210,7 +190,6 @@ def plan_of(
 
 
 def choose_options(
-    wrap: Callable[..., nn.Module],
     model: nn.Module,
     backend: Backend,
     example: object,
@@ -223,7 +202,7 @@ def choose_options(
     """What ``wrap(model, ...)`` is to be told for those of ``asked`` (activations, num_slots,
     micro_batch_size) that are "auto", for ``backend``'s device and memory.
 
-    ``machine`` says how fast that is, itself or by name; ``options`` are the others of ``wrap``. Raises
+    ``machine`` says how fast that is, itself or by name; ``options`` are the others of `stream`. Raises
     ValueError for what cannot be planned, or not be run with ``init``. [Note: options that are chosen]
     """
     activations, num_slots, micro_batch_size = asked
@@ -236,7 +215,7 @@ def choose_options(
         units, root = make_units(model, layers, None)
         check_init((*units, root), init)
     given = activations if callable(activations) or isinstance(activations, str) else tuple(activations)
-    among = boxes(
+    among = Options.of(
         layers=len(layers),
         batch=batch.size,
         activations=given,
@@ -246,8 +225,8 @@ def choose_options(
     with torch.random.fork_rng(devices=()):
         room = room_of(backend, model, machine, limit)
         without = skeleton(model)
-        whole = plan_of(wrap, without, machine, batch, options)
-        in_parts = plan_of(wrap, without, machine, batch, options, room.tensors)
+        whole = plan_of(without, machine, batch, options)
+        in_parts = plan_of(without, machine, batch, options, room.tensors)
         chosen = choose(whole, among, room, in_parts)
     logging.getLogger("streamer").info("chosen: %s", chosen.reason)
     return chosen

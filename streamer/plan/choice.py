@@ -1,20 +1,50 @@
-"""Combinations of options, and what a step takes with one of them beside what there is."""
+"""The options of a step that are "auto": a short list of combinations is planned, and the fastest that fits
+is taken.
+
+[Note: chosen options]
+A plan takes as long as a step on meta tensors, so there are some ten of them. Whole batches and micro-batches
+(the largest that fit, the smallest, and one size between), with inputs that stay on the device or wait in
+host memory, are planned with two slots and no layer that keeps its graph, and again with all layers keeping
+theirs. A straight line between the two tells how many layers can keep their graphs, and the seconds of that.
+The most promising combinations are planned with the most kept layers that fit, found by bisection along that
+line. Where compute still waits for copies, all are planned with as many slots as fit, too. One slot in place
+of two is tried only where nothing fits with two, and layers in parts only where no whole ones fit.
+
+The fastest of the list that fits is chosen. Steps whose predicted seconds agree in three digits count as
+equally fast: the one with the fewest micro-batches is chosen, of these the one that takes least memory. An
+exhaustive search over all combinations finds steps that are 1 % shorter on average
+(`tests/plan/test_choosing.py`).
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
+from tqdm import tqdm
+
+from streamer.backends.base import Lane
+from streamer.engine.layer.micro_batches import AmbiguousBatchError
 from streamer.memory.slots import GRAD_SLOTS, WEIGHT_SLOTS, num_grad_slots
-from streamer.plan.ledger import amount
-from streamer.plan.step_plan import BESIDE, GAPS, SAVED, WORKING_SET, StepPlan
+from streamer.memory.verdict import SHARED, Tier, lacks, verdict
+from streamer.plan.step_plan import BESIDE, SAVED, WORKING_SET, StepPlan
+
+AUTO: Literal["auto"] = "auto"
+#: A number that `streamer.wrap` may be told to choose.
+Number = int | Literal["auto"] | None
+Policies = str | tuple[str, ...] | Callable[[int], str]
 
 #: Slices of a batch that are tried at most: a plan takes time for each of them, and so does a step.
 MOST_SLICES = 256
-
-Policies = str | tuple[str, ...] | Callable[[int], str]
+#: Slots that are tried where they hold parts of layers: how far layers are cut depends on their number.
+SLOTS_FOR_PARTS = (1, 2, 4)
+#: The share of a step that compute may wait for copies before more slots are tried.
+WAITING = 0.01
 
 
 class Choice(NamedTuple):
@@ -41,6 +71,46 @@ def _told(activations: Policies) -> str:
 
 
 @dataclass(frozen=True)
+class Options:
+    """What there is to choose from: activation policies, the most layers that may keep their graphs in their
+    place (the last ones), rising numbers of slots, falling sizes of micro-batches (None: the whole batch)."""
+
+    layers: int
+    policies: tuple[Policies, ...]
+    most_kept: int
+    num_slots: tuple[int | None, ...]
+    sizes: tuple[int | None, ...]
+
+    @staticmethod
+    def of(
+        *, layers: int, batch: int, activations: Policies, num_slots: Number, micro_batch_size: Number
+    ) -> Options:
+        """Everything that an option may be where it is "auto"; the others stay as they are."""
+        is_auto = activations == AUTO
+        return Options(
+            layers,
+            ("recompute", "recompute+offload") if is_auto else (activations,),
+            layers if is_auto else 0,
+            tuple(range(1, layers + 1)) if num_slots == AUTO else (num_slots,),
+            (None, *sizes_below(batch)) if micro_batch_size == AUTO else (micro_batch_size,),
+        )
+
+    def choice(self, policy: Policies, kept: int, slots: int | None, size: int | None) -> Choice:
+        """The last ``kept`` layers keep their graphs, the others run by ``policy``."""
+        if kept == 0:
+            return Choice(policy, slots, size)
+        mixed = (str(policy),) * (self.layers - kept) + ("keep",) * kept
+        return Choice("keep" if kept == self.layers else mixed, slots, size)
+
+
+def sizes_below(batch: int) -> list[int]:
+    """Micro-batch sizes worth a try, the largest first: the powers of two below ``batch`` of which it has
+    `MOST_SLICES` or fewer."""
+    powers = (1 << power for power in reversed(range((batch - 1).bit_length())))
+    return [size for size in powers if batch <= size * MOST_SLICES]
+
+
+@dataclass(frozen=True)
 class Room:
     """Bytes that there are of the device and of host memory; of the device, ``budget`` bytes for tensors if
     that is not None. ``shared`` says that the device's memory is the host's."""
@@ -55,82 +125,265 @@ class Room:
         """Bytes of the device that there are for tensors."""
         return self.device if self.budget is None else min(self.device, self.budget)
 
-
-class Needs(NamedTuple):
-    """Bytes that a step takes: of tensors on the device with the gaps between them, of the device in all, and
-    of host memory."""
-
-    tensors: int
-    device: int
-    host: int
-
-    @property
-    def all(self) -> int:
-        return self.device + self.host
-
-    def excess(self, room: Room) -> dict[str, int]:
-        """By what there is too little of: how many bytes too few there are."""
-        lacking = {
-            "the device": self.device - room.device,
-            "device_memory": 0 if room.budget is None else self.tensors - room.budget,
-            "the host": (self.all if room.shared else self.host) - room.host,
-        }
-        return {name: nbytes for name, nbytes in lacking.items() if nbytes > 0}
+    def tiers(self, plan: StepPlan, num_slots: int | None = None) -> list[Tier]:
+        """What ``plan`` needs beside what there is, with other ``num_slots`` than it was made with if given:
+        nothing else depends on how many there are."""
+        more = 0 if num_slots is None else _slots_more(plan, num_slots)
+        device = plan.device_needed + more
+        found = [Tier("the device", device, self.device)]
+        if self.budget is not None:
+            found.append(Tier("device_memory", plan.allocated + more, self.budget))
+        also = device if self.shared else 0
+        found.append(Tier("the host" + SHARED * self.shared, plan.host_total + also, self.host))
+        return found
 
 
-@dataclass(frozen=True)
-class Choices:
-    """Each combination of one of ``activations``, of ``num_slots`` and of ``micro_batch_sizes``. Along each
-    of them a step takes more memory and no more time. [Note: chosen options]"""
-
-    activations: Sequence[Policies]
-    num_slots: Sequence[int | None]
-    micro_batch_sizes: Sequence[int | None]
-
-    def __iter__(self) -> Iterator[Choice]:
-        axes = (self.activations, self.num_slots, self.micro_batch_sizes)
-        return itertools.starmap(Choice, itertools.product(*axes))
-
-
-def kept_last(policy: str, count: int) -> list[Policies]:
-    """``policy`` for all of ``count`` layers, then with "keep" for the last one, two, ... and all."""
-    mixed = [(policy,) * (count - kept) + ("keep",) * kept for kept in range(1, count)]
-    return [policy, *mixed, "keep"]
-
-
-def sizes_below(batch: int) -> list[int]:
-    """Micro-batch sizes worth a try: the powers of two below ``batch`` of which it has `MOST_SLICES` or
-    fewer."""
-    powers = (1 << power for power in range((batch - 1).bit_length()))
-    return [size for size in powers if batch <= size * MOST_SLICES]
-
-
-def needs(plan: StepPlan) -> Needs:
-    """What ``plan`` takes, with what is to be left free."""
-    device, reserve = plan.device_total, plan.reserve
-    return Needs(device + reserve.get(GAPS, 0), device + sum(reserve.values()), plan.host_total)
-
-
-def with_slots(plan: StepPlan, had: int, wanted: int) -> Needs:
-    """What ``plan``, made with ``had`` slots, would take with ``wanted``."""
-    more = _slots_more(plan, had, wanted)
-    found = needs(plan)
-    return Needs(found.tensors + more, found.device + more, found.host)
-
-
-def buffers(plan: StepPlan, num_slots: int) -> int:
-    """Bytes of the device that ``plan`` would take for good with ``num_slots``, in slots and beside them."""
-    others = sum(plan.device_bytes.get(owner, 0) for owner in (SAVED, WORKING_SET, BESIDE))
-    return plan.device_total - others + _slots_more(plan, plan.num_slots, num_slots)
-
-
-def _slots_more(plan: StepPlan, had: int, wanted: int) -> int:
-    """Bytes that ``wanted`` slots take on top of the ``had`` that there are."""
+def _slots_more(plan: StepPlan, wanted: int) -> int:
+    """Bytes that ``wanted`` slots take on top of those that there are in ``plan``."""
+    had = plan.num_slots
     of_weights, of_gradients = (plan.device_bytes.get(owner, 0) for owner in (WEIGHT_SLOTS, GRAD_SLOTS))
     more = (wanted - had) * (of_weights // had)
     return more + (num_grad_slots(wanted) - num_grad_slots(had)) * (of_gradients // num_grad_slots(had))
 
 
-def missing(excess: Mapping[str, int]) -> str:
-    """`Needs.excess` in words."""
-    return " and ".join(f"{name} lacks {amount(nbytes)}" for name, nbytes in excess.items())
+def buffers(plan: StepPlan, num_slots: int) -> int:
+    """Bytes of the device that ``plan`` would take for good with ``num_slots``, in slots and beside them."""
+    others = sum(plan.device_bytes.get(owner, 0) for owner in (SAVED, WORKING_SET, BESIDE))
+    return plan.device_total - others + _slots_more(plan, num_slots)
+
+
+PlanOf = Callable[[Choice], StepPlan]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What was chosen, its plan, why, and the short list: all that was planned for ``room``."""
+
+    choice: Choice
+    plan: StepPlan
+    reason: str
+    considered: Mapping[Choice, StepPlan]
+    room: Room
+
+    def lines(self) -> Iterator[str]:
+        """The short list as a table, the fastest first."""
+        yield f"{'step s':>8}{'device':>12}{'host':>12}"
+        for choice, plan in sorted(self.considered.items(), key=lambda one: _rank(*one)):
+            short = [tier for tier in self.room.tiers(plan) if tier.lacking]
+            lacking = " and ".join(f"{tier.name} lacks {_gib(tier.lacking)}" for tier in short)
+            told = f": {lacking}" if short else " (chosen)" if choice == self.choice else ""
+            sizes = f"{_gib(plan.device_needed):>12}{_gib(plan.host_total):>12}"
+            yield f"{_seconds(plan):>8.3g}{sizes}  {choice}{told}"
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 30):.2f} GiB"
+
+
+def choose(plan_of: PlanOf, options: Options, room: Room, in_parts: PlanOf | None = None) -> Chosen:
+    """The fastest choice of a short list of ``options`` that fits into ``room``. [Note: chosen options]
+
+    ``plan_of`` plans a choice with room for anything, ``in_parts`` one of which the layers are cut to fit
+    into ``room``; it is used where no whole ones fit. Micro-batches are left out if AmbiguousBatchError is
+    raised for them; it is raised where nothing else may be chosen. Raises MemoryError, with what the nearest
+    choice needs and what there is, where nothing fits. Meanwhile a bar counts the plans, if stderr is a
+    terminal.
+    """
+    # disable=None: unless it is a terminal
+    with tqdm(desc="'auto'", unit=" plans", disable=None, leave=False) as bar:
+        found = _ShortList(plan_of, options, room, bar)
+        found.fill()
+    best = found.best()
+    if best is None:
+        return _choose_in_parts(in_parts, found)
+    return Chosen(best, found.made[best], found.reason(best), found.made, room)
+
+
+def _choose_in_parts(plan_of: PlanOf | None, whole: _ShortList) -> Chosen:
+    """The choice, without micro-batches, where ``plan_of`` plans layers in parts. Raises what the plans of
+    ``whole`` layers lack if nothing fits. [Note: split layers]"""
+    options, room = whole.options, whole.room
+    given = options.num_slots
+    counts = [slots for slots in (SLOTS_FOR_PARTS if len(given) > 1 else given) if whole.are_too_many(slots)]
+    if plan_of is None or not counts:
+        raise MemoryError(whole.nothing_fits())
+    sizes = (None,) if None in options.sizes else options.sizes
+    found = []
+    for slots in counts:
+        with suppress(MemoryError):
+            found.append(choose(plan_of, replace(options, num_slots=(slots,), sizes=sizes), room))
+    if not found:
+        raise MemoryError(f"{whole.nothing_fits()}. Layers that are streamed in parts do not fit either")
+    best = min(found, key=lambda one: _rank(one.choice, one.plan))
+    considered = {choice: plan for one in found for choice, plan in one.considered.items()}
+    reason = f"{best.reason}. Whole layers do not fit: the largest are streamed in parts"
+    return replace(best, reason=reason, considered=considered)
+
+
+class _Start(NamedTuple):
+    """A combination but for the layers that keep their graphs: the policy is that of the others."""
+
+    policy: Policies
+    num_slots: int | None
+    size: int | None
+
+
+@dataclass
+class _ShortList:
+    """Plans of combinations, each made once."""
+
+    plan_of: PlanOf
+    options: Options
+    room: Room
+    bar: tqdm[Any]
+    made: dict[Choice, StepPlan] = field(default_factory=dict)
+    ambiguous: AmbiguousBatchError | None = None
+
+    def fill(self) -> None:
+        """Plan what the Note says."""
+        try:
+            self._fill(self.options.sizes)
+        except AmbiguousBatchError as error:
+            if None not in self.options.sizes:
+                raise
+            self.ambiguous = error
+            self._fill((None,))
+
+    def _fill(self, sizes: tuple[int | None, ...]) -> None:
+        options = self.options
+        # two slots, or the only number that there is; then one
+        for slots in dict.fromkeys((options.num_slots[:2][-1], options.num_slots[0])):
+            fastest = options.choice(options.policies[0], options.most_kept, slots, sizes[0])
+            if not lacks(self.room.tiers(self._plan(fastest))) and not self._waits_for_copies(fastest):
+                return
+            starts = [
+                _Start(policy, slots, size)
+                for size in self._sizes_to_try(sizes, slots)
+                for policy in options.policies
+            ]
+            starts = [start for start in starts if self._has_device(start, 0)]
+            kept: dict[_Start, int] = {}
+            for start in sorted(starts, key=self._estimate):
+                best = self.best()
+                if best is None or self._estimate(start) <= _seconds(self.made[best]):
+                    kept[start] = self._most_kept(start)
+            best = self.best()
+            if best is None:
+                continue
+            if len(options.num_slots) > 1 and self._waits_for_copies(best):
+                for start in starts:
+                    for count in {0, kept.get(start, 0) // 2, kept.get(start, 0)}:
+                        self._plan_most_slots(start, count)
+            return
+
+    def _plan(self, choice: Choice) -> StepPlan:
+        if choice not in self.made:
+            self.made[choice] = self.plan_of(choice)
+            self.bar.update()
+        return self.made[choice]
+
+    def _plan_kept(self, start: _Start, kept: int) -> StepPlan:
+        return self._plan(self.options.choice(start.policy, kept, start.num_slots, start.size))
+
+    def _lack(self, start: _Start, kept: int) -> int:
+        """Bytes that the device lacks, below 0 where it has room. Host memory does not count: layers that are
+        kept save some of it."""
+        tiers = self.room.tiers(self._plan_kept(start, kept))
+        return max(tier.needed - tier.available for tier in (tiers if self.room.shared else tiers[:-1]))
+
+    def _has_device(self, start: _Start, kept: int) -> bool:
+        return self._lack(start, kept) <= 0
+
+    def _sizes_to_try(self, sizes: tuple[int | None, ...], slots: int | None) -> list[int | None]:
+        """The largest of ``sizes`` that fits with the least of all else, the smallest, and one between."""
+
+        def fits(size: int | None) -> bool:
+            return any(self._has_device(_Start(policy, slots, size), 0) for policy in self.options.policies)
+
+        first = 0 if fits(sizes[0]) else bisect_left(sizes, True, lo=1, key=fits)
+        last = len(sizes) - 1
+        return [sizes[place] for place in sorted({first, (first + last) // 2, last}) if place <= last]
+
+    def _share(self, start: _Start, low: int, high: int) -> float:
+        """Where a line from ``low`` to ``high`` kept layers meets what the device has, as a share of it."""
+        has, lacks = -self._lack(start, low), self._lack(start, high)
+        return 1.0 if lacks <= 0 else has / (has + lacks)
+
+    def _estimate(self, start: _Start) -> float:
+        """Seconds of a step with the most kept layers that fit, along a line from none to all."""
+        most = self.options.most_kept
+        none, every = (_seconds(self._plan_kept(start, kept)) for kept in (0, most))
+        return none + self._share(start, 0, most) * (every - none)
+
+    def _most_kept(self, start: _Start) -> int:
+        """The most layers that can keep their graphs, found by bisection; all that it looks at is planned."""
+        low, high = 0, self.options.most_kept
+        if self._has_device(start, high):
+            return high
+        while high - low > 1:
+            guess = low + int(self._share(start, low, high) * (high - low) + 1e-9)
+            middle = min(max(low + 1, guess), high - 1)
+            low, high = (middle, high) if self._has_device(start, middle) else (low, middle)
+        return low
+
+    def _waits_for_copies(self, choice: Choice) -> bool:
+        prediction = self.made[choice].prediction
+        return prediction.exposed_seconds[Lane.H2D] > WAITING * prediction.seconds
+
+    def _plan_most_slots(self, start: _Start, kept: int) -> None:
+        """Plan ``kept`` layers with as many slots as fit beside them."""
+        plan = self._plan_kept(start, kept)
+        fit = [slots for slots in self.options.num_slots if not lacks(self.room.tiers(plan, slots))]
+        if fit:
+            self._plan_kept(start._replace(num_slots=fit[-1]), kept)
+
+    def best(self) -> Choice | None:
+        """The fastest that fits."""
+        fit = [choice for choice, plan in self.made.items() if not lacks(self.room.tiers(plan))]
+        return min(fit, key=lambda choice: _rank(choice, self.made[choice]), default=None)
+
+    def reason(self, choice: Choice) -> str:
+        """Why it is this one."""
+        plan = self.made[choice]
+        told = f"{choice}: a step of {_seconds(plan):.3g} s is predicted"
+        faster = [other for other in self.made.items() if _digits(other[1]) < _digits(plan)]
+        if faster:
+            # the slowest of them: it lacks least
+            other, its_plan = max(faster, key=lambda one: (_seconds(one[1]), -_needed(one[1])))
+            short = lacks(self.room.tiers(its_plan))
+            told += f"; {other} would take {_seconds(its_plan):.3g} s, for which {short}"
+        else:
+            told += f", and no other of {len(self.made)} combinations is faster"
+        if self.ambiguous is not None:
+            told += f". Micro-batches are left out: {self.ambiguous}"
+        return told
+
+    def are_too_many(self, slots: int | None) -> bool:
+        """Whether so many slots (where None is told: two) for whole layers are more than the device has room
+        for, even if nothing else is there."""
+        return all(buffers(plan, slots or 2) > self.room.tensors for plan in self.made.values())
+
+    def nothing_fits(self) -> str:
+        """What the nearest miss lacks."""
+        tiers = {choice: self.room.tiers(plan) for choice, plan in self.made.items()}
+        nearest = min(tiers, key=lambda choice: sum(tier.lacking for tier in tiers[choice]))
+        told = verdict(f"any options that 'auto' may choose; the nearest are {nearest}", tiers[nearest])
+        return f"{told}: use a smaller batch, dtype=torch.bfloat16, or freeze parameters"
+
+
+def _seconds(plan: StepPlan) -> float:
+    return plan.prediction.seconds
+
+
+def _digits(plan: StepPlan) -> float:
+    """Its seconds in three digits."""
+    return float(f"{_seconds(plan):.3g}")
+
+
+def _needed(plan: StepPlan) -> int:
+    return plan.device_needed + plan.host_total
+
+
+def _rank(choice: Choice, plan: StepPlan) -> tuple[float, float, int]:
+    """The faster is less; of those as fast the one with fewer micro-batches, then with less memory."""
+    return _digits(plan), -(choice.micro_batch_size or math.inf), _needed(plan)

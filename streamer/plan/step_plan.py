@@ -121,6 +121,21 @@ class StepPlan:
         return sum(self.device_bytes.values())
 
     @property
+    def device_needed(self) -> int:
+        """Bytes of the device, those that are to be left free with them."""
+        return self.device_total + sum(self.reserve.values())
+
+    @property
+    def allocated(self) -> int:
+        """What counts towards ``device_memory``, in bytes: all that PyTorch's allocator takes of a GPU; where
+        the host stands in for one, which has no such count, buffers and saved inputs."""
+        if GAPS in self.reserve:
+            return self.device_total + self.reserve[GAPS]
+        return sum(
+            nbytes for owner, nbytes in self.device_bytes.items() if owner not in (WORKING_SET, BESIDE)
+        )
+
+    @property
     def host_total(self) -> int:
         """Bytes of host memory at most."""
         return sum(self.host_bytes.values())

@@ -355,3 +355,13 @@ def test_an_error_of_no_file_is_told(
 
     monkeypatch.setattr("streamer.app.plan.command.plan", plan)
     assert refused(capsys, config) == "streamer: No space left on device\n"
+
+
+def test_the_short_list_of_auto_is_shown(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    auto = [config, "--set", 'stream.activations="auto"']
+    _, found = planned(capsys, *auto)
+    assert main(["plan", *auto]) == 0
+    told, *listed = capsys.readouterr().out.splitlines()
+    assert told == found["chosen"]
+    assert listed[: len(found["considered"])] == found["considered"]
+    assert [line for line in listed if line.endswith("'keep' in all layers (chosen)")]

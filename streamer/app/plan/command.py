@@ -106,10 +106,12 @@ def plan(
     plan_of = _remembering(machine, recollection)
     if as_json:
         report = plan_json(config, plan_of)
-        print(json.dumps({**report, "chosen": None if chosen is None else chosen.reason}, indent=2))
+        told = None if chosen is None else chosen.reason
+        listed = None if chosen is None else list(chosen.lines())
+        print(json.dumps({**report, "chosen": told, "considered": listed}, indent=2))
     else:
         if chosen is not None:
-            print(f"{chosen.reason}\n")
+            print("\n".join((chosen.reason, *chosen.lines(), "")))
         for line in plan_lines(config, plan_of):
             print(line, flush=True)
     planned = plan_of(config)

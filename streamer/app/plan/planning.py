@@ -23,12 +23,11 @@ from streamer.engine.layer.micro_batches import AmbiguousBatchError
 from streamer.engine.paging.handle import wrapped
 from streamer.engine.schedule.trace import Trace
 from streamer.memory.purposes import PINNED
-from streamer.model.auto import AUTO, boxes, machine_of
+from streamer.model.auto import machine_of
 from streamer.model.layers import find_layers
 from streamer.model.options import parse_bytes
-from streamer.plan.choice import Choice, Room
+from streamer.plan.choice import AUTO, Choice, Chosen, Options, PlanOf, Room, choose
 from streamer.plan.recall import Recollection
-from streamer.plan.search import Chosen, PlanOf, choose
 from streamer.plan.step_plan import BESIDE, GAPS, WORKING_SET, StepPlan, plan_step, uncollected
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import CPU, Machine
@@ -297,7 +296,7 @@ def settle(
         else:
             host = machine.host_bytes - PROCESS_BYTES
             room = Room(machine.device_bytes, host, limit, machine.kind == "cpu")
-        among = boxes(
+        among = Options.of(
             layers=len(find_layers(without_values(config.model), stream.layers)),
             batch=config.data.batch_size,
             activations=stream.activations,

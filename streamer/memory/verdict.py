@@ -1,0 +1,64 @@
+"""The verdict on memory: which tier is short, by how many bytes, and what would help.
+
+Whoever is about to take memory, or plans to, asks here, so that every refusal reads alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+#: Said of the host where it stands in for the device: what it needs has the device's bytes in it.
+SHARED = " (whose memory is the device's too)"
+
+
+@dataclass(frozen=True)
+class Tier:
+    """Bytes that are needed of one tier of memory, and bytes that it has; ``remedy`` says what would help."""
+
+    name: str
+    needed: int
+    available: int
+    remedy: str = ""
+
+    @property
+    def lacking(self) -> int:
+        """Bytes that there are too few of."""
+        return max(0, self.needed - self.available)
+
+    def __str__(self) -> str:
+        short = f" ({amount(self.lacking)} too few)" if self.lacking else ""
+        return f"{self.name} needs {amount(self.needed)} and has {amount(self.available)}{short}"
+
+
+def host(needed: int, available: int, remedy: str = "") -> Tier:
+    """The host's memory."""
+    return Tier("the host", needed, available, remedy)
+
+
+def verdict(what: str, tiers: Iterable[Tier]) -> str | None:
+    """One line that says why there is too little memory for ``what``, or None if every tier has room."""
+    tiers = list(tiers)
+    short = [tier for tier in tiers if tier.lacking]
+    if not short:
+        return None
+    remedies = "; ".join(dict.fromkeys(tier.remedy for tier in short if tier.remedy))
+    told = f"not enough memory for {what}: {', '.join(map(str, tiers))}"
+    return f"{told}: {remedies}" if remedies else told
+
+
+def require(what: str, *tiers: Tier) -> None:
+    """Raise MemoryError, with the `verdict`, unless every tier has room for ``what``."""
+    told = verdict(what, tiers)
+    if told is not None:
+        raise MemoryError(told)
+
+
+def lacks(tiers: Iterable[Tier]) -> str:
+    """The tiers that are short, each with how many bytes it lacks."""
+    return " and ".join(f"{tier.name} lacks {amount(tier.lacking)}" for tier in tiers if tier.lacking)
+
+
+def amount(nbytes: int) -> str:
+    """Bytes as an error tells them."""
+    return f"{nbytes} bytes" if nbytes < 1 << 20 else f"{nbytes} bytes ({nbytes / (1 << 30):.2f} GiB)"

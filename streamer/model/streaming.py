@@ -1,0 +1,153 @@
+"""A plain model becomes a streamed one in place, with options that are all given."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+import streamer_native as native
+from streamer.backends.base import Backend
+from streamer.engine.layer.call import CompileBackend, Compiler
+from streamer.engine.layer.layer import StreamedLayer
+from streamer.engine.layer.micro_batches import micro_batches
+from streamer.engine.paging.executor import Executor
+from streamer.engine.paging.handle import HANDLE, Wrapped, settle_in
+from streamer.memory.host import HostStore
+from streamer.memory.purposes import GRADIENTS
+from streamer.model.guards import attach_guards
+from streamer.model.layers import Layers, find_layers
+from streamer.model.move_in import Init, Initialiser, MoveIn, check_init, releasable_bytes
+from streamer.model.options import (
+    Activations,
+    check_dtypes_for_backward,
+    check_options,
+    parse_bytes,
+    policies,
+)
+from streamer.model.units import cut_to_fit, make_units, refuse_micro_batches
+from streamer.model.unwrap import forget
+from streamer.optim.torch_optimizers import serve_other_optimizers
+from streamer.plan.choice import Chosen
+from streamer.plan.ledger import least_moments, ledger
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def stream(
+    model: M,
+    backend: Backend,
+    *,
+    layers: Layers,
+    dtype: torch.dtype | None,
+    num_slots: int | None,
+    activations: Activations,
+    micro_batch_size: int | None,
+    batch_dims: Mapping[str, int | None] | None,
+    update: str,
+    grad_dtype: torch.dtype | None,
+    host_threads: int | None = None,
+    init: Init | None = None,
+    compile: bool | CompileBackend = False,
+    device_memory: int | str | None = None,
+    chosen: Chosen | None = None,
+) -> M:
+    """`streamer.wrap` on ``backend`` with every option given: it says what they mean, and what is raised.
+    ``chosen`` says why some of them are as they are."""
+    with ExitStack() as undo:
+        check_options(
+            dtype=dtype,
+            num_slots=num_slots,
+            activations=activations,
+            micro_batch_size=micro_batch_size,
+            batch_dims=batch_dims,
+            update=update,
+            grad_dtype=grad_dtype,
+            host_threads=host_threads,
+            compile=compile,
+        )
+        limit = parse_bytes("device_memory", device_memory)
+        units, root = make_units(model, find_layers(model, layers), dtype)
+        run_as = policies(activations, units)
+        cutters = micro_batches(units, micro_batch_size, batch_dims or {})
+        in_backward = update == "backward"
+        if in_backward:
+            check_dtypes_for_backward([unit.layout for unit in (*units, root)])
+        slots = 2 if num_slots is None else num_slots
+        virtual = backend.device.type == "meta"
+        if not virtual:
+            check_init((*units, root), init)
+        if limit is not None:
+            backend.limit_device(limit)
+        if host_threads is None and backend.device.type == "cuda":
+            # the kernels of a GPU are launched by this process too
+            host_threads = max(1, native.num_threads_available() - 1)
+        if host_threads is not None:
+            backend.on_host(partial(native.set_num_threads, host_threads))
+        plain_dtypes = {param: param.dtype for param in model.parameters()}
+        on_device = backend.device.type != "cpu"
+        device_available = backend.device_available()
+        if on_device:
+            device_available += releasable_bytes(plain_dtypes, backend.device)
+        cut = cut_to_fit(model, units, root, dtype, num_slots=slots, available=device_available, limit=limit)
+        if cut.split and micro_batch_size is not None:
+            refuse_micro_batches(cut.split)
+        elif cut.split:
+            run_as = [run_as[layer] for layer in cut.layers]
+            cutters = micro_batches(cut.units, None, {})
+        units, root = cut.units, cut.root
+        slots = min(slots, len(units))
+        planned = ledger(units, root, num_slots=slots, update_in_backward=in_backward)
+        replace(planned, host={**planned.host, **least_moments(units, root)}).check(
+            device_available=device_available,
+            device_mend=cut.mend,
+            host_available=backend.host_available(),
+            host_lockable=backend.host_lockable(),
+            shared=not on_device,
+            given_back=releasable_bytes(plain_dtypes, torch.device("cpu")),
+        )
+        store = HostStore([unit.layout for unit in (*units, root)], backend.host_buffer, backend.host_reserve)
+        initialise = None if init is None or virtual else Initialiser(init, backend.device, units)
+        move = MoveIn(backend, (*units, root), store, initialise)
+        undo.callback(move.undo)
+        move.run()
+        store.add([GRADIENTS], only=store.shards[-1:] if in_backward else None)
+        executor = Executor(
+            backend,
+            units,
+            root,
+            store,
+            num_slots=slots,
+            budget=limit if num_slots is None else None,
+            sum_in_fp32=grad_dtype is not None,
+            update_in_backward=in_backward,
+        )
+        undo.callback(forget, model, executor)
+        settle_in(executor)
+        compiler = None
+        if compile and not virtual:
+            compiler = Compiler(backend.device, "inductor" if compile is True else compile)
+        for unit, policy, cutter in zip(units, run_as, cutters, strict=True):
+            # an instance attribute: __call__ and the user's hooks run around it as before
+            unit.module.forward = StreamedLayer(executor, unit, policy, cutter, compiler)
+        take_off = attach_guards(
+            model, executor, plain_dtypes, is_compiled=compiler is not None, split=cut.split
+        )
+        undo.callback(take_off)
+        end_service = serve_other_optimizers(executor)
+        undo.callback(end_service)
+        close = weakref.finalize(model, _close, backend, end_service)
+        model.__dict__[HANDLE] = Wrapped(executor, planned, plain_dtypes, take_off, close, chosen)
+        undo.pop_all()
+    return model
+
+
+def _close(backend: Backend, end_service: Callable[[], None]) -> None:
+    end_service()
+    backend.close()
