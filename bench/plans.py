@@ -14,8 +14,8 @@ from typing import Any
 from bench.common import RESULTS, load_average, provenance, write_json
 from bench.plans_table import plans_table
 from streamer.app.config import Config, load_config
-from streamer.app.plan.mending import mend
 from streamer.app.plan.planning import RunPlan, plan_run
+from streamer.app.plan.remedies import find_remedies
 from streamer.simulate.machine import MACHINES, named_machine
 
 CONFIG = Path(__file__).parent.parent / "configs" / "gpt2-10b.toml"
@@ -40,7 +40,7 @@ def row(config: Config, name: str) -> dict[str, Any]:
     """A machine's plan, and where that does not fit what would make it fit."""
     machine = named_machine(name)
     plan = plan_run(config, machine)
-    found = None if plan.fits else mend(plan, lambda changed: plan_run(changed, machine))
+    found = None if plan.fits else find_remedies(plan, lambda changed: plan_run(changed, machine))
     return figures(plan) | {
         "mend": None
         if found is None or not found.plan.fits

@@ -5,7 +5,7 @@ Whoever is about to take memory, or plans to, asks here, so that every refusal r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 #: Said of the host where it stands in for the device: what it needs has the device's bytes in it.
@@ -47,11 +47,11 @@ def verdict(what: str, tiers: Iterable[Tier]) -> str | None:
     return f"{told}: {remedies}" if remedies else told
 
 
-def require(what: str, *tiers: Tier) -> None:
-    """Raise MemoryError, with the `verdict`, unless every tier has room for ``what``."""
+def require(what: str, *tiers: Tier, details: Callable[[], str] | None = None) -> None:
+    """Raise MemoryError unless every tier has room for ``what``: the `verdict`, and ``details`` below it."""
     told = verdict(what, tiers)
     if told is not None:
-        raise MemoryError(told)
+        raise MemoryError(told if details is None else f"{told}\n{details()}")
 
 
 def lacks(tiers: Iterable[Tier]) -> str:
@@ -61,4 +61,5 @@ def lacks(tiers: Iterable[Tier]) -> str:
 
 def amount(nbytes: int) -> str:
     """Bytes as an error tells them."""
-    return f"{nbytes} bytes" if nbytes < 1 << 20 else f"{nbytes} bytes ({nbytes / (1 << 30):.2f} GiB)"
+    told = f"{nbytes} byte{'s' * (nbytes != 1)}"
+    return told if nbytes < 1 << 20 else f"{told} ({nbytes / (1 << 30):.2f} GiB)"

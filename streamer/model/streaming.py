@@ -106,7 +106,7 @@ def stream(
         planned = ledger(units, root, num_slots=slots, update_in_backward=in_backward)
         replace(planned, host={**planned.host, **least_moments(units, root)}).check(
             device_available=device_available,
-            device_mend=cut.mend,
+            device_remedy=cut.mend,
             host_available=backend.host_available(),
             host_lockable=backend.host_lockable(),
             shared=not on_device,

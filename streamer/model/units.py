@@ -23,8 +23,9 @@ from streamer.engine.paging.unit import Unit
 from streamer.engine.schedule.op import ROOT
 from streamer.memory.layout import Layout, Param
 from streamer.memory.slots import num_grad_slots
+from streamer.memory.verdict import amount
 from streamer.model.layers import is_called, parts_of, worth_a_slot
-from streamer.plan.ledger import Ledger, amount, ledger
+from streamer.plan.ledger import Ledger, ledger
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -17,6 +17,7 @@ from streamer.engine.paging.handle import HANDLE, home_of, settle_out, wrapped
 from streamer.engine.schedule import op as ops
 from streamer.engine.tensors.guarded import as_plain, plain_class
 from streamer.memory.purposes import ALL_MOMENTS
+from streamer.memory.verdict import host, require
 from streamer.model.move_in import take_out
 
 #: What stands in for a forward, and knows the one that was there.
@@ -89,11 +90,8 @@ class Copier:
     def _check_room(self, params: Iterable[nn.Parameter]) -> None:
         needed = sum(param.numel() * self._plain_dtypes[param].itemsize for param in params)
         available = self._executor.backend.host_available()
-        if needed > available:
-            raise MemoryError(
-                f"a plain copy of the model needs {needed} bytes of host memory and {available} are free: "
-                "write a checkpoint (streamer.save) instead"
-            )
+        remedy = "write a checkpoint (streamer.save) instead"
+        require("a plain copy of the model", host(needed, available, remedy))
 
     def _without_own_hooks(self, name: str, value: Any) -> Any:
         if "_hooks" not in name or not isinstance(value, dict):

@@ -14,6 +14,7 @@ from streamer.engine.paging.handle import Home, require_home
 from streamer.engine.paging.user_view import guarded_state
 from streamer.memory.layout import num_blocks
 from streamer.memory.purposes import ALL_MOMENTS, BF16, FP32, INT8, MOMENTS, host_bytes
+from streamer.memory.verdict import host, require
 from streamer.plan.ledger import Ledger
 from streamer_native import QUANTUM
 
@@ -98,13 +99,16 @@ def check_room(executor: Executor, state_dtype: torch.dtype) -> None:
     kept = {name: nbytes for name, nbytes in held.items() if name not in _NAMES_OF_MOMENTS}
     given_up = sum(held.values()) - sum(kept.values())
     needed, available = sum(wanted.values()), executor.backend.host_available() + given_up
-    if needed > available:
+    remedy = (
+        "choose a smaller state_dtype (torch.bfloat16 or 'int8', with bfloat16 parameters), or freeze "
+        "parameters"
+    )
+
+    def table() -> str:
         ledger = Ledger(executor.device_bytes(), {**kept, **wanted})
-        raise MemoryError(
-            f"not enough host memory for the moments: they take {needed} bytes and {available} are free: "
-            "choose a smaller state_dtype (torch.bfloat16 or 'int8', with bfloat16 parameters), or freeze "
-            f"parameters\n{ledger.table(host={'held already': sum(kept.values()), 'free': available})}"
-        )
+        return ledger.table(host={"held already": sum(kept.values()), "free": available})
+
+    require("the moments", host(needed, available, remedy), details=table)
 
 
 def take_over(

@@ -27,6 +27,7 @@ from streamer.memory.slots import (
     WEIGHT_SLOTS,
     num_grad_slots,
 )
+from streamer.memory.verdict import SHARED, Tier, require
 
 
 def byte_table(sections: Mapping[str, Mapping[str, int]]) -> str:
@@ -88,38 +89,34 @@ class Ledger:
         shared: bool,
         given_back: int = 0,
         host_lockable: int | None = None,
-        device_mend: str | None = None,
+        device_remedy: str | None = None,
     ) -> None:
         """Raise MemoryError, with what each side needs and has, if either has too little.
 
         ``shared`` says that both sides draw on the same memory, as where the CPU stands in for a GPU;
         ``given_back`` bytes of the host's are taken now and will be free, ``host_lockable`` are as many as
-        may be page-locked. ``device_mend`` says what would help the device.
+        may be page-locked. ``device_remedy`` says what would help the device.
         """
         device, host = sum(self.device.values()), sum(self.host.values())
-        on_host = device + host if shared else host
-        pinned = self.pinned_host_bytes
-        if device > device_available or on_host > host_available + given_back:
-            more = f" and gets {amount(given_back)} from the model's own weights" if given_back else ""
-            wrong = (
-                f"the device needs {amount(device)} and has {amount(device_available)}, the host needs "
-                f"{amount(host)} and has {amount(host_available)}{more}"
-                f"{' (the same memory as the device)' if shared else ''}: "
-                f"{device_mend or 'lower num_slots if it is the device'}; use dtype=torch.bfloat16 or freeze "
-                "parameters if it is the host"
-            )
-        elif host_lockable is not None and pinned > host_lockable:
-            wrong = (
-                f"{amount(pinned)} of the host's are to be page-locked, and this process may lock "
-                f"{amount(host_lockable)}: raise the limit with {RAISE_LOCKED_LIMIT}"
-            )
-        else:
-            return
-        rows = {"available": host_available}
-        rows |= _nonzero({"given back by the model": given_back})
-        rows |= {} if host_lockable is None else {"may be page-locked": host_lockable}
-        table = self.table(device={"available": device_available}, host=rows)
-        raise MemoryError(f"not enough memory: {wrong}\n{table}")
+        rows = {"available": host_available, **_nonzero({"given back by the model": given_back})}
+        tiers = [
+            Tier("the device", device, device_available, device_remedy or "lower num_slots"),
+            Tier(
+                f"the host{SHARED * shared}",
+                host + device * shared,
+                host_available + given_back,
+                "use dtype=torch.bfloat16 or freeze parameters",
+            ),
+        ]
+        if host_lockable is not None:
+            rows["may be page-locked"] = host_lockable
+            remedy = f"raise the limit with {RAISE_LOCKED_LIMIT}"
+            tiers.append(Tier("page-locked host memory", self.pinned_host_bytes, host_lockable, remedy))
+
+        def table() -> str:
+            return self.table(device={"available": device_available}, host=rows)
+
+        require("the model", *tiers, details=table)
 
 
 def ledger(units: Sequence[Unit], root: Unit, *, num_slots: int, update_in_backward: bool = False) -> Ledger:
@@ -166,8 +163,3 @@ def least_moments(units: Sequence[Unit], root: Unit) -> dict[str, int]:
 
 def _nonzero(amounts: Mapping[str, int]) -> dict[str, int]:
     return {purpose: nbytes for purpose, nbytes in amounts.items() if nbytes}
-
-
-def amount(nbytes: int) -> str:
-    """Bytes as an error tells them."""
-    return f"{nbytes} bytes" if nbytes < 1 << 20 else f"{nbytes} bytes ({nbytes / (1 << 30):.2f} GiB)"

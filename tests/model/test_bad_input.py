@@ -22,6 +22,7 @@ from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.paging import device_memory as watch
 from streamer.engine.paging.structure import Structure
+from streamer.memory.verdict import SHARED
 from streamer.model.layers import find_layers
 from streamer.model.options import parse_bytes
 from streamer.plan.ledger import Ledger
@@ -399,7 +400,7 @@ def test_wrapping_twice() -> None:
 # --- memory -------------------------------------------------------------------------------------------
 
 #: A layer is two parameters of 128 bytes; so is each of the two modules of the rest.
-DEVICE, HOST = "the device needs 2048 bytes", "the host needs 5120 bytes"
+DEVICE, HOST = "the device needs 2048 bytes", f"the host{SHARED}"
 TABLE = """\
 device                       bytes
   weight slots                 512
@@ -418,22 +419,43 @@ host                         bytes
   given back by the model      400"""
 
 
-@pytest.mark.parametrize(("device", "host"), [(2047, 10**9), (10**9, 5119), (1000, 100), (7167, 6767)])
-def test_too_little_memory(device: int, host: int, refuses: Refuses, monkeypatch: pytest.MonkeyPatch) -> None:
+BLOCK = (
+    "'blocks.0' takes 256 bytes, a slot may take 255 bytes, and it cannot be streamed in parts (it is a "
+    "Linear with a parameter of its own ('weight')); 2048 bytes would do, or lower num_slots to 1"
+)
+HOST_REMEDY = "use dtype=torch.bfloat16 or freeze parameters"
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "told"),
+    [
+        (
+            2047,
+            10**5,
+            f"the device needs 2048 bytes and has 2047 bytes (1 byte too few), {HOST} needs 7168 bytes and "
+            f"has 100400 bytes: {BLOCK}",
+        ),
+        (
+            10**5,
+            6767,
+            f"the device needs 2048 bytes and has 100000 bytes, {HOST} needs 7168 bytes and has 7167 bytes "
+            f"(1 byte too few): {HOST_REMEDY}",
+        ),
+        (
+            1000,
+            100,
+            f"the device needs 2048 bytes and has 1000 bytes (1048 bytes too few), {HOST} needs 7168 bytes "
+            "and has 500 bytes (6668 bytes too few): what is in no layer takes 1024 bytes alone; 2048 bytes "
+            f"would do; {HOST_REMEDY}",
+        ),
+    ],
+)
+def test_too_little_memory(
+    device: int, host: int, told: str, refuses: Refuses, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ThreadBackend, "device_available", lambda self: device)
     monkeypatch.setattr(ThreadBackend, "host_available", lambda self: host)
-    has = {10**9: "1000000000 bytes (0.93 GiB)"}
-    mends = {
-        2047: "'blocks.0' takes 256 bytes, a slot may take 255 bytes, and it cannot be streamed in parts (it "
-        "is a Linear with a parameter of its own ('weight')); 2048 bytes would do, or lower num_slots to 1; ",
-        1000: "what is in no layer takes 1024 bytes alone; 2048 bytes would do; ",
-    }
-    match = re.escape(
-        f"not enough memory: {DEVICE} and has {has.get(device, f'{device} bytes')}, "
-        f"{HOST} and has {has.get(host, f'{host} bytes')} and gets 400 bytes from the model's own weights "
-        f"(the same memory as the device): {mends.get(device, 'lower num_slots if it is the device; ')}"
-    )
-    refuses(Net(), match + "use dtype=torch.bfloat16", MemoryError)
+    refuses(Net(), re.escape(f"not enough memory for the model: {told}\n"), MemoryError)
 
 
 def test_below_what_is_wrong_there_is_the_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -442,17 +464,17 @@ def test_below_what_is_wrong_there_is_the_ledger(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(MemoryError) as caught:
         streamer.wrap(Net(), layers="blocks", device="cpu")
     line, _, table = str(caught.value).partition("\n")
-    assert line.startswith("not enough memory: ") and line.endswith("if it is the host")
+    assert line.startswith("not enough memory for the model: ") and line.endswith(BLOCK)
     assert table == TABLE
 
 
 def test_more_is_to_be_page_locked_than_may_be(refuses: Refuses, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ThreadBackend, "host_lockable", lambda self: 2559)
     match = re.escape(
-        "not enough memory: 2560 bytes of the host's are to be page-locked, and this process may lock 2559 "
-        "bytes: raise the limit with 'ulimit -l unlimited', or '--ulimit memlock=-1' for a container\ndevice "
+        "page-locked host memory needs 2560 bytes and has 2559 bytes (1 byte too few): raise the limit with "
+        "'ulimit -l unlimited', or '--ulimit memlock=-1' for a container\ndevice "
     )
-    refuses(Net(), match + r"(.|\n)*\n  may be page-locked +2,559$", MemoryError)
+    refuses(Net(), r"not enough(.|\n)*" + match + r"(.|\n)*\n  may be page-locked +2,559$", MemoryError)
     monkeypatch.setattr(ThreadBackend, "host_lockable", lambda self: 2560)
     with wrapped() as model:
         step(model)
@@ -465,11 +487,11 @@ def test_a_control_group_counts(tmp_path: Path, refuses: Refuses, monkeypatch: p
     (tmp_path / "memory.current").write_text("5233\n")
     monkeypatch.setattr(host_memory, "PROC", tmp_path)
     monkeypatch.setattr(watch, "LOW_HOST_BYTES", 0)
-    refuses(Net(), "and has 6767 bytes, the host needs", MemoryError)
+    refuses(Net(), "and has 7167 bytes .1 byte too few.", MemoryError)
     (tmp_path / "memory.current").write_text("5232\n")
     with wrapped() as model:
         (tmp_path / "memory.current").write_text("9441\n")
-        with pytest.raises(MemoryError, match="moments: they take 2560 bytes and 2559 are free"):
+        with pytest.raises(MemoryError, match="moments: the host needs 2560 bytes and has 2559 bytes"):
             streamer.AdamW(model.parameters())
         assert "exp_avg" not in streamer.stats(model).host_bytes
 
@@ -502,7 +524,8 @@ def test_amounts_of_memory(given: int | str | None, nbytes: int | None) -> None:
 
 
 def test_a_limit_of_device_memory_is_held_against_the_plan(refuses: Refuses) -> None:
-    refuses(Net(), f"not enough memory: {DEVICE} and has 2047 bytes, ", MemoryError, device_memory=2047)
+    match = re.escape(f"not enough memory for the model: {DEVICE} and has 2047 bytes (1 byte too few), ")
+    refuses(Net(), match, MemoryError, device_memory=2047)
     with wrapped(device_memory=2048) as model:
         step(model)
 
@@ -515,7 +538,7 @@ def test_two_memories_are_checked_each_by_itself(device: int, host: int, fits: b
     if fits:
         ledger.check(device_available=device, host_available=host, shared=False)
         return
-    match = rf"needs 100 bytes and has {device} bytes, .* needs 200 bytes and has {host} bytes: "
+    match = rf"needs 100 bytes and has {device} bytes.* needs 200 bytes and has {host} bytes.*: "
     with pytest.raises(MemoryError, match=match):
         ledger.check(device_available=device, host_available=host, shared=False)
 

@@ -150,8 +150,8 @@ def test_fewer_slots_are_named_where_they_would_do(net: Net) -> None:
     ) as e:
         streamer.wrap(net, device="cpu", device_memory=one, num_slots=4)
     assert "(it is a Linear with a parameter of its own ('weight'))" in str(e.value)
-    assert "would do, or lower num_slots to 1;" in str(e.value)
-    with pytest.raises(MemoryError, match=r"would do;"):
+    assert "would do, or lower num_slots to 1" in str(e.value)
+    with pytest.raises(MemoryError, match=r"would do(;|\n)"):
         streamer.wrap(net, device="cpu", device_memory=one - 1, num_slots=4)
 
 

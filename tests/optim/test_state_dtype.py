@@ -230,7 +230,7 @@ def test_short_moments_need_bf16_parameters(dtype: torch.dtype) -> None:
         assert streamer.stats(model).host_bytes == before
 
 
-def test_moments_that_do_not_fit_are_refused_with_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moments_that_do_not_fit_are_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     with streamed(gpt(), layers="transformer.h", dtype=torch.bfloat16) as model:
         layouts = [shard.layout for shard in wrapped(model).executor.store.shards]
         needs = {kept: sum(host_bytes(layouts, MOMENTS[kept]).values()) for kept in (FP32, BF16, INT8)}
@@ -238,7 +238,8 @@ def test_moments_that_do_not_fit_are_refused_with_the_mend(monkeypatch: pytest.M
         monkeypatch.setattr("streamer.engine.paging.device_memory.LOW_HOST_BYTES", 0)
         monkeypatch.setattr(ThreadBackend, "host_available", lambda self: needs[BF16])
         with pytest.raises(
-            MemoryError, match=f"they take {needs[FP32]} bytes and .* are free: choose a smaller"
+            MemoryError,
+            match=f"the moments: the host needs {needs[FP32]} bytes and has .* too few.: choose a smaller",
         ) as caught:
             streamer.AdamW(model.parameters())
         held = sum(streamer.stats(model).host_bytes.values())
@@ -258,7 +259,7 @@ def test_an_optimizer_that_cannot_be_made_leaves_the_one_there_is(monkeypatch: p
         losses(model, first, range(2))
         with monkeypatch.context() as patch:
             patch.setattr(ThreadBackend, "host_available", lambda self: 0)
-            with pytest.raises(MemoryError, match="not enough host memory for the moments"):
+            with pytest.raises(MemoryError, match="not enough memory for the moments"):
                 streamer.AdamW(model.parameters())
             # in place of what is there it fits
             streamer.AdamW(streamed_again := list(model.parameters()), state_dtype="int8")

@@ -146,7 +146,7 @@ def test_what_does_not_fit_is_refused_with_both_sides() -> None:
         streamer.wrap(model, backend=VirtualBackend(replace(H200, host_bytes=60 * GIB)), **options)
     streamer.wrap(model, backend=VirtualBackend(H200), **options)
     with pytest.raises(
-        MemoryError, match=r"moments: they take 82232377344 bytes and .* choose a smaller state_dtype"
+        MemoryError, match=r"moments: the host needs 82232377344 bytes .* choose a smaller state_dtype"
     ):
         streamer.AdamW(model.parameters())
     streamer.AdamW(model.parameters(), state_dtype="int8")

@@ -14,9 +14,9 @@ from torch import nn
 
 from streamer.app import machine_file
 from streamer.app.config import Config, ConfigError, dump_config
-from streamer.app.plan.mending import mend
 from streamer.app.plan.planning import PROCESS_BYTES, RunPlan, plan_run, settle
-from streamer.app.plan.report import ledger_lines, mend_line, plan_json, plan_lines
+from streamer.app.plan.remedies import find_remedies
+from streamer.app.plan.report import ledger_lines, plan_json, plan_lines, remedy_line
 from streamer.app.run.build import without_values
 from streamer.backends.select import backend_for
 from streamer.model.options import parse_bytes
@@ -50,8 +50,8 @@ def check_memory(config: Config) -> None:
         print(f"not planned: {error}")
         return
     if not plan.fits:
-        found = mend(plan, lambda changed: plan_run(changed, machine, recollection))
-        line = mend_line("this run", found, plan, with_speed=False)
+        found = find_remedies(plan, lambda changed: plan_run(changed, machine, recollection))
+        line = remedy_line("this run", found, plan, with_speed=False)
         raise ConfigError(line, table="\n".join(ledger_lines(plan)))
 
 

@@ -28,7 +28,7 @@ from streamer.model.layers import find_layers
 from streamer.model.options import parse_bytes
 from streamer.plan.choice import AUTO, Choice, Chosen, Options, PlanOf, Room, choose
 from streamer.plan.recall import Recollection
-from streamer.plan.step_plan import BESIDE, GAPS, WORKING_SET, StepPlan, plan_step, uncollected
+from streamer.plan.step_plan import StepPlan, plan_step, uncollected
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import CPU, Machine
 
@@ -36,6 +36,12 @@ from streamer.simulate.machine import CPU, Machine
 PROCESS, PROCESS_BYTES = "Python and its libraries", 1 << 30
 #: Room for any model: what does not fit is to be told in figures.
 _ENOUGH = 1 << 60
+
+
+def room_on(machine: Machine, config: Config) -> Room:
+    """What there is for a run of ``config`` on ``machine``, beside the process itself."""
+    budget = parse_bytes("device_memory", config.stream.device_memory)
+    return Room(machine.device_bytes, machine.host_bytes - PROCESS_BYTES, budget, machine.kind == CPU)
 
 
 @dataclass(frozen=True)
@@ -82,18 +88,9 @@ class RunPlan:
         return sum(nbytes for purpose, nbytes in self.step.host_bytes.items() if purpose in PINNED)
 
     @property
-    def device_allocated(self) -> int:
-        """What counts towards the budget, in bytes: all that PyTorch's allocator takes of the device; where
-        the host stands in for one, which has no such count, buffers and saved inputs."""
-        if self.machine.kind == CPU:
-            uncounted = (WORKING_SET, BESIDE)
-            return sum(nbytes for owner, nbytes in self.step.device_bytes.items() if owner not in uncounted)
-        return self.step.device_total + self.step.reserve.get(GAPS, 0)
-
-    @property
     def device_needed(self) -> int:
         """Bytes of the device, what is left free there with them."""
-        return self.step.device_total + sum(self.step.reserve.values())
+        return self.step.device_needed
 
     @property
     def host_needed(self) -> int:
@@ -102,20 +99,14 @@ class RunPlan:
         return own + self.device_needed if self.machine.kind == CPU else own
 
     @property
-    def fits_budget(self) -> bool:
-        """Whether the budget has room, if there is one."""
-        budget = self.device_budget
-        return self.refused is None and (budget is None or self.device_allocated <= budget)
-
-    @property
     def fits_device(self) -> bool:
         """Whether the device has room, and the budget too."""
-        return self.fits_budget and self.device_needed <= self.machine.device_bytes
+        return self.refused is None and "device" not in self.lacking
 
     @property
     def fits_host(self) -> bool:
         """Whether the host has room."""
-        return self.host_needed <= self.machine.host_bytes
+        return "host" not in self.lacking
 
     @property
     def fits(self) -> bool:
@@ -125,11 +116,9 @@ class RunPlan:
     @property
     def lacking(self) -> Mapping[str, int]:
         """Bytes that there are too few of, by side."""
-        of_device = self.device_needed - self.machine.device_bytes
-        if self.device_budget is not None:
-            of_device = max(of_device, self.device_allocated - self.device_budget)
-        of_host = self.host_needed - self.machine.host_bytes
-        return {side: lack for side, lack in (("device", of_device), ("host", of_host)) if lack > 0}
+        *device, host = room_on(self.machine, self.config).tiers(self.step)
+        found = {"device": max(tier.lacking for tier in device), "host": host.lacking}
+        return {side: nbytes for side, nbytes in found.items() if nbytes}
 
     @property
     def binding_lane(self) -> Lane:
@@ -258,7 +247,7 @@ def _estimate(small: RunPlan, large: RunPlan) -> int:
     sizes = small.config.data.batch_size, large.config.data.batch_size
     budget = small.device_budget or small.machine.device_bytes
     sides = [
-        (small.device_allocated, large.device_allocated, budget),
+        (small.step.allocated, large.step.allocated, budget),
         (small.device_needed, large.device_needed, small.machine.device_bytes),
         (small.host_needed, large.host_needed, small.machine.host_bytes),
     ]
@@ -294,8 +283,7 @@ def settle(
                     backend.device_available(), backend.host_available(), limit, machine.kind == "cpu"
                 )
         else:
-            host = machine.host_bytes - PROCESS_BYTES
-            room = Room(machine.device_bytes, host, limit, machine.kind == "cpu")
+            room = room_on(machine, config)
         among = Options.of(
             layers=len(find_layers(without_values(config.model), stream.layers)),
             batch=config.data.batch_size,

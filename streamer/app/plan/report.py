@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from streamer.app.config import Config, toml_value
-from streamer.app.plan.mending import Mend, mend
 from streamer.app.plan.planning import RunPlan, RunPlanOf, batches, is_furthest, largest_batch
+from streamer.app.plan.remedies import Remedies, find_remedies
 from streamer.app.run.run_folder import amount
 from streamer.backends.base import Lane
 
@@ -28,7 +28,7 @@ def plan_lines(config: Config, plan_of: RunPlanOf) -> Iterator[str]:
     yield from _batches(plan, plan_of)
     if not plan.fits:
         yield ""
-        yield mend_line("it", mend(plan, plan_of), plan)
+        yield remedy_line("it", find_remedies(plan, plan_of), plan)
 
 
 def plan_json(config: Config, plan_of: RunPlanOf) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def plan_json(config: Config, plan_of: RunPlanOf) -> dict[str, Any]:
     plan = plan_of(config)
     table = list(batches(config, plan_of))
     largest = largest_batch(plan, table, plan_of)
-    found = None if plan.fits else mend(plan, plan_of)
+    found = None if plan.fits else find_remedies(plan, plan_of)
     return {
         "machine": asdict(plan.machine),
         "parameters": plan.parameters,
@@ -84,7 +84,7 @@ def ledger_lines(plan: RunPlan) -> Iterator[str]:
     held = plan.step.device_bytes
     yield from _side(f"device, {slots}, when it holds most", held, plan.parameters)
     within = "" if budget is None else f" of {amount(budget)} (device_memory)"
-    if not plan.fits_budget:
+    if plan.refused or budget is not None and plan.step.allocated > budget:
         within += f": {_verdict(False)}"
     yield _line("  all tensors", plan.step.device_total, plan.parameters) + within
     for name, nbytes in plan.step.reserve.items():
@@ -156,7 +156,7 @@ def _batches(plan: RunPlan, plan_of: RunPlanOf) -> Iterator[str]:
         yield f"largest batch that fits{slots}: {largest.config.data.batch_size}{more}"
 
 
-def mend_line(subject: str, found: Mend, plan: RunPlan, *, with_speed: bool = True) -> str:
+def remedy_line(subject: str, found: Remedies, plan: RunPlan, *, with_speed: bool = True) -> str:
     """What would make a plan fit that does not; ``subject`` is what it is called."""
     sets = " ".join(f"--set {key}={toml_value(value)}" for key, value in found.changes.items())
     misfit = f"{subject} does not fit on the {' and the '.join(plan.lacking) or 'device'}"

@@ -28,6 +28,7 @@ from streamer.memory.host import HostShard, HostStore, array
 from streamer.memory.layout import Slice, Stretch
 from streamer.memory.purposes import SUMS, host_bytes
 from streamer.memory.slots import GradientSlots, num_grad_slots
+from streamer.memory.verdict import host, require
 
 FP32 = torch.float32
 
@@ -412,13 +413,13 @@ class Gradients:
         return self.root_sums.view(FP32)
 
     def _check_host(self, wanted: dict[str, int]) -> None:
-        needed, available = sum(wanted.values()), self._issuer.backend.host_available()
-        if needed > available:
-            raise MemoryError(
-                f"a second backward before the step needs {needed} bytes more of host memory "
-                f"({', '.join(wanted)}) and {available} are free: wrap with grad_dtype=None to add gradients "
-                "up in the parameters' own dtype, or with a larger batch in place of several"
-            )
+        remedy = (
+            "wrap with grad_dtype=None to add gradients up in the parameters' own dtype, or with a larger "
+            "batch in place of several"
+        )
+        free = self._issuer.backend.host_available()
+        what = f"a second backward before the step ({', '.join(wanted)})"
+        require(what, host(sum(wanted.values()), free, remedy))
 
     def before_access(self, unit: Unit, *, in_use: bool) -> None:
         """Return when the user's code may read and write the gradient of ``unit``; ``in_use`` says whether an

@@ -28,6 +28,7 @@ from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import Resource
 from streamer.engine.tensors.saved import SavedBytes, storages
+from streamer.memory.verdict import host, require
 
 
 class Paged:
@@ -304,13 +305,15 @@ class InputPager:
         self._issuer.issue(ops.sync((resource,), to_write=to_write), lambda: None)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        available = self._issuer.backend.host_available()
-        if nbytes > available:
-            raise MemoryError(
-                "activations='recompute+offload' needs host memory for the saved inputs of a layer: "
-                f"{nbytes} bytes more beside {self.places.nbytes}, and {available} are free; take a smaller "
-                "batch, or 'recompute' for some of the layers"
-            )
+        require(
+            f"a layer's saved inputs in host memory, beside {self.places.nbytes} bytes of them "
+            "(activations='recompute+offload')",
+            host(
+                nbytes,
+                self._issuer.backend.host_available(),
+                "take a smaller batch, or 'recompute' for some of the layers",
+            ),
+        )
         return self._issuer.backend.host_buffer(nbytes)
 
     def _give_back(self, place: int, buffer: torch.Tensor) -> None:

@@ -317,7 +317,7 @@ def test_no_room_for_sums_is_said_and_what_was_there_stays(monkeypatch: pytest.M
             takes = accumulation(executor.units, executor.root, num_slots=2, sum_in_fp32=True).host
             for free in (takes["gradient staging"] - 1, takes["gradient sums"] - 1):
                 patch.setattr(ThreadBackend, "host_available", lambda self, free=free: free)
-                with pytest.raises(MemoryError, match=rf"second backward .* {free} are free: wrap"):
+                with pytest.raises(MemoryError, match=rf"second backward .* and has {free} bytes .*: wrap"):
                     backwards(model, range(1, 2))
         layers = {name: gradient for name, gradient in gradients(model).items() if ".h." in name}
         assert layers and all(torch.equal(layers[name], before[name]) for name in layers)

@@ -15,7 +15,7 @@ MICRO_BATCHES = 3
 
 
 @dataclass(frozen=True)
-class Mend:
+class Remedies:
     """Keys of the config (``section.key``) to be changed, and the plan with them, which fits if anything
     does."""
 
@@ -38,7 +38,7 @@ class _Remedy:
         return self.helps_device and not plan.fits_device or helps_host and not plan.fits_host
 
 
-def mend(plan: RunPlan, plan_of: RunPlanOf) -> Mend:
+def find_remedies(plan: RunPlan, plan_of: RunPlanOf) -> Remedies:
     """The changes that make ``plan`` fit: tried in the order of what they cost and added up until it does,
     then each made as mild as the others allow. Where it does not fit with all of them, those that help."""
     changes: dict[str, Any] = {}
@@ -54,7 +54,7 @@ def mend(plan: RunPlan, plan_of: RunPlanOf) -> Mend:
         for remedy in reversed(_REMEDIES):
             if remedy.key in changes:
                 best = _milder(remedy, changes, best, plan, plan_of)
-    return Mend(changes, best)
+    return Remedies(changes, best)
 
 
 def _milder(
