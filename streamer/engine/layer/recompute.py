@@ -1,23 +1,33 @@
-"""Recomputation: a graph that saves nothing until backward needs it, and who else holds what it was lent.
+"""Recomputation: run a layer again in backward, for the tensors that the graph of its first run needs.
 
 [Note: recomputation]
-A layer that runs again in backward goes back through the graph of its first forward. That one has saved
-empty places; the second forward brings the tensors for them, in the same order, and is left as soon as the
-last has come: what a layer computes after that (the last product of a transformer's layer, a third of its
-forward) does not run again. So does `torch.utils.checkpoint`, since PyTorch 2.1.
+Hooks on saved tensors leave an empty reference in place of each tensor that the graph of the first run would
+save. Backward runs the layer again: the tensors come in the same order and fill the references, and the run
+is stopped as soon as the last reference is filled. For ``down(tanh(up(x)))``
 
-That takes a graph that holds nothing else. One that does is dropped, and backward builds it anew from the
-whole of the forward:
+    forward     up(x) -> refs 0, 1    tanh -> ref 2     down -> refs 3, 4     product of down
+    backward    up(x) fills 0, 1      tanh fills 2      down fills 3, 4       stopped: no product
 
-- where the storage of the slot has more owners after the first run than before it, something keeps weights
-  that the slot will not hold in backward (a context of a custom function, a closure);
-- custom functions, and saved tensors that went to other hooks than ours (a checkpoint inside of the layer),
-  may keep what the layer has computed, which is what running it again is to spare.
-- a hook may keep a reference to the layer's input, whose memory must then not be freed.
+Then backward goes through the first graph. That graph must keep nothing but references, or it would hold
+memory that recomputation is to free, or weights in a slot that another layer has by then. So it is dropped,
+and backward builds another one from a whole second run, where
 
-TorchScript runs another code when it runs again, which saves other tensors of the same shapes, or the same in
-another order: so each place knows how many nodes came before it, and which of them its tensor comes from, of
-which kind. Where the second forward differs, backward has the graph built anew too.
+- the storage of the slot has more owners after the first run than before (a context, a closure);
+- a custom function, compiled code, or hooks of others (a checkpoint in the layer) may keep tensors;
+- somebody else holds the layer's input (a hook that records), whose memory must then not be freed;
+- the second run saves other tensors, or in another order: TorchScript runs other code the second time. Each
+  reference knows the origin of its tensor: how many nodes came before, and which of them, of which type, made
+  it.
+
+Whether the second run computes the same numbers is told by [Note: samples].
+
+[Note: why not torch.utils.checkpoint]
+`torch.utils.checkpoint` (non-reentrant) has the same idea, and stops as early. On its frame and its hooks
+all tests of recomputation pass but these: a tensor that the layer writes after it was saved gives a wrong
+gradient without an error. TorchScript gives wrong gradients or an error: the frame compares shapes, dtypes
+and devices alone, of detached tensors. PyTorch's nested tensors, which have no shape, fail. The stop is an
+Exception, which a layer may catch and answer. What tells whether a graph keeps other things, which is most
+of this file, would stay as it is.
 """
 
 from __future__ import annotations
@@ -46,8 +56,8 @@ from streamer.engine.layer.activation import (
 )
 from streamer.engine.layer.ambient import Ambient, without_own_checkpoint
 from streamer.engine.layer.parameter_gradients import graph_is_retained
+from streamer.engine.tensors import guarded
 from streamer.engine.tensors.attributes import Contents
-from streamer.engine.tensors.guarded import is_plain
 from streamer.engine.tensors.nested import Tensors, fingerprint
 from streamer.engine.tensors.samples import Sample, Selection, another_way
 from streamer.engine.tensors.saved import Saved
@@ -55,45 +65,40 @@ from streamer.torch_private import RAW_SAVED, node_number, nodes_made, storage_i
 
 
 class Owners:
-    """Tells whether the storage of ``weights`` has got more owners: tensors, and what autograd has saved."""
+    """Counts the new owners of the storage of ``weights``: tensors, and what autograd has saved.
+
+    In a ``with`` block the owners that the garbage collector takes away are not counted as room for new ones.
+    """
 
     def __init__(self, weights: torch.Tensor) -> None:
         self._weights = weights
-        self._before = self._count()
+        self._before = storage_owners(weights)
+        self._at_start = 0
 
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Inside the block garbage that is collected does not make room for new owners."""
-        count = 0
+    def __enter__(self) -> None:
+        gc.callbacks.append(self._collected)
 
-        def collected(phase: str, _: Mapping[str, Any]) -> None:
-            nonlocal count
-            if phase == "stop":
-                self._before -= count - self._count()
-            count = self._count()
-
-        gc.callbacks.append(collected)
-        try:
-            yield
-        finally:
-            gc.callbacks.remove(collected)
+    def __exit__(self, *_: object) -> None:
+        gc.callbacks.remove(self._collected)
 
     def more(self) -> int:
-        """How many more there are than when this was made."""
-        return self._count() - self._before
+        """How many more owners there are than when this object was made."""
+        return storage_owners(self._weights) - self._before
 
-    def _count(self) -> int:
-        count: int = storage_owners(self._weights)
-        return count
+    def _collected(self, phase: str, _: Mapping[str, Any]) -> None:
+        if phase == "start":
+            self._at_start = storage_owners(self._weights)
+        else:
+            self._before -= self._at_start - storage_owners(self._weights)
 
 
 def holders(tensors: Tensors) -> list[int]:
-    """How many hold each of ``tensors``, in Python or not."""
+    """The reference count of each of ``tensors``."""
     return [sys.getrefcount(tensor) for tensor in tensors]
 
 
-#: Names under which nodes save what an operation was given. What it has made beside its result (the state of
-#: a random generator, a workspace) may have elements that nobody has written.
+#: Names under which nodes save what an operation was given. What an operation has made beside its result (the
+#: state of a random generator, a workspace) may have elements that nobody has written.
 _ARGUMENTS = frozenset(
     f"{RAW_SAVED}{name}"
     for names in (
@@ -104,16 +109,16 @@ _ARGUMENTS = frozenset(
     for name in names
 )
 
-
-#: The shape and the dtype of a tensor that others may stand for.
+#: The shape and the dtype of a tensor; None where no other tensor may stand for it, since it is made of
+#: others (nested, or of a subclass).
 _Kind = tuple[torch.Size, torch.dtype] | None
-#: How many nodes of graphs a run has made before it saves a tensor, which of them the tensor comes from (-1
-#: if from none of them), of which type that is, and the tensor's kind.
+#: How many nodes of graphs a run has made before it saves a tensor, which of them made the tensor (-1 if none
+#: of them), the type of that node, and the tensor's kind.
 _Origin = tuple[int, int, type, _Kind]
 
 
 class _SavedRef:
-    """Where a graph looks for a tensor that it has saved; gone as soon as the graph needs it no more."""
+    """Stands for a tensor that a graph has saved; gone as soon as the graph does not need the tensor."""
 
     __slots__ = ("__weakref__", "has_gradient", "is_computed", "number", "origin", "sample", "saved")
 
@@ -122,13 +127,13 @@ class _SavedRef:
         self.origin = _origin(tensor, start)
         self.saved: Saved | None = None
         self.has_gradient = tensor.requires_grad
-        #: whether it was looked at, and is neither a leaf nor a view of the weights
+        #: whether the tensor was looked at, and is neither a leaf nor a view of the weights
         self.is_computed = False
         self.sample: Sample | None = None
 
     @property
     def is_plain(self) -> bool:
-        """Whether another tensor of its shape and dtype may stand for it."""
+        """Whether another tensor of the same shape and dtype may stand for this one."""
         return self.origin[-1] is not None
 
     def look(self, tensor: torch.Tensor, slot: int) -> None:
@@ -138,32 +143,31 @@ class _SavedRef:
             self.is_computed, self.sample = True, Sample.of(tensor)
 
 
-class _Enough(BaseException):
-    """Ends a forward that is only run for what it saves. Not an Exception: a layer may catch those."""
+class _Stop(BaseException):
+    """Ends the second run of a layer. Not an Exception: a layer may catch those."""
 
 
 class RecomputedTensors:
     """The tensors that the graph of one run saves. [Note: recomputation]"""
 
-    def __init__(self, layer: str, gate: Gate) -> None:
-        self._layer = layer
+    def __init__(self, gate: Gate) -> None:
         self._gate = gate
-        self._places: list[weakref.ref[_SavedRef]] = []
-        #: of what `bring` has brought: a tensor in the first run and in the second
+        self._refs: list[weakref.ref[_SavedRef]] = []
+        #: of tensors that `fill` has brought: a sample of the first run and one of the second
         self.samples: list[tuple[Sample | None, Sample | None]] = []
 
     @contextmanager
     def expected(self, selection: Selection, weights: torch.Tensor) -> Iterator[None]:
-        """Inside the block graphs save places only. Those whose turn it is have samples of tensors that are
-        computed in it, not of views of ``weights`` or other leaves."""
+        """Inside the block graphs save references only. Those that ``selection`` takes have samples, of
+        tensors that are computed in the block, not of views of ``weights`` or other leaves."""
         start, slot = nodes_made(), storage_id(weights)
 
         def pack(tensor: torch.Tensor) -> _SavedRef:
-            place = _SavedRef(tensor, start, len(self._places))
-            self._places.append(weakref.ref(place))
-            if selection.takes(place.number):
-                place.look(tensor, slot)
-            return place
+            ref = _SavedRef(tensor, start, len(self._refs))
+            self._refs.append(weakref.ref(ref))
+            if selection.takes(ref.number):
+                ref.look(tensor, slot)
+            return ref
 
         with saved_tensors_hooks(pack, self._unpack):
             yield
@@ -175,31 +179,31 @@ class RecomputedTensors:
     def are_all_of(
         self, outputs: Iterable[torch.Tensor], leaves: Iterable[torch.Tensor], selection: Selection
     ) -> bool:
-        """Whether the graph that has led from ``leaves`` to ``outputs`` keeps nothing but our places.
+        """Whether the graph that has led from ``leaves`` to ``outputs`` keeps nothing but references.
 
-        ``selection`` knows of others of the layer. One with as many nodes, which saves tensors of the same
-        origins, is taken to be the same.
+        ``selection`` knows earlier graphs of the layer. One with as many nodes, which saves tensors of the
+        same origins, is taken to be the same.
         """
         wanted = self._wanted()
-        origins = {number: place.origin for number, place in wanted.items()}
+        origins = {number: ref.origin for number, ref in wanted.items()}
         graph = selection.known(origins)
         if graph is None:
             are_all, numbers = self._look_through(outputs, leaves, wanted)
             selection.learn(origins, numbers, are_all=are_all)
             return are_all
-        for number, place in wanted.items():
+        for number, ref in wanted.items():
             if number not in graph.numbers:
-                place.sample = None
+                ref.sample = None
         selection.end(graph.numbers)
         return graph.are_all
 
     def _look_through(
         self, outputs: Iterable[torch.Tensor], leaves: Iterable[torch.Tensor], wanted: dict[int, _SavedRef]
     ) -> tuple[bool, frozenset[int]]:
-        """Whether that is so, and the places that were looked at in which there is something to see."""
+        """Whether the graph keeps nothing but references, and which of them have a sample worth comparing."""
         known = set(map(id, leaves))
         found: set[int] = set()
-        seen: set[int] = set()
+        compared: set[int] = set()
         for node in _nodes(output.grad_fn for output in outputs):
             # a write into a part keeps the node of its operation to itself
             if _is_opaque(node) or type(node).__name__ == "CopySlices":
@@ -212,15 +216,17 @@ class RecomputedTensors:
                 if isinstance(packed, _SavedRef) and packed.is_plain:
                     found.add(id(packed))
                     if packed.is_computed and (packed.has_gradient or name in _ARGUMENTS):
-                        seen.add(packed.number)
+                        compared.add(packed.number)
                     else:
                         packed.sample = None
-                elif not _is_number(packed):
+                # a graph saves a number, or None (no bias), as they are
+                elif not (packed is None or (isinstance(packed, torch.Tensor) and packed.dim() == 0)):
                     return False, frozenset()
-        return found == set(map(id, wanted.values())), frozenset(seen)
+        return found == set(map(id, wanted.values())), frozenset(compared)
 
-    def bring(self, forward: Callable[[], object]) -> bool:
-        """Run ``forward`` for what it saves, and no further; whether that is what the first one has saved."""
+    def fill(self, forward: Callable[[], object]) -> bool:
+        """Run ``forward`` for the tensors that it saves, and no further. Returns whether the first run has
+        saved the same ones."""
         wanted = self._wanted()
         self.samples.clear()
         last = max(wanted, default=-1)
@@ -228,21 +234,21 @@ class RecomputedTensors:
 
         def pack(tensor: torch.Tensor) -> None:
             nonlocal count, is_alike
-            place = wanted.get(count)
-            if place is not None:
-                is_alike = place.origin == _origin(tensor, start)
-                place.saved = Saved.now(tensor.detach())
-                if is_alike and place.sample is not None:
-                    self.samples.append((place.sample, Sample.of(tensor)))
+            ref = wanted.get(count)
+            if ref is not None:
+                is_alike = ref.origin == _origin(tensor, start)
+                ref.saved = Saved.now(tensor.detach())
+                if is_alike and ref.sample is not None:
+                    self.samples.append((ref.sample, Sample.of(tensor)))
             count += 1
             if count > last or not is_alike:
-                raise _Enough
+                raise _Stop
 
         try:
             if wanted:
                 with saved_tensors_hooks(pack, self._refuse):
                     forward()
-        except _Enough:
+        except _Stop:
             pass
         except Exception:
             # TorchScript makes an error of its own of whatever is raised under it
@@ -251,18 +257,18 @@ class RecomputedTensors:
         return count > last and is_alike
 
     def drop(self) -> None:
-        """Let go of what `bring` has brought."""
-        for place in self._wanted().values():
-            place.saved = None
+        """Let go of the tensors that `fill` has brought."""
+        for ref in self._wanted().values():
+            ref.saved = None
 
     def _wanted(self) -> dict[int, _SavedRef]:
-        """The places that a graph still has, by their number."""
-        return {number: place for number, ref in enumerate(self._places) if (place := ref()) is not None}
+        """The references that a graph still has, by their number."""
+        return {number: ref for number, weak in enumerate(self._refs) if (ref := weak()) is not None}
 
-    def _unpack(self, place: _SavedRef) -> torch.Tensor:
+    def _unpack(self, ref: _SavedRef) -> torch.Tensor:
         self._gate.check()
-        assert place.saved is not None, "the gate opens after they have come"
-        return place.saved.unchanged()
+        assert ref.saved is not None, "the gate opens after `fill`"
+        return ref.saved.unchanged()
 
     def _refuse(self, _: None) -> torch.Tensor:
         self._gate.check()
@@ -281,7 +287,7 @@ def is_another_way(first: Iterable[GradientEdge | None], again: Iterable[Gradien
 
 
 def _nodes(starts: Iterable[Node | None]) -> Iterator[Node]:
-    """Those of the graphs that end in ``starts``."""
+    """The nodes of the graphs that end in ``starts``."""
     seen: set[Node] = set()
     nodes = list(starts)
     while nodes:
@@ -293,7 +299,7 @@ def _nodes(starts: Iterable[Node | None]) -> Iterator[Node]:
 
 
 def _is_opaque(node: Node) -> bool:
-    """Whether it may keep what cannot be seen: of a custom function, of compiled code."""
+    """Whether ``node``, of a custom function or compiled code, may keep what nobody else can see."""
     kind: type = type(node)
     return issubclass(kind, BackwardCFunction) or kind.__name__ == "CppFunction"
 
@@ -307,32 +313,19 @@ def _saved_by(node: Node) -> Iterator[tuple[str, Any]]:
     """What a node has saved, and under which names."""
     for name in _names(type(node)):
         saved = getattr(node, name)
-        if isinstance(saved, tuple):
-            yield from ((name, one) for one in saved)
-        elif saved is not None:
-            yield name, saved
-
-
-def _is_number(packed: object) -> bool:
-    """Whether a graph saves this in place of a tensor where it was given a number, or nothing (a bias)."""
-    return packed is None or (isinstance(packed, torch.Tensor) and packed.dim() == 0)
+        for one in saved if isinstance(saved, tuple) else (saved,):
+            yield name, one
 
 
 def _origin(tensor: torch.Tensor, start: int) -> _Origin:
-    """Of a tensor that is saved in a run whose first node has number ``start``."""
+    """The origin of a tensor that is saved in a run whose first node has number ``start``."""
     node = tensor.grad_fn
     count = nodes_made() - start
-    place = -1 if node is None else node_number(node) - start
+    number = -1 if node is None else node_number(node) - start
+    is_plain = (type(tensor) is torch.Tensor or guarded.is_plain(tensor)) and not tensor.is_nested
+    kind = (tensor.shape, tensor.dtype) if is_plain else None
     # others may have been made by another thread, which counts its own
-    return count, place if 0 <= place < count else -1, type(node), _kind(tensor)
-
-
-def _kind(tensor: torch.Tensor) -> _Kind:
-    """What tensors have in common that may stand for each other; None of one that only stands for itself,
-    since it is made of others (nested, or of a subclass)."""
-    if not (type(tensor) is torch.Tensor or is_plain(tensor)) or tensor.is_nested:
-        return None
-    return tensor.shape, tensor.dtype
+    return count, number if 0 <= number < count else -1, type(node), kind
 
 
 class Recompute(LayerRun):
@@ -360,14 +353,14 @@ class Recompute(LayerRun):
         gate.guard([*inner, *leaves])
         accumulators = [get_gradient_edge(tensor) for tensor in inner if tensor.requires_grad]
         held_by = holders(inner)
-        self._late = RecomputedTensors(unit.name, gate)
+        self._recomputed = RecomputedTensors(gate)
         # hooks that do something would be compiled too
         may_keep = not self.call.is_compiled and all(map(self._comes_back_alike, inputs))
         with (
             self._ambient.autocast.uncached(),
             torch.enable_grad(),
-            self._late.expected(unit.selection, weights) if may_keep else self._late.refused(),
-            owners.counted(),
+            self._recomputed.expected(unit.selection, weights) if may_keep else self._recomputed.refused(),
+            owners,
             without_own_checkpoint(unit.module),
         ):
             outputs, rebuild = self.call.run(weights, leaves, inner, self._attributes)
@@ -383,7 +376,7 @@ class Recompute(LayerRun):
         self._needs_compiled = self.call.is_compiled and self._ambient.has_moved_on()
         graph = Graph.of(inner, leaves, outputs)
         detached = [output.detach() for output in outputs]
-        may_keep = may_keep and self._late.are_all_of(outputs, (*inner, *leaves), unit.selection)
+        may_keep = may_keep and self._recomputed.are_all_of(outputs, (*inner, *leaves), unit.selection)
         del outputs, accumulators
         # a hook may have recorded what a module was given, and would see it lose its memory
         if may_keep and holders(inner) == held_by:
@@ -408,17 +401,17 @@ class Recompute(LayerRun):
         try:
             # on others than the graph's own, where the layer may have put hooks
             leaves, inner = unit.leaves(weights), detached_inputs(inputs)
-            if self._late.bring(partial(self._run_again, weights, leaves, inner)):
-                self._compare(self._late.samples)
+            if self._recomputed.fill(partial(self._run_again, weights, leaves, inner)):
+                self._compare(self._recomputed.samples)
                 yield kept
                 return
-            self._late.drop()
+            self._recomputed.drop()
             graph = self._built_anew(weights, inputs)
             if is_another_way(kept.outputs, graph.outputs):
                 raise another_way(unit.name)
             yield graph
         finally:
-            self._late.drop()
+            self._recomputed.drop()
             _let_go(kept.inputs)
             if self._graph is not None:  # it is kept on, for as long as anybody likes
                 _let_go(kept.leaves)
@@ -426,7 +419,7 @@ class Recompute(LayerRun):
 
     def _comes_back_alike(self, tensor: torch.Tensor) -> bool:
         """Whether `_point` can exchange the memory of this input for what `graph` will be given."""
-        if not is_plain(tensor) or tensor.layout != torch.strided:
+        if not guarded.is_plain(tensor) or tensor.layout != torch.strided:
             return False
         # what has gaps comes from the host without them, and PyTorch may compute with it by other operations
         return not self.pages_inputs or tensor.stride() == torch.empty_like(tensor, device="meta").stride()

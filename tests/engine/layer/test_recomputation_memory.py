@@ -183,7 +183,7 @@ def test_garbage_makes_no_room_for_new_owners() -> None:
     cycle: list[Any] = [slot[:8]]
     cycle.append(cycle)
     owners = Owners(slot)
-    with owners.counted():
+    with owners:
         assert owners.more() == 0
         del cycle
         gc.collect()
