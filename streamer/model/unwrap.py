@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from streamer.engine.layer.layer import StreamedLayer
-from streamer.engine.layer.outside_access import InnerForward, PlainForward, SplitForward
+from streamer.engine.layer.outside_access import HAD
 from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.handle import HANDLE, home_of, settle_out, wrapped
 from streamer.engine.schedule import op as ops
@@ -19,9 +18,6 @@ from streamer.engine.tensors.guarded import as_plain, plain_class
 from streamer.memory.purposes import ALL_MOMENTS
 from streamer.memory.verdict import host, require
 from streamer.model.move_in import take_out
-
-#: What stands in for a forward, and knows the one that was there.
-_INSTEAD = InnerForward | PlainForward | SplitForward | StreamedLayer
 
 Memo = dict[int, Any]
 
@@ -52,7 +48,7 @@ class Copier:
         self._copy_tensors(module, memo)
         attributes = vars(module)
         plain = {
-            name: self._without_own_hooks(name, value.had if isinstance(value, _INSTEAD) else value)
+            name: self._without_own_hooks(name, getattr(value, HAD, value) if name == "forward" else value)
             for name, value in attributes.items()
             if name not in self._attributes
         }
@@ -138,8 +134,8 @@ def forget(model: nn.Module, executor: Executor) -> None:
     """Take off what tells a wrapped model and its parameters where they live, and let its layers run as they
     are."""
     for unit in executor.units:
-        stands_in = unit.module.__dict__.pop("forward", None)
-        if isinstance(stands_in, StreamedLayer) and stands_in.had is not None:
-            unit.module.__dict__["forward"] = stands_in.had
+        had = getattr(unit.module.__dict__.pop("forward", None), HAD, None)
+        if had is not None:
+            unit.module.__dict__["forward"] = had
     settle_out(executor)
     model.__dict__.pop(HANDLE, None)

@@ -21,7 +21,7 @@ from streamer.engine.layer.activation import LayerCall
 from streamer.engine.layer.ambient import Autocast, past_checkpoints
 from streamer.engine.layer.call import Call, Compiler, aliases, apart, run_on_slot
 from streamer.engine.layer.micro_batches import AmbiguousBatchError, BatchSlices, Joined, MicroBatches
-from streamer.engine.layer.outside_access import unwatched
+from streamer.engine.layer.outside_access import HAD, unwatched
 from streamer.engine.layer.parameter_gradients import asked_of
 from streamer.engine.layer.policies import POLICIES
 from streamer.engine.layer.sharing import untangle
@@ -183,8 +183,7 @@ class StreamedLayer:
     ) -> None:
         self._executor = executor
         self._unit = unit
-        #: what the module had of its own in place of its class's forward
-        self.had = unit.module.__dict__.get("forward")
+        setattr(self, HAD, unit.module.__dict__.get("forward"))
         self._policy = POLICIES[policy]
         self._visit = LayerCall
         self._micro_batches = micro_batches
@@ -198,7 +197,7 @@ class StreamedLayer:
 
     @never_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # a module around it may have switched subclasses off: `PlainForward`
+        # a module around it may have switched subclasses off: `plain_forwards`
         with unwatched(), SubclassesOn():
             return self._call(args, kwargs)
 

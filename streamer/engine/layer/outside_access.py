@@ -24,26 +24,43 @@ from torch.overrides import TorchFunctionMode
 from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.unit import Unit
 from streamer.engine.schedule import op as ops
-from streamer.engine.tensors.guarded import unguarded
+from streamer.engine.tensors.guarded import METADATA, unguarded
+from streamer.engine.tensors.nested import walk
 from streamer.torch_private import exchange_function_modes, function_modes
 
-_PROPERTIES = "dtype shape device ndim layout requires_grad is_leaf itemsize nbytes is_cuda is_cpu is_meta"
-_METHODS = "size dim ndimension numel nelement stride element_size is_floating_point is_complex is_contiguous"
+Forward = Callable[..., Any]
 
+#: What stands in for a module's ``forward`` has this attribute: what the module had of its own in place of
+#: its class's forward, or None.
+HAD = "_streamer_had"
+
+#: What every module of a wrapped model has of its own in place of its class's.
+GUARDS = ("_apply", "__deepcopy__", "__reduce_ex__", "zero_grad")
+
+_DEVICE = torch.Tensor.device.__get__
 _IS_ON_DEVICE = {
     getattr(torch.Tensor, name).__get__: kind
     for name, kind in (("is_cuda", "cuda"), ("is_cpu", "cpu"), ("is_meta", "meta"))
 }
-_DEVICE = torch.Tensor.device.__get__
+#: What tells of a weight of a part without reading it.
+_ALLOWED = METADATA | {torch.Tensor.stride, torch.Tensor.is_contiguous}
 
-#: What tells of a tensor without reading it.
-_TELLING = {
-    *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES.split()),
-    *(getattr(torch.Tensor, name) for name in _METHODS.split()),
-    torch.is_floating_point,
-    torch.is_complex,
-    torch.numel,
-}
+
+def _stand_in(module: nn.Module, make: Callable[[Forward], Forward]) -> Callable[[], None]:
+    """Put ``make(forward)`` in place of the forward of ``module``; the returned function takes it off."""
+    had, forward = module.__dict__.get("forward"), module.forward
+    # for inspect.signature
+    instead = functools.update_wrapper(make(forward), forward, updated=())
+    setattr(instead, HAD, had)
+    module.__dict__["forward"] = instead
+
+    def take_off() -> None:
+        if had is None:
+            module.__dict__.pop("forward", None)
+        else:
+            module.__dict__["forward"] = had
+
+    return take_off
 
 
 @dataclass(frozen=True)
@@ -72,14 +89,14 @@ class Watch(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        for value in _flat((args, kwargs)):
+        for value in walk((args, kwargs)):
             if id(value) not in self._names:
                 continue
             if func == _DEVICE:
                 return self._device
             if func in _IS_ON_DEVICE:
                 return self._device.type == _IS_ON_DEVICE[func]
-            if func not in _TELLING:
+            if func not in _ALLOWED:
                 raise self._refusal(self._names[id(value)][0])
         return func(*args, **kwargs)
 
@@ -99,37 +116,28 @@ class Watch(TorchFunctionMode):
         )
 
 
-class SplitForward:
-    """Stands in for the ``forward`` of a module whose parts are streamed. [Note: split layers]"""
-
-    def __init__(self, watch: Watch, module: nn.Module) -> None:
-        self._watch = watch
-        #: what the module had of its own in place of its class's forward
-        self.had = module.__dict__.get("forward")
-        # for inspect.signature
-        functools.update_wrapper(self, module.forward, updated=())
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward: Callable[..., Any] = self.__wrapped__  # type: ignore[attr-defined]
-        if any(isinstance(mode, Watch) for mode in function_modes()):
-            return forward(*args, **kwargs)
-        with self._watch:
-            return forward(*args, **kwargs)
-
-
 def watch_split(executor: Executor, splits: Sequence[Split]) -> Callable[[], None]:
-    """Put a `SplitForward` on what was split; the returned function takes them off."""
+    """Let a `Watch` be on while the modules of ``splits`` run; the returned function ends that.
+    [Note: split layers]"""
     names = {
         param: slice.param.name
         for unit in executor.units
         for slice, param in zip(unit.layout.slices, unit.params, strict=True)
     }
     watch = Watch(executor.backend.device, splits, names)
+
+    def watched(forward: Forward) -> Forward:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if any(isinstance(mode, Watch) for mode in function_modes()):
+                return forward(*args, **kwargs)
+            with watch:
+                return forward(*args, **kwargs)
+
+        return run
+
     with ExitStack() as stack:
         for split in splits:
-            watched = SplitForward(watch, split.module)
-            split.module.__dict__["forward"] = watched
-            stack.callback(_restore, split.module, watched.had)
+            stack.callback(_stand_in(split.module, watched))
         return stack.pop_all().close
 
 
@@ -148,100 +156,58 @@ def unwatched() -> Iterator[None]:
         exchange_function_modes(len(others), modes)
 
 
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from _flat(item)
-    elif isinstance(value, dict):
-        yield from _flat(tuple(value.values()))
-    else:
-        yield value
-
-
-def _restore(module: nn.Module, had: Any) -> None:
-    if had is None:
-        module.__dict__.pop("forward", None)
-    else:
-        module.__dict__["forward"] = had
-
-
-#: What every module of a wrapped model has of its own in place of its class's.
-GUARDS = ("_apply", "__deepcopy__", "__reduce_ex__", "zero_grad")
-
-
-class InnerForward:
-    """Stands in for the ``forward`` of a module of ``unit`` that has parameters.
-
-    Called in the run of its own layer it finds the weights of the slot. Whoever else calls it (another layer,
-    the user) finds those in host memory, which an update may be about to write.
-    """
-
-    def __init__(self, executor: Executor, unit: Unit, module: nn.Module) -> None:
-        self._executor = executor
-        self._unit = unit
-        self._module = module
-        #: what the module had of its own in place of its class's forward
-        self.had = module.__dict__.get("forward")
-        self._name, self._param = next((n, p) for n, p in module._parameters.items() if p is not None)
-        # for inspect.signature
-        functools.update_wrapper(self, module.forward, updated=())
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._module._parameters.get(self._name) is self._param:
-            self._let_weights_be_read()
-        return self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
-
-    def _let_weights_be_read(self) -> None:
-        if self._executor.released:
-            return
-        if self._executor.backend.device.type == "cuda":
-            raise RuntimeError(
-                f"a {type(self._module).__name__} of layer '{self._unit.name}' is called outside of it, "
-                "where its weights are in host memory: call the layer, or do not stream it"
-            )
-        self._executor.issuer.wait([ops.shard(self._unit.index)])
-
-
-class PlainForward:
-    """Stands in for the ``forward`` of a module outside of layers that computes by other operations where a
-    parameter's class overrides PyTorch's functions, as those of a wrapped model do."""
-
-    #: They ask `torch.overrides.has_torch_function`, and leave their fast path.
-    KINDS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
-
-    def __init__(self, module: nn.Module) -> None:
-        #: what the module had of its own in place of its class's forward
-        self.had = module.__dict__.get("forward")
-        # for inspect.signature
-        functools.update_wrapper(self, module.forward, updated=())
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with unguarded():
-            return self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
+#: Modules that ask `torch.overrides.has_torch_function`, and leave their fast path where a parameter's class
+#: overrides PyTorch's functions, as those of a wrapped model do.
+_ASKING = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 
 def plain_forwards(modules: Iterable[nn.Module]) -> Callable[[], None]:
-    """Put a `PlainForward` on those of ``modules`` that need one; the returned function takes them off."""
+    """Let those of ``modules``, which are outside of layers, compute by the operations that they would use
+    with plain parameters; the returned function ends that."""
+
+    def plain(forward: Forward) -> Forward:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with unguarded():
+                return forward(*args, **kwargs)
+
+        return run
+
     with ExitStack() as stack:
         for module in modules:
-            if isinstance(module, PlainForward.KINDS):
-                plain = PlainForward(module)
-                module.__dict__["forward"] = plain
-                stack.callback(_restore, module, plain.had)
+            if isinstance(module, _ASKING):
+                stack.callback(_stand_in(module, plain))
         return stack.pop_all().close
 
 
 def guard_inner_modules(executor: Executor) -> Callable[[], None]:
-    """Put an `InnerForward` on every module inside of a layer that has parameters; the returned function
-    takes them off."""
+    """Guard every module inside of a layer that has parameters; the returned function ends that.
+
+    Called in the run of its own layer the module finds the weights of the slot. Whoever else calls it
+    (another layer, the user) finds those in host memory, which an update may be about to write: the call
+    waits for the update, or on a GPU raises RuntimeError.
+    """
+    seen: set[nn.Module] = set()
     with ExitStack() as stack:
         for unit in executor.units:
             for module in unit.module.modules():
-                if module is unit.module or not any(p is not None for p in module._parameters.values()):
-                    continue
-                if isinstance(module.__dict__.get("forward"), InnerForward):  # it is in two layers
-                    continue
-                guarded = InnerForward(executor, unit, module)
-                module.__dict__["forward"] = guarded
-                stack.callback(_restore, module, guarded.had)
+                has_params = any(param is not None for param in module._parameters.values())
+                if module is not unit.module and has_params and module not in seen:
+                    seen.add(module)
+                    stack.callback(_stand_in(module, functools.partial(_guarded, executor, unit, module)))
         return stack.pop_all().close
+
+
+def _guarded(executor: Executor, unit: Unit, module: nn.Module, forward: Forward) -> Forward:
+    name, own = next((name, param) for name, param in module._parameters.items() if param is not None)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if module._parameters.get(name) is own and not executor.released:
+            if executor.backend.device.type == "cuda":
+                raise RuntimeError(
+                    f"a {type(module).__name__} of layer '{unit.name}' is called outside of it, "
+                    "where its weights are in host memory: call the layer, or do not stream it"
+                )
+            executor.issuer.wait([ops.shard(unit.index)])
+        return forward(*args, **kwargs)
+
+    return run

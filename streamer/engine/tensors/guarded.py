@@ -35,6 +35,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 import torch
 from torch import nn
 
+from streamer.engine.tensors.nested import walk
 from streamer.torch_private import SubclassesOff, is_of_transform, skip_code, storage_id, storage_owners
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -244,19 +245,18 @@ def gives_memory(function: Function, tensor: torch.Tensor, result: object) -> bo
 def is_in_graph(result: object) -> bool:
     """Whether ``result`` is a tensor of autograd's, or several, which nobody writes without autograd's
     knowing."""
-    if isinstance(result, list | tuple):
-        return all(map(is_in_graph, result))
-    return isinstance(result, torch.Tensor) and result.requires_grad
+    return all(isinstance(item, torch.Tensor) and item.requires_grad for item in walk(result))
 
 
 def _shares_memory(result: object, tensor: torch.Tensor) -> bool:
-    if isinstance(result, list | tuple):
-        return any(_shares_memory(item, tensor) for item in result)
-    if not isinstance(result, torch.Tensor) or result is tensor:
-        return False
-    if result.layout is not torch.strided or result.is_nested or is_of_transform(result):
-        return False
-    return storage_id(result) == storage_id(tensor)
+    return any(
+        isinstance(item, torch.Tensor)
+        and item is not tensor
+        and item.layout is torch.strided
+        and not (item.is_nested or is_of_transform(item))
+        and storage_id(item) == storage_id(tensor)
+        for item in walk(result)
+    )
 
 
 @never_traced
@@ -267,8 +267,8 @@ def _touch(function: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, 
             return function(*args, **kwargs)
     touched = [
         (guard, tensor)
-        for tensor in _guarded_in(args, kwargs)
-        if (guard := tensor.__dict__.get(GUARD)) is not None
+        for tensor in walk((args, kwargs))
+        if isinstance(tensor, Guarded) and (guard := vars(tensor).get(GUARD)) is not None
     ]
     with _held(guard.lock for guard, _ in touched):
         for guard, _ in touched:
@@ -295,14 +295,6 @@ def _held(locks: Iterable[AbstractContextManager[object]]) -> AbstractContextMan
     for _, lock in sorted(found.items()):
         stack.enter_context(lock)
     return stack
-
-
-def _guarded_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Guarded):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from (item for item in value if isinstance(item, Guarded))
 
 
 @contextmanager

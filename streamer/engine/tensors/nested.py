@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -69,6 +69,19 @@ def constants(value: object) -> list[object]:
 
     _map(note, value)
     return found
+
+
+def walk(value: object) -> Iterator[Any]:
+    """What stands in ``value`` and in the lists, tuples and dicts in it, in order."""
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, list | tuple):
+            stack.extend(reversed(item))
+        elif isinstance(item, dict):
+            stack.extend(reversed(item.values()))
+        else:
+            yield item
 
 
 def reachable(value: object) -> list[torch.Tensor]:
