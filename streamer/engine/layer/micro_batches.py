@@ -86,11 +86,10 @@ class BatchSlices(NamedTuple):
 
 
 class _Alias(NamedTuple):
-    """A tensor that shows the memory of another one: of number ``given`` of what the layer was given, or else
-    of number ``returned`` of what it returns."""
+    """A returned tensor that shows the memory of another one, which has number ``of`` among the tensors that
+    the layer was given and, after them, those that it returns."""
 
-    given: int | None
-    returned: int | None
+    of: int
     #: None where it shows all of it, as it is
     view: View | None
 
@@ -124,11 +123,11 @@ class Joined:
         if number == 0:
             self._constants = found
             for output in outputs:
-                self._begin(output, outputs, given)
+                self._begin(output, [*given, *outputs[: len(self.tensors)]])
         if found != self._constants or len(outputs) != len(self.tensors):
             raise self._cannot_join("returns other numbers, or more tensors, for one than for another")
         for index, output in enumerate(outputs):
-            self._take(index, number, output, outputs, given)
+            self._take(index, number, output, [*given, *outputs])
         self._join_views(number, outputs, rebuild)
 
     def _join_views(self, number: int, outputs: Tensors, rebuild: Rebuild) -> None:
@@ -140,8 +139,8 @@ class Joined:
         for one in rebuild.shown:
             view = one.view
             if view is not None:
-                whole, part = self.tensors[one.of], self.parts[one.of]
-                view = self._of_whole(view, outputs[one.of], whole, part, number)
+                place = self.tensors[one.of], self.parts[one.of]
+                view = self._of_whole(view, outputs[one.of], *place, number)
                 if view is None:
                     raise self._shares_memory()
             shown.append(replace(one, view=view))
@@ -156,54 +155,24 @@ class Joined:
             rebuild = before
         self.rebuild = replace(rebuild, shown=shown, passed_on=passed_on)
 
-    def _take(self, index: int, number: int, output: torch.Tensor, outputs: Tensors, given: Tensors) -> None:
-        """Slice ``number`` has ``output`` as number ``index`` of what it returns."""
-        alias = self._aliases[index]
-        if alias is not None:
-            other = outputs[alias.returned] if alias.given is None else given[alias.given]  # type: ignore
-            if self._shows(output, other, alias, number):
-                return
-            is_shown = any(other is not None and other.returned == index for other in self._aliases)
-            if alias.view is not None or alias.given is None or is_shown:
-                raise self._shares_memory()
-            # slices before this one have returned what they were given
-            self.tensors[index], self._aliases[index] = self.tensors[index].clone(), None
-        whole, part, (start, length) = self.tensors[index], self.parts[index], self._cut.slices[number]
-        into = whole if part is None else part.of(whole, start, length)
-        is_like = (into.shape, into.dtype) == (output.shape, output.dtype)
-        if not is_like or not (part or number == 0 or _equal(whole, output)):
-            raise self._cannot_join(
-                f"returns a tensor of shape {tuple(output.shape)} for {length} of them, which is not one "
-                "per sample and not the same in each"
-            )
-        if part is not None:
-            into.copy_(output)
-
-    def _begin(self, output: torch.Tensor, outputs: Tensors, given: Tensors) -> None:
-        """Make room for the whole of what ``output``, one of ``outputs`` of the first slice, is a part of."""
-        for index, tensor in enumerate(given):
-            if _is_same(output, tensor):
-                alias = _Alias(index, None, None)
-                self._add(self._inputs[index].detach(), self._cut.parts[index], alias)
-                return
-        of_given = [(tensor, _Alias(index, None, None)) for index, tensor in enumerate(given)]
-        returned = [(outputs[index], _Alias(None, index, None)) for index in range(len(self.tensors))]
-        for tensor, alias in (*of_given, *returned):
-            if not _share_memory(output, tensor):
-                continue
-            if alias.given is not None:
-                whole, part = self._inputs[alias.given].detach(), self._cut.parts[alias.given]
-            else:
-                assert alias.returned is not None, "it shows one of both"
-                whole, part = self.tensors[alias.returned], self.parts[alias.returned]
-            view = View.of(output, tensor)
-            view = None if view is None else self._of_whole(view, tensor, whole, part, 0)
-            if view is None:
-                raise self._shares_memory()
-            part = None if part is None else Part(self._cut.dim)
-            self._add(view.on(whole).detach(), part, alias._replace(view=view))
-            return
+    def _begin(self, output: torch.Tensor, others: Tensors) -> None:
+        """Make room for the whole of which the first slice has returned ``output``; ``others`` are the
+        tensors that the slice was given and has returned before."""
         dim, (_, length) = self._cut.dim, self._cut.slices[0]
+        given = len(self._inputs)
+        for of, other in enumerate(others[:given]):
+            if _is_same(output, other):
+                self._add(*self._place(of), _Alias(of, None))
+                return
+        for of, other in enumerate(others):
+            if _share_memory(output, other):
+                whole, part = self._place(of)
+                view = View.of(output, other)
+                view = None if view is None else self._of_whole(view, other, whole, part, 0)
+                if view is None:
+                    raise self._shares_memory()
+                self._add(view.on(whole).detach(), None if part is None else Part(dim), _Alias(of, view))
+                return
         if dim < output.dim() and output.shape[dim] == length:
             shape = list(output.shape)
             shape[dim] = self._total
@@ -216,6 +185,39 @@ class Joined:
         self.parts.append(part)
         self._aliases.append(alias)
 
+    def _take(self, index: int, number: int, output: torch.Tensor, tensors: Tensors) -> None:
+        """Slice ``number`` has ``output`` as number ``index`` of what it returns; ``tensors`` are what it was
+        given and, after that, all that it returns."""
+        alias, given = self._aliases[index], len(self._inputs)
+        if alias is not None:
+            if self._shows(output, tensors[alias.of], alias, number):
+                return
+            is_shown = any(other is not None and other.of == given + index for other in self._aliases)
+            if alias.view is not None or alias.of >= given or is_shown:
+                raise self._shares_memory()
+            # slices before this one have returned what they were given
+            self.tensors[index], self._aliases[index] = self.tensors[index].clone(), None
+        whole, part, (start, length) = self.tensors[index], self.parts[index], self._cut.slices[number]
+        into = whole if part is None else part.of(whole, start, length)
+        is_like = (into.shape, into.dtype) == (output.shape, output.dtype)
+        is_equal = (
+            part is not None or number == 0 or whole.is_meta or (is_like and torch.equal(whole, output))
+        )
+        if not is_like or not is_equal:
+            raise self._cannot_join(
+                f"returns a tensor of shape {tuple(output.shape)} for {length} of them, which is not one "
+                "per sample and not the same in each"
+            )
+        if part is not None:
+            into.copy_(output)
+
+    def _place(self, of: int) -> tuple[torch.Tensor, Part | None]:
+        """The whole of number ``of`` among what is given and returned, and where the batch is in it."""
+        if of < len(self._inputs):
+            return self._inputs[of].detach(), self._cut.parts[of]
+        of -= len(self._inputs)
+        return self.tensors[of], self.parts[of]
+
     @property
     def _total(self) -> int:
         return sum(length for _, length in self._cut.slices)
@@ -224,13 +226,8 @@ class Joined:
         """Whether ``output`` of slice ``number`` shows ``other`` as ``alias`` says."""
         if alias.view is None or storage_id(output) != storage_id(other):
             return _is_same(output, other)
-        if alias.given is not None:
-            whole, part = self._inputs[alias.given], self._cut.parts[alias.given]
-        else:
-            assert alias.returned is not None, "it shows one of both"
-            whole, part = self.tensors[alias.returned], self.parts[alias.returned]
         view = View.of(output, other)
-        return view is not None and self._of_whole(view, other, whole, part, number) == alias.view
+        return view is not None and self._of_whole(view, other, *self._place(alias.of), number) == alias.view
 
     def _of_whole(
         self, view: View, one: torch.Tensor, whole: torch.Tensor, part: Part | None, number: int
@@ -294,21 +291,13 @@ class JoinedGradients:
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether both are the same view of the same storage."""
-    return storage_id(one) == storage_id(other) and (
-        one.storage_offset(),
-        one.shape,
-        one.stride(),
-        one.dtype,
-    ) == (other.storage_offset(), other.shape, other.stride(), other.dtype)
+    places = [(t.storage_offset(), t.shape, t.stride(), t.dtype) for t in (one, other)]
+    return storage_id(one) == storage_id(other) and places[0] == places[1]
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     is_one_storage = storage_id(one) == storage_id(other)
     return is_one_storage and one.numel() > 0 and other.numel() > 0 and not are_apart(one, other)
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.is_meta or torch.equal(one, other)
 
 
 class AmbiguousBatchError(ValueError):
