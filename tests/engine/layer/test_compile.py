@@ -279,6 +279,17 @@ def test_a_backward_that_cannot_be_compiled_is_run_as_it_is() -> None:
     assert_same(actual, train_streamed(gpt(), steps=3, **LAYERS))
 
 
+def assert_next_step_is_plain(model: nn.Module, plain: nn.Module, tokens: torch.Tensor) -> None:
+    """The gradients of the wrapped ``model``, which is unwrapped in the end, are those of ``plain``."""
+    model.zero_grad()
+    for each in (model, plain):
+        torch.manual_seed(0)
+        each(tokens).sum().backward()
+    expected = dict(plain.named_parameters())
+    assert all(torch.equal(param.grad, expected[name].grad) for name, param in model.named_parameters())
+    streamer.unwrap(model)
+
+
 def test_what_drew_random_numbers_compiled_is_not_run_again_as_it_is() -> None:
     """Compiled code may draw others, so that gradients would be those of another mask."""
     backend = aot_autograd(fw_compiler=lambda graph, inputs: graph, bw_compiler=no_backward)
@@ -289,15 +300,7 @@ def test_what_drew_random_numbers_compiled_is_not_run_again_as_it_is() -> None:
         pytest.raises(RuntimeError, match=r"layer 'transformer\.h\.3' drew random numbers in its compiled"),
     ):
         model(tokens).sum().backward()
-    model.zero_grad()
-    torch.manual_seed(0)
-    model(tokens).sum().backward()
-    plain = gpt(dropout=0.1)
-    torch.manual_seed(0)
-    plain(tokens).sum().backward()
-    gradients = dict(plain.named_parameters())
-    assert all(torch.equal(param.grad, gradients[name].grad) for name, param in model.named_parameters())
-    streamer.unwrap(model)
+    assert_next_step_is_plain(model, gpt(dropout=0.1), tokens)
 
 
 class Broken(nn.Module):
@@ -353,13 +356,7 @@ def test_a_kept_graph_whose_backward_cannot_be_compiled_says_so_and_the_next_ste
         pytest.raises(InductorError, match="no backward of this"),
     ):
         model(tokens).sum().backward()
-    model.zero_grad()
-    model(tokens).sum().backward()
-    plain = gpt()
-    plain(tokens).sum().backward()
-    gradients = dict(plain.named_parameters())
-    assert all(torch.equal(param.grad, gradients[name].grad) for name, param in model.named_parameters())
-    streamer.unwrap(model)
+    assert_next_step_is_plain(model, gpt(), tokens)
 
 
 def test_an_error_of_the_layer_itself_comes_through() -> None:

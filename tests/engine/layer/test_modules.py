@@ -304,12 +304,6 @@ def test_layers(layers: str, activations: str) -> None:
     assert_trains(LAYERS[layers](), loss_of, layers="blocks", activations=activations)
 
 
-def test_a_stack_in_a_sequential() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(*(Residual() for _ in range(3))))
-    assert_trains(model, layers="1")
-
-
 class Added(nn.Module):
     def forward(self, x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         return x + before

@@ -315,31 +315,6 @@ def test_the_norm_of_gradients_that_were_written_behind_autograd(change: Any) ->
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("activations", POLICIES)
-def test_gradients_of_inputs_alone_leave_parameters_alone(activations: str) -> None:
-    with streamed(Net(), layers="blocks", activations=activations) as model:
-        x = inputs().requires_grad_()
-        plain = copy.deepcopy(Net())
-        expected = torch.autograd.grad(plain(x).square().sum(), x)[0]
-        assert torch.equal(torch.autograd.grad(model(x).square().sum(), x)[0], expected)
-        assert [name for name, param in model.named_parameters() if param.grad is not None] == []
-
-
-@pytest.mark.parametrize("activations", POLICIES)
-def test_hooks_on_parameters_of_layers(activations: str) -> None:
-    def halved(model: nn.Module) -> torch.Tensor:
-        model.blocks[1][0].weight.register_hook(lambda gradient: gradient * 0.5)
-        return square(model)
-
-    expected = gradients(Net(), halved)
-    with streamed(Net(), layers="blocks", activations=activations) as model:
-        actual = gradients(model, halved)
-        assert all(torch.equal(actual[name], expected[name]) for name in expected)
-        model.blocks[0][0].weight.register_post_accumulate_grad_hook(lambda param: None)
-        with pytest.raises(ValueError, match="'blocks.0.0.weight' has a post-accumulate-grad hook"):
-            model(inputs())
-
-
 def test_a_penalty_on_the_weights_of_layers() -> None:
     def penalised(model: nn.Module) -> torch.Tensor:
         return square(model) + sum(param.square().sum() for param in model.blocks.parameters())
