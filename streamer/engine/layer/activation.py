@@ -6,16 +6,16 @@ separate one that begins at the detached inputs and at views of the slot. The po
 that graph is built:
 
 - ``recompute`` keeps the inputs, and of the forward's graph no tensors; backward runs the forward again,
-  with the random state and autocast of the first time, for what the graph needs: [Note: recomputation]. Where
-  it does something else, that is seen: [Note: samples].
+  with the random state and autocast of the first time, for the tensors that the graph needs: [Note:
+  recomputation]. A second run that computes something else is noticed: [Note: samples].
 - ``recompute+offload`` does the same, and the inputs wait in host memory: [Note: saved inputs].
 - ``keep`` builds the graph in forward. What the graph saves of the weights is saved as a place in the
   slot, because the slot will hold other layers in between; backward looks it up in whichever slot the
   unit then has.
 
-In all, a hook on each weight's view moves its gradient into the gradient slot as soon as autograd has
-it, so that the whole gradient leaves in one copy, and so that it is known which weights had none. A batch
-that is cut has such a graph for each slice: [Note: micro-batches].
+In all policies a hook on each weight's view moves the gradient of the weight into the gradient slot as soon
+as autograd has it: the gradients of the layer leave in one copy, and it is known which weights had none. A
+batch that is cut has such a graph for each slice: [Note: micro-batches].
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ Gradients = Sequence[torch.Tensor | None]
 
 
 class Graph(NamedTuple):
-    """A layer's own graph: its ends."""
+    """The ends of a layer's own graph."""
 
     inputs: Tensors
     leaves: Tensors
@@ -105,7 +105,7 @@ def backpropagate(
     executor: Executor, unit: Unit, graph: Graph, gradients: Gradients, collector: Collector
 ) -> None:
     """Go back through ``graph`` from the gradients of its outputs. Gradients of parameters that are to be
-    ADDED go to ``collector``, others are left with their leaves."""
+    ADDED go to ``collector``; the others stay in ``leaf.grad``."""
     trained = [
         (index, leaf, what)
         for index, (leaf, what) in enumerate(zip(graph.leaves, collector.asked, strict=False))
@@ -209,7 +209,7 @@ class LayerCall:
         self.call = call
         self.saves_inputs = policy.saves_inputs
         self._pages_inputs = policy.pages_inputs
-        #: of the inputs, those that are paged, and the number under which they are
+        #: which of the inputs are paged, and the number under which `InputPager` has them
         self._paged: list[bool] = []
         self._number: int | None = None
         self._cut = cut
@@ -295,17 +295,14 @@ class LayerCall:
         """The work of `backward`: from the weights in a slot and the gradients of the outputs to those of the
         parameters, which it writes ``into`` a gradient slot. Says which those are, and gives what `backward`
         returns."""
-        collector = self._collector(asked, into)
         try:
-            found = self._go_back(weights, inputs, gradients, collector)
+            return self._go_back(weights, into, inputs, gradients, asked)
         except self.call.compile_failures as error:
             # a backward is compiled when it runs for the first time
             self.call.give_up_compiling(error)
             if not self.saves_inputs:
                 raise  # the graph cannot be built again
-            collector = self._collector(asked, into)
-            found = self._go_back(weights, inputs, gradients, collector)
-        return collector.finish(), [*collector.returned, *found]
+            return self._go_back(weights, into, inputs, gradients, asked)
 
     def _inputs(self, kept: Tensors, paged: Tensors) -> list[torch.Tensor]:
         sources = iter(kept), iter(paged)
@@ -336,20 +333,22 @@ class LayerCall:
                 "backward belongs to (were adapters switched in between?): change it after backward"
             )
 
-    def _collector(self, asked: Sequence[Asked], into: torch.Tensor) -> Collector:
-        several = len(self.runs) > 1
-        return Collector(self.call.unit, asked, into, in_fp32=several and self.executor.sum_in_fp32)
-
     def _go_back(
-        self, weights: torch.Tensor, inputs: Tensors, gradients: Gradients, collector: Collector
-    ) -> list[torch.Tensor | None]:
-        """Go back through the graphs of all slices; the gradients of the inputs."""
+        self,
+        weights: torch.Tensor,
+        into: torch.Tensor,
+        inputs: Tensors,
+        gradients: Gradients,
+        asked: Sequence[Asked],
+    ) -> tuple[list[bool], list[torch.Tensor | None]]:
+        in_fp32 = len(self.runs) > 1 and self.executor.sum_in_fp32
+        collector = Collector(self.call.unit, asked, into, in_fp32=in_fp32)
         joined = JoinedGradients(self._cut, self._shapes)
         for number, run in enumerate(self.runs):
             given = self._cut.inputs(inputs, number) if self.saves_inputs else ()
             incoming = self._cut.gradients(gradients, self._output_parts, number)
             joined.add(number, run.go_back(weights, given, incoming, collector))
-        return joined.tensors
+        return collector.finish(), [*collector.returned, *joined.tensors]
 
 
 def point(leaves: Tensors, tensors: Tensors) -> None:

@@ -48,13 +48,18 @@ def without_caches(
 
     Raises ValueError for a cache that holds tokens already.
     """
-    if not holds_cache(args, kwargs):
+    caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
+    if not caches:
         return args, kwargs
-    kept = tuple(_without_cache(value, layer) for value in args)
-    named = {key: _without_cache(value, layer) for key, value in kwargs.items()}
+    if tokens := max(int(cache.get_seq_length()) for cache in caches):
+        raise ValueError(
+            f"layer '{layer}' got a key/value cache with {tokens} tokens while gradients are on: train with "
+            "past_key_values=None, or run this forward under torch.no_grad()"
+        )
+    named = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
     if "use_cache" in named:
         named["use_cache"] = False
-    return kept, named
+    return tuple(None if _is_cache(value) else value for value in args), named
 
 
 def holds_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -65,17 +70,6 @@ def holds_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _is_cache(value: object) -> bool:
     # the protocol of transformers.Cache, which need not be installed
     return hasattr(value, "get_seq_length") and (hasattr(value, "update") or hasattr(value, "reorder_cache"))
-
-
-def _without_cache(value: Any, layer: str) -> Any:
-    if not _is_cache(value):
-        return value
-    if (tokens := int(value.get_seq_length())) > 0:
-        raise ValueError(
-            f"layer '{layer}' got a key/value cache with {tokens} tokens while gradients are on: train with "
-            "past_key_values=None, or run this forward under torch.no_grad()"
-        )
-    return None
 
 
 def check_transforms(layer: str, tensors: Iterable[torch.Tensor | None] = ()) -> None:
@@ -110,8 +104,8 @@ def infer(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """What ``run`` makes of ``args`` and ``kwargs``: of the very same objects where the batch is not cut, as
-    it is not beside a key/value cache, which is written.
+    """What ``run`` makes of ``args`` and ``kwargs``. A batch beside a key/value cache, which is written, is
+    not cut; where the batch is not cut, ``run`` is given the very same objects.
 
     Raises ValueError where a layer whose batch is cut changes what it is given, or writes a cache of its own.
     """
@@ -157,7 +151,8 @@ def _kept(unit: Unit) -> list[tuple[torch.Tensor, int]]:
 
 
 def _check_kept(unit: Unit, before: list[tuple[torch.Tensor, int]], length: int) -> None:
-    """Refuse what is kept of a slice of ``length`` samples, since the next one would find it as its own."""
+    """Raise ValueError if ``unit`` keeps a tensor of a slice of ``length`` samples, which the next slice
+    would find as its own."""
     versions = {id(tensor): version for tensor, version in before}
     for tensor, version in _kept(unit):
         if version != versions.get(id(tensor), version) or (
@@ -192,7 +187,7 @@ class StreamedLayer:
         )
 
     def visit_as(self, kind: type[LayerCall]) -> None:
-        """Let visits be of another kind."""
+        """Let calls of the layer be of another kind."""
         self._visit = kind
 
     @never_traced

@@ -89,7 +89,7 @@ class Watch(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        for value in walk((args, kwargs)):
+        for value in walk((*args, *kwargs.values())):
             if id(value) not in self._names:
                 continue
             if func == _DEVICE:

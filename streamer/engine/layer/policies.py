@@ -29,7 +29,7 @@ from streamer.engine.tensors.saved import Saved, storages
 
 @dataclass(frozen=True)
 class _SlotView:
-    """A saved tensor that is a view of a slot, by its place in it (in elements, as torch counts)."""
+    """The place of a saved tensor in the slot that it is a view of; offset and stride count elements."""
 
     dtype: torch.dtype
     offset: int
@@ -45,7 +45,7 @@ class _SlotView:
 
 
 class _Slot:
-    """Where the weights are: an object of its own, so that what the graph saves does not own the graph."""
+    """Holds the slot with the weights. The hooks of a graph own this object, and not the graph's owner."""
 
     weights: torch.Tensor
 

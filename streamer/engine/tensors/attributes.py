@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -83,7 +84,7 @@ class Contents:
 
 
 def _copy(value: Any) -> dict[Any, Any] | list[Any] | set[Any] | None:
-    """What a container holds; None for what is none."""
+    """What a container holds; None if ``value`` is no container."""
     kind = type(value)
     if kind in _MAPPINGS:
         return dict(value)
@@ -115,10 +116,8 @@ def _is_same(one: Any, other: Any) -> bool:
     """Whether two copies of a container hold the same objects."""
     if len(one) != len(other):
         return False
+    if isinstance(one, set):
+        return bool(one == other)
     if isinstance(one, dict):
-        return all(map(_is, one.items(), other.items()))
-    return one == other if isinstance(one, set) else all(a is b for a, b in zip(one, other, strict=True))
-
-
-def _is(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
-    return one[0] is other[0] and one[1] is other[1]
+        return all(map(operator.is_, one, other)) and all(map(operator.is_, one.values(), other.values()))
+    return all(map(operator.is_, one, other))

@@ -7,21 +7,21 @@ every library that it calls, knows nothing of that, and does not have to. So
 
 - a parameter of a wrapped model is an instance of a subclass of its class, and its gradient and the
   optimizer's state are `GuardedTensor`s: PyTorch calls `__torch_function__` of such a class in place of any
-  function that is given one, in every thread, however the tensor was come by (a list that was made before
-  `wrap`, say);
-- what reads or writes the tensor waits first, for the work on that unit alone: see `Guard.before`. What only
-  tells of it (`METADATA`) does not wait;
+  function that is given one, in every thread, also of a tensor from a list that was made before `wrap`;
+- a function that reads or writes the tensor waits first, for the work on that unit alone: see `Guard.before`.
+  A function that only tells of the tensor (`METADATA`) does not wait;
 - a tensor that shares memory with a parameter (``p.data``, ``p.detach()``, ``p.numpy()``) can be written
   without a trace, so the unit counts as lent from then on: see `Weights.lend`;
 - gradients that are multiplied by a number stay finite if they were: see `Norms.scaled`.
 
 Inside of the library these tensors are used as plain ones, in `unguarded` blocks.
 
-What this cannot see: C++ code that is given a tensor by other ways than PyTorch's functions. That is so for
-extensions, TorchScript, `torch.func`'s transforms of a parameter itself, ``torch.tensor(param)``,
-``torch.as_tensor(param, dtype=...)`` and ``to_dlpack(param)``. It finds NaN in a parameter whose update is
-still running (`Seen`), so call `streamer.synchronize` before it. `torch.compile` sees the plain tensor: what
-it compiles breaks its graph at such a parameter, and waits. It must not write through ``param.data``.
+C++ code that is given a tensor by other ways than PyTorch's functions cannot wait: extensions,
+TorchScript, `torch.func`'s transforms of a parameter itself, ``torch.tensor(param)``,
+``torch.as_tensor(param, dtype=...)`` and ``to_dlpack(param)``. Such code finds NaN in a parameter whose
+update is still running (`Seen`): call `streamer.synchronize` before it. `torch.compile` sees the plain
+tensor. Code that it compiles breaks its graph at a parameter whose update is running, and waits; it must not
+write through ``param.data``.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class GuardedParameter(Guarded):
 
 
 class InFlight(GuardedParameter):
-    """One whose update may be running: `torch.compile` must not look behind it."""
+    """A parameter whose update may be running: `torch.compile` must not look behind it."""
 
     @classmethod
     @never_traced
@@ -202,8 +202,8 @@ def unguard_parameter(param: nn.Parameter) -> None:
 class Seen:
     """What is seen of a guarded parameter by those who do not ask its guard.
 
-    While an update may be running they see NaN, which tells of itself, as old or half-written weights do not.
-    `torch.compile` looks at the class alone, so that is another one then.
+    While an update may be running they see NaN, which is noticed; old or half-written weights are not.
+    `torch.compile` looks at the class alone, so a parameter has another class then.
     """
 
     def __init__(self, param: nn.Parameter, nan: torch.Tensor) -> None:
@@ -245,7 +245,7 @@ def gives_memory(function: Function, tensor: torch.Tensor, result: object) -> bo
 def is_in_graph(result: object) -> bool:
     """Whether ``result`` is a tensor of autograd's, or several, which nobody writes without autograd's
     knowing."""
-    return all(isinstance(item, torch.Tensor) and item.requires_grad for item in walk(result))
+    return all(isinstance(item, torch.Tensor) and item.requires_grad for item in walk((result,)))
 
 
 def _shares_memory(result: object, tensor: torch.Tensor) -> bool:
@@ -255,7 +255,7 @@ def _shares_memory(result: object, tensor: torch.Tensor) -> bool:
         and item.layout is torch.strided
         and not (item.is_nested or is_of_transform(item))
         and storage_id(item) == storage_id(tensor)
-        for item in walk(result)
+        for item in walk((result,))
     )
 
 
@@ -267,7 +267,7 @@ def _touch(function: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, 
             return function(*args, **kwargs)
     touched = [
         (guard, tensor)
-        for tensor in walk((args, kwargs))
+        for tensor in walk((*args, *kwargs.values()))
         if isinstance(tensor, Guarded) and (guard := vars(tensor).get(GUARD)) is not None
     ]
     with _held(guard.lock for guard, _ in touched):

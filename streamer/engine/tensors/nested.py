@@ -71,17 +71,15 @@ def constants(value: object) -> list[object]:
     return found
 
 
-def walk(value: object) -> Iterator[Any]:
-    """What stands in ``value`` and in the lists, tuples and dicts in it, in order."""
-    stack = [value]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, list | tuple):
-            stack.extend(reversed(item))
-        elif isinstance(item, dict):
-            stack.extend(reversed(item.values()))
+def walk(values: Iterable[Any]) -> Iterator[Any]:
+    """Each of ``values``, in place of a list, tuple or dict what stands in it, in order."""
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from walk(value)
+        elif isinstance(value, dict):
+            yield from walk(value.values())
         else:
-            yield item
+            yield value
 
 
 def reachable(value: object) -> list[torch.Tensor]:

@@ -2,10 +2,10 @@
 
 [Note: parameter hooks]
 The gradient of a layer's parameter is made in the layer's own graph and leaves for the host from there, so
-the hooks on the parameter run there, on the gradient that is on its way (`Collector.finish`). The user's
-graph knows the parameter too, so that ``backward(inputs=...)`` and ``torch.autograd.grad`` find it, but
-brings it no gradient: PyTorch then calls the hooks with None, which nobody expects and which `shield` keeps
-from them.
+the hooks on the parameter are called there, with the gradient that is about to leave (`Collector.finish`).
+The user's graph has the parameter too, so that ``backward(inputs=...)`` and ``torch.autograd.grad`` find it,
+but brings it no gradient: PyTorch then calls the hooks with None, which no hook expects. `shield` prevents
+that.
 
 A hook on a plain parameter sees the sum of all gradients of a backward. Here it would see those of two visits
 of a layer, or of a layer and of a penalty on its weights, one after the other, so that is refused.
@@ -14,6 +14,7 @@ of a layer, or of a layer and of a penalty on its weights, one after the other, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -28,14 +29,14 @@ OWN_HOOK = "_streamer_hook"
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
 
 
+@dataclass(frozen=True)
 class _Shielded:
-    """A hook that hears of gradients only."""
+    """A hook that is called for gradients only, not for None."""
 
-    def __init__(self, hook: Hook) -> None:
-        self._hook = hook
+    hook: Hook
 
     def __call__(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        return None if gradient is None else self._hook(gradient)
+        return None if gradient is None else self.hook(gradient)
 
 
 @as_plain
@@ -56,7 +57,7 @@ def hooks_of(param: torch.Tensor) -> list[Hook]:
 
 @as_plain
 def shield(params: Iterable[nn.Parameter]) -> None:
-    """Keep it from the user's hooks that no gradient comes by the user's graph. [Note: parameter hooks]"""
+    """Let the user's hooks not be called with None. [Note: parameter hooks]"""
     for param in params:
         hooks = param._backward_hooks or {}
         for key, hook in list(hooks.items()):
@@ -77,7 +78,7 @@ def check_hooks(slices: Iterable[Slice], params: Iterable[nn.Parameter]) -> None
 
 
 class OncePerBackward:
-    """Sees to it that hooks are told of one gradient in a backward. [Note: parameter hooks]"""
+    """Checks that a hook is called with one gradient in a backward. [Note: parameter hooks]"""
 
     def __init__(self) -> None:
         self._task = -1

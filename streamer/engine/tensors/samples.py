@@ -10,8 +10,8 @@ before it, which is another one in each visit. The second run must bring the sam
 "The same" leaves room for kernels that add up in no fixed order. They change the last bits, and what follows
 in the layer makes more of that. So an element may differ by 16 steps of bfloat16, or 2^13 steps of fp32, of
 its own magnitude and the mean magnitude of the sample, and one in 32 may differ by more (a number close to a
-threshold). Other random numbers, or another branch, change most elements by about their magnitude. NaN is
-equal to NaN.
+threshold). Other random numbers, or another branch, change most elements by about their magnitude. NaN equals
+NaN.
 
 On the CPU samples are bytes, compared at once: equal ones, as nearly all are, cost nothing more. On a GPU
 they are small tensors, and are compared when backward ends, where the host waits for gradients anyway.
