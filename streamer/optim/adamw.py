@@ -8,7 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -149,6 +149,14 @@ def _not_updated_on_landing(
     return names
 
 
+class _Member(NamedTuple):
+    """A parameter of an optimizer, where the parameter lives, and its group."""
+
+    param: torch.Tensor
+    home: Home
+    group: dict[str, Any]
+
+
 class AdamW(torch.optim.Optimizer):
     """Adam with decoupled weight decay (Loshchilov & Hutter, 2019, algorithm 2), as `torch.optim.AdamW`.
 
@@ -193,13 +201,14 @@ class AdamW(torch.optim.Optimizer):
         self._executors: list[Executor] = []
         #: by the identity of a group, the hyperparameters with which layers were updated on landing
         self._landed_with: dict[int, Hyper] = {}
-        self._updated: set[torch.Tensor] = set()
+        #: the identities of the parameters that were updated
+        self._updated: set[int] = set()
         #: stands for the optimizer, which its parameters shall not keep alive
         self.token = object()
         self._is_made = False
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         # for all groups at once: what cannot be made must leave an earlier optimizer's moments alone
-        self._take_over([require_home(param) for param in self._group_of()])
+        self._take_over([member.home for member in self._members()])
         self._is_made = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -240,11 +249,10 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     def _step(self) -> None:
-        groups = self._group_of()
-        updated = [(param, require_home(param)) for param in groups if param.grad is not None]
-        for _, home in updated:
-            check_owner(home, self.token)
-        for executor, index in {(home.executor, home.unit.index) for _, home in updated}:
+        updated = [one for one in self._members() if one.param.grad is not None]
+        for member in updated:
+            check_owner(member.home, self.token)
+        for executor, index in {(member.home.executor, member.home.unit.index) for member in updated}:
             executor.check_idle(executor.unit(index))
         landed_with, self._landed_with = self._landed_with, {}
         check_landed_with(landed_with, self.param_groups)
@@ -259,10 +267,8 @@ class AdamW(torch.optim.Optimizer):
             raise
         unscale = 1.0 if scale is None else 1.0 / float(scale)
         updates: dict[tuple[Executor, int], list[ParamUpdate]] = defaultdict(list)
-        # gradients of before wrap have come into their places meanwhile
-        updated = [(param, require_home(param)) for param in groups if param.grad is not None]
-        for (_, home), update in zip(updated, self._updates(updated, groups), strict=True):
-            updates[home.executor, home.unit.index].append(update)
+        for member, update in zip(updated, self._updates(updated), strict=True):
+            updates[member.home.executor, member.home.unit.index].append(update)
         for executor in self._executors:
             mine = {unit: updates[owner, unit] for owner, unit in updates if owner is executor}
             self._queue(executor, mine, unscale)
@@ -270,19 +276,19 @@ class AdamW(torch.optim.Optimizer):
     @as_plain
     def _update_on_landing(self, unit: Unit, used: Sequence[bool]) -> Update | None:
         """The update of ``unit`` from a gradient that has just landed. [Note: landing]"""
-        groups = self._group_of()
+        with_gradient = {id(param) for param, is_used in zip(unit.params, used, strict=False) if is_used}
         mine = [
-            param
-            for param, is_used in zip(unit.params, used, strict=False)
-            if is_used and param in groups and is_owner(require_home(param), self.token)
+            member
+            for member in self._members()
+            if id(member.param) in with_gradient and is_owner(member.home, self.token)
         ]
         if not mine:
             return None
-        executor = require_home(mine[0]).executor
+        executor = mine[0].home.executor
         landing, shard = executor.landing, executor.shard(unit)
-        updates = self._updates([(param, require_home(param)) for param in mine], groups)
-        self._landed_with |= {id(groups[param]): hyper_of(groups[param], 1) for param in mine}
-        steps = [self.state[param]["step"] for param in mine]
+        updates = self._updates(mine)
+        self._landed_with |= {id(member.group): hyper_of(member.group, 1) for member in mine}
+        steps = [self.state[member.param]["step"] for member in mine]
         stretches = unit.layout.stretches(used)
         state_dtype = self.state_dtype  # not self: a queued update shall not keep the optimizer alive
 
@@ -296,28 +302,28 @@ class AdamW(torch.optim.Optimizer):
 
         return update, update_bytes(updates, state_dtype)
 
-    def _group_of(self) -> dict[torch.Tensor, dict[str, Any]]:
-        """The group of each parameter."""
+    def _members(self) -> list[_Member]:
+        """All parameters of the optimizer."""
         for group in self.param_groups:
             check_group(group)
-        return {param: group for group in self.param_groups for param in group["params"]}
+        return [
+            _Member(param, require_home(param), group)
+            for group in self.param_groups
+            for param in group["params"]
+        ]
 
-    def _updates(
-        self,
-        updated: Sequence[tuple[torch.Tensor, Home]],
-        groups: Mapping[torch.Tensor, dict[str, Any]],
-    ) -> list[ParamUpdate]:
+    def _updates(self, updated: Sequence[_Member]) -> list[ParamUpdate]:
         """The next update of each of these parameters, which counts it."""
-        steps = [self._state_of(param, home)["step"] for param, home in updated]
+        steps = [self._state_of(param, home)["step"] for param, home, _ in updated]
         if steps:
             torch._foreach_add_(steps, 1)
+        self._updated.update(id(param) for param, _, _ in updated)
         hypers: dict[tuple[int, int], Hyper] = {}
         updates = []
-        for (param, home), step in zip(updated, steps, strict=True):
-            group = groups[param]
-            key = id(group), int(step)
+        for (param, home, group), step in zip(updated, map(int, steps), strict=True):
+            key = id(group), step
             if key not in hypers:
-                hypers[key] = hyper_of(group, int(step))
+                hypers[key] = hyper_of(group, step)
             updates.append(ParamUpdate(home.slice, hypers[key], summed=is_summed(param)))
         return updates
 
@@ -325,10 +331,9 @@ class AdamW(torch.optim.Optimizer):
         """The state of a parameter that is about to be updated."""
         state = self.state[param]
         if not isinstance(state, State) or not state:
-            was_updated = param in self._updated
+            was_updated = id(param) in self._updated
             state = begin_state(home, state, self.state_dtype, was_updated=was_updated)
             self.state[param] = state
-        self._updated.add(param)
         return state
 
     @never_traced
