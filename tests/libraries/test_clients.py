@@ -3,13 +3,13 @@
 The update still runs on the host when ``step`` returns. A client here is an ordinary piece of a training
 script, or of a library, that does not know this: it reads parameters, or writes them through ``param.data``,
 without a call of `streamer.synchronize`. It runs once on a plain model and once on a wrapped one whose
-updates are slow, and everything that it has seen is the same to the bit.
+updates are slow, and everything that it has seen is the same to the bit. Single reads and writes are in
+tests/engine/tensors/test_user_view.py.
 """
 
 from __future__ import annotations
 
 import copy
-import io
 import logging
 import threading
 import warnings
@@ -277,24 +277,6 @@ def vector(run: Run) -> torch.Tensor:
     return nn.utils.parameters_to_vector(run.params).detach()
 
 
-def saved(run: Run) -> Any:
-    file = io.BytesIO()
-    torch.save(run.model.state_dict(), file)
-    file.seek(0)
-    return torch.load(file)
-
-
-def moments(run: Run) -> Any:
-    return [run.optimizer.state[param][name] for param in run.params for name in ("exp_avg", "exp_avg_sq")]
-
-
-def foreach_ema(run: Run) -> Any:
-    shadow = [param.detach().clone() for param in run.params]
-    for _ in run.steps():
-        torch._foreach_lerp_(shadow, run.params, 0.1)
-    return shadow
-
-
 def keeping(keep: Callable[[nn.Parameter], torch.Tensor]) -> Client:
     """A client that keeps what ``keep`` makes of each parameter, and reads it after every step."""
 
@@ -315,42 +297,25 @@ def change(run: Run) -> Any:
     return moved
 
 
-def copied_into_another(run: Run) -> Any:
-    other = copy.deepcopy(run.model)
-    for _ in run.steps():
-        with torch.no_grad():
-            for mine, theirs in zip(other.parameters(), run.params, strict=True):
-                mine.copy_(theirs)
-    return other.state_dict()
-
-
 READS: dict[str, Client] = {
     "swa": swa,
     "ema": partial(swa, multi_avg_fn=get_ema_multi_avg_fn(0.5)),
     "ema of buffers too": partial(swa, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True),
     "update_bn": batch_norm,
-    "parameters_to_vector": each_step(vector),
     "deepcopy of the model": each_step(lambda run: copy.deepcopy(run.model).state_dict()),
-    "deepcopy of parameters": each_step(lambda run: [copy.deepcopy(param) for param in run.params]),
-    "torch.save": each_step(saved),
     "state_dict": each_step(lambda run: run.model.state_dict()),
-    "foreach_lerp": foreach_ema,
-    "foreach_norm": each_step(lambda run: torch._foreach_norm(run.params)),
     "gradients": each_step(lambda run: [param.grad for param in run.params]),
-    "moments": each_step(moments),
     "another thread": each_step(in_a_thread),
     "kept parameters": keeping(lambda param: param),
     "kept data": keeping(lambda param: param.data),
     "kept detached": keeping(torch.Tensor.detach),
     "kept views": keeping(lambda param: param.view(-1)),
     "change": change,
-    "copy_": copied_into_another,
 }
 
 
 #: What reads otherwise where there is a master beside the weight, or a sum beside the gradient.
-BF16_READS = ["ema", "parameters_to_vector", "deepcopy of the model", "deepcopy of parameters", "torch.save"]
-BF16_READS += ["gradients", "moments", "kept data", "change"]
+BF16_READS = ["ema", "deepcopy of the model", "gradients", "kept data", "change"]
 
 
 @pytest.mark.parametrize(
@@ -362,28 +327,12 @@ def test_reads_after_a_step(client: str, dtype: torch.dtype) -> None:
     assert_same(READS[client], copy.deepcopy(net()).to(dtype), layers="layers")
 
 
-def test_reads_after_a_step_whose_updates_run_in_backward() -> None:
-    assert_same(READS["parameters_to_vector"], layers="layers", update="backward")
-
-
 # --- writes through .data -------------------------------------------------------------------------------
 
 
 def clamp(run: Run) -> None:
     for param in run.params:
         param.data.clamp_(-0.2, 0.2)
-
-
-def mask(run: Run) -> None:
-    for param in run.params:
-        kept = torch.rand(param.shape, generator=torch.Generator().manual_seed(param.numel())) > 0.3
-        param.data.mul_(kept)
-
-
-def noise(run: Run) -> None:
-    draw = torch.Generator().manual_seed(len(run.seen))
-    for param in run.params:
-        param.data.add_(torch.randn(param.shape, generator=draw), alpha=0.1)
 
 
 def rows(run: Run) -> None:
@@ -401,7 +350,7 @@ def exchange_layers(run: Run) -> None:
         theirs.data.copy_(kept)
 
 
-WRITES = [clamp, mask, noise, rows, exchange_layers]
+WRITES = [clamp, rows, exchange_layers]
 #: Layers that are copied at every visit, and layers that stay in their slots.
 PLACES = {
     "paged": {"num_slots": 2, "activations": "recompute"},
@@ -548,7 +497,7 @@ def moments_are_reset(run: Run) -> Any:
         for param in run.params[::2]:
             run.optimizer.state[param]["exp_avg"].zero_()
             run.optimizer.state[param]["exp_avg_sq"].data.mul_(0.5)
-    return moments(run)
+    return [run.optimizer.state[param][name] for param in run.params for name in ("exp_avg", "exp_avg_sq")]
 
 
 SCRIPTS = [hook_of_the_optimizer, lookahead, sharpness_aware, without_gradients]
@@ -590,15 +539,6 @@ def old_zero_grad(run: Run) -> None:
             param.grad.zero_()
 
 
-def compiled(read: Callable[[torch.Tensor], torch.Tensor]) -> Client:
-    def client(run: Run) -> Any:
-        torch._dynamo.reset()
-        function = torch.compile(read, backend="aot_eager")
-        return [[function(param).detach() for param in run.params[:2]] for _ in run.steps()]
-
-    return client
-
-
 class Clamping(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.up.weight.data.clamp_(-0.1, 0.1)
@@ -615,7 +555,6 @@ KEPT: dict[str, Client] = {
     "gradients": gradients_kept,
     "a gradient's data": gradient_data_assigned,
     "gradients that are detached in place": old_zero_grad,
-    "compiled": compiled(lambda param: param.data.sum()),
 }
 
 
