@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
@@ -110,14 +111,21 @@ def _children(value: object) -> Iterable[object]:
     return list(getattr(value, "__dict__", {}).values())
 
 
+_SEQUENCES = (tuple, list)
+#: What most values are made of, so that nothing else need be asked of it.
+_LEAVES = frozenset({torch.Tensor, _Hole, type(None), bool, int, float, str})
+
+
 def _map(function: Callable[[Any], object], value: Any) -> Any:
     """``value`` with ``function`` applied to its leaves; itself, not a copy, where that changes nothing."""
-    if isinstance(value, tuple | list):
+    if type(value) in _LEAVES:
+        return function(value)
+    if isinstance(value, _SEQUENCES):
         children = [_map(function, child) for child in value]
-        if all(new is old for new, old in zip(children, value, strict=True)):
+        if all(map(operator.is_, children, value)):
             return value
         return type(value)(*children) if hasattr(value, "_fields") else type(value)(children)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type | _Hole):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         items = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     elif isinstance(value, dict):
         items = value
