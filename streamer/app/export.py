@@ -24,9 +24,10 @@ from streamer.app.run.build import streamed_dtype, without_values
 from streamer.app.run.run_folder import amount
 from streamer.checkpoint.manifest import NAME, Manifest, checkpoints, new_folder
 from streamer.checkpoint.save import BUFFERS, WEIGHTS
-from streamer.checkpoint.tensors import DTYPES, Piece, file_bytes, reading, write_tensors
+from streamer.checkpoint.tensors import BY_NAME, Piece, file_bytes, write_tensors
 from streamer.errors import CheckpointError, shortened
 from streamer.model.options import parse_bytes
+from streamer.pretrained.files import INDEX, SINGLE, Stored
 from streamer.version import __version__
 
 MODEL_CONFIG, README = "config.json", "README.txt"
@@ -108,7 +109,7 @@ class Card:
 
 def _hugging_face(model: nn.Module | None) -> Any:
     """``model`` if it is one of Hugging Face's, else None."""
-    # whoever made such a model has imported it
+    # such a model exists only where transformers has been imported
     library = sys.modules.get("transformers")
     return model if library is not None and isinstance(model, library.PreTrainedModel) else None
 
@@ -124,17 +125,6 @@ EXPORTED = ("bfloat16", "float32", "float16")
 CHECKPOINTS, CONFIG = "checkpoints", "config.toml"
 #: Room for what is written beside the tensors.
 MARGIN_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """A tensor of the checkpoint. Weights may be written in another dtype, buffers stay as they are."""
-
-    name: str
-    file: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    is_weight: bool
 
 
 def export(
@@ -180,7 +170,11 @@ def export(
     stored = _stored(checkpoint, manifest)
     names = _names(checkpoint, stored, model)
     dtype = dtype or ("float32" if config is None else streamed_dtype(config, model))
-    pieces = [_piece(stored[there], first, getattr(torch, dtype)) for there, (first, *_) in names.items()]
+    weights = manifest.files_of(WEIGHTS)  # buffers keep their dtypes
+    pieces = [
+        _piece(stored[there], first, getattr(torch, dtype) if there in weights else stored[there].dtype)
+        for there, (first, *_) in names.items()
+    ]
     card = Card(
         config=None if config is None else config.model,
         model=model,
@@ -238,18 +232,17 @@ def _on_meta(config: ModelConfig) -> nn.Module | None:
     return model
 
 
-def _stored(checkpoint: Path, manifest: Manifest) -> dict[str, _Stored]:
-    dtypes = {name: dtype for dtype, name in DTYPES.items()}
-    stored = {}
-    for kind in (WEIGHTS, BUFFERS):
-        for name, file in manifest.files_of(kind).items():
-            entry = manifest.files[file][name]
-            dtype = dtypes[entry.dtype]
-            stored[name] = _Stored(name, checkpoint / file, dtype, entry.shape, kind == WEIGHTS)
-    return stored
+def _stored(checkpoint: Path, manifest: Manifest) -> dict[str, Stored]:
+    """The weights and buffers of the checkpoint."""
+    files = manifest.files_of(WEIGHTS) | manifest.files_of(BUFFERS)
+    entries = {name: manifest.files[file][name] for name, file in files.items()}
+    return {
+        name: Stored(name, checkpoint / files[name], BY_NAME[entry.dtype], entry.shape)
+        for name, entry in entries.items()
+    }
 
 
-def _names(checkpoint: Path, stored: Mapping[str, _Stored], model: nn.Module | None) -> dict[str, list[str]]:
+def _names(checkpoint: Path, stored: Mapping[str, Stored], model: nn.Module | None) -> dict[str, list[str]]:
     """All names that a tensor has in the model's ``state_dict()`` by its name in the checkpoint; without a
     model those are the same.
 
@@ -279,14 +272,12 @@ def _names(checkpoint: Path, stored: Mapping[str, _Stored], model: nn.Module | N
     return names
 
 
-def _piece(stored: _Stored, name: str, dtype: torch.dtype) -> Piece:
-    rounded = dtype if stored.is_weight else stored.dtype
-    return Piece(name, rounded, stored.shape, partial(_read, stored, rounded))
+def _piece(stored: Stored, name: str, dtype: torch.dtype) -> Piece:
+    return Piece(name, dtype, stored.shape, partial(_rounded, stored, dtype))
 
 
-def _read(stored: _Stored, dtype: torch.dtype) -> torch.Tensor:
-    with reading(stored.file) as read:
-        tensor = read(stored.name)
+def _rounded(stored: Stored, dtype: torch.dtype) -> torch.Tensor:
+    tensor = stored.read()
     rounded = tensor.to(dtype)
     if rounded is tensor or not tensor.numel() or math.isfinite(_largest(rounded)):
         return rounded
@@ -321,7 +312,7 @@ def _write_shards(folder: Path, pieces: Sequence[Piece], limit: int) -> list[str
     count = len(shards)
     names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     if count == 1:
-        names = ["model.safetensors"]
+        names = [SINGLE]
     for name, shard in zip(names, shards, strict=True):
         write_tensors(folder / name, shard, metadata={"format": "pt"})
     if count > 1:
@@ -331,5 +322,5 @@ def _write_shards(folder: Path, pieces: Sequence[Piece], limit: int) -> list[str
                 piece.name: name for name, shard in zip(names, shards, strict=True) for piece in shard
             },
         }
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     return names

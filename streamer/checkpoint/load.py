@@ -75,12 +75,12 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | 
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 buffer.copy_(files.read(BUFFERS, name))
-        executor.landing.next_step()  # of this model nothing has landed
+        executor.landing.next_step()  # no gradient of the loaded step has been applied
         _load_gradients(files, executor)
         executor.norms.forget()
         executor.gradients.scale = gradient_scale
         executor.skipped_steps = skipped_steps
-        # the root is on its way to the device, and nobody else waits for it
+        # the root's copy to the device is running, and no other op waits for it
         executor.synchronize()
     set_random_states(random)
     return loaded
@@ -88,7 +88,7 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | 
 
 @contextmanager
 def _laid_out(path: Path) -> Iterator[None]:
-    """Values of the manifest are taken apart inside the block: raise CheckpointError for what goes wrong."""
+    """Inside the block values of the manifest are parsed: raise CheckpointError for each error of theirs."""
     try:
         yield
     except CheckpointError:
@@ -177,7 +177,7 @@ def _optimizer_loader(files: _Files, optimizer: torch.optim.Optimizer | None) ->
     if optimizer is None:
         return lambda: None
     saved = files.values["optimizer"]
-    # PyTorch has an AdamW too
+    # the manifest has no module of the class, and PyTorch has an AdamW too
     there = f"streamer.{saved['class']}" if "groups" in saved else saved["class"]
     here = "streamer.AdamW" if isinstance(optimizer, AdamW) else type(optimizer).__name__
     if there != here:

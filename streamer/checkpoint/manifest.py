@@ -1,8 +1,8 @@
-"""What a checkpoint holds (its step, its files with every tensor in them, values that are no tensors), and
-folders that are complete or not there at all.
+"""A checkpoint's manifest (its step, its files with every tensor in them, values that are no tensors), and
+folders that are complete or do not exist.
 
-A checkpoint is written into a hidden folder beside the one that it is to be, flushed, and renamed: whoever
-finds a folder by its name finds all of it. What is deleted is renamed first, for the same reason.
+A checkpoint is written into a hidden folder beside its final path, flushed to the disk, and renamed: a folder
+that has its final name is complete. A checkpoint that is deleted is renamed first, for the same reason.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from streamer.checkpoint.tensors import DTYPES, Entry, check_tensors
+from streamer.checkpoint.tensors import BY_NAME, Entry, check_tensors
 from streamer.errors import CheckpointError
 
 NAME = "manifest.json"
-#: Of the format: raised when a reader of this version could not make sense of what is written.
+#: The format's version: increased when an older reader could not read what is written.
 VERSION = 1
 
-#: Names of files beside the manifest: a path could lead out of the folder.
+#: File names that a manifest may have: with others, a path could lead out of the folder.
 _FILE_NAME = re.compile(r"[\w-]+\.safetensors", re.ASCII)
-_ITEMSIZES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Manifest:
             raise ValueError(f"step={self.step!r}: a checkpoint's step is an int")
 
     def write(self, folder: Path) -> None:
-        """Write it, and have it on the disk when this returns."""
+        """Write the manifest; it is on the disk when this returns."""
         body = json.dumps(asdict(self), sort_keys=True)
         given = {"version": VERSION, "crc32": zlib.crc32(body.encode()), "body": json.loads(body)}
         text = json.dumps(given, indent=1)
@@ -66,7 +65,7 @@ class Manifest:
 
     @staticmethod
     def read(folder: Path) -> Manifest:
-        """Raises CheckpointError for one that is missing, damaged or of a newer version."""
+        """Raises CheckpointError for a manifest that is missing, damaged or of a newer version."""
         path = folder / NAME
         try:
             given = json.loads(path.read_text(encoding="utf-8"))
@@ -114,7 +113,8 @@ def _entry(value: Mapping[str, Any]) -> Entry:
     numbers = [*value["shape"], value["offset"], value["nbytes"], value["crc32"]]
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise TypeError("shape, offset, nbytes or crc32")
-    if value["layout"] != "strided" or value["nbytes"] != prod(value["shape"]) * _ITEMSIZES[value["dtype"]]:
+    nbytes = prod(value["shape"]) * BY_NAME[value["dtype"]].itemsize
+    if value["layout"] != "strided" or value["nbytes"] != nbytes:
         raise ValueError(f"an entry of {value['nbytes']} bytes, {value['layout']}")
     return Entry(**{**value, "shape": tuple(value["shape"])})
 
@@ -124,7 +124,8 @@ _HIDDEN = re.compile(r"\..*\.(?:writing|deleting)-(\d+)")
 
 @contextmanager
 def new_folder(path: Path, *, nbytes: int) -> Iterator[Path]:
-    """A folder to write ``nbytes`` into, which is ``path`` when the block ends, or nowhere if it raises.
+    """A folder to write ``nbytes`` into. It becomes ``path`` when the block ends, and is deleted if the block
+    raises.
 
     Raises FileExistsError where ``path`` is there already, and OSError, with the path and the bytes that are
     needed, where it cannot be written.
@@ -151,7 +152,7 @@ def new_folder(path: Path, *, nbytes: int) -> Iterator[Path]:
     except BaseException as error:
         shutil.rmtree(path if is_placed else beside, ignore_errors=True)
         for parent in new_parents:
-            with suppress(OSError):  # not made, or somebody else has put something there
+            with suppress(OSError):  # not made, or another process has put a file there
                 parent.rmdir()
         if isinstance(error, OSError):
             at = "" if error.filename is None else f" ({error.filename})"
@@ -183,7 +184,7 @@ def checkpoints(folder: Path) -> list[Path]:
         try:
             found.append((Manifest.read(path).step, path))
         except CheckpointError:
-            continue  # whoever asks for it by name is told
+            continue  # to load this one by its path raises the error
     return [path for _, path in sorted(found)]
 
 

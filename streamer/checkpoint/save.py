@@ -35,7 +35,7 @@ from streamer.version import __version__
 #: Kinds of files: for each unit, and for the whole model. Values are those that are none of the others.
 WEIGHTS, OPTIMIZER, GRADIENTS, BUFFERS, VALUES = "weights", "optimizer", "gradients", "buffers", "values"
 KINDS = (WEIGHTS, OPTIMIZER, GRADIENTS, BUFFERS, VALUES)
-#: Of the manifest's JSON: for each tensor, and for the rest; a margin for the room that is asked for.
+#: Upper bounds for the manifest's JSON, for each tensor and for the rest, in the room that is asked for.
 ENTRY_BYTES, MANIFEST_BYTES = 1 << 9, 1 << 16
 
 #: Units that may wait in copies while training goes on.
@@ -97,7 +97,7 @@ def save(
                 content.write(folder, content.files)
                 Manifest(step, content.entries, content.values, _written_by()).write(folder)
         finally:
-            handover.read_all(lambda *_: None)  # nobody is to wait, should the folder not be made
+            handover.read_all(lambda *_: None)  # if the folder was not made, updates must not wait for ever
             for shard in shards.values():
                 shard.before_change = None
 
@@ -119,8 +119,8 @@ Files = dict[str, list[Piece]]
 
 @dataclass
 class _Content:
-    """What goes into a checkpoint: ``files`` and ``values`` are of no unit, or held beside the shards;
-    ``moments`` are, by unit, the parameters that have any."""
+    """What goes into a checkpoint beside the shards: ``files`` have gradients, buffers and values of the
+    manifest that are tensors. ``moments`` are, by the unit's index, the parameters that have moments."""
 
     executor: Executor
     files: Files

@@ -1,9 +1,9 @@
 """Tensors in files of the safetensors format (https://huggingface.co/docs/safetensors), written one after
 another straight from where they are.
 
-The library's own writer wants all tensors of a file in memory, in one dtype each; here a tensor is asked for
-when its turn comes, so that what is made on the way (an fp32 master of a bf16 weight) is never there for more
-than two tensors. Reading is the library's.
+The library's own writer needs all tensors of a file in memory at once. Here each tensor is made when its turn
+comes, so that temporary copies (the fp32 master of a bf16 weight) exist for no more than two tensors at a
+time. Files are read by the library.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 
-#: What is read at once to check a file, in bytes.
+BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+
+#: Bytes that are read at once when a file is checked.
 CHUNK_BYTES = 1 << 24
 
 
@@ -57,7 +59,7 @@ class Piece:
 
     @staticmethod
     def of(name: str, tensor: torch.Tensor) -> Piece:
-        """A tensor that is there already."""
+        """The piece of an existing tensor."""
         return Piece(name, tensor.dtype, tuple(tensor.shape), lambda: tensor.detach().cpu())
 
     @property
@@ -84,7 +86,8 @@ def file_bytes(pieces: Sequence[Piece]) -> int:
 
 
 class Flushing:
-    """Has files on the disk by the end of its block, one after another while the next are written."""
+    """Flushes files to the disk in a thread, while the next files are written. When the block ends without an
+    error, all of them are on the disk."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1)
@@ -144,8 +147,8 @@ def write_tensors(
 
 @contextmanager
 def reading(path: Path) -> Iterator[Callable[[str], torch.Tensor]]:
-    """What reads a tensor of the file by its name, as a view of the file: copy what is to be kept. Raises
-    CheckpointError for a file that is not as it should be."""
+    """A function that reads a tensor of the file by its name. The tensor is a view of the file, valid inside
+    the block. Raises CheckpointError for a damaged file and an unknown name."""
     with ExitStack() as stack:
         try:
             file = stack.enter_context(safe_open(str(path), framework="pt"))
@@ -162,7 +165,8 @@ def reading(path: Path) -> Iterator[Callable[[str], torch.Tensor]]:
 
 
 def check_tensors(path: Path, entries: Mapping[str, Entry]) -> None:
-    """Raise CheckpointError, naming the tensor, unless the file holds just these with these checksums."""
+    """Raise CheckpointError, naming the tensor, unless the file holds these tensors with these checksums, and
+    no others."""
     try:
         with path.open("rb") as file:
             begin = _check_header(file, path, entries)
@@ -181,7 +185,7 @@ def check_tensors(path: Path, entries: Mapping[str, Entry]) -> None:
 
 
 def in_a_line(error: Exception) -> str:
-    """What it says, on one line."""
+    """The error's message on one line."""
     return " ".join(str(error).split())
 
 
@@ -201,7 +205,7 @@ def _check_header(file: Any, path: Path, entries: Mapping[str, Entry]) -> int:
         name: _described(entry.dtype, entry.shape, entry.offset, entry.nbytes)
         for name, entry in entries.items()
     }
-    for name in expected.keys() | found.keys():
+    for name in (*expected, *found):
         if found.get(name) != expected.get(name):
             raise CheckpointError(f"{path}: tensor '{name}' is not where or what the manifest says")
     if end != (right := begin + sum(entry.nbytes for entry in entries.values())):

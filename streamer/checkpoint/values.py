@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-#: What stands for a tensor in the JSON: takes it, and gives the name that it is to be found by.
+#: Takes a tensor that is stored outside of the JSON, and returns the name that stands for it in the JSON.
 Put = Callable[[torch.Tensor], str]
 
 _HUGE = 1 << 64
@@ -55,7 +55,7 @@ def encode(value: Any, put: Put, where: str = "extra") -> Any:
 
 
 def decode(value: Any, get: Callable[[str], torch.Tensor]) -> Any:
-    """What was encoded; ``get`` gives a tensor by its name. Raises ValueError for other JSON."""
+    """The value that was encoded; ``get`` returns a tensor by its name. Raises ValueError for other JSON."""
     if value is None or isinstance(value, bool | str | int):
         return value
     if isinstance(value, dict) and len(value) == 1:
@@ -78,7 +78,8 @@ def decode(value: Any, get: Callable[[str], torch.Tensor]) -> Any:
 
 
 def random_states() -> dict[str, Any]:
-    """Those of Python, NumPy and PyTorch, on the CPU and on every GPU, in plain types and tensors."""
+    """The states of Python's, NumPy's and PyTorch's generators, on the CPU and on every GPU, in plain types
+    and tensors."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -88,7 +89,7 @@ def random_states() -> dict[str, Any]:
 
 
 def check_random_states(states: dict[str, Any]) -> None:
-    """Raise, what NumPy and the others raise, unless `set_random_states` can take these."""
+    """Raise an error, of NumPy's or the others' kind, unless `set_random_states` accepts these states."""
     random.Random().setstate(states["python"])
     np.random.RandomState().set_state(states["numpy"])
     torch.Generator().set_state(states["cpu"])

@@ -267,7 +267,7 @@ def _make_schedule(
     if "scheduler.type" not in values.given:
         return None
     name = {name.lower(): name for name in SCHEDULES}[values.given["scheduler.type"].lower()]
-    for param in {param for params in SCHEDULES.values() for param in params} - {*SCHEDULES[name]}:
+    for param in sorted({p for params in SCHEDULES.values() for p in params} - {*SCHEDULES[name]}):
         if f"{_SCHEDULER}{param}" in values.given:
             owners = ", ".join(other for other, params in SCHEDULES.items() if param in params)
             raise ValueError(f"{_SCHEDULER}{param} is no parameter of {name}; it is one of {owners}")

@@ -60,8 +60,8 @@ def is_of_transformers(kind: object) -> bool:
 def parameters_on_meta() -> Iterator[None]:
     """Let modules built inside the block have parameters without values; buffers have theirs.
 
-    Under ``torch.device("meta")`` buffers that are in no file (position embeddings, masks) would have none
-    either.
+    Under ``torch.device("meta")`` buffers that are in no file (position embeddings, masks) would have no
+    values either.
     """
     made = WeakTensorKeyDictionary()  # several modules may be given one parameter
 
@@ -69,7 +69,7 @@ def parameters_on_meta() -> Iterator[None]:
         if param is None or param.is_meta:
             return None
         if param not in made:
-            # as it is, but for its memory: a tensor that nobody has written takes none
+            # the same parameter without memory; its class and attributes are those of the original
             empty = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
             empty.__class__ = type(param)
             empty.__dict__.update(param.__dict__)

@@ -9,13 +9,11 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from streamer.checkpoint.tensors import DTYPES, in_a_line, reading
+from streamer.checkpoint.tensors import BY_NAME, in_a_line, reading
 from streamer.errors import CheckpointError, shortened
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-
-_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -87,9 +85,9 @@ def _tensors_of(file: Path) -> dict[str, Stored]:
             kinds = {name: (slice.get_dtype(), tuple(slice.get_shape())) for name, slice in slices.items()}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file}: not a whole safetensors file ({in_a_line(error)})") from error
-    if strange := [f"{name} ({dtype})" for name, (dtype, _) in kinds.items() if dtype not in _BY_NAME]:
+    if strange := [f"{name} ({dtype})" for name, (dtype, _) in kinds.items() if dtype not in BY_NAME]:
         raise CheckpointError(
             f"{file}: these tensors are quantised, and only whole numbers and floating point from 16 bits on "
             f"can be trained; write them as bfloat16 first: {shortened(strange)}"
         )
-    return {name: Stored(name, file, _BY_NAME[dtype], shape) for name, (dtype, shape) in kinds.items()}
+    return {name: Stored(name, file, BY_NAME[dtype], shape) for name, (dtype, shape) in kinds.items()}

@@ -18,7 +18,7 @@ from streamer.model.units import DTYPES
 from streamer.model.wrap import wrap
 from streamer.pretrained.architecture import ModelClass, build
 from streamer.pretrained.files import stored_tensors
-from streamer.pretrained.match import Tensors, commonest, match
+from streamer.pretrained.match import Tensors, commonest
 
 #: The method of transformers' models that sets first values, and the mark of those that it leaves alone.
 OWN_INIT, HAS_VALUES = "_init_weights", "_is_hf_initialized"
@@ -74,7 +74,7 @@ def from_pretrained(
     usual = commonest((tensor.dtype, prod(tensor.shape)) for tensor in stored.values())
     model = build(path, model_class, config, dtype if dtype in DTYPES else usual)
     initialise = _resolved(model, init)
-    tensors = Tensors(model, match(model, stored, ignore))
+    tensors = Tensors(model, stored, ignore)
     if faults := tensors.faults(may_be_missing=initialise is not None):
         raise CheckpointError(f"{path} is not of a {type(model).__name__}; {'; '.join(faults)}")
     find_layers(model, layers)  # says early what is wrong with the paths
@@ -114,7 +114,7 @@ class _Reader(UnitInit):
         self._tensors = tensors
         self._inits: list[tuple[Init, set[torch.Tensor]]] = []
         if init is not None and tensors.missing:
-            self._inits.append((init, tensors.missing))
+            self._inits.append((init, {*tensors.missing}))
         if tensors.computed:
             self._inits.append((_own_init(model), tensors.computed))
         if self._inits and hasattr(model, OWN_INIT):

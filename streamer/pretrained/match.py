@@ -32,44 +32,112 @@ class Source:
     read: Callable[[], torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Matched:
-    """The tensors of a model, each a list of the names that it has, and what is in the files for them.
+class Tensors:
+    """The tensors of a model, and what of ``stored`` belongs to each, by the model's own names and, for a
+    model of the transformers library, by that library's rules.
 
-    ``sources`` are by the model's names. ``missing`` are the first names of tensors that have none; those of
-    ``computed`` have none either, and their class knows their values. ``unexpected`` are names in the files.
+    ``missing`` are the tensors that are in no file. Those of ``computed`` are in none either, and their class
+    knows their values. Names in the files that one of the patterns ``ignored`` is found in are left out.
+
+    Raises ValueError for what is no pattern, CheckpointError for stored tensors that cannot be made into one.
     """
 
-    names: dict[torch.Tensor, list[str]]
-    sources: dict[str, Source]
-    missing: list[str]
-    computed: list[str]
-    unexpected: list[str]
+    def __init__(self, model: nn.Module, stored: Mapping[str, Stored], ignored: str | Sequence[str]) -> None:
+        patterns = _compiled([ignored] if isinstance(ignored, str) else ignored)
+        wanted = {name: it for name, it in stored.items() if not any(rule.search(name) for rule in patterns)}
+        self._model = model
+        self._names = _names(model)
+        here = {name: tensor for tensor, aliases in self._names.items() for name in aliases}
+        of_transformers = hasattr(model, "_adjust_missing_and_unexpected_keys")
+        self._by_name, unexpected = (_by_rules if of_transformers else _by_name)(model, wanted, here)
+        self._sources: dict[torch.Tensor, Source] = {}
+        for tensor, _, source in self._in_files():
+            self._sources.setdefault(tensor, source)
+        absent = {aliases[0]: t for t, aliases in self._names.items() if t not in self._sources}
+        allowed = SimpleNamespace(missing_keys=set(absent), unexpected_keys=set(unexpected.values()))
+        if of_transformers:
+            model._adjust_missing_and_unexpected_keys(allowed)  # type: ignore[operator]
+        self.missing = {tensor: name for name, tensor in absent.items() if name in allowed.missing_keys}
+        self.computed = {tensor for name, tensor in absent.items() if name not in allowed.missing_keys}
+        self._unexpected = [name for name, target in unexpected.items() if target in allowed.unexpected_keys]
 
+    def name(self, tensor: torch.Tensor) -> str:
+        return self._names[tensor][0]
 
-def match(model: nn.Module, stored: Mapping[str, Stored], ignored: str | Sequence[str]) -> Matched:
-    """What of ``stored`` belongs to ``model``, by the model's own names and, for a model of the transformers
-    library, by that library's rules. Names that one of the patterns ``ignored`` is found in are left out.
+    def source(self, tensor: torch.Tensor) -> Source | None:
+        return self._sources.get(tensor)
 
-    Raises ValueError for what is no pattern, CheckpointError for tensors that cannot be made into one.
-    """
-    patterns = _compiled([ignored] if isinstance(ignored, str) else ignored)
-    wanted = {name: it for name, it in stored.items() if not any(rule.search(name) for rule in patterns)}
-    names = _names(model)
-    here = {name: tensor for tensor, aliases in names.items() for name in aliases}
-    of_transformers = hasattr(model, "_adjust_missing_and_unexpected_keys")
-    sources, unexpected = (_by_rules if of_transformers else _by_name)(model, wanted, here)
-    missing = [aliases[0] for aliases in names.values() if not any(name in sources for name in aliases)]
-    allowed = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected.values()))
-    if of_transformers:
-        model._adjust_missing_and_unexpected_keys(allowed)  # type: ignore[operator]
-    return Matched(
-        names,
-        sources,
-        missing=[name for name in missing if name in allowed.missing_keys],
-        computed=[name for name in missing if name not in allowed.missing_keys],
-        unexpected=[name for name, target in unexpected.items() if target in allowed.unexpected_keys],
-    )
+    def faults(self, *, may_be_missing: bool) -> list[str]:
+        """What speaks against reading the files into this model, each with the names of the tensors."""
+        listed = {
+            "missing (give init= to make new ones)": [] if may_be_missing else [*self.missing.values()],
+            "unexpected (give ignore= patterns for those to leave out)": self._unexpected,
+            "of another shape": self._misshapen(),
+            "of a dtype that is not streamed": self._unreadable(),
+            "tied here, and different in the files (give a config that does not tie them)": self._differing(),
+        }
+        return [f"{what}: {shortened(names)}" for what, names in listed.items() if names]
+
+    def _misshapen(self) -> list[str]:
+        return [
+            f"{name} ({list(source.shape)} in {source.files}, {list(tensor.shape)} here)"
+            for tensor, name, source in self._in_files()
+            if source.shape != tuple(tensor.shape)
+        ]
+
+    def _unreadable(self) -> list[str]:
+        return [
+            f"{name} ({source.dtype})"
+            for tensor, name, source in self._in_files()
+            if isinstance(tensor, nn.Parameter) and source.dtype not in DTYPES
+        ]
+
+    def _differing(self) -> list[str]:
+        """Names that stand for one tensor here and for different ones in the files."""
+        return [
+            name
+            for tensor, name, source in self._in_files()
+            if source is not (first := self._sources[tensor])
+            and source.shape == first.shape
+            and not torch.equal(source.read(), first.read())
+        ]
+
+    def _in_files(self) -> Iterable[tuple[torch.Tensor, str, Source]]:
+        sources = self._by_name
+        for tensor, aliases in self._names.items():
+            yield from ((tensor, name, sources[name]) for name in aliases if name in sources)
+
+    def take_dtypes(self, streamed: torch.dtype | None) -> None:
+        """Let parameters and floating-point buffers have the dtypes of the files, parameters that are in none
+        the commonest.
+
+        Where the parameters are to be ``streamed`` in another dtype, those that are shorter get that, which
+        loses nothing; buffers keep the dtype that the model was built with, but for those that a model of the
+        transformers library wants in fp32 beside such parameters (the biases of routers).
+        """
+        params = list(self._model.parameters())
+        usual = commonest([(source.dtype, p.numel()) for p in params if (source := self.source(p))])
+        for param in params:
+            source = self.source(param)
+            dtype = source.dtype if source else usual or param.dtype
+            param.data = param.data.to(torch.promote_types(dtype, streamed or dtype))
+        plan = getattr(self._model, "_get_dtype_plan", None)
+        wide = [rule.replace("*", ".*") for rule in (plan(streamed) if plan and streamed else ())]
+        for buffer in self._model.buffers():
+            source = self.source(buffer)
+            if source is None or not (buffer.is_floating_point() and source.dtype.is_floating_point):
+                continue
+            if streamed is None:
+                buffer.data = buffer.data.to(source.dtype)
+            elif any(re.search(rule, self.name(buffer)) for rule in wide):
+                buffer.data = buffer.data.to(torch.float32)
+
+    def fill_buffers(self, module: nn.Module) -> None:
+        """Read the buffers of ``module`` and of all modules in it."""
+        with torch.no_grad():
+            for buffer in module.buffers():
+                if (source := self.source(buffer)) is not None:
+                    buffer.copy_(source.read())
 
 
 def _compiled(patterns: Sequence[str]) -> list[re.Pattern[str]]:
@@ -181,101 +249,6 @@ class _Conversion:
             converter.add_tensor(self.target, stored.name, pattern, partial(read, stored))
         made = converter.convert(self.target, model=self.model, config=self.model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
-
-
-class Tensors:
-    """What of a model is in files. ``missing`` and ``computed`` are in none: see `Matched`."""
-
-    def __init__(self, model: nn.Module, matched: Matched) -> None:
-        self._model = model
-        self._matched = matched
-        self._sources: dict[torch.Tensor, Source] = {}
-        for tensor, aliases in matched.names.items():
-            for name in aliases:
-                if name in matched.sources:
-                    self._sources.setdefault(tensor, matched.sources[name])
-        first = {aliases[0]: tensor for tensor, aliases in matched.names.items()}
-        self.missing = {first[name] for name in matched.missing}
-        self.computed = {first[name] for name in matched.computed}
-
-    def name(self, tensor: torch.Tensor) -> str:
-        return self._matched.names[tensor][0]
-
-    def source(self, tensor: torch.Tensor) -> Source | None:
-        return self._sources.get(tensor)
-
-    def faults(self, *, may_be_missing: bool) -> list[str]:
-        """What speaks against reading the files into this model, each with the names of the tensors."""
-        missing = [] if may_be_missing else self._matched.missing
-        listed = {
-            "missing (give init= to make new ones)": missing,
-            "unexpected (give ignore= patterns for those to leave out)": self._matched.unexpected,
-            "of another shape": self._misshapen(),
-            "of a dtype that is not streamed": self._unreadable(),
-            "tied here, and different in the files (give a config that does not tie them)": self._differing(),
-        }
-        return [f"{what}: {shortened(names)}" for what, names in listed.items() if names]
-
-    def _misshapen(self) -> list[str]:
-        return [
-            f"{name} ({list(source.shape)} in {source.files}, {list(tensor.shape)} here)"
-            for tensor, name, source in self._in_files()
-            if source.shape != tuple(tensor.shape)
-        ]
-
-    def _unreadable(self) -> list[str]:
-        return [
-            f"{name} ({source.dtype})"
-            for tensor, name, source in self._in_files()
-            if isinstance(tensor, nn.Parameter) and source.dtype not in DTYPES
-        ]
-
-    def _differing(self) -> list[str]:
-        """Names that stand for one tensor here and for different ones in the files."""
-        return [
-            name
-            for tensor, name, source in self._in_files()
-            if source is not (first := self._sources[tensor])
-            and source.shape == first.shape
-            and not torch.equal(source.read(), first.read())
-        ]
-
-    def _in_files(self) -> Iterable[tuple[torch.Tensor, str, Source]]:
-        sources = self._matched.sources
-        for tensor, aliases in self._matched.names.items():
-            yield from ((tensor, name, sources[name]) for name in aliases if name in sources)
-
-    def take_dtypes(self, streamed: torch.dtype | None) -> None:
-        """Let parameters and floating-point buffers have the dtypes of the files, parameters that are in none
-        the commonest.
-
-        Where the parameters are to be ``streamed`` in another dtype, those that are shorter get that, which
-        loses nothing; buffers keep the dtype that the model was built with, but for those that a model of the
-        transformers library wants in fp32 beside such parameters (the biases of routers).
-        """
-        params = list(self._model.parameters())
-        usual = commonest([(source.dtype, p.numel()) for p in params if (source := self.source(p))])
-        for param in params:
-            source = self.source(param)
-            dtype = source.dtype if source else usual or param.dtype
-            param.data = param.data.to(torch.promote_types(dtype, streamed or dtype))
-        plan = getattr(self._model, "_get_dtype_plan", None)
-        wide = [rule.replace("*", ".*") for rule in (plan(streamed) if plan and streamed else ())]
-        for buffer in self._model.buffers():
-            source = self.source(buffer)
-            if source is None or not (buffer.is_floating_point() and source.dtype.is_floating_point):
-                continue
-            if streamed is None:
-                buffer.data = buffer.data.to(source.dtype)
-            elif any(re.search(rule, self.name(buffer)) for rule in wide):
-                buffer.data = buffer.data.to(torch.float32)
-
-    def fill_buffers(self, module: nn.Module) -> None:
-        """Read the buffers of ``module`` and of all modules in it."""
-        with torch.no_grad():
-            for buffer in module.buffers():
-                if (source := self.source(buffer)) is not None:
-                    buffer.copy_(source.read())
 
 
 def commonest(dtypes: Iterable[tuple[torch.dtype, int]]) -> torch.dtype | None:

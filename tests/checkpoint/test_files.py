@@ -562,7 +562,7 @@ def test_checkpoints_by_step_and_prune(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == kept
 
 
-def test_what_a_namesake_left_is_in_nobodys_way(tmp_path: Path) -> None:
+def test_what_a_process_of_the_same_number_left_is_removed(tmp_path: Path) -> None:
     for step, name in enumerate("ab"):
         manifest_in(tmp_path / name, step)
     manifest_in(tmp_path / f".a.deleting-{os.getpid()}")

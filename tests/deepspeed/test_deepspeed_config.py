@@ -464,7 +464,7 @@ def test_a_static_loss_scale_stays(overflows: list[bool]) -> None:
         ("dtype", "fp16.enabled"),
     ],
 )
-def test_an_auto_that_nobody_answers_names_the_argument(left_out: str, key: str) -> None:
+def test_an_auto_without_an_answer_names_the_argument(left_out: str, key: str) -> None:
     answers = {name: value for name, value in TRAINER.items() if name != left_out}
     with pytest.raises(ValueError) as raised:
         quietly(ZERO_3, **answers)
