@@ -12,7 +12,6 @@ import sys
 from bisect import bisect_right
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -98,18 +97,16 @@ class Initialiser:
         if (unit.params or unit.buffers()) and not is_on_meta(unit):
             return
         for slice, param in zip(unit.layout.slices, unit.params, strict=True):
-            exchange(slice.param.name, param, _blank(param, self._device))
+            exchange(slice.param.name, param, _unset(param, self._device))
         blanks = [
-            _Blank.of(unit, owner, owner._parameters, name)
-            for owners in unit.owners
-            for owner, name in owners
+            _Blank(unit, owner, owner._parameters, name) for owners in unit.owners for owner, name in owners
         ]
         for owner, name in unit.buffer_owners:
             if (buffer := owner._buffers[name]) is not None and buffer.is_meta:
                 if buffer not in self._blanks:
-                    self._blanks[buffer] = _blank(buffer, self._device)
+                    self._blanks[buffer] = _unset(buffer, self._device)
                 owner._buffers[name] = self._blanks[buffer]
-                blanks.append(_Blank.of(unit, owner, owner._buffers, name))
+                blanks.append(_Blank(unit, owner, owner._buffers, name))
         outside = self._inside if unit.module not in self._layers else ()
         modules = list(_children_first(unit.module, set(outside)))
         with _seeded(_unit_seed(self._seed, unit.name), self._device), torch.no_grad(), self._device:
@@ -140,49 +137,43 @@ def exchange(name: str, param: nn.Parameter, values: torch.Tensor) -> None:
         ) from error
 
 
-def _blank(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    blank = torch.empty(like.shape, dtype=like.dtype, device=device)
-    return blank.fill_(float("nan")) if blank.is_floating_point() else blank.zero_()
+def _unset(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor shaped like this one, in which nothing is set: NaN where its dtype has that, else zero."""
+    unset = torch.empty(like.shape, dtype=like.dtype, device=device)
+    return unset.fill_(float("nan")) if unset.is_floating_point() else unset.zero_()
 
 
-@dataclass(frozen=True)
 class _Blank:
     """A parameter or buffer that `Initialiser` has put in place of one on the meta device."""
 
-    where: str
-    registry: Mapping[str, torch.Tensor | None]
-    name: str
-    tensor: torch.Tensor
-    version: int
-    requires_grad: bool
-    is_param: bool
-
-    @staticmethod
-    def of(unit: Unit, owner: nn.Module, registry: Mapping[str, torch.Tensor | None], name: str) -> _Blank:
-        where = f"'{name}' of a {type(owner).__name__} in '{unit.name}'"
-        tensor = registry[name]
-        assert tensor is not None
-        is_param = registry is owner._parameters
-        return _Blank(where, registry, name, tensor, tensor._version, tensor.requires_grad, is_param)
+    def __init__(
+        self, unit: Unit, owner: nn.Module, registry: Mapping[str, torch.Tensor | None], name: str
+    ) -> None:
+        tensor = registry[name]  # None if the init of another unit has removed the parameter
+        self._where = f"'{name}' of a {type(owner).__name__} in '{unit.name}'"
+        self._is_param = registry is owner._parameters
+        self._registry, self._name, self._tensor = registry, name, tensor
+        self._version = 0 if tensor is None else tensor._version
+        self._requires_grad = tensor is not None and tensor.requires_grad
 
     def check_filled(self) -> None:
         """Raise ValueError unless there are values now."""
-        now = self.registry.get(self.name)
-        if now is not None and now.requires_grad != self.requires_grad:
+        now = self._registry.get(self._name)
+        if now is not None and now.requires_grad != self._requires_grad:
             raise ValueError(
-                f"init= has changed requires_grad of {self.where}: set it before streamer.wrap, by which "
+                f"init= has changed requires_grad of {self._where}: set it before streamer.wrap, by which "
                 "there is room for gradients or none"
             )
-        if now is not self.tensor and self.is_param:
+        if now is not self._tensor and self._is_param:
             raise ValueError(
-                f"init= has replaced parameter {self.where}: write into it, as torch.nn.init does"
+                f"init= has replaced parameter {self._where}: write into it, as torch.nn.init does"
             )
-        if now is None or now is not self.tensor or now._version != self.version or not now.numel():
+        if now is None or now is not self._tensor or now._version != self._version or not now.numel():
             return
         # what is written through .data leaves the version as it is, but not all NaN
         if not now.is_floating_point() or bool(now.isnan().all()):
             raise ValueError(
-                f"init= has given {self.where} no values: let it set all parameters and buffers of the "
+                f"init= has given {self._where} no values: let it set all parameters and buffers of the "
                 "module that it is called with"
             )
 

@@ -72,26 +72,36 @@ def snapshot(model: nn.Module) -> list[object]:
     ]
 
 
+@contextmanager
+def refused(
+    model: nn.Module, error: type[Exception], match: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """The block raises ``error`` before anything is changed or allocated."""
+
+    def allocate(self: ThreadBackend, nbytes: int, **_: Any) -> torch.Tensor:
+        raise AssertionError(f"{nbytes} bytes are allocated before the input is checked")
+
+    before, threads = snapshot(model), lane_threads()
+    with monkeypatch.context() as patch:
+        for allocator in ("host_buffer", "host_reserve", "device_buffer"):
+            patch.setattr(ThreadBackend, allocator, allocate)
+        with pytest.raises(error, match=match):
+            yield
+    assert snapshot(model) == before
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert lane_threads() == threads
+
+
 Refuses = Callable[..., None]
 
 
 @pytest.fixture
 def refuses(monkeypatch: pytest.MonkeyPatch) -> Refuses:
-    """Whether `wrap` raises before anything is changed or allocated."""
-
-    def allocate(self: ThreadBackend, nbytes: int, **_: Any) -> torch.Tensor:
-        raise AssertionError(f"{nbytes} bytes are allocated before the input is checked")
+    """Whether `wrap` refuses a model, with these options."""
 
     def check(model: nn.Module, match: str, error: type[Exception] = ValueError, **options: Any) -> None:
-        before, threads = snapshot(model), lane_threads()
-        with monkeypatch.context() as patch:
-            for allocator in ("host_buffer", "host_reserve", "device_buffer"):
-                patch.setattr(ThreadBackend, allocator, allocate)
-            with pytest.raises(error, match=match):
-                streamer.wrap(model, **({"layers": "blocks", "device": "cpu"} | options))
-        assert snapshot(model) == before
-        assert not any("forward" in module.__dict__ for module in model.modules())
-        assert lane_threads() == threads
+        with refused(model, error, match, monkeypatch):
+            streamer.wrap(model, **({"layers": "blocks", "device": "cpu"} | options))
 
     return check
 

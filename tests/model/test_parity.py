@@ -72,7 +72,7 @@ def test_ten_steps_in_fp32(tied: str, activations: str, num_slots: int) -> None:
 CALM = {"lr": 3e-4, "weight_decay": 0.1, "eps": 1e-3}
 
 
-class Masters:
+class TorchMasters:
     """A plain bf16 model with fp32 masters, as people write it: PyTorch updates the masters, which are then
     rounded into the model (to nearest, ties away from zero, as streamer's split master is)."""
 
@@ -101,10 +101,10 @@ class Masters:
             param.grad = None
 
 
-def train_masters(*, steps: int = 5, **settings: float) -> tuple[History, Masters]:
+def train_masters(*, steps: int = 5, **settings: float) -> tuple[History, TorchMasters]:
     model = gpt()
     reference = copy.deepcopy(model).bfloat16()
-    masters = Masters(reference, dict(model.named_parameters()), **settings)
+    masters = TorchMasters(reference, dict(model.named_parameters()), **settings)
     history = train(reference, masters, None, steps=steps, loss_of=wide_loss)  # type: ignore[arg-type]
     return history, masters
 
