@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from streamer.backends.base import Backend, Event, Lane, buffers_within
-from streamer.simulate.clock import clock_of
+from streamer.simulate.clock import Clock
 from streamer.simulate.cost import NOTHING, Cost, FusedAttention, Operations
 from streamer.simulate.machine import CPU, Machine
 
@@ -42,7 +42,7 @@ class VirtualBackend(Backend):
         self.device = torch.device("meta")
         self.machine = machine
         self._host_taken = self._device_taken = 0
-        self._clock = clock_of(machine)
+        self._clock = Clock(machine.beside)
         #: whether a layer's work runs
         self.is_computing = False
         #: of all that has run
@@ -74,7 +74,8 @@ class VirtualBackend(Backend):
             cost = self._caller.cost - self._counted
             self._counted = self._caller.cost
             self.flops += cost.flops
-            self.caller_seconds += self._clock.compute(cost.seconds)
+            self.caller_seconds += cost.seconds
+            self._clock.compute(cost.seconds)
 
     def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
         self.let_caller_compute()

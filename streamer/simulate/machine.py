@@ -47,8 +47,8 @@ class Machine:
         h2d_bytes_per_second, d2h_bytes_per_second: of a copy with nothing beside it.
         host_bytes_per_second: of the host update, counted as what it reads and writes.
         device_bytes, host_bytes: sizes of the two memories.
-        kind: "cuda", or "cpu" where the host's cores stand in for a device: compute is then done when the
-            loop goes on, and the lanes may share its cores (``beside``).
+        kind: "cuda", or "cpu" where the host's cores stand in for a device, whose memory is then the
+            host's.
         fp32_flops_per_second: of products of fp32 tensors; None: as of others.
         attention_flops_per_second: of fused attention; None: as of products.
         device_bytes_per_second: of operations that wait for the device's memory (norms, activations), counted

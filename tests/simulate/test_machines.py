@@ -13,7 +13,7 @@ from streamer.app.config import ConfigError
 from streamer.app.machine_file import dump_machine, load_machine, machine
 from streamer.backends.base import Event, Lane, Span
 from streamer.simulate.backend import VirtualBackend
-from streamer.simulate.clock import clock_of
+from streamer.simulate.clock import Clock
 from streamer.simulate.cost import Cost, FusedAttention, Operations
 from streamer.simulate.machine import GIB, MACHINES, Beside, Machine
 
@@ -190,42 +190,18 @@ def test_costs_add_up() -> None:
     assert Cost(2, 3.0) + Cost(1, 1.0) - Cost(3, 5.0) == Cost(0, 0.0)
 
 
-def shared(**beside: float) -> Machine:
-    return replace(UNIT, kind="cpu", beside=Beside(**beside))
-
-
-def test_lanes_that_share_cores_slow_one_another() -> None:
-    clock = clock_of(shared(compute_host=0.5, host_compute=0.25))
-    update = clock.submit(HOST, 1.0, ())
-    assert update.span() is None, "how long it takes depends on what comes"
-    # until 4 the update takes its second at a quarter; of compute's 3 seconds 2 are done then
-    assert clock.submit(COMPUTE, 3.0, ()).span() == Span(0, 0, 5)
-    assert update.span() == Span(0, 0, 4)
-
-
-def test_slowing_by_two_lanes_is_added_up() -> None:
-    clock = clock_of(shared(compute_host=0.5, compute_copy=0.5))
-    events = [clock.submit(HOST, 9.0, ()), clock.submit(H2D, 9.0, ())]
-    assert clock.submit(COMPUTE, 3.0, ()).span() == Span(0, 0, 9)
-    assert clock.submit(COMPUTE, 0.0, events).span() == Span(9, 9, 9)
-
-
-def test_what_is_submitted_after_compute_begins_after_it() -> None:
-    clock = clock_of(shared())
-    assert clock.compute(2.0) == 2.0
-    copy = clock.submit(H2D, 1.0, ())
-    update = clock.submit(HOST, 3.0, [copy])
-    offload = clock.submit(D2H, 1.0, [update])
-    assert clock.submit(COMPUTE, 1.0, [update]).span() == Span(2, 6, 7)
-    assert [event.span() for event in (copy, update, offload)] == [
-        Span(2, 2, 3),
-        Span(2, 3, 6),
-        Span(2, 6, 7),
-    ]
+def test_what_is_submitted_before_slows_and_two_lanes_add_up() -> None:
+    clock = Clock(Beside(compute_host=0.5, compute_copy=0.5))
+    events = [clock.submit(HOST, 9.0, ()), clock.submit(H2D, 3.0, ())]
+    # a third of its rate until 3, then half of it: 1 and 2 of its seconds
+    assert clock.submit(COMPUTE, 3.0, ()).span() == Span(0, 0, 7)
+    assert clock.submit(COMPUTE, 0.0, events).span() == Span(7, 9, 9)
+    clock.compute(2.0)
+    assert clock.now() == 11
 
 
 def test_copies_both_ways_at_once() -> None:
-    clock = clock_of(replace(UNIT, beside=Beside(copy_copy=0.5)))
+    clock = Clock(Beside(copy_copy=0.5))
     assert clock.submit(H2D, 4.0, ()).span() == Span(0, 0, 4)
     # until 4 at half its rate, which is 2 of its 3 seconds
     assert clock.submit(D2H, 3.0, ()).span() == Span(0, 0, 5)
@@ -234,15 +210,14 @@ def test_copies_both_ways_at_once() -> None:
     assert clock.submit(H2D, 1.0, waiting).span() == Span(4, 5, 6)
 
 
-def test_a_virtual_backend_of_shared_cores_takes_the_callers_time_too() -> None:
-    backend = VirtualBackend(shared(compute_host=0.5))
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_virtual_backend_takes_the_callers_time_too(kind: str) -> None:
+    backend = VirtualBackend(replace(UNIT, kind=kind))
     x = meta(100, 10)
-    backend.submit(HOST, lambda: None, (), 10)
     with backend.counting_caller():
         x.exp_()
         event = backend.submit(COMPUTE, lambda: x @ x.t(), (), 0)
-    # until 10 at half the rate, which is 5 of the 8 seconds
-    assert backend.caller_seconds == 13.0
+    assert backend.caller_seconds == 8.0
     flops = 2 * 100 * 100 * 10
-    assert event.span() == Span(13, 13, 13 + flops)
+    assert event.span() == Span(8, 8, 8 + flops)
     assert backend.flops == flops
