@@ -149,10 +149,15 @@ def test_what_is_as_fast_is_told_by_a_simple_rule() -> None:
     def plan(choice: Choice) -> StepPlan:
         seconds = 1.0001 if choice.micro_batch_size is None else 1.0
         return StepPlan(
-            {"all": device[str(choice.activations)]}, {}, {}, replace(PREDICTION, seconds=seconds), 2
+            {"all": device[str(choice.activations)] - (choice.micro_batch_size is not None)},
+            {},
+            {},
+            replace(PREDICTION, seconds=seconds),
+            2,
         )
 
     options = Options(1, ("recompute", "recompute+offload"), 1, (2,), (None, 2, 1))
+    # micro-batches take less memory, and are no faster in three digits
     chosen = choose(plan, options, Room(15, 0))
     assert chosen.choice == ("recompute+offload", 2, None)
     assert list(chosen.lines())[1].endswith("'recompute+offload' in all layers, 2 slots (chosen)")
@@ -176,6 +181,12 @@ def test_what_cannot_be_cut_is_left_out_and_told() -> None:
     )
     with pytest.raises(AmbiguousBatchError, match="it cannot be told"):
         choose(plan, replace(options, sizes=(4,)), tight)
+
+
+def test_the_last_layers_are_those_that_are_kept() -> None:
+    options = Options.of(layers=3, batch=1, **AUTO)
+    kept = [options.choice("recompute", count, 2, None).activations for count in (0, 1, 3)]
+    assert kept == ["recompute", ("recompute", "recompute", "keep"), "keep"]
 
 
 def test_slices_are_not_too_many() -> None:

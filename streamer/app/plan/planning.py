@@ -279,9 +279,8 @@ def settle(
         if machine is None:
             with closing(backend_for(stream.device)) as backend:
                 machine = machine_of(backend)
-                room = Room(
-                    backend.device_available(), backend.host_available(), limit, machine.kind == "cpu"
-                )
+                free = backend.device_available(), backend.host_available()
+                room = Room(*free, limit, machine.kind == CPU)
         else:
             room = room_on(machine, config)
         among = Options.of(
