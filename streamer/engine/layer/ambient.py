@@ -1,15 +1,15 @@
 """What a layer's result depends on besides its arguments and weights: random state, settings.
 
 [Note: checkpointing]
-A streamed layer decides itself what it keeps until backward. A checkpoint around one would have it run
-forward a third time, only to find the inputs that it has kept: so what the layer saves goes past the
-checkpoints around it, and does not count in them. Inside of a layer a checkpoint runs a part of it again in
-the middle of its backward, when the layer's modules must see the weights that are in the slot
-(`LayerRun.go_back`). Hugging Face's layers checkpoint the whole of themselves where their
-``gradient_checkpointing`` is set; a layer that runs again anyway need not do that twice.
+A streamed layer decides itself what it keeps until backward. A checkpoint around the layer would run it
+forward a third time, only to find the inputs that the layer has kept. So what the layer saves goes past the
+hooks of the checkpoints around it. A checkpoint inside of a layer runs a part of the layer again in the
+middle of the layer's backward, when the modules must see the weights in the slot (`LayerRun.go_back`).
+Hugging Face's layers checkpoint the whole of themselves where their ``gradient_checkpointing`` is set; the
+flag is off while a layer runs that is recomputed anyway.
 
-The older kind of checkpoint (``use_reentrant=True``) runs its first forward without gradients, so nothing
-tells it from inference: with that one around it, a layer runs once more than it would have to.
+A checkpoint with ``use_reentrant=True`` runs its first forward without gradients, which looks like inference:
+inside of such a checkpoint a layer runs once more than necessary.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Ambient:
-    """Random state and settings of autocast and attention of one moment, to be set up again at another."""
+    """The random state and the settings of autocast and attention at one moment, to be restored later."""
 
     device: torch.device
     autocast: Autocast
@@ -119,7 +119,7 @@ class Ambient:
     numpy_random_state: Any
     cpu_random_state: torch.Tensor
     device_random_state: torch.Tensor | None
-    #: of others than PyTorch's, Python's and NumPy's own
+    #: the states of generators beside PyTorch's, Python's and NumPy's own
     generators: tuple[tuple[Generator, Any], ...]
 
     @staticmethod
@@ -156,7 +156,8 @@ class Ambient:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Set it up inside the block; what held before holds after it, random numbers drawn or not."""
+        """Restore this moment inside the block. What held before the block holds after it, even if random
+        numbers were drawn inside."""
         devices = [] if self.device_random_state is None else [self.device]
         with torch.random.fork_rng(devices=devices), self.autocast.uncached(), self.attention.again():
             now = random.getstate(), _numpy.get()
@@ -174,9 +175,9 @@ class Ambient:
 class _NumpyState:
     """The state of NumPy's own generator, taken and given back where it has changed.
 
-    NumPy needs as long for either as a small layer to run. As long as the memory of the generator is the
-    same, so is its state, but for the second of a pair of normal numbers, which waits outside of that memory:
-    a state that has one is not kept.
+    NumPy takes as long to give or to set its state as a small layer takes to run. The state is the same as
+    long as the memory of the generator is, but for the second of a pair of normal numbers, which waits
+    outside of that memory: a state with such a number is not memoised.
     """
 
     def __init__(self) -> None:
@@ -200,7 +201,7 @@ class _NumpyState:
             self._kept = None, None
 
     def _read(self) -> bytes | None:
-        """The memory of the generator; None where it is not of the kind that NumPy begins with."""
+        """The memory of the generator, or None if the generator is no MT19937, NumPy's default."""
         generator: Any = np.random.mtrand._rand._bit_generator
         if type(generator) is not np.random.MT19937:
             return None

@@ -82,7 +82,7 @@ class CompiledForward:
 
 @dataclass(frozen=True)
 class Call:
-    """A layer's plain forward with everything but tensors bound: ``rebuild`` makes its (args, kwargs)."""
+    """A layer's forward with everything but tensors bound; ``rebuild`` makes (args, kwargs) of tensors."""
 
     unit: Unit
     forward: Callable[..., Any]
@@ -110,8 +110,8 @@ class Call:
         inputs: Tensors,
         attributes: Attributes | None = None,
     ) -> tuple[list[torch.Tensor], Rebuild]:
-        """Run it with ``leaves``, which are views of the slot ``weights``, as parameters. ``attributes`` are
-        those that the layer's modules have now, if the caller has just looked.
+        """Run the forward with ``leaves``, which are views of the slot ``weights``, as parameters.
+        ``attributes`` are those that the layer's modules have now, if the caller has just looked.
 
         Returns the tensors that are to leave the layer, and what puts its result together from them and,
         after them, the user's inputs: [Note: shared outputs]. None of them aliases the slot, which will soon
@@ -187,7 +187,7 @@ def run_on_slot(
 
 
 def apart(outputs: Tensors, weights: torch.Tensor) -> list[torch.Tensor]:
-    """``outputs``, of those that show the slot ``weights`` clones."""
+    """``outputs``, with clones in place of those that show the slot ``weights``."""
     return [output.clone() if aliases(output, weights) else output for output in outputs]
 
 

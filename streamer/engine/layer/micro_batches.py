@@ -60,7 +60,7 @@ class BatchSlices(NamedTuple):
         return BatchSlices([(0, 0)], [None] * len(inputs))
 
     def inputs(self, inputs: Tensors, number: int) -> list[torch.Tensor]:
-        """What slice ``number`` is given, apart from the user's graph."""
+        """The tensors that slice ``number`` is given, detached from the user's graph."""
         start, length = self.slices[number]
         return [
             # no-grad mode would leave requires_grad out
@@ -74,8 +74,8 @@ class BatchSlices(NamedTuple):
     def gradients(
         self, gradients: Sequence[torch.Tensor | None], parts: Parts, number: int
     ) -> list[torch.Tensor | None]:
-        """What of the gradients of outputs, which have the batch where ``parts`` says, is for slice
-        ``number``: for the first one, where all slices have the same output."""
+        """The parts of the outputs' gradients that are for slice ``number``; ``parts`` says where each has
+        the batch. The gradient of an output that all slices have goes to the first slice."""
         start, length = self.slices[number]
         return [
             (gradient if number == 0 else None)
@@ -301,7 +301,7 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class AmbiguousBatchError(ValueError):
-    """It cannot be told which arguments begin with the batch."""
+    """Which arguments begin with the batch is ambiguous."""
 
 
 class MicroBatches:
@@ -494,7 +494,7 @@ class MicroBatches:
 
 
 def _counts(layer: nn.Module) -> set[int]:
-    """Numbers that the code of ``layer`` knows and that may be the length of an argument, heads say."""
+    """Numbers that the modules of ``layer`` know and that may be a length of an argument (of heads, say)."""
     counts: set[int] = set()
     for module in layer.modules():
         # not its own place among the layers

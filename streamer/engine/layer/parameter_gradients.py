@@ -26,8 +26,8 @@ class Asked(enum.Enum):
 
 
 def asked_of(accumulator: Any) -> Asked:
-    """What is asked of the parameter that ``accumulator`` stands for in the graph; None stands for none that
-    is trained."""
+    """What becomes of the gradient of the parameter that ``accumulator`` stands for in the graph; None stands
+    for a parameter that is not trained."""
     if accumulator is None:
         return Asked.NOTHING
     try:
@@ -48,7 +48,7 @@ def asked_for(params: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Asked]
 
 
 def graph_is_retained() -> bool:
-    """Whether it was told to keep its graph."""
+    """Whether the backward that is running was told to keep its graph."""
     return bool(keeps_graph())
 
 
@@ -57,11 +57,11 @@ FP32 = torch.float32
 
 class Collector:
     """Takes the gradients of ``unit`` to the gradient slot ``into`` (flat uint8) as autograd brings them, one
-    slice of the batch after another. Where ``in_fp32``, those of a shorter dtype are added up in fp32 first,
-    which takes 4 bytes per element for as long as this lives.
+    slice of the batch after another. Where ``in_fp32``, gradients of a shorter dtype are added up in fp32
+    first, which takes 4 bytes per element until `finish`.
 
-    ``asked`` says for each trainable parameter what becomes of its gradient; what is to be RETURNED is in
-    ``returned``.
+    ``asked`` says for each trainable parameter what becomes of its gradient; gradients that are to be
+    RETURNED are in ``returned``.
     """
 
     def __init__(self, unit: Unit, asked: Sequence[Asked], into: torch.Tensor, *, in_fp32: bool) -> None:
@@ -97,7 +97,7 @@ class Collector:
                 leaf.grad = None
 
     def finish(self) -> list[bool]:
-        """All slices have been gone through; which of the trainable parameters have a gradient in the slot.
+        """Returns, after all slices, which of the trainable parameters have a gradient in the slot.
 
         The user's hooks see it here. [Note: parameter hooks]
         """

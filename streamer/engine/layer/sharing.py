@@ -31,7 +31,7 @@ from streamer.torch_private import BY_CUSTOM_FUNCTION, BY_NO_GRAD, refuse_writes
 
 @dataclass(frozen=True)
 class View:
-    """What shows a part of another tensor, or all of it."""
+    """How a tensor shows a part of another tensor, or all of it."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -73,7 +73,7 @@ class Shown:
 
     of: int
     view: View | None = None
-    #: a custom function has made it, or another view of the same tensor: autograd refuses writes
+    #: a custom function has made this output, or another view of the same tensor: autograd refuses writes
     is_guarded: bool = False
 
     def out_of(self, tensors: Tensors) -> torch.Tensor:
@@ -188,10 +188,10 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def are_apart(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether it can be told that two tensors of one storage share no element.
+    """Whether two tensors of one storage are known to share no element.
 
-    Parts of rows do not, though the rows of both lie among each other: counted modulo the length of a row,
-    their elements are in different places.
+    Two parts of the same rows (the halves of a chunk) share none though their rows alternate in memory:
+    modulo the length of a row, their elements are in different places.
     """
     if one.itemsize != other.itemsize:
         return False

@@ -47,7 +47,7 @@ class KnownGraph(NamedTuple):
 
 
 class Selection:
-    """Which of the tensors that a layer saves are looked at in a visit: the last, and another by turns."""
+    """Chooses of which saved tensors a visit takes samples: of the last one, and of another one by turns."""
 
     def __init__(self) -> None:
         self._turn = 0
@@ -60,12 +60,13 @@ class Selection:
         return self._chosen is None or number in self._chosen
 
     def known(self, origins: Mapping[int, object]) -> KnownGraph | None:
-        """What was found in a graph like this."""
+        """What was found in an earlier graph with these origins, or None."""
         alike = (graph for graph in self._known if graph.origins == origins)
         return next(alike, None)
 
     def learn(self, origins: Mapping[int, object], numbers: Collection[int], *, are_all: bool) -> None:
-        """This was found in a graph; there is something to see in ``numbers``, as far as was looked."""
+        """Remember what was found in a graph: whether references are all that it keeps, and the
+        ``numbers`` of the tensors that are worth comparing, as far as was looked."""
         if self._chosen is None:
             self._known.append(KnownGraph(origins, are_all, numbers))
             self.end(numbers)
@@ -73,7 +74,7 @@ class Selection:
             self._chosen = None
 
     def end(self, numbers: Collection[int]) -> None:
-        """In this visit there was something to see in the tensors ``numbers``."""
+        """End a visit whose graph has tensors ``numbers`` that are worth comparing."""
         *others, last = sorted(numbers) or [-1]
         self._turn += 1
         self._chosen = frozenset((last, others[self._turn % len(others)] if others else last))
@@ -87,7 +88,7 @@ class Sample(NamedTuple):
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Sample | None:
-        """Elements of ``tensor``; None where it has no values, or none that could be read as they lie."""
+        """Elements of ``tensor``; None if it has no values, or none that can be read in place."""
         numel = tensor.numel()
         if (
             type(tensor) not in (torch.Tensor, nn.Parameter)
@@ -135,13 +136,13 @@ class Pair(NamedTuple):
 
 
 class Samples:
-    """Pairs that are still to be compared. [Note: samples]"""
+    """Pairs of samples that are still to be compared. [Note: samples]"""
 
     def __init__(self) -> None:
         self._pairs: list[Pair] = []
 
     def add(self, layer: str, first: Sample, again: Sample, *, is_short: bool) -> None:
-        """Compare ``first`` with ``again``; where that takes no waiting, now.
+        """Compare ``first`` with ``again``: now if both are bytes, else in `finish`.
 
         Raises RuntimeError if they differ by more than noise.
         """

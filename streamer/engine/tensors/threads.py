@@ -31,7 +31,7 @@ class Turns:
     def __init__(self) -> None:
         #: held for a visit
         self.lock = Lock()
-        #: of the pass that was begun last, by which thread it was
+        #: the number of the pass that was begun last, and the thread that has begun it
         self._number = 0
         self._trainer: Thread | None = None
         #: threads whose pass has not ended
@@ -65,7 +65,7 @@ class Turns:
         it has ended or failed. The caller holds the lock."""
         backward = _Backward(self, call)
         self._backwards.add(backward)
-        # autograd alone holds it, and lets it go even if the backward fails
+        # autograd alone holds the object, and lets it go even if the backward fails
         when_backward_ends(backward)
 
     def end_backward(self, backward: _Backward) -> None:
