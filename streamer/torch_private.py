@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from operator import methodcaller
 from types import CodeType
 from typing import Any
 
@@ -103,9 +104,8 @@ def storage_owners(tensor: torch.Tensor) -> int:
     return _use_count(storage_id(tensor))
 
 
-def node_number(node: Node) -> int:
-    """How many nodes the thread that has made ``node`` had made before it."""
-    return node._sequence_nr()
+#: How many nodes the thread that has made a node (the argument) had made before it.
+node_number: Callable[[Node], int] = methodcaller("_sequence_nr")
 
 
 def was_made(view: torch.Tensor, how: object) -> bool:

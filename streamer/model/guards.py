@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -23,7 +24,7 @@ from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.unit import Unit
 from streamer.engine.tensors.guarded import as_plain, never_traced
 from streamer.engine.tensors.nested import flatten
-from streamer.engine.tensors.param_hooks import OWN_HOOK
+from streamer.engine.tensors.param_hooks import OwnHook
 from streamer.memory.layout import Slice
 from streamer.model.unwrap import Copier
 
@@ -64,7 +65,7 @@ def attach_guards(
                 keep(module.register_forward_pre_hook(begin))
         for unit in (*executor.units, executor.root):
             for slice, param in executor.gradients.held[unit.index].pairs():
-                keep(param.register_hook(_before_adding(executor, unit, slice, param)))
+                keep(param.register_hook(_BeforeAdding(executor, unit, slice, param)))
                 if unit is executor.root and not executor.landing.keeps_gradients:
                     keep(param.register_post_accumulate_grad_hook(_after_adding(executor)))
         keep(model.register_state_dict_post_hook(_to_cpu))
@@ -112,28 +113,30 @@ def _move_inputs(device: torch.device) -> Callable[..., tuple[Any, Any]]:
     return hook
 
 
-def _before_adding(
-    executor: Executor, unit: Unit, slice: Slice, param: nn.Parameter
-) -> Callable[[torch.Tensor | None], None]:
-    """A hook for a parameter to whose ``grad`` autograd is about to add by itself: the root's, and a layer's
-    that is used outside of its layer (a penalty on weights)."""
+@dataclass(eq=False)
+class _BeforeAdding(OwnHook):
+    """Called before autograd adds to a parameter's ``grad`` by itself: to that of the root unit's, or of a
+    layer's that is used outside of its layer (a penalty on weights)."""
 
-    def hook(gradient: torch.Tensor | None) -> None:
-        if gradient is not None:  # the layer's own went another way
-            look()
+    executor: Executor
+    unit: Unit
+    slice: Slice
+    param: nn.Parameter
+
+    def __call__(self, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:  # the gradient that the layer makes goes another way
+            self._widen()
 
     @as_plain
-    def look() -> None:
-        if asked_of(torch.autograd.graph.get_gradient_edge(param).node) is not Asked.ADDED:
+    def _widen(self) -> None:
+        node = torch.autograd.graph.get_gradient_edge(self.param).node
+        if asked_of(node) is not Asked.ADDED:
             return
-        if unit is not executor.root:
-            executor.hooked.check((slice,), (param,))
-        held = executor.gradients.held[unit.index]
-        held.place(slice, summed=False)  # says so where there is none
-        held.widen(slice, param)
-
-    setattr(hook, OWN_HOOK, True)
-    return hook
+        if self.unit is not self.executor.root:
+            self.executor.hooked.check((self.slice,), (self.param,))
+        views = self.executor.gradients.held[self.unit.index]
+        views.place(self.slice, summed=False)  # raises where there is no room
+        views.widen(self.slice, self.param)
 
 
 def _after_adding(executor: Executor) -> Callable[[torch.Tensor], None]:

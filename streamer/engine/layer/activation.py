@@ -38,12 +38,12 @@ from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.unit import Unit
 from streamer.engine.schedule.order import Phase
 from streamer.engine.tensors.nested import Rebuild, Tensors
-from streamer.engine.tensors.param_hooks import OWN_HOOK, check_hooks
+from streamer.engine.tensors.param_hooks import OwnHook, check_hooks
 from streamer.engine.tensors.saved import storages
 from streamer.torch_private import SubclassesOn, set_accumulation_hook, set_gradient_hook
 
 
-class Gate:
+class Gate(OwnHook):
     """Refuses gradients that come to a layer's private graph from anywhere but the layer's own backward.
 
     A tensor that leaves a layer through an attribute, a hook or a recorder is not connected to the user's
@@ -73,14 +73,13 @@ class Gate:
                 "return it, detach it, or do not stream this list of layers"
             )
 
+    __call__ = check
+
     def guard(self, tensors: Tensors) -> None:
         """Check whenever a gradient comes to one of these leaves."""
         for tensor in tensors:
             if tensor.requires_grad:
-                set_gradient_hook(tensor, self.check)
-
-
-setattr(Gate.check, OWN_HOOK, True)
+                set_gradient_hook(tensor, self)
 
 
 Gradients = Sequence[torch.Tensor | None]
@@ -362,7 +361,7 @@ def hand_on_hooks(inner: Tensors, inputs: Tensors = ()) -> None:
     graph: they hear of the gradient of all that is made of a tensor, in the layer or elsewhere."""
     for number, tensor in enumerate(inner):
         hooks = tensor._backward_hooks or {}
-        for key in [key for key, hook in hooks.items() if not getattr(hook, OWN_HOOK, False)]:
+        for key in [key for key, hook in hooks.items() if not isinstance(hook, OwnHook)]:
             hook = hooks.pop(key)
             if inputs:
                 inputs[number].register_hook(hook)

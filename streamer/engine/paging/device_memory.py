@@ -4,7 +4,8 @@ before the system ends the process for want of host memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -21,21 +22,29 @@ from streamer.memory.slots import BUFFERS, GRAD_SLOTS, ROOT_GRADIENTS, ROOT_WEIG
 LOW_HOST_BYTES = 1 << 28
 
 
+#: Seconds between two looks at host memory: a look takes as long as a small layer.
+LOOK_SECONDS = 1.0
+
+
 class HostWatch:
     """Warns once."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._has_warned = False
+        self._next_look = 0.0
 
-    def check(self, held: Mapping[str, int]) -> None:
-        """Warn if little is left; ``held`` are the bytes that the wrapped model holds, by purpose."""
+    def check(self, held: Callable[[], Mapping[str, int]]) -> None:
+        """Warn if little is left; ``held`` says the bytes that the wrapped model holds, by purpose."""
+        if (now := time.monotonic()) < self._next_look:
+            return
+        self._next_look = now + LOOK_SECONDS
         available = self._backend.host_available()
         if available < LOW_HOST_BYTES and not self._has_warned:
             self._has_warned = True
             warn(
                 f"only {available} bytes of host memory are free, and the system may end this process: "
-                f"the wrapped model holds {sum(held.values())}, so somebody else takes more than was "
+                f"the wrapped model holds {sum(held().values())}, so somebody else takes more than was "
                 "planned; end that, or save and wrap with less (a smaller state_dtype, update='backward')",
             )
 

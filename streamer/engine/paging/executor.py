@@ -244,7 +244,7 @@ class Executor:
 
     def _step(self, updates: Mapping[int, tuple[Callable[[], None], int]]) -> None:
         self.weights.refresh()
-        self._host_watch.check(self.host_bytes())
+        self._host_watch.check(self.host_bytes)
         if ROOT in updates:
             self.gradients.offload_root()
         for unit in (self.root, *self.units):

@@ -114,6 +114,8 @@ def farthest(candidates: Iterable[int], upcoming: Iterable[int], nbytes: Sequenc
     """Of the units ``candidates``, the one whose next use is farthest away for each of its bytes, or None if
     there are none. ``nbytes`` are those of all units."""
     candidates = list(candidates)
+    if len(candidates) < 2:
+        return next(iter(candidates), None)
     distances: dict[int, int] = {}
     for distance, unit in enumerate(upcoming, start=1):
         if len(distances) == len(candidates):

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -22,9 +24,6 @@ from torch import nn
 from streamer.engine.tensors.guarded import as_plain
 from streamer.memory.layout import Slice
 from streamer.torch_private import backward_number
-
-#: Marks a hook on a parameter as streamer's own.
-OWN_HOOK = "_streamer_hook"
 
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
 
@@ -39,15 +38,21 @@ class _Shielded:
         return None if gradient is None else self.hook(gradient)
 
 
+class OwnHook:
+    """What a hook of streamer's own inherits from, in place of a hook of the user's."""
+
+
+_HOOKS = attrgetter("_backward_hooks")
+
+
 @as_plain
 def hooks_of_all(params: Iterable[torch.Tensor]) -> list[list[Hook]]:
     """The hooks that the user has put on each of ``params``."""
-    return [
-        [hook for hook in hooks.values() if not getattr(hook, OWN_HOOK, False)]
-        if (hooks := param._backward_hooks)
-        else []
-        for param in params
-    ]
+    all_hooks = [hooks or {} for hooks in map(_HOOKS, params)]
+    # asked at every visit, and most parameters have none of the user's
+    if {*map(type, chain.from_iterable(map(dict.values, all_hooks)))} <= {OwnHook}:
+        return [[]] * len(all_hooks)
+    return [[hook for hook in hooks.values() if not isinstance(hook, OwnHook)] for hooks in all_hooks]
 
 
 def hooks_of(param: torch.Tensor) -> list[Hook]:
@@ -58,10 +63,13 @@ def hooks_of(param: torch.Tensor) -> list[Hook]:
 @as_plain
 def shield(params: Iterable[nn.Parameter]) -> None:
     """Let the user's hooks not be called with None. [Note: parameter hooks]"""
+    params = [*params]
+    if not any(hooks_of_all(params)):
+        return
     for param in params:
         hooks = param._backward_hooks or {}
         for key, hook in list(hooks.items()):
-            if not getattr(hook, OWN_HOOK, False) and not isinstance(hook, _Shielded):
+            if not isinstance(hook, OwnHook | _Shielded):
                 hooks[key] = _Shielded(hook)
 
 

@@ -64,8 +64,9 @@ def test_out_of_device_memory_names_who_holds_it_and_a_smaller_batch_works(activ
 def test_host_memory_that_runs_out_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with streamed(gpt(), layers="transformer.h") as model:
         optimizer = streamer.AdamW(model.parameters())
-        free = [1 << 30]
+        free, now = [1 << 30], [100.0]
         monkeypatch.setattr(ThreadBackend, "host_available", lambda self: free[-1])
+        monkeypatch.setattr("streamer.engine.paging.device_memory.time.monotonic", lambda: now[-1])
 
         def step() -> None:
             loss_of(model, 2).backward()
@@ -75,7 +76,10 @@ def test_host_memory_that_runs_out_is_said_once(monkeypatch: pytest.MonkeyPatch)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             step()
-        free.append((1 << 28) - 1)
+            free.append((1 << 28) - 1)
+            now.append(100.9)
+            step()  # looked a second ago
+        now.append(101.0)
         held = sum(streamer.stats(model).host_bytes.values())
         match = f"only 268435455 bytes of host memory are free, .* the wrapped model holds {held}"
         with pytest.warns(UserWarning, match=match) as caught:
