@@ -44,17 +44,17 @@ class CompleteTrace(Trace):
 
     def __init__(self) -> None:
         super().__init__(keep=sys.maxsize)
-        self._issued: list[Op] = []
+        self._issued: list[Event] = []
 
     def add(self, op: Op, event: Event, waits: Sequence[Event]) -> None:
-        self._issued.append(op)
+        self._issued.append(event)
         super().add(op, event, waits)
 
     def in_order_of_issue(self) -> list[Record]:
         """Every op; all of them must be done, so call `streamer.synchronize` first."""
-        # equal ops are issued in every step, so it is the object that tells them apart
-        records = {id(record.op): record for record in self.records()}
-        return [records[id(op)] for op in self._issued]
+        # the same ops are issued in every step, so it is the time that tells records apart
+        records = {id(record.span): record for record in self.records()}
+        return [records[id(event.span())] for event in self._issued]
 
 
 @dataclass(frozen=True)

@@ -208,7 +208,7 @@ class AdamW(torch.optim.Optimizer):
         self._is_made = False
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         # for all groups at once: what cannot be made must leave an earlier optimizer's moments alone
-        self._take_over([member.home for member in self._members()])
+        self._take_over([member.home for member in self._members(lambda _: True)])
         self._is_made = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -249,7 +249,7 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     def _step(self) -> None:
-        updated = [one for one in self._members() if one.param.grad is not None]
+        updated = self._members(lambda param: param.grad is not None)
         for member in updated:
             check_owner(member.home, self.token)
         for executor, index in {(member.home.executor, member.home.unit.index) for member in updated}:
@@ -276,12 +276,9 @@ class AdamW(torch.optim.Optimizer):
     @as_plain
     def _update_on_landing(self, unit: Unit, used: Sequence[bool]) -> Update | None:
         """The update of ``unit`` from a gradient that has just landed. [Note: landing]"""
-        with_gradient = {id(param) for param, is_used in zip(unit.params, used, strict=False) if is_used}
-        mine = [
-            member
-            for member in self._members()
-            if id(member.param) in with_gradient and is_owner(member.home, self.token)
-        ]
+        used_ids = {id(param) for param, is_used in zip(unit.params, used, strict=False) if is_used}
+        with_gradient = self._members(lambda param: id(param) in used_ids)
+        mine = [member for member in with_gradient if is_owner(member.home, self.token)]
         if not mine:
             return None
         executor = mine[0].home.executor
@@ -302,14 +299,15 @@ class AdamW(torch.optim.Optimizer):
 
         return update, update_bytes(updates, state_dtype)
 
-    def _members(self) -> list[_Member]:
-        """All parameters of the optimizer."""
+    def _members(self, wanted: Callable[[torch.Tensor], bool]) -> list[_Member]:
+        """Those of the optimizer's parameters that are ``wanted``."""
         for group in self.param_groups:
             check_group(group)
         return [
             _Member(param, require_home(param), group)
             for group in self.param_groups
             for param in group["params"]
+            if wanted(param)
         ]
 
     def _updates(self, updated: Sequence[_Member]) -> list[ParamUpdate]:

@@ -195,8 +195,8 @@ def test_options_stand_for_keys_of_the_config(
     ("asked", "begin", "end"),
     [
         # the run's plan asks twice how much is free, wrap as often, for the device too, then the optimizer
-        (2, "[stream]: not enough memory: the device needs ", "freeze parameters if it is the host"),
-        (4, "[optimizer]: not enough host memory for the moments: they take ", ""),
+        (2, "[stream]: not enough memory for the model: the device needs ", "or freeze parameters"),
+        (4, "[optimizer]: not enough memory for the moments: the host needs ", "or freeze parameters"),
     ],
 )
 def test_memory_that_is_gone_after_the_plan_is_one_line_and_the_ledger(

@@ -19,7 +19,7 @@ import streamer
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.paging.executor import Executor
 from streamer.model import move_in as moving
-from streamer.model import wrap as wrapping
+from streamer.model import streaming
 from streamer.model.move_in import releasable_bytes
 
 MIB = 1 << 20
@@ -164,11 +164,11 @@ def stack() -> nn.Module:
         (ThreadBackend, "host_buffer"),
         (ThreadBackend, "device_buffer"),
         (Executor, "__init__"),
-        (wrapping, "settle_in"),
-        (wrapping, "StreamedLayer"),
+        (streaming, "settle_in"),
+        (streaming, "StreamedLayer"),
         (nn.Module, "register_state_dict_post_hook"),
-        (wrapping, "serve_other_optimizers"),
-        (wrapping, "Wrapped"),
+        (streaming, "serve_other_optimizers"),
+        (streaming, "Wrapped"),
     ],
     ids=lambda part: part[1],
 )
