@@ -23,7 +23,7 @@ from typing import Any
 from bench.common import quartiles
 from streamer.backends.base import Event, Lane
 from streamer.engine.schedule.op import ROOT, Op, OpKind
-from streamer.engine.schedule.trace import Record, Trace
+from streamer.engine.schedule.trace import Record, Trace, intervals
 
 #: What a copy is for. UNUSED is an UNSHARD whose slot was given up before anybody came to it.
 FOR_FORWARD, FOR_BACKWARD, GRADIENT, UNUSED = (
@@ -44,17 +44,22 @@ class CompleteTrace(Trace):
 
     def __init__(self) -> None:
         super().__init__(keep=sys.maxsize)
-        self._issued: list[Event] = []
+        self._issued: list[tuple[Op, Event]] = []
 
     def add(self, op: Op, event: Event, waits: Sequence[Event]) -> None:
-        self._issued.append(event)
+        self._issued.append((op, event))
         super().add(op, event, waits)
 
     def in_order_of_issue(self) -> list[Record]:
         """Every op; all of them must be done, so call `streamer.synchronize` first."""
-        # the same ops are issued in every step, so it is the time that tells records apart
-        records = {id(record.span): record for record in self.records()}
-        return [records[id(event.span())] for event in self._issued]
+        self.settle()
+        found = []
+        for op, event in self._issued:
+            span, blame = event.span(), event.blame
+            assert span is not None and blame is not None, "all ops are done"
+            # the last interval is the op's own
+            found.append(Record(op, span, intervals(blame[:-1]) if op.lane is Lane.COMPUTE else ()))
+        return found
 
 
 @dataclass(frozen=True)

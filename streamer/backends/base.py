@@ -85,6 +85,8 @@ class Event(abc.ABC):
     """The end of one piece of work on a lane."""
 
     lane: Lane
+    #: what the time since its lane got to it was spent on, as the trace has found: [Note: exposed time]
+    blame: tuple[tuple[int, float, float], ...] | None = None
 
     @abc.abstractmethod
     def wait(self) -> None:

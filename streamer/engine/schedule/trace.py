@@ -16,6 +16,13 @@ from streamer.engine.schedule.op import Op
 SETTLE_EVERY = 256
 
 
+#: Where a lane stands in what is kept: in numbers alone, which the garbage collector need not go through.
+_ROW = {lane: row for row, lane in enumerate(Lane)}
+_LANES = tuple(Lane)
+#: Intervals in these numbers: row, start and end of each.
+Blame = tuple[tuple[int, float, float], ...]
+
+
 class Interval(NamedTuple):
     """Seconds spent on a lane, or stood still for it."""
 
@@ -30,6 +37,11 @@ class Record(NamedTuple):
     op: Op
     span: Span
     exposed: tuple[Interval, ...]
+
+
+def intervals(blame: Blame) -> tuple[Interval, ...]:
+    """``blame``, with lanes in place of rows."""
+    return tuple(Interval(_LANES[row], start, end) for row, start, end in blame)
 
 
 class Trace:
@@ -49,9 +61,10 @@ class Trace:
         self._lock = Lock()
         self._pending: deque[tuple[Op, Event, Sequence[Event]]] = deque()
         self._settle_at = SETTLE_EVERY
-        self._blame: dict[Event, tuple[Interval, ...]] = {}
-        self._records: deque[Record] = deque(maxlen=keep)
-        self._recent: deque[Event] = deque()
+        #: each op that has run: its place in `_ops`, its span, and what it was exposed to
+        self._records: deque[tuple[int, float, float, float, Blame]] = deque(maxlen=keep)
+        self._ops: list[Op] = []
+        self._places: dict[int, int] = {}
 
     def add(self, op: Op, event: Event, waits: Sequence[Event]) -> None:
         """Note that ``op`` was submitted with these waits."""
@@ -85,7 +98,7 @@ class Trace:
         for op, event, waits in self._pending:
             # a lane runs in order: what comes after its first unfinished op need not be asked
             span = None if op.lane in stuck else event.span()
-            if span is None or any(wait not in self._blame and wait.span() is None for wait in waits):
+            if span is None or any(wait.blame is None and wait.span() is None for wait in waits):
                 if not event.failed():
                     still.append((op, event, waits))
                     stuck.add(op.lane)
@@ -97,7 +110,11 @@ class Trace:
         """The last ops that have run, by their start."""
         with self._lock:
             self._settle()
-            return sorted(self._records, key=lambda record: record.span.start)
+            found = [
+                Record(self._ops[place], Span(ready, start, end), intervals(exposed))
+                for place, ready, start, end, exposed in self._records
+            ]
+        return sorted(found, key=lambda record: record.span.start)
 
     def overlap(self, lane: Lane) -> float:
         """1 - exposed / busy: the part of the lane's work that COMPUTE did not stand still for.
@@ -128,36 +145,39 @@ class Trace:
         path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
     def _settle_one(self, op: Op, event: Event, span: Span, waits: Sequence[Event]) -> None:
-        waited = self._blamed(span.ready, span.start, waits)
-        own = (Interval(op.lane, span.start, span.end),)
-        self._blame[event] = (*waited, *own)
-        self._recent.append(event)
-        if len(self._recent) > 4096:
-            del self._blame[self._recent.popleft()]
-        self._busy_seconds[op.lane] += span.end - span.start
+        ready, start, end = span
+        row = _ROW[op.lane]
+        waited = _blamed(ready, start, waits)
+        event.blame = (*waited, (row, start, end))
+        self._busy_seconds[op.lane] += end - start
         exposed = waited if op.lane is Lane.COMPUTE else ()
-        for interval in exposed:
-            self._exposed_seconds[interval.lane] += interval.end - interval.start
-        self._records.append(Record(op, span, exposed))
+        for other, begin, until in exposed:
+            self._exposed_seconds[_LANES[other]] += until - begin
+        place = self._places.get(id(op))
+        if place is None:
+            place = self._places[id(op)] = len(self._ops)
+            self._ops.append(op)
+        self._records.append((place, ready, start, end, exposed))
 
-    def _blamed(self, start: float, end: float, waits: Sequence[Event]) -> tuple[Interval, ...]:
-        """[Note: exposed time] ``start`` to ``end`` cut up along the last of ``waits``."""
-        if not waits or end <= start:
-            return ()
-        # of equals the first
-        last_end, last = -math.inf, waits[0]
-        for event in waits:
-            if (span := event.span()) is not None and span.end > last_end:
-                last_end, last = span.end, event
-        intervals: list[Interval] = []
-        at = start
-        for interval in self._blame.get(last, ()):
-            # what lies before the op's own beginning is its lane's queue
-            for lane, until in ((last.lane, interval.start), (interval.lane, interval.end)):
-                if min(until, end) > at:
-                    intervals.append(Interval(lane, at, min(until, end)))
-                    at = min(until, end)
-        return tuple(intervals)
+
+def _blamed(start: float, end: float, waits: Sequence[Event]) -> Blame:
+    """[Note: exposed time] ``start`` to ``end`` cut up along the last of ``waits``."""
+    if not waits or end <= start:
+        return ()
+    # of equals the first
+    last_end, last = -math.inf, waits[0]
+    for event in waits:
+        if (span := event.span()) is not None and span.end > last_end:
+            last_end, last = span.end, event
+    found: list[tuple[int, float, float]] = []
+    at, queue = start, _ROW[last.lane]
+    for row, begin, until in last.blame or ():
+        # what lies before the op's own beginning is its lane's queue
+        for blamed, to in ((queue, begin), (row, until)):
+            if (to := min(to, end)) > at:
+                found.append((blamed, at, to))
+                at = to
+    return tuple(found)
 
 
 def _micro(seconds: float) -> float:
