@@ -5,12 +5,12 @@
 
 The layers are so small that nearly all of a step is the host's own work. The same model trains in three
 ways, in one process and one PyTorch thread: plain, with `torch.utils.checkpoint` around each layer, and
-streamed with ``activations="recompute"``. Each round has a block of steps of each, in an order drawn anew. A
-step is forward, backward, `optimizer.step` (PyTorch's AdamW, fused; ours) and `zero_grad`; "passes" are the
-same without the update.
+streamed with ``activations="recompute"``. A round has some steps of each, one of each way in turn, in an
+order drawn anew. A step is forward, backward, `optimizer.step` (PyTorch's AdamW, fused; ours) and
+`zero_grad`; "passes" are the same without the update.
 
 `checkpoint_adds` is what a layer takes in a step above plain, in microseconds, `streaming_adds` what a
-streamed one takes above a checkpointed one; `ratio` is the second by the first, of the blocks of one round.
+streamed one takes above a checkpointed one; `ratio` is the second by the first, of the medians of one round.
 Microseconds are of wall-clock time, and in `cpu` of all threads of the process together.
 """
 
@@ -84,15 +84,15 @@ def measure(device: str, rounds: int, steps: int, *, is_updated: bool) -> dict[s
     order = random.Random(0)
     seconds: dict[tuple[str, str], list[float]] = {(clock, way): [] for clock in CLOCKS for way in WAYS}
     for _ in range(rounds + 1):
-        for way in order.sample(WAYS, len(WAYS)):
-            blocks: dict[str, list[float]] = {clock: [] for clock in CLOCKS}
-            for _ in range(steps):
-                began = {name: clock() for name, clock in CLOCKS.items()}
-                step[way]()
-                for name, clock in CLOCKS.items():
-                    blocks[name].append(clock() - began[name])
-            for name, block in blocks.items():
-                seconds[name, way].append(statistics.median(block))
+        found_in_round: dict[tuple[str, str], list[float]] = {key: [] for key in seconds}
+        # a step of each way in turn: a machine that others use too is faster now and slower then
+        for way in (way for _ in range(steps) for way in order.sample(WAYS, len(WAYS))):
+            began = {name: clock() for name, clock in CLOCKS.items()}
+            step[way]()
+            for name, clock in CLOCKS.items():
+                found_in_round[name, way].append(clock() - began[name])
+        for key, values in found_in_round.items():
+            seconds[key].append(statistics.median(values))
     found: dict[str, Any] = {}
     for clock in CLOCKS:
         # the first round compiles and warms up

@@ -62,7 +62,7 @@ class Slice(Stretch):
     param: Param
     block: int
 
-    @property
+    @cached_property
     def padded(self) -> int:
         """Elements of the parameter and its padding."""
         return -(-self.numel // ALIGN) * ALIGN

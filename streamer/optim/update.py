@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -15,8 +15,7 @@ from streamer.memory.layout import Layout, Param, Slice, Stretch
 from streamer.memory.purposes import BF16, FP16, FP32, GRADIENTS, MOMENTS, SUMS
 
 
-@dataclass(frozen=True)
-class ParamUpdate:
+class ParamUpdate(NamedTuple):
     """The update of one parameter; ``summed`` if its gradient is the fp32 sum of several."""
 
     slice: Slice
@@ -138,14 +137,18 @@ def _launch(
 def _segments(whole: Stretch, updates: Sequence[ParamUpdate], *, by_parameter: bool) -> list[native.Segment]:
     """What of ``whole`` a kernel updates: neighbours with the same hyperparameters as one, padding included.
     With ``by_parameter`` each parameter is one, without padding: 8-bit blocks belong to one parameter."""
-    segments: list[native.Segment] = []
+    rows: list[list[ParamUpdate]] = []
     for update in updates:
-        slice = update.slice
-        start = slice.index - whole.index
-        stop = start + (slice.numel if by_parameter else slice.padded)
-        last = segments[-1] if segments else None
-        if last is not None and (last.stop, last.hyper) == (start, update.hyper) and not by_parameter:
-            segments[-1] = last._replace(stop=stop)
+        last = rows[-1][-1] if rows and not by_parameter else None
+        end = None if last is None else last.slice.index + last.slice.padded
+        if last is not None and end == update.slice.index and last.hyper == update.hyper:
+            rows[-1].append(update)
         else:
-            segments.append(native.Segment(start, stop, update.hyper, slice.block))
+            rows.append([update])
+    segments = []
+    for row in rows:
+        first, last_slice = row[0].slice, row[-1].slice
+        stop = last_slice.index + (last_slice.numel if by_parameter else last_slice.padded)
+        start = first.index - whole.index
+        segments.append(native.Segment(start, stop - whole.index, row[0].hyper, first.block))
     return segments

@@ -1,7 +1,6 @@
 """One shard's update: every parameter as if it were alone, in one launch, whatever the moments' dtype."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -189,4 +188,4 @@ def test_update_bytes_by_layout() -> None:
         run = ParamUpdate(Layout.of([Param("w", (64,), dtype, True)]).slices[0], CALM)
         assert update_bytes([run], state_dtype) == 64 * expected
         if dtype != FP32:
-            assert update_bytes([replace(run, summed=True)], state_dtype) == 64 * (expected + 2)
+            assert update_bytes([run._replace(summed=True)], state_dtype) == 64 * (expected + 2)

@@ -103,7 +103,7 @@ def home_of(param: torch.Tensor) -> Home | None:
 
 def require_home(param: torch.Tensor) -> Home:
     """Where a parameter lives. Raises ValueError if its model is not wrapped."""
-    home = home_of(param)
+    home: Home | None = param.__dict__.get(HOME)
     if home is None:
         raise ValueError(
             f"a parameter of shape {tuple(param.shape)} belongs to no wrapped model: call "
