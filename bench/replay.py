@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from streamer.backends.base import BEHIND, Event, Lane
+from streamer.backends.base import WORKER_LANES, Event, Lane
 from streamer.engine.schedule.op import Op
 from streamer.engine.schedule.trace import Trace
 from streamer.simulate.clock import VirtualEvent
@@ -66,7 +66,7 @@ class Times:
 
 def replay(work: Sequence[Work], first: int, machine: Machine) -> Times:
     """The times at ``machine``'s rates of the step that begins at number ``first`` of ``work``."""
-    rates = {lane: machine.bytes_per_second(lane) for lane in BEHIND}
+    rates = {lane: machine.bytes_per_second(lane) for lane in WORKER_LANES}
     rates[Lane.COMPUTE] = machine.flops_per_second
     free = dict.fromkeys(Lane, 0.0)
     busy = dict.fromkeys(Lane, 0.0)

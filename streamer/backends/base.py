@@ -40,14 +40,14 @@ class Lane(enum.Enum):
         lane.group = group
         return lane
 
-    # that of an enumeration is a function in Python, and these are looked up at every op
+    # Enum.__hash__ is a Python function, slow for a dictionary key that is used at every op
     __hash__ = object.__hash__
 
 
-#: The lanes that run beside the caller's thread, each in a thread of its own.
-BEHIND: tuple[Lane, ...] = tuple(lane for lane in Lane if lane is not Lane.COMPUTE)
-#: Those of them that copy between the two memories.
-COPIES: tuple[Lane, ...] = tuple(lane for lane in BEHIND if lane.group == Lane.H2D.group)
+#: All lanes but COMPUTE: they run beside the caller's thread, each in a thread of its own.
+WORKER_LANES: tuple[Lane, ...] = tuple(lane for lane in Lane if lane is not Lane.COMPUTE)
+#: The lanes that copy between host and device.
+COPIES: tuple[Lane, ...] = tuple(lane for lane in WORKER_LANES if lane.group == Lane.H2D.group)
 
 
 class Span(NamedTuple):
@@ -62,8 +62,8 @@ class Span(NamedTuple):
 
 
 class Process:
-    """The process in which this was made. One that is forked from it has its memory, but not its threads, and
-    may not use CUDA."""
+    """The process that has made this object. A forked child has its memory but not its threads, and may not
+    use CUDA."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -85,7 +85,7 @@ class Event(abc.ABC):
     """The end of one piece of work on a lane."""
 
     lane: Lane
-    #: what the time since its lane got to it was spent on, as the trace has found: [Note: exposed time]
+    #: the intervals from its lane's turn to its end, each with the lane at work: [Note: exposed time]
     blame: tuple[tuple[int, float, float], ...] | None = None
 
     @abc.abstractmethod
@@ -197,7 +197,7 @@ current_thread = threading.current_thread
 
 #: The part of the bytes that come and go on the device which is left free for gaps between them: an eighth.
 GAPS = 8
-#: What it rounds large blocks up to.
+#: Large blocks are rounded up to a multiple of this many bytes by PyTorch's caching allocator.
 BLOCK_BYTES = 2 << 20
 
 

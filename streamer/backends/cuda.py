@@ -22,7 +22,7 @@ from functools import partial
 
 import torch
 
-from streamer.backends.base import BEHIND, COPIES, Backend, Event, Lane, Process, Span, buffers_within
+from streamer.backends.base import COPIES, WORKER_LANES, Backend, Event, Lane, Process, Span, buffers_within
 from streamer.backends.host_memory import RAISE_LOCKED_LIMIT, available_bytes, mapped, reserved
 from streamer.backends.thread import Worker
 from streamer.errors import warn
@@ -247,7 +247,7 @@ class CudaBackend(Backend):
         self._clock = CudaClock(self.device)
         self._pinned = PinnedBlocks(self.device)
         self._streams = {lane: torch.cuda.Stream(self.device) for lane in COPIES}
-        self._workers = {lane: Worker(lane) for lane in BEHIND}
+        self._workers = {lane: Worker(lane) for lane in WORKER_LANES}
         #: by lane, what its worker was given last
         self._last_queued = {lane: worker.submit(lambda: None, ()) for lane, worker in self._workers.items()}
         self._last_compute: tuple[torch.cuda.Stream, CudaEvent] | None = None
@@ -255,7 +255,7 @@ class CudaBackend(Backend):
 
     def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
         self._process.check()
-        if lane in BEHIND and lane not in COPIES:
+        if lane in WORKER_LANES and lane not in COPIES:
             return self._workers[lane].submit(work, waits)
         event = CudaEvent(lane, self._clock)
         if lane is not Lane.COMPUTE:

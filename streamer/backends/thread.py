@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import numpy as np
 import torch
 
-from streamer.backends.base import BEHIND, COPIES, Backend, Event, Lane, Process, Span
+from streamer.backends.base import COPIES, WORKER_LANES, Backend, Event, Lane, Process, Span
 from streamer.backends.host_memory import available_bytes, mapped, reserved
 from streamer.torch_private import SubclassesOff
 
@@ -96,8 +96,7 @@ class Worker:
         """End the threads after what is queued, and wait for that. May be called again. A forked process does
         not have them.
 
-        The garbage collector may call this in one of the threads; that one then ends later, and nobody
-        waits for it or for those that may be waiting for it.
+        If the garbage collector calls this in a worker thread, no thread is joined; all end by themselves.
         """
         workers = [worker for worker in workers if worker._process.is_this()]
         for worker in workers:
@@ -113,7 +112,7 @@ class Worker:
                 self._tasks.put(None)
 
     def _run(self) -> None:
-        # what waits for lanes where the user's code touches it is a plain tensor to the lanes themselves
+        # a guarded tensor waits for lanes when it is touched; a lane that waited for itself would never end
         with SubclassesOff():
             self._run_tasks()
 
@@ -133,7 +132,7 @@ class Worker:
             # the thread must outlive any error: it is kept in the event and raised by whoever waits for it
             except BaseException as failure:  # noqa: BLE001
                 error = failure
-            # whoever is told that the work is done may count on nobody holding any more what it has used
+            # drop the references first: after `finish` a waiter may free the memory that the work has used
             del task, work, waits
             done.finish(span, error)
             del done, error
@@ -155,7 +154,8 @@ class ThreadBackend(Backend):
 
     ``bytes_per_second`` gives, for H2D, D2H or both, the bandwidth of a slower bus than memory is: a copy of
     n bytes then lasts at least ``n / bandwidth`` seconds, its lane asleep once the bytes are there. A
-    bandwidth above that of memory changes nothing. ``clock`` (seconds) and ``sleep`` are what that goes by.
+    bandwidth above that of memory changes nothing. ``clock`` (seconds) and ``sleep`` are the functions of
+    time used for this.
     Raises ValueError for other lanes, and for a bandwidth that is not above 0.
     """
 
@@ -180,7 +180,7 @@ class ThreadBackend(Backend):
         self._sleep = sleep
         self._process = Process()
         self._delays = dict(delays or {})
-        self._workers = {lane: Worker(lane, delay=self._delays.get(lane)) for lane in BEHIND}
+        self._workers = {lane: Worker(lane, delay=self._delays.get(lane)) for lane in WORKER_LANES}
 
     def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
         if lane is not Lane.COMPUTE:

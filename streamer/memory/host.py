@@ -42,7 +42,7 @@ def _nothing(dtype: torch.dtype) -> torch.Tensor:
 
 
 class HostShard:
-    """The pieces of the host buffers that belong to one unit, as flat tensors by the name of their purpose.
+    """All host buffers of one unit (whole, not a rank's part), as flat tensors by the name of their purpose.
 
     ``weight`` and ``gradient`` are uint8, laid out by ``layout``; ``remainder`` (uint16, bf16 weights),
     ``master`` (fp32, fp16 weights) and ``sums`` (fp32, of gradients in bf16 or fp16) have one element per
@@ -132,7 +132,7 @@ class HostShard:
         return copy
 
     def about_to_change(self) -> None:
-        """Let whoever reads the shard in the background be done with it, or have a copy."""
+        """Called before a write: a reader in the background (a checkpoint) finishes, or copies the shard."""
         if self.before_change is not None:
             self.before_change()
 
@@ -192,8 +192,7 @@ class HostStore:
         )
 
     def drop(self, purposes: Iterable[Purpose]) -> None:
-        """Give up the buffers for ``purposes``, none of them pinned: who has pinned those still counts on
-        them."""
+        """Free the buffers for ``purposes``. Not for pinned buffers: the backend has them registered."""
         purposes = list(purposes)
         assert not any(purpose.pinned for purpose in purposes)
         for purpose in purposes:

@@ -86,9 +86,9 @@ class NonFiniteError(RuntimeError):
         self.what = what
 
 
-def take_step(executors: Sequence[Executor], *, skip_nonfinite: bool, found_inf: torch.Tensor | None) -> bool:
-    """Whether the gradients of these models are all finite; if not, count and warn, or raise RuntimeError.
-    That is also raised for a model that was unwrapped.
+def may_step(executors: Sequence[Executor], *, skip_nonfinite: bool, found_inf: torch.Tensor | None) -> bool:
+    """Whether a step may be made: the gradients of these models are all finite. If they are not, count and
+    warn, or raise RuntimeError, which is also raised for a model that was unwrapped.
 
     ``found_inf`` is what a GradScaler has found, None where there is none. It looks for the scale at which
     steps overflow and expects some to, so those are counted without a warning.
@@ -110,7 +110,7 @@ def take_step(executors: Sequence[Executor], *, skip_nonfinite: bool, found_inf:
     if finite and not not_updated:
         return True
     if not_updated or not all(executor.landing.keeps_gradients for executor in executors):
-        names = [*not_updated, *(() if finite else ("what is in no layer",))]
+        names = [*not_updated, *(() if finite else ("parameters outside of the layers",))]
         what = f"the gradient of {', '.join(names)} is NaN or infinite"
         skipped, mend = ": not updated", ": not updated: AdamW(skip_nonfinite=True) goes on without"
     else:
@@ -259,7 +259,7 @@ class AdamW(torch.optim.Optimizer):
         # a GradScaler sets both, and deletes them: whether an element was not finite, the scale to take out
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         try:
-            if not take_step(self._executors, skip_nonfinite=self._skip_nonfinite, found_inf=found_inf):
+            if not may_step(self._executors, skip_nonfinite=self._skip_nonfinite, found_inf=found_inf):
                 return
         except BaseException:
             self.__dict__.pop("found_inf", None)
@@ -311,7 +311,7 @@ class AdamW(torch.optim.Optimizer):
         ]
 
     def _updates(self, updated: Sequence[_Member]) -> list[ParamUpdate]:
-        """The next update of each of these parameters, which counts it."""
+        """Increment the step count of each of these parameters; the updates to run."""
         steps = [self._state_of(param, home)["step"] for param, home, _ in updated]
         if steps:
             torch._foreach_add_(steps, 1)
@@ -383,7 +383,7 @@ class AdamW(torch.optim.Optimizer):
                 # clipping has scaled the root's gradients already
                 scale = unscale if unit is executor.root else unscale * executor.gradients.scale
                 shard, of_unit = executor.shard(unit), updates[unit.index]
-                # the root's index is -1, and every unit's random bits are others
+                # a different seed for each unit; ROOT is -1, hence + 1
                 update = partial(update_shard, shard, of_unit, self.state_dtype, scale, seed=unit.index + 1)
                 work[unit.index] = (update, update_bytes(of_unit, self.state_dtype))
         executor.step(work)

@@ -2,10 +2,11 @@
 is taken.
 
 [Note: chosen options]
-A plan takes as long as a step on meta tensors, so there are some ten of them. Whole batches and micro-batches
-(the largest that fit, the smallest, and one size between), with inputs that stay on the device or wait in
-host memory, are planned with two slots and no layer that keeps its graph, and again with all layers keeping
-theirs. A straight line between the two tells how many layers can keep their graphs, and the seconds of that.
+A plan takes as long as a step on meta tensors, so few are made. First two slots, the whole batch, every graph
+kept: if that fits and compute does not wait for copies, it is chosen. Else up to three batch sizes (the
+largest that fits, the smallest, one between), with inputs on the device or in host memory, are planned with
+no graph kept and with all kept. A line between the two estimates how many layers can keep their graphs, and
+the step's seconds.
 The most promising combinations are planned with the most kept layers that fit, found by bisection along that
 line. Where compute still waits for copies, all are planned with as many slots as fit, too. One slot in place
 of two is tried only where nothing fits with two, and layers in parts only where no whole ones fit.
@@ -240,7 +241,7 @@ class _ShortList:
     ambiguous: AmbiguousBatchError | None = None
 
     def fill(self) -> None:
-        """Plan what the Note says."""
+        """Make the plans of the short list. [Note: chosen options]"""
         try:
             self._fill(self.options.sizes)
         except AmbiguousBatchError as error:
@@ -305,7 +306,7 @@ class _ShortList:
         return [sizes[place] for place in sorted({first, (first + last) // 2, last}) if place <= last]
 
     def _share(self, start: _Start, low: int, high: int) -> float:
-        """Where a line from ``low`` to ``high`` kept layers meets what the device has, as a share of it."""
+        """How far between ``low`` and ``high`` kept layers device memory runs out, by a line (0 to 1)."""
         has, lacks = -self._lack(start, low), self._lack(start, high)
         return 1.0 if lacks <= 0 else has / (has + lacks)
 
@@ -343,7 +344,7 @@ class _ShortList:
         return min(fit, key=lambda choice: _rank(choice, self.made[choice]), default=None)
 
     def reason(self, choice: Choice) -> str:
-        """Why it is this one."""
+        """Why ``choice`` was chosen, for the user."""
         plan = self.made[choice]
         told = f"{choice}: a step of {_seconds(plan):.3g} s is predicted"
         faster = [other for other in self.made.items() if _digits(other[1]) < _digits(plan)]

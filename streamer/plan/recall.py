@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from streamer.engine.layer.activation import Gradients, Graph, LayerCall, LayerRun, Outputs
+from streamer.engine.layer.activation import Graph, LayerCall, LayerRun, OutputGradients, Outputs
 from streamer.engine.layer.ambient import Autocast
 from streamer.engine.layer.call import Call
 from streamer.engine.layer.layer import StreamedLayer
@@ -94,7 +94,7 @@ class _Pattern(_Around):
         return outputs, rebuild
 
     def go_back(
-        self, weights: torch.Tensor, inputs: Tensors, gradients: Gradients, collector: Collector
+        self, weights: torch.Tensor, inputs: Tensors, gradients: OutputGradients, collector: Collector
     ) -> list[torch.Tensor | None]:
         with self.meter.measuring() as measured:
             found = self._run.go_back(weights, inputs, gradients, collector)
@@ -133,7 +133,7 @@ class _Like(_Around):
         return outputs, found.rebuild
 
     def go_back(
-        self, weights: torch.Tensor, inputs: Tensors, gradients: Gradients, collector: Collector
+        self, weights: torch.Tensor, inputs: Tensors, gradients: OutputGradients, collector: Collector
     ) -> list[torch.Tensor | None]:
         if self._kept is None:
             return self._run.go_back(weights, inputs, gradients, collector)
@@ -259,7 +259,7 @@ class _Recalled(LayerCall):
         weights: torch.Tensor,
         into: torch.Tensor,
         inputs: Tensors,
-        gradients: Gradients,
+        gradients: OutputGradients,
         asked: Sequence[Asked],
     ) -> tuple[list[bool], list[torch.Tensor | None]]:
         backwards = self.recalling.recollection.backwards

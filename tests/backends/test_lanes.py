@@ -9,7 +9,7 @@ from pathlib import Path
 
 import streamer
 from streamer.app.calibrate.measure import PAIRS
-from streamer.backends.base import BEHIND, Lane
+from streamer.backends.base import WORKER_LANES, Lane
 from streamer.simulate.machine import RTX_4090, Beside
 
 PACKAGE = Path(streamer.__file__).parent
@@ -19,7 +19,7 @@ NAMING = {"backends/base.py", "engine/schedule/op.py", "app/calibrate/measure.py
 
 
 def test_a_machine_has_a_rate_for_every_lane_and_a_share_beside_every_other() -> None:
-    assert all(RTX_4090.bytes_per_second(lane) > 0 for lane in BEHIND)
+    assert all(RTX_4090.bytes_per_second(lane) > 0 for lane in WORKER_LANES)
     pairs = {(lane, other): Beside().kept(lane, other) for lane, other in permutations(Lane, 2)}
     assert set(pairs.values()) == {1.0}
     measured = {f"{a.group}_{b.group}" for pair in PAIRS.values() for a, b in (pair, reversed(pair))}

@@ -82,7 +82,7 @@ class Gate(OwnHook):
                 set_gradient_hook(tensor, self)
 
 
-Gradients = Sequence[torch.Tensor | None]
+OutputGradients = Sequence[torch.Tensor | None]
 
 
 class Graph(NamedTuple):
@@ -101,7 +101,7 @@ class Graph(NamedTuple):
 
 
 def backpropagate(
-    executor: Executor, unit: Unit, graph: Graph, gradients: Gradients, collector: Collector
+    executor: Executor, unit: Unit, graph: Graph, gradients: OutputGradients, collector: Collector
 ) -> None:
     """Go back through ``graph`` from the gradients of its outputs. Gradients of parameters that are to be
     ADDED go to ``collector``; the others stay in ``leaf.grad``."""
@@ -159,11 +159,11 @@ class LayerRun(abc.ABC):
     """One run of a layer in forward, on a slice of its batch, and what is kept of it for backward. [Note:
     activation policies]"""
 
-    #: whether `graph` must be given the inputs again
+    #: whether inputs are saved in forward and passed to `graph` in backward
     saves_inputs: bool
-    #: whether those that bring a gradient are in host memory in the meantime
+    #: whether saved inputs that require grad wait in host memory
     pages_inputs = False
-    #: whether it is given the whole batch, the user's own tensors
+    #: whether the run has the whole batch, the user's own tensors, not a micro-batch
     is_whole = True
 
     def __init__(self, executor: Executor, call: Call) -> None:
@@ -182,7 +182,7 @@ class LayerRun(abc.ABC):
         """The layer's graph inside the block, in backward; its weights are in the slot ``weights``."""
 
     def go_back(
-        self, weights: torch.Tensor, inputs: Tensors, gradients: Gradients, collector: Collector
+        self, weights: torch.Tensor, inputs: Tensors, gradients: OutputGradients, collector: Collector
     ) -> list[torch.Tensor | None]:
         """From the gradients of the outputs those of the inputs; parameters' go to ``collector``."""
         unit = self.call.unit
@@ -255,13 +255,13 @@ class LayerCall:
         return [tensor for tensor, is_paged in zip(inputs, self._paged, strict=True) if not is_paged]
 
     def backward(
-        self, kept: Tensors, gradients: Gradients, asked: Sequence[Asked]
+        self, kept: Tensors, gradients: OutputGradients, asked: Sequence[Asked]
     ) -> list[torch.Tensor | None]:
-        """From the gradients of the outputs those of the trainable parameters and, after them, of the inputs,
-        of which `kept` were.
+        """The gradients of the trainable parameters and, after them, of the inputs, from those of the
+        outputs. ``kept`` are the inputs that were saved on the device.
 
-        ``asked`` says, for each trainable parameter, whether its gradient is RETURNED; what is ADDED goes to
-        the host, and is None here.
+        ``asked`` says, for each trainable parameter, whether its gradient is RETURNED; one that is ADDED goes
+        to ``p.grad``, and is None here.
         """
         self._check_backward(asked)
         results: list[torch.Tensor | None] = []
@@ -288,7 +288,7 @@ class LayerCall:
         weights: torch.Tensor,
         into: torch.Tensor,
         inputs: Tensors,
-        gradients: Gradients,
+        gradients: OutputGradients,
         asked: Sequence[Asked],
     ) -> tuple[list[bool], list[torch.Tensor | None]]:
         """The work of `backward`: from the weights in a slot and the gradients of the outputs to those of the
@@ -337,7 +337,7 @@ class LayerCall:
         weights: torch.Tensor,
         into: torch.Tensor,
         inputs: Tensors,
-        gradients: Gradients,
+        gradients: OutputGradients,
         asked: Sequence[Asked],
     ) -> tuple[list[bool], list[torch.Tensor | None]]:
         in_fp32 = len(self.runs) > 1 and self.executor.sum_in_fp32
@@ -357,8 +357,8 @@ def point(leaves: Tensors, tensors: Tensors) -> None:
 
 
 def hand_on_hooks(inner: Tensors, inputs: Tensors = ()) -> None:
-    """Take the hooks that a layer has put on what it was given, and put them on ``inputs`` in the user's
-    graph: they hear of the gradient of all that is made of a tensor, in the layer or elsewhere."""
+    """Move the hooks that a layer has registered on its inputs to the user's tensors ``inputs``, so that the
+    hooks see the whole gradient, of uses outside of the layer too."""
     for number, tensor in enumerate(inner):
         hooks = tensor._backward_hooks or {}
         for key in [key for key, hook in hooks.items() if not isinstance(hook, OwnHook)]:

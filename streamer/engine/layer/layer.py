@@ -92,8 +92,8 @@ def check_dual(layer: str, inputs: Tensors) -> None:
     """Raise RuntimeError for inputs of forward-mode differentiation."""
     if in_forward_mode() and any(forward_ad.unpack_dual(x).tangent is not None for x in inputs):
         raise RuntimeError(
-            f"forward-mode differentiation goes through streamed layer '{layer}' only where backward does "
-            "not: run it under torch.no_grad()"
+            f"forward-mode differentiation of streamed layer '{layer}' works only where backward does not: "
+            "run it under torch.no_grad()"
         )
 
 
@@ -160,8 +160,7 @@ def _check_kept(unit: Unit, before: list[tuple[torch.Tensor, int]], length: int)
         ):
             raise ValueError(
                 f"layer '{unit.name}' writes a tensor of shape {tuple(tensor.shape)} that it keeps, a "
-                "key/value cache say, where micro-batches would find one another's: wrap without "
-                "micro_batch_size"
+                "key/value cache say; one micro-batch would read another's: wrap without micro_batch_size"
             )
 
 
@@ -180,7 +179,7 @@ class StreamedLayer:
         self._unit = unit
         setattr(self, HAD, unit.module.__dict__.get("forward"))
         self._policy = POLICIES[policy]
-        self._visit = LayerCall
+        self._call_kind = LayerCall
         self._micro_batches = micro_batches
         self._forward: Callable[..., Any] = (
             unit.module.forward if compiler is None else compiler.compile(unit)
@@ -188,7 +187,7 @@ class StreamedLayer:
 
     def visit_as(self, kind: type[LayerCall]) -> None:
         """Let calls of the layer be of another kind."""
-        self._visit = kind
+        self._call_kind = kind
 
     @never_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -207,10 +206,12 @@ class StreamedLayer:
             return self._infer(args, kwargs, Phase.FROZEN)
         check_dual(self._unit.name, inputs)
         cut = self._micro_batches.cut(args, kwargs, inputs)
-        visit = self._visit(self._executor, Call(self._unit, self._forward, rebuild), self._policy, cut)
+        layer_call = self._call_kind(
+            self._executor, Call(self._unit, self._forward, rebuild), self._policy, cut
+        )
         results: list[Any] = []
         with past_checkpoints():
-            outputs = _Layer.apply(visit, results, *self._unit.trainable, *inputs)  # type: ignore[no-untyped-call]
+            outputs = _Layer.apply(layer_call, results, *self._unit.trainable, *inputs)  # type: ignore[no-untyped-call]
         return results.pop()((*outputs, *inputs))
 
     def _infer(self, args: tuple[Any, ...], kwargs: dict[str, Any], phase: Phase) -> Any:
@@ -233,15 +234,15 @@ class StreamedLayer:
 
 @contextmanager
 def _slot_for_now(unit: Unit, weights: torch.Tensor) -> Iterator[None]:
-    """Refuse gradients that come after the block to what autograd has saved in it of the slot ``weights``:
-    that will soon hold another layer, and nothing that ``unit`` was known to be given needed one."""
+    """After the block, raise if backward reads a view of the slot ``weights`` that autograd has saved inside:
+    the slot will hold another layer by then."""
     is_over = False
 
     def unpack(saved: torch.Tensor) -> torch.Tensor:
         if is_over and aliases(saved, weights):
             raise RuntimeError(
-                f"layer '{unit.name}' is frozen and was given nothing that needs a gradient, but one goes "
-                "through it, to a tensor of another module: give that to the layer as an argument"
+                f"layer '{unit.name}' is frozen and no input requires a gradient, but backward goes through "
+                "it to a tensor of another module: pass that tensor to the layer as an argument"
             )
         return saved
 
@@ -262,25 +263,25 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, visit: LayerCall, results: list[Any], *tensors: torch.Tensor
+        ctx: Any, layer_call: LayerCall, results: list[Any], *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.visit = visit
-        inputs = tensors[len(visit.call.unit.trainable) :]
-        turns = visit.executor.turns
+        ctx.layer_call = layer_call
+        inputs = tensors[len(layer_call.call.unit.trainable) :]
+        turns = layer_call.executor.turns
         with turns.lock:
             ctx.training_pass = turns.forward()
-            outputs, rebuild = visit.forward(inputs)
+            outputs, rebuild = layer_call.forward(inputs)
         results.append(rebuild)
-        ctx.save_for_backward(*visit.kept(inputs))
+        ctx.save_for_backward(*layer_call.kept(inputs))
         ctx.mark_non_differentiable(*(out for out in outputs if not _is_differentiable(out.dtype)))
         return tuple(outputs)
 
     @staticmethod
     @never_traced
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        visit: LayerCall = ctx.visit
-        unit = visit.call.unit
+        layer_call: LayerCall = ctx.layer_call
+        unit = layer_call.call.unit
         check_transforms(unit.name, gradients)
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -289,12 +290,12 @@ class _Layer(torch.autograd.Function):
             )
         accumulators = [node for node, _ in ctx.next_functions[: len(unit.trainable)]]
         asked = [asked_of(accumulator) for accumulator in accumulators]
-        turns = visit.executor.turns
+        turns = layer_call.executor.turns
         try:
             with turns.lock:
                 turns.backward(ctx.training_pass)
-                _finish_with_this_backward(visit.executor)
-                found = visit.backward(ctx.saved_tensors, gradients, asked)
+                _finish_with_this_backward(layer_call.executor)
+                found = layer_call.backward(ctx.saved_tensors, gradients, asked)
         except RuntimeError as error:
             if "modified by an inplace operation" in str(error):
                 # autograd's own words name no layer

@@ -22,12 +22,11 @@ and backward builds another one from a whole second run, where
 Whether the second run computes the same numbers is told by [Note: samples].
 
 [Note: why not torch.utils.checkpoint]
-`torch.utils.checkpoint` (non-reentrant) has the same idea, and stops as early. On its frame and its hooks
-all tests of recomputation pass but these: a tensor that the layer writes after it was saved gives a wrong
-gradient without an error. TorchScript gives wrong gradients or an error: the frame compares shapes, dtypes
-and devices alone, of detached tensors. PyTorch's nested tensors, which have no shape, fail. The stop is an
-Exception, which a layer may catch and answer. What tells whether a graph keeps other things, which is most
-of this file, would stay as it is.
+`torch.utils.checkpoint` (non-reentrant) has the same idea, and stops as early. Recomputation built on it
+fails in four cases. (1) A saved tensor that the layer writes later: wrong gradient, no error.
+(2) TorchScript: wrong gradients or an error, since only shapes, dtypes and devices are compared.
+(3) Nested tensors, which have no shape. (4) Its stop is an Exception, which a layer may catch. The code that
+finds out whether a graph keeps other tensors, most of this file, would still be needed.
 """
 
 from __future__ import annotations
@@ -348,7 +347,7 @@ class Recompute(LayerRun):
         unit.layout.views(weights)  # they own the slot too, and are made when they are first needed
         owners = Owners(weights)
         inner, leaves = detached_inputs(inputs), unit.leaves_apart(weights)
-        # one of its own: if the layer has kept a part of a graph that is dropped, not even backward may go on
+        # a gate of its own, opened only if this graph is used: a part that the layer kept stays closed
         gate = Gate(unit.name)
         gate.guard([*inner, *leaves])
         accumulators = [get_gradient_edge(tensor) for tensor in inner if tensor.requires_grad]
@@ -413,12 +412,12 @@ class Recompute(LayerRun):
         finally:
             self._recomputed.drop()
             _let_go(kept.inputs)
-            if self._graph is not None:  # it is kept on, for as long as anybody likes
+            if self._graph is not None:  # retain_graph=True: hold no slot in the meantime
                 _let_go(kept.leaves)
                 self._shown = None
 
     def _comes_back_alike(self, tensor: torch.Tensor) -> bool:
-        """Whether `_point` can exchange the memory of this input for what `graph` will be given."""
+        """Whether `point` can set this input's memory to that of the tensor that `graph` gets in backward."""
         if not guarded.is_plain(tensor) or tensor.layout != torch.strided:
             return False
         # what has gaps comes from the host without them, and PyTorch may compute with it by other operations

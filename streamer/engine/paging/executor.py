@@ -46,8 +46,8 @@ from streamer.memory.purposes import SAVED_INPUTS
 
 T = TypeVar("T")
 
-#: Goes backward, given weights, where gradients go (both flat uint8) and saved inputs; says for which of the
-#: trainable parameters it has written a gradient.
+#: A unit's backward: takes the weights, the gradient buffer to fill (both flat uint8) and the saved inputs;
+#: returns, for each trainable parameter, whether a gradient was written.
 BackwardWork = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]], Sequence[bool]]
 
 
@@ -107,11 +107,11 @@ class Executor:
         #: the checkpoint that is being written, or was last, in the background
         self.saving: Background | None = None
         self._host_watch = HostWatch(backend)
-        #: by the name of a parameter, what stands for the optimizer that updates it
+        #: by the name of a parameter, the token of the optimizer that updates it (`AdamW.token`)
         self.updated_by: dict[str, object] = {}
         self._root_ready = False
-        #: layers that were seen not to write into their slot
-        self._looked_at: set[int] = set()
+        #: layers whose slot was checked, after their first forward, for writes to their own weights
+        self._slot_checked: set[int] = set()
         self.weights.unshard_root()
 
     def begin(self) -> None:
@@ -137,7 +137,7 @@ class Executor:
     def await_update(self, unit: Unit) -> None:
         """Block until the user's code may read and write the weights and the optimizer's state of ``unit``.
 
-        On a GPU what it does with the root's may still have to wait for them there.
+        On a GPU, the host does not block for the root: later kernels on its weights wait for the copy.
         """
         if unit.index not in self.weights.in_flight:
             return
@@ -152,7 +152,7 @@ class Executor:
                 self.weights.end_flight(unit)
 
     def wait_for_saving(self) -> None:
-        """Block until no checkpoint is being written; what went wrong there is told by `saving`."""
+        """Block until no checkpoint is being written. Raises nothing: an error stays in `saving`."""
         if self.saving is not None:
             wait([self.saving])
 
@@ -168,9 +168,9 @@ class Executor:
             with self.memory.naming_holders(unit), self.weights.visited(unit, visit) as slot:
                 buffer = self.weights.slots.buffers[slot]
                 result = self.issuer.compute(ops.forward(unit.index, slot), lambda: work(buffer))
-                if unit.index not in self._looked_at:
-                    self._looked_at.add(unit.index)
+                if unit.index not in self._slot_checked:
                     self.weights.check_slot(unit, slot)
+                    self._slot_checked.add(unit.index)
                 return result
 
     def backward(
@@ -196,13 +196,13 @@ class Executor:
             op = ops.backward(unit.index, slot, into, resources)
             is_updated = self.pipeline.run(op, unit, into, lambda gradient: work(buffer, gradient, inputs))
         if is_updated:
-            self.weights.updated(unit)
+            self.weights.update_issued(unit)
             self.weights.prefetch()
 
     def _await_lent(self) -> None:
         """Wait for the updates of units that the user sees through other tensors than their parameters, which
         would not wait. [Note: lent parameters]"""
-        for unit in self.weights.keep_lent():
+        for unit in self.weights.still_lent():
             self.await_update(unit)
             self.weights.take_checksums(unit)
 
@@ -212,14 +212,14 @@ class Executor:
         self.landing.zero_grad()
 
     def prepare(self, work: Callable[[], None]) -> None:
-        """Let HOST do ``work`` that touches nothing here (load kernels, say) while others go on."""
+        """Queue ``work`` on HOST that uses no weights, gradients or state (it loads kernels, say)."""
         self.backend.submit(Lane.HOST, work, (), 0)
 
     @never_traced
     def finish_backward(self) -> None:
         """Block until the gradients of all layers are in host memory, where ``p.grad`` shows them.
 
-        Raises RuntimeError if a layer has computed something else when it ran again.
+        Raises RuntimeError if a layer's recomputation differed from its first run.
         """
         self.pipeline.finish_backward()
         if not self.landing.keeps_gradients:
@@ -228,7 +228,7 @@ class Executor:
 
     def check_idle(self, unit: Unit) -> None:
         """Raise RuntimeError if the calling thread is in a visit of ``unit``, which is to be updated."""
-        with self.turns.lock:  # a visit of another thread is over then
+        with self.turns.lock:  # with the lock held, no other thread is in a visit
             self.weights.check_idle(unit)
 
     def step(self, updates: Mapping[int, tuple[Callable[[], None], int]]) -> None:
@@ -253,21 +253,21 @@ class Executor:
                 noticing = noticing_writes(unit, self.shard(unit), update)
                 self.weights.begin_flight(unit)
                 self.issuer.issue(ops.step(unit.index, nbytes), noticing)
-                self.weights.updated(unit)
+                self.weights.update_issued(unit)
         self._root_ready = False
         self.fit_budget()
         self.weights.prefetch()
         self._await_lent()
 
     def fit_budget(self) -> None:
-        """A step has been made: have the weight slots that the budget leaves room for, if there is one."""
+        """After a step: add or drop weight slots to fit the budget of device memory, if there is one."""
         if self.budget is not None and self.backward_task >= 0:
             self.budget.settle()
 
     def release(self) -> None:
         """Give up all memory: the weights have been taken out, and the backend is closed.
 
-        Whoever still holds the executor, an optimizer say, does not hold that.
+        An optimizer may still reference the executor; that keeps none of this memory alive.
         """
         self.released = True
         self.store.drop_all()

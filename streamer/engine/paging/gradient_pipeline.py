@@ -11,8 +11,9 @@ Layer 1 goes backward in weight slot 1 and gradient slot 0, as its ops print (un
 - *Land*: the gradient is copied to host memory. `UpdateInStep` keeps it there, where ``p.grad`` shows it
   until ``optimizer.step``; `UpdateInBackward` has the layer updated from it at once.
 
-The root unit's gradient goes the same way. Autograd fills its buffer; it is measured when somebody asks for
-its norm, and it lands (`Gradients.offload_root`) when its unit is updated.
+The root unit's gradient does not pass through `GradientPipeline.run`: autograd fills its buffer, clipping
+measures it, and `Gradients.offload_root` copies it to the host in `step`. Several ranks would have to reduce
+it before it is measured.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class GradientPipeline:
 
         def on_device() -> tuple[Sequence[bool], torch.Tensor]:
             used = self._fill(gradient, fill)
-            self._reduce(gradient)
+            self._reduce(unit, gradient, used)
             return used, self.squares_of(unit, gradient, used)
 
         used, squares = self._issuer.compute(op, on_device)
@@ -141,8 +142,9 @@ class GradientPipeline:
             gradient.fill_(255)
         return fill(gradient)
 
-    def _reduce(self, gradient: torch.Tensor) -> None:
-        """Add up the gradients of all ranks. There is one rank, which has the whole gradient."""
+    def _reduce(self, unit: Unit, gradient: torch.Tensor, used: Sequence[bool]) -> None:
+        """Would add up the gradients of all ranks: ``gradient`` is the whole slot, of which the parameters of
+        ``unit`` that are ``used`` were written. Nothing to do for one rank."""
 
 
 def _squares_of(unit: Unit, gradient: torch.Tensor, used: Sequence[bool]) -> torch.Tensor:

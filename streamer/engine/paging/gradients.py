@@ -83,7 +83,7 @@ class GradientViews:
         return slice.view(self._gradient)
 
     def show(self, slice: Slice, param: nn.Parameter, *, summed: bool) -> None:
-        """Let ``p.grad`` be what is in that place."""
+        """Set ``p.grad`` to the view of the parameter's gradient, or of its fp32 sum."""
         shown = self._shown.get((id(param), summed))
         # the user may have given it other memory (p.grad.data = ...)
         if shown is None or summed or shown.data_ptr() != self._gradient.data_ptr() + slice.offset:
@@ -94,9 +94,9 @@ class GradientViews:
         param.grad = shown
 
     @as_plain
-    def leave_to_keepers(self, scale: float) -> None:
-        """New gradients are about to be written: one of before that the user has kept (``g = p.grad``, and
-        ``p.grad`` dropped since) gets memory of its own. ``scale`` is what is still to be applied to it."""
+    def copy_out_kept(self, scale: float) -> None:
+        """Before new gradients are written: a gradient of an earlier step that the user still references
+        (``g = p.grad``) is copied to memory of its own, multiplied by ``scale``."""
         for _, param in self.pairs():
             shown = self._shown.get((id(param), False))
             # held by the dict, by this name and by the call
@@ -107,7 +107,7 @@ class GradientViews:
             del self._shown[id(param), False]
 
     def is_ours(self, slice: Slice, param: nn.Parameter) -> bool:
-        """Whether ``p.grad`` is there and in one of our places."""
+        """Whether ``p.grad`` is a view of this unit's buffer of gradients or of sums."""
         grad = param.grad
         if grad is None or grad.is_sparse:
             return False
@@ -254,7 +254,7 @@ class Gradients:
             if held.foreign():
                 self.adopt_all()
             return self._accumulate(unit, slot, used, has_grad)
-        held.leave_to_keepers(1.0)
+        held.copy_out_kept(1.0)
         nbytes = unit.layout.grad_nbytes
         source = self.slots.buffers[slot][:nbytes]
         gradient = self._gradient(unit)
@@ -289,7 +289,7 @@ class Gradients:
 
     @as_plain
     def adopt_all(self) -> None:
-        """Adopt those of all layers, none written before all are read: they may have been exchanged."""
+        """`adopt` for all layers; all foreign gradients are read first, since two layers' may be swapped."""
         foreign = {unit.index: self.held[unit.index].foreign() for unit in self._units}
         for index, gradients in foreign.items():
             self.held[index].adopt(gradients)
@@ -316,7 +316,7 @@ class Gradients:
         scale, self.scale = self.scale, 1.0
         if scale != 1.0:
             for unit in self._units:
-                self.held[unit.index].leave_to_keepers(scale)
+                self.held[unit.index].copy_out_kept(scale)
         held = [
             param.grad
             for unit in (self._units if scale != 1.0 else ())
@@ -338,7 +338,7 @@ class Gradients:
     ) -> Callable[[], float] | None:
         """Add what is in ``slot`` to the gradients there are, in one pass over each."""
         held = self.held[unit.index]
-        held.leave_to_keepers(1.0)
+        held.copy_out_kept(1.0)
         pairs = list(held.pairs())
         both = [is_used and has for is_used, has in zip(used, has_grad, strict=True)]
         summed = [is_summed(param) for _, param in pairs]

@@ -3,9 +3,9 @@
 [Note: norms]
 A unit's sum of squares is taken on the device while its gradient is in a slot, or in the pass that adds
 another gradient to it on the host, so that the global norm is known when backward ends and costs no pass
-over memory. It stands for the host gradient only as long as nobody else writes that: where the user has
-written it or dropped a part of it, a pass over host memory on the HOST lane takes it anew. Some writers do
-not tell autograd (gradient scalers, collectives, ``.data``), so a sample of the gradient is compared too.
+over memory. The sum is valid only while the host gradient is unchanged: if the user has written it or dropped
+a part, a pass on the HOST lane takes the sum again. Some writers leave autograd's version counter as it is
+(gradient scalers, collectives, ``.data``), so a sample of the gradient is compared too.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class _Measured:
 _State = tuple[tuple[bool, ...], int, int]
 
 
-class _Moment(NamedTuple):
-    """What gradients there were, and how often they had been written: of layers by unit, of the root."""
+class _GradientState(NamedTuple):
+    """Which gradients existed, and their version counters: of layers by unit, of the root by tensor."""
 
     layers: dict[int, _State]
     root: list[tuple[weakref.ref[torch.Tensor], int]]
@@ -67,7 +67,7 @@ class Norms:
         self._measured: dict[int, _Measured] = {}
         #: by unit, how its gradient was when it was measured and since then only made smaller
         self._scaled: dict[int, _State] = {}
-        self._finite: _Moment | None = None
+        self._finite: _GradientState | None = None
         self._where: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @as_plain
@@ -101,7 +101,8 @@ class Norms:
     @as_plain
     def total(self, layers_scale: float, *, or_more: bool = False) -> float:
         """The sum of squares of all gradients that are held, those of layers multiplied by ``layers_scale``
-        first; NaN or Inf if one of them is. With ``or_more`` a larger sum will do."""
+        first; NaN or Inf if one of them is. With ``or_more`` an upper
+        bound, the sum before clipping, is enough."""
         holding = [unit for unit in self._units if any(param.grad is not None for param in unit.params)]
         anew = [unit for unit in holding if not self._is_measured(unit)]
         if or_more:
@@ -125,7 +126,9 @@ class Norms:
     def remember_finite(self) -> None:
         """All gradients that are held now are finite, so that `is_finite` need not read them again."""
         layers, root = self._held_now()
-        self._finite = _Moment(layers, [(weakref.ref(gradient), gradient._version) for gradient in root])
+        self._finite = _GradientState(
+            layers, [(weakref.ref(gradient), gradient._version) for gradient in root]
+        )
 
     @as_plain
     def is_finite(self, layers_scale: float) -> bool:
@@ -133,7 +136,7 @@ class Norms:
         remembered, self._finite = self._finite, None
         layers, root = self._held_now()
         is_still = remembered is not None and remembered.is_still(layers, root)
-        # some write without a word
+        # some writes do not increment the version counter
         if is_still and all(self._is_measured(self._units[index]) for index in layers):
             return True
         return math.isfinite(self.total(layers_scale, or_more=True))
@@ -163,7 +166,7 @@ class Norms:
 
     @as_plain
     def forget_outdated(self) -> None:
-        """Gradients are clipped by another norm than these: what was written until now was clipped too."""
+        """Before clipping by another norm: drop the sums of gradients written since they were measured."""
         self._measured = {
             index: measured
             for index, measured in self._measured.items()
@@ -192,8 +195,8 @@ class Norms:
         return measured.sample.is_meta or torch.equal(measured.sample, self._sample(unit))
 
     def _check_unwritten(self, unit: Unit) -> None:
-        """Raise RuntimeError if the gradient of ``unit`` was written since it was clipped, which is still to
-        be applied and would be applied to what was written."""
+        """Raise RuntimeError if the gradient of ``unit`` was written while a clipping coefficient was still
+        to be applied to it."""
         measured = self._measured.get(unit.index)
         if measured is None or measured.sample is None:
             return

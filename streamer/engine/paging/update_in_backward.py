@@ -3,8 +3,8 @@
 [Note: landing]
 Gradients pass through a ring of a few host buffers. Each is used up by the update that it starts, so host
 memory holds a few layers' gradients whatever the depth; there is nothing left to clip, to add to or to look
-at when backward ends. The root unit's gradients are those of a usual step, but for one thing: who writes
-them between backward and step, as clipping does, would change only the root's gradients.
+at when backward ends. The root unit's gradients stay until `step`, as usual; but to write them before `step`
+(to clip them, say) would not reach the layers, so it is refused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RING = 4
 
 
 class UpdateInBackward(Landing):
-    """The ring, and who updates from it. [Note: landing]"""
+    """The ring of host buffers, and the optimizers that update layers from it. [Note: landing]"""
 
     keeps_gradients = False
 
@@ -37,7 +37,8 @@ class UpdateInBackward(Landing):
         self, issuer: Issuer, gradients: Gradients, weights: Weights, ring: Sequence[torch.Tensor]
     ) -> None:
         super().__init__()
-        self._is_whole = True
+        #: not while a backward is running, nor after one that has failed
+        self._backward_completed = True
         self._issuer = issuer
         self._gradients = gradients
         self._weights = weights
@@ -45,9 +46,9 @@ class UpdateInBackward(Landing):
         self._next = 0
         self._updaters: list[weakref.WeakMethod[Updater]] = []
         self._updated: set[int] = set()
-        #: of the root unit, since the last step: gradients by parameter, and how often they had been written
-        #: when autograd last wrote them, by what they share their counts with
+        #: by a parameter of the root, its gradient since the last step
         self._of_root: dict[torch.Tensor, torch.Tensor] = {}
+        #: by the `_counter` of a root gradient, its version after autograd's last write
         self._written: dict[int, int] = {}
 
     def add_updater(self, updater: Updater) -> None:
@@ -76,7 +77,7 @@ class UpdateInBackward(Landing):
         stage = ops.stage_grad(unit.index, slot, place, nbytes)
         self._issuer.issue(stage, lambda: self._issuer.backend.copy(landed, source))
         self._updated.add(unit.index)
-        self._is_whole = False
+        self._backward_completed = False
         for reference in self._updaters:
             updater = reference()
             update = None if updater is None else updater(unit, used)
@@ -92,14 +93,14 @@ class UpdateInBackward(Landing):
         self._written[_counter(param.grad)] = param.grad._version
 
     def finish_backward(self) -> None:
-        self._is_whole = True
+        self._backward_completed = True
 
     def zero_grad(self) -> None:
         # after a backward that has failed, the next one begins anew
         self._forget_root()
-        if not self._is_whole:
+        if not self._backward_completed:
             self._updated.clear()
-            self._is_whole = True
+            self._backward_completed = True
 
     @as_plain
     def check_unwritten(self) -> None:

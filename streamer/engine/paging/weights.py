@@ -78,18 +78,18 @@ class Weights:
         """Issue the copies that the coming visits need, in their order, up to the first that has no slot yet.
 
         [Note: residency]
-        A unit that is in no slot takes the place of the one whose next use is farthest away, as in Belady's
-        algorithm (for each of its bytes, where layers differ: a large one is dear to bring again), but not of
-        the one that is visited just before it: under that visit the copy shall run. Which one is seen from
-        the visit that needs the copy, and the copy is issued when the other's last visit before it is over;
-        to fill all slots with what comes next is to give up what would have been used sooner.
+        Belady's algorithm: a unit that is in no slot replaces the unit whose next use, counted from the visit
+        that needs the copy, is farthest away (distance divided by bytes, where layers differ in size). The
+        unit visited just before is never replaced: the copy overlaps with its compute. If the chosen unit
+        still has an earlier visit, prefetching stops until that visit is over: to replace another unit now
+        would give up one that is needed sooner.
         """
         self._fetch_upcoming()
         self._is_settled = True
 
     def _fetch_upcoming(self) -> None:
         slots, upcoming = self.slots, self._order.upcoming()
-        # of those that may give way now, who is not visited before the visit that is looked at
+        # units in idle slots, less those with a visit earlier than ``position`` in the loop
         unused = slots.idle()
         for position, index in enumerate(upcoming):
             if not unused and slots.empty() is None:
@@ -160,8 +160,8 @@ class Weights:
         self._seen.clear()
         self.root_buffer = torch.empty(0, dtype=torch.uint8)
 
-    def updated(self, unit: Unit) -> None:
-        """The update of ``unit``'s host shard was issued: what it trains is old on the device."""
+    def update_issued(self, unit: Unit) -> None:
+        """The update of ``unit``'s host shard was issued: the trained weights in its slot are stale."""
         self._changed(unit)
         if unit.index == ROOT:
             self.unshard_root(unit.layout.grad_nbytes)
@@ -209,8 +209,8 @@ class Weights:
         self._holders = {index: [each.holders() for each in seen] for index, seen in self._seen.items()}
 
     def lend(self, unit: Unit, position: int, *, to_read: bool) -> None:
-        """The user has got what shares memory with a parameter of ``unit``. Unless it is ``to_read`` only, he
-        may write it unseen.
+        """User code got a tensor that shares memory with a parameter of ``unit``. Unless ``to_read``, it may
+        write the parameter and nothing tells of that.
 
         [Note: lent parameters]
         Nothing tells of a write through ``param.data`` or a NumPy array. So, as long as a storage has more
@@ -223,8 +223,8 @@ class Weights:
           is used (by an update, a checkpoint, `unwrap`). The master of one that was written becomes the
           weight, of others it stays: weights that are exchanged for others and put back lose nothing.
 
-        What is written through it while an update runs would be lost: updates of lent parameters are waited
-        for in `step`. That goes for a view in a graph too, which is lent to be read.
+        A write through such an alias during an update would be lost, so `step` waits for updates of lent
+        parameters; also for views that an autograd graph holds, which are lent to be read.
         """
         if to_read:
             self._lent_to_read.setdefault(unit.index, set()).add(position)
@@ -232,7 +232,7 @@ class Weights:
         self._lent.setdefault(unit.index, set()).add(position)
         self._take_checksum(unit, position)
 
-    def keep_lent(self) -> list[Unit]:
+    def still_lent(self) -> list[Unit]:
         """The units that are still lent, if only to be read. What has come back stays noted in `_lent` until
         the next visit of its unit, which copies it anew."""
         if not self._lent and not self._lent_to_read:

@@ -30,7 +30,7 @@ class Place(enum.Enum):
     HOST_INPUT = "host input"  # the same in host memory
     FETCHED = "fetched input"  # the same on the device again
 
-    # that of an enumeration is a function in Python, and these are looked up at every op
+    # Enum.__hash__ is a Python function, slow for a dictionary key that is used at every op
     __hash__ = object.__hash__
 
 

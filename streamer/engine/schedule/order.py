@@ -19,7 +19,7 @@ class Phase(enum.Enum):
     BACKWARD = "B"
     INFERENCE = "I"  # a forward without gradients
 
-    # that of an enumeration is a function in Python, and these are looked up at every visit
+    # Enum.__hash__ is a Python function, slow for a dictionary key that is used at every visit
     __hash__ = object.__hash__
 
 

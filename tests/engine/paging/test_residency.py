@@ -79,7 +79,7 @@ def moved(cycle: Cycle, phases: Sequence[Phase], slots: int, *, count: int = 12)
                 pass
             for updated in cycle.updates.get(visit, ()):
                 if cycle.trained[updated]:
-                    executor.weights.updated(executor.units[updated])
+                    executor.weights.update_issued(executor.units[updated])
             executor.weights.prefetch()
     return Fraction(copied, 128 * count)
 
