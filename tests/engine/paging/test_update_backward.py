@@ -246,7 +246,7 @@ def test_layers_whose_gradient_is_not_finite_are_left_alone(skip_nonfinite: bool
         before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
         spoiled(model, 1, layer=2).backward()
         streamer.synchronize(model)
-        names = "transformer.h.2, transformer.h.1, transformer.h.0, what is in no layer"
+        names = "transformer.h.2, transformer.h.1, transformer.h.0, parameters outside of the layers"
         message = f"the gradient of {names} is NaN or infinite: not updated"
         assert streamer.stats(model).skipped_steps == 1, "said before the step is made"
         if skip_nonfinite:
@@ -281,7 +281,7 @@ def test_only_what_is_in_no_layer_is_not_finite() -> None:
         language_loss(model, 0).backward()
         with pytest.warns(UserWarning) as said:
             optimizer.step()
-        expected = "the gradient of what is in no layer is NaN or infinite: not updated"
+        expected = "the gradient of parameters outside of the layers is NaN or infinite: not updated"
         assert [str(warning.message) for warning in said] == [expected]
         after = model.state_dict()
         changed = {name for name in after if not torch.equal(after[name], before[name])}
