@@ -298,7 +298,7 @@ def test_a_frozen_layer_that_uses_a_trained_parameter_of_another_module() -> Non
     try:
         loss = wrapped.layers[0](torch.randn(2, 8)).sum()
         with pytest.raises(
-            RuntimeError, match=r"'layers\.0' is frozen.*give that to the layer as an argument"
+            RuntimeError, match=r"'layers\.0' is frozen.*pass that tensor to the layer as an argument"
         ):
             loss.backward()
     finally:

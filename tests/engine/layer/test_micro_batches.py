@@ -484,7 +484,7 @@ def test_a_layer_that_keeps_a_cache_is_not_run_in_slices(make: type[nn.Module]) 
     with (
         streamed(Caller(make), layers="layers", micro_batch_size=4) as mine,
         torch.no_grad(),
-        pytest.raises(ValueError, match="that it keeps, a key/value cache say, .* without micro_batch_size"),
+        pytest.raises(ValueError, match="that it keeps, a key/value cache say; .* without micro_batch_size"),
     ):
         mine(noise(6, TIME, WIDTH))
 
