@@ -146,9 +146,9 @@ class CudaEvent(Event):
 
     def enqueue(self, stream: torch.cuda.Stream, work: Callable[[], object], waits: Sequence[Event]) -> None:
         """Let ``stream`` wait for ``waits``, then run ``work`` with it as the current stream."""
-        ready, start = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        end = torch.cuda.Event(enable_timing=True, blocking=True)
         try:
+            ready, start = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            end = torch.cuda.Event(enable_timing=True, blocking=True)
             with torch.cuda.stream(stream):
                 ready.record(stream)
                 for event in waits:
@@ -161,10 +161,14 @@ class CudaEvent(Event):
                 end.record(stream)
                 self._marks, self._end = (ready, start, end), end
         except BaseException as error:
-            self.error = error
+            self.fail(error)
             raise
-        finally:
-            self._issued.set()
+        self._issued.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Raise ``error`` to whoever waits for the work, which was not enqueued."""
+        self.error = error
+        self._issued.set()
 
     def is_issued(self) -> bool:
         """Whether a stream can be made to wait for it."""
@@ -188,9 +192,9 @@ class CudaEvent(Event):
 
     def _finished(self) -> torch.cuda.Event:
         self._issued.wait()
-        if self._end is None:
-            assert self.error is not None, "an event that was issued without an end has failed"
+        if self.error is not None:
             raise self.error
+        assert self._end is not None, "what was issued has an end"
         return self._end
 
 
@@ -277,9 +281,11 @@ class CudaBackend(Backend):
             self._last_queued[lane] = self._workers[lane].submit(enqueue, ())
             return
         self._workers[lane].check_open()
-        # who waits for the event is told what went wrong, as if a worker had enqueued it
-        with contextlib.suppress(BaseException):
+        try:
             enqueue()
+        # raised by whoever waits for the event, as if the worker had enqueued the copy: Ctrl-C too
+        except BaseException as error:  # noqa: BLE001
+            event.fail(error)
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
         # .data has a version counter of its own: that of ``into`` counts what the user writes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 from typing import NamedTuple
 
 from streamer.backends.base import Lane
@@ -126,95 +126,99 @@ def fetched(place: int) -> Resource:
     return Resource(Place.FETCHED, place)
 
 
-@cache
+#: Of the ops that were made last; sizes of saved inputs may differ from step to step.
+_made_once = lru_cache(maxsize=1 << 14)
+
+
+@_made_once
 def unshard(unit: int, slot: int, nbytes: int) -> Op:
     """Copy a unit's weights into a slot."""
     return Op(OpKind.UNSHARD, unit, slot, (shard(unit),), (weight_slot(slot),), nbytes)
 
 
-@cache
+@_made_once
 def reshard(unit: int, slot: int) -> Op:
     """Overwrite a slot that was given up."""
     return Op(OpKind.RESHARD, unit, slot, (), (weight_slot(slot),))
 
 
-@cache
+@_made_once
 def forward(unit: int, slot: int) -> Op:
     """Run a unit's forward from a slot."""
     return Op(OpKind.FORWARD, unit, slot, (weight_slot(slot),))
 
 
-@cache
+@_made_once
 def root_forward() -> Op:
     """The beginning of a forward: from here on the root unit's weights are read, in forward and backward,
     and its gradients are written."""
     return Op(OpKind.FORWARD, ROOT, None, (weight_slot(ROOT),), (grad_slot(ROOT),))
 
 
-@cache
+@_made_once
 def backward(unit: int, slot: int, into: int | None, inputs: tuple[Resource, ...] = ()) -> Op:
     """Run a unit's backward from a slot and ``inputs``, its gradient going into gradient slot ``into``."""
     writes = () if into is None else (grad_slot(into),)
     return Op(OpKind.BACKWARD, unit, slot, (weight_slot(slot), *inputs), writes)
 
 
-@cache
+@_made_once
 def collect() -> Op:
     """Bring the root unit's gradients into their slot: the end of everything that reads its weights."""
     return Op(OpKind.COLLECT, ROOT, None, (weight_slot(ROOT),), (grad_slot(ROOT),))
 
 
-@cache
+@_made_once
 def offload_grad(unit: int, slot: int, nbytes: int) -> Op:
     """Copy a gradient slot to the unit's host gradient."""
     return Op(OpKind.OFFLOAD_GRAD, unit, slot, (grad_slot(slot),), (gradient(unit),), nbytes)
 
 
-@cache
+@_made_once
 def stage_grad(unit: int, slot: int, into: int, nbytes: int) -> Op:
     """Copy a gradient slot to staging buffer ``into``."""
     return Op(OpKind.OFFLOAD_GRAD, unit, slot, (grad_slot(slot),), (staging(into),), nbytes)
 
 
-@cache
+@_made_once
 def accumulate(unit: int, slot: int, nbytes: int) -> Op:
     """Add a staged gradient to the unit's host gradient."""
     reads = (staging(slot), gradient(unit))
     return Op(OpKind.ACCUMULATE, unit, slot, reads, (gradient(unit),), nbytes)
 
 
-@cache
+@_made_once
 def offload_input(place: int, nbytes: int) -> Op:
     """Copy a saved input to its place on the host."""
     return Op(OpKind.OFFLOAD_INPUT, ROOT, place, (saved_input(place),), (host_input(place),), nbytes)
 
 
-@cache
+@_made_once
 def fetch_input(place: int, nbytes: int) -> Op:
     """Copy a saved input from its place on the host to memory that COMPUTE has made free for it."""
     reads = (host_input(place), saved_input(place))
     return Op(OpKind.FETCH_INPUT, ROOT, place, reads, (fetched(place),), nbytes)
 
 
-@cache
+@_made_once
 def norm(unit: int, nbytes: int) -> Op:
     """Take the sum of squares of a unit's host gradient."""
     return Op(OpKind.NORM, unit, None, (gradient(unit),), (squares(unit),), nbytes)
 
 
-@cache
+@_made_once
 def step(unit: int, nbytes: int) -> Op:
     """Update a unit's host shard from its host gradient."""
     return Op(OpKind.STEP, unit, None, (gradient(unit),), (shard(unit),), nbytes)
 
 
-@cache
+@_made_once
 def step_on_landing(unit: int, place: int, nbytes: int) -> Op:
     """Update a host shard from staging buffer ``place``."""
     return Op(OpKind.STEP, unit, None, (staging(place),), (shard(unit),), nbytes)
 
 
-@cache
+@_made_once
 def sync(resources: tuple[Resource, ...], *, to_write: bool = False) -> Op:
     """Wait until ``resources`` may be read, or written, by the caller's thread."""
     return Op(OpKind.SYNC, ROOT, None, resources, resources if to_write else ())

@@ -61,10 +61,8 @@ class Trace:
         self._lock = Lock()
         self._pending: deque[tuple[Op, Event, Sequence[Event]]] = deque()
         self._settle_at = SETTLE_EVERY
-        #: each op that has run: its place in `_ops`, its span, and what it was exposed to
-        self._records: deque[tuple[int, float, float, float, Blame]] = deque(maxlen=keep)
-        self._ops: list[Op] = []
-        self._places: dict[int, int] = {}
+        #: each op that has run, its span, and what it was exposed to
+        self._records: deque[tuple[Op, float, float, float, Blame]] = deque(maxlen=keep)
 
     def add(self, op: Op, event: Event, waits: Sequence[Event]) -> None:
         """Note that ``op`` was submitted with these waits."""
@@ -111,8 +109,8 @@ class Trace:
         with self._lock:
             self._settle()
             found = [
-                Record(self._ops[place], Span(ready, start, end), intervals(exposed))
-                for place, ready, start, end, exposed in self._records
+                Record(op, Span(ready, start, end), intervals(exposed))
+                for op, ready, start, end, exposed in self._records
             ]
         return sorted(found, key=lambda record: record.span.start)
 
@@ -153,11 +151,7 @@ class Trace:
         exposed = waited if op.lane is Lane.COMPUTE else ()
         for other, begin, until in exposed:
             self._exposed_seconds[_LANES[other]] += until - begin
-        place = self._places.get(id(op))
-        if place is None:
-            place = self._places[id(op)] = len(self._ops)
-            self._ops.append(op)
-        self._records.append((place, ready, start, end, exposed))
+        self._records.append((op, ready, start, end, exposed))
 
 
 def _blamed(start: float, end: float, waits: Sequence[Event]) -> Blame:

@@ -329,3 +329,11 @@ def test_locked_waits_would_be_seen() -> None:
     program = [Submitted(ops.unshard(0, 0, 1), (1,)), Submitted(ops.forward(0, 0), (0,))]
     with pytest.raises(AssertionError, match="lock one another"):
         interleaving(program, random.Random(0))
+
+
+def test_ops_of_sizes_that_come_once_are_forgotten() -> None:
+    most = ops.offload_input.cache_info().maxsize
+    assert most is not None
+    for nbytes in range(most + 100):
+        assert ops.offload_input(0, nbytes).nbytes == nbytes
+    assert ops.offload_input.cache_info().currsize <= most
