@@ -147,7 +147,7 @@ class CudaEvent(Event):
     def enqueue(self, stream: torch.cuda.Stream, work: Callable[[], object], waits: Sequence[Event]) -> None:
         """Let ``stream`` wait for ``waits``, then run ``work`` with it as the current stream."""
         try:
-            ready, start = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            ready = start = torch.cuda.Event(enable_timing=True)
             end = torch.cuda.Event(enable_timing=True, blocking=True)
             with torch.cuda.stream(stream):
                 ready.record(stream)
@@ -156,7 +156,9 @@ class CudaEvent(Event):
                         event.hold(stream)
                     else:
                         event.wait()
-                start.record(stream)
+                if waits:
+                    start = torch.cuda.Event(enable_timing=True)
+                    start.record(stream)
                 work()
                 end.record(stream)
                 self._marks, self._end = (ready, start, end), end

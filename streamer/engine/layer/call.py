@@ -11,7 +11,7 @@ from torch import nn
 
 from streamer.engine.layer.ambient import Ambient
 from streamer.engine.layer.sharing import untangle
-from streamer.engine.paging.unit import Attributes, Unit, changed_attributes, set_attributes
+from streamer.engine.paging.unit import Attributes, Unit
 from streamer.engine.tensors.nested import Rebuild, Tensors, fingerprint, flatten, reachable, stamps
 from streamer.errors import warn
 from streamer.torch_private import storage_id
@@ -175,7 +175,7 @@ def run_on_slot(
     attributes = unit.attributes() if attributes is None else attributes
     with unit.restored(), unit.using(leaves):
         result = forward(*args, **kwargs)
-    if changed := changed_attributes(attributes):
+    if changed := attributes.changed():
         unit.forget_attributes()
         _check_not_kept(unit, attributes, changed, weights)
     if [tensor._version for tensor in slot] != before:
@@ -200,7 +200,7 @@ def _check_not_kept(
     for module, values in changed:
         for name, value in vars(module).items():
             if isinstance(value, torch.Tensor) and values.get(name) is not value and aliases(value, weights):
-                set_attributes(before)
+                before.put_back()
                 raise ValueError(
                     f"layer '{unit.name}' keeps a weight, or a view of one, in attribute '{name}' of a "
                     f"{type(module).__name__} beyond its forward, when other weights will be in its place: "

@@ -318,13 +318,15 @@ def _saved_by(node: Node) -> Iterator[tuple[str, Any]]:
 
 def _origin(tensor: torch.Tensor, start: int) -> _Origin:
     """The origin of a tensor that is saved in a run whose first node has number ``start``."""
+    # as short as it can be: this runs for every tensor that is saved
     node = tensor.grad_fn
     count = nodes_made() - start
     number = -1 if node is None else node_number(node) - start
-    is_plain = (type(tensor) is torch.Tensor or guarded.is_plain(tensor)) and not tensor.is_nested
-    kind = (tensor.shape, tensor.dtype) if is_plain else None
-    # others may have been made by another thread, which counts its own
-    return count, number if 0 <= number < count else -1, type(node), kind
+    if not 0 <= number < count:
+        number = -1  # made before, or by another thread, which counts its own
+    if (type(tensor) is torch.Tensor or guarded.is_plain(tensor)) and not tensor.is_nested:
+        return count, number, type(node), (tensor.shape, tensor.dtype)
+    return count, number, type(node), None
 
 
 class Recompute(LayerRun):
@@ -411,8 +413,8 @@ class Recompute(LayerRun):
             yield graph
         finally:
             self._recomputed.drop()
-            _let_go(kept.inputs)
-            if self._graph is not None:  # retain_graph=True: hold no slot in the meantime
+            if self._graph is not None:  # retain_graph=True: hold no memory and no slot in the meantime
+                _let_go(kept.inputs)
                 _let_go(kept.leaves)
                 self._shown = None
 

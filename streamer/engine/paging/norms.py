@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 import streamer_native as native
@@ -36,7 +37,7 @@ ROW = 4096
 class _Measured:
     squares: Squares | float  # a scalar on the device, or taken on the host
     state: _State
-    sample: torch.Tensor | None = None  # of the host gradient, once that has landed
+    sample: bytes | None = None  # of the host gradient, once that has landed
 
 
 #: Which parameters hold a gradient, and how often the user has written the unit's gradient and sums.
@@ -68,7 +69,7 @@ class Norms:
         #: by unit, how its gradient was when it was measured and since then only made smaller
         self._scaled: dict[int, _State] = {}
         self._finite: _GradientState | None = None
-        self._where: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._where: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     @as_plain
     def keep(self, unit: Unit, squares: Squares | None) -> None:
@@ -134,11 +135,11 @@ class Norms:
     def is_finite(self, layers_scale: float) -> bool:
         """Whether `total` is finite. The device is read only if something was written since it was last."""
         remembered, self._finite = self._finite, None
-        layers, root = self._held_now()
-        is_still = remembered is not None and remembered.is_still(layers, root)
-        # some writes do not increment the version counter
-        if is_still and all(self._is_measured(self._units[index]) for index in layers):
-            return True
+        if remembered is not None:
+            layers, root = self._held_now()
+            # some writes do not increment the version counter
+            if remembered.is_still(layers, root) and all(self._is_measured(self._units[i]) for i in layers):
+                return True
         return math.isfinite(self.total(layers_scale, or_more=True))
 
     @as_plain
@@ -174,7 +175,7 @@ class Norms:
         }
 
     def _state(self, unit: Unit) -> _State:
-        holders = tuple(param.grad is not None for param in unit.params)
+        holders = tuple([param.grad is not None for param in unit.params])
         shard = self._store.shards[unit.index]
         return holders, shard.gradient._version, shard.sums._version
 
@@ -192,7 +193,7 @@ class Norms:
         measured = self._measured.get(unit.index)
         if measured is None or measured.state != self._state(unit) or measured.sample is None:
             return False
-        return measured.sample.is_meta or torch.equal(measured.sample, self._sample(unit))
+        return measured.sample == self._sample(unit)
 
     def _check_unwritten(self, unit: Unit) -> None:
         """Raise RuntimeError if the gradient of ``unit`` was written while a clipping coefficient was still
@@ -201,28 +202,31 @@ class Norms:
         if measured is None or measured.sample is None:
             return
         versions_now, versions_then = self._state(unit)[1:], measured.state[1:]
-        if versions_now != versions_then or not torch.equal(measured.sample, self._sample(unit)):
+        if versions_now != versions_then or measured.sample != self._sample(unit):
             raise RuntimeError(
                 "gradients were written after clip_grad_norm_, whose coefficient step() applies when it "
                 "reads them: write gradients before clipping"
             )
 
-    def _sample(self, unit: Unit) -> torch.Tensor:
-        """The first four bytes of each parameter's gradient, and four of every 4 KiB."""
+    def _sample(self, unit: Unit) -> bytes:
+        """The first four bytes of each parameter's gradient, and four of every 4 KiB; nothing of a meta
+        tensor."""
         shard, (offsets, indices) = self._store.shards[unit.index], self._begins(unit)
-        gradient = shard.gradient.view(torch.int32)
-        samples = [gradient[::1024], gradient[offsets]]
-        if any(is_summed(param) for param in unit.params):
-            sums = shard.sums.view(torch.int32)
-            samples += [sums[::1024], sums[indices]]
-        return torch.cat(samples)
+        if shard.gradient.is_meta:
+            return b""
+        gradient = shard.gradient.numpy().view(np.int32)
+        sample: bytes = gradient[::1024].tobytes() + gradient[offsets].tobytes()
+        if any(map(is_summed, unit.params)):
+            sums = shard.sums.numpy().view(np.int32)
+            sample += sums[::1024].tobytes() + sums[indices].tobytes()
+        return sample
 
-    def _begins(self, unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:
+    def _begins(self, unit: Unit) -> tuple[np.ndarray, np.ndarray]:
         """Where the gradients of parameters begin, and their sums, in units of four bytes."""
         if unit.index not in self._where:
             slices = [slice for slice in unit.layout.trainable if slice.numel]
             begins = [slice.offset // 4 for slice in slices], [slice.index for slice in slices]
-            self._where[unit.index] = torch.tensor(begins[0]), torch.tensor(begins[1])
+            self._where[unit.index] = np.array(begins[0], np.int64), np.array(begins[1], np.int64)
         return self._where[unit.index]
 
     def _measure_on_host(self, units: Sequence[Unit]) -> None:
@@ -245,10 +249,13 @@ class Norms:
 
 def sum_squares(layout: Layout, gradient: torch.Tensor, used: Sequence[bool]) -> torch.Tensor:
     """The sum of squares (an fp32 scalar) of the ``used`` parameters' gradients in a flat uint8 buffer."""
-    total = torch.zeros((), dtype=torch.float32, device=gradient.device)
-    for stretch in layout.stretches(used):
-        # padding between stretches may hold anything
-        total += _squares(stretch.view(gradient))
+    # padding between stretches may hold anything
+    found = [_squares(stretch.view(gradient)) for stretch in layout.stretches(used)]
+    if not found:
+        return torch.zeros((), dtype=torch.float32, device=gradient.device)
+    total, *others = found
+    for squares in others:
+        total += squares
     return total
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,12 +23,40 @@ from streamer.torch_private import storage_id
 
 BufferPlace = tuple[nn.Module, str]
 
-Attributes = Mapping[nn.Module, Mapping[str, Any]]
-
 # several times in each visit, so without a frame of Python for every parameter or module
 _VERSION = operator.attrgetter("_version")
 _CHILDREN = operator.attrgetter("_modules")
 _PARAMETERS = operator.attrgetter("_parameters")
+
+
+class Attributes(dict[nn.Module, dict[str, Any]]):
+    """The attributes that modules have at one moment, by module."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        super().__init__((module, dict(vars(module))) for module in modules)
+        self._counts = [*map(len, self.values())]
+        self._values = _values(self.values())
+
+    def changed(self) -> list[tuple[nn.Module, dict[str, Any]]]:
+        """The modules that have other attributes now, with those that they had then."""
+        # several times in each visit, nearly always for nothing: one pass, without a frame for each module
+        now = [*map(vars, self)]
+        if [*map(len, now)] == self._counts and all(map(operator.is_, _chained(now), self._values)):
+            return []
+        return [
+            (module, values)
+            for module, values in self.items()
+            if len(vars(module)) != len(values) or not are_same(vars(module).values(), values.values())
+        ]
+
+    def put_back(self) -> None:
+        """Let the modules have just these attributes."""
+        for module, values in self.changed():
+            held = vars(module)
+            for name in held.keys() - values.keys():
+                del held[name]
+            # not all of them: torch.compile counts writes of a module's attributes
+            held.update({name: value for name, value in values.items() if held.get(name, held) is not value})
 
 
 @dataclass(frozen=True)
@@ -131,10 +159,10 @@ class Unit:
         now = self.attributes()
         try:
             if then is not now:
-                set_attributes(then)
+                then.put_back()
             yield
         finally:
-            set_attributes(now)
+            now.put_back()
 
     def buffers_now(self) -> dict[BufferPlace, tuple[torch.Tensor, int, torch.Tensor]]:
         """The buffers as they are: each with its version and a copy of its values."""
@@ -328,19 +356,19 @@ class _Snapshots:
     """What `Unit.attributes` has last found, which is found again as long as nothing has changed."""
 
     def __init__(self) -> None:
-        self._last: Attributes = {}
+        self._last = Attributes(())
         self._modules: tuple[nn.Module, ...] = ()
         self.contents: list[Any] = []
 
     def now(self, modules: tuple[nn.Module, ...]) -> Attributes:
-        if modules is not self._modules or changed_attributes(self._last):
+        if modules is not self._modules or self._last.changed():
             self._modules = modules
-            self._last = {module: dict(vars(module)) for module in modules}
+            self._last = Attributes(modules)
             self.contents = contents_of(self._last)
         return self._last
 
     def forget(self) -> None:
-        self._last, self._modules, self.contents = {}, (), []
+        self._last, self._modules, self.contents = Attributes(()), (), []
 
 
 class _Lent:
@@ -372,36 +400,18 @@ def buffer_bytes(units: Iterable[Unit]) -> int:
     return sum(places.values())
 
 
-def changed_attributes(then: Attributes) -> list[tuple[nn.Module, Mapping[str, Any]]]:
-    """The modules that have other attributes now, with those that they had ``then``."""
-    now, before = [*map(vars, then)], then.values()
-    if [*map(len, now)] == [*map(len, before)] and are_same(_values(now), _values(before)):
-        return []
-    return [
-        (module, values)
-        for module, values in then.items()
-        if len(vars(module)) != len(values) or not are_same(vars(module).values(), values.values())
-    ]
-
-
 def _params_of(modules: Iterable[nn.Module]) -> list[nn.Parameter | None]:
     return _values(map(_PARAMETERS, modules))
 
 
-def _values(dicts: Iterable[Mapping[str, Any]]) -> list[Any]:
-    return [*chain.from_iterable(map(dict.values, dicts))]  # type: ignore[arg-type]
+def _chained(dicts: Iterable[dict[str, Any]]) -> Iterator[Any]:
+    return chain.from_iterable(map(dict.values, dicts))
+
+
+def _values(dicts: Iterable[dict[str, Any]]) -> list[Any]:
+    return [*_chained(dicts)]
 
 
 def are_same(now: Collection[object], then: Collection[object]) -> bool:
     """Whether both hold the same objects in the same order."""
     return len(now) == len(then) and all(map(operator.is_, now, then))
-
-
-def set_attributes(attributes: Attributes) -> None:
-    """Let modules have just these attributes."""
-    for module, values in changed_attributes(attributes):
-        held = vars(module)
-        for name in held.keys() - values.keys():
-            del held[name]
-        # not all of them: torch.compile counts writes of a module's attributes
-        held.update({name: value for name, value in values.items() if held.get(name, held) is not value})

@@ -17,7 +17,7 @@ from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import ROOT
 from streamer.engine.schedule.order import Order, Visit, farthest
-from streamer.engine.tensors.guarded import Seen
+from streamer.engine.tensors.guarded import Seen, hide, show
 from streamer.memory.host import HostStore
 from streamer.memory.layout import Slice
 from streamer.memory.slots import MOST_GRAD_SLOTS, WeightSlots
@@ -189,14 +189,12 @@ class Weights:
         """An update of ``unit`` is about to be issued: who touches its parameters from now on waits."""
         if unit.index not in self.in_flight:
             self.in_flight.add(unit.index)
-            for seen in self._seen.get(unit.index, ()):
-                seen.hide()
+            hide(self._seen.get(unit.index, ()))
 
     def end_flight(self, unit: Unit) -> None:
         """The caller has waited for the update of ``unit``."""
         if unit.index in self.in_flight:
-            for seen in self._seen.get(unit.index, ()):
-                seen.show()
+            show(self._seen.get(unit.index, ()))
             self.in_flight.discard(unit.index)
 
     def guard(self) -> None:

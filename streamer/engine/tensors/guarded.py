@@ -216,24 +216,30 @@ class Seen:
             # one number, of whatever shape: it takes no memory, and cannot be written
             self._nan = nan.expand(param.shape)
 
-    def hide(self) -> None:
-        """An update begins."""
-        self._exchange(self._kinds[True], self._nan)
-
-    def show(self) -> None:
-        """The update is done."""
-        self._exchange(self._kinds[False], self._values)
-
     def holders(self) -> int:
         """How many tensors, and other things, hold the storage of the parameter beside the parameter."""
         count: int = storage_owners(self._values)
         return count - (type(self._param) is not self._kinds[True])
 
-    def _exchange(self, kind: type[nn.Parameter], values: torch.Tensor) -> None:
+    def exchange(self, *, is_in_flight: bool) -> None:
+        """Let the parameter show NaN, or its values again."""
         if type(self._param) in self._kinds:
-            with unguarded():
-                self._param.data = values
-            self._param.__class__ = kind
+            self._param.data = self._nan if is_in_flight else self._values
+            self._param.__class__ = self._kinds[is_in_flight]
+
+
+@as_plain
+def hide(params: Iterable[Seen]) -> None:
+    """An update of these parameters begins."""
+    for seen in params:
+        seen.exchange(is_in_flight=True)
+
+
+@as_plain
+def show(params: Iterable[Seen]) -> None:
+    """Their update is done."""
+    for seen in params:
+        seen.exchange(is_in_flight=False)
 
 
 def gives_memory(function: Function, tensor: torch.Tensor, result: object) -> bool:
