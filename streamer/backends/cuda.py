@@ -145,11 +145,12 @@ class CudaEvent(Event):
         self._span: Span | None = None
 
     def enqueue(self, stream: torch.cuda.Stream, work: Callable[[], object], waits: Sequence[Event]) -> None:
-        """Let ``stream`` wait for ``waits``, then run ``work`` with it as the current stream."""
+        """Let ``stream`` wait for ``waits``, then run ``work`` with ``stream`` as the current one."""
         try:
             ready = start = torch.cuda.Event(enable_timing=True)
             end = torch.cuda.Event(enable_timing=True, blocking=True)
-            with torch.cuda.stream(stream):
+            # COMPUTE's is the current one
+            with contextlib.nullcontext() if self.lane is Lane.COMPUTE else torch.cuda.stream(stream):
                 ready.record(stream)
                 for event in waits:
                     if isinstance(event, CudaEvent):

@@ -24,6 +24,7 @@ from streamer.torch_private import storage_id
 BufferPlace = tuple[nn.Module, str]
 
 # several times in each visit, so without a frame of Python for every parameter or module
+_ADDRESS = operator.methodcaller("data_ptr")
 _VERSION = operator.attrgetter("_version")
 _CHILDREN = operator.attrgetter("_modules")
 _PARAMETERS = operator.attrgetter("_parameters")
@@ -316,11 +317,17 @@ class Unit:
         """The parameters that do not show their place in ``weights`` (flat uint8): somebody has given them
         other memory."""
         start = weights.data_ptr()
+        if [*map(_ADDRESS, self.params)] == [start + offset for offset in self._offsets]:
+            return []
         return [
             (slice, param)
             for slice, param in zip(self.layout.slices, self.params, strict=True)
             if slice.numel and not param.is_meta and param.data_ptr() != start + slice.offset
         ]
+
+    @cached_property
+    def _offsets(self) -> list[int]:
+        return [slice.offset for slice in self.layout.slices]
 
     def register(self, tensors: Sequence[torch.Tensor]) -> None:
         """Let the unit's modules see ``tensors`` as their parameters."""
