@@ -6,6 +6,7 @@ older release has all of them. tests/test_torch_private.py tells which of them h
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from operator import methodcaller
@@ -86,6 +87,9 @@ _num_modes: Any = _find("_C._len_torch_function_stack", "watches layers that are
 _pop_mode: Any = _find("_C._pop_torch_function_stack", "watches layers that are streamed in parts")
 _push_mode: Any = _find("_C._push_on_torch_function_stack", "watches layers that are streamed in parts")
 
+_set_allocator: Any = _find("_C._accelerator_setAllocatorSettings", "keeps to a limit of device memory")
+_allocator_now: Any = _find("cuda.memory._snapshot", "keeps to a limit of device memory")
+
 #: What made a view: a custom function, or an operation in no-grad mode. Autograd refuses to write it.
 BY_CUSTOM_FUNCTION, BY_NO_GRAD = _creation.IN_CUSTOM_FUNCTION, _creation.NO_GRAD_MODE
 
@@ -149,6 +153,28 @@ def set_accumulation_hook(leaf: torch.Tensor, hook: Callable[[torch.Tensor], Non
         leaf._post_accumulate_grad_hooks = OrderedDict(only=hook)
     else:
         leaf._post_accumulate_grad_hooks.clear()
+
+
+def expand_segments() -> None:
+    """Let PyTorch's allocator of CUDA memory use expandable segments from now on, as
+    ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`` in the environment does. A process that has chosen a
+    setting of the allocator keeps what it has, since PyTorch sets all of them at once.
+
+    Without expandable segments a tensor may find no room between others, though enough is free in all.
+    """
+    if sys.platform != "linux" or torch.cuda.get_allocator_backend() != "native":
+        return
+    if _allocator_now()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"]:
+        return
+    _set_allocator("expandable_segments:True")
+    try:
+        # what the allocator has kept is of other streams
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.empty(1, device="cuda")
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # this GPU, or who shares it out, cannot map memory so
+        _set_allocator("expandable_segments:False")
 
 
 def skip_code(code: CodeType) -> None:

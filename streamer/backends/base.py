@@ -177,10 +177,14 @@ class Backend(abc.ABC):
         """How often the device's allocator has refused memory, where it counts that."""
         return 0
 
-    def device_buffers_within(self, nbytes: int, beside: int, each: int) -> int:
-        """How many buffers of ``each`` bytes can be had in ``nbytes`` of the device, where the other tensors
-        there take ``beside`` bytes at most."""
-        return nbytes // each
+    def device_buffers_within(self, nbytes: int, beside: int, each: int, there: int) -> int:
+        """How many buffers of ``each`` bytes can be had in ``nbytes`` of the device, where ``there`` are so
+        many of them, and the other tensors take ``beside`` bytes at most."""
+        return (nbytes - beside) // each
+
+    def device_trim(self) -> None:
+        """Give the memory of buffers that are gone back to the device."""
+        return
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -208,4 +212,4 @@ def gaps(nbytes: int) -> int:
 
 def buffers_within(nbytes: int, beside: int, each: int) -> int:
     """How many buffers of ``each`` bytes can be had in ``nbytes``, where others take ``beside`` at most."""
-    return (nbytes - gaps(beside)) // (-(-each // BLOCK_BYTES) * BLOCK_BYTES)
+    return (nbytes - beside - gaps(beside)) // (-(-each // BLOCK_BYTES) * BLOCK_BYTES)

@@ -22,10 +22,11 @@ from functools import partial
 
 import torch
 
-from streamer.backends.base import COPIES, WORKER_LANES, Backend, Event, Lane, Process, Span, buffers_within
+from streamer.backends.base import BLOCK_BYTES, COPIES, WORKER_LANES, Backend, Event, Lane, Process, Span
 from streamer.backends.host_memory import RAISE_LOCKED_LIMIT, available_bytes, mapped, reserved
 from streamer.backends.thread import Worker
 from streamer.errors import warn
+from streamer.torch_private import expand_segments
 
 #: From CUDA's runtime API: page-locked for every CUDA context, not only for the one that is current.
 REGISTER_PORTABLE = 1
@@ -130,6 +131,11 @@ def _forget_error(device: torch.device) -> None:
 
 #: Seconds after which a clock's origin is set anew.
 ORIGIN_SECONDS = 10.0
+
+
+#: PyTorch's caching allocator takes memory from the device in pieces of so many bytes; for large tensors,
+#: without expandable segments, in multiples of `BLOCK_BYTES`.
+PIECE_BYTES = 20 << 20
 
 
 class CudaEvent(Event):
@@ -253,6 +259,8 @@ class CudaBackend(Backend):
         self._process = Process()
         self._clock = CudaClock(self.device)
         self._pinned = PinnedBlocks(self.device)
+        #: that of buffers that stay
+        self._buffers = torch.cuda.Stream(self.device)
         self._streams = {lane: torch.cuda.Stream(self.device) for lane in COPIES}
         self._workers = {lane: Worker(lane) for lane in WORKER_LANES}
         #: by lane, what its worker was given last
@@ -295,9 +303,12 @@ class CudaBackend(Backend):
         into.data.copy_(source, non_blocking=True)
 
     def device_buffer(self, nbytes: int) -> torch.Tensor:
-        buffer = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+        # PyTorch's allocator keeps the memory of each stream apart. In that of COMPUTE's stream a buffer that
+        # stays would stand between tensors that come and go, and a large one might find no room.
+        with torch.cuda.stream(self._buffers):
+            buffer = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         # the lanes' streams know nothing of the stream that has just filled the buffer
-        torch.cuda.current_stream(self.device).synchronize()
+        self._buffers.synchronize()
         return buffer
 
     def host_buffer(self, nbytes: int, *, pinned: bool = True) -> torch.Tensor:
@@ -326,6 +337,10 @@ class CudaBackend(Backend):
 
     def limit_device(self, nbytes: int) -> None:
         super().limit_device(nbytes)
+        with torch.cuda.device(self.device):
+            expand_segments()
+            # what nobody uses would count against the limit
+            torch.cuda.empty_cache()
         _, total = torch.cuda.mem_get_info(self.device)
         self._own_fraction = torch.cuda.get_per_process_memory_fraction(self.device)
         torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), self.device)
@@ -343,9 +358,17 @@ class CudaBackend(Backend):
     def device_refused(self) -> int:
         return int(torch.cuda.memory_stats(self.device).get("num_ooms", 0))
 
-    def device_buffers_within(self, nbytes: int, beside: int, each: int) -> int:
-        # what comes and goes leaves gaps that count against the limit
-        return buffers_within(nbytes, beside, each)
+    def device_buffers_within(self, nbytes: int, beside: int, each: int, there: int) -> int:
+        # what the allocator has taken serves the next step as it has served this one, gaps and all
+        left = nbytes - torch.cuda.memory_reserved(self.device)
+        # one piece more than the last step has taken may be needed
+        pieces = left // PIECE_BYTES - 1
+        if each <= PIECE_BYTES // 2:
+            return there + pieces * (PIECE_BYTES // each)
+        return there + pieces * PIECE_BYTES // (-(-each // BLOCK_BYTES) * BLOCK_BYTES)
+
+    def device_trim(self) -> None:
+        torch.cuda.empty_cache()
 
     def close(self) -> None:
         if not self._process.is_this():

@@ -97,9 +97,10 @@ def wrap(
             large for the slots that this leaves are streamed in parts, along their children. Unless
             ``num_slots`` is given, what is left holds more layers: the first step (or, where nothing is
             trained, the first pass) shows what is needed beside two, and at its end slots are allocated for
-            as many as fit; on a GPU an eighth of what others take is left free for gaps in PyTorch's
-            allocator. Where a later step takes more, slots are given back. One that runs out of memory takes
-            back all but two for good: run it again.
+            as many as fit beside all that PyTorch's allocator has taken of a GPU by then. On Linux the
+            allocator is set to use expandable segments from then on, which leave no gaps, unless
+            ``PYTORCH_CUDA_ALLOC_CONF`` sets something else. Where a later step takes more, slots are given
+            back. One that runs out of memory takes back all but two for good: run it again.
         example: where ``activations``, ``num_slots`` or ``micro_batch_size`` is ``"auto"``, a batch to plan
             with: a tensor, a tuple of the model's arguments, or a dict of them by name. Only shapes and
             dtypes count, which the batches of the steps should have. [Note: options that are chosen]

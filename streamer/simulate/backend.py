@@ -114,10 +114,10 @@ class VirtualBackend(Backend):
             return None
         return self._device_taken + self._memory.now, self._device_taken + self._memory.peak
 
-    def device_buffers_within(self, nbytes: int, beside: int, each: int) -> int:
+    def device_buffers_within(self, nbytes: int, beside: int, each: int, there: int) -> int:
         if self.machine.kind == "cuda":
             return buffers_within(nbytes, beside, each)
-        return super().device_buffers_within(nbytes, beside, each)
+        return super().device_buffers_within(nbytes, beside, each, there)
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
         raise AssertionError("nothing is copied on the virtual backend")

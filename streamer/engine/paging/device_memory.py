@@ -102,8 +102,9 @@ class Budget:
 
     What else there is shows in a step: the most that was taken, less the slots that there were. Slots are
     added once that is known, and given back where it turns out to be more than before (longer sequences,
-    larger batches); there are never fewer than at first. A pass for which the device's memory did not suffice
-    takes back all that were added, for good: how much more it wanted is not known.
+    larger batches); there are never fewer than at first. Of a GPU, all counts that PyTorch's allocator has
+    taken: the gaps between tensors are there in the next step too. A pass for which the device's memory did
+    not suffice takes back all that were added, for good: how much more it wanted is not known.
     """
 
     def __init__(self, nbytes: int, memory: DeviceMemory, *, most: int, is_trained: bool) -> None:
@@ -139,8 +140,9 @@ class Budget:
             self._others = max(self._others, peak - slots.nbytes * len(slots.buffers))
         if not slots.nbytes:
             return
-        room = self._backend.device_buffers_within(self._nbytes - self._others, self._others, slots.nbytes)
-        free = len(slots.buffers) + self._backend.device_available() // slots.nbytes
+        there = len(slots.buffers)
+        room = self._backend.device_buffers_within(self._nbytes, self._others, slots.nbytes, there)
+        free = there + self._backend.device_available() // slots.nbytes
         wanted = max(self._least, min(room, free, self._most))
         self._weights.resize(wanted)
         if len(slots.buffers) < wanted:

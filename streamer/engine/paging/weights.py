@@ -125,6 +125,7 @@ class Weights:
                 self._reshard(unit)
             self._issuer.wait((ops.weight_slot(last),), to_write=True)
             self.slots.drop()
+            self._issuer.backend.device_trim()
 
     def check_slot(self, unit: Unit, slot: int) -> None:
         """Raise ValueError if ``unit`` has written its weights in its first forward, by ``param.data``, which
