@@ -25,7 +25,7 @@ from streamer.engine.paging.handle import require_home, wrapped
 from streamer.errors import CheckpointError, shortened, warn
 from streamer.memory.purposes import MOMENTS
 from streamer.optim.adamw import AdamW, check_group
-from streamer.optim.state import State, convert, moments_of, parse_state_dtype
+from streamer.optim.state import convert, load_moments, parse_state_dtype
 
 #: The format's names of what weights and gradients may be.
 _FLOATS = ("F32", "BF16", "F16")
@@ -262,27 +262,23 @@ def _check_moments(files: _Files, optimizer: AdamW, held_in: torch.dtype) -> Non
 
 def _load_adamw(files: _Files, optimizer: AdamW, options: list[dict[str, Any]], held_in: torch.dtype) -> None:
     steps = files.values["optimizer"]["steps"]
-    state: dict[torch.Tensor, dict[str, Any]] = {}
+
+    def values_of(name: str) -> dict[str, Any] | None:
+        if name not in steps:
+            return None
+        held = {purpose.name: files.read(OPTIMIZER, f"{name}.{purpose.name}") for purpose in MOMENTS[held_in]}
+        return convert(held, held_in, optimizer.state_dtype) | {"step": steps[name]}
+
     for group, options_there in zip(optimizer.param_groups, options, strict=True):
         group.update(options_there)
-        for param in group["params"]:
-            home = require_home(param)
-            name = home.slice.param.name
-            if not home.slice.param.trainable:
-                continue
-            moments = moments_of(home, optimizer.state_dtype)
-            if name not in steps:
-                for moment in moments.values():
-                    moment.zero_()
-                continue
-            there_held = {
-                purpose.name: files.read(OPTIMIZER, f"{name}.{purpose.name}") for purpose in MOMENTS[held_in]
-            }
-            for key, values in convert(there_held, held_in, optimizer.state_dtype).items():
-                moments[key].copy_(values)
-            state[param] = State(home, optimizer.state_dtype)
-            state[param]["step"] = torch.tensor(steps[name])
-    optimizer.restart(state)
+    homes = {param: require_home(param) for group in optimizer.param_groups for param in group["params"]}
+    # a generator: of moments that are converted, those of one parameter are in memory at a time
+    saved = (
+        (param, home, values_of(home.slice.param.name))
+        for param, home in homes.items()
+        if home.slice.param.trainable
+    )
+    optimizer.restart(load_moments(saved, optimizer.state_dtype))
 
 
 def _load_weights(files: _Files, executor: Executor) -> None:

@@ -129,8 +129,7 @@ def take_over(
     for home in homes:
         home.executor.updated_by[home.slice.param.name] = owner
         if home.slice.param.trainable:
-            for moment in moments_of(home, state_dtype).values():
-                moment.zero_()
+            _clear(home, state_dtype)
 
 
 def is_owner(home: Home, owner: object) -> bool:
@@ -223,23 +222,26 @@ def begin_state(
     if given or was_updated:
         home.executor.wait_for_saving()
         home.executor.synchronize()
-    state = State(home, state_dtype, given or None)
     if was_updated and not given:
-        for moment in state.moments.values():
-            moment.zero_()
-    return state
+        _clear(home, state_dtype)
+    return State(home, state_dtype, given or None)
 
 
-def load_moments(saved: Sequence[Saved], state_dtype: torch.dtype) -> dict[torch.Tensor, State]:
-    """Copy what was saved into host memory, zeros for nothing; the optimizer's state that shows it."""
-    state = {}
+def load_moments(saved: Iterable[Saved], state_dtype: torch.dtype) -> dict[torch.Tensor, dict[str, Any]]:
+    """Copy what was saved into host memory, zeros for nothing; the optimizer's state that shows the copy."""
+    state: dict[torch.Tensor, dict[str, Any]] = {}
     for param, home, values in saved:
         if values is not None:
             state[param] = State(home, state_dtype, values)
         else:
-            for moment in moments_of(home, state_dtype).values():
-                moment.zero_()
+            _clear(home, state_dtype)
     return state
+
+
+def _clear(home: Home, state_dtype: torch.dtype) -> None:
+    """Set a parameter's moments to zero."""
+    for moment in moments_of(home, state_dtype).values():
+        moment.zero_()
 
 
 def _check_moments(name: str, saved: dict[str, Any], moments: dict[str, torch.Tensor]) -> None:
