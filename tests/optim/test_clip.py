@@ -54,27 +54,23 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("num_slots", [1, 2])
-def test_the_norm_is_that_of_the_gradients_as_they_are(change: str, num_slots: int) -> None:
-    with streamed(gpt(), layers="transformer.h", num_slots=num_slots) as model:
+@pytest.mark.parametrize(("num_slots", "dtype"), [(1, torch.float32), *((2, dtype) for dtype in DTYPES)])
+def test_the_norm_is_that_of_the_gradients_as_they_are(
+    change: str, num_slots: int, dtype: torch.dtype
+) -> None:
+    with streamed(gpt(), layers="transformer.h", num_slots=num_slots, dtype=dtype) as model:
         language_loss(model, 0).backward()
         untouched = streamer.clip_grad_norm_(model, float("inf"))
         CHANGES[change](model)
-        expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        gradients = [param.grad.float() for param in model.parameters() if param.grad is not None]
+        expected = torch.nn.utils.get_total_norm(gradients)
         actual = streamer.clip_grad_norm_(model, float("inf"))
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
         assert (actual != untouched) == (change != "nothing")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_every_dtype(dtype: torch.dtype) -> None:
-    with streamed(gpt(), layers="transformer.h", dtype=dtype) as model:
-        for step in range(3):  # the later ones add to the first, and their norms are taken on the host
-            language_loss(model, step).backward()
-            gradients = [p.grad.float() for p in model.parameters() if p.grad is not None]
-            expected = torch.nn.utils.get_total_norm(gradients)
-            torch.testing.assert_close(streamer.clip_grad_norm_(model, 1e9), expected, rtol=1e-6, atol=0)
 
 
 def test_it_passes_over_no_memory_where_nothing_has_changed(issued: list[Op]) -> None:
@@ -136,18 +132,6 @@ def test_a_norm_that_is_no_number_leaves_no_gradient_that_is_one() -> None:
     assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
 
 
-@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
-def test_gradients_written_before_clipping_are_not_taken_for_later_writes(norm_type: float) -> None:
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Clip) -> None:
-        language_loss(model, 0).backward()
-        with torch.no_grad():
-            middle(model).grad.add_(1.0)
-        clip(1e-2, norm_type)
-        optimizer.step()
-
-    assert_trains_alike(gpt(), step, options=LAYERS, **CALM)
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_added_after_clipping_is_looked_at_too(bad: float) -> None:
     """Also where layers alone are trained, so that the root's gradients say nothing."""
@@ -175,6 +159,24 @@ def test_a_backward_through_the_root_alone_is_no_write_to_layers() -> None:
         assert streamer.stats(model).host_bytes["gradient sums"] > 0
 
 
+def written_before(norm_type: float) -> Callable[..., None]:
+    def trained(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Clip) -> None:
+        language_loss(model, 0).backward()
+        with torch.no_grad():
+            middle(model).grad.add_(1.0)
+        clip(1e-2, norm_type)
+        optimizer.step()
+
+    return trained
+
+
+def put_in_place_after(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Clip) -> None:
+    language_loss(model, 0).backward()
+    clip(1e-2)
+    put_in_place(model)
+    optimizer.step()
+
+
 def clipped_again(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Clip) -> None:
     for step in range(2):
         language_loss(model, step).backward()
@@ -200,19 +202,32 @@ def one_layer_alone(model: nn.Module) -> None:
     model.transformer.h[0](torch.linspace(-1, 1, 80).view(1, 4, 20)).square().sum().backward()
 
 
-@pytest.mark.parametrize(
-    ("trained", "delays"),
-    [
-        (clipped_again, dict.fromkeys(Lane, lambda: 0.004)),
-        (joined(put_in_place), {Lane.HOST: lambda: 0.02}),
-        (joined(one_layer_alone), {Lane.HOST: lambda: 0.02}),
-    ],
-    ids=["clipped again", "a gradient is replaced", "one layer goes backward"],
-)
-def test_clipping_waits_for_the_update_under_way(trained: Callable[..., None], delays: Any) -> None:
-    """It still reads the gradients to which the coefficient is applied."""
-    options = LAYERS | {"backend": ThreadBackend(delays=delays)}
-    assert_trains_alike(gpt(), trained, options=options, **CALM)
+def twice_and_added(model: nn.Module, optimizer: object, clip: Clip) -> list[torch.Tensor]:
+    language_loss(model, 0).backward()
+    norms = [clip(1.0), clip(0.5)]
+    language_loss(model, 1).backward()
+    norms.append(clip(1e9))
+    return [*norms, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+#: Loops, and the seconds by which each op of a lane is delayed.
+LOOPS: dict[str, tuple[Callable[..., Any], dict[Lane, float]]] = {
+    "gradients are written before": (written_before(2.0), {}),
+    "gradients are written before a norm of another kind": (written_before(float("inf")), {}),
+    "a gradient that is put in place after is not clipped": (put_in_place_after, {}),
+    "twice, then a backward adds": (twice_and_added, {}),
+    # clipping waits for an update under way, which still reads the gradients
+    "clipped again": (clipped_again, dict.fromkeys(Lane, 0.004)),
+    "a gradient is replaced": (joined(put_in_place), {Lane.HOST: 0.02}),
+    "one layer goes backward": (joined(one_layer_alone), {Lane.HOST: 0.02}),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops_that_clip_are_those_of_pytorch(name: str) -> None:
+    loop, seconds = LOOPS[name]
+    backend = ThreadBackend(delays={lane: lambda delay=delay: delay for lane, delay in seconds.items()})
+    assert_trains_alike(gpt(), loop, options=LAYERS | {"backend": backend}, **CALM)
 
 
 def test_a_coefficient_that_is_not_a_number_is_gone_with_its_gradients() -> None:
@@ -252,27 +267,6 @@ def test_norms_other_than_the_second(norm_type: Any, dtype: torch.dtype) -> None
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0)
         for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-12)
-
-
-def test_clipping_twice_and_then_adding_is_what_pytorch_gives() -> None:
-    def gradients(model: nn.Module, optimizer: object, clip: Clip) -> list[torch.Tensor]:
-        language_loss(model, 0).backward()
-        norms = [clip(1.0), clip(0.5)]
-        language_loss(model, 1).backward()
-        norms.append(clip(1e9))
-        return [*norms, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-
-    assert_trains_alike(gpt(), gradients, options=LAYERS)
-
-
-def test_a_gradient_that_is_put_in_place_after_clipping_is_not_clipped() -> None:
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Clip) -> None:
-        language_loss(model, 0).backward()
-        clip(1e-2)
-        put_in_place(model)
-        optimizer.step()
-
-    assert_trains_alike(gpt(), step, options=LAYERS, **CALM)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

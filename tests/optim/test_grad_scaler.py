@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import cache, partial
 
 import numpy as np
@@ -28,6 +29,33 @@ def gpt() -> GPT:
 
 def scaler(init_scale: float = 2.0**10, **options: float) -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", init_scale=init_scale, **options)
+
+
+def fp16() -> AbstractContextManager[nn.Module]:
+    return streamed(gpt(), layers="transformer.h", dtype=torch.float16)
+
+
+def scaled_steps(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaling: torch.amp.GradScaler,
+    steps: range,
+    *,
+    parts: int = 1,
+    before_step: Callable[[], object] = lambda: None,
+) -> list[float]:
+    """The losses of PyTorch's loop, each of which goes backward in ``parts``."""
+    losses = []
+    for step in steps:
+        for _ in range(parts):
+            loss = language_loss(model, step) / parts
+            scaling.scale(loss).backward()
+        before_step()
+        scaling.step(optimizer)
+        scaling.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 def fp16_with_masters(steps: int, scale: float, lr: float) -> tuple[list[float], dict[str, np.ndarray]]:
@@ -56,17 +84,9 @@ def fp16_with_masters(steps: int, scale: float, lr: float) -> tuple[list[float],
 
 def test_fp16_with_a_scaler_is_fp16_with_masters_and_unscaled_gradients() -> None:
     losses, masters = fp16_with_masters(6, 2.0**10, 1e-3)
-    with streamed(gpt(), layers="transformer.h", dtype=torch.float16) as model:
+    with fp16() as model:
         optimizer = streamer.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
-        scaling = scaler()
-        actual = []
-        for step in range(1, 7):
-            loss = language_loss(model, step)
-            scaling.scale(loss).backward()
-            scaling.step(optimizer)
-            scaling.update()
-            optimizer.zero_grad()
-            actual.append(loss.item())
+        actual = scaled_steps(model, optimizer, scaler(), range(1, 7))
         weights = {name: value.clone() for name, value in model.state_dict().items()}
     assert actual == losses
     for name, master in masters.items():
@@ -74,7 +94,7 @@ def test_fp16_with_a_scaler_is_fp16_with_masters_and_unscaled_gradients() -> Non
 
 
 def test_a_step_that_overflows_changes_nothing_and_the_scale_backs_off() -> None:
-    with streamed(gpt(), layers="transformer.h", dtype=torch.float16) as model:
+    with fp16() as model:
         optimizer = streamer.AdamW(model.parameters(), lr=1e-2)
         scaling = scaler(2.0**24, growth_interval=1000)
         before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
@@ -105,18 +125,14 @@ def test_fp32_with_a_scaler_equals_the_plain_loop(unscale: bool) -> None:
     def loop(
         model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[float], object]
     ) -> list[float]:
-        losses, scaling = [], scaler()
-        for step in range(6):
-            loss = language_loss(model, step)
-            scaling.scale(loss).backward()
-            if unscale:
-                scaling.unscale_(optimizer)
-                clip(0.1)
-            scaling.step(optimizer)
-            scaling.update()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
+        scaling = scaler()
+
+        def unscale_and_clip() -> None:
+            scaling.unscale_(optimizer)
+            clip(0.1)
+
+        options = {"before_step": unscale_and_clip} if unscale else {}
+        return scaled_steps(model, optimizer, scaling, range(6), **options)
 
     options = {"layers": "transformer.h"}
     assert_trains_alike(gpt(), loop, options=options, tolerance=1e-5, lr=1e-3, eps=1e-3)
@@ -126,15 +142,9 @@ def test_accumulated_fp16_gradients_are_unscaled_too() -> None:
     """Sums in fp32: half the loss twice is the loss once."""
 
     def final(parts: int) -> dict[str, torch.Tensor]:
-        with streamed(gpt(), layers="transformer.h", dtype=torch.float16) as model:
+        with fp16() as model:
             optimizer = streamer.AdamW(model.parameters(), lr=1e-2, eps=1e-2)
-            scaling = scaler()
-            for step in range(3):
-                for _ in range(parts):
-                    scaling.scale(language_loss(model, step) / parts).backward()
-                scaling.step(optimizer)
-                scaling.update()
-                optimizer.zero_grad()
+            scaled_steps(model, optimizer, scaler(), range(3), parts=parts)
             return {name: value.float() for name, value in model.state_dict().items()}
 
     once, twice = final(1), final(2)
@@ -143,22 +153,20 @@ def test_accumulated_fp16_gradients_are_unscaled_too() -> None:
 
 
 def test_clipping_by_the_norm_that_unscaled_gradients_would_have() -> None:
-    def final(model: nn.Module, scale: float) -> tuple[list[float], dict[str, torch.Tensor]]:
-        optimizer = streamer.AdamW(model.parameters(), lr=1e-2, eps=1.0)
-        scaling, norms = scaler(scale), []
-        for step in range(3):
-            scaling.scale(language_loss(model, step)).backward()
-            norms.append(streamer.clip_grad_norm_(model, 0.1, grad_scale=scaling.get_scale()).item())
-            scaling.step(optimizer)
-            scaling.update()
-            optimizer.zero_grad()
-        return norms, {name: value.float() for name, value in model.state_dict().items()}
+    def final(scale: float) -> tuple[list[float], dict[str, torch.Tensor]]:
+        norms: list[float] = []
+        with fp16() as model:
+            optimizer, scaling = streamer.AdamW(model.parameters(), lr=1e-2, eps=1.0), scaler(scale)
 
-    results = []
-    for scale in (2.0**6, 2.0**12):
-        with streamed(gpt(), layers="transformer.h", dtype=torch.float16) as model:
-            results.append(final(model, scale))
-    (norms, weights), (other_norms, other_weights) = results
+            def clip() -> None:
+                norm = streamer.clip_grad_norm_(model, 0.1, grad_scale=scaling.get_scale())
+                norms.append(norm.item())
+
+            scaled_steps(model, optimizer, scaling, range(3), before_step=clip)
+            return norms, {name: value.float() for name, value in model.state_dict().items()}
+
+    norms, weights = final(2.0**6)
+    other_norms, other_weights = final(2.0**12)
     assert all(norm > 0.1 for norm in norms)
     torch.testing.assert_close(norms, other_norms, rtol=1e-2, atol=0)
     for name, weight in weights.items():
