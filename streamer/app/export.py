@@ -24,7 +24,7 @@ from streamer.app.run.build import streamed_dtype, without_values
 from streamer.app.run.run_folder import amount
 from streamer.checkpoint.manifest import NAME, Manifest, checkpoints, new_folder
 from streamer.checkpoint.save import BUFFERS, WEIGHTS
-from streamer.checkpoint.tensors import BY_NAME, Piece, file_bytes, write_tensors
+from streamer.checkpoint.tensors import BY_NAME, Flushing, Piece, file_bytes, in_a_line, write_tensors
 from streamer.errors import CheckpointError, shortened
 from streamer.model.options import parse_bytes
 from streamer.pretrained.files import INDEX, SINGLE, Stored
@@ -223,7 +223,7 @@ def _on_meta(config: ModelConfig) -> nn.Module | None:
         raise
     except Exception as error:  # whatever a factory raises that wants to see values
         print(
-            f"{what} cannot be called on the meta device ({' '.join(str(error).split())}), so "
+            f"{what} cannot be called on the meta device ({in_a_line(error)}), so "
             "which weights are tied and which buffers belong in a state_dict is not known: all are written"
         )
         return None
@@ -310,11 +310,11 @@ def _write_shards(folder: Path, pieces: Sequence[Piece], limit: int) -> list[str
         held += piece.nbytes
     shards += [together] if together else []
     count = len(shards)
-    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-    if count == 1:
-        names = [SINGLE]
-    for name, shard in zip(names, shards, strict=True):
-        write_tensors(folder / name, shard, metadata={"format": "pt"})
+    numbered = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    names = [SINGLE] if count == 1 else numbered
+    with Flushing() as flushing:
+        for name, shard in zip(names, shards, strict=True):
+            write_tensors(folder / name, shard, flushing=flushing, metadata={"format": "pt"})
     if count > 1:
         index: dict[str, Any] = {
             "metadata": {"total_size": sum(piece.nbytes for piece in pieces)},

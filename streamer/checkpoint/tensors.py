@@ -118,11 +118,11 @@ def write_tensors(
     path: Path,
     pieces: Sequence[Piece],
     *,
+    flushing: Flushing,
     metadata: Mapping[str, str] | None = None,
-    flushing: Flushing | None = None,
 ) -> dict[str, Entry]:
-    """Write ``pieces`` into a new file and have them on the disk when this returns, or when the block of
-    ``flushing`` ends; an entry for each."""
+    """Write ``pieces`` into a new file, which is on the disk when the block of ``flushing`` ends; an entry
+    for each."""
     pieces = _in_order(pieces)
     checksums = []
     # while one tensor is written the next is made, and the checksum of both taken
@@ -134,10 +134,7 @@ def write_tensors(
             made += [pool.submit(_bytes_of, piece) for piece in pieces[index + 1 : index + 2]]
             checksums.append(pool.submit(zlib.crc32, data))
             _write_all(file, data)
-        if flushing is None:
-            os.fsync(file.fileno())
-        else:
-            flushing.flush(file.fileno())
+        flushing.flush(file.fileno())
     offsets = itertools.accumulate((piece.nbytes for piece in pieces), initial=0)
     return {
         piece.name: Entry(DTYPES[piece.dtype], piece.shape, offset, piece.nbytes, checksum.result())

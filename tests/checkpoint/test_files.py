@@ -31,6 +31,7 @@ from streamer.checkpoint.manifest import NAME, VERSION, Manifest, checkpoints, n
 from streamer.checkpoint.tensors import (
     CHUNK_BYTES,
     DTYPES,
+    Flushing,
     Piece,
     check_tensors,
     file_bytes,
@@ -57,7 +58,9 @@ def same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def write(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    return write_tensors(path, [Piece.of(name, tensor) for name, tensor in tensors.items()])
+    with Flushing() as flushing:
+        pieces = [Piece.of(name, tensor) for name, tensor in tensors.items()]
+        return write_tensors(path, pieces, flushing=flushing)
 
 
 EVERY = {
@@ -102,7 +105,9 @@ def test_a_tensor_is_asked_for_when_its_turn_comes(tmp_path: Path) -> None:
         weakref.finalize(tensor, alive.pop)
         return tensor
 
-    write_tensors(tmp_path / "t", [Piece(str(i), torch.float32, (4,), make) for i in range(20)])
+    pieces = [Piece(str(i), torch.float32, (4,), make) for i in range(20)]
+    with Flushing() as flushing:
+        write_tensors(tmp_path / "t", pieces, flushing=flushing)
     assert max(most) <= 4
 
 

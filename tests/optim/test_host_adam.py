@@ -115,18 +115,6 @@ def test_an_fp32_sum_takes_the_place_of_the_gradient() -> None:
             assert torch.equal(plain.exact(slice), summed.exact(slice)), (dtype, state_dtype, slice.numel)
 
 
-def test_a_parameter_that_is_skipped_keeps_its_8_bit_moments() -> None:
-    shard = shard_of([BF16] * len(SIZES), torch.int8)
-    slices = shard.layout.slices
-    update_shard(shard, [ParamUpdate(slice, CALM) for slice in slices], torch.int8, 1.0)
-    kept = moments(shard, slices[2], torch.int8)
-    assert all(bool(tensor.any()) for tensor in kept)
-    others = [ParamUpdate(s, CALM._replace(step=2)) for s in slices if s is not slices[2]]
-    update_shard(shard, others, torch.int8, 9.0)
-    for now, before in zip(moments(shard, slices[2], torch.int8), kept, strict=True):
-        assert torch.equal(now, before)
-
-
 def test_garbage_in_the_padding_of_a_gradient_spoils_no_scale() -> None:
     clean, dirty = shard_of([BF16], torch.int8, (5,)), shard_of([BF16], torch.int8, (5,))
     dirty.gradient.view(BF16)[5:].fill_(1e9)

@@ -102,20 +102,6 @@ def clip_plain(model: nn.Module, max_norm: float) -> torch.Tensor:
     return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
 
-@pytest.fixture(scope="module")
-def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("gpt2")
-    saved(folder, "gpt2")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llama")
-    saved(folder, "llama")
-    return folder
-
-
 def test_the_class_is_the_one_of_the_config_or_the_one_that_is_given(gpt2: Path) -> None:
     full, body = transformers.GPT2LMHeadModel, transformers.GPT2Model
     expected = full.from_pretrained(gpt2)

@@ -42,16 +42,10 @@ FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safete
 Change = Callable[[Path], object]
 
 
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llama")
-    saved(folder, "llama")
-    return folder
-
-
 @pytest.fixture
-def llama(pristine: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(pristine, tmp_path / "llama"))
+def copied(llama: Path, tmp_path: Path) -> Path:
+    """A folder of a Llama, to be spoilt."""
+    return Path(shutil.copytree(llama, tmp_path / "llama"))
 
 
 def is_refused(
@@ -127,6 +121,10 @@ FOLDERS: dict[str, tuple[Change, str]] = {
     "pickle": (pickled, r"in it, only pytorch_model\.bin: write the weights as safetensors"),
     "no weights": (lambda folder: (folder / FILE).unlink(), "is in it: write the weights as safetensors"),
     "no config": (lambda folder: (folder / "config.json").unlink(), r"no config\.json: give model_class="),
+    "adapters": (
+        lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"),
+        "holds adapters alone: merge them into their base model",
+    ),
     "damaged config": (write(b"{", "config.json"), r"config\.json: "),
     "damaged settings": (write(b"{", "generation_config.json"), r"generation_config\.json: "),
     "unknown config": (card(model_type="nothing"), r"config\.json: .*nothing"),
@@ -138,10 +136,10 @@ FOLDERS: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_a_folder_that_cannot_be_loaded(name: str, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_loaded(name: str, copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     change, match = FOLDERS[name]
-    change(llama)
-    is_refused(llama, match, monkeypatch)
+    change(copied)
+    is_refused(copied, match, monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["meta-llama/Llama-3", "/nowhere/at/all"])
@@ -149,19 +147,19 @@ def test_a_path_where_nothing_is(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     is_refused(Path(name), f"{name}: there is no such file or folder; nothing is downloaded", monkeypatch)
 
 
-def test_a_tensor_beside_the_index_is_not_lost(llama: Path) -> None:
-    expected = load_file(llama / FILE)
-    split(lambda _, where: where.pop(UP))(llama)
-    assert torch.equal(unwrapped(llama).get_parameter(UP), expected[UP])
+def test_a_tensor_beside_the_index_is_not_lost(copied: Path) -> None:
+    expected = load_file(copied / FILE)
+    split(lambda _, where: where.pop(UP))(copied)
+    assert torch.equal(unwrapped(copied).get_parameter(UP), expected[UP])
 
 
-def test_one_file_is_preferred_to_an_index_as_by_the_library(llama: Path) -> None:
-    expected = load_file(llama / FILE)
-    split(lambda *_: None)(llama)
-    save_file({name: value + 1 for name, value in expected.items()}, llama / FILE, {"format": "pt"})
-    theirs = transformers.LlamaForCausalLM.from_pretrained(llama)
+def test_one_file_is_preferred_to_an_index_as_by_the_library(copied: Path) -> None:
+    expected = load_file(copied / FILE)
+    split(lambda *_: None)(copied)
+    save_file({name: value + 1 for name, value in expected.items()}, copied / FILE, {"format": "pt"})
+    theirs = transformers.LlamaForCausalLM.from_pretrained(copied)
     assert torch.equal(theirs.get_parameter(UP), expected[UP] + 1)
-    assert differing(unwrapped(llama).state_dict(), theirs.state_dict()) == []
+    assert differing(unwrapped(copied).state_dict(), theirs.state_dict()) == []
 
 
 def test_weights_that_are_tied_here_and_differ_in_the_files(
@@ -235,19 +233,19 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("options", "match"), ARGUMENTS)
 def test_an_argument_that_cannot_be_honoured(
-    options: dict[str, Any], match: str, pristine: Path, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], match: str, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_refused(pristine, match, monkeypatch, **options)
+    is_refused(llama, match, monkeypatch, **options)
 
 
 def test_the_transformers_library_is_missing_or_old(
-    pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(sys.modules["transformers"], "__version__", "5.0.0")
-        is_refused(pristine, r"this is transformers 5\.0\.0, and 5\.1 or newer is needed", patch)
+        is_refused(llama, r"this is transformers 5\.0\.0, and 5\.1 or newer is needed", patch)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    is_refused(pristine, r"need the transformers library: pip install 'streamer\[hf\]'", monkeypatch)
+    is_refused(llama, r"need the transformers library: pip install 'streamer\[hf\]'", monkeypatch)
     save_file(untied().state_dict(), tmp_path / FILE)
     unwrapped(tmp_path, untied, "transformer.h")
 
