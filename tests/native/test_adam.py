@@ -218,34 +218,6 @@ def test_grad_scale_multiplies_the_gradient_first(state_type):
     assert_same_bits(scaled.exp_avg_sq, beforehand.exp_avg_sq)
 
 
-FLOATS = np.zeros(4, dtype=np.float32)
-HALVES = np.zeros(4, dtype=np.uint16)
-DOUBLES, SIGNED = FLOATS.astype(np.float64), HALVES.view(np.int16)
-
-
-@pytest.mark.parametrize(
-    ("kernel", "arrays", "message"),
-    [
-        ("adamw_fp32", (FLOATS, HALVES, FLOATS, FLOATS), "grad has dtype uint16; it must be float32"),
-        ("adamw_fp32", (FLOATS, FLOATS[:3], FLOATS, FLOATS), "grad has 3 elements and the first array 4"),
-        ("adamw_fp32", (FLOATS, FLOATS, DOUBLES, FLOATS), "exp_avg has dtype float64"),
-        (
-            "adamw_fp32",
-            (FLOATS, FLOATS, FLOATS, np.zeros(8, np.float32)[::2]),
-            "exp_avg_sq is not contiguous",
-        ),
-        ("adamw_fp32", (FLOATS.reshape(4, 1), FLOATS, FLOATS, FLOATS), "master has shape .*; pass the flat"),
-        ("adamw_split", (FLOATS, HALVES, HALVES, FLOATS, FLOATS), "weight has dtype float32; .* uint16"),
-        ("adamw_split", (HALVES, HALVES, SIGNED, FLOATS, FLOATS), "grad has dtype int16; it must be uint16"),
-        ("adamw_split", (HALVES, HALVES[1:], HALVES, FLOATS, FLOATS), "remainder has 3 elements"),
-        ("adamw_split", (HALVES, HALVES, HALVES, FLOATS, HALVES), "exp_avg_sq has dtype uint16; .* float32"),
-    ],
-)
-def test_a_wrong_array_is_named(kernel, arrays, message):
-    with pytest.raises(ValueError, match=message):
-        getattr(streamer_native, kernel)(*arrays, whole(4, step=1, **USUAL))
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -258,4 +230,4 @@ def test_a_wrong_array_is_named(kernel, arrays, message):
 )
 def test_a_wrong_hyperparameter_is_named(changed, message):
     with pytest.raises(ValueError, match=message):
-        streamer_native.adamw_fp32(FLOATS, FLOATS, FLOATS, FLOATS, whole(4, **USUAL | {"step": 1} | changed))
+        Fp32State(np.zeros(4, np.float32)).step(np.zeros(4, np.float32), **USUAL | {"step": 1} | changed)

@@ -90,30 +90,3 @@ def test_narrow_to_even_is_torchs_cast():
     # Which NaN torch gives depends on the machine and on the position in the tensor; that it is NaN does not.
     assert is_nan(cast[nan].astype(np.uint32) << np.uint32(16)).all()
     assert (narrowed[nan] == 0x7FC0).all()
-
-
-FLOATS = np.zeros(4, dtype=np.float32)
-HALVES = np.zeros(4, dtype=np.uint16)
-READ_ONLY = np.zeros(4, dtype=np.uint16)
-READ_ONLY.flags.writeable = False
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ((torch.zeros(4), HALVES, HALVES), TypeError, "master is a Tensor; pass a NumPy array"),
-        ((HALVES, HALVES, HALVES), ValueError, "master has dtype uint16; it must be float32"),
-        ((FLOATS, FLOATS, HALVES), ValueError, "weight has dtype float32; it must be uint16"),
-        ((FLOATS, HALVES, HALVES[:3]), ValueError, "remainder has 3 elements and the first array 4"),
-        (
-            (FLOATS.reshape(2, 2), HALVES, HALVES),
-            ValueError,
-            r"master has shape \(2, 2\); pass the flat view",
-        ),
-        ((FLOATS[::2], HALVES[:2], HALVES[:2]), ValueError, "master is not contiguous"),
-        ((FLOATS, HALVES, READ_ONLY), ValueError, "remainder is read-only"),
-    ],
-)
-def test_an_error_names_the_remedy(arguments, error, message):
-    with pytest.raises(error, match=message):
-        streamer_native.split(*arguments)

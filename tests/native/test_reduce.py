@@ -143,30 +143,3 @@ def test_add_writes_the_sum_of_two_whatever_was_there_and_returns_the_sum_of_squ
         assert_same(into[1:-1], first.float() + second.float())
         assert into[[0, -1]].isnan().all(), "written outside the slice"
     assert total == pytest.approx(exact_sum(into[1:-1]), rel=1e-12)
-
-
-FLOATS = np.zeros(4, dtype=np.float32)
-BF16 = np.zeros(4, dtype=np.uint16)
-FP16 = np.zeros(4, dtype=np.float16)
-DOUBLES = FLOATS.astype(np.float64)
-
-
-@pytest.mark.parametrize(
-    ("kernel", "arrays", "message"),
-    [
-        ("sum_squares", (DOUBLES,), "grad has dtype float64; it must be float32 or uint16"),
-        ("accumulate", (BF16, FLOATS), "grad has dtype float32; it must be uint16"),
-        ("accumulate", (BF16, FP16), "grad has dtype float16; it must be uint16"),
-        ("accumulate", (FP16, BF16), "grad has dtype uint16; it must be float16"),
-        ("accumulate", (FLOATS, FLOATS[:2]), "grad has 2 elements and the first array 4"),
-        ("accumulate", (DOUBLES, FLOATS), "into has dtype float64; it must be float32 or uint16"),
-        ("accumulate", (FLOATS, np.zeros(8, dtype=np.uint16)[::2]), "grad is not contiguous"),
-        ("add", (BF16, BF16, BF16), "into has dtype uint16; it must be float32"),
-        ("add", (FLOATS, FLOATS, FLOATS), "first has dtype float32; it must be uint16"),
-        ("add", (FLOATS, BF16, FP16), "second has dtype float16; it must be uint16"),
-        ("add", (FLOATS, FP16, FP16[1:]), "second has 3 elements"),
-    ],
-)
-def test_a_wrong_array_is_named(kernel, arrays, message):
-    with pytest.raises(ValueError, match=message):
-        getattr(streamer_native, kernel)(*arrays)
