@@ -160,16 +160,6 @@ MANY = (
 )
 
 
-@pytest.mark.parametrize("state_dtype", MOMENTS, ids=str)
-def test_bytes_by_purpose_are_the_planned_ones(state_dtype: torch.dtype) -> None:
-    store = store_of(*MANY)
-    assert store.bytes_by_purpose() == host_bytes(MANY, (*MODEL, GRADIENTS))
-    store.add(MOMENTS[state_dtype])
-    assert store.bytes_by_purpose() == host_bytes(MANY, (*MODEL, GRADIENTS, *MOMENTS[state_dtype]))
-    store.staging(2, 4096)
-    assert store.bytes_by_purpose()[STAGING] == 2 * 4096
-
-
 @pytest.mark.parametrize(
     ("state_dtype", "held"), [(FP32, 12.0), (BF16, 8.0), (torch.int8, 6 + 8 / 256)], ids=str
 )
@@ -205,14 +195,17 @@ def test_shards_are_aligned_and_apart() -> None:
             assert bool((tensor.view(torch.uint8) == number).all())
 
 
-def test_moments_of_one_kind_make_room_for_another() -> None:
+def test_bytes_by_purpose_are_the_planned_ones_and_moments_make_room_for_others() -> None:
     store = store_of(*MANY)
     for state_dtype in MOMENTS:
         assert not store.holds(MOMENTS[state_dtype])
         store.add(MOMENTS[state_dtype])
+        assert store.bytes_by_purpose() == host_bytes(MANY, (*MODEL, GRADIENTS, *MOMENTS[state_dtype]))
         assert [other for other in MOMENTS if store.holds(MOMENTS[other])] == [state_dtype]
         store.drop(MOMENTS[state_dtype])
     assert store.bytes_by_purpose() == host_bytes(MANY, (*MODEL, GRADIENTS))
+    store.staging(2, 4096)
+    assert store.bytes_by_purpose()[STAGING] == 2 * 4096
 
 
 def test_gradients_of_some_shards_alone() -> None:

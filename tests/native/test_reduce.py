@@ -6,15 +6,11 @@ import pytest
 import torch
 
 import streamer_native
+from tests.native.test_adam import BLOCK, normal
 
-BLOCK = 16384
 SIZES = [0, 1, 5, BLOCK, BLOCK + 1, 5 * BLOCK + 123]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HALVES = DTYPES[1:]
-
-
-def normal(size, seed=0, scale=1.0):
-    return (np.random.default_rng(seed).standard_normal(size) * scale).astype(np.float32)
 
 
 def as_torch(values, dtype):
@@ -48,7 +44,7 @@ def assert_same(actual, expected):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sum_squares_agrees_with_float64(size, dtype):
-    grad = as_torch(normal(size), dtype)
+    grad = as_torch(normal(size, seed=0), dtype)
     assert streamer_native.sum_squares(as_native(grad)) == pytest.approx(exact_sum(grad), rel=1e-12)
 
 
@@ -65,11 +61,11 @@ def test_a_square_outside_float32_is_summed_all_the_same(value):
 @pytest.mark.parametrize("position", [0, 17, BLOCK - 1, BLOCK, 2 * BLOCK + 6])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_non_finite_element_is_never_lost(bad, position, dtype):
-    values = normal(2 * BLOCK + 7)
+    values = normal(2 * BLOCK + 7, seed=0)
     values[position] = bad
     grad = as_native(as_torch(values, dtype))
     assert not np.isfinite(streamer_native.sum_squares(grad))
-    clean = as_native(as_torch(normal(2 * BLOCK + 7), dtype))
+    clean = as_native(as_torch(normal(2 * BLOCK + 7, seed=0), dtype))
     assert not np.isfinite(streamer_native.accumulate(clean, grad))
     if dtype in HALVES:
         assert not np.isfinite(streamer_native.add(np.empty_like(values), grad, clean.view(grad.dtype)))
@@ -93,7 +89,7 @@ def test_an_addition_that_overflows_is_reported_by_its_sum():
 
 @pytest.mark.skipif(numba.config.NUMBA_NUM_THREADS < 2, reason="Numba has one thread here")
 def test_sums_do_not_depend_on_the_number_of_threads():
-    grad = normal(50 * BLOCK + 1)
+    grad = normal(50 * BLOCK + 1, seed=0)
     before = streamer_native.get_num_threads()
     sums = []
     try:

@@ -299,8 +299,6 @@ def test_a_step_that_is_not_finite_changes_nothing(value: float, where: str) -> 
         torch.testing.assert_close(model.state_dict(), before[0], rtol=0, atol=0)
         strict.zero_grad()
         language_loss(model, 1).backward()
-        with pytest.raises(RuntimeError, match=r"now belongs to an optimizer that was made later"):
-            optimizer.step()
         strict.step()
         assert not torch.equal(model.state_dict()["lm_head.weight"], before[0]["lm_head.weight"])
 
