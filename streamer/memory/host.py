@@ -52,7 +52,7 @@ class HostShard:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.held: dict[str, torch.Tensor] = {}
-        #: called by whoever is about to change what is held, before an update say
+        #: called before what is held changes, by an update say
         self.before_change: Callable[[], None] | None = None
 
     def __getitem__(self, purpose: Purpose) -> torch.Tensor:
@@ -95,7 +95,7 @@ class HostShard:
             weight.copy_(exact)
 
     def rebase(self, slice: Slice) -> None:
-        """Make the master equal to the streamed weight: somebody has just written the weight."""
+        """Make the master equal to the streamed weight, which was just written."""
         if not slice.param.trainable:
             return
         if slice.param.dtype == torch.bfloat16:
@@ -180,7 +180,7 @@ class HostStore:
         self._buffers[purpose.name] = buffer
         sizes = [purpose.nbytes(shard.layout) for shard in shards]
         for shard, piece in zip(shards, buffer.split(sizes), strict=True):
-            # .data: a version counter for each shard, so that it is known which of them somebody has written
+            # .data: a version counter for each shard, which tells whether that shard was written
             shard.held[purpose.name] = piece.view(purpose.dtype)[: purpose.numel(shard.layout)].data
 
     def holds(self, purposes: Iterable[Purpose]) -> bool:

@@ -68,7 +68,7 @@ def hyper_of(group: dict[str, Any], step: int) -> Hyper:
 
 def check_landed_with(landed_with: Mapping[int, Hyper], groups: Sequence[dict[str, Any]]) -> None:
     """Raise RuntimeError if layers were updated, as gradients landed, with other hyperparameters than those
-    of ``groups``; ``landed_with`` has them by the identity of a group."""
+    of ``groups``; ``landed_with`` has the ones used, by the identity of a group."""
     for group in groups:
         if landed_with.get(id(group), hyper_of(group, 1)) != hyper_of(group, 1):
             raise RuntimeError(
@@ -81,8 +81,8 @@ class NonFiniteError(RuntimeError):
     """A step that was refused, since a gradient is NaN or infinite; ``what`` names the first unit, in the
     order of backward, whose gradient is not finite."""
 
-    def __init__(self, what: str, mend: str) -> None:
-        super().__init__(what + mend)
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(what + remedy)
         self.what = what
 
 
@@ -112,15 +112,15 @@ def may_step(executors: Sequence[Executor], *, skip_nonfinite: bool, found_inf: 
     if not_updated or not all(executor.landing.keeps_gradients for executor in executors):
         names = [*not_updated, *(() if finite else ("parameters outside of the layers",))]
         what = f"the gradient of {', '.join(names)} is NaN or infinite"
-        skipped, mend = ": not updated", ": not updated: AdamW(skip_nonfinite=True) goes on without"
+        skipped, remedy = ": not updated", ": not updated: AdamW(skip_nonfinite=True) goes on without"
     else:
         what = "a gradient is NaN or infinite, or the square of the norm of all is beyond fp32"
         if found_inf is None and (names := [name for e in real for name in e.norms.not_finite()]):
             what = f"the gradient of {shortened(names, most=1)} is NaN or infinite, or its square beyond fp32"
         skipped = ": this step is skipped, nothing was updated"
-        mend = ": nothing was updated; AdamW(skip_nonfinite=True) skips such steps"
+        remedy = ": nothing was updated; AdamW(skip_nonfinite=True) skips such steps"
     if not skip_nonfinite and found_inf is None:
-        raise NonFiniteError(what, mend)
+        raise NonFiniteError(what, remedy)
     for executor in real:
         executor.skipped_steps += 1
     if found_inf is None:
@@ -169,7 +169,7 @@ class AdamW(torch.optim.Optimizer):
     of 256 with fp32 scales, rounded stochastically). Other parameters need float32. ``state[p]`` has ``step``
     and, as views of host memory, ``exp_avg`` and ``exp_avg_sq`` in the shape of ``p``; in 8 bits these are
     codes, and ``exp_avg_scale`` and ``exp_avg_sq_scale`` the scales of their blocks (streamer_native's
-    [Note: 8-bit moments] says what they stand for). Whoever reads them waits for the update that is running.
+    [Note: 8-bit moments] says what they stand for). Reading them waits for the update that is running.
 
     A step whose gradients are not all finite changes nothing: with ``skip_nonfinite`` it warns and counts in
     ``streamer.stats(model).skipped_steps``, without it raises RuntimeError. `torch.amp.GradScaler` works: its
@@ -227,7 +227,7 @@ class AdamW(torch.optim.Optimizer):
             raise
 
     def _take_over(self, homes: Sequence[Home]) -> None:
-        """Begin with zero moments for these parameters, whoever has updated them before."""
+        """Begin with zero moments for these parameters, whichever optimizer has updated them before."""
         new = [e for e in dict.fromkeys(home.executor for home in homes) if e not in self._executors]
         take_over(homes, new, self.state_dtype, self.token)
         self._executors += new

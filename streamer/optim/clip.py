@@ -23,12 +23,11 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Clip the gradients of a wrapped model so that their norm is at most ``max_norm``.
 
-    Returns the norm before clipping as an fp32 scalar on the CPU, as
-    `torch.nn.utils.clip_grad_norm_` does. The coefficient ``max_norm / (norm + 1e-6)``, where it is below
-    1, is applied to layers by the next `AdamW.step`, in the pass that reads their gradients anyway, or before
-    that, when somebody touches the gradient of a layer. The 2-norm
-    is known when backward ends; any other ``norm_type`` (``math.inf`` for the largest element) costs a pass
-    over the gradients in host memory.
+    Returns the norm before clipping as an fp32 scalar on the CPU, as `torch.nn.utils.clip_grad_norm_` does.
+    The coefficient ``max_norm / (norm + 1e-6)``, where it is below 1, is applied to layers by the next
+    `AdamW.step`, in the pass that reads their gradients anyway, or before that, when the user's code touches
+    the gradient of a layer. The 2-norm is known when backward ends; any other ``norm_type`` (``math.inf`` for
+    the largest element) costs a pass over the gradients in host memory.
 
     ``grad_scale`` is what the loss was multiplied by, for fp16 parameters whose gradients no
     `torch.amp.GradScaler` can unscale: ``grad_scale=scaler.get_scale()``.

@@ -1,5 +1,5 @@
-"""An optimizer's moments: who has them, where in host memory they are, whether what was saved fits there,
-and how they are carried over from one way to hold them to another.
+"""An optimizer's moments: which optimizer owns them, where in host memory they are, whether saved moments fit
+there, and how moments of one dtype become those of another.
 """
 
 from __future__ import annotations
@@ -133,19 +133,19 @@ def take_over(
 
 
 def is_owner(home: Home, owner: object) -> bool:
-    """Whether it is ``owner`` who updates a parameter."""
+    """Whether ``owner`` updates the parameter."""
     return home.executor.updated_by.get(home.slice.param.name) is owner
 
 
 def check_owner(home: Home, owner: object) -> None:
-    """Raise RuntimeError if somebody else updates a parameter, ValueError if there is no room for that."""
+    """Raise RuntimeError if another optimizer updates the parameter, ValueError for one that was frozen."""
     if not is_owner(home, owner):
         raise RuntimeError(
             f"'{home.slice.param.name}' now belongs to an optimizer that was made later and has begun with "
             "moments of its own, or keeps those of its model in another state_dtype: use that one"
         )
     if not home.slice.param.trainable:
-        home.unit.wanted()  # says so
+        home.unit.wanted()  # raises the ValueError
 
 
 def moments_of(home: Home, state_dtype: torch.dtype) -> dict[str, torch.Tensor]:
