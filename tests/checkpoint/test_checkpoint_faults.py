@@ -363,8 +363,8 @@ BF16 = {"dtype": torch.bfloat16}
 def test_between_backwards_and_between_clipping_and_step(
     runs: Any, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    def finish(run: Run, moment: int) -> None:
-        for index in range(moment, 4):
+    def go(run: Run, indices: range) -> None:
+        for index in indices:
             if index == 2:
                 streamer.clip_grad_norm_(run.model, 0.05)
             elif index == 3:
@@ -375,11 +375,7 @@ def test_between_backwards_and_between_clipping_and_step(
     for moment in range(4):
         first = runs(**options)
         first.train(0)
-        for index in range(moment):
-            if index == 2:
-                streamer.clip_grad_norm_(first.model, 0.05)
-            else:
-                first.backward(10 + index)
+        go(first, range(moment))
         first.save(tmp_path / f"{moment}")
         second = runs(seed=9, **options)
         second.train(0)
@@ -388,7 +384,7 @@ def test_between_backwards_and_between_clipping_and_step(
         second.load(tmp_path / f"{moment}")
         shutil.rmtree(tmp_path / f"{moment}")  # nothing is read from there any more
         for run in (first, second):
-            finish(run, moment)
+            go(run, range(moment, 4))
             run.train(20)
         assert second.all() == first.all(), moment
 

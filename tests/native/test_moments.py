@@ -136,20 +136,6 @@ def test_segments_at_once_are_segments_one_by_one_and_gaps_are_left_alone(kind):
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_a_first_step_of_segments_moves_masters_as_fp32_moments_do(kind):
-    master, grad = normal(N, 1), normal(N, seed=3, scale=0.01)
-    state, exact = kind(master), Fp32State(master)
-    for segment in SEGMENTS[1:]:
-        first = [segment._replace(hyper=segment.hyper._replace(step=1))]
-        state.step_segments(grad, first)
-        exact.step_segments(grad, first)
-        moved, expected = (
-            np.abs(each.master - master)[segment.start : segment.stop] for each in (state, exact)
-        )
-        np.testing.assert_allclose(moved, expected, rtol=0.01, atol=3e-5 * segment.hyper.lr / 1e-4)
-
-
-@pytest.mark.parametrize("kind", ALL)
 def test_no_segments_change_nothing(kind):
     state = started(kind, 100)
     before = arrays_of(state)
