@@ -106,12 +106,6 @@ def quietly(config: Any, **answers: Any) -> streamer.DeepSpeedConfig:
         return streamer.from_deepspeed_config(config, **answers)
 
 
-def test_the_scaler_of_a_config_that_only_enables_fp16_is_deepspeeds() -> None:
-    """PyTorch's own doubles its scale half as often."""
-    read = quietly({"fp16": {"enabled": True}})
-    assert read.grad_scaler == {"init_scale": 2.0**16, "growth_interval": 1000}
-
-
 def test_zero_2_offload() -> None:
     read = quietly(ZERO_2)
     assert read.wrap == {"dtype": torch.float16}
@@ -209,10 +203,6 @@ def test_what_asks_for_nothing_is_not_listed() -> None:
     assert quietly({}).not_honoured == ()
 
 
-def test_the_old_name_of_bf16() -> None:
-    assert quietly({"bfloat16": {"enabled": True}}).wrap == {"dtype": torch.bfloat16}
-
-
 # every key
 
 
@@ -300,51 +290,52 @@ def scheduled(name: str, **params: Any) -> dict[str, Any]:
     }
 
 
-def test_a_warm_up_by_hand() -> None:
-    linear = scheduled(
-        "WarmupLR", warmup_min_lr=0.1, warmup_max_lr=0.5, warmup_num_steps=4, warmup_type="linear"
-    )
-    assert rates(linear, 7) == pytest.approx([0.1, 0.1, 0.2, 0.3, 0.4, 0.5, 0.5], rel=1e-15)
-    logarithmic = [0.0, *(0.01 * math.log2(n) / 3 for n in (1, 2, 3, 4, 5, 6, 7, 8)), 0.01]
-    assert rates(scheduled("WarmupLR", warmup_num_steps=8), 10) == pytest.approx(logarithmic, rel=1e-15)
+LINEAR = {"warmup_min_lr": 0.1, "warmup_max_lr": 0.5, "warmup_type": "linear"}
+COSINE = {"warmup_min_ratio": 0.2, "cos_min_ratio": 0.05}
 
 
-@pytest.mark.parametrize("total", [3, 6, 20])
-@pytest.mark.parametrize("kind", ["log", "linear"])
-def test_decay(kind: str, total: int) -> None:
-    low, high, warmup = 1e-4, 2e-3, 6
-
-    def rate(n: int) -> float:
-        """After n + 1 steps, as an absolute rate."""
-        if n < 0:
-            return low
-        if n < warmup:
-            gamma = math.log(n + 1) / math.log(warmup) if kind == "log" else n / warmup
-        else:
-            gamma = max(0.0, (total - n) / max(1, total - warmup))
-        return low + (high - low) * gamma
-
-    params = {"warmup_min_lr": low, "warmup_max_lr": high, "warmup_type": kind}
-    config = scheduled("WarmupDecayLR", **params, warmup_num_steps=warmup, total_num_steps=total)
-    assert rates(config, 25) == pytest.approx([rate(n) for n in range(-1, 24)], rel=1e-13)
+def in_logarithms(low: float, high: float, warmup: int) -> list[float]:
+    return [low + (high - low) * math.log(n, warmup) for n in range(1, warmup + 1)]
 
 
-@pytest.mark.parametrize("total", [3, 6, 20])
-def test_cosine(total: int) -> None:
-    lr, low, end, warmup = 0.01, 0.2, 0.05, 6
+def as_a_cosine(low: float, high: float, steps: int) -> list[float]:
+    return [low + (high - low) * (1 + math.cos(math.pi * n / steps)) / 2 for n in range(1, steps + 1)]
 
-    def rate(n: int) -> float:
-        if n < 0:
-            return 0.0
-        if n < warmup:
-            return lr * (low + (1 - low) * math.log(n + 1) / math.log(warmup))
-        progress = min(1.0, (n - warmup + 1) / max(1, total - warmup))
-        return lr * (end + (1 - end) * 0.5 * (1 + math.cos(math.pi * progress)))
 
-    ratios = {"warmup_min_ratio": low, "cos_min_ratio": end}
-    config = scheduled("WarmupCosineLR", **ratios, warmup_num_steps=warmup, total_num_steps=total)
-    assert rates(config, 25) == pytest.approx([rate(n) for n in range(-1, 24)], rel=1e-13)
-    assert rates(config, 25)[-1] == pytest.approx(lr * end, rel=1e-13)
+@pytest.mark.parametrize(
+    "name, params, expected",
+    [
+        ("WarmupLR", LINEAR | {"warmup_num_steps": 4}, [0.1, 0.1, 0.2, 0.3, 0.4, 0.5, 0.5]),
+        ("WarmupLR", {"warmup_num_steps": 8}, [0.0, *in_logarithms(0.0, 0.01, 8), 0.01]),
+        (
+            "WarmupDecayLR",
+            LINEAR | {"warmup_num_steps": 2, "total_num_steps": 6},
+            [0.1, 0.1, 0.3, 0.5, 0.4, 0.3, 0.2, 0.1, 0.1],
+        ),
+        (  # decays from the first step after the warm-up, which is longer than all
+            "WarmupDecayLR",
+            LINEAR | {"warmup_num_steps": 4, "total_num_steps": 3},
+            [0.1, 0.1, 0.2, 0.3, 0.4, 0.1, 0.1],
+        ),
+        (
+            "WarmupDecayLR",
+            {"warmup_max_lr": 0.5, "warmup_num_steps": 6, "total_num_steps": 8},
+            [0.0, *in_logarithms(0.0, 0.5, 6), 0.5, 0.25, 0.0, 0.0],
+        ),
+        (
+            "WarmupCosineLR",
+            COSINE | {"warmup_num_steps": 6, "total_num_steps": 10},
+            [0.0, *in_logarithms(0.002, 0.01, 6), *as_a_cosine(0.0005, 0.01, 4), 0.0005],
+        ),
+        (
+            "WarmupCosineLR",
+            COSINE | {"warmup_num_steps": 6, "total_num_steps": 3},
+            [0.0, *in_logarithms(0.002, 0.01, 6), 0.0005, 0.0005],
+        ),
+    ],
+)
+def test_rates_by_hand(name: str, params: dict[str, Any], expected: list[float]) -> None:
+    assert rates(scheduled(name, **params), len(expected)) == pytest.approx(expected, rel=1e-13)
 
 
 def test_without_a_schedule_the_rate_stays() -> None:
@@ -485,17 +476,17 @@ def test_answers_fill_what_the_config_leaves_open() -> None:
     assert (read.gradient_clipping, read.micro_batch_size, read.gradient_accumulation_steps) == (1.0, 2, 8)
 
 
-def test_pytorchs_default_of_weight_decay_where_its_optimizer_is_asked_for() -> None:
-    for name, decay in (("AdamW", 0.01), ("Adam", 0.01)):
-        config = {"optimizer": {"type": name, "params": {"torch_adam": True}}}
-        assert quietly(config).adamw["weight_decay"] == decay
-    l2 = {"optimizer": {"type": "Adam", "params": {"torch_adam": True, "adam_w_mode": False}}}
-    assert quietly(l2).adamw["weight_decay"] == 0.0
-
-
-def test_adamw_is_adamw_whatever_adam_w_mode_says() -> None:
-    config = {"optimizer": {"type": "AdamW", "params": {"weight_decay": 0.1, "adam_w_mode": False}}}
-    assert quietly(config).adamw["weight_decay"] == 0.1
+@pytest.mark.parametrize(
+    "kind, params, decay",
+    [
+        ("AdamW", {"torch_adam": True}, 0.01),  # PyTorch's default, where its optimizer is asked for
+        ("Adam", {"torch_adam": True}, 0.01),
+        ("Adam", {"torch_adam": True, "adam_w_mode": False}, 0.0),
+        ("AdamW", {"weight_decay": 0.1, "adam_w_mode": False}, 0.1),  # AdamW whatever that key says
+    ],
+)
+def test_weight_decay(kind: str, params: dict[str, Any], decay: float) -> None:
+    assert quietly({"optimizer": {"type": kind, "params": params}}).adamw["weight_decay"] == decay
 
 
 @pytest.mark.parametrize(
@@ -521,13 +512,16 @@ def test_two_batch_sizes_give_the_third(
     assert (read.micro_batch_size, read.gradient_accumulation_steps) == expected
 
 
-def test_gradients_are_added_up_in_the_dtype_that_the_config_names() -> None:
+def test_dtypes_of_parameters_and_sums() -> None:
+    bf16 = {"dtype": torch.bfloat16}
+    assert quietly({"bfloat16": {"enabled": True}}).wrap == bf16, "the old name"
+    one_is_on = {"fp16": {"enabled": "auto"}, "bf16": {"enabled": True}}
+    assert quietly(one_is_on).wrap == bf16, "it answers for the other"
     summed = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "float32"}}
-    assert quietly(summed).wrap == {"dtype": torch.bfloat16, "grad_dtype": torch.float32}
-
-
-def test_one_dtype_that_is_on_answers_for_the_other() -> None:
-    assert quietly({"fp16": {"enabled": "auto"}, "bf16": {"enabled": True}}).wrap == {"dtype": torch.bfloat16}
+    assert quietly(summed).wrap == bf16 | {"grad_dtype": torch.float32}
+    # the scaler is DeepSpeed's: PyTorch's own doubles its scale half as often
+    scaler = quietly({"fp16": {"enabled": True}}).grad_scaler
+    assert scaler == {"init_scale": 2.0**16, "growth_interval": 1000}
 
 
 # errors
@@ -539,23 +533,11 @@ def within(path: str, value: Any) -> dict[str, Any]:
     return value  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(
-    "param, value",
-    [
-        ("adam_w_mode", False),
-        ("adamw_mode", False),
-        ("bias_correction", False),
-        ("amsgrad", True),
-        ("maximize", True),
-        ("max_grad_norm", 1.0),
-    ],
-)
-def test_an_adam_that_adamw_is_not_is_refused(param: str, value: Any) -> None:
-    params = {"weight_decay": 0.1, param: value}
-    with pytest.raises(ValueError, match=f"optimizer.params.{param}"):
-        quietly({"optimizer": {"type": "Adam", "params": params}})
-
-
+#: Variants of Adam that AdamW is not.
+VARIANTS = {
+    **{"adam_w_mode": False, "adamw_mode": False, "bias_correction": False},
+    **{"amsgrad": True, "maximize": True, "max_grad_norm": 1.0},
+}
 L2 = {"type": "Adam", "params": {"weight_decay": 0.1, "adam_w_mode": False}}
 BATCH = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
 ERRORS = {
@@ -613,6 +595,12 @@ ERRORS = {
     '8: change one of them, or write "auto" for gradient_accumulation_steps': BATCH,
     "train_batch_size is 3, but ": {"train_batch_size": 3, "train_micro_batch_size_per_gpu": 4},
     "give a DeepSpeed config as a dict or as a path, not a list": [1],
+    **{
+        f"optimizer.params.{param}": {
+            "optimizer": {"type": "Adam", "params": {"weight_decay": 0.1, param: value}}
+        }
+        for param, value in VARIANTS.items()
+    },
 }
 ERRORS_OF_ARGUMENTS: dict[str, tuple[Any, dict[str, Any]]] = {
     'bf16.enabled is true in the config, and dtype=torch.float16 was given: write "auto" there, or leave '

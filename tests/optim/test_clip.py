@@ -258,15 +258,6 @@ def test_norms_other_than_the_second(norm_type: Any, dtype: torch.dtype) -> None
             expected = torch.nn.utils.get_total_norm(scaled, float(norm_type))
             actual = streamer.clip_grad_norm_(model, 1e9, norm_type)
             torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0)
-    reference = copy.deepcopy(gpt())
-    language_loss(reference, 0).backward()
-    expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1e-3, norm_type)
-    with streamed(gpt(), layers="transformer.h") as model:
-        language_loss(model, 0).backward()
-        actual = streamer.clip_grad_norm_(model, 1e-3, norm_type)
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0)
-        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-12)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
