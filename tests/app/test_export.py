@@ -18,9 +18,10 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 import streamer
+from bench.architectures import ALL
 from models.gpt2 import GPT
 from streamer.app.cli import main
 from streamer.app.config import load_config
@@ -49,22 +50,8 @@ lr = 1e-2
 SIZES = f"vocab_size = {VOCAB}, block_size = 16, n_layer = 3, n_head = 2, n_embd = 16"
 
 
-def gpt2() -> nn.Module:
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=32, n_layer=3, n_head=2))
-
-
-def llama(tied: bool) -> nn.Module:
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=32,
-        tie_word_embeddings=tied,
-    )
-    return LlamaForCausalLM(config)
+def hugging_face(name: str) -> nn.Module:
+    return ALL[name].build()
 
 
 class Odd(GPT):
@@ -160,18 +147,16 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module]:
     return run, trained(run, "tests.app.test_export:Odd")
 
 
-MODELS = [
-    ("gpt2", "{}", "transformer.h"),
-    *(("llama", f"{{ tied = {t} }}", "model.layers") for t in ("true", "false")),
-]
-
-
 @pytest.mark.parametrize("dtype", ["", "bfloat16"])
-@pytest.mark.parametrize(("factory", "args", "layers"), MODELS)
+@pytest.mark.parametrize(
+    ("name", "layers"), [("gpt2", "transformer.h"), ("gemma", "model.layers"), ("llama", "model.layers")]
+)
 def test_hugging_face_loads_its_models(
-    factory: str, args: str, layers: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, layers: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain: Any = trained(tmp_path / "run", f"tests.app.test_export:{factory}", args, layers, dtype)
+    factory, args = "tests.app.test_export:hugging_face", f'{{ name = "{name}" }}'
+    plain: Any = trained(tmp_path / "run", factory, args, layers, dtype)
+    assert (plain.get_input_embeddings().weight is plain.lm_head.weight) == (name != "llama"), "tied"
     tokens = batch(9)
     for option in ("float32", None):
         out = exported(tmp_path / "run", tmp_path / str(option), option)

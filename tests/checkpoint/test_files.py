@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -53,7 +52,9 @@ def bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 def same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     """Equal to the bit, dtype and shape too."""
-    described = [(t.dtype, t.shape, t.reshape(-1).view(torch.uint8).tolist()) for t in (actual, expected)]
+    described = [
+        (t.dtype, t.shape, t.detach().reshape(-1).view(torch.uint8).tolist()) for t in (actual, expected)
+    ]
     return described[0] == described[1]
 
 
@@ -66,9 +67,10 @@ def write(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
 EVERY = {
     f"{dtype}{shape}": bits(shape, dtype) for dtype in DTYPES for shape in [(), (3,), (0,), (2, 0, 3), (5, 7)]
 }
+EVERY |= {'a "b"\\\n': torch.arange(12).view(3, 4).T, "né €": torch.ones(3, requires_grad=True)}
 
 
-def test_every_dtype_and_shape_comes_back(tmp_path: Path) -> None:
+def test_every_dtype_shape_and_name_comes_back(tmp_path: Path) -> None:
     entries = write(tmp_path / "t", EVERY)
     check_tensors(tmp_path / "t", entries)
     theirs = safetensors.torch.load_file(tmp_path / "t")
@@ -85,13 +87,6 @@ def test_every_dtype_and_shape_comes_back(tmp_path: Path) -> None:
     for name, entry in entries.items():  # each begins at a multiple of its elements
         assert entry.offset % EVERY[name].element_size() == 0, name
         assert zlib.crc32(data[start + entry.offset :][: entry.nbytes]) == entry.crc32
-
-
-def test_views_names_and_gradients(tmp_path: Path) -> None:
-    tensors = {'a "b"\\\n': torch.arange(12).view(3, 4).T, "né €": torch.ones(3, requires_grad=True)}
-    check_tensors(tmp_path / "t", write(tmp_path / "t", tensors))
-    with reading(tmp_path / "t") as read:
-        assert all(torch.equal(read(name), tensor) for name, tensor in tensors.items())
 
 
 def test_a_tensor_is_asked_for_when_its_turn_comes(tmp_path: Path) -> None:
@@ -467,23 +462,13 @@ def test_a_folder_is_complete_or_not_there(tmp_path: Path) -> None:
         (folder / "x").write_text("x")
         assert not (tmp_path / "a" / "b").exists()
     assert [p.name for p in (tmp_path / "a" / "b").iterdir()] == ["x"]
-    for error in (RuntimeError, KeyboardInterrupt):
-        with pytest.raises(error), new_folder(tmp_path / "c" / "d", nbytes=10) as folder:
+    for error in (RuntimeError("odd"), KeyboardInterrupt("odd"), OSError("odd")):
+        odd = pytest.raises(type(error), match="odd")
+        with odd, new_folder(tmp_path / "c" / "d", nbytes=10) as folder:
             (folder / "x").write_text("x")
             raise error
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
     assert [p.name for p in (tmp_path / "a").iterdir()] == ["b"]
-
-
-def test_an_error_of_writing_names_path_and_bytes(tmp_path: Path) -> None:
-    full = pytest.raises(OSError, match="checkpoint of 10 bytes .*No space")
-    with full as caught, new_folder(tmp_path / "a" / "b", nbytes=10) as folder:
-        (folder / "x").write_text("x")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / "a" / "b"))
-    assert list(tmp_path.iterdir()) == []
-    with pytest.raises(OSError, match="odd"), new_folder(tmp_path / "b", nbytes=10):
-        raise OSError("odd")
 
 
 def test_no_room_is_known_before(tmp_path: Path) -> None:
