@@ -44,8 +44,8 @@ def _nothing(dtype: torch.dtype) -> torch.Tensor:
 class HostShard:
     """All host buffers of one unit (whole, not a rank's part), as flat tensors by the name of their purpose.
 
-    ``weight`` and ``gradient`` are uint8, laid out by ``layout``; ``remainder`` (uint16, bf16 weights),
-    ``master`` (fp32, fp16 weights) and ``sums`` (fp32, of gradients in bf16 or fp16) have one element per
+    ``weight`` and ``gradient`` are uint8, laid out by ``layout``; remainders (uint16, of bf16 weights),
+    masters (fp32, of fp16 weights) and ``sums`` (fp32, of gradients in bf16 or fp16) have one element per
     trainable parameter element, padding included. What the unit does not hold has no elements.
     """
 
@@ -69,14 +69,6 @@ class HostShard:
         return self[GRADIENTS]
 
     @property
-    def remainder(self) -> torch.Tensor:
-        return self[REMAINDERS]
-
-    @property
-    def master(self) -> torch.Tensor:
-        return self[MASTERS]
-
-    @property
     def sums(self) -> torch.Tensor:
         return self[SUMS]
 
@@ -89,9 +81,9 @@ class HostShard:
             return
         exact = values.to(torch.float32).contiguous()
         if weight.dtype == torch.bfloat16:
-            native.split(array(exact), array(weight), array(slice.state(self.remainder)))
+            native.split(array(exact), array(weight), array(slice.state(self[REMAINDERS])))
         else:
-            slice.state(self.master).copy_(exact)
+            slice.state(self[MASTERS]).copy_(exact)
             weight.copy_(exact)
 
     def rebase(self, slice: Slice) -> None:
@@ -99,9 +91,9 @@ class HostShard:
         if not slice.param.trainable:
             return
         if slice.param.dtype == torch.bfloat16:
-            slice.state(self.remainder.view(torch.int16)).fill_(EXACT_REMAINDER - (1 << 16))
+            slice.state(self[REMAINDERS].view(torch.int16)).fill_(EXACT_REMAINDER - (1 << 16))
         elif slice.param.dtype == torch.float16:
-            slice.state(self.master).copy_(slice.view(self.weight))
+            slice.state(self[MASTERS]).copy_(slice.view(self.weight))
 
     def exact(self, slice: Slice) -> torch.Tensor:
         """A copy of the parameter in full precision: fp32 where it is trained, else as it is."""
@@ -109,9 +101,9 @@ class HostShard:
         if not slice.param.trainable or weight.dtype == torch.float32:
             return weight.clone()
         if weight.dtype == torch.float16:
-            return slice.state(self.master).clone()
+            return slice.state(self[MASTERS]).clone()
         exact = torch.empty(slice.param.shape, dtype=torch.float32)
-        native.join(array(weight), array(slice.state(self.remainder)), array(exact))
+        native.join(array(weight), array(slice.state(self[REMAINDERS])), array(exact))
         return exact
 
     def joined(self, slice: Slice) -> torch.Tensor:
@@ -121,7 +113,7 @@ class HostShard:
             return self.exact(slice)
         # wraps around, as the kernel's unsigned arithmetic does
         high = weight.contiguous().view(torch.int16).to(torch.int32) << 16
-        low = slice.state(self.remainder.view(torch.int16)).to(torch.int32) & 0xFFFF
+        low = slice.state(self[REMAINDERS].view(torch.int16)).to(torch.int32) & 0xFFFF
         return ((high | low) - EXACT_REMAINDER).view(torch.float32)
 
     def copy(self) -> HostShard:

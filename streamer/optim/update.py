@@ -12,7 +12,7 @@ import torch
 import streamer_native as native
 from streamer.memory.host import HostShard, HostStore, array
 from streamer.memory.layout import Layout, Param, Slice, Stretch
-from streamer.memory.purposes import BF16, FP16, FP32, GRADIENTS, MOMENTS, SUMS
+from streamer.memory.purposes import BF16, FP16, FP32, GRADIENTS, MASTERS, MOMENTS, REMAINDERS, SUMS
 
 
 class ParamUpdate(NamedTuple):
@@ -121,10 +121,10 @@ def _launch(
         native.adamw_fp32(weight, grad, *moments, segments, grad_scale=grad_scale)
         return
     if whole.dtype == FP16:
-        master = array(whole.state(shard.master))
+        master = array(whole.state(shard[MASTERS]))
         native.adamw_fp16(weight, master, grad, *moments, segments, grad_scale=grad_scale)
         return
-    split = weight, array(whole.state(shard.remainder)), grad, *moments
+    split = weight, array(whole.state(shard[REMAINDERS])), grad, *moments
     if state_dtype == FP32:
         native.adamw_split(*split, segments, grad_scale=grad_scale)
     elif state_dtype == BF16:

@@ -77,21 +77,17 @@ def test_views_share_the_buffer() -> None:
     layout = Layout.of(MIXED)
     buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
     state = torch.zeros(layout.state_numel)
-    for number, slice in enumerate(layout.slices, start=1):
+    for slice in layout.slices:
         view = slice.view(buffer)
-        assert (tuple(view.shape), view.dtype) == (slice.param.shape, slice.param.dtype)
-        assert view.is_contiguous()
+        described = tuple(view.shape), view.dtype, view.is_contiguous()
+        assert described == (slice.param.shape, slice.param.dtype, True)
         if view.numel():
             assert view.data_ptr() == buffer.data_ptr() + slice.offset
-        view.fill_(number)
-    # each view still has what was written through it: none overlaps another
-    for number, slice in enumerate(layout.slices, start=1):
-        assert torch.equal(slice.view(buffer), torch.full(slice.param.shape, number, dtype=slice.param.dtype))
-    for number, slice in enumerate(layout.trainable, start=1):
-        slice.state(state).fill_(number)
-    for number, slice in enumerate(layout.trainable, start=1):
-        assert torch.equal(slice.state(state), torch.full(slice.param.shape, float(number)))
-    assert float(state.sum()) == sum(n * slice.numel for n, slice in enumerate(layout.trainable, start=1))
+    for slice in layout.trainable:
+        view = slice.state(state)
+        assert tuple(view.shape) == slice.param.shape
+        if view.numel():
+            assert view.data_ptr() == state.data_ptr() + 4 * slice.index
 
 
 def test_tie_inside_a_unit_takes_one_place() -> None:
