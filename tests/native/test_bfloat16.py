@@ -30,17 +30,12 @@ def split(bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return weight, remainder
 
 
-def test_split_is_its_definition():
+def test_split_is_its_definition_and_join_brings_every_pattern_back():
     bits = patterns()
     weight, remainder = split(bits)
     t = bits + np.uint32(0x8000)
     assert np.array_equal(weight, (t >> 16).astype(np.uint16))
     assert np.array_equal(remainder, (t & 0xFFFF).astype(np.uint16))
-
-
-def test_join_brings_every_pattern_back():
-    bits = patterns()
-    weight, remainder = split(bits)
     back = np.zeros(bits.size, dtype=np.uint32)
     streamer_native.join(weight, remainder, back.view(np.float32))
     assert np.array_equal(back, bits)

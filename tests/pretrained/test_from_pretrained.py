@@ -6,6 +6,7 @@ import copy
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from streamer.pretrained.architecture import parameters_on_meta
 from tests.app.test_export import exported, trained
 from tests.model.test_moving import LINUX, MIB, ROOT
 from tests.model_folders import FILE, SIZES, Shared, differing, in_use, load, rewritten, saved, unwrapped
-from tests.reference import History, assert_parity, batch, train
+from tests.reference import assert_parity, batch, train
 
 # --- what the library loads -----------------------------------------------------------------------------
 
@@ -83,23 +84,16 @@ def test_training_goes_on_as_from_what_the_library_loads(name: str, tmp_path: Pa
     for param, same in zip(theirs.parameters(), mine.parameters(), strict=True):
         param.requires_grad_(same.requires_grad)  # that library trains what a constructor has frozen
     settings = {"lr": 1e-3, "eps": 1e-5, "weight_decay": 0.1}
-    histories: list[History] = []
-    for model, optimizer, clip in (
-        (mine, streamer.AdamW(mine.parameters(), **settings), streamer.clip_grad_norm_),
-        (theirs, torch.optim.AdamW(theirs.parameters(), **settings), clip_plain),
-    ):
-        histories.append(
-            train(model, optimizer, lambda: clip(model, 1.0), steps=2, loss_of=architecture.loss)  # noqa: B023
-        )
+    options = {"steps": 2, "loss_of": architecture.loss}
+    clips = partial(streamer.clip_grad_norm_, mine, 1.0)
+    actual = train(mine, streamer.AdamW(mine.parameters(), **settings), clips, **options)
+    clips = partial(torch.nn.utils.clip_grad_norm_, list(theirs.parameters()), 1.0)
+    expected = train(theirs, torch.optim.AdamW(theirs.parameters(), **settings), clips, **options)
     if not architecture.order:
-        assert_parity(*histories)
-    assert histories[0].losses[0] == histories[1].losses[0]
-    assert histories[0].losses == pytest.approx(histories[1].losses, rel=1e-5)
+        assert_parity(actual, expected)
+    assert actual.losses[0] == expected.losses[0]
+    assert actual.losses == pytest.approx(expected.losses, rel=1e-5)
     streamer.unwrap(mine)
-
-
-def clip_plain(model: nn.Module, max_norm: float) -> torch.Tensor:
-    return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
 
 def test_the_class_is_the_one_of_the_config_or_the_one_that_is_given(gpt2: Path) -> None:
