@@ -24,17 +24,12 @@ from tests.reference import VOCAB, batch
 LAYERS = {"layers": "transformer.h", "device": "cpu"}
 
 
-def gpt(layers: int = 3, **options: Any) -> GPT:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": VOCAB, "block_size": 16, "n_head": 2, "n_embd": 20, "dropout": 0.1}
-    return GPT(n_layer=layers, **(sizes | options))
-
-
 class Run:
     """A training run with all that it goes on from."""
 
     def __init__(self, *, seed: int = 0, state_dtype: Any = torch.float32, **options: Any) -> None:
-        model = gpt()
+        torch.manual_seed(0)
+        model = GPT(vocab_size=VOCAB, block_size=16, n_layer=3, n_head=2, n_embd=20, dropout=0.1)
         model.register_buffer("count", torch.zeros(2))
         self.model = streamer.wrap(model, **(LAYERS | options))
         decayed = [p for p in model.parameters() if p.dim() > 1]

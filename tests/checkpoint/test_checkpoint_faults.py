@@ -32,7 +32,15 @@ WIDTH = 12
 class Net(nn.Module):
     """Tied ends, a frozen parameter, one that never has a gradient, a buffer that is not persistent."""
 
-    def __init__(self, width: int = WIDTH, depth: int = 3, extra: bool = False, buffer: int = 2) -> None:
+    def __init__(
+        self,
+        width: int = WIDTH,
+        depth: int = 3,
+        buffer: int = 2,
+        *,
+        extra: bool = False,
+        is_frozen: bool = False,
+    ) -> None:
         super().__init__()
         self.first = nn.Linear(width, width, bias=False)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth))
@@ -43,6 +51,7 @@ class Net(nn.Module):
         self.blocks[0][0].bias.requires_grad_(False)
         self.blocks[1].register_parameter("unused", nn.Parameter(torch.ones(5)))
         self.register_buffer("count", torch.zeros(buffer), persistent=False)
+        self.blocks[-1].requires_grad_(not is_frozen)
         if extra:
             self.extra = nn.Parameter(torch.ones(2))
 
@@ -467,6 +476,18 @@ def test_masters_whatever_they_are_streamed_in(
         assert torch.equal(master, expected.to(master.dtype)), name
     assert all(torch.equal(t, second.moments()[name]) for name, t in first.moments().items())
     second.train(2)
+
+
+def test_what_is_frozen_here_takes_its_weight_alone(runs: Any, pair: tuple[Run, Path]) -> None:
+    whole, frozen = runs(), runs(sizes={"is_frozen": True}, seed=5)
+    for run in (whole, frozen):
+        run.load(pair[1])
+    assert all(torch.equal(t, frozen.masters()[name]) for name, t in whole.masters().items())
+    there, here = whole.moments(), frozen.moments()
+    assert all(torch.equal(tensor, there[name]) for name, tensor in here.items())
+    assert {name.rpartition(".")[0] for name in there.keys() - here.keys()} == {
+        *("blocks.2.0.weight", "blocks.2.0.bias")
+    }
 
 
 def values_of(run: Run, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -26,7 +26,7 @@ Clip = Callable[..., torch.Tensor]
 @cache
 def gpt() -> GPT:
     torch.manual_seed(0)
-    # biases of 60, 20 and 80 elements leave padding between parameters
+    # biases of 60, 20 and 80 elements leave padding between parameters, and 8-bit blocks that are not full
     return GPT(vocab_size=VOCAB, block_size=16, n_layer=3, n_head=2, n_embd=20)
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 from contextlib import AbstractContextManager
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
 import streamer
-from models.gpt2 import GPT
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.paging.handle import wrapped
 from streamer.memory.host import HostStore
@@ -19,16 +17,10 @@ from streamer.memory.purposes import BF16, FP32, GRADIENTS, INT8, MODEL, MOMENTS
 from streamer.optim.state import convert
 from streamer.optim.update import ParamUpdate, update_shard
 from streamer_native import Hyper
-from tests.reference import VOCAB, language_loss, streamed
+from tests.optim.test_clip import gpt
+from tests.reference import language_loss, streamed
 
 STATE_DTYPES = [torch.float32, torch.bfloat16, "int8"]
-
-
-@cache
-def gpt() -> GPT:
-    torch.manual_seed(0)
-    # biases of 60, 20 and 80 elements leave padding between parameters, and blocks that are not full
-    return GPT(vocab_size=VOCAB, block_size=16, n_layer=3, n_head=2, n_embd=20)
 
 
 def bf16(**options: Any) -> AbstractContextManager[torch.nn.Module]:
