@@ -163,19 +163,6 @@ def test_a_resumed_run_ends_where_an_undisturbed_one_does(
     assert_equal(second.end(), end)
 
 
-def test_the_background_makes_the_same_files(tmp_path: Path) -> None:
-    run = Run(dtype=torch.bfloat16, state_dtype="int8")
-    run.steps(2)
-    run.backward()  # gradients wait
-    run.save(tmp_path / "here")
-    run.save(tmp_path / "there", block=False).result()
-    names = sorted(path.name for path in (tmp_path / "here").iterdir())
-    assert names == sorted(path.name for path in (tmp_path / "there").iterdir())
-    for name in names:
-        assert (tmp_path / "here" / name).read_bytes() == (tmp_path / "there" / name).read_bytes(), name
-    run.end()
-
-
 def test_an_error_in_the_background_is_told_once_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
