@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,8 +15,16 @@ import torch.nn.functional as F
 from torch import nn
 
 import streamer
+from models.gpt2 import GPT
+from streamer.backends.base import Lane
 
 VOCAB = 64
+
+
+def tiny_gpt(layers: int = 3, width: int = 32, **options: Any) -> GPT:
+    """The same weights at every call; two heads, and 16 tokens at most."""
+    torch.manual_seed(0)
+    return GPT(vocab_size=VOCAB, block_size=16, n_layer=layers, n_head=2, n_embd=width, **options)
 
 
 @dataclass
@@ -46,6 +55,27 @@ def wide_loss(model: nn.Module, step: int) -> torch.Tensor:
 LossOf = Callable[[nn.Module, int], torch.Tensor]
 
 
+def one_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, step: int, loss_of: LossOf = language_loss
+) -> None:
+    loss_of(model, step).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies, on the CPU, of the gradients that there are."""
+    found = {name: param.grad for name, param in model.named_parameters()}
+    return {name: grad.cpu().clone() for name, grad in found.items() if grad is not None}
+
+
+def random_delays(seed: int, *, seconds: float = 0.004) -> dict[Lane, Callable[[], float]]:
+    """For each lane seconds that are drawn anew for each op: of some lanes up to ``seconds``."""
+    draw = random.Random(seed)
+    scale = {lane: draw.choice([0.0, seconds / 4, seconds]) for lane in Lane}
+    return {lane: partial(lambda lane: draw.random() * scale[lane], lane) for lane in Lane}
+
+
 def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -62,9 +92,7 @@ def train(
         loss = loss_of(model, step)
         loss.backward()
         if step == 0:
-            history.first_gradients = {
-                name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None
-            }
+            history.first_gradients = gradients(model)
         if clip is not None:
             history.norms.append(clip().item())
         optimizer.step()

@@ -9,18 +9,11 @@ import pytest
 import torch
 
 import streamer
-from models.gpt2 import GPT, MLP
+from models.gpt2 import MLP
 from streamer.app.cli import main
 from streamer.backends.thread import ThreadBackend
 from tests.app.test_resume import CONFIG
-from tests.reference import VOCAB, batch, streamed
-
-SIZES = {"vocab_size": VOCAB, "block_size": 16, "n_layer": 3, "n_head": 2, "n_embd": 16}
-
-
-def gpt() -> GPT:
-    torch.manual_seed(0)
-    return GPT(**SIZES)
+from tests.reference import gradients, language_loss, one_step, streamed, tiny_gpt
 
 
 def full_at(model: torch.nn.Module, rows: int) -> None:
@@ -33,14 +26,9 @@ def full_at(model: torch.nn.Module, rows: int) -> None:
     model.transformer.h[1].mlp.register_forward_pre_hook(hook)
 
 
-def loss_of(model: torch.nn.Module, rows: int) -> torch.Tensor:
-    tokens = batch(0, size=rows)
-    return torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
-
 @pytest.mark.parametrize("activations", ["recompute", "keep"])
 def test_out_of_device_memory_names_who_holds_it_and_a_smaller_batch_works(activations: str) -> None:
-    with streamed(gpt(), layers="transformer.h", activations=activations) as model:
+    with streamed(tiny_gpt(), activations=activations) as model:
         full_at(model, 3)
         optimizer = streamer.AdamW(model.parameters())
         match = (
@@ -49,43 +37,38 @@ def test_out_of_device_memory_names_who_holds_it_and_a_smaller_batch_works(activ
         )
         for _ in range(2):
             with pytest.raises(torch.OutOfMemoryError, match=match):
-                loss_of(model, 4)
-        loss = loss_of(model, 2)
-        loss.backward()
-        plain = gpt()
-        expected = loss_of(plain, 2)
-        expected.backward()
-        assert loss.item() == expected.item()
-        gradients = dict(plain.named_parameters())
-        assert all(torch.equal(p.grad, gradients[name].grad) for name, p in model.named_parameters())
+                language_loss(model, 0)
+        plain = tiny_gpt()
+        losses = language_loss(model, 0, size=2), language_loss(plain, 0, size=2)
+        for loss in losses:
+            loss.backward()
+        assert losses[0].item() == losses[1].item()
+        torch.testing.assert_close(gradients(model), gradients(plain), rtol=0, atol=0)
         optimizer.step()
 
 
 def test_host_memory_that_runs_out_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    with streamed(gpt(), layers="transformer.h") as model:
+    with streamed(tiny_gpt()) as model:
         optimizer = streamer.AdamW(model.parameters())
         free, now = [1 << 30], [100.0]
         monkeypatch.setattr(ThreadBackend, "host_available", lambda self: free[-1])
         monkeypatch.setattr("streamer.engine.paging.device_memory.time.monotonic", lambda: now[-1])
 
-        def step() -> None:
-            loss_of(model, 2).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            step()
+            one_step(model, optimizer, 0)
             free.append((1 << 28) - 1)
             now.append(100.9)
-            step()  # looked a second ago
+            one_step(model, optimizer, 0)  # looked a second ago
         now.append(101.0)
         held = sum(streamer.stats(model).host_bytes.values())
         match = f"only 268435455 bytes of host memory are free, .* the wrapped model holds {held}"
         with pytest.warns(UserWarning, match=match) as caught:
-            step()
+            language_loss(model, 0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
         assert caught[0].filename == __file__
-        step()
+        one_step(model, optimizer, 0)
 
 
 @pytest.mark.parametrize(
