@@ -12,15 +12,20 @@ from streamer.engine.paging.handle import wrapped
 from tests.reference import language_loss, one_step, streamed, tiny_gpt
 
 
-def test_device_bytes_do_not_grow_with_depth() -> None:
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_bytes_that_do_not_grow_with_depth(update: str) -> None:
+    """All on the device; with updates in backward the host's gradients too."""
     taken = []
-    for layers in (4, 8, 16, 32, 64):
-        with streamed(tiny_gpt(layers)) as model:
-            taken.append(dict(streamer.stats(model).device_bytes))
-    layer = tiny_gpt(1).transformer.h[0]
-    layer_bytes = sum(param.nbytes for param in layer.parameters())
-    assert taken == [taken[0]] * 5
+    for layers in (4, 8, 32):
+        with streamed(tiny_gpt(layers), update=update) as model:
+            stats = streamer.stats(model)
+            taken.append(dict(stats.device_bytes))
+            if update == "backward":
+                taken[-1] |= {name: stats.host_bytes[name] for name in ("gradient staging", "gradients")}
+    layer_bytes = sum(param.nbytes for param in tiny_gpt(1).transformer.h[0].parameters())
+    assert taken == [taken[0]] * 3
     assert taken[0]["weight slots"] == taken[0]["gradient slots"] == 2 * layer_bytes
+    assert update == "step" or taken[0]["gradient staging"] == 4 * layer_bytes
 
 
 @pytest.mark.parametrize(
