@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from functools import cache
@@ -13,29 +13,27 @@ import torch
 from torch import nn
 
 import streamer
-import streamer.engine.paging.weights
 from bench.least_bytes import Cycle, inference, least_bytes, training
 from bench.residency import moved_in_inference, moved_in_training
-from models.gpt2 import GPT
 from streamer.backends.base import Event, Lane
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.paging.device_memory import DeviceMemory
 from streamer.engine.paging.handle import wrapped
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
-from streamer.engine.schedule.op import ROOT, Op, OpKind, Resource
+from streamer.engine.schedule.op import Op, OpKind, Resource
 from streamer.engine.schedule.order import Phase, Visit
 from streamer.engine.tensors.saved import SavedBytes
 from streamer.memory.slots import WeightSlots
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import H200
 from tests.reference import (
-    VOCAB,
     assert_parity,
     assert_same,
     language_loss,
+    one_step,
     streamed,
-    train,
+    tiny_gpt,
     train_plain,
     train_streamed,
     wide_loss,
@@ -152,75 +150,21 @@ def test_other_cycles_move_the_least_that_hides_under_compute(cycle: Cycle, phas
     assert [moved(cycle, phases, k) for k in slots] == least
 
 
-def nearest(candidates: Iterable[int], upcoming: Iterable[int], nbytes: object) -> int | None:
-    held = list(candidates)
-    return next((unit for unit in upcoming if unit in held), None)
-
-
-def queue() -> Callable[..., int | None]:
-    """First in, first out."""
-    came: list[int] = []
-
-    def choose(candidates: Iterable[int], upcoming: Iterable[int], nbytes: object) -> int | None:
-        held = list(candidates)
-        came[:] = [*(unit for unit in came if unit in held), *(unit for unit in held if unit not in came)]
-        return came[0] if came else None
-
-    return choose
-
-
-@pytest.mark.parametrize("other", [nearest, queue()], ids=["nearest", "queue"])
-def test_another_choice_moves_more(monkeypatch: pytest.MonkeyPatch, other: Callable[..., int | None]) -> None:
-    monkeypatch.setattr(streamer.engine.paging.weights, "farthest", other)
-    for layers, slots in ((6, 4), (7, 5)):
-        cycle = training(layers)
-        assert moved(cycle, layers * [F] + layers * [B], slots) > least_bytes(cycle, slots)
-
-
-def test_the_last_layers_are_still_there_when_backward_begins(issued: list[Op]) -> None:
-    with streamed(gpt(6), num_slots=4) as model:
-        optimizer = streamer.AdamW(model.parameters())
-        for step in range(3):
-            issued.clear()
-            language_loss(model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    printed = " ".join(
-        str(op)
-        for op in issued
-        if op.unit != ROOT and op.kind in (OpKind.UNSHARD, OpKind.FORWARD, OpKind.BACKWARD, OpKind.STEP)
-    )
-    assert printed.startswith(
-        "0F@0 4UNSHARD@0 1F@1 5UNSHARD@1 2F@2 3F@3 4F@0 5F@1 "
-        "5B@1 1UNSHARD@1 4B@0 0UNSHARD@0 3B@3 2B@2 1B@1 0B@0 "
-        "0STEP 1STEP 2STEP 3STEP 4STEP 5STEP 0UNSHARD@0 1UNSHARD@1 2UNSHARD@2 3UNSHARD@3"
-    ), printed
-
-
 # --- a budget -----------------------------------------------------------------------------------------
 
 
-def gpt(layers: int = 6) -> GPT:
-    torch.manual_seed(0)
-    return GPT(vocab_size=VOCAB, block_size=16, n_layer=layers, n_head=2, n_embd=32)
+def gpt() -> nn.Module:
+    return tiny_gpt(6)
 
 
-LAYER = sum(param.nbytes for param in gpt(1).transformer.h[0].parameters())
+LAYER = sum(param.nbytes for param in tiny_gpt(1).transformer.h[0].parameters())
 
 
 @contextmanager
 def within(nbytes: int, model: nn.Module, **options: Any) -> Iterator[nn.Module]:
-    with streamed(model, layers="transformer.h", device_memory=nbytes, **options) as wrapped_model:
+    with streamed(model, device_memory=nbytes, **options) as wrapped_model:
         yield wrapped_model
         assert streamer.stats(wrapped_model).device_bytes_peak <= nbytes
-
-
-def step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, number: int, loss_of: Any = language_loss
-) -> None:
-    loss_of(model, number).backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def num_slots(model: nn.Module) -> int:
@@ -233,8 +177,8 @@ def num_slots(model: nn.Module) -> int:
 @cache
 def bytes_beside_slots(loss_of: Any = language_loss, **options: Any) -> int:
     """What one step takes at most, less two slots."""
-    with streamed(gpt(), layers="transformer.h", **options) as model:
-        step(model, streamer.AdamW(model.parameters()), 0, loss_of)
+    with streamed(gpt(), **options) as model:
+        one_step(model, streamer.AdamW(model.parameters()), 0, loss_of)
         return streamer.stats(model).device_bytes_peak - 2 * LAYER
 
 
@@ -261,20 +205,21 @@ def test_a_budget_is_filled_after_the_first_step(
 
 
 @pytest.mark.parametrize("update", ["step", "backward"])
-def test_a_budget_changes_no_value(update: str) -> None:
-    beside = bytes_beside_slots(update=update)
-    results = []
-    for options in ({"device_memory": beside + 4 * LAYER}, {}):
-        backend = ThreadBackend(poison=True)
-        with streamed(gpt(), layers="transformer.h", update=update, backend=backend, **options) as model:
-            optimizer = streamer.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
-            results.append(train(model, optimizer, None, steps=4))
-    assert_same(*results)
+def test_slots_that_come_and_go_change_no_value(update: str) -> None:
+    def loss_of(model: nn.Module, number: int) -> torch.Tensor:
+        return (wide_loss if number % 2 else language_loss)(model, number)
+
+    options: dict[str, Any] = {"update": update, "clip": update == "step", "loss_of": loss_of, "steps": 4}
+    slow = {lane: lambda: 0.002 for lane in (Lane.H2D, Lane.HOST)}
+    backend = ThreadBackend(poison=True, delays=slow)
+    budget = bytes_beside_slots(wide_loss, update=update) + 2 * LAYER
+    actual = train_streamed(gpt(), device_memory=budget, backend=backend, **options)
+    assert_same(actual, train_streamed(gpt(), **options))
 
 
 def test_clipped_training_within_a_budget_equals_plain_pytorch() -> None:
-    options = {"layers": "transformer.h", "device_memory": bytes_beside_slots() + 5 * LAYER}
-    assert_parity(train_streamed(gpt(), steps=4, **options), train_plain(gpt(), steps=4))
+    budget = bytes_beside_slots() + 5 * LAYER
+    assert_parity(train_streamed(gpt(), steps=4, device_memory=budget), train_plain(gpt(), steps=4))
 
 
 def test_slots_are_given_back_to_longer_batches() -> None:
@@ -282,10 +227,10 @@ def test_slots_are_given_back_to_longer_batches() -> None:
     small, large = bytes_beside_slots(), bytes_beside_slots(wide_loss)
     # the larger step itself is over the budget on a device that would let it
     budget = large + 3 * LAYER
-    with streamed(gpt(), layers="transformer.h", device_memory=budget) as model:
+    with streamed(gpt(), device_memory=budget) as model:
         optimizer, counts = streamer.AdamW(model.parameters()), []
         for number, loss_of in enumerate((language_loss, wide_loss, language_loss, wide_loss)):
-            step(model, optimizer, number, loss_of)
+            one_step(model, optimizer, number, loss_of)
             counts.append(num_slots(model))
         assert counts == [min(6, (budget - small) // LAYER), 3, 3, 3]
         assert streamer.stats(model).device_bytes_peak == budget
@@ -314,7 +259,7 @@ class Counting(ThreadBackend):
 
 def test_a_peak_counts_with_the_slots_that_it_was_reached_with() -> None:
     budget, backend = bytes_beside_slots(wide_loss) + 3 * LAYER, Counting()
-    with streamed(gpt(), layers="transformer.h", device_memory=budget, backend=backend) as model:
+    with streamed(gpt(), device_memory=budget, backend=backend) as model:
         executor = wrapped(model).executor
         backend.memory, backend.saved = executor.memory, executor.saved
         optimizer, counts = streamer.AdamW(model.parameters()), []
@@ -324,22 +269,10 @@ def test_a_peak_counts_with_the_slots_that_it_was_reached_with() -> None:
                 assert backend.peak > budget
                 # what a narrow step takes is not all that is ever needed
                 backend.peak = 0
-            step(model, optimizer, number, loss_of)
+            one_step(model, optimizer, number, loss_of)
             counts.append(num_slots(model))
         assert counts == [6, 3, 3, 3, 3, 3]
         assert backend.peak == budget
-
-
-def test_slots_that_are_given_back_change_no_value() -> None:
-    def loss_of(model: nn.Module, number: int) -> torch.Tensor:
-        return (wide_loss if number % 2 else language_loss)(model, number)
-
-    budget = bytes_beside_slots(wide_loss) + 2 * LAYER
-    options = {"layers": "transformer.h", "loss_of": loss_of, "steps": 4}
-    slow = {lane: lambda: 0.002 for lane in (Lane.H2D, Lane.HOST)}
-    backend = ThreadBackend(poison=True, delays=slow)
-    actual = train_streamed(gpt(), device_memory=budget, backend=backend, **options)
-    assert_same(actual, train_streamed(gpt(), **options))
 
 
 def test_a_slot_goes_when_nothing_uses_it_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,31 +295,31 @@ def test_a_slot_goes_when_nothing_uses_it_any_more(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Issuer, "issue", noting)
     monkeypatch.setattr(WeightSlots, "drop", checking)
     backend = ThreadBackend(poison=True, delays={Lane.H2D: lambda: 0.005})
-    with streamed(gpt(), layers="transformer.h", device_memory="1GiB", backend=backend) as model:
+    with streamed(gpt(), device_memory="1GiB", backend=backend) as model:
         optimizer = streamer.AdamW(model.parameters())
-        step(model, optimizer, 0)
+        one_step(model, optimizer, 0)
         # its updates and the copies of its six layers are under way
         wrapped(model).executor.weights.resize(2)
         assert unfinished == 4 * [[]]
-        step(model, optimizer, 1)
+        one_step(model, optimizer, 1)
         assert num_slots(model) == 6
 
 
-def test_a_number_of_slots_stays() -> None:
-    with within(1 << 30, gpt(), num_slots=3) as model:
+@pytest.mark.parametrize(
+    ("layers", "options", "expected"),
+    [
+        (6, {}, 2),
+        (6, {"device_memory": "1GiB", "num_slots": 3}, 3),
+        (1, {"device_memory": "1GiB"}, 1),
+    ],
+    ids=["no budget", "slots that the user chose", "one layer"],
+)
+def test_slots_that_stay(layers: int, options: dict[str, Any], expected: int) -> None:
+    with streamed(tiny_gpt(layers), layers="transformer.h", **options) as model:
         optimizer = streamer.AdamW(model.parameters())
         for number in range(2):
-            step(model, optimizer, number)
-            assert num_slots(model) == 3
-
-
-def test_without_a_budget_there_are_two_slots() -> None:
-    with streamed(gpt(), layers="transformer.h") as model:
-        step(model, streamer.AdamW(model.parameters()), 0)
-        assert num_slots(model) == 2
-    with streamed(gpt(1), layers="transformer.h", device_memory="1GiB") as model:
-        step(model, streamer.AdamW(model.parameters()), 0)
-        assert num_slots(model) == 1
+            one_step(model, optimizer, number)
+            assert num_slots(model) == expected
 
 
 def test_an_evaluation_of_what_is_trained_shows_nothing() -> None:
@@ -395,7 +328,7 @@ def test_an_evaluation_of_what_is_trained_shows_nothing() -> None:
             with torch.no_grad():
                 language_loss(model, number)
             assert num_slots(model) == 2
-        step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0)
+        one_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0)
         assert num_slots(model) == 6
 
 
@@ -421,10 +354,10 @@ def test_two_optimizers_and_a_checkpoint(tmp_path: Any) -> None:
                 optimizer.zero_grad()
             assert num_slots(model) == 4
         both = streamer.AdamW(model.parameters())
-        step(model, both, 2)
+        one_step(model, both, 2)
         streamer.save(model, both, tmp_path / "saved", step=3)
         expected = language_loss(model, 3).item()
-        step(model, both, 3)
+        one_step(model, both, 3)
         streamer.load(model, both, tmp_path / "saved")
         assert language_loss(model, 3).item() == expected
         assert num_slots(model) == 4
@@ -443,7 +376,7 @@ def test_a_pass_that_runs_out_of_memory_takes_the_added_slots_back() -> None:
     backend = Refusing(poison=True)
     with within(1 << 30, gpt(), backend=backend) as model:
         optimizer = streamer.AdamW(model.parameters())
-        step(model, optimizer, 0)
+        one_step(model, optimizer, 0)
         assert num_slots(model) == 6
         language_loss(model, 1)
         # outside of all layers: only the allocator knows
@@ -451,7 +384,7 @@ def test_a_pass_that_runs_out_of_memory_takes_the_added_slots_back() -> None:
         language_loss(model, 1)
         assert num_slots(model) == 2
         for number in range(2):
-            step(model, optimizer, number)
+            one_step(model, optimizer, number)
             assert num_slots(model) == 2
 
 
@@ -469,6 +402,6 @@ def test_a_device_that_has_less_than_the_budget_is_not_asked_again() -> None:
     with within(1 << 30, gpt(), backend=backend) as model:
         optimizer = streamer.AdamW(model.parameters())
         for number in range(3):
-            step(model, optimizer, number)
+            one_step(model, optimizer, number)
             assert num_slots(model) == 4
         assert backend.refused == 1
