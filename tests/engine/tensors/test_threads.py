@@ -5,23 +5,23 @@ from __future__ import annotations
 import copy
 import faulthandler
 import queue
-import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import streamer
-from models.gpt2 import GPT
 from streamer.backends.base import Event, Lane
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Hazards, Issuer
-from tests.reference import VOCAB, language_loss, streamed
+from tests.reference import VOCAB, language_loss, one_step, random_delays, streamed, tiny_gpt
 
 WIDTH, DEPTH = 24, 4
 
@@ -57,16 +57,7 @@ def together(*works: Callable[[], object], seconds: float = 100) -> None:
 
 
 def disturbed(seed: int) -> ThreadBackend:
-    draw = random.Random(seed)
-    scale = {lane: draw.choice([0.0, 0.0005, 0.002]) for lane in Lane}
-    return ThreadBackend(
-        delays={lane: partial(lambda lane: draw.random() * scale[lane], lane) for lane in Lane}, poison=True
-    )
-
-
-def gpt() -> GPT:
-    torch.manual_seed(0)
-    return GPT(vocab_size=VOCAB, block_size=16, n_layer=DEPTH, n_head=2, n_embd=16, dropout=0.0)
+    return ThreadBackend(delays=random_delays(seed, seconds=0.002), poison=True)
 
 
 class Layer(nn.Module):
@@ -98,11 +89,13 @@ def inputs(seed: int, size: int = 4) -> torch.Tensor:
     return torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
+def forward(model: nn.Module, seed: int = 0) -> torch.Tensor:
+    return model(inputs(seed)).square().mean()
+
+
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
     for step in steps:
-        model(inputs(step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        one_step(model, optimizer, step, forward)
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -115,7 +108,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_inference_in_several_threads_is_that_of_plain_pytorch(seed: int) -> None:
-    plain = gpt().eval()
+    plain = tiny_gpt(DEPTH, width=16).eval()
     options = {"num_slots": seed + 1, "micro_batch_size": (None, 1, 1, None)[seed]}
 
     def generate(model: nn.Module, thread: int) -> torch.Tensor:
@@ -232,53 +225,20 @@ def test_a_thread_that_dies_in_a_layer_leaves_the_others_alone(num_slots: int) -
 AT_ONCE = "train one model at once"
 
 
-def forward(model: nn.Module, seed: int = 0) -> torch.Tensor:
-    return model(inputs(seed)).square().mean()
-
-
-def in_a_thread(work: Callable[[], object]) -> None:
-    together(work)
-
-
-class Alive:
-    """A thread that does what it is given, one thing after another, and stays."""
-
-    def __init__(self) -> None:
-        self._works: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="other")
-        self._thread.start()
-
-    def _run(self) -> None:
-        while (work := self._works.get()) is not None:
-            try:
-                self._results.put(work())
-            except BaseException as error:  # noqa: BLE001 - raised again by do
-                self._results.put(error)
-
-    def do(self, work: Callable[[], object]) -> object:
-        self._works.put(work)
-        result = self._results.get(timeout=100)
-        if isinstance(result, BaseException):
-            raise result
-        return result
-
-    def end(self) -> None:
-        self._works.put(None)
-        self._thread.join()
+InOther = Callable[[Callable[[], object]], Any]
 
 
 @pytest.fixture
-def other() -> Iterator[Alive]:
-    alive = Alive()
-    yield alive
-    alive.end()
+def in_other() -> Iterator[InOther]:
+    """What does one thing after another in one other thread, and returns its result or raises its error."""
+    with ThreadPoolExecutor(1) as pool:
+        yield lambda work: pool.submit(work).result(timeout=100)
 
 
 @pytest.mark.parametrize("goes_on_with", ["forward", "backward", "step"])
 @pytest.mark.parametrize("of_torch", [False, True], ids=["streamer", "torch"])
 def test_to_go_on_with_a_pass_that_another_thread_has_cut_into_is_refused(
-    goes_on_with: str, of_torch: bool, other: Alive
+    goes_on_with: str, of_torch: bool, in_other: InOther
 ) -> None:
     with streamed(Stack(), layers="layers") as model:
         kind = torch.optim.SGD if of_torch else streamer.AdamW
@@ -286,38 +246,16 @@ def test_to_go_on_with_a_pass_that_another_thread_has_cut_into_is_refused(
         loss = forward(model)
         if goes_on_with == "step":
             loss.backward()
-        theirs = other.do(lambda: forward(model, 1))
+        theirs = in_other(lambda: forward(model, 1))
         acts = {"forward": lambda: forward(model), "backward": loss.backward, "step": optimizer.step}
         with pytest.raises(RuntimeError, match=AT_ONCE):
             acts[goes_on_with]()
         # the one that has cut in goes on
-        other.do(theirs.backward)
-        other.do(optimizer.step)
+        in_other(theirs.backward)
+        in_other(optimizer.step)
 
 
-def test_two_training_loops_at_once_are_refused() -> None:
-    with streamed(Stack(), layers="layers", backend=disturbed(3)) as model:
-        optimizer = streamer.AdamW(model.parameters(), lr=0.1)
-        # each begins a pass before either ends one
-        begun = threading.Barrier(2, timeout=100)
-
-        def loop(first: int) -> None:
-            try:
-                loss = forward(model, first)
-                begun.wait()
-            except threading.BrokenBarrierError:
-                return
-            except RuntimeError:
-                begun.abort()
-                raise
-            loss.backward()
-            optimizer.step()
-
-        with pytest.raises(RuntimeError, match=AT_ONCE):
-            together(partial(loop, 0), partial(loop, 1))
-
-
-def test_a_forward_while_another_threads_backward_runs_is_refused(other: Alive) -> None:
+def test_a_forward_while_another_threads_backward_runs_is_refused(in_other: InOther) -> None:
     with streamed(Stack(), layers="layers") as model:
         x = inputs(0).requires_grad_()
         loss = model.layers[1](hooked := model.layers[0](x)).sum()
@@ -325,7 +263,7 @@ def test_a_forward_while_another_threads_backward_runs_is_refused(other: Alive) 
 
         def meanwhile(_: torch.Tensor) -> None:
             try:
-                other.do(lambda: forward(model))
+                in_other(lambda: forward(model))
             except RuntimeError as error:
                 found.append(error)
 
@@ -333,36 +271,20 @@ def test_a_forward_while_another_threads_backward_runs_is_refused(other: Alive) 
         loss.backward()
         assert AT_ONCE in str(found.pop())
         # it is over
-        other.do(lambda: forward(model).backward())
-
-
-def test_threads_that_take_a_lock_train_one_after_the_other() -> None:
-    with streamed(Stack(), layers="layers", backend=disturbed(4)) as model:
-        optimizer = streamer.AdamW(model.parameters(), lr=0.1)
-        lock, order = threading.Lock(), []
-
-        def loop(first: int) -> None:
-            for step in range(first, first + 3):
-                with lock:
-                    train(model, optimizer, range(step, step + 1))
-                    order.append(step)
-
-        together(partial(loop, 0), partial(loop, 10))
-        weights = weights_of(model)
-    with streamed(Stack(), layers="layers") as model:
-        optimizer = streamer.AdamW(model.parameters(), lr=0.1)
-        for step in order:
-            train(model, optimizer, range(step, step + 1))
-        assert equal(weights_of(model), weights)
+        in_other(lambda: forward(model).backward())
 
 
 @pytest.mark.parametrize("activations", ["recompute", "keep", "recompute+offload"])
-def test_another_thread_may_take_the_training_over(activations: str, other: Alive) -> None:
+def test_another_thread_may_take_the_training_over(activations: str, in_other: InOther) -> None:
     def loops(in_other: Callable[[Callable[[], object]], object]) -> dict[str, torch.Tensor]:
         with streamed(Stack(), layers="layers", activations=activations) as model:
             optimizer = streamer.AdamW(model.parameters(), lr=0.1)
-            # a forward to warm up, whose graph stays
-            warm = forward(model)
+            # a forward to warm up, whose graph stays; and one whose backward comes after another's pass
+            warm, early = forward(model), forward(model, 1)
+            in_other(lambda: forward(model, 2))
+            in_other(optimizer.zero_grad)
+            early.backward()
+            optimizer.zero_grad()
             in_other(lambda: train(model, optimizer, range(3)))
             train(model, optimizer, range(3, 5))
             # a forward here, its backward there
@@ -374,10 +296,10 @@ def test_another_thread_may_take_the_training_over(activations: str, other: Aliv
             assert warm.requires_grad
             return weights_of(model)
 
-    assert equal(loops(other.do), loops(lambda work: work()))
+    assert equal(loops(in_other), loops(lambda work: work()))
 
 
-def test_a_backward_that_failed_keeps_no_thread_from_training(other: Alive) -> None:
+def test_a_backward_that_failed_keeps_no_thread_from_training(in_other: InOther) -> None:
     with streamed(Stack(), layers="layers") as model:
         optimizer = streamer.AdamW(model.parameters(), lr=0.1)
 
@@ -391,7 +313,7 @@ def test_a_backward_that_failed_keeps_no_thread_from_training(other: Alive) -> N
             with pytest.raises(ArithmeticError, match="no gradient"):
                 model.layers[1](y).sum().backward()
 
-        other.do(fails)
+        in_other(fails)
         optimizer.zero_grad()
         train(model, optimizer, range(2))
 
@@ -400,7 +322,7 @@ def test_a_backward_that_failed_keeps_no_thread_from_training(other: Alive) -> N
 def test_others_may_synchronize_and_ask_beside_training(seed: int) -> None:
     def run(*beside: Callable[[nn.Module], object]) -> dict[str, torch.Tensor]:
         over = threading.Event()
-        with streamed(gpt(), backend=disturbed(seed), num_slots=2 * seed + 1) as model:
+        with streamed(tiny_gpt(DEPTH, width=16), backend=disturbed(seed), num_slots=2 * seed + 1) as model:
             optimizer = streamer.AdamW(model.parameters(), lr=0.01)
 
             def trains() -> None:
