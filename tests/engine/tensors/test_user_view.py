@@ -17,41 +17,37 @@ from torch import nn
 from torch.nn.utils import get_total_norm, parameters_to_vector
 
 import streamer
-from models.gpt2 import GPT
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.paging.executor import Executor
 from streamer.engine.schedule.op import Op, OpKind
-from tests.reference import language_loss, streamed
+from tests.reference import assert_trains_alike, gradients, language_loss, one_step, streamed, tiny_gpt
 
 LAYERS = 3
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 
-def gpt() -> GPT:
-    torch.manual_seed(0)
-    return GPT(vocab_size=64, block_size=16, n_layer=LAYERS, n_head=2, n_embd=16)
+def gpt() -> nn.Module:
+    return tiny_gpt(LAYERS, width=16)
+
+
+def late_updates() -> ThreadBackend:
+    """Each update begins so late that whoever does not wait for it reads old weights."""
+    return ThreadBackend(delays={Lane.HOST: lambda: 0.005}, poison=True)
 
 
 @contextmanager
-def wrapped(model: nn.Module, **options: Any) -> Iterator[None]:
-    """``model`` is wrapped inside the block, where each update begins so late that whoever does not wait for
-    it reads old weights."""
-    late = [0.0]
-    backend = ThreadBackend(delays={Lane.HOST: lambda: late[0]}, poison=True)
-    streamer.wrap(model, layers="transformer.h", backend=backend, **options)
+def training(
+    dtype: torch.dtype | None = None, **options: Any
+) -> Iterator[tuple[nn.Module, streamer.AdamW, list[Any]]]:
+    """A wrapped model whose updates are late, its optimizer, and a list of its parameters from before."""
+    model = gpt()
+    params = list(model.parameters())
+    streamer.wrap(model, backend=late_updates(), dtype=dtype, **options)
     try:
-        late[0] = 0.005
-        yield
+        yield model, streamer.AdamW(model.parameters(), lr=0.1), params
     finally:
-        late[0] = 0.0
         streamer.unwrap(model)
-
-
-def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    language_loss(model, step).backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def values(tensors: Any) -> list[Any]:
@@ -98,17 +94,6 @@ READERS: dict[str, Callable[[list[Any]], Any]] = {
 }
 
 
-@contextmanager
-def training(
-    dtype: torch.dtype | None = None, **options: Any
-) -> Iterator[tuple[nn.Module, streamer.AdamW, list[Any]]]:
-    """A wrapped model whose updates are late, its optimizer, and a list of its parameters from before."""
-    model = gpt()
-    params = list(model.parameters())
-    with wrapped(model, dtype=dtype, **options):
-        yield model, streamer.AdamW(model.parameters(), lr=0.1), params
-
-
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 @pytest.mark.parametrize("name", READERS)
 @torch.no_grad()
@@ -150,8 +135,7 @@ def test_a_read_waits_for_its_layer_alone() -> None:
 
     before = 1 << 30
     model = gpt()
-    backend = ThreadBackend(delays={Lane.HOST: hold_the_last})
-    streamer.wrap(model, layers="transformer.h", backend=backend)
+    streamer.wrap(model, backend=ThreadBackend(delays={Lane.HOST: hold_the_last}))
     optimizer = streamer.AdamW(model.parameters())
     language_loss(model, 0).backward()
     streamer.synchronize(model)
@@ -169,7 +153,7 @@ def test_a_loop_that_looks_at_nothing_waits_for_nothing(
     issued: list[Op], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    with streamed(gpt(), layers="transformer.h", num_slots=LAYERS) as model:
+    with streamed(gpt(), num_slots=LAYERS) as model:
         optimizer = streamer.AdamW(model.parameters())
         monkeypatch.setattr(Executor, "await_update", lambda self, unit: asked.append(unit.index))
         for step in range(3):
@@ -206,11 +190,11 @@ WRITES += [
 
 @pytest.mark.parametrize(("how", "when", "num_slots"), WRITES)
 def test_what_is_written_is_what_runs(how: str, when: str, num_slots: int) -> None:
-    def run(model: nn.Module, optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> list[float]:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, clip: object) -> list[float]:
         def write(now: str) -> None:
             if now == when:
                 with torch.no_grad():
-                    for param in params:
+                    for param in model.parameters():
                         WRITERS[how](param)
 
         losses = []
@@ -229,16 +213,9 @@ def test_what_is_written_is_what_runs(how: str, when: str, num_slots: int) -> No
             write("after all")
         return losses
 
-    settings = {"lr": 1e-2, "eps": 1.0}  # so large that rounding errors are not blown up
-    plain = gpt()
-    expected = run(plain, torch.optim.AdamW(plain.parameters(), **settings), list(plain.parameters()))
-    model = gpt()
-    params = list(model.parameters())
-    with wrapped(model, num_slots=num_slots, activations="keep"):
-        losses = run(model, streamer.AdamW(params, **settings), params)
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=0)
-    for mine, theirs in zip(params, plain.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+    options = {"num_slots": num_slots, "activations": "keep", "backend": late_updates()}
+    # eps is so large that rounding errors are not blown up
+    assert_trains_alike(gpt(), loop, options=options, lr=1e-2, eps=1.0)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
@@ -280,36 +257,27 @@ def test_the_master_of_a_weight_that_was_written_is_the_weight(dtype: torch.dtyp
 
 
 def test_gradients_are_clipped_when_they_are_read_and_may_be_written_then() -> None:
-    def run(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[], object]) -> list[Any]:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[float], object]) -> Any:
         language_loss(model, 0).backward()
-        clip()
-        found = [param.grad.clone() for param in model.parameters()]
+        clip(1e-2)
+        found = list(gradients(model).values())
         with torch.no_grad():
             for param in model.parameters():
                 param.grad.add_(0.01)
                 param.grad.data.mul_(2.0)
         optimizer.step()
-        for param in model.parameters():
-            param.grad.zero_()
+        optimizer.zero_grad(set_to_none=False)
         language_loss(model, 1).backward()
         optimizer.step()
         return found
 
-    settings = {"lr": 1e-2, "eps": 1.0}
-    plain = gpt()
-    optimizer = torch.optim.AdamW(plain.parameters(), **settings)
-    expected = run(plain, optimizer, lambda: torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e-2))
-    model = gpt()
-    with wrapped(model):
-        mine = streamer.AdamW(model.parameters(), **settings)
-        found = run(model, mine, lambda: streamer.clip_grad_norm_(model, 1e-2))
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
-    torch.testing.assert_close(list(model.parameters()), list(plain.parameters()), rtol=1e-5, atol=1e-7)
+    options = {"backend": late_updates()}
+    assert_trains_alike(gpt(), loop, options=options, lr=1e-2, eps=1.0)
 
 
 @pytest.mark.parametrize("foreach", [None, True])
 def test_torchs_own_clipping_makes_step_pass_over_no_gradient(issued: list[Op], foreach: bool | None) -> None:
-    with streamed(gpt(), layers="transformer.h") as model:
+    with streamed(gpt()) as model:
         optimizer = streamer.AdamW(model.parameters())
         for step in range(2):
             language_loss(model, step).backward()
