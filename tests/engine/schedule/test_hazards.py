@@ -36,66 +36,58 @@ def waits_of(program: Sequence[Op], hazards: Hazards | None = None) -> list[list
     return waits
 
 
-def test_a_read_waits_for_the_last_write() -> None:
-    assert waits_of([ops.step(0, 1), ops.step(0, 1), ops.unshard(0, 1, 1), ops.forward(0, 1)]) == [
-        [],
-        [],
-        ["0STEP"],
-        ["0UNSHARD@1"],
-    ]
+STEP, SYNC = ops.step(0, 1), ops.sync((ops.gradient(0),))
+UNSHARD, UNSHARD_OTHER = ops.unshard(0, 0, 1), ops.unshard(1, 0, 1)
+OFFLOAD, OFFLOAD_AGAIN = ops.offload_grad(0, 0, 1), ops.offload_grad(0, 1, 1)
+FORWARD, BACKWARD, NORM = ops.forward(0, 0), ops.backward(0, 0, 0), ops.norm(0, 1)
 
-
-def test_a_write_waits_for_the_reads_since_the_last_write() -> None:
-    program = [ops.unshard(0, 0, 1), ops.forward(0, 0), ops.unshard(1, 0, 1), ops.forward(1, 0)]
-    assert waits_of(program) == [[], ["0UNSHARD@0"], ["0F@0"], ["1UNSHARD@0"]]
-
-
-def test_a_write_forgets_the_reads_before_it() -> None:
-    program = [ops.unshard(0, 0, 1), ops.forward(0, 0), ops.unshard(1, 0, 1), ops.unshard(2, 0, 1)]
-    assert waits_of(program)[-1] == [], "nobody has read unit 1, and H2D keeps its own order"
-
-
-def test_the_last_read_of_a_lane_stands_for_all() -> None:
-    program = [ops.unshard(0, 0, 1), ops.forward(0, 0), ops.backward(0, 0, 0), ops.unshard(1, 0, 1)]
-    assert waits_of(program)[-1] == ["0B@0"]
-
-
-def test_reads_on_several_lanes_are_all_waited_for() -> None:
-    program = [
-        ops.offload_grad(0, 0, 1),
-        ops.step(0, 1),
-        ops.sync((ops.gradient(0),)),
-        ops.offload_grad(0, 1, 1),
-    ]
-    assert sorted(waits_of(program)[-1]) == ["0STEP", "SYNC"]
-
-
-def test_no_wait_within_a_lane() -> None:
-    program = [ops.offload_grad(0, 0, 1), ops.norm(0, 1), ops.accumulate(0, 0, 1), ops.norm(0, 1)]
-    assert waits_of(program)[2:] == [["0OFFLOAD_GRAD@0"], []]
-
-
-def test_an_op_waits_for_each_event_once() -> None:
+EDGES: dict[str, tuple[list[Op], list[list[str]]]] = {
+    "a read waits for the last write": (
+        [STEP, STEP, UNSHARD, FORWARD],
+        [[], [], ["0STEP"], ["0UNSHARD@0"]],
+    ),
+    "a write waits for the reads since the last write": (
+        [UNSHARD, FORWARD, UNSHARD_OTHER, ops.forward(1, 0)],
+        [[], ["0UNSHARD@0"], ["0F@0"], ["1UNSHARD@0"]],
+    ),
+    # nobody has read unit 1, and H2D keeps its own order
+    "a write forgets the reads before it": (
+        [UNSHARD, FORWARD, UNSHARD_OTHER, ops.unshard(2, 0, 1)],
+        [[], ["0UNSHARD@0"], ["0F@0"], []],
+    ),
+    "the last read of a lane stands for all": (
+        [UNSHARD, FORWARD, BACKWARD, UNSHARD_OTHER],
+        [[], ["0UNSHARD@0"], ["0UNSHARD@0"], ["0B@0"]],
+    ),
+    "reads on several lanes are all waited for": (
+        [OFFLOAD, STEP, SYNC, OFFLOAD_AGAIN],
+        [[], ["0OFFLOAD_GRAD@0"], ["0OFFLOAD_GRAD@0"], ["0STEP", "SYNC"]],
+    ),
+    "no wait within a lane": (
+        [OFFLOAD, NORM, ops.accumulate(0, 0, 1), NORM],
+        [[], ["0OFFLOAD_GRAD@0"], ["0OFFLOAD_GRAD@0"], []],
+    ),
     # one op wrote both of what another reads
-    program = [ops.root_forward(), Op(OpKind.UNSHARD, 0, 0, (ops.grad_slot(ROOT), ops.grad_slot(ROOT)))]
-    assert waits_of(program)[-1] == ["rootF"]
+    "an op waits for each event once": (
+        [ops.root_forward(), Op(OpKind.UNSHARD, 0, 0, (ops.grad_slot(ROOT), ops.grad_slot(ROOT)))],
+        [[], ["rootF"]],
+    ),
+    "other resources and kinds do not meet": (
+        [UNSHARD, ops.forward(1, 1), ops.backward(1, 1, 0), UNSHARD_OTHER],
+        [[], [], [], []],
+    ),
+    # [Note: hazards] the one resource with two writing lanes
+    "an added gradient is waited for as a read": (
+        [OFFLOAD, ops.stage_grad(0, 1, 1, 1), ops.accumulate(0, 1, 1), OFFLOAD],
+        [[], [], ["0OFFLOAD_GRAD@1", "0OFFLOAD_GRAD@0"], ["0ACCUMULATE@1"]],
+    ),
+}
 
 
-def test_other_resources_and_kinds_do_not_meet() -> None:
-    program = [ops.unshard(0, 0, 1), ops.forward(1, 1), ops.backward(1, 1, 0), ops.unshard(1, 0, 1)]
-    assert waits_of(program) == [[], [], [], []]
-
-
-def test_an_added_gradient_is_waited_for_as_a_read() -> None:
-    """[Note: hazards] the one resource with two writing lanes."""
-    program = [
-        ops.offload_grad(0, 0, 1),
-        ops.stage_grad(0, 1, 1, 1),
-        ops.accumulate(0, 1, 1),
-        ops.offload_grad(0, 0, 1),
-    ]
-    assert waits_of(program)[2] == ["0OFFLOAD_GRAD@1", "0OFFLOAD_GRAD@0"]
-    assert waits_of(program)[3] == ["0ACCUMULATE@1"]
+@pytest.mark.parametrize("name", EDGES)
+def test_waits(name: str) -> None:
+    program, waits = EDGES[name]
+    assert waits_of(program) == waits
 
 
 def test_the_flags_drop_one_kind_of_wait_each() -> None:
@@ -287,10 +279,6 @@ def test_the_steps_contain_every_kind_of_op(program: Program) -> None:
     assert kinds == set(OpKind)
 
 
-def test_program_order_itself_is_sound(program: Program) -> None:
-    assert violations(program, range(len(program))) == []
-
-
 def test_the_submitted_waits_are_those_of_hazards(program: Program) -> None:
     assert program == with_hazards(program, Hazards())
 
@@ -299,14 +287,12 @@ def test_no_interleaving_goes_wrong(program: Program) -> None:
     assert all_violations(program) == []
 
 
-def test_without_read_after_write_it_goes_wrong(program: Program) -> None:
-    found = all_violations(with_hazards(program, Hazards(read_after_write=False)), count=20)
-    assert any("reads another" in violation for violation in found)
-
-
-def test_without_write_after_read_it_goes_wrong(program: Program) -> None:
-    found = all_violations(with_hazards(program, Hazards(write_after_read=False)), count=20)
-    assert any("overtakes" in violation for violation in found)
+@pytest.mark.parametrize(
+    ("dropped", "wrong"), [("read_after_write", "reads another"), ("write_after_read", "overtakes")]
+)
+def test_without_either_kind_of_wait_it_goes_wrong(program: Program, dropped: str, wrong: str) -> None:
+    found = all_violations(with_hazards(program, Hazards(**{dropped: False})), count=20)
+    assert any(wrong in violation for violation in found)
 
 
 def test_few_waits_per_op(program: Program) -> None:
@@ -323,12 +309,6 @@ def test_waits_reach_back_less_than_two_steps(program: Program) -> None:
         passed = [n for n in steps if n < number]
         if len(passed) >= 2 and submitted.op.kind is not OpKind.SYNC:
             assert all(wait > passed[-2] for wait in submitted.waits)
-
-
-def test_locked_waits_would_be_seen() -> None:
-    program = [Submitted(ops.unshard(0, 0, 1), (1,)), Submitted(ops.forward(0, 0), (0,))]
-    with pytest.raises(AssertionError, match="lock one another"):
-        interleaving(program, random.Random(0))
 
 
 def test_ops_of_sizes_that_come_once_are_forgotten() -> None:

@@ -25,12 +25,16 @@ def ran(trace: Trace, op: Op, ready: float, start: float, end: float, *waits: Ev
     return event
 
 
-def chain() -> Trace:
+def chain(begin: float = 0, second: float = 1) -> Trace:
     """COMPUTE waits from 2 to 6 for a copy that waits until 4 for an update."""
+
+    def times(*seconds: int) -> list[float]:
+        return [begin + second * each for each in seconds]
+
     trace = Trace()
-    step = ran(trace, ops.step(0, 400), 0, 0, 4)
-    unshard = ran(trace, ops.unshard(0, 1, 200), 1, 4, 6, step)
-    ran(trace, ops.forward(0, 1), 2, 6, 9, unshard)
+    step = ran(trace, ops.step(0, 400), *times(0, 0, 4))
+    unshard = ran(trace, ops.unshard(0, 1, 200), *times(1, 4, 6), step)
+    ran(trace, ops.forward(0, 1), *times(2, 6, 9), unshard)
     return trace
 
 
@@ -60,36 +64,29 @@ def test_a_lane_that_waits_for_another_is_not_exposed_by_itself() -> None:
     assert trace.exposed_seconds == dict.fromkeys(Lane, 0)
 
 
-def test_no_wait_no_exposure() -> None:
+@pytest.mark.parametrize(
+    ("copies", "forward", "exposed"),
+    [
+        ([(H2D, 0, 2)], (5, 5, 6), {}),
+        # only the part that COMPUTE has waited
+        ([(H2D, 0, 10)], (7, 10, 11), {H2D: 3}),
+        # the last of several waits
+        ([(H2D, 0, 3), (D2H, 0, 5)], (1, 5, 6), {D2H: 4}),
+        # the queue before the op is its lane's
+        ([(H2D, 0, 3), (H2D, 3, 5)], (1, 5, 6), {H2D: 4}),
+    ],
+    ids=["no wait", "a part", "the last", "a queue"],
+)
+def test_what_is_blamed(
+    copies: list[tuple[Lane, int, int]], forward: tuple[int, int, int], exposed: dict[Lane, int]
+) -> None:
     trace = Trace()
-    unshard = ran(trace, ops.unshard(0, 0, 1), 0, 0, 2)
-    ran(trace, ops.forward(0, 0), 5, 5, 6, unshard)
-    assert trace.exposed_seconds == dict.fromkeys(Lane, 0)
-    assert trace.overlap(H2D) == 1.0
-
-
-def test_only_the_part_of_the_wait_is_blamed() -> None:
-    trace = Trace()
-    unshard = ran(trace, ops.unshard(0, 0, 1), 0, 0, 10)
-    ran(trace, ops.forward(0, 0), 7, 10, 11, unshard)
-    assert trace.exposed_seconds == {COMPUTE: 0, H2D: 3, D2H: 0, HOST: 0}
-    assert trace.overlap(H2D) == pytest.approx(0.7)
-
-
-def test_the_last_of_several_waits_is_blamed() -> None:
-    trace = Trace()
-    copy = ran(trace, ops.unshard(0, 0, 1), 0, 0, 3)
-    offload = ran(trace, ops.offload_grad(1, 0, 1), 0, 0, 5)
-    ran(trace, ops.backward(0, 0, 0), 1, 5, 6, copy, offload)
-    assert trace.exposed_seconds == {COMPUTE: 0, H2D: 0, D2H: 4, HOST: 0}
-
-
-def test_queue_before_the_op_is_blamed_on_its_lane() -> None:
-    trace = Trace()
-    ran(trace, ops.unshard(0, 0, 1), 0, 0, 3)
-    second = ran(trace, ops.unshard(1, 1, 1), 3, 3, 5)
-    ran(trace, ops.forward(1, 1), 1, 5, 6, second)
-    assert trace.exposed_seconds == {COMPUTE: 0, H2D: 4, D2H: 0, HOST: 0}
+    op_of = {H2D: ops.unshard(0, 0, 1), D2H: ops.offload_grad(1, 0, 1)}
+    waits = [ran(trace, op_of[lane], start, start, end) for lane, start, end in copies]
+    ran(trace, ops.forward(0, 0), *forward, *waits)
+    assert trace.exposed_seconds == {**dict.fromkeys(Lane, 0), **exposed}
+    busy = sum(end - start for lane, start, end in copies if lane is H2D)
+    assert trace.overlap(H2D) == pytest.approx(1 - exposed.get(H2D, 0) / busy)
 
 
 def test_exposed_time_is_the_time_compute_stood_still() -> None:
@@ -137,12 +134,9 @@ def test_totals_outlive_the_records() -> None:
 
 
 def test_chrome_trace(tmp_path: Path) -> None:
+    """In microseconds, from the first op on."""
     path = tmp_path / "trace.json"
-    trace = Trace()
-    step = ran(trace, ops.step(0, 400), 10, 10, 10.004)
-    unshard = ran(trace, ops.unshard(0, 1, 200), 10.001, 10.004, 10.006, step)
-    ran(trace, ops.forward(0, 1), 10.002, 10.006, 10.009, unshard)
-    trace.save(path)
+    chain(begin=10, second=0.001).save(path)
 
     def row(number: int, name: str) -> dict[str, object]:
         return {"name": "thread_name", "ph": "M", "pid": 0, "tid": number, "args": {"name": name}}
