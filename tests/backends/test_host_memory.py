@@ -33,6 +33,12 @@ class Tree:
             file.write("29 1 8:1 / / rw,relatime shared:1 - ext4 /dev/root rw\n")
             file.write(f"31 24 0:27 {root} {path} rw,nosuid shared:9 master:2 - {kind}\n")
 
+    def job(self, limit: object, taken: int, **stat: int) -> None:
+        """The process is in one group of version 2."""
+        self.member("0::/user/job")
+        self.mount("cg", 2)
+        self.group("cg/user/job", limit, taken, **stat)
+
     def group(self, path: str, limit: object, taken: int, **stat: int) -> None:
         """Version 2."""
         self._write(path, {"memory.max": limit, "memory.current": taken}, stat)
@@ -83,9 +89,7 @@ def test_without_groups_it_is_what_the_system_has(tree: Tree) -> None:
 def test_a_group_of_version_2(
     tree: Tree, limit: object, taken: int, stat: dict[str, int], expected: int
 ) -> None:
-    tree.member("0::/user/job")
-    tree.mount("cg", 2)
-    tree.group("cg/user/job", limit, taken, **stat)
+    tree.job(limit, taken, **stat)
     assert available_bytes() == expected
     assert ThreadBackend.host_available(Any) == CudaBackend.host_available(Any) == expected
 
@@ -146,19 +150,15 @@ def test_both_versions_at_once(tree: Tree) -> None:
 
 
 def test_names_of_other_mounts_may_be_anything(tree: Tree) -> None:
-    tree.member("0::/job")
-    tree.mount("cg", 2)
-    tree.group("cg/job", 5000, 4000)
+    tree.job(5000, 4000)
     with (tree.folder / "proc" / "mountinfo").open("ab") as file:
         file.write(b"32 24 0:28 / /mnt/\xff\xfe rw - ext4 /dev/sdb rw\n")
     assert available_bytes() == 1000
 
 
 def test_statistics_that_are_not_there_say_nothing_of_the_cache(tree: Tree) -> None:
-    tree.member("0::/job")
-    tree.mount("cg", 2)
-    tree.group("cg/job", 5000, 4000, inactive_file=100)
-    (tree.folder / "cg/job/memory.stat").unlink()
+    tree.job(5000, 4000, inactive_file=100)
+    (tree.folder / "cg/user/job/memory.stat").unlink()
     assert available_bytes() == 1000
-    (tree.folder / "cg/job/memory.current").unlink()
+    (tree.folder / "cg/user/job/memory.current").unlink()
     assert available_bytes() == SYSTEM
