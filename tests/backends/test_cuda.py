@@ -23,7 +23,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import streamer
 import streamer.backends.cuda
 import streamer.engine.paging.executor
-from models.gpt2 import GPT
 from streamer.backends.base import Event, Lane
 from streamer.backends.cuda import CudaBackend
 from streamer.engine.paging.handle import wrapped
@@ -31,7 +30,17 @@ from streamer.engine.schedule.hazards import Hazards
 from streamer.engine.schedule.op import OpKind
 from tests.engine.layer.test_micro_batches import sliced
 from tests.model.test_parity import TorchMasters
-from tests.reference import VOCAB, History, assert_parity, assert_same, batch, streamed, train
+from tests.reference import (
+    History,
+    LossOf,
+    assert_parity,
+    assert_same,
+    batch,
+    gradients,
+    streamed,
+    tiny_gpt,
+    train,
+)
 
 pytestmark = pytest.mark.cuda
 
@@ -50,11 +59,10 @@ def attention_without_atomics() -> Iterator[None]:
 
 
 @cache
-def gpt(layers: int = 4, width: int = 128) -> GPT:
+def gpt(layers: int = 4, width: int = 128) -> nn.Module:
     """Its sizes put every parameter of a slot at a multiple of 256 bytes, as PyTorch puts its own tensors:
     cuBLAS looks at that when it chooses a kernel. Its weights are the same in bf16."""
-    torch.manual_seed(0)
-    model = GPT(vocab_size=VOCAB, block_size=16, n_layer=layers, n_head=2, n_embd=width, dropout=0.1)
+    model = tiny_gpt(layers, width, dropout=0.1)
     with torch.no_grad():
         for param in model.parameters():
             param.copy_(param.bfloat16())
@@ -72,25 +80,27 @@ def half_loss_of(model: nn.Module, step: int) -> torch.Tensor:
 
 
 def on_cpu(history: History) -> History:
-    history.first_gradients = {name: value.cpu() for name, value in history.first_gradients.items()}
     history.weights = {name: value.cpu() for name, value in history.weights.items()}
     return history
 
 
-@cache
-def plain(loss_of: Callable[[nn.Module, int], torch.Tensor] = loss_of) -> History:
-    model = copy.deepcopy(gpt()).cuda()
+def train_by_torch(model: nn.Module, loss_of: LossOf = loss_of) -> History:
     optimizer = torch.optim.AdamW(model.parameters(), **SETTINGS)
     clip = partial(nn.utils.clip_grad_norm_, list(model.parameters()), 0.5)
     return on_cpu(train(model, optimizer, clip, steps=STEPS, loss_of=loss_of))
 
 
-def paged(*, loss_of: Callable[[nn.Module, int], torch.Tensor] = loss_of, **options: Any) -> History:
+@cache
+def plain(loss_of: LossOf = loss_of) -> History:
+    return train_by_torch(copy.deepcopy(gpt()).cuda(), loss_of)
+
+
+def paged(*, loss_of: LossOf = loss_of, **options: Any) -> History:
     with streamed(gpt(), **({"device": "cuda"} | options)) as model:
         return train_in_place(model, loss_of)
 
 
-def train_in_place(model: nn.Module, loss_of: Callable[[nn.Module, int], torch.Tensor] = loss_of) -> History:
+def train_in_place(model: nn.Module, loss_of: LossOf = loss_of) -> History:
     optimizer = streamer.AdamW(model.parameters(), **SETTINGS)
     clip = partial(streamer.clip_grad_norm_, model, 0.5)
     return on_cpu(train(model, optimizer, clip, steps=STEPS, loss_of=loss_of))
@@ -136,9 +146,7 @@ def test_micro_batches_equal_plain_pytorch_on_the_same_slices(activations: str) 
     model = copy.deepcopy(gpt()).cuda()
     for block in model.transformer.h:
         block.forward = sliced(block.forward, 2)  # type: ignore[method-assign]
-    optimizer = torch.optim.AdamW(model.parameters(), **SETTINGS)
-    clip = partial(nn.utils.clip_grad_norm_, list(model.parameters()), 0.5)
-    expected = on_cpu(train(model, optimizer, clip, steps=STEPS, loss_of=loss_of))
+    expected = train_by_torch(model)
     backend = CudaBackend(torch.device("cuda"), poison=True)
     assert_parity(paged(activations=activations, micro_batch_size=2, backend=backend), expected)
 
@@ -189,6 +197,10 @@ def test_training_in_bf16_equals_a_plain_bf16_model_with_fp32_masters(activation
     with streamed(gpt(), device="cuda", dtype=torch.bfloat16, activations=activations) as paged_model:
         optimizer = streamer.AdamW(paged_model.parameters(), **SETTINGS)
         actual = on_cpu(train(paged_model, optimizer, None, steps=STEPS, loss_of=loss_of))
+    assert_alike_in_bf16(actual, expected)
+
+
+def assert_alike_in_bf16(actual: History, expected: History) -> None:
     assert actual.losses[0] == expected.losses[0]
     for name, gradient in expected.first_gradients.items():
         assert torch.equal(actual.first_gradients[name], gradient), name
@@ -198,26 +210,18 @@ def test_training_in_bf16_equals_a_plain_bf16_model_with_fp32_masters(activation
 
 @pytest.mark.parametrize("activations", ["recompute", "keep"])
 def test_autocast_gives_the_plain_result(activations: str) -> None:
-    expected = plain(half_loss_of)
-    actual = paged(activations=activations, loss_of=half_loss_of)
-    assert actual.losses[0] == expected.losses[0]
-    for name, gradient in expected.first_gradients.items():
-        assert torch.equal(actual.first_gradients[name], gradient), name
-    torch.testing.assert_close(torch.tensor(actual.losses), torch.tensor(expected.losses), rtol=2e-3, atol=0)
+    assert_alike_in_bf16(paged(activations=activations, loss_of=half_loss_of), plain(half_loss_of))
 
 
 def test_gradients_of_several_backwards_add_up() -> None:
-    def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    def summed(model: nn.Module) -> dict[str, torch.Tensor]:
         for step in range(3):
             torch.manual_seed(step)
             loss_of(model, step).backward()
-        return {name: param.grad.cpu() for name, param in model.named_parameters() if param.grad is not None}
+        return gradients(model)
 
-    expected = gradients(copy.deepcopy(gpt()).cuda())
     with streamed(gpt(), device="cuda") as model:
-        actual = gradients(model)
-    assert list(actual) == list(expected)
-    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
+        torch.testing.assert_close(summed(model), summed(copy.deepcopy(gpt()).cuda()), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
@@ -285,9 +289,7 @@ def test_backward_outside_of_the_stream_of_the_forward() -> None:
             loss = loss_of(model, 0)
         torch.cuda.current_stream().wait_stream(own)
         loss.backward()
-        actual = {name: param.grad.cpu() for name, param in model.named_parameters()}
-    expected = plain().first_gradients
-    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
+        torch.testing.assert_close(gradients(model), plain().first_gradients, rtol=0, atol=0)
 
 
 def test_a_layer_on_a_late_stream_keeps_its_weights_when_the_caller_goes_on_on_another() -> None:
@@ -395,8 +397,7 @@ def test_an_error_in_a_copy_reaches_the_user_and_the_model_can_be_unwrapped(
         with pytest.raises(Trouble, match="in the H2D lane"):
             loss_of(model, 0).backward()
     streamer.unwrap(model)
-    expected = gpt().state_dict()
-    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    torch.testing.assert_close(model.state_dict(), gpt().state_dict(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("activations", ["recompute", "keep"])

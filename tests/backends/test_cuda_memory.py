@@ -17,7 +17,8 @@ import streamer
 from models.gpt2 import GPT
 from streamer.backends.cuda import PinnedBlocks
 from streamer.backends.host_memory import give_back_freed
-from tests.reference import VOCAB, batch
+from tests.backends.test_cuda import loss_of
+from tests.reference import VOCAB, batch, gradients
 
 pytestmark = pytest.mark.cuda
 
@@ -41,8 +42,7 @@ def built(layers: int = 4, width: int = 128, **options: object) -> Iterator[GPT]
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> torch.Tensor:
-    tokens = batch(number).cuda()
-    loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+    loss = loss_of(model, number)
     loss.backward()
     streamer.clip_grad_norm_(model, 1.0)
     optimizer.step()
@@ -209,16 +209,14 @@ def test_host_memory_comes_back_at_unwrap() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:TensorFloat32")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_compiled_layers_give_the_same_gradients(dtype: torch.dtype) -> None:
-    gradients = []
+    found = []
     for compile in (False, True):
         torch.manual_seed(0)
         with built(compile=compile, dtype=dtype) as model:
-            tokens = batch(0).cuda()
-            loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
-            loss.backward()
-            gradients.append({name: param.grad.float().cpu() for name, param in model.named_parameters()})
+            loss_of(model, 0).backward()
+            found.append({name: gradient.float() for name, gradient in gradients(model).items()})
     # fused code rounds to bf16 at fewer places, of 2**-9 each
     error = {torch.float32: 1e-4, torch.bfloat16: 5e-2}[dtype]
-    for name, expected in gradients[0].items():
-        difference = (gradients[1][name] - expected).norm()
+    for name, expected in found[0].items():
+        difference = (found[1][name] - expected).norm()
         assert difference <= error * expected.norm(), name

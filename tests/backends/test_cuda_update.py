@@ -21,7 +21,7 @@ from tests.backends.test_cuda import (
     loss_of,
     on_cpu,
 )
-from tests.reference import assert_same, streamed, train
+from tests.reference import assert_same, gradients, streamed, train
 
 pytestmark = pytest.mark.cuda
 
@@ -30,10 +30,6 @@ LANES = [None, Lane.H2D, Lane.D2H, Lane.HOST, Lane.COMPUTE]
 
 def slow(lane: Lane | None) -> dict[str, Any]:
     return {"device": "cuda"} if lane is None else {"backend": SlowLane(lane)}
-
-
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.grad.cpu().clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 @cache
