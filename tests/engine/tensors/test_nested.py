@@ -109,10 +109,6 @@ def rebuilt(value: object, *replacements: torch.Tensor) -> Any:
     return rebuild(replacements)
 
 
-def test_a_default_dict_keeps_its_default() -> None:
-    assert rebuilt(defaultdict(list, a=A), X)["new"] == []
-
-
 def test_model_output() -> None:
     value = BaseModelOutputWithPast(last_hidden_state=A, hidden_states=(B, C))
     result = rebuilt(value, X, Y, Z)
@@ -135,8 +131,9 @@ def test_untouched_values_are_the_same_objects() -> None:
     inner, opaque = [1, {"a": None}], Opaque(A)
     kept = (inner, Frozen("value"), {"b": ()}, torch.Size([1, 2]), opaque, Record, int)
     assert rebuilt(kept) is kept
-    result = rebuilt((A, kept), X)
+    result = rebuilt((A, kept, defaultdict(list, a=A)), X)
     assert result[1] is kept
+    assert result[2]["a"] is X and result[2]["new"] == [], "a default dict keeps its default"
     assert opaque.tensors == [A]
 
 
@@ -153,12 +150,10 @@ def test_fingerprint_of_untouched_values() -> None:
     assert not changed(value, lambda: value[0].detach().view(1, 2))
 
 
-@pytest.mark.parametrize("write", [lambda t: t.add_(1), lambda t: t.zero_(), lambda t: t[:1].fill_(3)])
 @pytest.mark.parametrize(
     "box",
     [
         lambda t: t,
-        lambda t: (t,),
         lambda t: (1, [t]),
         lambda t: {"a": {"b": t}},
         lambda t: Record(t),
@@ -167,16 +162,9 @@ def test_fingerprint_of_untouched_values() -> None:
         lambda t: BaseModelOutputWithPast(last_hidden_state=t),
     ],
 )
-def test_fingerprint_sees_in_place_writes(
-    box: Callable[[torch.Tensor], object], write: Callable[[torch.Tensor], object]
-) -> None:
-    tensor = torch.zeros(2)
-    assert changed(((box(tensor),), {}), lambda: write(tensor))
-
-
-def test_fingerprint_sees_writes_through_a_detached_view() -> None:
+def test_fingerprint_sees_in_place_writes(box: Callable[[torch.Tensor], object]) -> None:
     tensor = torch.zeros(2, requires_grad=True)
-    assert changed([tensor], lambda: tensor.detach().add_(1))
+    assert changed(((box(tensor),), {}), lambda: tensor.detach()[:1].add_(1))
 
 
 def cache_of_layers() -> Any:
@@ -189,12 +177,9 @@ def cache_of_layers() -> Any:
 @pytest.mark.parametrize(
     ("make", "change"),
     [
-        (lambda: [A], lambda kept: kept.append(B)),
-        (lambda: [A], lambda kept: kept.pop()),
         (list, lambda empty: empty.append(A)),
+        (lambda: [A], lambda kept: kept.pop()),
         (lambda: {"a": A}, lambda named: named.update(a=B)),
-        (lambda: {"a": A}, lambda named: named.update(b=B)),
-        (lambda: Opaque(A), lambda opaque: opaque.tensors.append(B)),
         (lambda: Opaque(A), lambda opaque: setattr(opaque, "keys", C)),
         (cache_of_layers, lambda cache: cache.layers[1].tensors.append(C)),
     ],
@@ -206,13 +191,9 @@ def test_fingerprint_sees_appends_and_exchanges(
     assert changed(((A, value), {}), lambda: change(value))
 
 
-def test_fingerprint_ends_on_a_value_that_contains_itself() -> None:
-    loop: list[object] = [A]
-    loop.append(loop)
-    assert set(fingerprint(loop)) == {(id(A), A._version)}
-
-
-def test_fingerprint_of_inference_tensors() -> None:
+def test_fingerprint_ends_on_a_value_that_contains_itself_and_takes_inference_tensors() -> None:
     with torch.inference_mode():
         tensor = torch.zeros(2)
-    assert fingerprint((tensor,)) == [(id(tensor), 0)]
+    loop: list[object] = [A, tensor]
+    loop.append(loop)
+    assert set(fingerprint(loop)) == {(id(A), A._version), (id(tensor), 0)}
