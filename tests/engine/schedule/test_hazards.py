@@ -23,17 +23,21 @@ from streamer.simulate.clock import VirtualEvent
 # --- one edge at a time -------------------------------------------------------------------------------
 
 
-def waits_of(program: Sequence[Op], hazards: Hazards | None = None) -> list[list[str]]:
-    """For every op of ``program``, the ops that it waits for, as they print."""
-    hazards = hazards or Hazards()
-    names: dict[Event, str] = {}
-    waits: list[list[str]] = []
-    for op in program:
-        waits.append([names[event] for event in hazards.waits(op)])
+def numbers_of_waits(program: Sequence[Op], hazards: Hazards) -> list[tuple[int, ...]]:
+    """For every op of ``program``, the numbers of those that it waits for."""
+    numbers: dict[Event, int] = {}
+    waits: list[tuple[int, ...]] = []
+    for number, op in enumerate(program):
+        waits.append(tuple(numbers[event] for event in hazards.waits(op)))
         event = VirtualEvent(op.lane, Span(0, 0, 0))
         hazards.record(op, event)
-        names[event] = str(op)
+        numbers[event] = number
     return waits
+
+
+def waits_of(program: Sequence[Op], **flags: bool) -> list[list[str]]:
+    """For every op of ``program``, the ops that it waits for, as they print."""
+    return [[str(program[n]) for n in waits] for waits in numbers_of_waits(program, Hazards(**flags))]
 
 
 STEP, SYNC = ops.step(0, 1), ops.sync((ops.gradient(0),))
@@ -93,8 +97,8 @@ def test_waits(name: str) -> None:
 def test_the_flags_drop_one_kind_of_wait_each() -> None:
     program = [ops.unshard(0, 0, 1), ops.forward(0, 0), ops.unshard(1, 0, 1)]
     assert waits_of(program) == [[], ["0UNSHARD@0"], ["0F@0"]]
-    assert waits_of(program, Hazards(read_after_write=False)) == [[], [], ["0F@0"]]
-    assert waits_of(program, Hazards(write_after_read=False)) == [[], ["0UNSHARD@0"], []]
+    assert waits_of(program, read_after_write=False) == [[], [], ["0F@0"]]
+    assert waits_of(program, write_after_read=False) == [[], ["0UNSHARD@0"], []]
 
 
 def test_written() -> None:
@@ -141,29 +145,18 @@ class Recorder(ThreadBackend):
         return event
 
 
-#: Bytes for all layers of `Net` beside what batches of 2 take, and for fewer beside batches of 8.
+#: Bytes for all layers of `net` beside what batches of 2 take, and for fewer beside batches of 8.
 BUDGET = 3000
 
 
-class Net(nn.Module):
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.embed = nn.Linear(4, 4)
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
-        self.head = nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x)
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return self.head(x)
+def net() -> nn.Module:
+    blocks = (nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(5))
+    return nn.Sequential(nn.Linear(4, 4), nn.Sequential(*blocks), nn.Linear(4, 1))
 
 
-def record(
-    monkeypatch: pytest.MonkeyPatch, *, num_slots: int | None, layers: int = 5, steps: int = 3
-) -> Program:
-    """What three training steps submit: two micro-batches each, a gradient
-    written by hand, clipping, an inference between steps.
+def record(monkeypatch: pytest.MonkeyPatch, *, num_slots: int | None) -> Program:
+    """What three training steps submit: two backwards each, a gradient written by hand, clipping, and an
+    inference between steps.
 
     Without ``num_slots`` there is a budget, with room for all layers after the first step, and for fewer
     after the second, whose batches are larger.
@@ -180,13 +173,13 @@ def record(
         torch.manual_seed(0)
         options = {"num_slots": num_slots, "activations": "recompute+offload"}
         budget = None if num_slots else BUDGET
-        model = streamer.wrap(Net(layers), layers="blocks", device_memory=budget, backend=backend, **options)
+        model = streamer.wrap(net(), layers="1", device_memory=budget, backend=backend, **options)
         counts = []
         optimizer = streamer.AdamW(model.parameters(), lr=1e-3)
-        for step in range(steps):
+        for step in range(3):
             for _ in range(2):
                 model(torch.randn(8 if step else 2, 4)).sum().backward()
-            model.blocks[0].weight.grad.mul_(2.0)  # so that the norm is taken anew
+            model[1][0][0].weight.grad.mul_(2.0)  # so that the norm is taken anew
             streamer.clip_grad_norm_(model, 1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -200,15 +193,8 @@ def record(
 
 def with_hazards(program: Program, hazards: Hazards) -> Program:
     """The same ops with the waits that ``hazards`` gives them."""
-    numbers: dict[Event, int] = {}
-    again: Program = []
-    for number, submitted in enumerate(program):
-        op = submitted.op
-        again.append(Submitted(op, tuple(numbers[event] for event in hazards.waits(op))))
-        event = VirtualEvent(op.lane, Span(0, 0, 0))
-        hazards.record(op, event)
-        numbers[event] = number
-    return again
+    program_ops = [submitted.op for submitted in program]
+    return list(map(Submitted, program_ops, numbers_of_waits(program_ops, hazards)))
 
 
 def interleaving(program: Program, rng: random.Random) -> list[int]:

@@ -21,16 +21,21 @@ def upcoming(visits: str, *, units: int = 3) -> list[int]:
     return list(after(visits, units=units).upcoming())
 
 
+def check_from_every_place(visits: str, cycle: list[int], *, before: str, units: int = 3) -> None:
+    """After ``before``, and any part of ``visits``, the rest of ``cycle`` is expected, and then all of it."""
+    seen = visits.split()
+    for position in range(1, len(seen) + 1):
+        found = upcoming(before + " ".join(seen[:position]), units=units)
+        assert found == cycle[position:] + 2 * cycle
+
+
 def test_before_anything_a_step_through_all_units() -> None:
     cycle = [0, 1, 2, 2, 1, 0]
     assert upcoming("") == 3 * cycle
 
 
 def test_default_cycle_from_every_place() -> None:
-    cycle = [0, 1, 2, 2, 1, 0]
-    visits = ["F0", "F1", "F2", "B2", "B1", "B0"]
-    for position in range(1, len(visits) + 1):
-        assert upcoming(" ".join(visits[:position])) == cycle[position:] + 2 * cycle
+    check_from_every_place("F0 F1 F2 B2 B1 B0", [0, 1, 2, 2, 1, 0], before="")
 
 
 def test_learned_cycle() -> None:
@@ -61,10 +66,7 @@ def test_skipped_unit_is_not_expected_until_it_comes_back() -> None:
 
 def test_two_forwards_before_two_backwards() -> None:
     learned = "F0 F1 F0 F1 B1 B0 B1 B0 "
-    cycle = [0, 1, 0, 1, 1, 0, 1, 0]
-    visits = learned.split()
-    for position in range(1, len(visits) + 1):
-        assert upcoming(learned + " ".join(visits[:position]), units=2) == cycle[position:] + 2 * cycle
+    check_from_every_place(learned, [0, 1, 0, 1, 1, 0, 1, 0], before=learned, units=2)
 
 
 def test_inference_is_a_cycle_of_its_own() -> None:
@@ -91,9 +93,7 @@ def test_forward_that_no_backward_followed_is_not_learned() -> None:
 def test_frozen_units_belong_to_the_step() -> None:
     """Wherever they are in it, and no backward comes to them."""
     for learned, cycle in (("Z0 F1 F2 B2 B1 ", [0, 1, 2, 2, 1]), ("F0 Z1 F2 B2 B0 ", [0, 1, 2, 2, 0])):
-        visits = learned.split()
-        for position in range(1, len(visits) + 1):
-            assert upcoming(learned + " ".join(visits[:position])) == cycle[position:] + 2 * cycle
+        check_from_every_place(learned, cycle, before=learned)
     # an evaluation changes nothing
     assert upcoming("Z0 F1 F2 B2 B1 I0 I1 I2 Z0") == [1, 2, 2, 1] + 2 * [0, 1, 2, 2, 1]
 
@@ -108,10 +108,7 @@ def test_frozen_units_alone_are_a_cycle() -> None:
 def test_inference_between_forward_and_backward_belongs_to_the_step() -> None:
     """A reference model of the same layers, without adapters say."""
     learned = "F0 F1 I0 I1 B1 B0 "
-    cycle = [0, 1, 0, 1, 1, 0]
-    visits = learned.split()
-    for position in range(1, len(visits) + 1):
-        assert upcoming(learned + " ".join(visits[:position]), units=2) == cycle[position:] + 2 * cycle
+    check_from_every_place(learned, [0, 1, 0, 1, 1, 0], before=learned, units=2)
     # an evaluation of many batches after an error in user code does not
     assert upcoming("F0 F1 I0 I1 I0", units=2) == [1] + 2 * [0, 1]
 
