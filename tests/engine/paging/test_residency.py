@@ -28,6 +28,7 @@ from streamer.memory.slots import WeightSlots
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import H200
 from tests.reference import (
+    LossOf,
     assert_parity,
     assert_same,
     language_loss,
@@ -174,8 +175,17 @@ def num_slots(model: nn.Module) -> int:
     return held // LAYER
 
 
+def slots_after(model: nn.Module, optimizer: streamer.AdamW, *losses: LossOf) -> list[int]:
+    """The slots that there are after a step with each of ``losses``."""
+    counts = []
+    for number, loss_of in enumerate(losses):
+        one_step(model, optimizer, number, loss_of)
+        counts.append(num_slots(model))
+    return counts
+
+
 @cache
-def bytes_beside_slots(loss_of: Any = language_loss, **options: Any) -> int:
+def bytes_beside_slots(loss_of: LossOf = language_loss, **options: Any) -> int:
     """What one step takes at most, less two slots."""
     with streamed(gpt(), **options) as model:
         one_step(model, streamer.AdamW(model.parameters()), 0, loss_of)
@@ -228,10 +238,7 @@ def test_slots_are_given_back_to_longer_batches() -> None:
     # the larger step itself is over the budget on a device that would let it
     budget = large + 3 * LAYER
     with streamed(gpt(), device_memory=budget) as model:
-        optimizer, counts = streamer.AdamW(model.parameters()), []
-        for number, loss_of in enumerate((language_loss, wide_loss, language_loss, wide_loss)):
-            one_step(model, optimizer, number, loss_of)
-            counts.append(num_slots(model))
+        counts = slots_after(model, streamer.AdamW(model.parameters()), *2 * (language_loss, wide_loss))
         assert counts == [min(6, (budget - small) // LAYER), 3, 3, 3]
         assert streamer.stats(model).device_bytes_peak == budget
 
@@ -262,16 +269,12 @@ def test_a_peak_counts_with_the_slots_that_it_was_reached_with() -> None:
     with streamed(gpt(), device_memory=budget, backend=backend) as model:
         executor = wrapped(model).executor
         backend.memory, backend.saved = executor.memory, executor.saved
-        optimizer, counts = streamer.AdamW(model.parameters()), []
-        narrow, wide = language_loss, wide_loss
-        for number, loss_of in enumerate((narrow, wide, narrow, narrow, wide, narrow)):
-            if number == 3:
-                assert backend.peak > budget
-                # what a narrow step takes is not all that is ever needed
-                backend.peak = 0
-            one_step(model, optimizer, number, loss_of)
-            counts.append(num_slots(model))
-        assert counts == [6, 3, 3, 3, 3, 3]
+        optimizer = streamer.AdamW(model.parameters())
+        assert slots_after(model, optimizer, language_loss, wide_loss, language_loss) == [6, 3, 3]
+        assert backend.peak > budget
+        # what a narrow step takes is not all that is ever needed
+        backend.peak = 0
+        assert slots_after(model, optimizer, language_loss, wide_loss, language_loss) == [3, 3, 3]
         assert backend.peak == budget
 
 
@@ -317,9 +320,7 @@ def test_a_slot_goes_when_nothing_uses_it_any_more(monkeypatch: pytest.MonkeyPat
 def test_slots_that_stay(layers: int, options: dict[str, Any], expected: int) -> None:
     with streamed(tiny_gpt(layers), layers="transformer.h", **options) as model:
         optimizer = streamer.AdamW(model.parameters())
-        for number in range(2):
-            one_step(model, optimizer, number)
-            assert num_slots(model) == expected
+        assert slots_after(model, optimizer, language_loss, language_loss) == [expected] * 2
 
 
 def test_an_evaluation_of_what_is_trained_shows_nothing() -> None:
@@ -376,16 +377,13 @@ def test_a_pass_that_runs_out_of_memory_takes_the_added_slots_back() -> None:
     backend = Refusing(poison=True)
     with within(1 << 30, gpt(), backend=backend) as model:
         optimizer = streamer.AdamW(model.parameters())
-        one_step(model, optimizer, 0)
-        assert num_slots(model) == 6
+        assert slots_after(model, optimizer, language_loss) == [6]
         language_loss(model, 1)
         # outside of all layers: only the allocator knows
         backend.refused += 1
         language_loss(model, 1)
         assert num_slots(model) == 2
-        for number in range(2):
-            one_step(model, optimizer, number)
-            assert num_slots(model) == 2
+        assert slots_after(model, optimizer, language_loss, language_loss) == [2, 2]
 
 
 def test_a_device_that_has_less_than_the_budget_is_not_asked_again() -> None:
@@ -401,7 +399,5 @@ def test_a_device_that_has_less_than_the_budget_is_not_asked_again() -> None:
     backend = Small(poison=True)
     with within(1 << 30, gpt(), backend=backend) as model:
         optimizer = streamer.AdamW(model.parameters())
-        for number in range(3):
-            one_step(model, optimizer, number)
-            assert num_slots(model) == 4
+        assert slots_after(model, optimizer, *3 * [language_loss]) == [4, 4, 4]
         assert backend.refused == 1
