@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from streamer.engine.tensors.samples import SIZE, Sample, Samples, Selection
+from streamer.engine.tensors.samples import SIZE, Sample, Samples
 from tests.engine.layer.test_recomputation import (
     Layer,
     Net,
@@ -201,19 +201,6 @@ def test_a_sample_has_elements_of_the_tensor(dtype: torch.dtype, shape: tuple[in
         known = torch.view_as_real(view) if view.is_complex() else view
         assert torch.isin(numbers, known.to(torch.float64)).all()
         assert len(numbers) <= SIZE * (2 if view.is_complex() else 1)
-
-
-def test_turns_come_round() -> None:
-    turns = Selection()
-    assert all(turns.takes(number) for number in range(10))
-    turns.end(range(10))
-    seen: set[int] = set()
-    for _ in range(9):
-        taken = {number for number in range(10) if turns.takes(number)}
-        assert 9 in taken and len(taken) == 2
-        seen |= taken
-        turns.end(range(10))
-    assert seen == set(range(10))
 
 
 def test_modules_of_pytorch_are_the_same_again() -> None:
