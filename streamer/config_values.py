@@ -1,4 +1,4 @@
-"""Kinds of values in a config, and the remedy for an unknown name."""
+"""Kinds of values in config files, and what an error says of an unknown name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def string(words: str, pattern: str) -> Kind:
 
 
 def one_of(*values: str) -> Kind:
-    """One of some strings, which the words quote."""
+    """One of ``values``, which the words quote."""
     *others, last = (f'"{value}"' for value in values)
     words = " or ".join([", ".join(others), last] if others else [last])
     return Kind(words, lambda value: isinstance(value, str) and value in values)

@@ -1,4 +1,4 @@
-"""Things that one thread reads in the background before others change them."""
+"""Work in a background thread, which reads things that other threads are about to change."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ C = TypeVar("C")
 
 
 class Handover(Generic[K, C]):
-    """Copy before write: ``keys`` name what is to be read; whoever is about to change one of them first calls
-    `before_change`, and what has not been read by then is copied, or waited for if ``most_copies`` are
-    waiting to be read already."""
+    """Copy on write: ``keys`` name what is to be read. A thread that is about to change one of them calls
+    `before_change` first, which copies what has not been read yet, or waits until it is read if there are
+    ``most_copies`` copies already."""
 
     def __init__(self, keys: Iterable[K], *, most_copies: int) -> None:
         self._left = list(keys)
@@ -24,7 +24,7 @@ class Handover(Generic[K, C]):
         self._changed = threading.Condition()
 
     def before_change(self, key: K, copy: Callable[[], C]) -> None:
-        """Return when ``key`` may be changed. Any thread but the reading one may call it."""
+        """Return when ``key`` may be changed. Not to be called by the thread that reads."""
         with self._changed:
             while key in self._left and key not in self._copies:
                 if key != self._reading and len(self._copies) < self._most_copies:
@@ -33,11 +33,11 @@ class Handover(Generic[K, C]):
                     self._changed.wait()
 
     def read_all(self, read: Callable[[K, C | None], None]) -> None:
-        """Read every key, from its copy if there is one. After an error nobody waits any more."""
+        """Call ``read`` with every key and its copy, if there is one. An error ends all waiting."""
         try:
             while self._left:
                 with self._changed:
-                    # a copy is memory, and somebody may wait for it to be given back
+                    # copies first: they take memory, and a thread may wait until there are fewer
                     key = next(iter(self._copies), self._left[0])
                     self._reading = key
                     copy = self._copies.get(key)
@@ -56,21 +56,20 @@ class Handover(Generic[K, C]):
 
 
 class Background(Future[None]):
-    """Work in a thread of its own. ``asked`` says whether somebody has asked for its result, and so knows of
-    what went wrong."""
+    """Work in a thread of its own. ``asked`` says whether `result`, which raises its error, was called."""
 
     def __init__(self) -> None:
         super().__init__()
         self.asked = False
 
     def result(self, timeout: float | None = None) -> None:
-        """Wait until it is done; raise what it raised."""
+        """Wait until the work is done; raise what it has raised."""
         self.asked = True
         super().result(timeout)
 
 
 def in_background(work: Callable[[], None], name: str) -> Background:
-    """Run ``work`` in a thread of its own, which the process waits for before it ends."""
+    """Run ``work`` in a thread of its own; the process does not end before that thread."""
     done = Background()
 
     def run() -> None:

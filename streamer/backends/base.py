@@ -1,7 +1,7 @@
 """What a backend is: lanes that run work in order, events that say when it is done, and memory.
 
-Only the files of this folder know streams, threads and pinned memory. Everybody else submits work to
-a lane with the events it must wait for, and gets the event of its end.
+Only the files of this folder know streams, threads and pinned memory. All other code submits work to a lane,
+with the events that the work must wait for, and gets the event of its end.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ T = TypeVar("T")
 
 
 class Lane(enum.Enum):
-    """An in-order queue of work: its name, and the group of lanes that are alike.
+    """A queue of work that runs in order: its name, and the name of its group of similar lanes.
 
-    Everything else that is kept by lane follows from this list. What an op does says which lane runs it
+    All that is kept by lane follows from this list. The kind of an op decides on which lane it runs
     (`streamer.engine.schedule.op.OpKind`). A machine has a rate ``{name}_bytes_per_second`` for every lane
     but COMPUTE, and a share ``{group}_{group}`` of it for every two groups that work beside one another
     (`streamer.simulate.machine`); calibration measures both. A trace has a row for each lane.
@@ -53,7 +53,7 @@ COPIES: tuple[Lane, ...] = tuple(lane for lane in WORKER_LANES if lane.group == 
 class Span(NamedTuple):
     """When a piece of work ran, in seconds on its backend's clock.
 
-    ``ready`` is when its lane got to it, ``start`` when the last event that it waited for was done.
+    ``ready`` is when the work was next in its lane, ``start`` when all events that it waited for were done.
     """
 
     ready: float
@@ -62,18 +62,18 @@ class Span(NamedTuple):
 
 
 class Process:
-    """The process that has made this object. A forked child has its memory but not its threads, and may not
-    use CUDA."""
+    """The process that has made this object. A child that is forked from it has a copy of its memory but not
+    its threads, and may not use CUDA."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
 
     def is_this(self) -> bool:
-        """Whether the caller is that process."""
+        """Whether the caller runs in that process."""
         return os.getpid() == self._pid
 
     def check(self) -> None:
-        """Raise RuntimeError unless it is: work for its threads would never be done."""
+        """Raise RuntimeError if the caller runs in a forked child, where the lanes have no threads."""
         if not self.is_this():
             raise RuntimeError(
                 "this process was forked from the one that wrapped the model, and cannot run it: a data "
@@ -90,11 +90,11 @@ class Event(abc.ABC):
 
     @abc.abstractmethod
     def wait(self) -> None:
-        """Block the calling thread until the work is done; raise what the work raised."""
+        """Block the calling thread until the work is done; raise what the work has raised."""
 
     @abc.abstractmethod
     def failed(self) -> bool:
-        """Whether the work has raised, or could not run because what it waited for had."""
+        """Whether the work has raised, or did not run because an event that it waited for had failed."""
 
     @abc.abstractmethod
     def span(self) -> Span | None:
@@ -150,7 +150,7 @@ class Backend(abc.ABC):
         return
 
     def unpin(self, buffer: torch.Tensor) -> None:
-        """A pinned buffer is about to be given up, and no copy to or from it is running."""
+        """Undo `pin` for a buffer that is about to be freed, while no copy to or from it is running."""
         return
 
     @abc.abstractmethod
@@ -170,11 +170,11 @@ class Backend(abc.ABC):
         return None
 
     def device_used(self) -> tuple[int, int] | None:
-        """Bytes of all tensors on the device, now and at most, where the device's allocator counts them."""
+        """Bytes of all tensors on the device, now and at their peak, if its allocator counts them."""
         return None
 
     def device_refused(self) -> int:
-        """How often the device's allocator has refused memory, where it counts that."""
+        """How often the device's allocator has refused memory; 0 if it does not count that."""
         return 0
 
     def device_buffers_within(self, nbytes: int, beside: int, each: int, there: int) -> int:
@@ -188,25 +188,25 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """End the lanes once their queues are empty, and give up what the backend holds. Idempotent; in a
-        process that was forked from the backend's own it does nothing."""
+        """End the lanes once their queues are empty, and free the memory that the backend holds. May be
+        called again; in a process that was forked from the backend's own it does nothing."""
 
 
-#: A lock that the thread which holds it may take again. So the garbage collector, too, may interrupt a block
-#: that holds one and run code that takes it.
+#: A lock that its holder may take again: the garbage collector may interrupt a thread that holds the lock and
+#: run code that takes it, in that thread.
 Lock = threading.RLock
 Thread = threading.Thread
 current_thread = threading.current_thread
 
 
-#: The part of the bytes that come and go on the device which is left free for gaps between them: an eighth.
+#: Of the bytes that are allocated and freed again on the device one part in so many is left for gaps.
 GAPS = 8
 #: Large blocks are rounded up to a multiple of this many bytes by PyTorch's caching allocator.
 BLOCK_BYTES = 2 << 20
 
 
 def gaps(nbytes: int) -> int:
-    """Bytes to leave free for the gaps between ``nbytes`` that come and go."""
+    """Bytes to leave free for the gaps between ``nbytes`` that are allocated and freed again."""
     return nbytes // GAPS
 
 

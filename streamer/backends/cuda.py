@@ -110,13 +110,15 @@ class PinnedBlocks:
         _forget_error(self._device)
         # CUDA on WSL User Guide, known limitations: there is less memory to pin than there is memory
         is_wsl = "microsoft" in platform.release().lower()
-        mend = "WSL has no more of it; Linux itself has" if is_wsl else f"Raise it with {RAISE_LOCKED_LIMIT}"
+        remedy = (
+            "WSL has no more of it; Linux itself has" if is_wsl else f"Raise it with {RAISE_LOCKED_LIMIT}"
+        )
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} bytes"
         warn(
             f"could not page-lock {nbytes} bytes of host memory (CUDA error {int(error)}: "
             f"{torch.cuda.cudart().cudaGetErrorString(error)}; the locked-memory limit is {limit}): copies "
-            f"will be slower. {mend}.",
+            f"will be slower. {remedy}.",
         )
 
 

@@ -1,14 +1,13 @@
 """Host memory: how much this process may still take, and large blocks of it.
 
-The system says what it has; a control group (of a container, a batch job, a systemd unit) may allow less, and
-a process that takes more is ended without a word. Every group counts from the process's own up to the top
-one, in both versions of the kernel's interface (Documentation/admin-guide/cgroup-v2.rst and
-cgroup-v1/memory.rst).
+The system tells what is free; a control group (of a container, a batch job, a systemd unit) may allow less,
+and the kernel kills a process that takes more. All groups count, from the process's own up to the top one, in
+both versions of the kernel's interface (Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst).
 
-A block is one anonymous mapping, in huge pages where the system has them. The first touch of a page is what
-costs. `mapped` has every page made at once, by several threads, so that the memory is taken when it is asked
-for and not in the middle of the first step; `reserved` takes none yet, for what is filled bit by bit while
-the memory that it comes from is given back.
+A block is one anonymous mapping, in huge pages where the system has them. What costs is the first touch of a
+page. `mapped` touches every page at once, in several threads, so that the memory is taken when it is asked
+for and not in the middle of the first step. `reserved` touches none: its block is filled piece by piece,
+while the memory that the pieces come from is given back.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class Group:
 
 
 def available_bytes() -> int:
-    """Bytes of host memory that this process can still take; swap is not among them."""
+    """Bytes of host memory that this process can still take, without swap."""
     allowed = [left for group in groups(PROC) if (left := group.available()) is not None]
     return min([int(psutil.virtual_memory().available), *allowed])
 
@@ -101,8 +100,8 @@ def _mounts(mountinfo: str) -> Iterator[tuple[int, PurePosixPath, Path]]:
 
 
 def _lineage(mount: Path, root: PurePosixPath, own: PurePosixPath) -> list[Path]:
-    """The folders from the group ``own`` up to ``root``, which is mounted at ``mount``; only that one where
-    the process's own is outside of it."""
+    """The folders of the groups from ``own`` up to ``root``, which is mounted at ``mount``; only that of
+    ``root`` if ``own`` is not inside of it."""
     inside = own.relative_to(root) if own.is_relative_to(root) else PurePosixPath()
     if ".." in inside.parts:
         return [mount]
@@ -131,18 +130,18 @@ _FILE_MAPPING = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ [1-9]", re.MU
 
 
 def mapped(nbytes: int, *, in_forks: bool) -> torch.Tensor:
-    """`reserved`, with all of its memory taken."""
+    """A tensor as of `reserved` that takes all of its memory at once."""
     block = reserved(nbytes, in_forks=in_forks)
     _touch(block.numpy())
     return block
 
 
 def reserved(nbytes: int, *, in_forks: bool) -> torch.Tensor:
-    """A zeroed flat uint8 tensor of ``nbytes`` in a mapping of its own, given back when the last tensor that
-    shows it goes. It takes memory as it is written.
+    """A zeroed flat uint8 tensor of ``nbytes`` in a mapping of its own, which is given back with the last
+    tensor that shows it. It takes memory as it is written.
 
-    A process that is forked from this one has the memory only if ``in_forks``; then the next write to a page
-    copies it, for as long as that process lives.
+    A process that is forked from this one has the block only if ``in_forks``; while that process lives, the
+    first write to a page makes a copy of the page.
     """
     if not nbytes:
         return torch.zeros(0, dtype=torch.uint8)
@@ -157,8 +156,8 @@ def reserved(nbytes: int, *, in_forks: bool) -> torch.Tensor:
 
 
 def file_mappings() -> list[tuple[int, int]]:
-    """The addresses, each from first to one past the last and in ascending order, at which this process has
-    files (shared memory is one) rather than memory of its own. Only Linux tells; elsewhere there are none."""
+    """The ranges of addresses (first, one past the last), in ascending order, at which this process has files
+    mapped; shared memory is a file. Only Linux tells: on other systems the list is empty."""
     try:
         maps = Path("/proc/self/maps").read_bytes()
     except OSError:
@@ -167,14 +166,14 @@ def file_mappings() -> list[tuple[int, int]]:
 
 
 def give_back_freed() -> None:
-    """Give the system the freed memory that the C library keeps for later, where there is a call for that."""
+    """Give the system the freed memory that the C library keeps for later, if the library can do so."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def _touch(array: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> None:
-    """Have every page of ``array`` made, which the kernel fills with zeros."""
+    """Write zeros into every page of ``array``, so that the kernel makes it."""
 
     def touch(start: int) -> None:
         array[start : start + TOUCH_BYTES : mmap.PAGESIZE] = 0
@@ -182,7 +181,7 @@ def _touch(array: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> None:
     if array.size <= TOUCH_BYTES:
         touch(0)
         return
-    # the cores that the process may use, where os.cpu_count has all of the machine's
+    # the cores that the process may use; os.cpu_count counts all of the machine's
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     with ThreadPoolExecutor(max_workers=cores) as pool:
         list(pool.map(touch, range(0, array.size, TOUCH_BYTES)))

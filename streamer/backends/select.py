@@ -1,4 +1,4 @@
-"""The backend of a device."""
+"""Which backend runs on a device."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from streamer.backends.thread import ThreadBackend
 
 
 def backend_for(device: torch.device | str | None) -> Backend:
-    """The backend of ``device``; of CUDA where there is one, else of the CPU, for None. Raises ValueError for
-    others."""
+    """A backend for ``device``, CUDA or the CPU; None means CUDA if PyTorch finds it, else the CPU. Raises
+    ValueError for other devices."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:

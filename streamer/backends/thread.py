@@ -1,8 +1,8 @@
 """The CPU as its own accelerator: one thread per lane, so that every order of events can really happen.
 
-The "device" is ordinary memory kept apart from the host shards. Copies and updates run in threads, the
-layers run in the caller's. Delays per lane and poisoned slots bring races to light in ordinary tests; a bus
-of a set bandwidth shows what a slow one costs.
+The "device" is ordinary memory apart from the host shards. Copies and updates run in threads of their own,
+the layers in the caller's thread. Delays per lane and poisoned slots bring races to light in ordinary tests;
+a bandwidth per lane shows what a slow bus costs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from streamer.torch_private import SubclassesOff
 
 
 class HostEvent(Event):
-    """An event set by a thread: the work it stands for has been carried out by a worker or its caller."""
+    """An event of work that a thread has carried out: a worker's, or the caller's."""
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
@@ -93,10 +93,10 @@ class Worker:
 
     @staticmethod
     def close_all(workers: Collection[Worker]) -> None:
-        """End the threads after what is queued, and wait for that. May be called again. A forked process does
-        not have them.
+        """End the threads once their queues are empty, and wait for that. May be called again; in a forked
+        process, which has no such threads, it does nothing.
 
-        If the garbage collector calls this in a worker thread, no thread is joined; all end by themselves.
+        If the garbage collector calls this in a worker's thread, it does not wait.
         """
         workers = [worker for worker in workers if worker._process.is_this()]
         for worker in workers:
@@ -112,7 +112,7 @@ class Worker:
                 self._tasks.put(None)
 
     def _run(self) -> None:
-        # a guarded tensor waits for lanes when it is touched; a lane that waited for itself would never end
+        # a guarded tensor waits for lanes when it is touched; a lane that waits for itself waits for ever
         with SubclassesOff():
             self._run_tasks()
 
@@ -129,10 +129,10 @@ class Worker:
                 start = time.perf_counter()
                 work()
                 span = Span(ready, start, time.perf_counter())
-            # the thread must outlive any error: it is kept in the event and raised by whoever waits for it
+            # the thread outlives any error, which the event keeps and raises in threads that wait for it
             except BaseException as failure:  # noqa: BLE001
                 error = failure
-            # drop the references first: after `finish` a waiter may free the memory that the work has used
+            # before `finish`, after which a waiter may free the memory that these refer to
             del task, work, waits
             done.finish(span, error)
             del done, error
@@ -217,7 +217,7 @@ class ThreadBackend(Backend):
         np.copyto(into.numpy(), source.numpy())
 
     def device_buffer(self, nbytes: int) -> torch.Tensor:
-        # not from the C library's heap, which keeps what is freed
+        # not from the C library's heap, which keeps freed memory for later
         return mapped(nbytes, in_forks=True)
 
     def host_buffer(self, nbytes: int, *, pinned: bool = True) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a wrapped model does differently from a plain one when it is called, saved, loaded or moved."""
+"""The hooks and guards of a wrapped model, for when it is called, saved, loaded, moved, copied or pickled."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def attach_guards(
 ) -> Callable[[], None]:
     """Put hooks and guards on ``model``; the returned function takes them off.
 
-    ``plain_dtypes`` are those of a copy's parameters, ``split`` the layers of which only parts are streamed.
+    ``plain_dtypes`` are those that the parameters of a plain copy get, ``split`` the layers that are streamed
+    in parts.
     """
     hooks: set[int] = set()
     copier = Copier(executor, plain_dtypes, GUARDS, hooks)
@@ -51,7 +52,7 @@ def attach_guards(
             stack.callback(handle.remove)
             hooks.add(handle.id)
 
-        if not is_compiled:  # torch.compile would tell layers apart by what stands in for their forwards
+        if not is_compiled:  # torch.compile would compile anew for each function that stands in for a forward
             stack.callback(guard_inner_modules(executor))
         stack.callback(watch_split(executor, split))
         stack.callback(plain_forwards(module for module in modules if module not in in_layers))
@@ -60,8 +61,8 @@ def attach_guards(
         begin = never_traced(lambda *_: executor.begin())
         for module in modules:
             if module not in in_layers:
-                # an update may be on its way to what it reads: its own parameters, or others' inside of it;
-                # user code may call it without calling the model
+                # an update may be about to write the parameters that the module reads, and user code may call
+                # the module without calling the model
                 keep(module.register_forward_pre_hook(begin))
         for unit in (*executor.units, executor.root):
             for slice, param in executor.gradients.held[unit.index].pairs():
@@ -95,7 +96,7 @@ def _check_model(executor: Executor) -> Callable[..., None]:
     def hook(module: nn.Module, args: Any) -> None:
         executor.structure.check()
         if torch.is_grad_enabled():
-            executor.root.wanted()  # refuses what there is no room for
+            executor.root.wanted()  # raises for a gradient that there is no room for
 
     return hook
 
@@ -105,7 +106,7 @@ def _move_inputs(device: torch.device) -> Callable[..., tuple[Any, Any]]:
     def hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         tensors, rebuild = flatten((args, kwargs))
         if all(tensor.device == device for tensor in tensors):
-            # the very same objects: the model may write into a list it is given
+            # the same objects: the model may write into a list that it is given
             return args, kwargs
         moved: tuple[Any, Any] = rebuild([tensor.to(device, non_blocking=True) for tensor in tensors])
         return moved
@@ -115,8 +116,8 @@ def _move_inputs(device: torch.device) -> Callable[..., tuple[Any, Any]]:
 
 @dataclass(eq=False)
 class _BeforeAdding(OwnHook):
-    """Called before autograd adds to a parameter's ``grad`` by itself: to that of the root unit's, or of a
-    layer's that is used outside of its layer (a penalty on weights)."""
+    """Called before autograd adds to the ``grad`` of a parameter: one of the root unit, or one of a layer
+    that is used outside of the layer (a penalty on weights)."""
 
     executor: Executor
     unit: Unit
@@ -124,7 +125,7 @@ class _BeforeAdding(OwnHook):
     param: nn.Parameter
 
     def __call__(self, gradient: torch.Tensor | None) -> None:
-        if gradient is not None:  # the gradient that the layer makes goes another way
+        if gradient is not None:  # the gradient that a layer's own backward makes does not pass here
             self._widen()
 
     @as_plain
@@ -141,7 +142,7 @@ class _BeforeAdding(OwnHook):
 
 def _after_adding(executor: Executor) -> Callable[[torch.Tensor], None]:
     """A hook for a parameter of the root unit, to whose ``grad`` autograd has added."""
-    # the garbage collector does not see what a parameter holds by such a hook
+    # weak, since the garbage collector does not see what such a hook of a parameter holds
     landing = weakref.ref(executor.landing)
 
     def hook(param: torch.Tensor) -> None:
@@ -167,7 +168,7 @@ def _to_cpu(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata
     copies: dict[tuple[int, torch.dtype, torch.Size, tuple[int, ...]], torch.Tensor] = {}
     for key, value in state_dict.items():
         if key.startswith(prefix) and isinstance(value, torch.Tensor):
-            # what is tied stays tied
+            # parameters that are tied stay tied
             place = value.data_ptr(), value.dtype, value.shape, value.stride()
             if place not in copies:
                 copies[place] = value.cpu()
@@ -187,12 +188,13 @@ def _zero_grad(module: nn.Module, executor: Executor) -> Callable[..., None]:
 
 
 def _stay(module: nn.Module, device: torch.device) -> Callable[..., nn.Module]:
-    """``module._apply`` for a module that is placed already: loops and trainers move every model to the
-    device that they are told, which may be where it is."""
+    """``module._apply``, which refuses to move or cast the module, but lets pass what would change nothing:
+    trainers move every model to the device that they are told, which may be the model's own."""
 
     def apply(function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         kinds = {(tensor.dtype, tensor.dim()) for tensor in (*module.parameters(), *module.buffers())}
-        # of the same device, dtype and (as far as a memory format can tell) shape
+        # tensors of the device, and of the dtypes and numbers of dimensions (for memory formats) of the
+        # module's
         probes = [torch.empty((2,) * dim, dtype=dtype, device=device) for dtype, dim in kinds]
         on_host = torch.empty(1)
         function(on_host)

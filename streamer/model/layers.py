@@ -9,16 +9,16 @@ from torch.nn.parameter import is_lazy
 
 Layers = str | Sequence[str] | None
 
-#: What holds modules that are called one by one, by the name that errors give it.
+#: Modules that hold layers, and their names in errors.
 Container = nn.ModuleList | nn.Sequential | nn.ModuleDict
 CONTAINERS = "nn.ModuleList, nn.Sequential or nn.ModuleDict"
 
-#: A second stack is streamed too if it has this share of the parameters of the largest.
+#: A further stack is streamed too if it has this share of the parameters of the largest.
 WORTH_STREAMING = 0.1
 
-#: In a list inside of a list, a child this many times smaller than the largest one is not streamed, and
-#: neither is such a part of a layer that is streamed in parts: a norm would take a slot in which the matrix
-#: after it could be on its way.
+#: In a list inside of a list, a child that is this many times smaller than the largest is not streamed, and
+#: neither is such a part of a layer that is streamed in parts: a norm would take a slot in which the next
+#: matrix could arrive meanwhile.
 SMALL = 64
 
 
@@ -26,10 +26,10 @@ def find_layers(model: nn.Module, layers: Layers) -> list[tuple[str, nn.Module]]
     """The layers of ``model`` by qualified name, in order, each module once.
 
     ``layers`` is the dotted path of an `nn.ModuleList`, `nn.Sequential` or `nn.ModuleDict`, several such
-    paths, or None for the stacks of like blocks that are found. A list of lists stands for what is in those,
-    without the children that have no parameters, or few (`SMALL`): they run as they are. Raises ValueError
-    where a path does not lead to a list with modules, or where none can be found; it names the lists that the
-    model has.
+    paths, or None for the stacks of like blocks that are found. Of a list of lists the layers are the
+    children of the inner lists, but for those with no parameters or few (`SMALL`), which run as they are.
+    Raises ValueError where a path does not lead to a list with modules, or where no layers are found; the
+    error names the lists that the model has.
     """
     if not (layers is None or isinstance(layers, str | Sequence)):
         raise ValueError(f"layers={layers!r}: it must be a dotted path, several of them, or None")
@@ -56,7 +56,7 @@ def find_layers(model: nn.Module, layers: Layers) -> list[tuple[str, nn.Module]]
 
 
 def _blocks(blocks: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """The children of ``blocks``; in place of a list, those of its own children that are worth a slot."""
+    """The children of ``blocks``; in place of a child that is a list, its own children, if worth a slot."""
     for name, child in _children(blocks, path):
         if is_list(child):
             yield from worth_a_slot(child, name)
@@ -72,8 +72,8 @@ def worth_a_slot(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
 
 
 def parts_of(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """The children with parameters, by qualified name; in place of a list, which is never called itself, its
-    own."""
+    """The children of ``module`` with parameters, by qualified name; in place of a child that is a list, its
+    own children."""
     for name, child in _children(module, path):
         if is_list(child):
             yield from parts_of(child, name)
@@ -86,7 +86,7 @@ def _children(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def is_list(module: nn.Module) -> bool:
-    """Whether ``module`` only holds others, which are called in its place."""
+    """Whether ``module`` only holds other modules, and is never called itself."""
     return isinstance(module, nn.ModuleList | nn.ModuleDict) and not is_called(module)
 
 
@@ -114,7 +114,7 @@ def _lists(model: nn.Module) -> dict[str, nn.Module]:
     return {
         path: module
         for path, module in model.named_modules()
-        # a list may hold None
+        # the children of a list may all be None
         if isinstance(module, Container) and next(module.children(), None) is not None
     }
 
@@ -149,7 +149,7 @@ def _stacks(model: nn.Module) -> list[str]:
 
 
 def _is_stack(module: nn.Module) -> bool:
-    # a dict may as well hold all of a model: an embedding, the layers, a norm, a head
+    # a dict with children of several classes may hold a whole model: an embedding, the layers, a norm, a head
     if isinstance(module, nn.ModuleDict) and len({type(child) for child in module.children()}) > 1:
         return False
     blocks = [block for _, block in _blocks(module, "")]

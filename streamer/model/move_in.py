@@ -1,7 +1,7 @@
-"""A model's weights on their way into host memory, a unit at a time, and out of it again.
+"""A model's weights move into host memory, a unit at a time, and out of it again.
 
-Beside the host shards there is never more than one unit: a unit's own storage is given up as soon as its
-weights are in its shard, and one on the meta device is given values when its turn comes.
+Beside the host shards there is never more than one unit in memory: a unit's own storage is given up as soon
+as its weights are in its shard, and a unit on the meta device gets its values when its turn comes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from streamer.backends.host_memory import file_mappings, give_back_freed
 from streamer.engine.paging.unit import Unit
 from streamer.memory.host import HostShard, HostStore
 
-#: What `wrap(init=...)` takes: sets the values of one module's own parameters and buffers, in place.
+#: What `wrap(init=...)` takes: a function that sets one module's own parameters and buffers, in place.
 Init = Callable[[nn.Module], object]
 
 
@@ -36,16 +36,17 @@ class UnitInit(abc.ABC):
 
     @abc.abstractmethod
     def end_unit(self, module: nn.Module) -> None:
-        """The unit of ``module``, which came last, is through."""
+        """All modules of the unit of ``module``, the last of them, have been given to `__call__`."""
 
 
 def is_on_meta(unit: Unit) -> bool:
-    """Whether the unit has no values yet."""
+    """Whether a parameter or buffer of the unit has no values yet."""
     return any(tensor.is_meta for tensor in (*unit.params, *unit.buffers()))
 
 
 def check_init(units: Sequence[Unit], init: Init | None) -> None:
-    """Raise ValueError, naming the remedy, where ``init`` is missing, of no use, or cannot do its work."""
+    """Raise ValueError, naming the remedy, where ``init`` is missing or not needed, or is no function, and
+    where a unit cannot be given values."""
     if init is not None and not callable(init):
         raise ValueError(f"init={init!r}: it must be a function of a module, as nn.Module.apply takes")
     on_meta = [unit for unit in units if is_on_meta(unit)]
@@ -77,10 +78,10 @@ def check_init(units: Sequence[Unit], init: Init | None) -> None:
 class Initialiser:
     """Gives the parameters and buffers of one unit after another their values, on ``device``.
 
-    ``init`` is called with each module of the unit, children before their parents, as `nn.Module.apply`
-    does. Random numbers come from a seed for each unit, made of one number that is drawn here from PyTorch's
-    generator and of the unit's name: so `torch.manual_seed` decides, and neither the order of the units nor
-    how many there are does.
+    ``init`` is called with each module of the unit, children before their parents, as `nn.Module.apply` does.
+    Random numbers come from a seed for each unit, made of the unit's name and of one number that is drawn
+    here from PyTorch's generator. So the values depend on `torch.manual_seed`, and not on the order or the
+    number of the units.
     """
 
     def __init__(self, init: Init, device: torch.device, layers: Sequence[Unit]) -> None:
@@ -88,12 +89,12 @@ class Initialiser:
         self._device = device
         self._inside = {module for unit in layers for module in unit.module.modules()}
         self._layers = {unit.module for unit in layers}
-        #: what has taken the place of buffers, which modules of several layers may share
+        #: by buffer on the meta device, what takes its place; modules of several layers may share one
         self._blanks: dict[torch.Tensor, torch.Tensor] = {}
         self._seed = int(torch.randint(2**62, (), device="cpu").item())
 
     def __call__(self, unit: Unit) -> None:
-        """Give ``unit`` its values, unless it has some. Raises ValueError for what gets none."""
+        """Give ``unit`` its values, unless it has values. Raises ValueError for a tensor that gets none."""
         if (unit.params or unit.buffers()) and not is_on_meta(unit):
             return
         for slice, param in zip(unit.layout.slices, unit.params, strict=True):
@@ -121,9 +122,9 @@ class Initialiser:
 
 
 def exchange(name: str, param: nn.Parameter, values: torch.Tensor) -> None:
-    """Let ``param`` be of ``values``, on whatever device, and yet the object that it is.
+    """Give ``param`` the tensor ``values``, on whatever device, and keep it the same object.
 
-    Raises ValueError where PyTorch refuses that, since somebody counts on what it was.
+    Raises ValueError where PyTorch refuses that: where a weak reference or a graph holds ``param``.
     """
     other = nn.Parameter(values, requires_grad=param.requires_grad)
     other.__class__ = type(param)
@@ -138,7 +139,7 @@ def exchange(name: str, param: nn.Parameter, values: torch.Tensor) -> None:
 
 
 def _unset(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor shaped like this one, in which nothing is set: NaN where its dtype has that, else zero."""
+    """A tensor of the shape and dtype of ``like`` for an `Init` to fill: of NaN, or 0 if it has no NaN."""
     unset = torch.empty(like.shape, dtype=like.dtype, device=device)
     return unset.fill_(float("nan")) if unset.is_floating_point() else unset.zero_()
 
@@ -157,12 +158,12 @@ class _Blank:
         self._requires_grad = tensor is not None and tensor.requires_grad
 
     def check_filled(self) -> None:
-        """Raise ValueError unless there are values now."""
+        """Raise ValueError unless the `Init` has set it, in place if it is a parameter."""
         now = self._registry.get(self._name)
         if now is not None and now.requires_grad != self._requires_grad:
             raise ValueError(
-                f"init= has changed requires_grad of {self._where}: set it before streamer.wrap, by which "
-                "there is room for gradients or none"
+                f"init= has changed requires_grad of {self._where}: set it before streamer.wrap, which makes "
+                "room for the gradients of trained parameters only"
             )
         if now is not self._tensor and self._is_param:
             raise ValueError(
@@ -170,7 +171,7 @@ class _Blank:
             )
         if now is None or now is not self._tensor or now._version != self._version or not now.numel():
             return
-        # what is written through .data leaves the version as it is, but not all NaN
+        # a write through .data leaves the version as it is, but the values are not all NaN then
         if not now.is_floating_point() or bool(now.isnan().all()):
             raise ValueError(
                 f"init= has given {self._where} no values: let it set all parameters and buffers of the "
@@ -188,7 +189,7 @@ def _check_attributes(unit: Unit, module: nn.Module) -> None:
 
 
 def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    """``module`` and all that is in it, each once and none that was ``seen``."""
+    """The modules of ``module``, itself last, each once and without those that were ``seen``."""
     seen.add(module)
     for child in module.children():
         if child not in seen:
@@ -203,7 +204,7 @@ def _unit_seed(seed: int, name: str) -> int:
 
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Random numbers from ``seed`` on inside the block, as before it after it."""
+    """Let random numbers begin from ``seed`` inside the block, and go on after it as if it had not been."""
     on_gpu = device.type == "cuda"
     with torch.random.fork_rng(devices=[device] if on_gpu else []):
         torch.default_generator.manual_seed(seed)
@@ -228,26 +229,26 @@ class MoveIn:
             (owner, name, owner._buffers[name]) for unit in units for owner, name in unit.buffer_owners
         ]
         self._moved: list[Unit] = []
-        #: buffers by what they were before; modules of several layers may share one
+        #: by buffer of before, its copy on the device; modules of several layers may share one
         self._moved_buffers: dict[torch.Tensor, torch.Tensor] = {}
 
     def run(self) -> None:
-        """Move all of them; a progress bar shows if it takes more than a second."""
+        """Move all units; a progress bar shows where that takes more than a second."""
         versions = []
-        # a log file needs a line now and then, a terminal wants to be alive
+        # a log file gets a line every ten seconds, a terminal ten a second
         interval = 0.1 if sys.stderr.isatty() else 10.0
         bar = tqdm(self._units, "to host memory", unit="unit", delay=1.0, mininterval=interval, leave=False)
         for unit, shard in zip(bar, self._store.shards, strict=True):
             self._take(unit, shard)
             versions.append(unit.written())
         for unit, shard, version in zip(self._units, self._store.shards, versions, strict=True):
-            if unit.written() != version:  # by the initialisation of another unit
+            if unit.written() != version:  # the initialisation of another unit has written this one
                 for slice in unit.layout.slices:
                     shard.rebase(slice)
         self._store.pin(self._backend.pin)
 
     def undo(self) -> None:
-        """Let the parameters be what they were, on the device where they were."""
+        """Let parameters and buffers be what they were, on the devices where they were."""
         with ExitStack() as each:  # goes on after an error
             for unit, shard in zip(self._units, self._store.shards, strict=True):
                 each.callback(self._put_back, unit, shard)
@@ -273,14 +274,14 @@ class MoveIn:
         virtual = self._backend.device.type == "meta"
         for slice, param in zip(unit.layout.slices, unit.params, strict=True):
             if not virtual:
-                # brought here on the caller's own stream, which knows when it was written
+                # the copy from a GPU runs on the caller's own stream, so after what has written the weights
                 self._backend.on_host(partial(shard.load, slice, param.detach().cpu()))
         self._moved.append(unit)
         for slice, param in zip(unit.layout.slices, unit.params, strict=True):
             param.grad = None
             if slice.param.trainable:
-                param.grad_dtype = None  # its own or fp32: [Note: sums]
-            # the root's are soon those on the device; until then they too must not keep their own storage
+                param.grad_dtype = None  # the gradient may have the parameter's dtype or fp32: [Note: sums]
+            # the root unit's parameters, too, give up their storage; later they show the device's buffer
             param.data = slice.own(shard.weight)
         for owner, name in unit.buffer_owners:
             if (buffer := owner._buffers[name]) is not None:
@@ -298,8 +299,8 @@ def take_out(
     moved: Container[nn.Parameter] = (),
 ) -> None:
     """Give the parameters of ``unit`` storage of their own on the CPU, with the exact values of ``shard``
-    rounded to ``dtypes``, or their own values if somebody has ``moved`` them; their gradients are dropped.
-    Its buffers come to the CPU too."""
+    rounded to ``dtypes``; those in ``moved``, to which user code has given other memory, keep their values.
+    Gradients are dropped, and the unit's buffers come to the CPU."""
     for slice, param in zip(unit.layout.slices, unit.params, strict=True):
         param.grad = None
         if param in moved:
@@ -313,10 +314,10 @@ def take_out(
 
 
 def releasable_bytes(params: Iterable[torch.Tensor], device: torch.device) -> int:
-    """Bytes of the storages on ``device`` that `MoveIn` gives up, as far as can be known.
+    """Bytes of the storages on ``device`` that `MoveIn` gives up.
 
-    What is mapped from a file or shared with other processes is not counted (on Linux); what the caller holds
-    by other names is: PyTorch does not tell.
+    Storages that are mapped from a file or shared with other processes are not counted (on Linux). Storages
+    that the caller holds by other tensors are counted: PyTorch does not tell of those.
     """
     storages = {
         storage.data_ptr(): storage.nbytes()

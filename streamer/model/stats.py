@@ -19,11 +19,10 @@ class Stats:
 
     ``device_bytes_now`` and ``device_bytes_peak`` are the buffers of the wrapped model and what its layers
     have saved for backward; on a GPU they are all that PyTorch has allocated there.
-    ``exposed_seconds`` of a lane are those in which compute stood still for it; ``overlap`` is
-    1 - exposed / busy: NaN for a lane that did nothing, below zero where compute waited longer for its
-    work to begin than the work took.
+    ``exposed_seconds`` of a lane are those in which compute waited for it. ``overlap`` is 1 - exposed / busy:
+    NaN for a lane that did nothing, below 0 where compute waited longer for work to begin than the work took.
     ``skipped_steps`` are those in which a gradient was not finite.
-    A prefetch hit is a layer that was on the device, or on its way, when it was asked for.
+    A prefetch hit is a visit to a layer whose weights were on the device, or being copied there.
     """
 
     host_bytes: Mapping[str, int]
@@ -55,7 +54,8 @@ def stats(model: nn.Module) -> Stats:
         overlap={lane.value: trace.overlap(lane) for lane in Lane},
         prefetch_hits=executor.weights.prefetch_hits,
         prefetch_misses=executor.weights.prefetch_misses,
-        # layers that were not updated on landing are counted as one step, by its step() or here
+        # with update="backward", layers that were left out of a step count as one skipped step, which
+        # optimizer.step() adds; before it they are counted here
         skipped_steps=executor.skipped_steps + bool(executor.landing.not_finite),
     )
 
@@ -71,7 +71,10 @@ def synchronize(model: nn.Module) -> None:
 
 
 def save_trace(model: nn.Module, path: str | PathLike[str]) -> None:
-    """Write what ran last on each lane as a Chrome trace (JSON), which Perfetto opens; one row per lane."""
+    """Write what ran last as a Chrome trace (JSON), which Perfetto opens, with a row for each lane.
+
+    Waits for all copies and updates. Raises ValueError if the model is not wrapped.
+    """
     executor = wrapped(model).executor
     executor.synchronize()
     executor.issuer.trace.save(Path(path))

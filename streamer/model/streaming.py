@@ -58,8 +58,8 @@ def stream(
     device_memory: int | str | None = None,
     chosen: Chosen | None = None,
 ) -> M:
-    """`streamer.wrap` on ``backend`` with every option given: it says what they mean, and what is raised.
-    ``chosen`` says why some of them are as they are."""
+    """Wrap ``model`` on ``backend``. `streamer.wrap` documents the options and what is raised; none may be
+    "auto" here. ``chosen`` is how those that were "auto" were chosen."""
     with ExitStack() as undo:
         check_options(
             dtype=dtype,
@@ -86,7 +86,7 @@ def stream(
         if limit is not None:
             backend.limit_device(limit)
         if host_threads is None and backend.device.type == "cuda":
-            # the kernels of a GPU are launched by this process too
+            # one core is left to the thread that launches the kernels of the GPU
             host_threads = max(1, native.num_threads_available() - 1)
         if host_threads is not None:
             backend.on_host(partial(native.set_num_threads, host_threads))
@@ -106,7 +106,7 @@ def stream(
         planned = ledger(units, root, num_slots=slots, update_in_backward=in_backward)
         replace(planned, host={**planned.host, **least_moments(units, root)}).check(
             device_available=device_available,
-            device_remedy=cut.mend,
+            device_remedy=cut.remedy,
             host_available=backend.host_available(),
             host_lockable=backend.host_lockable(),
             shared=not on_device,
@@ -134,7 +134,7 @@ def stream(
         if compile and not virtual:
             compiler = Compiler(backend.device, "inductor" if compile is True else compile)
         for unit, policy, cutter in zip(units, run_as, cutters, strict=True):
-            # an instance attribute: __call__ and the user's hooks run around it as before
+            # an attribute of the instance, so that __call__ and the user's hooks run around it as before
             unit.module.forward = StreamedLayer(executor, unit, policy, cutter, compiler)
         take_off = attach_guards(
             model, executor, plain_dtypes, is_compiled=compiler is not None, split=cut.split

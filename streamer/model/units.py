@@ -1,9 +1,9 @@
-"""A model cut into units: one for each layer, or for each part of a layer that is too large for a slot, and
-one for all the rest.
+"""The units of a model: one for each layer, or for each part of a layer that is too large for a slot, and the
+root unit for all the rest.
 
-Every slot is as large as the largest unit, so one wide layer decides what all of them take. Which layers are
-cut, and how far, depends on sizes alone: the largest are replaced by their parts, again and again, until the
-slots fit on the device. [Note: split layers]
+Every slot is as large as the largest unit, so one wide layer decides what all slots take. Which layers are
+split, and how far, depends on sizes alone: the largest units are replaced by their parts, again and again,
+until the slots fit on the device. [Note: split layers]
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NoReturn
 
 import torch
@@ -37,9 +36,9 @@ def make_units(
 ) -> tuple[list[Unit], Unit]:
     """One unit for each of ``layers`` (qualified name and module), and the root unit.
 
-    ``dtype`` is what parameters are streamed in; None keeps theirs. Raises ValueError for what cannot be
-    streamed: TorchScript, a layer without parameters, a parameter that two units share or that is sparse,
-    complex, on the meta device without being virtual, or of another dtype than fp32, bf16 and fp16.
+    ``dtype`` is what parameters are streamed in; None keeps the dtype of each. Raises ValueError for what
+    cannot be streamed: TorchScript, a layer without parameters, a parameter that two units share or that is
+    sparse, complex or of another dtype than fp32, bf16 and fp16.
     """
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -146,17 +145,17 @@ def _streamed_dtype(param: nn.Parameter, name: str, dtype: torch.dtype | None) -
 
 @dataclass(frozen=True)
 class Units:
-    """One way to cut a model into units: the number of each unit's layer, the modules that were ``split`` for
-    them and, where they do not fit on the device, what would help."""
+    """One way to divide a model into units. ``layers`` has the index of each unit's layer, ``split`` the
+    modules that were replaced by their parts, ``remedy`` what would help where the units do not fit."""
 
     units: list[Unit]
     root: Unit
     layers: list[int]
     split: tuple[Split, ...] = ()
-    mend: str | None = None
+    remedy: str | None = None
 
     def ledger(self, num_slots: int) -> Ledger:
-        """The planned bytes with ``num_slots`` slots, or as many as there are units."""
+        """The planned bytes with ``num_slots`` slots, but no more slots than units."""
         return ledger(self.units, self.root, num_slots=min(num_slots, len(self.units)))
 
     def device_bytes(self, num_slots: int) -> int:
@@ -174,8 +173,8 @@ def cut_to_fit(
     available: int,
     limit: int | None,
 ) -> Units:
-    """Cut the largest of ``units`` into their parts until ``num_slots`` slots, and what is on the device
-    beside them, fit into ``available`` bytes; no further than that.
+    """Split the largest of ``units`` until ``num_slots`` slots, and what is on the device beside them, fit
+    into ``available`` bytes; no further than that.
 
     ``dtype`` is what parameters are streamed in, ``limit`` the ``device_memory`` that `wrap` was given.
     """
@@ -185,12 +184,12 @@ def cut_to_fit(
         if way.device_bytes(num_slots) <= available:
             return way
     best = min(ways, key=lambda way: way.device_bytes(num_slots))
-    mend = _mend(ways, best, num_slots=num_slots, available=available, limit=limit)
-    return replace(best, mend=mend)
+    remedy = _remedy(ways, best, num_slots=num_slots, available=available, limit=limit)
+    return replace(best, remedy=remedy)
 
 
 def refuse_micro_batches(split: Sequence[Split]) -> NoReturn:
-    """Raise ValueError: what is the batch of a layer's arguments need not be that of its parts'."""
+    """Raise ValueError: a part need not be given the batch in the dimension in which its layer is."""
     raise ValueError(
         f"micro_batch_size: layer '{split[0].name}' is too large for a slot and would be streamed in parts, "
         f"which cannot be given micro-batches: {split[0].whole_bytes} bytes of device memory would keep "
@@ -199,7 +198,7 @@ def refuse_micro_batches(split: Sequence[Split]) -> NoReturn:
 
 
 def _ways(model: nn.Module, way: Units, dtype: torch.dtype | None, num_slots: int) -> Iterator[Units]:
-    """The ways to cut, ``way`` first: in each the largest units of the one before are in parts."""
+    """The ways to divide the model, ``way`` first: in each the largest units of the one before are split."""
     whole_bytes = way.device_bytes(num_slots)
     while True:
         yield way
@@ -218,7 +217,7 @@ def _ways(model: nn.Module, way: Units, dtype: torch.dtype | None, num_slots: in
 
 
 def _to_split(units: Sequence[Unit]) -> list[Unit]:
-    """The largest units, or, where they cannot be split, those with the largest gradients."""
+    """The units with the largest weights or, if one of those cannot be split, with the largest gradients."""
     sizes: list[Callable[[Unit], int]] = [
         lambda unit: unit.layout.nbytes,
         lambda unit: unit.layout.grad_nbytes,
@@ -232,10 +231,10 @@ def _to_split(units: Sequence[Unit]) -> list[Unit]:
 
 
 def _obstacle(unit: Unit) -> str | None:
-    """Why a unit cannot be cut into parts, or None if it can."""
+    """Why a unit cannot be split, or None if it can."""
     module = unit.module
     kind = type(module).__name__
-    if isinstance(module, torch.jit.ScriptModule) or parametrize.is_parametrized(module):
+    if parametrize.is_parametrized(module):
         return f"it is a {kind}, which does not call its children as a plain module does"
     children = list(parts_of(module, unit.name))
     inside = {param for _, child in children for param in child.parameters()}
@@ -247,37 +246,11 @@ def _obstacle(unit: Unit) -> str | None:
             return f"'{name}' is a {type(child).__name__}, which is never called"
     if sum(len(list(child.parameters())) for _, child in children) > len(inside):
         return "its parts share a parameter"
-    return _reference(children)
-
-
-def _reference(children: Sequence[tuple[str, nn.Module]]) -> str | None:
-    """How one of ``children`` refers to another in a way that PyTorch does not know of, if one does."""
-    owners = {id(held): name for name, child in children for held in (*child.modules(), *child.parameters())}
-    for name, child in children:
-        for module in child.modules():
-            for attribute, value in vars(module).items():
-                if attribute in ("_modules", "_parameters"):
-                    continue
-                for held in _held(value):
-                    if owners.get(id(held), name) != name:
-                        return f"'{name}' refers to '{owners[id(held)]}' (in '{attribute}')"
     return None
 
 
-def _held(value: object) -> Iterator[object]:
-    if isinstance(value, list | tuple | set):
-        for item in value:
-            yield from _held(item)
-    elif isinstance(value, dict):
-        yield from _held(list(value.values()))
-    elif isinstance(value, partial):
-        yield from _held([value.func, value.args, value.keywords])
-    else:
-        yield getattr(value, "__self__", value)
-
-
-def _mend(ways: Sequence[Units], best: Units, *, num_slots: int, available: int, limit: int | None) -> str:
-    """What helps a device that is too small for any of ``ways``, of which ``best`` takes least."""
+def _remedy(ways: Sequence[Units], best: Units, *, num_slots: int, available: int, limit: int | None) -> str:
+    """What helps where the device is too small for each of ``ways``, of which ``best`` takes least."""
     fewer = [
         count
         for count in range(min(num_slots, max(len(way.units) for way in ways)) - 1, 0, -1)
@@ -301,7 +274,8 @@ def _mend(ways: Sequence[Units], best: Units, *, num_slots: int, available: int,
 
 
 def _allowed(way: Units, num_slots: int, room: int) -> int:
-    """What a weight slot may take, if its gradient slot takes as much but no more than the gradients need."""
+    """Bytes that a weight slot may take in ``room``, if a gradient slot takes as many, or as many as the
+    largest gradient where that is less."""
     count = min(num_slots, len(way.units))
     grad_slots = num_grad_slots(count)
     grad_nbytes = max(unit.layout.grad_nbytes for unit in way.units)

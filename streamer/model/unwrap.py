@@ -25,7 +25,8 @@ Memo = dict[int, Any]
 class Copier:
     """Makes plain copies of the modules of one wrapped model.
 
-    ``attributes`` are the names of what `wrap` has put on every module, ``hooks`` the ids of its hooks.
+    ``plain_dtypes`` are the dtypes of the copies' parameters, ``attributes`` the names of what `wrap` has set
+    on every module, ``hooks`` the ids of the hooks of `wrap`.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Copier:
         }
         if plain.get("forward", plain) is None:
             del plain["forward"]
-        # its class may have a way of its own to be copied
+        # with these attributes, and not as a new object: its class may define how it is copied
         object.__setattr__(module, "__dict__", plain)
         try:
             return copy.deepcopy(module, memo)
@@ -63,7 +64,7 @@ class Copier:
 
     @as_plain
     def _copy_tensors(self, module: nn.Module, memo: Memo) -> None:
-        """Let ``memo`` have the exact weights of ``module``, and its buffers, on the CPU."""
+        """Put copies on the CPU of the module's exact weights, and of its buffers, into ``memo``."""
         for buffer in module.buffers():
             if id(buffer) not in memo:
                 memo[id(buffer)] = buffer.detach().cpu().clone()
@@ -102,9 +103,9 @@ M = TypeVar("M", bound=nn.Module)
 def unwrap(model: M) -> M:
     """Make ``model`` a plain CPU module again, with the trained weights, and give its memory back.
 
-    Parameters get the dtype that they had before `wrap`, from their exact masters, unless somebody has
-    replaced them or their memory since; gradients are dropped. What an optimizer holds for the model is of no
-    more use, and the memory of its moments comes back when it goes. Returns the model.
+    Parameters get the dtype that they had before `wrap`, from their exact masters; one that user code has
+    given other memory since keeps the values there. Gradients are dropped. An optimizer of the wrapped model
+    is of no more use; the memory of its moments is given back when it is dropped. Returns the model.
 
     Raises ValueError if the model is not wrapped.
     """
@@ -112,13 +113,13 @@ def unwrap(model: M) -> M:
     executor = handle.executor
     executor.wait_for_saving()
     units = (*executor.units, executor.root)
-    # copies to the device may have failed without harm to what is here
+    # not `synchronize`, which raises what a copy has raised: the host shards are whole without it
     executor.issuer.wait(ops.shard(unit.index) for unit in units)
     for unit in units:
         executor.weights.end_flight(unit)
     moved = {param for unit in units for _, param in executor.weights.elsewhere(unit)}
     executor.weights.refresh(moved)
-    # room for the weights that come out
+    # first, to make room for the weights that come out
     executor.store.drop(ALL_MOMENTS)
     for unit in units:
         unit.drop_leaves()
@@ -131,8 +132,7 @@ def unwrap(model: M) -> M:
 
 
 def forget(model: nn.Module, executor: Executor) -> None:
-    """Take off what tells a wrapped model and its parameters where they live, and let its layers run as they
-    are."""
+    """Take off the model's handle and its parameters' places, and let its layers run as they are."""
     for unit in executor.units:
         had = getattr(unit.module.__dict__.pop("forward", None), HAD, None)
         if had is not None:

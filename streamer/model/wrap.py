@@ -1,4 +1,4 @@
-"""`wrap`: a plain model becomes a streamed one in place, with the options that it was told to choose."""
+"""`wrap`: a plain model becomes a streamed one in place, and options that are "auto" are chosen."""
 
 from __future__ import annotations
 
@@ -47,9 +47,10 @@ def wrap(
     """Stream the layers of ``model`` from host memory. Changes the model in place and returns it.
 
     The weights move to host memory, a layer at a time, and the storage that they had is given up;
-    ``num_slots`` buffers on the device, each as large as the largest layer, take them in turn. A layer for
-    which they would be too large is cut into its children, which are streamed in its place, while its own
-    forward runs as it is. What is in no layer (embeddings, final norm, head) stays on the device.
+    ``num_slots`` buffers on the device, the slots, each as large as the largest layer, take them in turn. A
+    layer for which the slots would have to be too large is cut into its children, which are streamed in its
+    place, while its own forward runs as it is. What is in no layer (embeddings, final norm, head) stays on
+    the device.
     Inputs are moved to the device. Class, parameter objects, parameter names and ``state_dict`` keys
     stay as they are; `copy.deepcopy` gives a plain CPU model. Train it with `streamer.AdamW`.
 
@@ -102,11 +103,11 @@ def wrap(
             ``PYTORCH_CUDA_ALLOC_CONF`` sets something else. Where a later step takes more, slots are given
             back. One that runs out of memory takes back all but two for good: run it again.
         example: where ``activations``, ``num_slots`` or ``micro_batch_size`` is ``"auto"``, a batch to plan
-            with: a tensor, a tuple of the model's arguments, or a dict of them by name. Only shapes and
-            dtypes count, which the batches of the steps should have. [Note: options that are chosen]
+            with: a tensor, a tuple of the model's arguments, or a dict of them by name. Only its shapes and
+            dtypes count, which should be those of the steps' batches. [Note: options that are chosen]
         machine: how fast the device is, for such a plan: the name of one in `streamer.simulate.machine`,
-            ``"rtx-4090"`` say, or a `Machine`. None means an RTX 4090 where there is a GPU.
-        backend: runs on this backend in place of the device's own. A virtual one has no values and compiles
+            ``"rtx-4090"`` say, or a `Machine`. None means an RTX 4090 where there is a GPU, else a CPU.
+        backend: the backend to run on in place of the device's own. A virtual one has no values and compiles
             nothing.
 
     Raises:
