@@ -52,6 +52,16 @@ def wide_loss(model: nn.Module, step: int) -> torch.Tensor:
     return language_loss(model, step, size=64)
 
 
+def attached(model: nn.Module) -> list[object]:
+    """The attributes of all modules and parameters of ``model``; of a tied parameter under each name."""
+    things = (*model.named_modules(), *model.named_parameters(remove_duplicate=False))
+
+    def now(value: object) -> object:
+        return copy.copy(value) if isinstance(value, dict) else value
+
+    return [(name, {key: now(value) for key, value in vars(thing).items()}) for name, thing in things]
+
+
 LossOf = Callable[[nn.Module, int], torch.Tensor]
 
 

@@ -3,7 +3,6 @@ back. Measured on processes of their own, by the resident set that the system co
 
 from __future__ import annotations
 
-import copy
 import json
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from streamer.engine.paging.executor import Executor
 from streamer.model import move_in as moving
 from streamer.model import streaming
 from streamer.model.move_in import releasable_bytes
+from tests.reference import attached
 
 MIB = 1 << 20
 ROOT = str(Path(__file__).parents[2])
@@ -176,18 +176,14 @@ def test_after_an_error_the_model_is_what_it_was(
     monkeypatch: pytest.MonkeyPatch, part: tuple[type, str], dtype: torch.dtype | None
 ) -> None:
     model = stack()
-    objects, before = list(model.parameters()), {k: v.clone() for k, v in model.state_dict().items()}
-    attached = [copy.copy(vars(part)) for part in (*model.modules(), *objects)]
-    attached = [{key: copy.copy(value) for key, value in held.items()} for held in attached]
+    before, values = attached(model), {k: v.clone() for k, v in model.state_dict().items()}
     with monkeypatch.context() as patch:
         patch.setattr(*part, trouble)
         with pytest.raises(Trouble):
             streamer.wrap(model, layers="layers", device="cpu", dtype=dtype)
-    assert all(new is old for new, old in zip(model.parameters(), objects, strict=True))
-    assert [dict(vars(part)) for part in (*model.modules(), *objects)] == attached
+    assert attached(model) == before
     after = model.state_dict()
-    assert list(after) == list(before)
-    assert [key for key in before if not torch.equal(after[key], before[key])] == []
+    assert [key for key in values if not torch.equal(after[key], values[key])] == []
     assert {param.dtype for param in model.parameters()} == {torch.float32}
     with_own_storage = {param.untyped_storage().nbytes() for param in model.parameters()}
     assert with_own_storage == {8 * 8 * 4, 8 * 4}
