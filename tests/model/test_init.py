@@ -26,25 +26,28 @@ def shape(layers: int = 3, **options: object) -> GPT:
         return GPT(**(sizes | options))
 
 
+def given_values(model: nn.Module, **options: object) -> nn.Module:
+    """``model``, given values by `streamer.wrap` and unwrapped."""
+    usual = {"layers": "transformer.h", "device": "cpu", "init": getattr(model, "init_weights", None)}
+    return streamer.unwrap(streamer.wrap(model, **(usual | options)))
+
+
 def built(layers: int = 3, seed: int = 0, **options: object) -> GPT:
-    """Initialised by wrap, and unwrapped."""
     model = shape(layers)
     torch.manual_seed(seed)
-    options = {"layers": "transformer.h", "device": "cpu", "init": model.init_weights} | options
-    return streamer.unwrap(streamer.wrap(model, **options))
+    return given_values(model, **options)
 
 
 def test_parameters_are_the_same_objects_and_have_values() -> None:
     model = shape()
     objects = list(model.parameters())
     objects[0].marked = True
-    streamer.wrap(model, layers="transformer.h", device="cpu", init=model.init_weights)
+    given_values(model)
     assert all(new is old for new, old in zip(model.parameters(), objects, strict=True))
     assert model.lm_head.weight is model.transformer.wte.weight
     assert objects[0].marked
     assert {(param.device.type, param.requires_grad) for param in objects} == {("cpu", True)}
     assert all(param.isfinite().all() for param in objects)
-    streamer.unwrap(model)
 
 
 def test_the_values_have_the_distribution_that_init_gives() -> None:
@@ -91,10 +94,7 @@ def test_a_second_model_is_another_one_and_random_numbers_go_on() -> None:
     torch.manual_seed(0)
     random.seed(0)
     python_state = random.getstate()
-    first, second = (
-        streamer.unwrap(streamer.wrap(model, layers="transformer.h", device="cpu", init=model.init_weights))
-        for model in (shape(), shape())
-    )
+    first, second = (given_values(shape()) for _ in range(2))
     drawn = torch.rand(3)
     assert not torch.equal(first.lm_head.weight, second.lm_head.weight)
     torch.manual_seed(0)
@@ -175,8 +175,7 @@ def test_each_module_is_given_once_children_first_on_the_device_without_gradient
         seen.append(module)
         model.init_weights(module)
 
-    streamer.wrap(model, layers="transformer.h", device="cpu", init=init)
-    streamer.unwrap(model)
+    given_values(model, init=init)
     assert len(seen) == len(set(seen)) == len(list(model.modules()))
     place = {module: index for index, module in enumerate(seen)}
     for parent in model.modules():
@@ -198,8 +197,7 @@ def test_a_parameter_keeps_its_class_and_a_shared_buffer_is_shared() -> None:
         model = nn.Sequential(nn.ModuleList([nn.Linear(4, 4)]), nn.BatchNorm1d(4), nn.BatchNorm1d(4))
         model[0][0].weight = Marked(torch.empty(4, 4))
         model[2].running_mean = model[1].running_mean
-    streamer.wrap(model, layers="0", device="cpu", init=init_with_buffers)
-    streamer.unwrap(model)
+    given_values(model, layers="0", init=init_with_buffers)
     assert type(model[0][0].weight) is Marked
     assert type(model[0][0].bias) is nn.Parameter
     assert model[2].running_mean is model[1].running_mean
@@ -214,8 +212,7 @@ def test_a_root_without_parameters_is_given_too() -> None:
         seen.append(module)
         init_with_buffers(module)
 
-    streamer.wrap(model, layers="", device="cpu", init=init)
-    streamer.unwrap(model)
+    given_values(model, layers="", init=init)
     assert seen == [*model, model]
 
 
@@ -251,11 +248,7 @@ def fail_at_the_end(init: Init, module: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("wrong", "error", "match"),
     [
-        (
-            forget_norms,
-            ValueError,
-            r"init= has given 'weight' of a LayerNorm in 'transformer\.h\.0' no",
-        ),
+        (forget_norms, ValueError, r"init= has given 'weight' of a LayerNorm in 'transformer\.h\.0' no"),
         (replace_weights, ValueError, r"init= has replaced parameter 'weight' of a Linear .*: write into it"),
         (freeze, ValueError, r"init= has changed requires_grad of 'weight' of a LayerNorm .*: set it before"),
         (fail_at_the_end, KeyError, "in init"),
@@ -267,12 +260,10 @@ def test_an_init_that_goes_wrong_leaves_the_model_as_it_was(
     model = shape()
     objects = list(model.parameters())
     with pytest.raises(error, match=match):
-        init = partial(wrong, model.init_weights)
-        streamer.wrap(model, layers="transformer.h", device="cpu", init=init)
+        given_values(model, init=partial(wrong, model.init_weights))
     assert all(new is old and new.is_meta for new, old in zip(model.parameters(), objects, strict=True))
     torch.manual_seed(0)
-    streamer.wrap(model, layers="transformer.h", device="cpu", init=model.init_weights)
-    streamer.unwrap(model)
+    given_values(model)
     expected = built().state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
 
@@ -284,8 +275,7 @@ def test_what_is_written_through_data_counts() -> None:
         for param in module.parameters(recurse=False):
             param.data.fill_(0.5)
 
-    streamer.wrap(model, layers="transformer.h", device="cpu", init=init)
-    streamer.unwrap(model)
+    given_values(model, init=init)
     assert all(torch.equal(param, torch.full_like(param, 0.5)) for param in model.parameters())
 
 
@@ -313,7 +303,7 @@ def test_what_cannot_be_given_values_is_named(change: Callable[[GPT], None], mat
     model = shape()
     change(model)
     with pytest.raises(ValueError, match=match):
-        streamer.wrap(model, layers="transformer.h", device="cpu", init=model.init_weights)
+        given_values(model)
 
 
 def test_a_parameter_that_somebody_holds_weakly_is_named_and_the_rest_put_back() -> None:
@@ -321,7 +311,7 @@ def test_a_parameter_that_somebody_holds_weakly_is_named_and_the_rest_put_back()
     held = weakref.ref(model.transformer.h[1].ln_1.weight)
     match = r"parameter 'transformer\.h\.1\.ln_1\.weight' cannot get values .*: let go of it before"
     with pytest.raises(ValueError, match=match):
-        streamer.wrap(model, layers="transformer.h", device="cpu", init=model.init_weights)
+        given_values(model)
     assert all(param.is_meta for param in model.parameters())
     assert held() is not None
 

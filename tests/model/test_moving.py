@@ -203,23 +203,3 @@ def test_weights_mapped_from_a_file_are_not_given_back(tmp_path: Path) -> None:
     torch.save(torch.ones(1000), tmp_path / "weights.pt")
     mapped = torch.load(tmp_path / "weights.pt", mmap=True)
     assert releasable_bytes([mapped], torch.device("cpu")) == 0
-
-
-@pytest.mark.parametrize("layer", [0, 2])
-def test_an_init_that_writes_into_other_layers_is_heard(layer: int) -> None:
-    with torch.device("meta"):
-        model = nn.ModuleDict(
-            {"embed": nn.Linear(8, 8), "layers": nn.ModuleList(nn.Linear(8, 8) for _ in range(3))}
-        )
-
-    def init(module: nn.Module) -> None:
-        for param in module.parameters(recurse=False):
-            param.fill_(1 / 3)
-        if module is model:
-            model["layers"][layer].weight.fill_(1 / 7)
-
-    streamer.wrap(model, layers="layers", device="cpu", dtype=torch.bfloat16, init=init)
-    streamer.unwrap(model)
-    assert torch.equal(model["layers"][1].weight, torch.full((8, 8), 1 / 3))
-    # written into bf16 weights, which are the masters then
-    assert torch.equal(model["layers"][layer].weight, torch.full((8, 8), 1 / 7).bfloat16().float())
