@@ -1,7 +1,8 @@
-"""What this library uses of PyTorch beside the interface that PyTorch documents, each with its reason.
+"""The functions of PyTorch that this library uses and PyTorch does not document, each with its reason.
 
-Any release of PyTorch may change these. One that is gone is told in one line when the library is imported: an
-older release has all of them. tests/test_torch_private.py tells which of them has changed its meaning.
+Any release of PyTorch may change them. Where one is missing, importing the library raises an error of one
+line, which names a release that has all of them. tests/test_torch_private.py fails for one that behaves
+differently.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 
 def _find(path: str, why: str) -> Any:
-    """``torch.path``, by which the library does ``why``. Raises ImportError where it is missing."""
+    """The attribute ``path`` of ``torch``, without which the library cannot do ``why``. Raises ImportError
+    where it is missing."""
     found: Any = torch
     for name in path.split("."):
         found = getattr(found, name, None)
@@ -34,25 +36,26 @@ def _find(path: str, why: str) -> Any:
     return found
 
 
-#: Blocks inside of which tensor subclasses are plain tensors to PyTorch, and no plain ones any more.
+#: Context managers: PyTorch's functions treat tensor subclasses as plain tensors inside of the first, and as
+#: subclasses again inside of the second.
 SubclassesOff: Any = _find("_C.DisableTorchFunctionSubclass", "touches guarded parameters as plain ones")
 SubclassesOn: Any = _find("_C._EnableTorchFunction", "runs a layer as its user would")
 
-#: The number of the backward that is running in this thread, -1 outside of one.
+#: The number of the backward that is running in this thread, -1 outside of a backward.
 backward_number: Callable[[], int] = _find("_C._current_graph_task_id", "tells one backward from another")
 
 #: Whether the backward that is running was told to keep its graph.
 keeps_graph: Callable[[], bool] = _find("_C._autograd._get_current_graph_task_keep_graph", "frees graphs")
 
-#: Whether the backward that is running comes to a node; RuntimeError in `torch.autograd.grad`.
+#: Whether the backward that is running will execute a node; raises RuntimeError in `torch.autograd.grad`.
 comes_to: Callable[[Node], bool] = _find("_C._will_engine_execute_node", "knows whose gradients to make")
 
-#: Lets autograd call a function at the end of the backward that is running, and hold it until then.
+#: Has autograd call a function at the end of the backward that is running.
 when_backward_ends: Callable[[Callable[[], None]], None] = _find(
     "autograd.Variable._execution_engine.queue_callback", "waits for gradients where backward ends"
 )
 
-#: Takes off the hooks for saved tensors that were set last; sets others (pack, unpack).
+#: Take off the hooks for saved tensors that were set last; set others (pack, unpack).
 pop_saved_hooks: Callable[[], None] = _find(
     "_C._autograd._pop_saved_tensors_default_hooks", "saves past a checkpoint"
 )
@@ -60,10 +63,10 @@ push_saved_hooks: Callable[[Callable[..., Any], Callable[..., Any]], None] = _fi
     "_C._autograd._push_saved_tensors_default_hooks", "saves past a checkpoint"
 )
 
-#: How many nodes of graphs this thread has made.
+#: How many nodes of autograd graphs this thread has made.
 nodes_made: Callable[[], int] = _find("_C._autograd._get_sequence_nr", "knows a graph's tensors again")
 
-#: Whether a transform of `torch.func` is active, or stands between a tensor and its values.
+#: Whether a transform of `torch.func` is active; whether a tensor is one that such a transform has wrapped.
 in_transform: Callable[[], bool] = _find("_C._are_functorch_transforms_active", "refuses torch.func")
 is_of_transform: Callable[[torch.Tensor], bool] = _find(
     "_C._functorch.is_functorch_wrapped_tensor", "knows tensors that have no memory to share"
@@ -73,7 +76,7 @@ is_batched: Callable[[torch.Tensor], bool] = _find(
     "_C._functorch.is_legacy_batchedtensor", "refuses batched gradients"
 )
 
-#: The order in which implementations of attention are tried, as numbers.
+#: The order in which the implementations of attention are tried, as their numbers.
 attention_order: Callable[[], Sequence[int]] = _find("_C._get_sdp_priority_order", "recomputes with the same")
 set_attention_order: Callable[[list[int]], None] = _find("_C._set_sdp_priority_order", "recomputes so")
 
@@ -90,15 +93,16 @@ _push_mode: Any = _find("_C._push_on_torch_function_stack", "watches layers that
 _set_allocator: Any = _find("_C._accelerator_setAllocatorSettings", "keeps to a limit of device memory")
 _allocator_now: Any = _find("cuda.memory._snapshot", "keeps to a limit of device memory")
 
-#: What made a view: a custom function, or an operation in no-grad mode. Autograd refuses to write it.
+#: What has made a view: a custom function, or an operation in no-grad mode. Autograd refuses to write both.
 BY_CUSTOM_FUNCTION, BY_NO_GRAD = _creation.IN_CUSTOM_FUNCTION, _creation.NO_GRAD_MODE
 
-#: Under names that begin so a node of a graph has what it saved, as it was packed.
+#: A node of a graph has what it saved, as it was packed, under names that begin so.
 RAW_SAVED = "_raw_saved_"
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """The identity of the storage of ``tensor``: all meta tensors have the same address."""
+    """The identity of the storage of ``tensor``, also on the meta device, where all addresses are the
+    same."""
     number: int = tensor.untyped_storage()._cdata
     return number
 
@@ -108,17 +112,17 @@ def storage_owners(tensor: torch.Tensor) -> int:
     return _use_count(storage_id(tensor))
 
 
-#: How many nodes the thread that has made a node (the argument) had made before it.
+#: How many nodes a thread had made before it made this one, the argument.
 node_number: Callable[[Node], int] = methodcaller("_sequence_nr")
 
 
 def was_made(view: torch.Tensor, how: object) -> bool:
-    """Whether autograd has noted of a view that it was made in that way; it has not of what is none."""
+    """Whether ``view`` is a view that was made in the way ``how``, as autograd has noted."""
     return view._is_view() and bool(_get_creation(view) == how)
 
 
 def refuse_writes(view: torch.Tensor) -> None:
-    """Let autograd refuse to write ``view`` in place, as one that a custom function has made."""
+    """Let autograd refuse writes to ``view`` in place, as to a view that a custom function has made."""
     _set_creation(view, BY_CUSTOM_FUNCTION)
 
 
@@ -128,12 +132,12 @@ def top_saved_hooks() -> Any:
 
 
 def function_modes() -> list[TorchFunctionMode]:
-    """The modes of `torch.overrides` that are on in this thread, the first one first."""
+    """The modes of `torch.overrides` that are on in this thread, in the order in which they were entered."""
     return [_mode_at(place) for place in range(_num_modes())]
 
 
 def exchange_function_modes(count: int, modes: Iterable[TorchFunctionMode]) -> None:
-    """Take the ``count`` modes off that are on, and put ``modes`` on."""
+    """Leave the ``count`` modes that are on, and enter ``modes``."""
     for _ in range(count):
         _pop_mode()
     for mode in modes:
@@ -141,8 +145,8 @@ def exchange_function_modes(count: int, modes: Iterable[TorchFunctionMode]) -> N
 
 
 def set_gradient_hook(leaf: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-    """Set the first hook of ``leaf``, as `torch.Tensor.register_hook` does, but without the handle to remove
-    it, which takes longer to make."""
+    """Give ``leaf``, which has no hooks, a hook as `torch.Tensor.register_hook` does, but without a handle to
+    remove the hook: the handle takes longer to make."""
     leaf._backward_hooks = OrderedDict(first=hook)
 
 
@@ -178,7 +182,7 @@ def expand_segments() -> None:
 
 
 def skip_code(code: CodeType) -> None:
-    """Let `torch.compile` leave functions with this ``code`` as they are where it meets them first."""
+    """Let `torch.compile` run functions with this ``code``, and what they call, as they are."""
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
 

@@ -884,7 +884,7 @@ def test_a_gradient_set_by_hand_waits_for_the_update_that_reads_the_last_one() -
 
 
 def test_weights_written_unseen_while_their_update_runs_are_refused() -> None:
-    """By who is given their memory before, and counts his writes as PyTorch's own operations do."""
+    """By code that got their memory before the update, and counts its writes as PyTorch's operations do."""
     slow = ThreadBackend(delays={Lane.HOST: lambda: 0.01})
     with wrapped(backend=slow) as model:
         optimizer = streamer.AdamW(model.parameters(), lr=0.1)

@@ -306,7 +306,7 @@ def test_what_cannot_be_given_values_is_named(change: Callable[[GPT], None], mat
         given_values(model)
 
 
-def test_a_parameter_that_somebody_holds_weakly_is_named_and_the_rest_put_back() -> None:
+def test_a_parameter_with_a_weak_reference_is_named_and_the_rest_put_back() -> None:
     model = shape()
     held = weakref.ref(model.transformer.h[1].ln_1.weight)
     match = r"parameter 'transformer\.h\.1\.ln_1\.weight' cannot get values .*: let go of it before"
