@@ -58,7 +58,7 @@ def address(tensor: torch.Tensor) -> int | None:
 
 
 def snapshot(model: nn.Module) -> list[object]:
-    """All that wrap could change about a model, short of the values."""
+    """All that wrap could change about a model but its values."""
     return attached(model) + [
         (id(param), address(param), param.dtype, param._version) for param in model.parameters()
     ]
@@ -87,7 +87,7 @@ Refuses = Callable[..., None]
 
 @pytest.fixture
 def refuses(monkeypatch: pytest.MonkeyPatch) -> Refuses:
-    """Whether `wrap` refuses a model, with these options."""
+    """A function that checks that `wrap` refuses a model with some options."""
 
     def check(model: nn.Module, match: str, error: type[Exception] = ValueError, **options: Any) -> None:
         with refused(model, error, match, monkeypatch):
@@ -235,7 +235,7 @@ MODELS: dict[str, tuple[nn.Module, tuple[str | None, ...], list[str]]] = {
         (None, "stages"),
         ["stages.0.1", "stages.1.1"],
     ),
-    # a dict may as well hold an embedding, the layers and a norm
+    # a dict with children of several classes may hold an embedding, the layers and a norm
     "a dict in its order, not one of several classes": (
         nn.ModuleDict(
             {"one": nn.Linear(2, 2), "two": nn.Linear(2, 2), "blocks": A_DICT, "n": nn.LayerNorm(2)}
@@ -653,7 +653,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
 @pytest.mark.parametrize("use", [the_model, layers_by_hand])
 @pytest.mark.parametrize("name", CHANGES)
 def test_changing_the_model(name: str, use: Callable[[nn.Module], None], grad: bool) -> None:
-    """Refused until it is wrapped again: then the changed model is what trains."""
+    """A changed model is refused until it is wrapped again; then it trains as it is."""
     change, match = CHANGES[name]
     with wrapped() as model, torch.set_grad_enabled(grad):
         use(model)
@@ -671,7 +671,7 @@ def test_changing_the_model(name: str, use: Callable[[nn.Module], None], grad: b
 
 
 def test_changing_what_has_no_parameters_works() -> None:
-    """As in plain PyTorch, and what is put around a layer (`torch.distributed` does so) calls it."""
+    """As in plain PyTorch; a module that is put around a layer, as `torch.distributed` does, calls it."""
     with wrapped() as model:
         model.single = nn.Identity()
         model.blocks[1] = nn.Sequential(model.blocks[1], nn.Tanh())
@@ -853,11 +853,7 @@ def test_optimizer_state_of_frozen_parameters_loads_again() -> None:
         optimizer.step()
         state = copy.deepcopy(optimizer.state_dict())
         optimizer.load_state_dict(state)
-        again = optimizer.state_dict()
-        assert list(again["state"]) == list(state["state"])
-        for index, moments in state["state"].items():
-            for name, value in moments.items():
-                assert torch.equal(again["state"][index][name], value)
+        torch.testing.assert_close(optimizer.state_dict()["state"], state["state"], rtol=0, atol=0)
 
 
 def test_a_gradient_set_by_hand_waits_for_the_update_that_reads_the_last_one() -> None:

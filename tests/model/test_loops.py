@@ -35,7 +35,7 @@ Make = Callable[[nn.Module, Any], torch.optim.Optimizer]
 
 
 class Calls(list[None]):
-    """Of a class of its own: a list would be what it was when its layer runs again."""
+    """A list of a class of its own: plain lists are set back before a layer runs again."""
 
 
 class Layer(nn.Module):
@@ -43,7 +43,6 @@ class Layer(nn.Module):
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
         self.dropout = nn.Dropout(0.1)
-        #: a list, since attributes are set back when a layer runs again
         self.forwards = Calls()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -261,7 +260,7 @@ def test_a_tensor_is_saved_without_its_neighbours(dtype: torch.dtype, tmp_path: 
 
 
 class Tokens(Dataset[torch.Tensor]):
-    """Rows of tokens, and a model that is held by accident."""
+    """Rows of tokens, and a model that the data set happens to hold."""
 
     def __init__(self, model: nn.Module | None) -> None:
         self.model = model
@@ -281,7 +280,7 @@ def no_process_is_left() -> Iterator[None]:
     assert multiprocessing.active_children() == []
 
 
-#: From Python 3.12 on.
+#: Python warns so from 3.12 on.
 FORKING = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 
 
@@ -373,7 +372,7 @@ class Around(Net):
 
 
 class Segment(Net):
-    """One around several layers and what is between them."""
+    """One checkpoint around several layers and what is between them."""
 
     def last(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers[1:]:
@@ -403,7 +402,7 @@ class Inside(Layer):
 
 
 class OwnFlag(Layer):
-    """As Hugging Face's layers do."""
+    """A layer that checkpoints itself where a flag is set, as Hugging Face's layers do."""
 
     def __init__(self) -> None:
         super().__init__()

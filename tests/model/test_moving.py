@@ -51,7 +51,7 @@ def init(module):
     if isinstance(module, nn.Linear):
         nn.init.normal_(module.weight)
 
-# what comes once: threads, kernels, modules
+# memory that is taken once: by threads, kernels, modules
 small = streamer.wrap(Net(256, 2), layers="layers", device="cpu", dtype={dtype})
 streamer.AdamW(small.parameters())
 streamer.unwrap(small)
@@ -62,7 +62,7 @@ device = "meta" if {on_meta} else "cpu"
 with torch.device(device):
     model = Net(2048, 8)
 built = status("VmRSS")
-# only what moving takes, not what gradients and slots take after it
+# only what moving takes, without the gradients and slots that are allocated after it
 moved = []
 add = HostStore.add
 def then_add(self, *args, **kwargs):
@@ -109,10 +109,10 @@ def test_beside_the_shards_there_is_never_more_than_one_unit(on_meta: bool, dtyp
     weights = 8 * UNIT + MIB
     assert seen["shards"] == weights
     assert seen["built"] - seen["empty"] == pytest.approx(0 if on_meta else weights, abs=SLACK)
-    # shards beside the model's own storage, or beside nothing, would be at their sum at the end
+    # a whole model beside its shards would take twice the weights
     assert seen["peak"] - seen["empty"] <= weights + UNIT + SLACK
     assert seen["moved"] - seen["empty"] <= weights + SLACK
-    # all that is planned and the moments are there, and nothing else
+    # the process holds all that is planned, the moments, and nothing else
     moments = 2 * weights
     planned = seen["host"] + seen["device"] + moments
     assert seen["wrapped"] - seen["empty"] == pytest.approx(planned, rel=0.02)

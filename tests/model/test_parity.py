@@ -53,7 +53,7 @@ def test_ten_steps_in_fp32(activations: str, num_slots: int) -> None:
 
 
 #: In bf16 a gradient that is close to zero is all rounding, and with the usual eps Adam makes a whole step
-#: of it, so that two runs which differ in one last bit part at once. With this eps they do not.
+#: of it, so that two runs which differ in one last bit diverge at once. With this eps they do not.
 CALM = {"lr": 3e-4, "weight_decay": 0.1, "eps": 1e-3}
 
 

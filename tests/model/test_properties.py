@@ -103,7 +103,7 @@ class Run:
         self.clip_all()
         self.optimizer.step()
         if step.zero_grad:
-            # the model's too: those of parameters that no group has
+            # and by the model, for parameters that are in no group
             self.optimizer.zero_grad(self.loop.set_to_none)
             self.model.zero_grad(self.loop.set_to_none)
         if (number := step.write_weight_of) is not None:
@@ -152,7 +152,7 @@ def streamed(
 
 
 def has_optimizable(spec: ModelSpec, loop: Loop) -> bool:
-    """An optimizer must have a parameter."""
+    """Whether the loop's optimizer has a parameter, without which there is none."""
     return bool(param_groups(Model(spec), loop))
 
 
@@ -249,7 +249,7 @@ class Interrupted:
 @st.composite
 def interrupted(draw: st.DrawFn) -> Interrupted:
     dtype = draw(st.sampled_from([None, torch.bfloat16, torch.float16]))
-    # PyTorch's batch normalisation refuses short weights beside fp32 statistics
+    # PyTorch's batch normalisation refuses 16-bit weights beside fp32 statistics
     model = draw(models(batch_norm=dtype is None))
     layers = len(model.layers)
     # documented: update="backward" refuses float16, which needs a loss scale to be checked before any update
