@@ -25,14 +25,16 @@ class Oops(Exception):
 
 @pytest.fixture
 def worker() -> Iterator[Worker]:
+    """Closed twice, as may be; `tests.conftest.no_thread_is_left` sees that its thread has ended."""
     worker = Worker(Lane.H2D)
     yield worker
-    for _ in range(2):  # it may be repeated
+    for _ in range(2):
         Worker.close_all([worker])
 
 
 @pytest.fixture
 def backend() -> Iterator[ThreadBackend]:
+    """Closed twice, as `worker`."""
     backend = ThreadBackend()
     yield backend
     for _ in range(2):
@@ -137,12 +139,12 @@ def test_close_runs_what_is_queued() -> None:
 
 def test_close_after_an_error_and_from_its_own_thread(worker: Worker) -> None:
     worker.submit(raise_oops, ())
-    # as when the last reference to a model is dropped by a task of its own
+    # as when a task drops the last reference to a model
     worker.submit(lambda: Worker.close_all([worker]), ()).wait()
 
 
 def test_work_for_a_closed_lane_is_refused() -> None:
-    """Taken in silence, it would never run, and whoever waited for it would hang for ever."""
+    """Work that is queued there would never run, and a thread that waits for it would hang for ever."""
     worker = Worker(Lane.HOST)
     Worker.close_all([worker])
     with pytest.raises(RuntimeError, match="closed"):
@@ -183,7 +185,7 @@ def test_nothing_of_the_work_is_held_when_its_end_is_told(
 
 
 def test_an_error_is_there_when_its_end_is_told(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever is told first and finds no error would go on with what was never copied."""
+    """A thread that is told of the end before the error would go on with what was never copied."""
     found: list[bool] = []
 
     def looking(self: HostEvent, name: str, value: object) -> None:
