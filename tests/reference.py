@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -149,6 +150,54 @@ def streamed(model: nn.Module, **options: Any) -> Iterator[nn.Module]:
         yield wrapped
     finally:
         streamer.unwrap(wrapped)
+
+
+POLICIES = pytest.mark.parametrize("activations", ["recompute", "keep"])
+
+
+def flat(value: Any, path: str = "") -> dict[str, torch.Tensor]:
+    """Copies of the tensors in dicts and sequences, by their paths; None is left out."""
+    if isinstance(value, dict):
+        return {k: v for key, each in value.items() for k, v in flat(each, f"{path}/{key}").items()}
+    if isinstance(value, list | tuple):
+        return flat(dict(enumerate(value)), path)
+    return {} if value is None else {path: torch.as_tensor(value).detach().clone()}
+
+
+def assert_equal(actual: Any, expected: Any, *, tolerance: float = 0.0) -> None:
+    """The same tensors at the same places of dicts and sequences: equal to the bit, or within ``tolerance``
+    of their size, and a hundredth of it of 1."""
+    mine, theirs = flat(actual), flat(expected)
+    assert list(mine) == list(theirs)
+    if tolerance:
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance / 100)
+    else:
+        assert [path for path, value in theirs.items() if not torch.equal(mine[path], value)] == []
+
+
+def assert_as_plain(
+    model: nn.Module, use: Callable[[nn.Module], Any], *, tolerance: float = 0.0, **options: Any
+) -> None:
+    """``use`` returns the same for a deep copy of ``model``, wrapped with ``options``, and for ``model``."""
+    # the wrapped one first: TorchScript runs other code when it has run before
+    with streamed(model, **options) as wrapped:
+        torch.manual_seed(1)
+        actual = flat(use(wrapped))
+    assert actual
+    torch.manual_seed(1)
+    assert_equal(actual, flat(use(model)), tolerance=tolerance)
+
+
+def assert_refused(
+    model: nn.Module,
+    use: Callable[[nn.Module], Any],
+    match: str,
+    error: type[Exception] = ValueError,
+    **options: Any,
+) -> None:
+    """``use`` of a deep copy of ``model``, wrapped with ``options``, raises ``error``."""
+    with streamed(model, **options) as wrapped, pytest.raises(error, match=match):
+        use(wrapped)
 
 
 def assert_trains_alike(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import inspect
+import random
 from collections.abc import Callable
-from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,10 +17,22 @@ from torch import nn
 import streamer
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
-from tests.reference import LossOf, assert_parity, streamed, train_plain, train_streamed
+from tests.engine.layer.common import WIDTH, Layer, Stack
+from tests.reference import (
+    POLICIES,
+    LossOf,
+    assert_as_plain,
+    assert_equal,
+    assert_parity,
+    assert_refused,
+    flat,
+    gradients,
+    streamed,
+    train_plain,
+    train_streamed,
+)
 
-WIDTH, TIME = 16, 5
-POLICIES = pytest.mark.parametrize("activations", ["recompute", "keep"])
+TIME = 5
 PADDING = torch.tensor([[0, 0, 0, 0, 0], [0, 0, 0, 1, 1], [0, 0, 0, 0, 1]]).bool()
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(TIME)
 
@@ -37,6 +51,8 @@ def loss_on(model: nn.Module, step: int) -> torch.Tensor:
 
 
 def twice(model: nn.Module, step: int) -> torch.Tensor:
+    random.seed(step)
+    np.random.seed(step)
     return distance(model(batch(step))) + distance(model(batch(step) + 1))
 
 
@@ -81,24 +97,25 @@ def translating(model: nn.Module, step: int) -> torch.Tensor:
     return distance(out)
 
 
-@POLICIES
-@pytest.mark.parametrize(("norm_first", "loss_of"), [(False, padded), (False, causal), (True, loss_on)])
-def test_transformer_encoders(norm_first: bool, loss_of: LossOf, activations: str) -> None:
-    assert_trains(encoder(norm_first), loss_of, layers="layers", activations=activations)
-
-
-@POLICIES
-def test_a_transformer_decoder(activations: str) -> None:
-    assert_trains(decoder(), crossing, layers="layers", activations=activations)
+def transformer() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Transformer(WIDTH, 2, 2, 3, 32, 0.1, batch_first=True, bias=False)
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True, but:UserWarning")
 @POLICIES
-def test_an_encoder_and_a_decoder(activations: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Transformer(WIDTH, 2, 2, 3, 32, 0.1, batch_first=True, bias=False)
-    layers = ["encoder.layers", "decoder.layers"]
-    assert_trains(model, translating, layers=layers, activations=activations)
+@pytest.mark.parametrize(
+    ("make", "loss_of", "layers"),
+    [
+        (encoder, padded, "layers"),
+        (encoder, causal, "layers"),
+        (partial(encoder, norm_first=True), loss_on, "layers"),
+        (decoder, crossing, "layers"),
+        (transformer, translating, ["encoder.layers", "decoder.layers"]),
+    ],
+)
+def test_transformers(make: Callable[[], nn.Module], loss_of: LossOf, layers: Any, activations: str) -> None:
+    assert_trains(make(), loss_of, layers=layers, activations=activations)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
@@ -141,31 +158,6 @@ def test_nested_tensors_in_training(size: int | None, activations: str) -> None:
 
 
 # --- layers of other kinds ------------------------------------------------------------------------------
-
-
-class Stack(nn.Module):
-    """Three layers that ``make`` makes, one after another."""
-
-    def __init__(self, make: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(make() for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.linear(x))
 
 
 class Residual(nn.Module):
@@ -244,6 +236,13 @@ class Drawing(Layer):
         return super().forward(x) * torch.rand(x.shape, generator=self.generator)
 
 
+class PythonRandom(Layer):
+    """Draws from the generators of Python and of NumPy."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * random.random() + x * np.random.rand()
+
+
 class Listing(Layer):
     """Holds its weight in a list too, and uses that."""
 
@@ -283,24 +282,15 @@ class Recurrent(nn.Module):
         return x + self.cell(x)[0]
 
 
-LAYERS: dict[str, Callable[[], nn.Module]] = {
-    "residual": lambda: Stack(Residual),
-    "sharing": sharing,
-    "counting": lambda: Stack(Counting),
-    "normalising": lambda: Stack(Normalising),
-    "drawing": lambda: Stack(Drawing),
-    "listing": lambda: Stack(Listing),
-    "scaled": lambda: Stack(Scaled),
-    "asking": lambda: Stack(Asking),
-    "recurrent": lambda: Stack(Recurrent),
-}
+KINDS = (Residual, Counting, Normalising, Drawing, PythonRandom, Listing, Scaled, Asking, Recurrent)
+LAYERS = {kind.__name__: partial(Stack, kind) for kind in KINDS} | {"sharing": sharing}
 
 
 @POLICIES
 @pytest.mark.parametrize("layers", LAYERS)
 def test_layers(layers: str, activations: str) -> None:
     # a recurrence adds its weights' gradients up over time, and over two calls in another order
-    loss_of = loss_on if layers == "recurrent" else twice
+    loss_of = loss_on if layers == "Recurrent" else twice
     assert_trains(LAYERS[layers](), loss_of, layers="blocks", activations=activations)
 
 
@@ -354,10 +344,9 @@ class Named(Stack):
         return x
 
 
-@POLICIES
 @pytest.mark.parametrize("layers", ["blocks", None])
-def test_a_dict_of_layers(layers: str | None, activations: str) -> None:
-    assert_trains(Named(), layers=layers, activations=activations)
+def test_a_dict_of_layers(layers: str | None) -> None:
+    assert_trains(Named(), layers=layers)
 
 
 class Writing(Layer):
@@ -374,9 +363,8 @@ class Writing(Layer):
 
 def test_a_layer_that_writes_into_an_attribute() -> None:
     assert_trains(Stack(Writing), layers="blocks", activations="keep")
-    refusal = pytest.raises(ValueError, match="'blocks.0' writes into a tensor.* make it a buffer")
-    with streamed(Stack(Writing), layers="blocks") as model, refusal:
-        loss_on(model, 0)
+    match = "'blocks.0' writes into a tensor.* make it a buffer"
+    assert_refused(Stack(Writing), partial(loss_on, step=0), match, layers="blocks")
 
 
 class Differentiating(Layer):
@@ -390,9 +378,9 @@ class Differentiating(Layer):
 
 @POLICIES
 def test_a_layer_that_differentiates_in_its_forward_is_refused(activations: str) -> None:
-    refusal = pytest.raises(RuntimeError, match="'blocks.0' computed .* torch.autograd.grad in the layer")
-    with streamed(Stack(Differentiating), layers="blocks", activations=activations) as model, refusal:
-        loss_on(model, 0)
+    match = "'blocks.0' computed .* torch.autograd.grad in the layer"
+    options = {"layers": "blocks", "activations": activations}
+    assert_refused(Stack(Differentiating), partial(loss_on, step=0), match, RuntimeError, **options)
 
 
 # --- layers that know one another -----------------------------------------------------------------------
@@ -418,11 +406,14 @@ def calling_parts() -> nn.Module:
     return model
 
 
+def times_weight(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return x @ linear.weight
+
+
 def reading_weights() -> nn.Module:
     model = Stack(Calling)
     for index in (1, 2):
-        before = model.blocks[index - 1].linear
-        model.blocks[index].others = [lambda x, before=before: x @ before.weight]
+        model.blocks[index].others = [partial(times_weight, model.blocks[index - 1].linear)]
     return model
 
 
@@ -442,24 +433,18 @@ class Reusing(Stack):
         return self.blocks[0].linear(super().forward(x)) @ self.blocks[2].linear.weight
 
 
+def first_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    loss_on(model, 0).backward()
+    return gradients(model)
+
+
 @POLICIES
 @pytest.mark.parametrize("make", [calling_parts, reading_weights, calling_a_layer, Reusing])
 def test_layers_that_use_others(make: Callable[[], nn.Module], activations: str) -> None:
-    def gradients(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        loss = loss_on(model, 0)
-        loss.backward()
-        return loss, {name: param.grad.clone() for name, param in model.named_parameters()}
-
-    loss, expected = gradients(make())
-    model = streamer.wrap(make(), layers="blocks", device="cpu", activations=activations)
-    try:
-        actual_loss, actual = gradients(model)
-    finally:
-        streamer.unwrap(model)
-    assert torch.equal(actual_loss, loss)
-    for name, gradient in expected.items():
-        # the parts of some gradients are added in another order
-        torch.testing.assert_close(actual[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
+    options = {"layers": "blocks", "activations": activations}
+    assert_as_plain(make(), partial(loss_on, step=0), **options)
+    # the parts of some gradients are added in another order
+    assert_as_plain(make(), first_gradients, tolerance=1e-5, **options)
 
 
 def calling_a_later_part() -> nn.Module:
@@ -501,27 +486,18 @@ def test_a_user_who_calls_a_part_of_a_layer_sees_its_last_update() -> None:
 def test_gradients_of_some_parameters_that_layers_use_though_they_are_elsewhere(
     make: Callable[[], nn.Module], activations: str
 ) -> None:
-    def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    def of_some(model: nn.Module) -> dict[str, torch.Tensor]:
         loss_on(model, 0).backward(inputs=[model.blocks[1].linear.weight, model.embed.bias])
-        return {
-            name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None
-        }
+        return gradients(model)
 
-    expected = gradients(make())
-    model = streamer.wrap(make(), layers="blocks", device="cpu", activations=activations)
-    try:
-        actual = gradients(model)
-        model.zero_grad()
+    options = {"layers": "blocks", "activations": activations}
+    assert_as_plain(make(), of_some, tolerance=1e-5, **options)
+    with streamed(make(), **options) as model:
         with pytest.raises(
             RuntimeError, match="asks for a parameter that layer.*uses though it is registered"
         ):
             torch.autograd.grad(loss_on(model, 0), [model.blocks[1].linear.weight])
-        assert [name for name, param in model.named_parameters() if param.grad is not None] == []
-    finally:
-        streamer.unwrap(model)
-    assert list(actual) == list(expected) == ["embed.bias", "blocks.1.linear.weight"]
-    for name, gradient in expected.items():
-        torch.testing.assert_close(actual[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
+        assert gradients(model) == {}
 
 
 class Nesting(Stack):
@@ -538,20 +514,16 @@ class Nesting(Stack):
 
 @POLICIES
 def test_layers_inside_of_layers(activations: str) -> None:
-    poisoned = ThreadBackend(poison=True)
-    plain, model = Nesting(deep=False), Nesting(deep=False)
-    streamer.wrap(model, layers="blocks", num_slots=2, activations=activations, backend=poisoned)
-    try:
-        for each in (plain, model):
-            loss_on(each, 0).backward()
-        for (name, param), other in zip(plain.named_parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(other.grad, param.grad, rtol=1e-5, atol=1e-7, msg=name)
-        x = batch(0).requires_grad_()
+    def use(model: nn.Module) -> Any:
+        of_all = first_gradients(model)
         model.zero_grad()
+        x = batch(0).requires_grad_()
         torch.autograd.grad(model(x).sum(), x)
-        assert [name for name, param in model.named_parameters() if param.grad is not None] == []
-    finally:
-        streamer.unwrap(model)
+        assert gradients(model) == {}
+        return of_all
+
+    options = {"layers": "blocks", "num_slots": 2, "backend": ThreadBackend(poison=True)}
+    assert_as_plain(Nesting(deep=False), use, tolerance=1e-5, activations=activations, **options)
 
 
 @pytest.mark.parametrize("make", [streamer.AdamW, torch.optim.AdamW], ids=["ours", "PyTorch's"])
@@ -659,29 +631,34 @@ def test_a_wrapped_model_in_a_larger_one(optimizers: Optimizers) -> None:
         torch.testing.assert_close(actual[name], value, rtol=0, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("unseen", [False, True])
-def test_gradients_that_a_larger_model_zeroes_while_updates_read_them(unseen: bool) -> None:
-    def train(*, wait: bool, unseen: bool) -> list[torch.Tensor]:
+def zeroing(model: nn.Module) -> tuple[Larger, streamer.AdamW]:
+    """A larger model, and the optimizer of the wrapped ``model`` in it, whose update is on its way."""
+    larger, optimizer = Larger(model), streamer.AdamW(model.parameters())
+    loss_on(larger, 0).backward()
+    optimizer.step()
+    return larger, optimizer
+
+
+def test_gradients_that_a_larger_model_zeroes_while_updates_read_them() -> None:
+    def train(*, wait: bool) -> dict[str, torch.Tensor]:
         slow = ThreadBackend(delays={Lane.HOST: lambda: 0.02})
-        model = streamer.wrap(Stack(Residual), layers="blocks", backend=slow)
-        larger, optimizer = Larger(model), streamer.AdamW(model.parameters())
-        for _ in range(2):
-            loss_on(larger, 0).backward()
-            optimizer.step()
+        with streamed(Stack(Residual), layers="blocks", backend=slow) as model:
+            larger, optimizer = zeroing(model)
             if wait:
                 streamer.synchronize(model)
-            with torch._C.DisableTorchFunctionSubclass() if unseen else nullcontext():
-                larger.zero_grad(set_to_none=False)
-            if unseen:
-                with pytest.raises(RuntimeError, match=r"gradients of 'blocks.*' were written while"):
-                    streamer.synchronize(model)
-                model._streamer.close()
-                return []
-        streamer.unwrap(model)
-        return [param.detach() for param in model.parameters()]
+            larger.zero_grad(set_to_none=False)
+            loss_on(larger, 0).backward()
+            optimizer.step()
+            return flat(model.state_dict())
 
-    if unseen:
-        train(wait=False, unseen=True)
-    else:
-        actual, expected = (train(wait=wait, unseen=False) for wait in (False, True))
-        assert all(map(torch.equal, actual, expected))
+    assert_equal(train(wait=False), train(wait=True))
+
+
+def test_gradients_that_a_larger_model_zeroes_unseen_are_refused() -> None:
+    model = streamer.wrap(Stack(Residual), layers="blocks", backend=ThreadBackend({Lane.HOST: lambda: 0.02}))
+    larger, _ = zeroing(model)
+    with torch._C.DisableTorchFunctionSubclass():
+        larger.zero_grad(set_to_none=False)
+    with pytest.raises(RuntimeError, match=r"gradients of 'blocks.*' were written while"):
+        streamer.synchronize(model)
+    model._streamer.close()

@@ -6,7 +6,7 @@ import copy
 import io
 import pickle
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -25,11 +25,21 @@ from torch.utils.checkpoint import checkpoint
 
 import streamer
 from streamer.backends.thread import ThreadBackend
-from tests.reference import assert_parity, streamed, train_plain, train_streamed
+from tests.engine.layer.common import Stack
+from tests.reference import (
+    POLICIES,
+    assert_as_plain,
+    assert_parity,
+    assert_refused,
+    gradients,
+    streamed,
+    train_plain,
+    train_streamed,
+)
 
 D = 8
+Use = Callable[[nn.Module], Any]
 TORCHS_OWN_WARNING = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-POLICIES = pytest.mark.parametrize("activations", ["recompute", "keep"])
 
 
 class Block(nn.Module):
@@ -43,16 +53,12 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
-class Net(nn.Module):
+class Net(Stack):
     """Calls its layers ``rounds`` times."""
 
-    def __init__(self, rounds: int = 1) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.rounds = rounds
-        self.embed = nn.Linear(D, D)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(D, D)
+    def __init__(self) -> None:
+        super().__init__(Block, width=D, head=True)
+        self.rounds = 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embed(x)
@@ -65,52 +71,25 @@ def inputs(seed: int = 0, size: int = 4) -> torch.Tensor:
     return torch.randn(size, D, generator=torch.Generator().manual_seed(seed))
 
 
-def loss(model: nn.Module, x: torch.Tensor | int = 0) -> torch.Tensor:
-    return model(inputs(x) if isinstance(x, int) else x).square().mean()
-
-
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def tensors(value: Any) -> list[torch.Tensor | None]:
-    if isinstance(value, dict):
-        return tensors(list(value.values()))
-    return [t for v in value for t in tensors(v)] if isinstance(value, list | tuple) else [value]
-
-
-def assert_as_plain(
-    use: Callable[[nn.Module], Any], activations: str, model: nn.Module | None = None, **options: Any
-) -> None:
-    """``use`` gives the same on a plain and on a wrapped model, to the bit; it returns tensors."""
-    model = Net() if model is None else model
-    expected = use(copy.deepcopy(model))
-    with streamed(model, layers="blocks", activations=activations, **options) as wrapped:
-        actual = use(wrapped)
-        if isinstance(expected, dict):
-            assert list(actual) == list(expected)
-        pairs = list(zip(tensors(actual), tensors(expected), strict=True))
-        assert pairs
-        assert [a is None for a, _ in pairs] == [e is None for _, e in pairs]
-        assert [torch.equal(a, e) for a, e in pairs if a is not None] == [True] * sum(
-            e is not None for _, e in pairs
-        )
+def assert_same(use: Use, activations: str, model: nn.Module | None = None, **options: Any) -> None:
+    """``use`` returns the same tensors of a plain and of a wrapped model, to the bit."""
+    assert_as_plain(model or Net(), use, layers="blocks", activations=activations, **options)
 
 
 def refused(
-    use: Callable[[nn.Module], Any],
-    match: str,
-    error: type[Exception] = RuntimeError,
-    activations: str = "recompute",
-    **options: Any,
+    use: Use, match: str, error: type[Exception] = RuntimeError, activations: str = "recompute"
 ) -> None:
     """``use`` raises, and training goes on after it."""
-    with streamed(Net(), layers="blocks", activations=activations, **options) as model:
+    with streamed(Net(), layers="blocks", activations=activations) as model:
         with pytest.raises(error, match=match):
             use(model)
         model.zero_grad()
         loss(model).backward()
         assert len(gradients(model)) == len(list(model.parameters()))
+
+
+def loss(model: nn.Module, x: torch.Tensor | int = 0) -> torch.Tensor:
+    return model(inputs(x) if isinstance(x, int) else x).square().mean()
 
 
 # --- torch.func and forward mode ----------------------------------------------------------------------
@@ -134,19 +113,18 @@ def with_others_in_a_layer(model: nn.Module) -> Any:
 
 @POLICIES
 @pytest.mark.parametrize("use", [with_own_parameters, with_others_in_the_root])
-def test_functional_call(use: Callable[[nn.Module], Any], activations: str) -> None:
-    assert_as_plain(use, activations)
+def test_functional_call(use: Use, activations: str) -> None:
+    assert_same(use, activations)
 
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_functional_call_with_other_weights_of_layers_is_refused(grad: bool) -> None:
+    match = "'weight' of a Linear in layer 'blocks.1' was replaced.*functional_call"
     with torch.set_grad_enabled(grad):
-        match = "'weight' of a Linear in layer 'blocks.1' was replaced.*functional_call"
-        with streamed(Net(), layers="blocks") as model, pytest.raises(ValueError, match=match):
-            with_others_in_a_layer(model)
+        assert_refused(Net(), with_others_in_a_layer, match, layers="blocks")
 
 
-TRANSFORMS: dict[str, Callable[[nn.Module], Any]] = {
+TRANSFORMS: dict[str, Use] = {
     "grad": lambda model: torch.func.grad(lambda x: loss(model, x))(inputs()),
     "vjp": lambda model: torch.func.vjp(model, inputs()),
     "jvp": lambda model: torch.func.jvp(model, (inputs(),), (inputs(1),)),
@@ -163,9 +141,9 @@ TRANSFORMS: dict[str, Callable[[nn.Module], Any]] = {
 def test_transforms_are_refused(transform: str, grad: bool) -> None:
     if transform == "batched" and not grad:
         return
-    refusal = pytest.raises(RuntimeError, match="torch.func.*streamed layer 'blocks.*streamer.unwrap")
-    with streamed(Net(), layers="blocks") as model, torch.set_grad_enabled(grad), refusal:
-        TRANSFORMS[transform](model)
+    match = "torch.func.*streamed layer 'blocks.*streamer.unwrap"
+    with torch.set_grad_enabled(grad):
+        assert_refused(Net(), TRANSFORMS[transform], match, RuntimeError, layers="blocks")
 
 
 def tangent(model: nn.Module) -> torch.Tensor:
@@ -175,28 +153,37 @@ def tangent(model: nn.Module) -> torch.Tensor:
 
 @TORCHS_OWN_WARNING
 def test_forward_mode_works_where_there_is_no_backward() -> None:
-    assert_as_plain(torch.no_grad()(tangent), "recompute")
+    assert_same(torch.no_grad()(tangent), "recompute")
     refused(tangent, "forward-mode differentiation.*'blocks.0'.*under torch.no_grad")
 
 
 def test_data_parallel_modules_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with streamed(Net(), layers="blocks") as model:
-        monkeypatch.setattr(DistributedDataParallel, "_active_ddp_module", object())
-        with pytest.raises(RuntimeError, match="DistributedDataParallel does not see.*in one process"):
-            model(inputs())
-        monkeypatch.undo()
+    monkeypatch.setattr(DistributedDataParallel, "_active_ddp_module", object())
+    match = "DistributedDataParallel does not see.*in one process"
+    assert_refused(Net(), loss, match, RuntimeError, layers="blocks")
 
 
 # --- gradients by torch.autograd.grad and for some tensors only -----------------------------------------
 
 
-def grad_of(*names: str) -> Callable[[nn.Module], Any]:
+def grad_of(*names: str) -> Use:
     """Gradients of the inputs and of these parameters; ``p.grad`` stays as it is."""
 
     def use(model: nn.Module) -> Any:
         x = inputs().requires_grad_()
         wanted = [x, *(model.get_parameter(name) for name in names)]
         return torch.autograd.grad(loss(model, x), wanted), gradients(model)
+
+    return use
+
+
+def backward_for(*names: str) -> Use:
+    """Two backwards for these parameters alone."""
+
+    def use(model: nn.Module) -> Any:
+        for seed in range(2):
+            loss(model, seed).backward(inputs=[model.get_parameter(name) for name in names])
+        return gradients(model)
 
     return use
 
@@ -241,40 +228,24 @@ GRADS = [
     grad_of_hidden_states,
     grad_then_backward,
     grad_of_a_layer_called_twice,
+    backward_for("head.weight"),
+    backward_for("blocks.1.up.weight"),
+    backward_for("blocks.2.down.bias", "embed.weight", "blocks.0.norm.weight"),
+    lambda model: jacobian(model, inputs(size=2)),
 ]
 
 
 @POLICIES
 @pytest.mark.parametrize("use", GRADS)
-def test_autograd_grad(use: Callable[[nn.Module], Any], activations: str) -> None:
-    assert_as_plain(use, activations)
+def test_gradients_of_some_tensors(use: Use, activations: str) -> None:
+    assert_same(use, activations)
 
 
 def test_autograd_grad_updates_nothing_where_backward_would() -> None:
-    assert_as_plain(grad_of_all, "recompute", update="backward")
+    assert_same(grad_of_all, "recompute", update="backward")
 
 
-@POLICIES
-@pytest.mark.parametrize(
-    "names",
-    [["head.weight"], ["blocks.1.up.weight"], ["blocks.2.down.bias", "embed.weight", "blocks.0.norm.weight"]],
-    ids=lambda names: names[0],
-)
-def test_backward_for_some_parameters(names: Sequence[str], activations: str) -> None:
-    def use(model: nn.Module) -> dict[str, torch.Tensor]:
-        loss(model).backward(inputs=[model.get_parameter(name) for name in names])
-        loss(model, 1).backward(inputs=[model.get_parameter(name) for name in names])
-        return gradients(model)
-
-    assert_as_plain(use, activations)
-
-
-@POLICIES
-def test_jacobians(activations: str) -> None:
-    assert_as_plain(lambda model: jacobian(model, inputs(size=2)), activations)
-
-
-SECOND_ORDER: dict[str, Callable[[nn.Module], Any]] = {
+SECOND_ORDER: dict[str, Use] = {
     "backward": lambda model: loss(model).backward(create_graph=True),
     "grad": lambda model: torch.autograd.grad(loss(model), model.embed.weight, create_graph=True),
     "hvp": lambda model: hvp(partial(loss, model), inputs(), inputs(1)),
@@ -335,13 +306,13 @@ AROUND = {
 @POLICIES
 @pytest.mark.parametrize("around", AROUND)
 def test_around_the_model(around: str, activations: str) -> None:
-    assert_as_plain(AROUND[around], activations)
+    assert_same(AROUND[around], activations)
 
 
 @POLICIES
 def test_anomaly_detection(activations: str) -> None:
     with pytest.warns(UserWarning, match="Anomaly Detection has been enabled"):
-        assert_as_plain(partial(trained_in, torch.autograd.detect_anomaly), activations)
+        assert_same(partial(trained_in, torch.autograd.detect_anomaly), activations)
 
 
 # --- hooks on modules -----------------------------------------------------------------------------------
@@ -364,9 +335,6 @@ def with_module_hook(place: str, register: Callable[[nn.Module, list[Any]], Any]
 
 MODULE_HOOKS: dict[str, Callable[[nn.Module, list[Any]], Any]] = {
     "forward": lambda module, heard: module.register_forward_hook(doubled),
-    "forward, with kwargs": lambda module, heard: module.register_forward_hook(
-        lambda module, args, kwargs, out: 2 * out, with_kwargs=True
-    ),
     "forward_pre": lambda module, heard: module.register_forward_pre_hook(
         lambda module, args: (2 * args[0],)
     ),
@@ -391,7 +359,7 @@ MODULE_HOOKS: dict[str, Callable[[nn.Module, list[Any]], Any]] = {
 @pytest.mark.parametrize("place", ["blocks.1", "blocks.1.up", "head"])
 @pytest.mark.parametrize("hook", MODULE_HOOKS)
 def test_module_hooks(hook: str, place: str, activations: str) -> None:
-    assert_as_plain(partial(with_module_hook, place, MODULE_HOOKS[hook]), activations)
+    assert_same(partial(with_module_hook, place, MODULE_HOOKS[hook]), activations)
 
 
 @POLICIES
@@ -400,24 +368,18 @@ def test_module_hooks_from_before_wrap(activations: str) -> None:
     for place in ("blocks.1", "blocks.1.up", "head"):
         model.get_submodule(place).register_forward_hook(doubled)
         model.get_submodule(place).register_full_backward_hook(halved_backward)
-    assert_as_plain(lambda model: loss(model).backward() or gradients(model), activations, model)
+    assert_same(lambda model: loss(model).backward() or gradients(model), activations, model)
 
 
 @POLICIES
 def test_global_module_hooks(activations: str) -> None:
     def use(model: nn.Module) -> Any:
-        handles = [
-            register_module_forward_hook(doubled),
-            register_module_full_backward_hook(lambda *_: None),
-        ]
-        try:
+        # a handle ends its hook when its block ends
+        with register_module_forward_hook(doubled), register_module_full_backward_hook(lambda *_: None):
             loss(model, inputs().requires_grad_()).backward()
-        finally:
-            for handle in handles:
-                handle.remove()
         return gradients(model)
 
-    assert_as_plain(use, activations)
+    assert_same(use, activations)
 
 
 def test_hooks_inside_of_a_recomputed_layer_run_with_it() -> None:
@@ -448,7 +410,7 @@ def test_what_a_hook_has_captured_of_a_layers_output_can_be_trained_on(activatio
         (loss(model) + captured[0].square().mean()).backward()
         return gradients(model)
 
-    assert_as_plain(use, activations)
+    assert_same(use, activations)
 
 
 # --- hooks on parameters --------------------------------------------------------------------------------
@@ -516,16 +478,12 @@ PARAMETER_HOOKS = [
 
 @POLICIES
 @pytest.mark.parametrize("use", PARAMETER_HOOKS)
-def test_parameter_hooks(use: Callable[[nn.Module], Any], activations: str) -> None:
-    assert_as_plain(use, activations)
+def test_parameter_hooks(use: Use, activations: str) -> None:
+    assert_same(use, activations)
 
 
 def hooked_and_called_twice(model: nn.Module) -> None:
-    model.rounds = 2
-    try:
-        loss(model).backward()
-    finally:
-        model.rounds = 1
+    (loss(model) + model.blocks[1](inputs()).sum()).backward()
 
 
 def hooked_and_penalised(model: nn.Module) -> None:
@@ -547,21 +505,15 @@ def test_a_hook_that_would_see_a_gradient_in_parts_is_refused(
 
 
 @POLICIES
-@pytest.mark.parametrize("when", ["before forward", "before backward"])
-def test_post_accumulate_grad_hooks_of_layers_are_refused(when: str, activations: str) -> None:
+@pytest.mark.parametrize("ran_before", [False, True])
+def test_post_accumulate_grad_hooks_of_layers_are_refused(ran_before: bool, activations: str) -> None:
     with streamed(Net(), layers="blocks", activations=activations) as model:
-        register = partial(model.get_parameter(WEIGHT).register_post_accumulate_grad_hook, lambda param: None)
-        if when == "before forward":
-            register()
-            with pytest.raises(ValueError, match=f"'{WEIGHT}' has a post-accumulate-grad hook"):
-                loss(model)
-            with torch.no_grad():
-                loss(model)
-        else:
-            value = loss(model)
-            register()
-            with pytest.raises(ValueError, match=f"'{WEIGHT}' has a post-accumulate-grad hook"):
-                value.backward()
+        value = loss(model) if ran_before else None
+        model.get_parameter(WEIGHT).register_post_accumulate_grad_hook(lambda param: None)
+        with pytest.raises(ValueError, match=f"'{WEIGHT}' has a post-accumulate-grad hook"):
+            (loss(model) if value is None else value).backward()
+        with torch.no_grad():
+            loss(model)
 
 
 # --- weights in other memory ----------------------------------------------------------------------------
@@ -653,7 +605,7 @@ def test_a_forward_that_a_layer_has_of_its_own_outlives_wrap() -> None:
 
 # --- parametrizations -----------------------------------------------------------------------------------
 
-PARAMETRIZATIONS: dict[str, Callable[[nn.Module], Any]] = {
+PARAMETRIZATIONS: dict[str, Use] = {
     "weight_norm": parametrizations.weight_norm,
     "spectral_norm": parametrizations.spectral_norm,
     "orthogonal": parametrizations.orthogonal,
@@ -669,10 +621,9 @@ def test_parametrizations(name: str, activations: str) -> None:
         PARAMETRIZATIONS[name](module)
         if name == "pruning":
             module.weight = module.weight.detach()  # to be copied
-    expected = train_plain(model, loss_of=loss, steps=3)
-    assert_parity(
-        train_streamed(model, loss_of=loss, steps=3, layers="blocks", activations=activations), expected
-    )
+    options = {"loss_of": loss, "steps": 3}
+    actual = train_streamed(model, layers="blocks", activations=activations, **options)
+    assert_parity(actual, train_plain(model, **options))
 
 
 def test_what_a_recomputed_layer_finds_cached_is_refused() -> None:
