@@ -164,19 +164,23 @@ def flat(value: Any, path: str = "") -> dict[str, torch.Tensor]:
     return {} if value is None else {path: torch.as_tensor(value).detach().clone()}
 
 
-def assert_equal(actual: Any, expected: Any, *, tolerance: float = 0.0) -> None:
-    """The same tensors at the same places of dicts and sequences: equal to the bit, or within ``tolerance``
-    of their size, and a hundredth of it of 1."""
+def assert_equal(actual: Any, expected: Any, *, rtol: float = 0.0, atol: float = 0.0) -> None:
+    """The same tensors at the same places of dicts and sequences: to the bit, or within the tolerances."""
     mine, theirs = flat(actual), flat(expected)
     assert list(mine) == list(theirs)
-    if tolerance:
-        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance / 100)
+    if rtol or atol:
+        torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol)
     else:
         assert [path for path, value in theirs.items() if not torch.equal(mine[path], value)] == []
 
 
 def assert_as_plain(
-    model: nn.Module, use: Callable[[nn.Module], Any], *, tolerance: float = 0.0, **options: Any
+    model: nn.Module,
+    use: Callable[[nn.Module], Any],
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    **options: Any,
 ) -> None:
     """``use`` returns the same for a deep copy of ``model``, wrapped with ``options``, and for ``model``."""
     # the wrapped one first: TorchScript runs other code when it has run before
@@ -185,7 +189,7 @@ def assert_as_plain(
         actual = flat(use(wrapped))
     assert actual
     torch.manual_seed(1)
-    assert_equal(actual, flat(use(model)), tolerance=tolerance)
+    assert_equal(actual, flat(use(model)), rtol=rtol, atol=atol)
 
 
 def assert_refused(

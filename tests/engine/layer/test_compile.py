@@ -17,22 +17,28 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.exc import InductorError
 
 import streamer
-from models.gpt2 import GPT
 from streamer.backends.thread import ThreadBackend
 from tests.reference import (
-    VOCAB,
+    POLICIES,
     History,
     LossOf,
+    assert_as_plain,
+    assert_equal,
     assert_parity,
+    assert_refused,
     assert_same,
     batch,
+    gradients,
     language_loss,
+    streamed,
+    tiny_gpt,
     train,
     train_plain,
     train_streamed,
 )
 
 LAYERS = {"layers": "transformer.h"}
+TOKENS = torch.arange(16)[None]
 
 
 @pytest.fixture(autouse=True)
@@ -45,45 +51,24 @@ def nothing_compiled_before() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def gpt(layers: int = 4, dropout: float = 0.0) -> GPT:
-    torch.manual_seed(0)
-    return GPT(vocab_size=VOCAB, block_size=16, n_layer=layers, n_head=2, n_embd=32, dropout=dropout)
-
-
 @pytest.mark.parametrize("num_slots", [1, 2])
-@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@POLICIES
 def test_one_compilation_serves_all_layers_with_the_same_numbers(activations: str, num_slots: int) -> None:
-    compiled = CompileCounterWithBackend("aot_eager")
-    actual = train_streamed(
-        gpt(),
-        steps=3,
-        compile=compiled,
-        activations=activations,
-        num_slots=num_slots,
-        backend=ThreadBackend(poison=True),
-        **LAYERS,
-    )
+    """Those that dropout draws too."""
+    compiled, model = CompileCounterWithBackend("aot_eager"), tiny_gpt(4, dropout=0.2)
+    options = {"steps": 3, "activations": activations, **LAYERS}
+    poisoned = ThreadBackend(poison=True)
+    actual = train_streamed(model, compile=compiled, num_slots=num_slots, backend=poisoned, **options)
     assert compiled.frame_count == 1
-    assert_parity(actual, train_plain(gpt(), steps=3))
-    assert_same(actual, train_streamed(gpt(), steps=3, activations=activations, **LAYERS))
-
-
-def test_dropout_is_the_same_when_a_layer_runs_again() -> None:
-    options = {"steps": 3, "compile": "aot_eager", **LAYERS}
-    kept = train_streamed(gpt(dropout=0.2), activations="keep", **options)
-    assert_same(train_streamed(gpt(dropout=0.2), activations="recompute", **options), kept)
-    assert_parity(kept, train_plain(gpt(dropout=0.2), steps=3))
+    assert_parity(actual, train_plain(model, steps=3))
+    assert_same(actual, train_streamed(model, **options))
 
 
 def test_inference_is_compiled_too() -> None:
-    tokens = torch.arange(16)[None]
-    expected = gpt().eval()(tokens)
     compiled = CompileCounterWithBackend("aot_eager")
-    model = streamer.wrap(gpt().eval(), device="cpu", compile=compiled, **LAYERS)
     with torch.no_grad():
-        assert torch.equal(model(tokens), expected)
+        assert_as_plain(tiny_gpt().eval(), lambda model: model(TOKENS), compile=compiled, **LAYERS)
     assert compiled.frame_count == 1
-    streamer.unwrap(model)
 
 
 class Mixed(nn.Module):
@@ -104,30 +89,26 @@ class Mixed(nn.Module):
 
 
 def test_layers_of_several_structures_are_compiled_each_once() -> None:
+    def use(model: nn.Module) -> Any:
+        x = torch.randn(2, 3, 4, requires_grad=True)
+        outputs = []
+        for _ in range(2):
+            outputs.append(model(x))
+            outputs[-1].sum().backward()
+        return outputs, gradients(model)
+
     compiled = CompileCounterWithBackend("aot_eager")
     torch.manual_seed(0)
-    model, plain = Mixed(), Mixed()
-    plain.load_state_dict(model.state_dict())
-    streamer.wrap(model, layers="layers", device="cpu", compile=compiled)
-    x = torch.randn(2, 3, 4, requires_grad=True)
-    for _ in range(2):
-        actual, expected = model(x), plain(x)
-        assert torch.equal(actual, expected)
-        actual.sum().backward()
-        expected.sum().backward()
+    assert_as_plain(Mixed(), use, rtol=1e-6, atol=1e-6, layers="layers", compile=compiled)
     assert compiled.frame_count == 3
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-6, atol=1e-6)
-    streamer.unwrap(model)
 
 
 def test_the_default_backend_gives_the_same_training() -> None:
-    actual = train_streamed(gpt(layers=2), steps=3, compile=True, **LAYERS)
-    expected = train_plain(gpt(layers=2), steps=3)
-    assert torch.tensor(actual.losses).allclose(torch.tensor(expected.losses), rtol=1e-5, atol=0)
-    assert torch.tensor(actual.norms).allclose(torch.tensor(expected.norms), rtol=1e-5, atol=0)
-    for name, gradient in expected.first_gradients.items():
-        torch.testing.assert_close(actual.first_gradients[name], gradient, rtol=1e-4, atol=1e-7)
+    actual = train_streamed(tiny_gpt(2), steps=3, compile=True, **LAYERS)
+    expected = train_plain(tiny_gpt(2), steps=3)
+    torch.testing.assert_close(actual.losses, expected.losses, rtol=1e-5, atol=0)
+    torch.testing.assert_close(actual.norms, expected.norms, rtol=1e-5, atol=0)
+    torch.testing.assert_close(actual.first_gradients, expected.first_gradients, rtol=1e-4, atol=1e-7)
 
 
 # The user's own torch.compile
@@ -136,65 +117,56 @@ def test_the_default_backend_gives_the_same_training() -> None:
 TORCHS_OWN_WARNING = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
 
-def of_tokens(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+def of_tokens(model: nn.Module, tokens: torch.Tensor, loss_of: Any = F.cross_entropy) -> torch.Tensor:
+    return loss_of(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def in_place(model: nn.Module, backend: str) -> None:
-    model.compile(backend=backend)
-
-
-def layers_in_place(model: nn.Module, backend: str) -> None:
+def layers_in_place(model: nn.Module) -> None:
     for block in model.transformer.h:
-        block.compile(backend=backend)
+        block.compile(backend="eager")
 
 
-def layers(model: nn.Module, backend: str) -> None:
+def layers(model: nn.Module) -> None:
     for number, block in enumerate(model.transformer.h):
-        model.transformer.h[number] = torch.compile(block, backend=backend)
+        model.transformer.h[number] = torch.compile(block, backend="eager")
 
 
-def around(model: nn.Module, backend: str) -> LossOf:
-    compiled = torch.compile(model, backend=backend)
+def around(model: nn.Module) -> LossOf:
+    compiled = torch.compile(model, backend="eager")
     return lambda _, step: language_loss(compiled, step)
 
 
-def loss_alone(model: nn.Module, backend: str) -> LossOf:
-    cross_entropy = torch.compile(F.cross_entropy, backend=backend)
-
-    def loss_of(model: nn.Module, step: int) -> torch.Tensor:
-        tokens = batch(step)
-        return cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
-    return loss_of
+def loss_alone(model: nn.Module) -> LossOf:
+    cross_entropy = torch.compile(F.cross_entropy, backend="eager")
+    return lambda model, step: of_tokens(model, batch(step), cross_entropy)
 
 
-def forward_and_loss(model: nn.Module, backend: str) -> LossOf:
-    compiled = torch.compile(of_tokens, backend=backend)
+def forward_and_loss(model: nn.Module) -> LossOf:
+    compiled = torch.compile(of_tokens, backend="eager")
     return lambda model, step: compiled(model, batch(step))
 
 
-def all_but_the_data(model: nn.Module, backend: str) -> LossOf:
+def all_but_the_data(model: nn.Module) -> LossOf:
     def forward_and_backward(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         loss = of_tokens(model, tokens)
         loss.backward()
         streamer.clip_grad_norm_(model, 1e9)
         return loss.detach().requires_grad_()  # the loop goes backward once more, through nothing
 
-    compiled = torch.compile(forward_and_backward, backend=backend)
+    compiled = torch.compile(forward_and_backward, backend="eager")
     return lambda model, step: compiled(model, batch(step))
 
 
 def train_compiled(
-    compile: Callable[[nn.Module, str], LossOf | None], backend: str, *, is_wrapped: bool, **options: Any
+    compile: Callable[[nn.Module], LossOf | None], *, is_wrapped: bool, **options: Any
 ) -> History:
-    """Five steps of what the user compiles before or after `wrap`; names as if nothing had been compiled."""
-    model, loss_of = gpt(layers=2), None
+    """Three steps of what the user compiles before or after `wrap`; names as if nothing had been compiled."""
+    model, loss_of = tiny_gpt(2), None
     if not is_wrapped:
-        loss_of = compile(model, backend)
+        loss_of = compile(model)
     streamer.wrap(model, device="cpu", **options)
     if is_wrapped:
-        loss_of = compile(model, backend)
+        loss_of = compile(model)
     optimizer = streamer.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     clip = partial(streamer.clip_grad_norm_, model, 1.0)
     history = train(model, optimizer, clip, steps=3, loss_of=loss_of or language_loss)
@@ -211,7 +183,6 @@ def train_compiled(
     [
         (around, True, "recompute"),
         (around, False, "keep"),
-        (in_place, True, "recompute"),
         (layers_in_place, True, "recompute"),
         (layers_in_place, False, "recompute"),
         (layers_in_place, False, "keep"),
@@ -225,27 +196,17 @@ def train_compiled(
 )
 def test_what_users_compile_trains_as_plain(compile: Any, is_wrapped: bool, activations: str) -> None:
     options = {"activations": activations, **LAYERS}
-    actual = train_compiled(compile, "eager", is_wrapped=is_wrapped, **options)
-    assert_parity(actual, train_plain(gpt(layers=2), steps=3))
-    assert_same(actual, train_streamed(gpt(layers=2), steps=3, **options))
+    actual = train_compiled(compile, is_wrapped=is_wrapped, **options)
+    assert_parity(actual, train_plain(tiny_gpt(2), steps=3))
+    assert_same(actual, train_streamed(tiny_gpt(2), steps=3, **options))
 
 
-@TORCHS_OWN_WARNING
-def test_a_model_that_users_compile_with_the_default_backend() -> None:
-    actual = train_compiled(forward_and_loss, "inductor", is_wrapped=True, **LAYERS)
-    expected = train_plain(gpt(layers=2), steps=3)
-    assert torch.tensor(actual.losses).allclose(torch.tensor(expected.losses), rtol=1e-5, atol=0)
-    for name, gradient in expected.first_gradients.items():
-        torch.testing.assert_close(actual.first_gradients[name], gradient, rtol=1e-4, atol=1e-7)
-
-
-@TORCHS_OWN_WARNING
 def test_a_model_compiled_whole_is_told_why_not() -> None:
-    model = streamer.wrap(gpt(layers=2), device="cpu", **LAYERS)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"wrap\(compile=True\) compiles layers"):
-        compiled(batch(0)[:, :-1])
-    streamer.unwrap(model)
+    def use(model: nn.Module) -> None:
+        torch.compile(model, backend="eager", fullgraph=True)(TOKENS)
+
+    match = r"wrap\(compile=True\) compiles layers"
+    assert_refused(tiny_gpt(2), use, match, torch._dynamo.exc.Unsupported, **LAYERS)
 
 
 # What cannot be compiled
@@ -259,48 +220,51 @@ def no_backward(graph: Any, inputs: Any) -> Any:
     raise InductorError(RuntimeError("no backward of this"), None)
 
 
+ONLY_FORWARD = aot_autograd(fw_compiler=lambda graph, inputs: graph, bw_compiler=no_backward)
 FAILS = "torch.compile fails on Block, whose layers run as they are from now on .*: .*"
 
 
-@pytest.mark.parametrize("activations", ["recompute", "keep"])
-def test_without_a_compiler_layers_run_as_they_are_which_is_said_once(activations: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "activations", "says", "caller"),
+    [
+        (no_forward, "recompute", "no working C", "gpt2.py"),
+        (no_forward, "keep", "no working C", "gpt2.py"),
+        (ONLY_FORWARD, "recompute", "no backward of this", "reference.py"),
+    ],
+)
+def test_without_a_compiler_layers_run_as_they_are_which_is_said_once(
+    backend: Any, activations: str, says: str, caller: str
+) -> None:
+    """At the line that calls the layer, or backward."""
     options = {"steps": 3, "activations": activations, **LAYERS}
-    with pytest.warns(UserWarning, match=FAILS + "no working C") as caught:
-        actual = train_streamed(gpt(), compile=no_forward, **options)
-    assert [Path(warning.filename).name for warning in caught] == ["gpt2.py"], "which calls the layer"
-    assert_same(actual, train_streamed(gpt(), **options))
+    with pytest.warns(UserWarning, match=FAILS + says) as caught:
+        actual = train_streamed(tiny_gpt(), compile=backend, **options)
+    assert [Path(warning.filename).name for warning in caught] == [caller]
+    assert_same(actual, train_streamed(tiny_gpt(), **options))
 
 
-def test_a_backward_that_cannot_be_compiled_is_run_as_it_is() -> None:
-    backend = aot_autograd(fw_compiler=lambda graph, inputs: graph, bw_compiler=no_backward)
-    with pytest.warns(UserWarning, match=FAILS + "no backward of this") as caught:
-        actual = train_streamed(gpt(), steps=3, compile=backend, **LAYERS)
-    assert [Path(warning.filename).name for warning in caught] == ["reference.py"], "which calls backward"
-    assert_same(actual, train_streamed(gpt(), steps=3, **LAYERS))
-
-
-def assert_next_step_is_plain(model: nn.Module, plain: nn.Module, tokens: torch.Tensor) -> None:
-    """The gradients of the wrapped ``model``, which is unwrapped in the end, are those of ``plain``."""
-    model.zero_grad()
-    for each in (model, plain):
+@pytest.mark.parametrize(
+    ("dropout", "activations", "error", "match"),
+    [
+        # compiled code may draw others, so that gradients would be those of another mask
+        (0.1, "recompute", RuntimeError, r"layer 'transformer\.h\.2' drew random numbers in its compiled"),
+        (0.0, "keep", InductorError, "no backward of this"),
+    ],
+)
+def test_a_backward_that_can_neither_be_compiled_nor_run_says_so_and_the_next_step_works(
+    dropout: float, activations: str, error: type[Exception], match: str
+) -> None:
+    def backward(model: nn.Module) -> Any:
+        model.zero_grad()
         torch.manual_seed(0)
-        each(tokens).sum().backward()
-    expected = dict(plain.named_parameters())
-    assert all(torch.equal(param.grad, expected[name].grad) for name, param in model.named_parameters())
-    streamer.unwrap(model)
+        model(TOKENS).sum().backward()
+        return gradients(model)
 
-
-def test_what_drew_random_numbers_compiled_is_not_run_again_as_it_is() -> None:
-    """Compiled code may draw others, so that gradients would be those of another mask."""
-    backend = aot_autograd(fw_compiler=lambda graph, inputs: graph, bw_compiler=no_backward)
-    model = streamer.wrap(gpt(dropout=0.1), device="cpu", compile=backend, **LAYERS)
-    tokens = torch.arange(16)[None]
-    with (
-        pytest.warns(UserWarning, match=FAILS),
-        pytest.raises(RuntimeError, match=r"layer 'transformer\.h\.3' drew random numbers in its compiled"),
-    ):
-        model(tokens).sum().backward()
-    assert_next_step_is_plain(model, gpt(dropout=0.1), tokens)
+    model = tiny_gpt(dropout=dropout)
+    with streamed(model, compile=ONLY_FORWARD, activations=activations, **LAYERS) as wrapped:
+        with pytest.warns(UserWarning, match=FAILS), pytest.raises(error, match=match):
+            backward(wrapped)
+        assert_equal(backward(wrapped), backward(model))
 
 
 class Broken(nn.Module):
@@ -318,7 +282,7 @@ class Broken(nn.Module):
         return x + self.dropout(self.second(x))
 
 
-@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@POLICIES
 def test_a_forward_that_fails_half_way_begins_anew(activations: str) -> None:
     graphs: list[Any] = []
 
@@ -326,37 +290,17 @@ def test_a_forward_that_fails_half_way_begins_anew(activations: str) -> None:
         graphs.append(graph)
         return graph if len(graphs) == 1 else no_forward(graph, inputs)
 
-    def run(**options: Any) -> tuple[torch.Tensor, ...]:
-        torch.manual_seed(0)
-        model = nn.Sequential(Broken(), Broken())
-        x = torch.randn(8, 4)
-        if options:
-            streamer.wrap(model, layers="", device="cpu", activations=activations, **options)
-        loss = model(x).square().sum()
+    def use(model: nn.Module) -> Any:
+        loss = model(torch.randn(8, 4)).square().sum()
         loss.backward()
-        found = [loss.detach(), *(param.grad.clone() for param in model.parameters())]
-        found += [buffer.clone() for buffer in model.buffers()]
-        if options:
-            streamer.unwrap(model)
-        return (*found, torch.rand(3))
+        return loss, gradients(model), list(model.buffers()), torch.rand(3)
 
-    expected = run()
+    torch.manual_seed(0)
     with pytest.warns(UserWarning, match="torch.compile fails on Broken"):
-        actual = run(compile=second_fails)
+        assert_as_plain(
+            nn.Sequential(Broken(), Broken()), use, layers="", activations=activations, compile=second_fails
+        )
     assert len(graphs) == 2
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(actual, expected, strict=True))
-
-
-def test_a_kept_graph_whose_backward_cannot_be_compiled_says_so_and_the_next_step_works() -> None:
-    backend = aot_autograd(fw_compiler=lambda graph, inputs: graph, bw_compiler=no_backward)
-    model = streamer.wrap(gpt(), device="cpu", compile=backend, activations="keep", **LAYERS)
-    tokens = torch.arange(16)[None]
-    with (
-        pytest.warns(UserWarning, match=FAILS),
-        pytest.raises(InductorError, match="no backward of this"),
-    ):
-        model(tokens).sum().backward()
-    assert_next_step_is_plain(model, gpt(), tokens)
 
 
 def test_an_error_of_the_layer_itself_comes_through() -> None:
@@ -366,18 +310,15 @@ def test_an_error_of_the_layer_itself_comes_through() -> None:
                 raise ValueError("at most two rows")
             return super().forward(x)
 
-    model = nn.Sequential(Picky(4, 4), Picky(4, 4))
-    streamer.wrap(model, layers="", device="cpu", compile="aot_eager")
-    with pytest.raises(ValueError, match="at most two rows"):
-        model(torch.ones(3, 4))
-    model(torch.ones(2, 4)).sum().backward()
-    streamer.unwrap(model)
+    with streamed(nn.Sequential(Picky(4, 4), Picky(4, 4)), layers="", compile="aot_eager") as model:
+        with pytest.raises(ValueError, match="at most two rows"):
+            model(torch.ones(3, 4))
+        model(torch.ones(2, 4)).sum().backward()
 
 
 @pytest.mark.parametrize(
     ("compile", "match"),
     [
-        (3, "use True, False, or a backend of torch.compile"),
         (None, "use True, False, or a backend of torch.compile"),
         ([True], "use True, False, or a backend of torch.compile"),
         ("", "compile='' is no backend of torch.compile; there are: .*inductor"),
@@ -386,4 +327,4 @@ def test_an_error_of_the_layer_itself_comes_through() -> None:
 )
 def test_what_is_no_backend_is_refused(compile: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        streamer.wrap(gpt(), device="cpu", compile=compile, **LAYERS)
+        streamer.wrap(tiny_gpt(), device="cpu", compile=compile, **LAYERS)

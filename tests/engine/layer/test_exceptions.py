@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import operator
 import os
 import signal
 import subprocess
 import sys
 import traceback
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -23,7 +24,17 @@ from models.gpt2 import GPT
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.layer.activation import backpropagate
 from streamer.engine.paging import unit
-from tests.reference import VOCAB, History, assert_parity, language_loss, streamed, train, train_plain
+from tests.engine.layer.common import Layer, Stack
+from tests.reference import (
+    History,
+    assert_parity,
+    gradients,
+    language_loss,
+    streamed,
+    tiny_gpt,
+    train,
+    train_plain,
+)
 
 
 class Trouble(Exception):
@@ -32,8 +43,7 @@ class Trouble(Exception):
 
 @cache
 def gpt() -> GPT:
-    torch.manual_seed(0)
-    return GPT(vocab_size=VOCAB, block_size=16, n_layer=4, n_head=2, n_embd=16, dropout=0.1)
+    return tiny_gpt(4, 16, dropout=0.1)
 
 
 @cache
@@ -45,25 +55,20 @@ def fail_in_forward(model: nn.Module, error: BaseException) -> None:
     def hook(*_: Any) -> None:
         raise error
 
-    handle = model.transformer.h[2].mlp.c_fc.register_forward_hook(hook)
-    try:
-        language_loss(model, 7).backward()
-    finally:
-        handle.remove()
+    with model.transformer.h[2].mlp.c_fc.register_forward_hook(hook):
+        language_loss(model, 7)
 
 
 def fail_in_backward(model: nn.Module, error: BaseException) -> None:
     def hook(gradient: torch.Tensor) -> None:
         raise error
 
-    def when_run(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        output.register_hook(hook)
-
-    handle = model.transformer.h[1].mlp.register_forward_hook(when_run)
-    try:
+    with model.transformer.h[1].mlp.register_forward_hook(lambda module, args, out: add_hook(out, hook)):
         language_loss(model, 7).backward()
-    finally:
-        handle.remove()
+
+
+def add_hook(tensor: torch.Tensor, hook: Any) -> None:
+    tensor.register_hook(hook)
 
 
 def fail_in_loss(model: nn.Module, error: BaseException) -> None:
@@ -89,24 +94,22 @@ def test_after_an_error_in_user_code_the_next_step_is_right(
 
 
 def test_an_error_in_a_copy_reaches_the_user_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken_copy(self: ThreadBackend, into: torch.Tensor, source: torch.Tensor) -> None:
+        raise Trouble("in the H2D lane")
+
     with streamed(gpt(), layers="transformer.h") as model:
-        copy = ThreadBackend.copy
-
-        def broken_copy(self: ThreadBackend, into: torch.Tensor, source: torch.Tensor) -> None:
-            raise Trouble("in the H2D lane")
-
-        monkeypatch.setattr(ThreadBackend, "copy", broken_copy)
-        with pytest.raises(Trouble, match="in the H2D lane") as raised:
-            language_loss(model, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(ThreadBackend, "copy", broken_copy)
+            with pytest.raises(Trouble, match="in the H2D lane") as raised:
+                language_loss(model, 0)
         assert "broken_copy" in [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
-        monkeypatch.setattr(ThreadBackend, "copy", copy)
 
 
 def test_an_error_in_an_update_reaches_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken_update(*_: Any, **__: Any) -> None:
         raise Trouble("in the HOST lane")
 
-    model = streamer.wrap(GPT(vocab_size=VOCAB, block_size=16, n_layer=3, n_head=2, n_embd=16), device="cpu")
+    model = streamer.wrap(tiny_gpt(), device="cpu")
     optimizer = streamer.AdamW(model.parameters())
     language_loss(model, 0).backward()
     monkeypatch.setattr("streamer.optim.adamw.update_shard", broken_update)
@@ -148,38 +151,20 @@ class Interrupt:
         return self
 
 
-class Small(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(Bend() for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-class Bend(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x).tanh()
-
-
 def small_gradients(model: nn.Module) -> list[torch.Tensor]:
     model(torch.ones(1, 4)).sum().backward()
-    gradients = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+    found = list(gradients(model).values())
     model.zero_grad()
-    return gradients
+    return found
 
 
-@pytest.mark.parametrize("after, grad", [(Bend.forward, True), (Bend.forward, False), (backpropagate, True)])
+@pytest.mark.parametrize(
+    "after, grad", [(Layer.forward, True), (Layer.forward, False), (backpropagate, True)]
+)
 def test_ctrl_c_while_a_layer_gets_its_parameters_back(after: Any, grad: bool) -> None:
-    expected, number, has_come = small_gradients(Small()), 0, True
-    with streamed(Small(), layers="layers") as model:
+    small = Stack(partial(Layer, 4), 2, width=4)
+    expected, number, has_come = small_gradients(copy.deepcopy(small)), 0, True
+    with streamed(small, layers="blocks") as model:
         params = list(model.parameters())
         while has_come:
             number += 1
@@ -204,15 +189,12 @@ CHILD = """
 import sys, torch
 sys.path.insert(0, {root!r})
 import streamer
-from models.gpt2 import GPT
-from tests.reference import VOCAB, language_loss
-model = streamer.wrap(GPT(vocab_size=VOCAB, block_size=16, n_layer=3, n_head=2, n_embd=16), device="cpu")
+from tests.reference import one_step, tiny_gpt
+model = streamer.wrap(tiny_gpt(), device="cpu")
 optimizer = streamer.AdamW(model.parameters())
 step = 0
 while True:
-    language_loss(model, step).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    one_step(model, optimizer, step)
     step += 1
     print(step, flush=True)
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,42 +17,39 @@ from models.gpt2 import GPT
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.schedule.op import ROOT, Op, OpKind
+from tests.engine.layer.common import Layer, Stack
 from tests.reference import (
+    POLICIES,
     VOCAB,
+    assert_as_plain,
     assert_parity,
-    batch,
+    assert_refused,
     language_loss,
+    one_step,
     streamed,
+    tiny_gpt,
     train,
     train_plain,
     train_streamed,
 )
 
-POLICIES = ["recompute", "keep"]
 LAYERS = 4
 
 
 def gpt(*, tied: bool = False) -> GPT:
-    torch.manual_seed(0)
-    return GPT(
-        vocab_size=VOCAB, block_size=16, n_layer=LAYERS, n_head=2, n_embd=16, dropout=0.1, tied=tied
-    ).train()
+    return tiny_gpt(LAYERS, 16, dropout=0.1, tied=tied)
 
 
-def frozen(*names: str) -> GPT:
-    """A model whose parameters with one of ``names`` in theirs are frozen."""
+def trained(*names: str, inverted: bool = False) -> GPT:
+    """A model of whose parameters those are trained that have one of ``names`` in theirs."""
     model = gpt()
     for name, param in model.named_parameters():
-        param.requires_grad_(not any(part in name for part in names))
+        param.requires_grad_(any(part in name for part in names) is not inverted)
     return model
 
 
-def trained(*names: str) -> GPT:
-    """A model whose parameters with one of ``names`` in theirs are trained."""
-    model = gpt()
-    for name, param in model.named_parameters():
-        param.requires_grad_(any(part in name for part in names))
-    return model
+#: The other way around: what is frozen.
+frozen = partial(trained, inverted=True)
 
 
 def early_exit(model: nn.Module, step: int) -> torch.Tensor:
@@ -85,7 +82,7 @@ CASES: dict[str, tuple[Callable[[], GPT], Callable[..., torch.Tensor], set[int],
 }
 
 
-@pytest.mark.parametrize("activations", POLICIES)
+@POLICIES
 @pytest.mark.parametrize("case", CASES)
 def test_training_a_part(case: str, activations: str, issued: list[Op]) -> None:
     make, loss_of, gone_through, updated = CASES[case]
@@ -109,7 +106,7 @@ def padded(numel: int) -> int:
     return -(-numel // 32) * 32
 
 
-@pytest.mark.parametrize("activations", POLICIES)
+@POLICIES
 def test_frozen_layers_at_the_beginning_save_nothing(activations: str) -> None:
     """They are not gone back to: nothing of them is kept on the device."""
     kept = []
@@ -131,9 +128,7 @@ def test_golden_of_a_step_with_frozen_layers_at_the_beginning(issued: list[Op]) 
         for step in range(3):
             issued.clear()
             missed = streamer.stats(model).prefetch_misses
-            language_loss(model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            one_step(model, optimizer, step)
         assert streamer.stats(model).prefetch_misses == missed
     layers = [op for op in issued if op.unit != ROOT and op.kind is not OpKind.SYNC]
     assert " ".join(map(str, layers)).startswith(
@@ -221,7 +216,7 @@ def test_freezing_and_unfreezing_with_updates_on_landing() -> None:
     assert_parity(actual, expected)
 
 
-@pytest.mark.parametrize("activations", POLICIES)
+@POLICIES
 @pytest.mark.parametrize("how", [False, True], ids=["frozen", "unfrozen"])
 def test_requires_grad_that_changes_before_backward_is_refused(how: bool, activations: str) -> None:
     """The layer would run again as another one than ran forward."""
@@ -294,15 +289,9 @@ def test_a_frozen_layer_that_uses_a_trained_parameter_of_another_module() -> Non
     model = nn.Module()
     model.scale = nn.Parameter(torch.ones(8))
     model.layers = nn.ModuleList(Scaled(model.scale).requires_grad_(False) for _ in range(3))
-    wrapped = streamer.wrap(model, layers="layers", device="cpu")
-    try:
-        loss = wrapped.layers[0](torch.randn(2, 8)).sum()
-        with pytest.raises(
-            RuntimeError, match=r"'layers\.0' is frozen.*pass that tensor to the layer as an argument"
-        ):
-            loss.backward()
-    finally:
-        streamer.unwrap(wrapped)
+    match = r"'layers\.0' is frozen.*pass that tensor to the layer as an argument"
+    use = lambda model: model.layers[0](torch.randn(2, 8)).sum().backward()  # noqa: E731
+    assert_refused(model, use, match, RuntimeError, layers="layers")
 
 
 class Force(nn.Module):
@@ -321,12 +310,9 @@ class Force(nn.Module):
 
 def test_a_frozen_layer_may_differentiate_in_its_forward() -> None:
     model = nn.Sequential(*(Force() for _ in range(3))).requires_grad_(False)
-    x = torch.randn(2, 8)
-    expected = model(x)
-    with streamed(model, layers="") as wrapped:
-        assert torch.equal(wrapped(x), expected)
-        with torch.no_grad():
-            assert torch.equal(wrapped(x), expected)
+    for context in (torch.enable_grad(), torch.no_grad()):
+        with context:
+            assert_as_plain(model, lambda model: model(torch.randn(2, 8)), layers="")
 
 
 class ReadsItsParts(nn.Module):
@@ -341,56 +327,20 @@ class ReadsItsParts(nn.Module):
         return F.embedding(tokens, self.embedding.weight) + self.offsets["first"]
 
 
-class Reader(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.start = ReadsItsParts()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-        self.head = nn.Linear(8, VOCAB)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.start(tokens)
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return self.head(x)
-
-
 def test_weights_that_are_read_without_a_call_of_their_module_are_updated_before() -> None:
-    expected = train_plain(Reader(), steps=4)
+    model = Stack(lambda: Layer(8), width=8)
+    model.embed, model.head = ReadsItsParts(), nn.Linear(8, VOCAB)
+    expected = train_plain(model, steps=4)
     slow = ThreadBackend(delays={Lane.HOST: lambda: 0.005})
-    assert_parity(train_streamed(Reader(), steps=4, backend=slow), expected)
+    assert_parity(train_streamed(model, steps=4, backend=slow), expected)
 
 
-@pytest.fixture
-def wrapped_model() -> Iterator[nn.Module]:
+def test_a_model_around_a_wrapped_one_is_told_which_it_is() -> None:
     with streamed(gpt()) as model:
-        yield model
-
-
-@pytest.mark.parametrize("how", ["added", "removed"])
-def test_a_layer_that_gains_or_loses_a_parameter(wrapped_model: nn.Module, how: str) -> None:
-    mlp = wrapped_model.transformer.h[1].mlp
-    before = mlp.c_proj
-    if how == "added":
-        mlp.adapter = nn.Linear(2, 2, bias=False)
-        match = r"'transformer\.h\.1' has gained or lost parameters.*\('mlp\.adapter\.weight'\): call.*unwrap"
-    else:
-        mlp.c_proj = nn.Identity()
-        match = r"'transformer\.h\.1' has gained or lost parameters.*\('Linear\.bias' and 1 more\): call"
-    for context in (torch.enable_grad(), torch.no_grad()):
-        with context, pytest.raises(ValueError, match=match):
-            wrapped_model(batch(0)[:, :-1])
-    mlp.c_proj = before
-    mlp.__dict__["_modules"].pop("adapter", None)
-    wrapped_model(batch(0)[:, :-1])
-
-
-def test_a_model_around_a_wrapped_one_is_told_which_it_is(wrapped_model: nn.Module) -> None:
-    around = nn.ModuleDict({"inner": wrapped_model, "more": nn.Linear(2, 2)})
-    with pytest.raises(ValueError, match=r"ModuleDict is not wrapped: give model\.inner, which is"):
-        streamer.clip_grad_norm_(around, 1.0)
-    with pytest.raises(ValueError, match=r"call streamer\.unwrap on model\.inner first"):
-        streamer.wrap(around, layers="inner.transformer.h", device="cpu")
-    with pytest.raises(ValueError, match=r"after adding parameters \(adapters\) to the model"):
-        streamer.AdamW(around.parameters())
+        around = nn.ModuleDict({"inner": model, "more": nn.Linear(2, 2)})
+        with pytest.raises(ValueError, match=r"ModuleDict is not wrapped: give model\.inner, which is"):
+            streamer.clip_grad_norm_(around, 1.0)
+        with pytest.raises(ValueError, match=r"call streamer\.unwrap on model\.inner first"):
+            streamer.wrap(around, layers="inner.transformer.h", device="cpu")
+        with pytest.raises(ValueError, match=r"after adding parameters \(adapters\) to the model"):
+            streamer.AdamW(around.parameters())

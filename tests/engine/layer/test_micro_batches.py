@@ -5,37 +5,32 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import streamer
-from models.gpt2 import GPT
 from streamer.engine.paging.handle import wrapped
 from streamer.engine.schedule.op import OpKind
 from streamer.plan.measure import Tracker
-from tests.engine.layer.test_modules import TIME, WIDTH, Layer, Normalising, Stack, loss_on
+from tests.engine.layer.common import WIDTH, Layer, Stack
+from tests.engine.layer.test_modules import TIME, Normalising, loss_on
 from tests.reference import (
-    VOCAB,
+    POLICIES,
     History,
+    assert_as_plain,
     assert_parity,
-    batch,
+    assert_refused,
     language_loss,
     streamed,
+    tiny_gpt,
     train,
     train_plain,
     train_streamed,
 )
-
-POLICIES = pytest.mark.parametrize("activations", ["recompute", "keep"])
-
-
-def gpt(dropout: float = 0.1) -> GPT:
-    torch.manual_seed(0)
-    return GPT(vocab_size=VOCAB, block_size=16, n_layer=3, n_head=2, n_embd=32, dropout=dropout)
 
 
 def sliced(forward: Callable[..., torch.Tensor], size: int) -> Callable[..., torch.Tensor]:
@@ -57,24 +52,8 @@ def train_in_slices(model: nn.Module, size: int, layers: str = "transformer.h", 
 def test_training_equals_plain_pytorch_on_slices(activations: str, size: int, num_slots: int) -> None:
     """Dropout's draws too; to the bit, since two slices have but one order of addition."""
     options = {"num_slots": num_slots, "micro_batch_size": size, "activations": activations}
-    actual = train_streamed(gpt(), layers="transformer.h", steps=3, max_norm=0.5, **options)
-    assert_parity(actual, train_in_slices(gpt(), size))
-
-
-@POLICIES
-def test_it_equals_the_whole_batch_and_gradient_accumulation_but_for_the_order_of_additions(
-    activations: str,
-) -> None:
-    whole = train_plain(gpt(dropout=0.0), steps=1).first_gradients
-    accumulated = copy.deepcopy(gpt(dropout=0.0))
-    for tokens in batch(0).split(1):
-        loss = F.cross_entropy(accumulated(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-        (loss / 4).backward()
-    actual = train_streamed(gpt(dropout=0.0), steps=1, micro_batch_size=1, activations=activations)
-    for name, param in accumulated.named_parameters():
-        gradient = actual.first_gradients[name]
-        torch.testing.assert_close(gradient, whole[name], rtol=1e-5, atol=1e-7)
-        torch.testing.assert_close(gradient, param.grad, rtol=1e-5, atol=1e-7)
+    actual = train_streamed(tiny_gpt(dropout=0.1), layers="transformer.h", steps=3, max_norm=0.5, **options)
+    assert_parity(actual, train_in_slices(tiny_gpt(dropout=0.1), size))
 
 
 def normalised(norm: Callable[[nn.Module], nn.Module]) -> nn.Module:
@@ -125,14 +104,14 @@ def test_running_statistics_take_in_each_slice(activations: str) -> None:
 @pytest.mark.parametrize("size", [4, 5])
 def test_a_batch_that_is_no_larger_is_not_cut(size: int) -> None:
     assert_parity(
-        train_streamed(gpt(), steps=2, micro_batch_size=size, max_norm=0.5),
-        train_plain(gpt(), steps=2, max_norm=0.5),
+        train_streamed(tiny_gpt(dropout=0.1), steps=2, micro_batch_size=size, max_norm=0.5),
+        train_plain(tiny_gpt(dropout=0.1), steps=2, max_norm=0.5),
     )
 
 
 @pytest.mark.parametrize("size", [None, 1, 3])
 def test_weights_cross_the_bus_twice_a_step_and_gradients_once(size: int | None) -> None:
-    with streamed(gpt(), micro_batch_size=size, num_slots=1) as model:
+    with streamed(tiny_gpt(dropout=0.1), micro_batch_size=size, num_slots=1) as model:
         executor = wrapped(model).executor
         language_loss(model, 0).backward()
         streamer.synchronize(model)
@@ -224,12 +203,15 @@ class Caller(nn.Module):
         return x
 
 
-def loss_of(model: nn.Module, step: int) -> torch.Tensor:
-    x = torch.randn(6, TIME, WIDTH, generator=torch.Generator().manual_seed(step), requires_grad=True)
-    return (model(x) - torch.linspace(-1, 1, WIDTH)).square().mean()
+def states(step: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(step), requires_grad=True)
 
 
-def assert_close_to_plain(model: nn.Module, of: Any = loss_of, **options: Any) -> None:
+def of_caller(model: nn.Module, step: int) -> torch.Tensor:
+    return (model(states(step, 6, TIME, WIDTH)) - torch.linspace(-1, 1, WIDTH)).square().mean()
+
+
+def assert_close_to_plain(model: nn.Module, of: Any = of_caller, **options: Any) -> None:
     """The whole batch in plain PyTorch, up to the order of additions."""
     expected = train_plain(model, loss_of=of, steps=2, max_norm=1e9)
     actual = train_streamed(model, loss_of=of, steps=2, max_norm=1e9, layers="layers", **options)
@@ -263,8 +245,7 @@ def test_arguments_that_begin_with_the_batch_are_cut(args: Any, kwargs: dict[str
 
 def square(model: nn.Module, step: int) -> torch.Tensor:
     """A batch as long as its sequences."""
-    x = torch.randn(TIME, TIME, WIDTH, generator=torch.Generator().manual_seed(step))
-    return model(x).square().mean()
+    return model(states(step, TIME, TIME, WIDTH)).square().mean()
 
 
 @pytest.mark.parametrize(
@@ -275,14 +256,10 @@ def test_a_batch_as_long_as_its_sequences_is_settled_by_batch_dims(
 ) -> None:
     model = Caller(Attention, mask)
     assert_close_to_plain(model, square, micro_batch_size=1, batch_dims={"mask": dim})
-    with (
-        streamed(model, layers="layers", micro_batch_size=1) as wrapped_model,
-        pytest.raises(ValueError, match=r"'mask' .* is the batch: wrap with batch_dims=\{'mask': 0\}"),
-    ):
-        square(wrapped_model, 0)
-    with streamed(model, layers="layers", micro_batch_size=1) as mine, torch.no_grad():
-        # the whole batch at a time
-        assert torch.equal(square(mine, 0), square(model, 0))
+    match = r"'mask' .* is the batch: wrap with batch_dims=\{'mask': 0\}"
+    assert_refused(model, partial(square, step=0), match, layers="layers", micro_batch_size=1)
+    with torch.no_grad():  # the whole batch at a time
+        assert_as_plain(model, partial(square, step=0), layers="layers", micro_batch_size=1)
 
 
 def test_an_argument_with_several_entries_per_sample() -> None:
@@ -297,8 +274,7 @@ class TimeFirst(Layer):
 
 def test_a_batch_in_another_dimension() -> None:
     def of(model: nn.Module, step: int) -> torch.Tensor:
-        x = torch.randn(TIME, 6, WIDTH, generator=torch.Generator().manual_seed(step))
-        return model(x).square().mean()
+        return model(states(step, TIME, 6, WIDTH)).square().mean()
 
     assert_close_to_plain(Caller(TimeFirst), of, micro_batch_size=4, batch_dims={"x": 1})
 
@@ -314,9 +290,9 @@ def test_what_has_the_shape_of_the_hidden_states_has_the_batch_where_they_do(
     residual_of: Callable[[torch.Tensor], torch.Tensor], time: int
 ) -> None:
     def of(model: nn.Module, step: int) -> torch.Tensor:
-        x = torch.randn(time, 6, WIDTH, generator=torch.Generator().manual_seed(step))
-        for layer in model.layers:  # type: ignore[union-attr]
-            x = layer(x, residual_of(x))  # type: ignore[operator]
+        x = states(step, time, 6, WIDTH)
+        for layer in model.layers:
+            x = layer(x, residual_of(x))
         return x.square().mean()
 
     assert_close_to_plain(Caller(Residual), of, micro_batch_size=2, batch_dims={"x": 1})
@@ -347,13 +323,8 @@ def test_what_may_or_may_not_be_the_batch_is_asked(argument: dict[str, Any], mat
             return super().forward(x)
 
     model = Caller(Takes, **argument)
-    with (
-        streamed(model, layers="layers", micro_batch_size=1) as mine,
-        pytest.raises(ValueError, match=match),
-    ):
-        loss_of(mine, 0)
-    batch_dims = dict.fromkeys(argument)
-    assert_close_to_plain(model, micro_batch_size=1, batch_dims=batch_dims)
+    assert_refused(model, partial(of_caller, step=0), match, layers="layers", micro_batch_size=1)
+    assert_close_to_plain(model, micro_batch_size=1, batch_dims=dict.fromkeys(argument))
 
 
 # --- what is returned -----------------------------------------------------------------------------------
@@ -374,10 +345,10 @@ def returning(what: Callable[..., Any]) -> type[Several]:
 
 
 def use_all(model: nn.Module, step: int) -> torch.Tensor:
-    x = torch.randn(6, TIME, WIDTH, generator=torch.Generator().manual_seed(step))
+    x = states(step, 6, TIME, WIDTH)
     total = torch.zeros(())
-    for layer in model.layers:  # type: ignore[union-attr]
-        x, more = layer(x, *model.args)  # type: ignore[misc]
+    for layer in model.layers:
+        x, more = layer(x, *model.args)
         if more is not None:
             total = total + (more.float() * torch.linspace(0, 1, more.numel()).view(more.shape)).sum()
     return x.square().mean() + total
@@ -408,30 +379,10 @@ class Skips(Layer):
 
 @POLICIES
 def test_a_layer_that_is_skipped_for_some_slices(activations: str) -> None:
-    expected = train_in_slices(Caller(Skips), 3, "layers", loss_of=loss_of)
-    options = {"layers": "layers", "loss_of": loss_of, "steps": 3, "max_norm": 0.5}
+    expected = train_in_slices(Caller(Skips), 3, "layers", loss_of=of_caller)
+    options = {"layers": "layers", "loss_of": of_caller, "steps": 3, "max_norm": 0.5}
     actual = train_streamed(Caller(Skips), micro_batch_size=3, activations=activations, **options)
     assert_parity(actual, expected)
-
-
-def test_numbers_that_differ_are_refused() -> None:
-    model = Caller(returning(lambda layer, hidden, mask: {"samples": len(hidden)}))
-    with (
-        streamed(model, layers="layers", micro_batch_size=4) as mine,
-        pytest.raises(ValueError, match="it returns other numbers, or more tensors, for one than"),
-    ):
-        loss_of(mine, 0)
-
-
-@pytest.mark.parametrize("grad", [True, False])
-def test_a_mean_over_the_batch_is_refused(grad: bool) -> None:
-    model = Caller(returning(lambda layer, hidden, mask: hidden.mean()), noise(TIME, WIDTH))
-    with (
-        streamed(model, layers="layers", micro_batch_size=4) as wrapped_model,
-        torch.set_grad_enabled(grad),
-        pytest.raises(ValueError, match=r"layers\.0' cannot be put together: .*without micro_batch_size"),
-    ):
-        use_all(wrapped_model, 0)
 
 
 # --- without gradients ----------------------------------------------------------------------------------
@@ -454,15 +405,6 @@ class Appends(Layer):
         return super().forward(x)
 
 
-def test_a_layer_that_changes_its_arguments_is_not_run_in_slices() -> None:
-    with (
-        streamed(Caller(Appends, []), layers="layers", micro_batch_size=4) as mine,
-        torch.no_grad(),
-        pytest.raises(ValueError, match="changes what it is given .* without micro_batch_size"),
-    ):
-        mine(noise(6, TIME, WIDTH))
-
-
 class Writes(Layer):
     def __init__(self) -> None:
         super().__init__()
@@ -479,89 +421,62 @@ class Replaces(Layer):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("make", [Writes, Replaces])
-def test_a_layer_that_keeps_a_cache_is_not_run_in_slices(make: type[nn.Module]) -> None:
-    with (
-        streamed(Caller(make), layers="layers", micro_batch_size=4) as mine,
-        torch.no_grad(),
-        pytest.raises(ValueError, match="that it keeps, a key/value cache say; .* without micro_batch_size"),
-    ):
-        mine(noise(6, TIME, WIDTH))
-
-
 # --- gradients ------------------------------------------------------------------------------------------
 
 
 @POLICIES
 def test_hooks_see_the_gradient_of_the_whole_batch_once(activations: str) -> None:
-    model, x = Caller(Layer), noise(6, TIME, WIDTH)
-    model(x).square().sum().backward()
-    expected = model.layers[1].linear.weight.grad
-    model.zero_grad()
-    with streamed(model, layers="layers", micro_batch_size=2, activations=activations) as mine:
-        seen = []
+    def use(model: nn.Module) -> Any:
+        seen, weight = [], model.layers[1].linear.weight
+        weight.register_hook(lambda gradient: seen.append(gradient.clone()) or 2 * gradient)
+        model(noise(6, TIME, WIDTH)).square().sum().backward()
+        return seen, weight.grad
 
-        def hook(gradient: torch.Tensor) -> torch.Tensor:
-            seen.append(gradient)
-            return 2 * gradient
-
-        mine.layers[1].linear.weight.register_hook(hook)
-        mine(x).square().sum().backward()
-        (gradient,) = seen
-        torch.testing.assert_close(gradient, expected)
-        torch.testing.assert_close(mine.layers[1].linear.weight.grad, 2 * expected)
+    options = {"layers": "layers", "micro_batch_size": 2, "activations": activations}
+    assert_as_plain(Caller(Layer), use, rtol=1e-5, atol=1e-7, **options)
 
 
 @POLICIES
 def test_autograd_grad_and_a_second_backward(activations: str) -> None:
-    model, x = Caller(Layer), noise(6, TIME, WIDTH).requires_grad_()
-    wanted = [x, model.layers[0].linear.weight, model.layers[2].linear.bias]
-    expected = torch.autograd.grad(model(x).square().sum(), wanted)
-    with streamed(model, layers="layers", micro_batch_size=4, activations=activations) as mine:
-        loss = mine(x).square().sum()
-        wanted = [x, mine.layers[0].linear.weight, mine.layers[2].linear.bias]
-        for _ in range(2):
-            torch.testing.assert_close(torch.autograd.grad(loss, wanted, retain_graph=True), expected)
+    def use(model: nn.Module) -> Any:
+        x = noise(6, TIME, WIDTH).requires_grad_()
+        wanted = [x, model.layers[0].linear.weight, model.layers[2].linear.bias]
+        loss = model(x).square().sum()
+        return [torch.autograd.grad(loss, wanted, retain_graph=True) for _ in range(2)]
+
+    options = {"layers": "layers", "micro_batch_size": 4, "activations": activations}
+    assert_as_plain(Caller(Layer), use, rtol=1.3e-6, atol=1e-5, **options)
 
 
-class Fragile(nn.Module):
-    """Its backward may fail when the gradient of ``y`` has come, and that of ``x`` not yet."""
+class Fragile(Layer):
+    """Its backward fails while ``fails`` is set, when the gradient of ``y`` has come, and that of ``x`` not
+    yet."""
 
-    fails = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+    fails = [False]
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         hidden = self.linear(x)
         hidden.register_hook(self.hook)
         return hidden + y
 
-    @classmethod
-    def hook(cls, gradient: torch.Tensor) -> None:
-        if cls.fails:
+    def hook(self, gradient: torch.Tensor) -> None:
+        if self.fails[0]:
             raise ValueError("once")
 
 
 @POLICIES
-def test_a_backward_after_one_that_failed_begins_anew(
-    activations: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def gradients(model: nn.Module, *, fails: bool) -> list[Any]:
+def test_a_backward_after_one_that_failed_begins_anew(activations: str) -> None:
+    def use(model: nn.Module) -> Any:
         x, y = noise(2, 4, TIME, WIDTH).requires_grad_().unbind()
-        loss = model.layers[0](x * 1, y * 1).square().sum()  # type: ignore[index, operator, union-attr]
-        if fails:
-            monkeypatch.setattr(Fragile, "fails", True)
-            with pytest.raises(ValueError, match="once"):
-                loss.backward(retain_graph=True)
-            monkeypatch.undo()
-        return list(torch.autograd.grad(loss, [x, y]))
+        loss = model.layers[0](x * 1, y * 1).square().sum()
+        Fragile.fails[0] = True
+        with pytest.raises(ValueError, match="once"):
+            loss.backward(retain_graph=True)
+        Fragile.fails[0] = False
+        return torch.autograd.grad(loss, [x, y])
 
-    model = Caller(Fragile)
-    expected = gradients(model, fails=False)
-    with streamed(model, layers="layers", micro_batch_size=2, activations=activations) as mine:
-        torch.testing.assert_close(gradients(mine, fails=True), expected)
+    options = {"layers": "layers", "micro_batch_size": 2, "activations": activations}
+    assert_as_plain(Caller(Fragile), use, rtol=1.3e-6, atol=1e-5, **options)
 
 
 def test_the_working_set_is_that_of_a_slice() -> None:
@@ -595,7 +510,7 @@ def test_sparse_gradients(activations: str) -> None:
     expected = model.layers[1].places.weight.grad
     model.zero_grad()
     for layer in model.layers:
-        layer.places.sparse = True  # type: ignore[union-attr, assignment]
+        layer.places.sparse = True
     with streamed(model, layers="layers", micro_batch_size=4, activations=activations) as mine:
         mine(x).square().sum().backward()
         torch.testing.assert_close(mine.layers[1].places.weight.grad.to_dense(), expected)
@@ -624,35 +539,57 @@ def test_options(options: dict[str, Any], match: str) -> None:
         streamer.wrap(Caller(), layers="layers", device="cpu", **options)
 
 
-@pytest.mark.parametrize(
-    ("batch_dims", "match"),
-    [
-        ({"mask": 4}, r"'mask' has shape \(5, 5\), which has no dimension 4"),
-        ({"mask": 1}, r"that dimension is 5 long \(the shape is \(5, 5\)\), which the batch of 6 does not"),
-        ({"x": 3}, r"the hidden states has shape \(6, 5, 16\), which has no dimension 3"),
-    ],
-)
-def test_batch_dims_that_an_argument_does_not_have(batch_dims: dict[str, int], match: str) -> None:
-    model = Caller(Attention, noise(TIME, TIME))
-    with (
-        streamed(model, layers="layers", micro_batch_size=2, batch_dims=batch_dims) as mine,
-        pytest.raises(ValueError, match=match),
-    ):
-        loss_of(mine, 0)
-
-
 class Holder:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
 
-def test_a_batch_inside_an_object_is_refused() -> None:
-    class Opens(Layer):
-        def forward(self, x: torch.Tensor, held: Holder) -> torch.Tensor:
-            return super().forward(x) * held.tensor
+class Opens(Layer):
+    def forward(self, x: torch.Tensor, held: Holder) -> torch.Tensor:
+        return super().forward(x) * held.tensor
 
-    with (
-        streamed(Caller(Opens, Holder(noise(6, 1, 1))), layers="layers", micro_batch_size=1) as mine,
-        pytest.raises(ValueError, match=r"a tensor of shape \(6, 1, 1\) inside an object of its own class"),
-    ):
-        loss_of(mine, 0)
+
+MASKED = Caller(Attention, noise(TIME, TIME))
+
+
+def returns_numbers(layer: Layer, hidden: torch.Tensor, mask: Any) -> Any:
+    return {"samples": len(hidden)}
+
+
+def returns_a_mean(layer: Layer, hidden: torch.Tensor, mask: Any) -> Any:
+    return hidden.mean()
+
+
+APART = r"layers\.0' cannot be put together: .*without micro_batch_size"
+KEEPS = "that it keeps, a key/value cache say; .* without micro_batch_size"
+REFUSED: dict[str, tuple[bool, nn.Module, dict[str, int], str]] = {
+    # with gradients or without, a model, batch_dims, the error
+    "numbers that differ": (True, Caller(returning(returns_numbers)), {}, "returns other numbers, or more"),
+    "a mean over the batch": (True, Caller(returning(returns_a_mean)), {}, APART),
+    "a mean in inference": (False, Caller(returning(returns_a_mean)), {}, APART),
+    "an argument that is changed": (
+        False,
+        Caller(Appends, []),
+        {},
+        "changes what it is given .* without",
+    ),
+    "a cache that is written": (False, Caller(Writes), {}, KEEPS),
+    "a cache that is replaced": (False, Caller(Replaces), {}, KEEPS),
+    "too many dimensions": (True, MASKED, {"mask": 4}, r"'mask' has shape \(5, 5\), .* no dimension 4"),
+    "another length": (True, MASKED, {"mask": 1}, r"5 long \(the shape is \(5, 5\)\), which the batch of 6"),
+    "too many of the states": (True, MASKED, {"x": 3}, r"states has shape \(6, 5, 16\), .* no dimension 3"),
+    "a batch inside an object": (
+        True,
+        Caller(Opens, Holder(noise(6, 1, 1))),
+        {},
+        r"a tensor of shape \(6, 1, 1\) inside an object of its own class",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_cut_or_put_together_is_refused(name: str) -> None:
+    grad, model, batch_dims, match = REFUSED[name]
+    options = {"layers": "layers", "micro_batch_size": 4, "batch_dims": batch_dims or None}
+    with torch.set_grad_enabled(grad):
+        assert_refused(model, partial(of_caller, step=0), match, **options)

@@ -444,7 +444,7 @@ def test_layers_that_use_others(make: Callable[[], nn.Module], activations: str)
     options = {"layers": "blocks", "activations": activations}
     assert_as_plain(make(), partial(loss_on, step=0), **options)
     # the parts of some gradients are added in another order
-    assert_as_plain(make(), first_gradients, tolerance=1e-5, **options)
+    assert_as_plain(make(), first_gradients, rtol=1e-5, atol=1e-7, **options)
 
 
 def calling_a_later_part() -> nn.Module:
@@ -491,7 +491,7 @@ def test_gradients_of_some_parameters_that_layers_use_though_they_are_elsewhere(
         return gradients(model)
 
     options = {"layers": "blocks", "activations": activations}
-    assert_as_plain(make(), of_some, tolerance=1e-5, **options)
+    assert_as_plain(make(), of_some, rtol=1e-5, atol=1e-7, **options)
     with streamed(make(), **options) as model:
         with pytest.raises(
             RuntimeError, match="asks for a parameter that layer.*uses though it is registered"
@@ -523,7 +523,7 @@ def test_layers_inside_of_layers(activations: str) -> None:
         return of_all
 
     options = {"layers": "blocks", "num_slots": 2, "backend": ThreadBackend(poison=True)}
-    assert_as_plain(Nesting(deep=False), use, tolerance=1e-5, activations=activations, **options)
+    assert_as_plain(Nesting(deep=False), use, rtol=1e-5, atol=1e-7, activations=activations, **options)
 
 
 @pytest.mark.parametrize("make", [streamer.AdamW, torch.optim.AdamW], ids=["ours", "PyTorch's"])
@@ -655,7 +655,8 @@ def test_gradients_that_a_larger_model_zeroes_while_updates_read_them() -> None:
 
 
 def test_gradients_that_a_larger_model_zeroes_unseen_are_refused() -> None:
-    model = streamer.wrap(Stack(Residual), layers="blocks", backend=ThreadBackend({Lane.HOST: lambda: 0.02}))
+    slow = ThreadBackend(delays={Lane.HOST: lambda: 0.02})
+    model = streamer.wrap(Stack(Residual), layers="blocks", backend=slow)
     larger, _ = zeroing(model)
     with torch._C.DisableTorchFunctionSubclass():
         larger.zero_grad(set_to_none=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,12 +16,19 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from models.gpt2 import GPT
-from tests.reference import VOCAB, language_loss, streamed
+from tests.engine.layer.common import Stack
+from tests.reference import (
+    assert_as_plain,
+    assert_refused,
+    gradients,
+    language_loss,
+    streamed,
+    tiny_gpt,
+)
 
 D = 8
 Forward = Callable[["Layer", torch.Tensor], torch.Tensor]
-POLICIES = pytest.mark.parametrize("activations", ["recompute", "recompute+offload"])
+OFFLOADED_OR_NOT = pytest.mark.parametrize("activations", ["recompute", "recompute+offload"])
 
 
 class Layer(nn.Module):
@@ -34,18 +42,9 @@ class Layer(nn.Module):
         return self.run(self, x)
 
 
-class Net(nn.Module):
+class Net(Stack):
     def __init__(self, run: Forward, layers: int = 3) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Linear(D, D)
-        self.blocks = nn.ModuleList(Layer(run) for _ in range(layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
+        super().__init__(partial(Layer, run), layers, width=D)
 
 
 def inputs(size: int = 4) -> torch.Tensor:
@@ -60,28 +59,18 @@ def backward(model: nn.Module, x: torch.Tensor) -> None:
     square(model, x).backward()
 
 
-def gradients(model: nn.Module, train: Callable[[nn.Module, torch.Tensor], None]) -> list[torch.Tensor]:
-    """Those of the inputs and of all parameters, zeros for None, after ``train``."""
-    torch.manual_seed(1)
-    x = inputs()
-    train(model, x)
-    return [torch.zeros(()) if p.grad is None else p.grad.clone() for p in (x, *model.parameters())]
-
-
 def assert_equal_to_plain(
     run: Forward,
     train: Callable[[nn.Module, torch.Tensor], None] = backward,
     activations: str = "recompute",
     depth: int = 3,
 ) -> None:
-    model = Net(run, depth)
-    # first: TorchScript runs other code when it has run before
-    with streamed(model, layers="blocks", activations=activations) as wrapped_model:
-        actual = gradients(wrapped_model, train)
-    expected = gradients(model, train)
-    names = ["inputs", *dict(model.named_parameters())]
-    pairs = zip(names, actual, expected, strict=True)
-    assert [name for name, mine, theirs in pairs if not torch.equal(mine, theirs)] == []
+    def use(model: nn.Module) -> Any:
+        x = inputs()
+        train(model, x)
+        return x.grad, gradients(model)
+
+    assert_as_plain(Net(run, depth), use, layers="blocks", activations=activations)
 
 
 def tanh(layer: Layer, x: torch.Tensor) -> torch.Tensor:
@@ -207,7 +196,7 @@ HARD = [
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@POLICIES
+@OFFLOADED_OR_NOT
 @pytest.mark.parametrize("run", HARD, ids=lambda run: run.__name__)
 def test_gradients_are_plain_pytorchs(run: Forward, activations: str) -> None:
     assert_equal_to_plain(run, activations=activations)
@@ -319,15 +308,32 @@ def test_what_computes_something_else_again_is_refused() -> None:
             loss.backward()
 
 
-def test_what_is_written_after_it_was_saved_is_refused_as_by_plain_pytorch() -> None:
-    model = Net(lambda layer, x: layer.down(tanh(layer, x).mul_(2)))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        backward(model, inputs())
-    with (
-        streamed(model, layers="blocks") as model,
-        pytest.raises(RuntimeError, match="modified by an inplace operation"),
-    ):
-        backward(model, inputs())
+def saved_and_written(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    return layer.down(tanh(layer, x).mul_(2))
+
+
+def written_by_the_caller(model: nn.Module, x: torch.Tensor) -> None:
+    x = model.embed(x)
+    for block in model.blocks:
+        x = block(x).add_(1)
+    x.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("run", "train", "activations"),
+    [
+        (saved_and_written, backward, "recompute"),
+        (saved_and_written, backward, "keep"),
+        (tanh, written_by_the_caller, "keep"),
+    ],
+)
+def test_what_is_written_after_it_was_saved_is_refused_as_by_plain_pytorch(
+    run: Forward, train: Callable[[nn.Module, torch.Tensor], None], activations: str
+) -> None:
+    use, match = partial(train, x=inputs()), "modified by an inplace operation"
+    with pytest.raises(RuntimeError, match=match):
+        use(Net(run))
+    assert_refused(Net(run), use, match, RuntimeError, layers="blocks", activations=activations)
 
 
 # --- several backwards ----------------------------------------------------------------------------------
@@ -375,8 +381,7 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("options", [{}, {"micro_batch_size": 2}], ids=str)
 def test_a_step_runs_as_much_as_under_pytorchs_checkpoint(options: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    model = GPT(vocab_size=VOCAB, block_size=16, n_layer=3, n_head=2, n_embd=16, dropout=0.1)
+    model = tiny_gpt(dropout=0.1)
     with streamed(model, layers="transformer.h", **options) as wrapped_model:
         actual = flops(wrapped_model)
     model.transformer.h = nn.ModuleList(map(Checkpointed, model.transformer.h))

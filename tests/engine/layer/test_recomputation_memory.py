@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from streamer.engine.layer.recompute import Owners, holders
 from streamer.plan.measure import Tracker
 from tests.engine.layer.test_recomputation import (
-    POLICIES,
+    OFFLOADED_OR_NOT,
     Forward,
     Layer,
     Net,
@@ -30,7 +30,7 @@ from tests.engine.layer.test_recomputation import (
 from tests.reference import streamed
 
 
-@POLICIES
+@OFFLOADED_OR_NOT
 def test_what_a_hook_has_recorded_stays_readable(activations: str) -> None:
     recorded: list[torch.Tensor] = []
 
@@ -112,7 +112,7 @@ def test_forward_keeps_inputs_and_nothing_else(run: Forward) -> None:
         assert after[2] == after[1]
 
 
-@POLICIES
+@OFFLOADED_OR_NOT
 def test_a_retained_graph_keeps_no_more_than_it_did_before_backward(activations: str) -> None:
     x = inputs(size=64)
     with (

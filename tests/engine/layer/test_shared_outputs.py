@@ -7,13 +7,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.reference import streamed
+from tests.engine.layer.common import Stack
+from tests.reference import POLICIES, assert_refused, gradients, streamed
 
 D, HALF, BATCH = 8, 4, 6
 OPTIONS: list[dict[str, Any]] = [
@@ -25,24 +27,26 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+#: What a layer returns, two tensors of as many rows as the batch, of its input x, its linear map y of x, and
+#: z, which has a gradient of its own and none of x.
+Returns = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
+
+
 class Layer(nn.Module):
-    def __init__(self, run: Callable[[Layer, torch.Tensor], Any]) -> None:
+    def __init__(self, returns: Returns) -> None:
         super().__init__()
         self.linear = nn.Linear(D, D)
-        self.run = run
+        self.returns = returns
 
     def forward(self, x: torch.Tensor) -> Any:
-        return self.run(self, x)
+        return self.returns(x, self.linear(x), self.linear.bias + x.detach())
 
 
-class Net(nn.Module):
+class Net(Stack):
     """Gives ``use`` what each of its layers returns; that is what the next one is given."""
 
-    def __init__(self, run: Any, use: Any) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Linear(D, D)
-        self.blocks = nn.ModuleList(Layer(run) for _ in range(3))
+    def __init__(self, returns: Returns, use: Any) -> None:
+        super().__init__(partial(Layer, returns), width=D)
         self.use = use
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -60,14 +64,13 @@ def results(model: nn.Module, grad: Any) -> dict[str, torch.Tensor]:
         found = {"output": output.detach().clone()}
         if output.requires_grad:
             output.square().sum().backward()
-            params = {"input": x, **dict(model.named_parameters())}
-            found |= {name: p.grad.clone() for name, p in params.items() if p.grad is not None}
+            found |= {"input": x.grad} | gradients(model)
     return found
 
 
-def assert_equal_to_plain(run: Any, use: Any, grad: Any = None, **options: Any) -> None:
+def assert_equal_to_plain(returns: Returns, use: Any, grad: Any = None, **options: Any) -> None:
     """Or refused where plain PyTorch refuses, or where the layer would run again on what was written."""
-    model = Net(run, use)
+    model = Net(returns, use)
     grad = grad or nullcontext()
     has_no_bases = isinstance(grad, torch.inference_mode)
     refusal = None
@@ -75,13 +78,13 @@ def assert_equal_to_plain(run: Any, use: Any, grad: Any = None, **options: Any) 
         expected = results(copy.deepcopy(model), grad)
     except RuntimeError as error:
         refusal = str(error)
-    writes_input = run in OF_THE_INPUT and use is writes_the_second
+    writes_input = returns in OF_THE_INPUT.values() and use is writes_the_second
     with streamed(model, layers="blocks", **options) as wrapped:
         if refusal is not None:
             with pytest.raises(RuntimeError, match="in-?place"):
                 results(wrapped, grad)
             return
-        if run is views_that_overlap and has_no_bases and options["micro_batch_size"]:
+        if returns is SHARING["views that overlap"] and has_no_bases and options["micro_batch_size"]:
             # nothing tells of what they are views
             with pytest.raises(ValueError, match="'blocks.0' cannot be put together: .*share memory.*clone"):
                 results(wrapped, grad)
@@ -98,67 +101,13 @@ def assert_equal_to_plain(run: Any, use: Any, grad: Any = None, **options: Any) 
         torch.testing.assert_close(actual[name], value, msg=lambda text, name=name: f"{name}: {text}")
 
 
-# --- what layers return: two tensors of as many rows as the batch ---------------------------------------
+# --- what layers return ---------------------------------------------------------------------------------
 
 
-def itself_and_a_view(layer: Layer, x: torch.Tensor) -> Any:
-    y = layer.linear(x)
-    return y, y.view(len(y), 2, HALF)
-
-
-def two_views(layer: Layer, x: torch.Tensor) -> Any:
-    y = layer.linear(x)
-    return y.view(len(y), HALF, 2), y.view(len(y), 2, HALF)
-
-
-def views_that_overlap(layer: Layer, x: torch.Tensor) -> Any:
-    y = layer.linear(x)
-    return y[:, 1:], y[:, :-1]
-
-
-def halves(layer: Layer, x: torch.Tensor) -> Any:
-    y = layer.linear(x)
-    return y[:, :HALF], y[:, HALF:]
-
-
-def twice_the_same(layer: Layer, x: torch.Tensor) -> Any:
-    y = layer.linear(x)
-    return y, y
-
-
-def nested(layer: Layer, x: torch.Tensor) -> Any:
-    y = layer.linear(x)
-    return {"y": [y]}, (y.view(len(y), 2, HALF),)
-
-
-def with_a_detached_one(layer: Layer, x: torch.Tensor) -> Any:
-    y = layer.linear(x)
-    return y, y.detach()
-
-
-def a_detached_one_first(layer: Layer, x: torch.Tensor) -> Any:
-    y = layer.linear(x)
-    return y.detach(), y
-
-
-def with_a_view_without_gradients(layer: Layer, x: torch.Tensor) -> Any:
-    y = layer.linear(x)
-    with torch.no_grad():
-        z = y[:, :HALF]
-    return y, z
-
-
-def with_a_hook_on_a_view(layer: Layer, x: torch.Tensor) -> Any:
-    y = layer.linear(x)
-    z = y.view(len(y), 2, HALF)
-    if z.requires_grad:
-        z.register_hook(lambda gradient: 2 * gradient)
-    return y, z
-
-
-def with_numbers_that_are_complex(layer: Layer, x: torch.Tensor) -> Any:
-    y = torch.complex(layer.linear(x), x.sin())
-    return y.conj(), y
+def hooked(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.requires_grad:
+        tensor.register_hook(lambda gradient: 2 * gradient)
+    return tensor
 
 
 class Reversed(torch.autograd.Function):
@@ -171,52 +120,37 @@ class Reversed(torch.autograd.Function):
         return -gradient
 
 
-def with_its_gradient_reversed(layer: Layer, x: torch.Tensor) -> Any:
-    y = layer.linear(x)
-    return y, Reversed.apply(y)
+def halved(y: torch.Tensor) -> torch.Tensor:
+    return y.view(len(y), 2, HALF)
 
 
-def its_input_with_its_gradient_reversed(layer: Layer, x: torch.Tensor) -> Any:
-    return layer.linear.bias + x.detach(), Reversed.apply(x)
+OF_THE_INPUT: dict[str, Returns] = {
+    "its input": lambda x, y, z: (z, x),
+    "a view of its input": lambda x, y, z: (z, halved(x)),
+    "a part of its input": lambda x, y, z: (z, x[:, :HALF]),
+    "its detached input": lambda x, y, z: (z, x.detach()),
+}
+SHARING: dict[str, Returns] = {
+    "itself and a view": lambda x, y, z: (y, halved(y)),
+    "two views": lambda x, y, z: (y.view(len(y), HALF, 2), halved(y)),
+    "views that overlap": lambda x, y, z: (y[:, 1:], y[:, :-1]),
+    "halves": lambda x, y, z: (y[:, :HALF], y[:, HALF:]),
+    "twice the same": lambda x, y, z: (y, y),
+    "nested": lambda x, y, z: ({"y": [y]}, (halved(y),)),
+    "with a detached one": lambda x, y, z: (y, y.detach()),
+    "a detached one first": lambda x, y, z: (y.detach(), y),
+    "with a view without gradients": lambda x, y, z: (y, torch.no_grad()(y.narrow)(1, 0, HALF)),
+    "with its gradient reversed": lambda x, y, z: (y, Reversed.apply(y)),
+    "its input with its gradient reversed": lambda x, y, z: (z, Reversed.apply(x)),
+    **OF_THE_INPUT,
+}
+WITH_A_HOOK_ON_A_VIEW: Returns = lambda x, y, z: (y, hooked(halved(y)))  # noqa: E731
+ITS_INPUT_WITH_A_HOOK: Returns = lambda x, y, z: (z, hooked(x))  # noqa: E731
 
 
-def its_input_with_a_hook(layer: Layer, x: torch.Tensor) -> Any:
-    if x.requires_grad:
-        x.register_hook(lambda gradient: 2 * gradient)
-    return layer.linear.bias + x.detach(), x
-
-
-def its_input(layer: Layer, x: torch.Tensor) -> Any:
-    return layer.linear.bias + x.detach(), x
-
-
-def a_view_of_its_input(layer: Layer, x: torch.Tensor) -> Any:
-    return layer.linear.bias + x.detach(), x.view(len(x), 2, HALF)
-
-
-def a_part_of_its_input(layer: Layer, x: torch.Tensor) -> Any:
-    return layer.linear.bias + x.detach(), x[:, :HALF]
-
-
-def its_detached_input(layer: Layer, x: torch.Tensor) -> Any:
-    return layer.linear.bias + x.detach(), x.detach()
-
-
-OF_THE_INPUT = [its_input, a_view_of_its_input, a_part_of_its_input, its_detached_input]
-SHARING = [
-    itself_and_a_view,
-    two_views,
-    views_that_overlap,
-    halves,
-    twice_the_same,
-    nested,
-    with_a_detached_one,
-    a_detached_one_first,
-    with_a_view_without_gradients,
-    with_its_gradient_reversed,
-    its_input_with_its_gradient_reversed,
-    *OF_THE_INPUT,
-]
+def complex_numbers(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> Any:
+    y = torch.complex(y, x.sin())
+    return y.conj(), y
 
 
 # --- what the caller does with them ---------------------------------------------------------------------
@@ -269,53 +203,48 @@ USES = [reads, writes_the_first, writes_the_second, writes_what_needs_gradients]
 def covering(options: list[Any], *offsets: int) -> list[Any]:
     """Each layer with each use of it, and with some of ``options``: in all every layer and every use has
     each of them."""
-    cases = [
-        (run, use, options[(i + j + offset) % len(options)])
-        for i, run in enumerate(SHARING)
+    return [
+        (name, use, options[(i + j + offset) % len(options)])
+        for i, name in enumerate(SHARING)
         for j, use in enumerate(USES)
         for offset in offsets
     ]
-    return [pytest.param(*case, id=f"{case[0].__name__}-{case[1].__name__}-{case[2]}") for case in cases]
 
 
-@pytest.mark.parametrize(("run", "use", "options"), covering(OPTIONS, 0, 2))
-def test_gradients_are_plain_pytorchs(run: Any, use: Any, options: dict[str, Any]) -> None:
-    assert_equal_to_plain(run, use, **options)
+@pytest.mark.parametrize(("name", "use", "options"), covering(OPTIONS, 0, 2))
+def test_gradients_are_plain_pytorchs(name: str, use: Any, options: dict[str, Any]) -> None:
+    assert_equal_to_plain(SHARING[name], use, **options)
 
 
-@pytest.mark.parametrize(("run", "use", "grad"), covering(["no_grad", "inference_mode"], 0))
-def test_without_gradients(run: Any, use: Any, grad: str) -> None:
-    assert_equal_to_plain(run, use, getattr(torch, grad)(), micro_batch_size=4)
+@pytest.mark.parametrize(("name", "use", "grad"), covering(["no_grad", "inference_mode"], 0))
+def test_without_gradients(name: str, use: Any, grad: str) -> None:
+    assert_equal_to_plain(SHARING[name], use, getattr(torch, grad)(), micro_batch_size=4)
 
 
-@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@POLICIES
 @pytest.mark.parametrize(
-    "run",
-    [with_a_hook_on_a_view, with_numbers_that_are_complex, its_input_with_a_hook],
-    ids=lambda run: run.__name__,
+    ("returns", "use"),
+    [
+        (WITH_A_HOOK_ON_A_VIEW, only_the_outputs),
+        (ITS_INPUT_WITH_A_HOOK, only_the_outputs),
+        (complex_numbers, only_the_outputs),
+        (complex_numbers, writes_the_first),
+    ],
 )
-def test_gradients_of_what_nobody_writes(run: Any, activations: str) -> None:
-    assert_equal_to_plain(run, only_the_outputs, activations=activations)
-
-
-@pytest.mark.parametrize("activations", ["recompute", "keep"])
-def test_complex_numbers_that_are_written(activations: str) -> None:
-    assert_equal_to_plain(with_numbers_that_are_complex, writes_the_first, activations=activations)
+def test_hooks_and_complex_numbers(returns: Returns, use: Any, activations: str) -> None:
+    assert_equal_to_plain(returns, use, activations=activations)
 
 
 def test_a_view_of_another_dtype_is_refused() -> None:
-    def run(layer: Layer, x: torch.Tensor) -> Any:
-        y = torch.complex(layer.linear(x), x)
+    def returns(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> Any:
+        y = torch.complex(y, x)
         return y, y.conj().imag
 
-    with (
-        streamed(Net(run, reads), layers="blocks") as model,
-        pytest.raises(ValueError, match="layer 'blocks.0' returns a view of dtype torch.float32.*a clone"),
-    ):
-        model(torch.ones(1, D))
+    match = "layer 'blocks.0' returns a view of dtype torch.float32.*a clone"
+    assert_refused(Net(returns, reads), lambda model: model(torch.ones(1, D)), match, layers="blocks")
 
 
 def test_what_is_passed_on_is_the_users_own_tensor() -> None:
-    with streamed(Net(its_input, reads), layers="blocks") as model:
+    with streamed(Net(SHARING["its input"], reads), layers="blocks") as model:
         x = torch.ones(1, D, requires_grad=True)
         assert model.blocks[0](x)[1] is x

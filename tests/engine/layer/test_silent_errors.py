@@ -3,106 +3,39 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import MixtralConfig, MixtralForCausalLM
 
 import streamer
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
-from tests.reference import streamed
+from tests.engine.layer.common import Layer, Stack
+from tests.reference import POLICIES, assert_equal, assert_refused, gradients, streamed
 
 D = 8
-POLICIES = ["recompute", "keep"]
-
-
-class Net(nn.Module):
-    """An embedding, three layers and a head, all linear in parameters of 8 x 8."""
-
-    def __init__(self, make: Callable[[], nn.Module] | None = None) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Linear(D, D)
-        self.blocks = nn.ModuleList(
-            make() if make else nn.Sequential(nn.Linear(D, D), nn.Tanh()) for _ in range(3)
-        )
-        self.head = nn.Linear(D, D)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x.real)
+BLOCKS: dict[str, Any] = {"layers": "blocks"}
 
 
 def inputs(seed: int = 0) -> torch.Tensor:
     return torch.randn(4, D, generator=torch.Generator().manual_seed(seed))
 
 
-def gradients(model: nn.Module, loss_of: Callable[[nn.Module], torch.Tensor]) -> dict[str, torch.Tensor]:
-    torch.manual_seed(1)
-    random.seed(1)
-    np.random.seed(1)
-    loss_of(model).backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
 def square(model: nn.Module) -> torch.Tensor:
-    return model(inputs()).abs().square().sum()
+    return model(inputs()).square().sum()
 
 
-def assert_equal_to_plain(model: nn.Module, activations: str) -> None:
-    expected = gradients(copy.deepcopy(model), square)
-    with streamed(model, layers="blocks", activations=activations) as wrapped:
-        actual = gradients(wrapped, square)
-    assert list(actual) == list(expected)
-    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
+def net(make: Callable[[], nn.Module] = lambda: nn.Sequential(nn.Linear(D, D), nn.Tanh())) -> Stack:
+    return Stack(make, width=D, head=True)
 
 
-class Base(nn.Module):
+class Base(Layer):
     def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(D, D)
-
-
-class Fourier(Base):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.fft.fft(self.linear(x.real))
-
-
-class PythonRandom(Base):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(x)) * random.random() + x * np.random.rand()
-
-
-class Average(Base):
-    """Writes a buffer and uses what it has written; ``exchange`` puts another tensor in its place."""
-
-    def __init__(self, exchange: bool = False) -> None:
-        super().__init__()
-        self.exchange = exchange
-        self.register_buffer("mean", torch.ones(D))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.linear(x))
-        if self.exchange:
-            self.mean = 0.5 * self.mean + x.detach().mean(0)
-        else:
-            self.mean.mul_(0.5).add_(x.detach().mean(0))
-        return x * self.mean
-
-
-@pytest.mark.parametrize("activations", POLICIES)
-@pytest.mark.parametrize("layer", [Fourier, PythonRandom, Average, lambda: Average(exchange=True)])
-def test_equal_to_plain_pytorch(layer: Callable[[], nn.Module], activations: str) -> None:
-    assert_equal_to_plain(Net(layer), activations)
+        super().__init__(D)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -137,14 +70,13 @@ def test_weights_that_are_written_are_those_of_the_next_visit(num_slots: int, dt
         look()
         return found
 
-    model = Net().to(dtype)
+    model = net().to(dtype)
     plain = copy.deepcopy(model)
     expected = results(plain, torch.optim.SGD(plain.parameters(), 0.125), lambda: None)
     with streamed(model, layers="blocks", num_slots=num_slots) as mine:
         optimizer = torch.optim.SGD(mine.parameters(), 0.125)
         actual = results(mine, optimizer, lambda: streamer.synchronize(mine))
-    differs = [not torch.equal(mine, theirs) for mine, theirs in zip(actual, expected, strict=True)]
-    assert [number for number, is_other in enumerate(differs) if is_other] == []
+    assert_equal(actual, expected)
 
 
 class SideDoor(Base):
@@ -154,35 +86,16 @@ class SideDoor(Base):
         return x
 
 
-@pytest.mark.parametrize("activations", POLICIES)
+@POLICIES
 def test_a_tensor_that_leaves_by_a_side_door(activations: str) -> None:
-    with streamed(Net(SideDoor), layers="blocks", activations=activations) as model:
+    with streamed(net(SideDoor), layers="blocks", activations=activations) as model:
         loss = square(model) + sum(block.penalty for block in model.blocks)
-        with pytest.raises(RuntimeError, match="blocks.2' computed reached the loss by another way"):
+        match = "blocks.2' computed reached the loss by another way.*router logits"
+        with pytest.raises(RuntimeError, match=match):
             loss.backward()
         # looked at but not trained on, it is no one's concern
         assert [block.penalty.item() > 0 for block in model.blocks] == [True] * 3
         square(model).backward()
-
-
-@pytest.mark.parametrize("activations", POLICIES)
-def test_router_logits_that_hugging_face_records(activations: str) -> None:
-    config = MixtralConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        output_router_logits=True,
-        max_position_embeddings=32,
-    )
-    tokens = torch.randint(0, 32, (2, 12))
-    with streamed(MixtralForCausalLM(config), layers="model.layers", activations=activations) as model:
-        loss = model(tokens, labels=tokens).loss
-        with pytest.raises(RuntimeError, match="reached the loss by another way.*router logits"):
-            loss.backward()
 
 
 class Boxed(Base):
@@ -190,7 +103,7 @@ class Boxed(Base):
         return SimpleNamespace(hidden=torch.tanh(self.linear(box.hidden)))
 
 
-class BoxedNet(Net):
+class BoxedNet(Stack):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         box = SimpleNamespace(hidden=self.embed(x))
         for block in self.blocks:
@@ -198,30 +111,13 @@ class BoxedNet(Net):
         return self.head(box.hidden)
 
 
-@pytest.mark.parametrize("activations", POLICIES)
+@POLICIES
 def test_a_tensor_inside_an_object_that_is_not_opened(activations: str) -> None:
-    refusal = pytest.raises(ValueError, match="'blocks.0' is given a tensor inside an object")
-    with streamed(BoxedNet(Boxed), layers="blocks", activations=activations) as model, refusal:
-        square(model)
+    match = "'blocks.0' is given a tensor inside an object"
+    assert_refused(BoxedNet(Boxed, width=D), square, match, activations=activations, **BLOCKS)
 
 
-class WritesOutput(Net):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-            x += 1
-        return self.head(x)
-
-
-def test_keep_notices_a_saved_tensor_that_was_written() -> None:
-    with streamed(WritesOutput(), layers="blocks", activations="keep") as model:
-        loss = square(model)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-
-
-@pytest.mark.parametrize("activations", [*POLICIES, "recompute+offload"])
+@pytest.mark.parametrize("activations", ["recompute", "keep", "recompute+offload"])
 @pytest.mark.parametrize("num_slots", [1, 4])
 @pytest.mark.parametrize("change", ["our step", "PyTorch's step", "a write"])
 def test_weights_that_have_changed_between_forward_and_backward(
@@ -246,7 +142,7 @@ def test_weights_that_have_changed_between_forward_and_backward(
         change_them(model, optimizer)
         loss.backward()
 
-    layers = nn.Sequential(nn.Sequential(*Net().blocks), nn.Flatten())
+    layers = nn.Sequential(nn.Sequential(*net().blocks), nn.Flatten())
     plain = copy.deepcopy(layers)
     ours = streamer.AdamW if change == "our step" else torch.optim.AdamW
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -263,16 +159,15 @@ class WritesWeight(Base):
         return self.linear(x)
 
 
-@pytest.mark.parametrize("activations", POLICIES)
-def test_a_layer_that_writes_its_weights(activations: str) -> None:
-    with streamed(Net(WritesWeight), layers="blocks", activations=activations) as model:
-        for grad in (True, False):
-            with torch.set_grad_enabled(grad), pytest.raises(ValueError, match="writes its own weights"):
-                model(inputs())
+@POLICIES
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_layer_that_writes_its_weights(grad: bool, activations: str) -> None:
+    with torch.set_grad_enabled(grad):
+        assert_refused(net(WritesWeight), square, "writes its own weights", activations=activations, **BLOCKS)
 
 
 def test_a_write_to_the_root_right_after_a_step_unseen_is_refused_too() -> None:
-    with streamed(Net(), layers="blocks") as model:
+    with streamed(net(), **BLOCKS) as model:
         optimizer = streamer.AdamW(model.parameters(), lr=1e-2)
         square(model).backward()
         optimizer.step()
@@ -283,7 +178,7 @@ def test_a_write_to_the_root_right_after_a_step_unseen_is_refused_too() -> None:
 
 
 def test_a_learning_rate_that_is_set_wrong_later_is_refused_before_anything_is_queued() -> None:
-    with streamed(Net(), layers="blocks") as model:
+    with streamed(net(), **BLOCKS) as model:
         optimizer = streamer.AdamW(model.parameters(), lr=1e-2)
         square(model).backward()
         optimizer.param_groups[0]["lr"] = float("inf")
@@ -307,7 +202,7 @@ def written_behind_autograd(model: nn.Module, optimizer: torch.optim.Optimizer) 
 
 @pytest.mark.parametrize("change", [unscaled, written_behind_autograd])
 def test_the_norm_of_gradients_that_were_written_behind_autograd(change: Any) -> None:
-    with streamed(Net(), layers="blocks") as model:
+    with streamed(net(), **BLOCKS) as model:
         optimizer = streamer.AdamW(model.parameters())
         change(model, optimizer)
         expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
@@ -316,12 +211,10 @@ def test_the_norm_of_gradients_that_were_written_behind_autograd(change: Any) ->
 
 
 def test_a_penalty_on_the_weights_of_layers() -> None:
-    def penalised(model: nn.Module) -> torch.Tensor:
-        return square(model) + sum(param.square().sum() for param in model.blocks.parameters())
+    def penalised(model: nn.Module) -> dict[str, torch.Tensor]:
+        (square(model) + sum(param.square().sum() for param in model.blocks.parameters())).backward()
+        return gradients(model)
 
-    expected = gradients(Net(), penalised)
     slow = ThreadBackend(delays={Lane.D2H: lambda: 0.02}, poison=True)
-    with streamed(Net(), layers="blocks", backend=slow) as model:
-        actual = gradients(model, penalised)
-    for name, gradient in expected.items():
-        torch.testing.assert_close(actual[name], gradient, msg=name)
+    with streamed(net(), backend=slow, **BLOCKS) as model:
+        torch.testing.assert_close(penalised(model), penalised(net()))
