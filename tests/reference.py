@@ -167,7 +167,7 @@ def flat(value: Any, path: str = "") -> dict[str, torch.Tensor]:
 def assert_equal(actual: Any, expected: Any, *, rtol: float = 0.0, atol: float = 0.0) -> None:
     """The same tensors at the same places of dicts and sequences: to the bit, or within the tolerances."""
     mine, theirs = flat(actual), flat(expected)
-    assert list(mine) == list(theirs)
+    assert mine.keys() == theirs.keys()
     if rtol or atol:
         torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol)
     else:

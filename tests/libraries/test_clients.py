@@ -10,7 +10,6 @@ tests/engine/tensors/test_user_view.py.
 from __future__ import annotations
 
 import copy
-import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -30,7 +29,6 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 from torch import nn
 from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
-from torch.utils.data import DataLoader
 from torch_ema import ExponentialMovingAverage
 
 import streamer
@@ -38,9 +36,10 @@ import streamer_native as native
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
 from streamer.memory.host import EXACT_REMAINDER, array
+from tests.libraries.common import LIGHTNINGS_OWN, fit
 from tests.libraries.test_huggingface import loss as labelled_loss
 from tests.libraries.test_peft import lora
-from tests.reference import VOCAB, batch
+from tests.reference import VOCAB, assert_equal, assert_refused, batch, flat
 
 STEPS = 3
 #: Seconds by which each update comes late: longer than a client takes to its first read.
@@ -94,8 +93,7 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(16)
-        self.up = nn.Linear(16, 32)
-        self.down = nn.Linear(32, 16)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.tanh(self.up(self.norm(x))))
@@ -179,27 +177,6 @@ def run_client(client: Client, run: Run) -> dict[str, torch.Tensor]:
     return flat({**found, "loop": run.seen, "weights": run.model.state_dict()})
 
 
-def flat(value: Any, path: str = "") -> dict[str, torch.Tensor]:
-    """Copies of the tensors in dicts and sequences, by their paths."""
-    if isinstance(value, dict):
-        return {k: v for key, each in value.items() for k, v in flat(each, f"{path}/{key}").items()}
-    if isinstance(value, list | tuple):
-        return flat(dict(enumerate(value)), path)
-    if value is None:
-        return {}
-    return {path: torch.as_tensor(value).detach().clone()}
-
-
-def differences(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
-    """By path, how far apart tensors are that are not equal to the bit."""
-    assert list(actual) == list(expected)
-    return {
-        path: (actual[path].double() - value.double()).abs().max().item()
-        for path, value in expected.items()
-        if not torch.equal(actual[path], value)
-    }
-
-
 def assert_same(
     client: Client,
     model: nn.Module | None = None,
@@ -214,8 +191,8 @@ def assert_same(
     with wrapped(streamed, **options):
         run = Run(streamed, streamer.AdamW(trained(streamed), **HYPER), loss_of)
         actual = run_client(client, run)
-    assert differences(actual, expected) == {}
-    assert differences(flat(streamed.state_dict()), flat(plain.state_dict())) == {}
+    assert_equal(actual, expected)
+    assert_equal(streamed.state_dict(), plain.state_dict())
 
 
 @contextmanager
@@ -500,18 +477,6 @@ def moments_are_reset(run: Run) -> Any:
     return [run.optimizer.state[param][name] for param in run.params for name in ("exp_avg", "exp_avg_sq")]
 
 
-SCRIPTS = [hook_of_the_optimizer, lookahead, sharpness_aware, without_gradients]
-SCRIPTS += [gradients_are_written_after_the_step, moments_are_reset]
-
-
-@pytest.mark.parametrize("client", SCRIPTS)
-def test_scripts(client: Client) -> None:
-    assert_same(client, layers="layers")
-
-
-# --- what is kept, exchanged or written elsewhere -------------------------------------------------------
-
-
 def gradients_kept(run: Run) -> Any:
     """PCGrad and its like: gradients of one loss are kept while those of another are made."""
     for step in range(STEPS):
@@ -539,35 +504,30 @@ def old_zero_grad(run: Run) -> None:
             param.grad.zero_()
 
 
+SCRIPTS = [hook_of_the_optimizer, lookahead, sharpness_aware, without_gradients]
+SCRIPTS += [gradients_are_written_after_the_step, moments_are_reset]
+SCRIPTS += [gradients_kept, gradient_data_assigned, old_zero_grad]
+
+
+@pytest.mark.parametrize("client", SCRIPTS)
+def test_scripts(client: Client) -> None:
+    assert_same(client, layers="layers")
+
+
+# --- writes that are refused ----------------------------------------------------------------------------
+
+
 class Clamping(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.up.weight.data.clamp_(-0.1, 0.1)
         return super().forward(x)
 
 
-def clamping() -> nn.Module:
+def test_a_layer_that_writes_its_own_weights_unseen_is_refused() -> None:
     model = copy.deepcopy(net())
     model.layers = nn.ModuleList(Clamping() for _ in range(3))
-    return model
-
-
-KEPT: dict[str, Client] = {
-    "gradients": gradients_kept,
-    "a gradient's data": gradient_data_assigned,
-    "gradients that are detached in place": old_zero_grad,
-}
-
-
-@pytest.mark.parametrize("name", KEPT)
-def test_what_is_kept_or_exchanged(name: str) -> None:
-    assert_same(KEPT[name], net(), layers="layers")
-
-
-def test_a_layer_that_writes_its_own_weights_unseen_is_refused() -> None:
-    refusal = pytest.raises(ValueError, match=r"layer 'layers.0' writes its own weights.*between steps")
-    model = clamping()
-    with wrapped(model, layers="layers"), refusal:
-        token_loss(model, 0)
+    match = r"layer 'layers.0' writes its own weights.*between steps"
+    assert_refused(model, partial(token_loss, step=0), match, layers="layers")
 
 
 def test_weights_that_are_written_unseen_between_forward_and_backward() -> None:
@@ -601,7 +561,7 @@ def ema_pytorchs(run: Run) -> Any:
     return average.ema_model.state_dict()
 
 
-def diffusers_ema(run: Run, *, foreach: bool) -> Any:
+def diffusers_ema(run: Run, *, foreach: bool = False) -> Any:
     average = EMAModel(run.params, decay=0.5, foreach=foreach)
     for step in run.steps():
         average.step(run.params)
@@ -613,18 +573,13 @@ def diffusers_ema(run: Run, *, foreach: bool) -> Any:
     return average.shadow_params
 
 
-AVERAGES: dict[str, Client] = {
-    "torch_ema": torch_emas,
-    "ema_pytorch": ema_pytorchs,
-    "diffusers": partial(diffusers_ema, foreach=False),
-    "diffusers foreach": partial(diffusers_ema, foreach=True),
-}
+AVERAGES = [torch_emas, ema_pytorchs, diffusers_ema, partial(diffusers_ema, foreach=True)]
 
 
 @pytest.mark.parametrize("client", AVERAGES)
 @pytest.mark.parametrize("place", PLACES)
-def test_averages_of_libraries(client: str, place: str) -> None:
-    assert_same(AVERAGES[client], layers="layers", **PLACES[place])
+def test_averages_of_libraries(client: Client, place: str) -> None:
+    assert_same(client, layers="layers", **PLACES[place])
 
 
 # --- trainers and models of libraries -------------------------------------------------------------------
@@ -672,35 +627,15 @@ class Module(L.LightningModule):
 
 def with_lightning(run: Run, make: Callable[[], L.Callback]) -> Any:
     callback = make()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        max_epochs=2,
-        callbacks=[callback],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-    )
-    trainer.fit(Module(run), DataLoader(list(batch(0, size=8)), 4), DataLoader(list(batch(1, size=4)), 4))
+    options = {"enable_checkpointing": False, "num_sanity_val_steps": 0}
+    fit(Module(run), callback, list(batch(0, size=8)), list(batch(1, size=4)), **options)
     return callback._average_model.module.model.state_dict()
 
 
-LIGHTNING: dict[str, Callable[[], L.Callback]] = {
-    "swa": WeightAveraging,
-    "ema": partial(EMAWeightAveraging, decay=0.5),
-}
-
-
-@pytest.mark.filterwarnings(
-    "ignore:.*LeafSpec.*:FutureWarning",
-    "ignore:.*does not have many workers",
-    "ignore:.*number of training batches",
-)
-@pytest.mark.parametrize("name", LIGHTNING)
-def test_lightning_averages(name: str) -> None:
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    assert_same(partial(with_lightning, make=LIGHTNING[name]), layers="layers")
+@pytest.mark.filterwarnings(*LIGHTNINGS_OWN)
+@pytest.mark.parametrize("make", [WeightAveraging, partial(EMAWeightAveraging, decay=0.5)])
+def test_lightning_averages(make: Callable[[], L.Callback]) -> None:
+    assert_same(partial(with_lightning, make=make), layers="layers")
 
 
 def decoder() -> nn.Module:
@@ -714,4 +649,4 @@ def decoder() -> nn.Module:
 
 
 def test_a_model_of_x_transformers() -> None:
-    assert_same(AVERAGES["diffusers"], decoder())
+    assert_same(diffusers_ema, decoder())

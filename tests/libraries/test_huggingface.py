@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +18,18 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from tests.reference import VOCAB, assert_parity, batch, streamed, train_plain, train_streamed
+from tests.reference import (
+    POLICIES,
+    VOCAB,
+    assert_as_plain,
+    assert_parity,
+    assert_refused,
+    batch,
+    gradients,
+    streamed,
+    train_plain,
+    train_streamed,
+)
 
 
 def gpt2() -> nn.Module:
@@ -28,18 +39,21 @@ def gpt2() -> nn.Module:
     ).train()
 
 
-def llama() -> nn.Module:
+#: Of any model that is made like Llama.
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32,
+}
+
+
+def llama(**options: Any) -> nn.Module:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=32,
-    )
-    return LlamaForCausalLM(config).train()
+    return LlamaForCausalLM(LlamaConfig(**(SIZES | options))).train()
 
 
 def t5() -> nn.Module:
@@ -60,14 +74,14 @@ MODELS = [(gpt2, "transformer.h"), (llama, "model.layers")]
 
 
 @pytest.mark.parametrize(("make", "layers"), MODELS)
-@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@POLICIES
 def test_training_with_the_default_cache(make: Any, layers: str, activations: str) -> None:
     model = make()
     assert model.config.use_cache
-    expected = train_plain(model, loss_of=loss, steps=3)
+    options = {"loss_of": loss, "steps": 3}
+    expected = train_plain(model, **options)
     for chosen in (layers, None):
-        actual = train_streamed(model, loss_of=loss, steps=3, layers=chosen, activations=activations)
-        assert_parity(actual, expected)
+        assert_parity(train_streamed(model, layers=chosen, activations=activations, **options), expected)
 
 
 @pytest.mark.parametrize(("make", "layers"), MODELS)
@@ -86,12 +100,9 @@ def test_a_filled_cache_is_refused_in_training(make: Any, layers: str) -> None:
 
 @pytest.mark.parametrize(("make", "layers"), MODELS)
 def test_generation_uses_the_cache_and_equals_the_plain_model(make: Any, layers: str) -> None:
-    plain = make().eval()
-    prompt = batch(0, size=2, time=4)
     settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    expected = copy.deepcopy(plain).generate(prompt, **settings)
-    with streamed(plain, layers=layers) as model:
-        assert torch.equal(model.generate(prompt, **settings), expected)
+    prompt = batch(0, size=2, time=4)
+    assert_as_plain(make().eval(), lambda model: model.generate(prompt, **settings), layers=layers)
 
 
 @pytest.mark.parametrize(("make", "layers"), [*MODELS, (t5, ["encoder.block", "decoder.block"])])
@@ -102,26 +113,21 @@ def test_micro_batches(make: Any, layers: Any) -> None:
     mask[1, 12:] = mask[3, :4] = 0
     inputs = {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
     settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "attention_mask": mask}
-    expected = copy.deepcopy(plain).generate(tokens, **settings)
-    with streamed(plain, layers=layers, micro_batch_size=2) as model:
-        assert torch.equal(model.generate(tokens, **settings), expected)
-        mine, theirs = model(**inputs).loss, plain(**inputs).loss
-        torch.testing.assert_close(mine, theirs)
-        mine.backward()
-        theirs.backward()
-        params = dict(model.named_parameters())
-        for name, param in plain.named_parameters():
-            torch.testing.assert_close(params[name].grad, param.grad, rtol=1e-4, atol=1e-6)
+
+    def first_gradients(model: nn.Module) -> Any:
+        loss = model(**inputs).loss
+        loss.backward()
+        return loss, gradients(model)
+
+    options = {"layers": layers, "micro_batch_size": 2}
+    assert_as_plain(plain, lambda model: model.generate(tokens, **settings), **options)
+    assert_as_plain(plain, first_gradients, rtol=1e-4, atol=1e-6, **options)
 
 
 def test_batch_dims_of_an_argument_that_no_layer_is_given() -> None:
-    with (
-        streamed(llama(), layers="model.layers", micro_batch_size=1, batch_dims={"masks": 0}) as model,
-        pytest.raises(
-            ValueError, match="layer 'model.layers.0' is given no argument 'masks'; .*'attention_mask'"
-        ),
-    ):
-        loss(model, 0)
+    match = "layer 'model.layers.0' is given no argument 'masks'; .*'attention_mask'"
+    options = {"layers": "model.layers", "micro_batch_size": 1, "batch_dims": {"masks": 0}}
+    assert_refused(llama(), partial(loss, step=0), match, **options)
 
 
 def test_a_wrapped_model_keeps_its_class_and_keys() -> None:

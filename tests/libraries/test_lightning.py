@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.utils.data import DataLoader
-
-pytest.importorskip("lightning", reason="needs lightning (pip install lightning)")
-
-import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
 
 import streamer
-from tests.reference import VOCAB, History, assert_parity, batch, streamed
+from tests.libraries.common import CALM, LIGHTNINGS_OWN, fit
+from tests.reference import VOCAB, History, assert_equal, assert_parity, batch, flat, streamed
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*number of training batches"),
-    pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty"),
-]
-CALM = {"lr": 1e-2, "eps": 1e-2, "weight_decay": 0.1}
+pytestmark = [pytest.mark.filterwarnings(warning) for warning in LIGHTNINGS_OWN]
 DATA = list(batch(0, size=12))
 
 
@@ -99,20 +89,9 @@ class Manual(Automatic):
         self.lr_schedulers().step()
 
 
-def fit(module: Any, folder: Path, *, resume: Path | None = None, **options: Any) -> History:
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    saving = ModelCheckpoint(dirpath=folder, every_n_epochs=1, save_top_k=-1)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        logger=False,
-        callbacks=[saving],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **({"max_epochs": 2} | options),
-    )
-    trainer.fit(module, DataLoader(DATA, 4), DataLoader(DATA, 12), ckpt_path=resume)
-    weights = {name: value.clone() for name, value in module.state_dict().items()}
-    return History(module.losses, weights=weights)
+def fitted(module: Any, folder: Path, **options: Any) -> History:
+    fit(module, ModelCheckpoint(folder, every_n_epochs=1, save_top_k=-1), DATA, DATA, **options)
+    return History(module.losses, weights=flat(module.state_dict()))
 
 
 @pytest.mark.parametrize(
@@ -126,26 +105,26 @@ def fit(module: Any, folder: Path, *, resume: Path | None = None, **options: Any
     ],
 )
 def test_a_wrapped_module_inside(kind: Any, options: dict[str, Any], tmp_path: Path) -> None:
-    expected = fit(kind(Net(), torch.optim.AdamW), tmp_path / "plain", **options)
+    expected = fitted(kind(Net(), torch.optim.AdamW), tmp_path / "plain", **options)
     with streamed(Net()) as net:
-        assert_parity(fit(kind(net, streamer.AdamW), tmp_path / "streamed", **options), expected)
+        assert_parity(fitted(kind(net, streamer.AdamW), tmp_path / "streamed", **options), expected)
 
 
 def test_a_wrapped_lightning_module(tmp_path: Path) -> None:
-    expected = fit(Automatic(Net(), torch.optim.AdamW), tmp_path / "plain", gradient_clip_val=0.2)
+    expected = fitted(Automatic(Net(), torch.optim.AdamW), tmp_path / "plain", gradient_clip_val=0.2)
     with streamed(Automatic(Net(), streamer.AdamW), layers="net.layers") as module:
-        assert_parity(fit(module, tmp_path / "streamed", gradient_clip_val=0.2), expected)
+        assert_parity(fitted(module, tmp_path / "streamed", gradient_clip_val=0.2), expected)
 
 
 def test_a_checkpoint_of_lightning(tmp_path: Path) -> None:
     with streamed(Net()) as net:
-        whole = fit(Automatic(net, streamer.AdamW), tmp_path)
+        whole = fitted(Automatic(net, streamer.AdamW), tmp_path)
     first = tmp_path / "epoch=0-step=3.ckpt"
     with streamed(Net()) as net:
-        resumed = fit(Automatic(net, streamer.AdamW), tmp_path, resume=first)
+        resumed = fitted(Automatic(net, streamer.AdamW), tmp_path, ckpt_path=first)
     assert resumed.losses[-4:] == whole.losses[-4:]
-    assert all(torch.equal(resumed.weights[name], value) for name, value in whole.weights.items())
+    assert_equal(resumed.weights, whole.weights)
     # with no classes of ours in it
     held = torch.load(first, weights_only=True)
     assert len(held["optimizer_states"][0]["state"]) == len(whole.weights)
-    assert held["state_dict"].keys() == whole.weights.keys()
+    assert [f"/{name}" for name in held["state_dict"]] == list(whole.weights)

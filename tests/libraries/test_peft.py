@@ -18,7 +18,17 @@ import streamer
 from streamer.backends.base import Lane
 from streamer.engine.schedule.op import ROOT, Op, OpKind
 from tests.libraries.test_huggingface import gpt2, llama, loss
-from tests.reference import assert_parity, assert_same, batch, streamed, train, train_plain, train_streamed
+from tests.reference import (
+    POLICIES,
+    assert_parity,
+    assert_same,
+    batch,
+    one_step,
+    streamed,
+    train,
+    train_plain,
+    train_streamed,
+)
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 # what they say of one another
@@ -52,19 +62,6 @@ def tuned(config: Any) -> nn.Module:
     return peft.get_peft_model(llama(), config).train()
 
 
-def prompt() -> nn.Module:
-    return tuned(peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
-
-
-def ia3() -> nn.Module:
-    of_mlp = ["down_proj"]
-    return tuned(peft.IA3Config(target_modules=["k_proj", "v_proj", *of_mlp], feedforward_modules=of_mlp))
-
-
-def adalora() -> nn.Module:
-    return tuned(peft.AdaLoraConfig(target_modules=PROJECTIONS, total_step=10, init_r=4, target_r=2))
-
-
 def input_gradients() -> nn.Module:
     model = lora()
     model.enable_input_require_grads()
@@ -86,9 +83,13 @@ METHODS: dict[str, Callable[[], nn.Module]] = {
     "a few tokens": lambda: lora(trainable_token_indices=[1, 2, 3]),
     "input gradients": input_gradients,
     "gradient checkpointing": checkpointed,
-    "prompt": prompt,
-    "ia3": ia3,
-    "adalora": adalora,
+    "prompt": lambda: tuned(peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)),
+    "ia3": lambda: tuned(
+        peft.IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"])
+    ),
+    "adalora": lambda: tuned(
+        peft.AdaLoraConfig(target_modules=PROJECTIONS, total_step=10, init_r=4, target_r=2)
+    ),
 }
 
 
@@ -102,14 +103,13 @@ METHODS: dict[str, Callable[[], nn.Module]] = {
     ],
 )
 def test_lora(make: Any, layers: str | None, activations: str) -> None:
-    model = make()
-    expected = train_plain(model, loss_of=loss, steps=3)
-    actual = train_streamed(model, loss_of=loss, steps=3, layers=layers, activations=activations)
-    assert_parity(actual, expected)
+    model, options = make(), {"loss_of": loss, "steps": 3}
+    expected = train_plain(model, **options)
+    assert_parity(train_streamed(model, layers=layers, activations=activations, **options), expected)
     assert {name for name in expected.first_gradients if "lora" not in name} == set()
 
 
-@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@POLICIES
 def test_a_bf16_base_with_fp32_adapters(activations: str) -> None:
     """One step; and several with PyTorch's optimizer, to the bit: with the other's last bits of the adapters
     the base rounds other activations."""
@@ -236,10 +236,7 @@ def test_the_base_as_a_reference_model() -> None:
         assert_parity(train(wrapped, optimizer, clip, steps=3, loss_of=preference), expected)
         for step in range(2):  # the first follows a read of the weights
             missed = streamer.stats(wrapped).prefetch_misses
-            preference(wrapped, step).backward()
-            clip()
-            optimizer.step()
-            optimizer.zero_grad()
+            one_step(wrapped, optimizer, step, preference)
         assert streamer.stats(wrapped).prefetch_misses == missed
 
 
@@ -248,42 +245,14 @@ def switching(model: nn.Module, step: int) -> torch.Tensor:
     return loss(model, step)
 
 
-def two_adapters() -> nn.Module:
+def test_two_adapters_in_turn() -> None:
     model = lora()
     torch.manual_seed(2)
     model.add_adapter("second", peft.LoraConfig(target_modules=PROJECTIONS, r=8))
-    return model
-
-
-def test_two_adapters_in_turn() -> None:
-    model = two_adapters()
     for name, param in model.named_parameters():
         param.requires_grad_("lora" in name)  # so that both have room for gradients and moments
     expected = train_plain(model, loss_of=switching, steps=4)
     assert_parity(train_streamed(model, loss_of=switching, steps=4), expected)
-
-
-def test_an_adapter_that_was_wrapped_frozen_runs_but_does_not_train() -> None:
-    plain = two_adapters()
-    with streamed(plain) as model:
-        loss(model, 0).backward()
-        for each in (plain.eval(), model.eval()):
-            each.set_adapter("second")
-        with torch.no_grad():
-            assert torch.equal(loss(model, 0), loss(plain, 0))
-        with pytest.raises(ValueError, match=r"lora_A\.second\.weight' was frozen.*set requires_grad before"):
-            loss(model, 0)
-
-
-def test_another_adapter_before_backward_is_refused() -> None:
-    model = two_adapters()
-    for name, param in model.named_parameters():
-        param.requires_grad_("lora" in name)
-    with streamed(model) as wrapped:
-        first = switching(wrapped, 0)
-        second = switching(wrapped, 1)
-        with pytest.raises(RuntimeError, match=r"requires_grad of .* has changed since the forward"):
-            (first + second).backward()
 
 
 def test_adapters_after_wrap_are_refused_with_a_way_out() -> None:

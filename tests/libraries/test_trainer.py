@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,14 @@ pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate 
 
 from accelerate import Accelerator
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.utils import logging
 
 import streamer
-from tests.reference import VOCAB, batch
+from tests.libraries import test_huggingface
+from tests.libraries.common import CALM
+from tests.reference import assert_equal, batch, streamed
 
-CALM = {"lr": 1e-2, "eps": 1e-2, "weight_decay": 0.1}
 ROWS = batch(0, size=24, time=11)
 State = dict[str, torch.Tensor]
 #: As it is called since transformers 5, and was before.
@@ -40,28 +40,8 @@ def quiet() -> None:
     logging.disable_progress_bar()
 
 
-def llama() -> nn.Module:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=32,
-        attention_dropout=0.1,
-    )
-    return LlamaForCausalLM(config)
-
-
-@contextmanager
-def wrapped() -> Iterator[nn.Module]:
-    model = streamer.wrap(llama(), layers="model.layers", device="cpu")
-    try:
-        yield model
-    finally:
-        streamer.unwrap(model)
+llama = partial(test_huggingface.llama, hidden_size=16, num_hidden_layers=2, attention_dropout=0.1)
+wrapped = partial(streamed, layers="model.layers")
 
 
 def trainer(model: nn.Module, folder: Path, **options: Any) -> Trainer:
@@ -93,23 +73,12 @@ def saved(folder: Path) -> State:
     return load_file(folder / "model.safetensors")
 
 
-def assert_equal(actual: State, expected: State) -> None:
-    assert actual.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
-
-
-def assert_close(actual: State, expected: State) -> None:
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(actual[name], value, rtol=0, atol=1e-5, msg=name)
-
-
 def assert_alike(actual: Trainer, expected: Trainer) -> None:
     """The first loss to the bit, the others, norms, rates and final weights within 1e-5."""
     mine, theirs = logged(actual), logged(expected)
     assert mine[0] == theirs[0]
-    torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=1e-5, atol=0)
-    assert_close(actual.model.state_dict(), expected.model.state_dict())
+    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=0)
+    assert_equal(actual.model.state_dict(), expected.model.state_dict(), atol=1e-5)
 
 
 def test_a_run_that_is_saved_resumed_and_loaded(tmp_path: Path) -> None:
@@ -129,14 +98,14 @@ def test_a_run_that_is_saved_resumed_and_loaded(tmp_path: Path) -> None:
     }
     plain = trainer(llama(), tmp_path / "plain", **options)
     plain.train()
-    with wrapped() as model:
+    with wrapped(llama()) as model:
         run = trainer(model, tmp_path / "run", **options)
         run.train()
         assert_alike(run, plain)
         assert all(entry["grad_norm"] > 0.2 for entry in run.state.log_history if "grad_norm" in entry)
         # the files hold all of the weights, those of their step
         last = saved(tmp_path / "run" / "checkpoint-6")
-        assert_close(last, saved(tmp_path / "plain" / "checkpoint-6"))
+        assert_equal(last, saved(tmp_path / "plain" / "checkpoint-6"), atol=1e-5)
         best = {name: value.clone() for name, value in model.state_dict().items()}
         assert_equal(best, saved(tmp_path / "run" / "checkpoint-2"))
         run.save_model(str(tmp_path / "saved"))
@@ -148,7 +117,7 @@ def test_a_run_that_is_saved_resumed_and_loaded(tmp_path: Path) -> None:
         with torch.no_grad():
             logits = loaded.eval()(ROWS[:4]).logits
         assert torch.equal(torch.as_tensor(run.predict(DATA[:4]).predictions), logits)
-    with wrapped() as model:
+    with wrapped(llama()) as model:
         resumed = trainer(model, tmp_path / "run", **options)
         resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
         assert logged(resumed) == logged(run)
@@ -169,7 +138,7 @@ def test_a_run_that_is_saved_resumed_and_loaded(tmp_path: Path) -> None:
 def test_options(options: dict[str, Any], tmp_path: Path) -> None:
     plain = trainer(llama(), tmp_path, **options)
     plain.train()
-    with wrapped() as model:
+    with wrapped(llama()) as model:
         forwards: list[nn.Module] = []
         model.model.layers[0].mlp.register_forward_pre_hook(lambda module, *_: forwards.append(module))
         run = trainer(model, tmp_path, **options)
@@ -197,11 +166,11 @@ def test_accelerate(tmp_path: Path) -> None:
         return losses, model.state_dict()
 
     expected, there = train(llama(), torch.optim.AdamW)
-    with wrapped() as model:
+    with wrapped(llama()) as model:
         actual, here = train(model, streamer.AdamW)
         assert actual[0] == expected[0]
-        torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=1e-5, atol=0)
-        assert_close(here, there)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0)
+        assert_equal(here, there, atol=1e-5)
         # which leaves out tensors that share a storage
         accelerator.save_model(model, tmp_path)
         assert_equal(saved(tmp_path), here)
