@@ -25,14 +25,14 @@ from streamer.engine.schedule import op as ops
 from streamer.engine.tensors.guarded import never_traced
 from streamer.torch_private import in_forward_mode, in_transform, is_batched
 
-#: Of hidden states, weight and bias, in this order.
-Wanted = tuple[bool, bool, bool]
+#: Of hidden states, weight and bias, in this order: whether a gradient is wanted, and the gradients.
+Wanted = Sequence[bool]
 Gradients = Sequence[torch.Tensor | None]
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What is asked for; logits are of ``dtype``."""
+    """The options of `chunked_cross_entropy`, and the dtype of the logits."""
 
     dtype: torch.dtype
     chunk_size: int
@@ -163,7 +163,7 @@ class CrossEntropy(torch.autograd.Function):
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         at_once = any(wanted) and not loss.waits_for_backward
         with _without_autocast(hidden.device):
-            head = _Head(loss, hidden, weight, bias, wanted if at_once else (False, False, False))
+            head = _Head(loss, hidden, weight, bias, wanted if at_once else 3 * (False,))
             losses = _over_chunks(loss, head, targets, loss.factors(targets) if at_once else None)
         if at_once:
             ctx.save_for_backward(*head.gradients)
@@ -175,7 +175,13 @@ class CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, incoming: torch.Tensor | None) -> Any:
         if incoming is None:
             return (None,) * 6
-        _check_backward(incoming)
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True: chunked_cross_entropy has no gradients of gradients: leave create_graph "
+                "out, or use torch.nn.functional.cross_entropy"
+            )
+        if is_batched(incoming):
+            raise RuntimeError("chunked_cross_entropy takes no batched gradients (is_grads_batched=True)")
         loss: Loss = ctx.loss
         if loss.waits_for_backward:
             hidden, weight, bias, targets = ctx.saved_tensors
@@ -183,11 +189,10 @@ class CrossEntropy(torch.autograd.Function):
                 head = _Head(loss, hidden, weight, bias, ctx.wanted)
                 _over_chunks(loss, head, targets, loss.factors(targets) * incoming)
             gradients: Gradients = head.gradients
-        elif graph_is_retained():
-            gradients = tuple(None if saved is None else saved * incoming for saved in ctx.saved_tensors)
         else:
-            # nobody will ask for them again
-            gradients = tuple(None if saved is None else saved.mul_(incoming) for saved in ctx.saved_tensors)
+            # in place where nobody will ask for them again
+            times = torch.Tensor.mul if graph_is_retained() else torch.Tensor.mul_
+            gradients = [None if saved is None else times(saved, incoming) for saved in ctx.saved_tensors]
         pairs = zip(gradients, ctx.dtypes, strict=True)
         return None, None, *(None if found is None else found.to(dtype) for found, dtype in pairs), None
 
@@ -196,16 +201,6 @@ def _without_autocast(device: torch.device) -> AbstractContextManager[None]:
     if not torch.amp.is_autocast_available(device.type):  # the meta device
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
-
-
-def _check_backward(incoming: torch.Tensor) -> None:
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "create_graph=True: chunked_cross_entropy has no gradients of gradients: leave create_graph out, "
-            "or use torch.nn.functional.cross_entropy"
-        )
-    if is_batched(incoming):
-        raise RuntimeError("chunked_cross_entropy takes no batched gradients (is_grads_batched=True)")
 
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -269,14 +264,8 @@ def chunked_cross_entropy(
     _check_options(chunk_size, label_smoothing, softcap, reduction)
     _check_shapes(hidden, weight, targets, bias)
     _check_transforms(hidden, weight, bias)
-    loss = Loss(
-        dtype=_compute_dtype(hidden, weight, bias),
-        chunk_size=chunk_size,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        softcap=softcap,
-        reduction=reduction,
-    )
+    dtype = _compute_dtype(hidden, weight, bias)
+    loss = Loss(dtype, chunk_size, ignore_index, label_smoothing, softcap, reduction)
     for param in (weight, bias):
         if param is not None:
             _let_be_read(param)
@@ -293,7 +282,7 @@ def chunked_cross_entropy(
 
 def _compute_dtype(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.dtype:
     """The dtype in which `F.linear` would give the logits."""
-    given = [hidden.dtype, weight.dtype] + ([] if bias is None else [bias.dtype])
+    given = [tensor.dtype for tensor in (hidden, weight, bias) if tensor is not None]
     kind = hidden.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         # which leaves float64 alone

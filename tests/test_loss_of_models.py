@@ -17,8 +17,6 @@ from transformers import (
     Gemma2ForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
 )
 
 import streamer
@@ -28,14 +26,24 @@ from streamer.app.run.data import IGNORED
 from streamer.app.run.loop import TokenLoss
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
-from tests.libraries.test_huggingface import gpt2, llama
-from tests.reference import VOCAB, assert_parity, batch, streamed, train_plain, train_streamed
+from tests.libraries.test_huggingface import SIZES, gpt2, llama
+from tests.reference import (
+    VOCAB,
+    assert_equal,
+    assert_parity,
+    batch,
+    flat,
+    gradients,
+    streamed,
+    tiny_gpt,
+    train_plain,
+    train_streamed,
+)
 
 
 @cache
 def gpt() -> GPT:
-    torch.manual_seed(0)
-    return GPT(vocab_size=VOCAB, block_size=16, n_layer=3, n_head=2, n_embd=32)
+    return tiny_gpt()
 
 
 def of_gpt(model: nn.Module, step: int, *, reduction: str = "mean") -> torch.Tensor:
@@ -66,29 +74,13 @@ def test_a_streamed_model_with_a_tied_head(reduction: str, delayed: Lane | None)
     )
 
 
-@pytest.mark.parametrize("options", [{"dtype": torch.bfloat16}, {"update": "backward"}])
-def test_other_ways_to_stream(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("options", "tolerance"), [({"dtype": torch.bfloat16}, 1e-3), ({"update": "backward"}, 1e-5)]
+)
+def test_other_ways_to_stream(options: dict[str, Any], tolerance: float) -> None:
     """Against the loss of all logits."""
-
-    def all_logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-        logits = model(tokens[:, :-1]).flatten(0, 1).float()
-        return F.cross_entropy(logits, tokens[:, 1:].flatten())
-
-    def losses(loss_of: Callable[[nn.Module, int], torch.Tensor]) -> list[float]:
-        with streamed(gpt(), **options) as model:
-            optimizer = streamer.AdamW(model.parameters(), lr=1e-3)
-            found = []
-            for step in range(4):
-                loss = loss_of(model, step)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                found.append(loss.item())
-        return found
-
-    expected = losses(lambda model, step: all_logits(model, batch(step)))
-    tolerance = 1e-3 if "dtype" in options else 1e-5
-    torch.testing.assert_close(losses(of_gpt), expected, rtol=tolerance, atol=0)
+    run = partial(train_streamed, gpt(), steps=4, clip=False, **options)
+    torch.testing.assert_close(run(loss_of=of_gpt).losses, run().losses, rtol=tolerance, atol=0)
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "transformer.h.1.mlp.c_proj.weight"])
@@ -132,18 +124,9 @@ def test_a_head_that_was_frozen_when_wrapped_is_refused() -> None:
             of_hugging_face(model, 0)
 
 
-def gemma(**more: Any) -> nn.Module:
+def small(kind: Any, config: Any, **options: Any) -> nn.Module:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = Gemma2Config(vocab_size=VOCAB, num_key_value_heads=1, head_dim=8, **sizes, **more)
-    return Gemma2ForCausalLM(config)
-
-
-def granite() -> nn.Module:
-    """Its logits are divided by a number."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return GraniteForCausalLM(GraniteConfig(vocab_size=VOCAB, logits_scaling=4.0, **sizes))
+    return kind(config(**(SIZES | {"hidden_size": 16, "num_hidden_layers": 1} | options)))
 
 
 class OnlyLogits(nn.Module):
@@ -157,10 +140,10 @@ class OnlyLogits(nn.Module):
         return self.head(self.embedding(tokens))
 
 
-def loss_and_gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
+def loss_and_gradients(model: nn.Module, loss: torch.Tensor) -> Any:
     model.zero_grad()
     loss.backward()
-    return [loss.detach(), *(param.grad.clone() for param in model.parameters())]
+    return flat([loss, gradients(model)])
 
 
 @pytest.mark.parametrize(
@@ -169,8 +152,13 @@ def loss_and_gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tenso
         (lambda: copy.deepcopy(gpt()), True, ""),
         (llama, True, ""),
         (lambda: gpt2().eval(), True, ""),
-        (partial(gemma, final_logit_softcapping=0.05), True, ""),
-        (granite, False, "GraniteForCausalLM does more than multiply by its head: all logits are held\n"),
+        (partial(small, Gemma2ForCausalLM, Gemma2Config, final_logit_softcapping=0.05), True, ""),
+        # whose logits are divided by a number
+        (
+            partial(small, GraniteForCausalLM, GraniteConfig, logits_scaling=4.0),
+            False,
+            "GraniteForCausalLM does more than multiply by its head: all logits are held\n",
+        ),
         (OnlyLogits, False, ""),
     ],
 )
@@ -192,9 +180,7 @@ def test_the_loss_of_a_run(
     monkeypatch.setattr(streamer, "chunked_cross_entropy", lambda *a, **k: sizes.append(1) or inner(*a, **k))
     loss = TokenLoss(model)
     for _ in range(2):
-        actual = loss_and_gradients(model, loss(tokens, targets))
-        for mine, theirs in zip(actual, expected, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+        assert_equal(loss_and_gradients(model, loss(tokens, targets)), expected, atol=1e-6)
     assert len(sizes) == (2 if is_chunked else 0)
     assert capsys.readouterr().out == says
     targets.fill_(IGNORED)
@@ -209,8 +195,7 @@ def wide_gpt() -> nn.Module:
 
 
 def wide_llama() -> nn.Module:
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, **sizes))
+    return llama(vocab_size=WORDS, num_hidden_layers=1)
 
 
 class Largest(TorchDispatchMode):

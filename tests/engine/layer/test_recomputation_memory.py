@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from streamer.engine.layer.recompute import Owners, holders
+from streamer.engine.layer.recompute import Owners
 from streamer.plan.measure import Tracker
 from tests.engine.layer.test_recomputation import (
     OFFLOADED_OR_NOT,
@@ -192,12 +192,3 @@ def test_garbage_makes_no_room_for_new_owners() -> None:
     assert owners.more() == 1
     del view
     assert owners.more() == 0
-
-
-def test_holders_are_counted() -> None:
-    tensors = [torch.zeros(1)]
-    before = holders(tensors)
-    other = tensors[0]
-    assert holders(tensors) != before
-    del other
-    assert holders(tensors) == before
