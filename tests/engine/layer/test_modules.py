@@ -237,10 +237,10 @@ class Drawing(Layer):
 
 
 class PythonRandom(Layer):
-    """Draws from the generators of Python and of NumPy."""
+    """Draws from the generators of Python and of NumPy what backward needs."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * random.random() + x * np.random.rand()
+        return super().forward(x * random.random() + np.random.rand())
 
 
 class Listing(Layer):
