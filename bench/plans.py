@@ -32,7 +32,7 @@ def figures(plan: RunPlan) -> dict[str, Any]:
         "host_bytes": plan.machine.host_bytes,
         "seconds": plan.step.prediction.seconds,
         "tokens_per_second": plan.tokens_per_second,
-        "binding_lane": plan.binding_lane.value,
+        "binding_lane": plan.step.prediction.binding_lane.value,
     }
 
 

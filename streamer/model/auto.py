@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -171,9 +171,7 @@ def plan_of(
     recollection = Recollection()
 
     def plan(choice: Choice) -> StepPlan:
-        given = dict(options) | choice._asdict()
-        if choice.micro_batch_size is None:
-            given["batch_dims"] = None
+        given = {**options, **choice.options()}
         planned = stream(copy.deepcopy(model).train(), backend=VirtualBackend(unlimited), **given)
         try:
             return plan_step(wrapped(planned).executor, batch.step(planned), recollection)
@@ -215,15 +213,9 @@ def choose_options(
         units, root = make_units(model, layers, None)
         check_init((*units, root), init)
     given = activations if callable(activations) or isinstance(activations, str) else tuple(activations)
-    among = Options.of(
-        layers=len(layers),
-        batch=batch.size,
-        activations=given,
-        num_slots=num_slots,
-        micro_batch_size=micro_batch_size,
-    )
+    among = Options.of((given, num_slots, micro_batch_size), layers=len(layers), batch=batch.size)
     with torch.random.fork_rng(devices=()):
-        room = room_of(backend, model, machine, limit)
+        room = room_of(backend, machine, limit, list(model.parameters()))
         without = skeleton(model)
         whole = plan_of(without, machine, batch, options)
         in_parts = plan_of(without, machine, batch, options, room.tensors)
@@ -232,12 +224,13 @@ def choose_options(
     return chosen
 
 
-def room_of(backend: Backend, model: nn.Module, machine: Machine, limit: int | None) -> Room:
-    """The bytes that there are for ``model``, where its own weights are given up."""
-    params, device = list(model.parameters()), backend.device
+def room_of(
+    backend: Backend, machine: Machine, limit: int | None, given_up: Sequence[nn.Parameter] = ()
+) -> Room:
+    """The bytes that are free now, with those of the parameters that are ``given_up``."""
     return Room(
-        device=backend.device_available() + releasable_bytes(params, device),
-        host=backend.host_available() + releasable_bytes(params, torch.device("cpu")),
+        device=backend.device_available() + releasable_bytes(given_up, backend.device),
+        host=backend.host_available() + releasable_bytes(given_up, torch.device("cpu")),
         budget=limit,
         shared=machine.kind == "cpu",
     )

@@ -55,6 +55,10 @@ class Choice(NamedTuple):
     num_slots: int | None
     micro_batch_size: int | None
 
+    def options(self) -> dict[str, Any]:
+        """The options by name. A choice without micro-batches drops the user's ``batch_dims``."""
+        return self._asdict() | ({"batch_dims": None} if self.micro_batch_size is None else {})
+
     def __str__(self) -> str:
         size = self.micro_batch_size
         batch = "" if size is None else f" and micro-batches of {size}"
@@ -83,10 +87,10 @@ class Options:
     sizes: tuple[int | None, ...]
 
     @staticmethod
-    def of(
-        *, layers: int, batch: int, activations: Policies, num_slots: Number, micro_batch_size: Number
-    ) -> Options:
-        """Everything that an option may be where it is "auto"; the others stay as they are."""
+    def of(asked: tuple[Policies, Number, Number], *, layers: int, batch: int) -> Options:
+        """Everything that activations, num_slots and micro_batch_size may be where ``asked`` has "auto" for
+        them; the others stay as they are."""
+        activations, num_slots, micro_batch_size = asked
         is_auto = activations == AUTO
         return Options(
             layers,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from streamer.simulate.cost import NOTHING, Cost, Operations
+from streamer.simulate.cost import NOTHING, Cost, Operations, tensors_in
 from streamer.simulate.machine import Machine
 from streamer.torch_private import storage_id
 
@@ -44,10 +44,10 @@ class Tracker(TorchDispatchMode):
         if func.is_view:
             return result
         given = None
-        for tensor in _tensors(result):
+        for tensor in tensors_in((result,)):
             storage = tensor.untyped_storage()
             if given is None:
-                given = {storage_id(tensor) for tensor in _tensors((args, kwargs))}
+                given = {storage_id(tensor) for tensor in tensors_in((*args, *kwargs.values()))}
             if (number := storage_id(tensor)) not in given:
                 given.add(number)
                 self._made(storage)
@@ -77,17 +77,6 @@ class Tracker(TorchDispatchMode):
     def _note_peak(self) -> None:
         self.peak = self.now
         self.owned_at_peak = self.owned.copy()
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors among the arguments, or in the result, of an operation."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
 
 
 @dataclass

@@ -8,7 +8,7 @@ those stand in the graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,35 +135,33 @@ def _added(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | Non
     return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
 
 
-aten = torch.ops.aten
-
 #: Fused attention, whose FLOPs have a rate of their own.
 _ATTENTION = {
-    aten._scaled_dot_product_efficient_attention,
-    aten._scaled_dot_product_efficient_attention_backward,
-    aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_flash_attention_backward,
-    aten._scaled_dot_product_flash_attention_for_cpu,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward,
-    aten._scaled_dot_product_cudnn_attention,
-    aten._scaled_dot_product_cudnn_attention_backward,
+    _aten._scaled_dot_product_efficient_attention,
+    _aten._scaled_dot_product_efficient_attention_backward,
+    _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_backward,
+    _aten._scaled_dot_product_flash_attention_for_cpu,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    _aten._scaled_dot_product_cudnn_attention,
+    _aten._scaled_dot_product_cudnn_attention_backward,
 }
 #: They show memory that is there, or take some without touching it.
 _FREE = {
-    aten.empty,
-    aten.empty_like,
-    aten.empty_strided,
-    aten.new_empty,
-    aten.new_empty_strided,
-    aten._unsafe_view,
-    aten._reshape_alias,
-    aten.set_,
-    aten.lift_fresh,
+    _aten.empty,
+    _aten.empty_like,
+    _aten.empty_strided,
+    _aten.new_empty,
+    _aten.new_empty_strided,
+    _aten._unsafe_view,
+    _aten._reshape_alias,
+    _aten.set_,
+    _aten.lift_fresh,
 }
 #: They write their first argument without reading it.
-_OVERWRITING = {aten.copy_, aten.fill_, aten.zero_, aten.normal_, aten.uniform_, aten.bernoulli_}
+_OVERWRITING = {_aten.copy_, _aten.fill_, _aten.zero_, _aten.normal_, _aten.uniform_, _aten.bernoulli_}
 #: They read no more of their first argument than comes out.
-_GATHERING = {aten.embedding, aten.index_select, aten.gather, aten.index, aten.nll_loss_forward}
+_GATHERING = {_aten.embedding, _aten.index_select, _aten.gather, _aten.index, _aten.nll_loss_forward}
 
 
 _FORMULAS = {**flop_registry, **CPU_FLOPS}
@@ -236,7 +234,7 @@ class Operations(TorchDispatchMode):
         """Whether a GPU has nothing to do with it: an optimizer counts its steps on the host."""
         if self._machine is None or self._machine.kind != CUDA:
             return False
-        first = next(_tensors((result, *args)), None)
+        first = next(tensors_in((result, *args)), None)
         return first is not None and first.is_cpu
 
 
@@ -255,21 +253,22 @@ def _rate(machine: Machine, packet: Any, args: Any) -> float:
 
 def _moved(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Bytes that an operation reads and writes."""
-    written = sum(map(_nbytes, _tensors((result,))))
+    written = sum(map(_nbytes, tensors_in((result,))))
     first, *others = args or (None,)
-    read = sum(map(_nbytes, _tensors((*others, *kwargs.values()))))
+    read = sum(map(_nbytes, tensors_in((*others, *kwargs.values()))))
     if packet not in _OVERWRITING:
-        whole = sum(map(_nbytes, _tensors((first,))))
+        whole = sum(map(_nbytes, tensors_in((first,))))
         read += min(whole, written) if packet in _GATHERING else whole
     return written + read
 
 
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments of an operation, or in its result, also those in lists of them."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+            yield from tensors_in(value)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

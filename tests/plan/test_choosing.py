@@ -33,7 +33,7 @@ from tests.reference import VOCAB, assert_parity, batch, train, train_plain
 
 Table = dict[Choice, StepPlan]
 PREDICTION = Prediction(1.0, 1, {}, {Lane.H2D: 0.0})
-AUTO = {"activations": "auto", "num_slots": "auto", "micro_batch_size": "auto"}
+AUTO = "auto", "auto", "auto"
 PLENTY = Room(1 << 40, 1 << 40)
 
 
@@ -120,7 +120,7 @@ def made_up(layers: int, samples: int, draw: random.Random) -> tuple[Table, Opti
         prediction = Prediction(seconds, 1, {}, {Lane.H2D: seconds - busy})
         return StepPlan(device, {}, {"weights": 4 * layers * slot, "saved": away * saved}, prediction, slots)
 
-    options = Options.of(layers=layers, batch=samples, **AUTO)
+    options = Options.of(AUTO, layers=layers, batch=samples)
     return {choice: plan(choice) for choice in every(options)}, options
 
 
@@ -184,7 +184,7 @@ def test_what_cannot_be_cut_is_left_out_and_told() -> None:
 
 
 def test_the_last_layers_are_those_that_are_kept() -> None:
-    options = Options.of(layers=3, batch=1, **AUTO)
+    options = Options.of(AUTO, layers=3, batch=1)
     kept = [options.choice("recompute", count, 2, None).activations for count in (0, 1, 3)]
     assert kept == ["recompute", ("recompute", "recompute", "keep"), "keep"]
 
@@ -247,7 +247,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("machine", MACHINES, ids=["slow bus", "fast bus"])
 def test_it_is_about_as_fast_as_what_an_exhaustive_search_of_plans_finds(machine: Machine) -> None:
-    options = Options.of(layers=3, batch=1, **AUTO)
+    options = Options.of(AUTO, layers=3, batch=1)
     if machine is MACHINES[0]:
         options = replace(options, sizes=(None, 32))
     plan = plan_of(skeleton(Stack()), machine, Batch.like(torch.empty(128, 32)), OPTIONS)

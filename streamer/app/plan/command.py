@@ -19,6 +19,7 @@ from streamer.app.plan.remedies import find_remedies
 from streamer.app.plan.report import ledger_lines, plan_json, plan_lines, remedy_line
 from streamer.app.run.build import without_values
 from streamer.backends.select import backend_for
+from streamer.model.auto import machine_of
 from streamer.model.options import parse_bytes
 from streamer.plan.recall import Recollection
 from streamer.plan.step_plan import CONTEXT_BYTES
@@ -60,16 +61,11 @@ def _this_machine(device: str | None) -> Machine:
     backend = backend_for(device)
     kind = backend.device.type
     try:
-        return Machine(
-            "this machine",
-            1.0,
-            1.0,
-            1.0,
-            1.0,
-            # this process and its device are there already
-            backend.device_available() + (CONTEXT_BYTES if kind == "cuda" else 0),
-            backend.host_available() + PROCESS_BYTES,
-            kind=kind,
+        # what this process and CUDA take is taken already, and planned again
+        return replace(
+            machine_of(backend),
+            device_bytes=backend.device_available() + (CONTEXT_BYTES if kind == "cuda" else 0),
+            host_bytes=backend.host_available() + PROCESS_BYTES,
         )
     finally:
         backend.close()

@@ -17,13 +17,12 @@ import streamer
 from streamer.app.config import Config, ConfigError
 from streamer.app.run.build import build_optimizer, stream_options, without_values
 from streamer.app.run.loop import TokenLoss, step_on
-from streamer.backends.base import Lane
 from streamer.backends.select import backend_for
 from streamer.engine.layer.micro_batches import AmbiguousBatchError
 from streamer.engine.paging.handle import wrapped
 from streamer.engine.schedule.trace import Trace
 from streamer.memory.purposes import PINNED
-from streamer.model.auto import machine_of
+from streamer.model.auto import machine_of, room_of
 from streamer.model.layers import find_layers
 from streamer.model.options import parse_bytes
 from streamer.plan.choice import AUTO, Choice, Chosen, Options, PlanOf, Room, choose
@@ -119,11 +118,6 @@ class RunPlan:
         *device, host = room_on(self.machine, self.config).tiers(self.step)
         found = {"device": max(tier.lacking for tier in device), "host": host.lacking}
         return {side: nbytes for side, nbytes in found.items() if nbytes}
-
-    @property
-    def binding_lane(self) -> Lane:
-        """What the step waits for."""
-        return self.step.prediction.binding_lane
 
 
 @uncollected()
@@ -272,24 +266,19 @@ def settle(
     ConfigError for a config that cannot be run, and where nothing fits.
     """
     stream = config.stream
-    if AUTO not in (stream.activations, stream.num_slots, stream.micro_batch_size):
+    asked = stream.activations, stream.num_slots, stream.micro_batch_size
+    if AUTO not in asked:
         return config, None
     limit = parse_bytes("device_memory", stream.device_memory)
     try:
         if machine is None:
             with closing(backend_for(stream.device)) as backend:
                 machine = machine_of(backend)
-                free = backend.device_available(), backend.host_available()
-                room = Room(*free, limit, machine.kind == CPU)
+                room = room_of(backend, machine, limit)
         else:
             room = room_on(machine, config)
-        among = Options.of(
-            layers=len(find_layers(without_values(config.model), stream.layers)),
-            batch=config.data.batch_size,
-            activations=stream.activations,
-            num_slots=stream.num_slots,
-            micro_batch_size=stream.micro_batch_size,
-        )
+        layers = find_layers(without_values(config.model), stream.layers)
+        among = Options.of(asked, layers=len(layers), batch=config.data.batch_size)
         recollection = recollection or Recollection()
         whole = _plan_of(config, machine, recollection, in_parts=False)
         in_parts = None if limit is None else _plan_of(config, machine, recollection, in_parts=True)
@@ -297,26 +286,23 @@ def settle(
             chosen = choose(whole, among, room, in_parts)
     except (TypeError, ValueError, MemoryError) as error:
         raise error if isinstance(error, ConfigError) else ConfigError(f"[stream]: {error}") from error
-    return _with(config, chosen.choice), chosen
+    return with_options(config, stream=chosen.choice.options()), chosen
 
 
 def without_auto(config: Config) -> Config:
     """``config`` with `streamer.wrap`'s own in place of what is "auto"."""
     usual = {"activations": "recompute", "num_slots": None, "micro_batch_size": None}
-    changed: dict[str, Any] = {
-        key: value for key, value in usual.items() if getattr(config.stream, key) == AUTO
-    }
-    return replace(config, stream=replace(config.stream, **changed))
+    changed = {key: value for key, value in usual.items() if getattr(config.stream, key) == AUTO}
+    return with_options(config, stream=changed)
 
 
 def _plan_of(config: Config, machine: Machine, recollection: Recollection, *, in_parts: bool) -> PlanOf:
     """What plans a choice; with ``in_parts`` layers are cut where the config's ``device_memory`` needs it."""
 
     def plan(choice: Choice) -> StepPlan:
-        of_choice = _with(config, choice)
-        if not in_parts:
-            # what fits is seen to by whoever chooses
-            of_choice = replace(of_choice, stream=replace(of_choice.stream, device_memory=None))
+        # what fits is seen to by whoever chooses
+        unlimited = {} if in_parts else {"device_memory": None}
+        of_choice = with_options(config, stream=choice.options() | unlimited)
         try:
             return plan_run(of_choice, machine, recollection).step
         except ConfigError as error:
@@ -325,10 +311,3 @@ def _plan_of(config: Config, machine: Machine, recollection: Recollection, *, in
             raise
 
     return plan
-
-
-def _with(config: Config, choice: Choice) -> Config:
-    changed: dict[str, Any] = choice._asdict()
-    if choice.micro_batch_size is None:
-        changed["batch_dims"] = None
-    return replace(config, stream=replace(config.stream, **changed))

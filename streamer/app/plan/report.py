@@ -70,7 +70,7 @@ def _figures(plan: RunPlan) -> dict[str, Any]:
         "seconds": prediction.seconds,
         "busy_seconds": {lane.value: prediction.busy_seconds[lane] for lane in Lane},
         "exposed_seconds": {lane.value: prediction.exposed_seconds[lane] for lane in Lane},
-        "binding_lane": plan.binding_lane.value,
+        "binding_lane": plan.step.prediction.binding_lane.value,
         "tokens_per_second": plan.tokens_per_second,
         "model_flops": plan.model_flops,
         "executed_flops": prediction.flops,
@@ -127,7 +127,7 @@ def _lanes(plan: RunPlan) -> Iterator[str]:
         yield f"{lane.value:10}{busy:>10.3f}{'-' if is_compute else f'{exposed:.3f}':>12}{overlap:>10}"
     rate = prediction.seconds * 1e12
     yield (
-        f"step {prediction.seconds:.3f} s, {plan.binding_lane.value} binds: "
+        f"step {prediction.seconds:.3f} s, {prediction.binding_lane.value} binds: "
         f"{plan.tokens_per_second:,.0f} tokens/s, {plan.model_flops / rate:.3g} TFLOP/s by 6 FLOP per "
         f"parameter and token, {prediction.flops / rate:.3g} as executed"
     )
@@ -141,10 +141,11 @@ def _batches(plan: RunPlan, plan_of: RunPlanOf) -> Iterator[str]:
     table: list[RunPlan] = []
     for one in batches(plan.config, plan_of):
         table.append(one)
+        prediction = one.step.prediction
         yield (
             f"{one.config.data.batch_size:>8}{one.tokens:>10,}{one.step.num_slots:>7}"
-            f"{one.step.prediction.seconds:>10.3f}{one.tokens_per_second:>12,.0f}  "
-            f"{one.binding_lane.value:9}{amount(one.device_needed):>12}{amount(one.host_needed):>12}"
+            f"{prediction.seconds:>10.3f}{one.tokens_per_second:>12,.0f}  "
+            f"{prediction.binding_lane.value:9}{amount(one.device_needed):>12}{amount(one.host_needed):>12}"
             f"{'' if one.fits else '  does not fit'}"
         )
     largest = largest_batch(plan, table, plan_of)
