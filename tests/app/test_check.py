@@ -55,11 +55,6 @@ def test_what_it_says_would_fit_is_let_through(config: Path, monkeypatch: pytest
     check_memory(loaded(config, "data.batch_size=128", *(word.strip() for word in words)))
 
 
-def test_room_is_let_through(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    free(monkeypatch, 1 << 28)
-    check_memory(loaded(config, "data.batch_size=64"))
-
-
 def test_a_model_that_cannot_be_planned_is_told(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -42,7 +42,7 @@ def test_the_package_is_the_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "answer"),
     [
-        (["--help"], 0, "usage: streamer"),
+        (["--help"], 0, "streamer train configs/"),
         (["trian"], 2, "invalid choice: 'trian'"),
         (["train", "absent.toml"], 2, "streamer: absent.toml: No such file"),
         (["calibrate", "absent.toml"], 2, "streamer: absent.toml: No such file"),

@@ -21,6 +21,7 @@ from streamer.app.cli import main
 from streamer.app.config import load_config
 from streamer.plan.step_plan import BESIDE, WORKING_SET
 from streamer.simulate.machine import MACHINES
+from tests.app.common import sets
 
 SMALL = """
 [run]
@@ -178,10 +179,11 @@ def test_what_would_make_it_fit_does(gpt: str, capsys: pytest.CaptureFixture[str
     big = ["--set", "data.batch_size=64", "--set", "stream.num_slots=2"]
     code, found = planned(capsys, gpt, *big, "--device-memory", "8MiB")
     assert code == 2 and not found["fits_device"] and found["fits_host"]
+    assert found["device_memory"] == 8 << 20
     changes = found["mend"]["changes"]
     assert list(changes)[0] == "stream.micro_batch_size"
-    sets = [word for key, value in changes.items() for word in ("--set", f"{key}={json.dumps(value)}")]
-    code, mended = planned(capsys, gpt, *big, "--device-memory", "8MiB", *sets)
+    changed = sets(*(f"{key}={json.dumps(value)}" for key, value in changes.items()))
+    code, mended = planned(capsys, gpt, *big, "--device-memory", "8MiB", *changed)
     assert code == 0 and mended["fits"]
 
 
@@ -236,7 +238,9 @@ def test_on_the_cpu_a_budget_is_that_of_buffers_and_saved_inputs(
     assert sum(counted.values()) <= 4 << 20 < sum(found["device_bytes"].values())
 
 
-def test_the_verdict_is_beside_what_is_too_small(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slots_that_do_not_fit(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = planned(capsys, config, "--device-memory", "300kB")
+    assert code == 2 and not found["fits_device"] and found["mend"] is None
     main(["plan", config, "--device-memory", "300kB"])
     lines = capsys.readouterr().out.splitlines()
     (tensors,) = [line for line in lines if line.startswith("  all tensors")]
@@ -248,20 +252,6 @@ def test_the_verdict_is_beside_what_is_too_small(config: str, capsys: pytest.Cap
 def test_where_no_larger_batch_was_looked_for(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", config])
     assert "largest batch that fits (with two slots): 512 or more" in capsys.readouterr().out
-
-
-def test_slots_that_do_not_fit(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, found = planned(capsys, config, "--device-memory", "300kB")
-    assert code == 2 and not found["fits_device"] and found["mend"] is None
-    main(["plan", config, "--device-memory", "300kB"])
-    assert "DOES NOT FIT" in capsys.readouterr().out
-
-
-def test_gb_and_gib_differ(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    limits = [
-        planned(capsys, config, "--device-memory", text)[1]["device_memory"] for text in ("16GB", "16GiB")
-    ]
-    assert limits == [16 * 10**9, 16 * 2**30]
 
 
 def test_bad_input(config: str, gpt: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -277,14 +267,7 @@ def test_bad_input(config: str, gpt: str, capsys: pytest.CaptureFixture[str], tm
 def test_a_model_that_wants_values_is_told_which_operation(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    error = refused(
-        capsys,
-        config,
-        "--set",
-        'model.factory="tests.app.test_plan_command:Decides"',
-        "--set",
-        "model.args={}",
-    )
+    error = refused(capsys, config, *sets(f'model.factory="{__name__}:Decides"', "model.args={}"))
     assert "cannot run without values" in error and "item" in error and "run.steps=1" in error
 
 

@@ -39,26 +39,27 @@ def load(folder: Path, *lines: Any) -> tuple[str, str]:
     return learnt(data.train, data.targets["train"]), learnt(data.val, data.targets["val"])
 
 
-def test_all_of_a_text_is_learnt(tmp_path: Path) -> None:
-    assert load(tmp_path, {"text": "one two three"}, {"text": "two"}) == (f"one two three{END}", f"two{END}")
+CHAT = [
+    {"role": "user", "content": "what follows one?"},
+    {"role": "assistant", "content": "two"},
+    {"role": "user", "content": "and two?"},
+    {"role": "assistant", "content": "three"},
+]
 
 
-def test_of_a_prompt_only_the_completion_is_learnt(tmp_path: Path) -> None:
-    lines = {"prompt": "what follows one? ", "completion": "two, and três."}, {"text": "two"}
-    # the last space of the prompt is in one token with what follows
-    assert load(tmp_path, *lines)[0] == f"| two, and três.{END}"
-
-
-def test_of_a_chat_what_the_assistant_says_is_learnt(tmp_path: Path) -> None:
-    chat = [
-        {"role": "user", "content": "what follows one?"},
-        {"role": "assistant", "content": "two"},
-        {"role": "user", "content": "and two?"},
-        {"role": "assistant", "content": "three"},
-    ]
-    assert load(tmp_path, {"messages": chat}, {"text": "two"})[0] == f"|two\n|three\n{END}"
-    # of a chat that ends with a question the end is not learnt
-    assert load(tmp_path, {"messages": chat[:3]}, {"text": "two"})[0] == "|two\n|"
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ({"text": "one two three"}, f"one two three{END}"),
+        # the last space of the prompt is in one token with what follows
+        ({"prompt": "what follows one? ", "completion": "two, and três."}, f"| two, and três.{END}"),
+        ({"messages": CHAT}, f"|two\n|three\n{END}"),
+        # of a chat that ends with a question the end is not learnt
+        ({"messages": CHAT[:3]}, "|two\n|"),
+    ],
+)
+def test_texts_completions_and_answers_are_learnt(tmp_path: Path, line: Any, expected: str) -> None:
+    assert load(tmp_path, line, {"text": "two"}) == (expected, f"two{END}")
 
 
 def test_a_text_file_is_one_document_and_a_single_one_is_cut(tmp_path: Path) -> None:

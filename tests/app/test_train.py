@@ -227,14 +227,3 @@ def test_the_overlap_of_an_idle_lane_is_null_in_the_summary(config: Path) -> Non
         assert None in summary_of(model)["overlap"].values()
     finally:
         streamer.unwrap(model)
-
-
-def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
-    for option, words in (
-        ("--version", f"streamer {streamer.__version__}"),
-        ("--help", "streamer train configs/"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            main([option])
-        assert ended.value.code == 0
-        assert words in capsys.readouterr().out

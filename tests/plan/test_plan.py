@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -140,6 +141,32 @@ def begin(
     return wrapped(model).executor, steps_of(model, backend)
 
 
+def begin_plain(
+    layers: Iterable[Callable[[], nn.Module]],
+    batch: tuple[int, int],
+    *,
+    backend: VirtualBackend | None = None,
+    **options: Any,
+) -> tuple[Executor, Callable[[], torch.Tensor]]:
+    """A streamed stack of ``layers`` without values, and its forward on a ``batch``."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Sequential(*(build() for build in layers)), nn.Flatten())
+    streamer.wrap(model, layers="0", backend=backend or VirtualBackend(CPU), **options)
+    inputs = torch.zeros(batch, device="meta", requires_grad=True)
+    return wrapped(model).executor, lambda: model(inputs)
+
+
+def plan_plain(
+    layers: Iterable[Callable[[], nn.Module]],
+    batch: tuple[int, int],
+    recollection: Recollection | None = None,
+    **options: Any,
+) -> StepPlan:
+    """The plan of a forward and a backward of `begin_plain`."""
+    executor, forward = begin_plain(layers, batch, **options)
+    return plan_step(executor, lambda: forward().sum().backward(), recollection)
+
+
 def measured_peak(build: Callable[[], nn.Module], layers: str, **options: Any) -> int:
     """What a real step holds beside the buffers, on the CPU."""
     executor, step = begin(build, ThreadBackend(), layers, **options)
@@ -222,17 +249,13 @@ def test_slices_that_are_recalled_take_no_more_while_they_run(activations: str) 
     """With no backward after it, whose peak would hide that of the forward."""
 
     def figures(*, recall: bool) -> tuple[int, int]:
-        with torch.device("meta"):
-            model = nn.Sequential(nn.Sequential(*(Tanh(16) for _ in range(2))), nn.Flatten())
         options: dict[str, Any] = {"activations": activations, "micro_batch_size": 1}
-        streamer.wrap(model, layers="0", backend=VirtualBackend(CPU), **options)
-        inputs = torch.zeros(6, 16, device="meta", requires_grad=True)
-        executor = wrapped(model).executor
+        executor, forward = begin_plain([partial(Tanh, 16)] * 2, (6, 16), **options)
         tracker = StepTracker(executor)
         if recall:
             recall_layers(executor, tracker, Recollection())
         with tracker:
-            model(inputs)
+            forward()
         return tracker.peak, executor.saved.peak
 
     assert figures(recall=True) == figures(recall=False)
@@ -246,16 +269,9 @@ def test_layers_that_are_alike_run_once() -> None:
             runs.append(1)
             return super().forward(x).tanh()
 
-    def build(count: int) -> nn.Module:
-        return nn.Sequential(nn.Sequential(*(Counts(8, 8) for _ in range(count))), nn.Flatten())
-
-    def planned(count: int, batch: int = 4, recollection: Recollection | None = None, **options: Any) -> int:
+    def planned(count: int, batch: int = 4, **options: Any) -> int:
         runs.clear()
-        with torch.device("meta"):
-            model = build(count)
-        streamer.wrap(model, layers="0", backend=VirtualBackend(CPU), **options)
-        inputs = torch.zeros(batch, 8, device="meta", requires_grad=True)
-        plan_step(wrapped(model).executor, lambda: model(inputs).sum().backward(), recollection)
+        plan_plain([partial(Counts, 8, 8)] * count, (batch, 8), **options)
         return len(runs)
 
     # the first layer and all others, forward alone and with a backward
@@ -273,11 +289,7 @@ def test_plans_of_one_recollection_are_those_of_their_own() -> None:
     """Of copies of a model that differ in how they cut the same batch."""
 
     def plan(recollection: Recollection, size: int | None) -> tuple[Any, ...]:
-        with torch.device("meta"):
-            model = nn.Sequential(nn.Sequential(*(Tanh(32) for _ in range(2))), nn.Flatten())
-        streamer.wrap(model, layers="0", backend=VirtualBackend(CPU), micro_batch_size=size)
-        inputs = torch.zeros(8, 32, device="meta", requires_grad=True)
-        made = plan_step(wrapped(model).executor, lambda: model(inputs).sum().backward(), recollection)
+        made = plan_plain([partial(Tanh, 32)] * 2, (8, 32), recollection, micro_batch_size=size)
         return made.device_bytes, made.prediction.flops
 
     one, sizes = Recollection(), (None, 2, 1)
@@ -299,12 +311,7 @@ def test_layers_that_differ_in_a_number_are_told_apart() -> None:
             return x
 
     def flops(*times: int) -> int:
-        with torch.device("meta"):
-            model = nn.Sequential(nn.Sequential(*map(Wide, times)), nn.Flatten())
-        streamer.wrap(model, layers="0", backend=VirtualBackend(CPU))
-        inputs = torch.zeros(4, 8, device="meta", requires_grad=True)
-        plan = plan_step(wrapped(model).executor, lambda: model(inputs).sum().backward())
-        return plan.prediction.flops
+        return plan_plain([partial(Wide, count) for count in times], (4, 8)).prediction.flops
 
     assert flops(1, 3, 2) == flops(2, 2, 2) == 2 * flops(1, 1, 1)
 
@@ -342,13 +349,9 @@ class Tanh(nn.Module):
 @pytest.mark.parametrize(("machine", "visits"), [(CPU, 2 * 3), (CUDA, 0)])
 def test_a_host_that_computes_has_the_work_of_the_library_too(machine: Machine, visits: int) -> None:
     def seconds(per_visit: float) -> float:
-        with torch.device("meta"):
-            model = nn.Sequential(nn.Sequential(*(Tanh(8) for _ in range(3))), nn.Flatten())
         backend = VirtualBackend(replace(machine, seconds_per_visit=per_visit))
-        streamer.wrap(model, layers="0", backend=backend)
-        inputs = torch.zeros(4, 8, device="meta", requires_grad=True)
-        step = predict_step(wrapped(model).executor, lambda: model(inputs).sum().backward())
-        return step.seconds
+        executor, forward = begin_plain([partial(Tanh, 8)] * 3, (4, 8), backend=backend)
+        return predict_step(executor, lambda: forward().sum().backward()).seconds
 
     assert seconds(10.0) - seconds(0.0) == pytest.approx(10.0 * visits, rel=1e-6)
 

@@ -186,8 +186,7 @@ def test_golden_of_a_virtual_step() -> None:
     }
 
 
-@pytest.fixture(scope="module")
-def ten_billion() -> Prediction:
+def test_a_large_batch_hides_copies_and_updates_of_ten_billion_parameters() -> None:
     """A step of 64k tokens, at once, with the model and the optimizer of the config."""
     config = load_config(CONFIGS / "gpt2-10b.toml", ["stream.micro_batch_size=64"])
     model = build_model(config, backend=VirtualBackend(H200))
@@ -199,18 +198,12 @@ def ten_billion() -> Prediction:
         optimizer.step()
         optimizer.zero_grad()
 
-    return predict_step(wrapped(model).executor, step, warmup=1)
-
-
-def test_a_large_batch_hides_every_copy_of_ten_billion_parameters(ten_billion: Prediction) -> None:
+    ten_billion = predict_step(wrapped(model).executor, step, warmup=1)
     exposed = ten_billion.exposed_seconds[Lane.H2D] + ten_billion.exposed_seconds[Lane.D2H]
     assert exposed < 0.03 * ten_billion.seconds
     assert ten_billion.seconds == pytest.approx(max(ten_billion.busy_seconds.values()), rel=0.05)
     assert ten_billion.binding_lane is Lane.COMPUTE
-
-
-def test_a_large_batch_hides_the_update_of_ten_billion_parameters(ten_billion: Prediction) -> None:
-    # but for those of the root and of the first layer, with which a step begins
+    # all updates but those of the root and of the first layer, with which a step begins
     assert ten_billion.exposed_seconds[Lane.HOST] < 0.05 * ten_billion.busy_seconds[Lane.HOST]
     assert ten_billion.exposed_seconds[Lane.HOST] < 0.01 * ten_billion.seconds
 
