@@ -328,6 +328,16 @@ def test_what_is_given_is_kept() -> None:
     assert {choice.activations for choice in chosen.considered} == {tuple(policies)}
 
 
+def test_batch_dims_go_with_micro_batches_alone(config: Config) -> None:
+    model = gpt(2)
+    chosen = wrapped_auto(model, micro_batch_size="auto", batch_dims={"x": 0})
+    streamer.unwrap(model)
+    assert chosen.choice.micro_batch_size is None
+    given = with_options(config, stream={"micro_batch_size": "auto", "batch_dims": {"x": 0}})
+    settled, _ = settle(given, replace(MACHINES[1], host_bytes=1 << 34))
+    assert (settled.stream.micro_batch_size, settled.stream.batch_dims) == (None, None)
+
+
 @pytest.mark.parametrize("device_memory", ["460kB", "10MB"])
 def test_the_device_takes_what_was_planned(device_memory: str) -> None:
     assert_device_takes_what_was_planned(gpt(), batch(0)[:, :-1], num_slots=2, device_memory=device_memory)
