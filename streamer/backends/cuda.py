@@ -363,8 +363,7 @@ class CudaBackend(Backend):
     def device_buffers_within(self, nbytes: int, beside: int, each: int, there: int) -> int:
         # what the allocator has taken serves the next step as it has served this one, gaps and all
         left = nbytes - torch.cuda.memory_reserved(self.device)
-        # one piece more than the last step has taken may be needed
-        pieces = left // PIECE_BYTES - 1
+        pieces = left // PIECE_BYTES
         if each <= PIECE_BYTES // 2:
             return there + pieces * (PIECE_BYTES // each)
         return there + pieces * PIECE_BYTES // (-(-each // BLOCK_BYTES) * BLOCK_BYTES)

@@ -15,8 +15,10 @@ from torch import nn
 
 import streamer
 from models.gpt2 import GPT
-from streamer.backends.cuda import PinnedBlocks
+from streamer import torch_private
+from streamer.backends.cuda import PIECE_BYTES, PinnedBlocks
 from streamer.backends.host_memory import give_back_freed
+from streamer.engine.paging.handle import wrapped
 from tests.backends.test_cuda import allocated, loss_of
 from tests.reference import VOCAB, batch, gradients
 
@@ -130,6 +132,61 @@ def test_what_the_limit_leaves_holds_more_layers() -> None:
         assert slots[0] == 2 < slots[1]
         assert slots[1:] == 3 * [slots[1]]
         assert torch.cuda.max_memory_reserved() <= 128 * MIB
+
+
+def choose_allocator(settings: str) -> None:
+    """Let the process have chosen just these ``settings`` of PyTorch's allocator."""
+    for text in ("expandable_segments:False", settings):
+        torch_private._set_allocator(text)
+
+
+@pytest.mark.parametrize("is_expandable", [True, False])
+@pytest.mark.parametrize("budget", range(320, 481, 32))
+def test_slots_that_were_added_leave_room_for_every_later_step(
+    budget: int, is_expandable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever kernels compute: the memory that they are given is what counts here."""
+    monkeypatch.setattr("streamer.engine.tensors.samples._check", lambda pairs: None)
+    monkeypatch.setattr("streamer.engine.paging.norms.Norms.is_finite", lambda norms, scale: True)
+    if not is_expandable:
+        monkeypatch.setattr("streamer.backends.cuda.expand_segments", lambda: None)
+    choose_allocator("")
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    with torch.device("meta"):
+        model = GPT(vocab_size=VOCAB, block_size=256, n_layer=12, n_head=8, n_embd=512)
+    tokens = torch.zeros(8, 256, dtype=torch.long, device="cuda")
+    slots = []
+    streamer.wrap(model, init=model.init_weights, device_memory=budget * MIB, **LAYERS)
+    try:
+        optimizer = streamer.AdamW(model.parameters())
+        for _ in range(4):
+            F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            slots.append(len(wrapped(model).executor.weights.slots.buffers))
+    finally:
+        streamer.unwrap(model)
+    assert slots == sorted(slots)
+    # the allocator looks at its limit before it rounds up to whole pieces
+    assert torch.cuda.max_memory_reserved() < budget * MIB + PIECE_BYTES
+    assert budget < 400 or slots[-1] > 2
+
+
+def test_the_allocator_s_settings_are_the_user_s_where_there_are_any() -> None:
+    def are_expandable() -> bool:
+        return bool(torch_private._allocator_now()["allocator_settings"]["expandable_segments"])
+
+    found = []
+    try:
+        for chosen in ("", "max_split_size_mb:256"):
+            choose_allocator(chosen)
+            with built(device_memory="256MiB"):
+                found.append(are_expandable())
+    finally:
+        choose_allocator("")
+    assert found == [True, False]
 
 
 # Steady state
