@@ -7,7 +7,6 @@ differently.
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from operator import methodcaller
@@ -90,7 +89,11 @@ _num_modes: Any = _find("_C._len_torch_function_stack", "watches layers that are
 _pop_mode: Any = _find("_C._pop_torch_function_stack", "watches layers that are streamed in parts")
 _push_mode: Any = _find("_C._push_on_torch_function_stack", "watches layers that are streamed in parts")
 
-_set_allocator: Any = _find("_C._accelerator_setAllocatorSettings", "keeps to a limit of device memory")
+#: Changes settings of the allocator of CUDA memory, written as in ``PYTORCH_CUDA_ALLOC_CONF``. Most of those
+#: that the text leaves out go back to what they are by default.
+set_allocator: Callable[[str], None] = _find(
+    "_C._accelerator_setAllocatorSettings", "keeps to a limit of device memory"
+)
 _allocator_now: Any = _find("cuda.memory._snapshot", "keeps to a limit of device memory")
 
 #: What has made a view: a custom function, or an operation in no-grad mode. Autograd refuses to write both.
@@ -159,26 +162,11 @@ def set_accumulation_hook(leaf: torch.Tensor, hook: Callable[[torch.Tensor], Non
         leaf._post_accumulate_grad_hooks.clear()
 
 
-def expand_segments() -> None:
-    """Let PyTorch's allocator of CUDA memory use expandable segments from now on, as
-    ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`` in the environment does. A process that has chosen a
-    setting of the allocator keeps what it has, since PyTorch sets all of them at once.
-
-    Without expandable segments a tensor may find no room between others, though enough is free in all.
-    """
-    if sys.platform != "linux" or torch.cuda.get_allocator_backend() != "native":
-        return
-    if _allocator_now()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"]:
-        return
-    _set_allocator("expandable_segments:True")
-    try:
-        # what the allocator has kept is of other streams
-        with torch.cuda.stream(torch.cuda.Stream()):
-            torch.empty(1, device="cuda")
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:  # this GPU, or who shares it out, cannot map memory so
-        _set_allocator("expandable_segments:False")
+def allocator_settings() -> dict[str, Any]:
+    """The settings of PyTorch's own allocator of CUDA memory; under ``PYTORCH_CUDA_ALLOC_CONF`` the text that
+    the process has chosen last, in the environment or since."""
+    settings: dict[str, Any] = _allocator_now()["allocator_settings"]
+    return settings
 
 
 def skip_code(code: CodeType) -> None:

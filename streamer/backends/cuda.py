@@ -15,6 +15,7 @@ import contextlib
 import mmap
 import platform
 import resource
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from streamer.backends.base import BLOCK_BYTES, COPIES, WORKER_LANES, Backend, E
 from streamer.backends.host_memory import RAISE_LOCKED_LIMIT, available_bytes, mapped, reserved
 from streamer.backends.thread import Worker
 from streamer.errors import warn
-from streamer.torch_private import expand_segments
+from streamer.torch_private import allocator_settings, set_allocator
 
 #: From CUDA's runtime API: page-locked for every CUDA context, not only for the one that is current.
 REGISTER_PORTABLE = 1
@@ -340,12 +341,32 @@ class CudaBackend(Backend):
     def limit_device(self, nbytes: int) -> None:
         super().limit_device(nbytes)
         with torch.cuda.device(self.device):
-            expand_segments()
+            self._expand_segments()
             # what nobody uses would count against the limit
             torch.cuda.empty_cache()
         _, total = torch.cuda.mem_get_info(self.device)
         self._own_fraction = torch.cuda.get_per_process_memory_fraction(self.device)
         torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), self.device)
+
+    def _expand_segments(self) -> None:
+        """Let PyTorch's allocator use expandable segments from now on. A process that has chosen a setting of
+        the allocator keeps what it has, since most settings are set at once.
+
+        Without expandable segments a tensor may find no room between others, though enough is free in all.
+        """
+        if sys.platform != "linux" or torch.cuda.get_allocator_backend() != "native":
+            return
+        if allocator_settings()["PYTORCH_CUDA_ALLOC_CONF"]:
+            return
+        set_allocator("expandable_segments:True")
+        try:
+            # from the device: the allocator has kept nothing of this stream
+            with torch.cuda.stream(self._buffers):
+                torch.empty(1, device=self.device)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # this GPU, or who shares it out, cannot map memory so
+            set_allocator("expandable_segments:False")
 
     def host_available(self) -> int:
         return available_bytes()

@@ -15,10 +15,10 @@ from torch import nn
 
 import streamer
 from models.gpt2 import GPT
-from streamer import torch_private
-from streamer.backends.cuda import PIECE_BYTES, PinnedBlocks
+from streamer.backends.cuda import PIECE_BYTES, CudaBackend, PinnedBlocks
 from streamer.backends.host_memory import give_back_freed
 from streamer.engine.paging.handle import wrapped
+from streamer.torch_private import allocator_settings, set_allocator
 from tests.backends.test_cuda import allocated, loss_of
 from tests.reference import VOCAB, batch, gradients
 
@@ -137,7 +137,7 @@ def test_what_the_limit_leaves_holds_more_layers() -> None:
 def choose_allocator(settings: str) -> None:
     """Let the process have chosen just these ``settings`` of PyTorch's allocator."""
     for text in ("expandable_segments:False", settings):
-        torch_private._set_allocator(text)
+        set_allocator(text)
 
 
 @pytest.mark.parametrize("is_expandable", [True, False])
@@ -149,7 +149,7 @@ def test_slots_that_were_added_leave_room_for_every_later_step(
     monkeypatch.setattr("streamer.engine.tensors.samples._check", lambda pairs: None)
     monkeypatch.setattr("streamer.engine.paging.norms.Norms.is_finite", lambda norms, scale: True)
     if not is_expandable:
-        monkeypatch.setattr("streamer.backends.cuda.expand_segments", lambda: None)
+        monkeypatch.setattr(CudaBackend, "_expand_segments", lambda backend: None)
     choose_allocator("")
     gc.collect()
     torch.cuda.empty_cache()
@@ -176,7 +176,7 @@ def test_slots_that_were_added_leave_room_for_every_later_step(
 
 def test_the_allocator_s_settings_are_the_user_s_where_there_are_any() -> None:
     def are_expandable() -> bool:
-        return bool(torch_private._allocator_now()["allocator_settings"]["expandable_segments"])
+        return bool(allocator_settings()["expandable_segments"])
 
     found = []
     try:
