@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -25,16 +26,18 @@ class ParamUpdate(NamedTuple):
 
 def update_bytes(updates: Iterable[ParamUpdate], state_dtype: torch.dtype = FP32) -> int:
     """Bytes of host memory that ``updates``, with moments of ``state_dtype``, read and write."""
+    return sum(
+        slice.padded * _element_bytes(slice.dtype, state_dtype, summed) for slice, _, summed in updates
+    )
+
+
+@cache
+def _element_bytes(dtype: torch.dtype, state_dtype: torch.dtype, summed: bool) -> int:
     # weight and moments are read and written, as is the remainder of a split master (2 bytes) or a whole fp32
     # master (4) beside them; the gradient is read; scales of 8-bit moments do not count
-    beside = {FP32: 0, BF16: 2, FP16: 4}
-    total = 0
-    for update in updates:
-        dtype = update.slice.dtype
-        gradient = FP32.itemsize if update.summed else dtype.itemsize
-        held = dtype.itemsize + beside[dtype] + 2 * state_dtype.itemsize
-        total += update.slice.padded * (2 * held + gradient)
-    return total
+    beside = {FP32: 0, BF16: 2, FP16: 4}[dtype]
+    gradient = FP32.itemsize if summed else dtype.itemsize
+    return 2 * (dtype.itemsize + beside + 2 * state_dtype.itemsize) + gradient
 
 
 def check_state_dtype(param: Param, state_dtype: torch.dtype) -> None:

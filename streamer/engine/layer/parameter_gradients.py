@@ -73,7 +73,7 @@ class Collector:
         self._in_fp32 = in_fp32
         self._sums: torch.Tensor | None = None
         self._places = unit.layout.views(into)
-        if any(map(self._is_summed, range(len(asked)))):
+        if in_fp32 and any(map(self._is_summed, range(len(asked)))):
             self._sums = torch.empty(unit.layout.state_numel, dtype=FP32, device=into.device)
 
     def take(self, index: int, leaf: torch.Tensor) -> None:
@@ -102,6 +102,8 @@ class Collector:
         The user's hooks see it here. [Note: parameter hooks]
         """
         all_hooks = hooks_of_all(self._unit.trainable)
+        if self._sums is None and not any(all_hooks):
+            return self.used
         for index, (slice, hooks) in enumerate(zip(self._unit.layout.trainable, all_hooks, strict=True)):
             if not self.used[index]:
                 continue

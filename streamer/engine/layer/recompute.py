@@ -125,7 +125,6 @@ class _SavedRef:
         self.number = number
         self.origin = _origin(tensor, start)
         self.saved: Saved | None = None
-        self.has_gradient = tensor.requires_grad
         #: whether the tensor was looked at, and is neither a leaf nor a view of the weights
         self.is_computed = False
         self.sample: Sample | None = None
@@ -137,6 +136,7 @@ class _SavedRef:
 
     def look(self, tensor: torch.Tensor, slot: int) -> None:
         """Take a sample if ``tensor`` is neither a leaf nor a view of the weights in the storage ``slot``."""
+        self.has_gradient = tensor.requires_grad
         is_leaf = self.has_gradient and tensor.grad_fn is None
         if self.is_plain and not is_leaf and storage_id(tensor) != slot:
             self.is_computed, self.sample = True, Sample.of(tensor)
@@ -160,11 +160,12 @@ class RecomputedTensors:
         """Inside the block graphs save references only. Those that ``selection`` takes have samples, of
         tensors that are computed in the block, not of views of ``weights`` or other leaves."""
         start, slot = nodes_made(), storage_id(weights)
+        chosen = selection.chosen
 
         def pack(tensor: torch.Tensor) -> _SavedRef:
             ref = _SavedRef(tensor, start, len(self._refs))
             self._refs.append(weakref.ref(ref))
-            if selection.takes(ref.number):
+            if chosen is None or ref.number in chosen:
                 ref.look(tensor, slot)
             return ref
 

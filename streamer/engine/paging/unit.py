@@ -25,6 +25,7 @@ BufferPlace = tuple[nn.Module, str]
 
 # several times in each visit, so without a frame of Python for every parameter or module
 _ADDRESS = operator.methodcaller("data_ptr")
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _VERSION = operator.attrgetter("_version")
 _CHILDREN = operator.attrgetter("_modules")
 _PARAMETERS = operator.attrgetter("_parameters")
@@ -92,9 +93,10 @@ class Unit:
 
         Raises ValueError where it is one that was frozen when the model was wrapped: there is no room for it.
         """
-        wanted = [param.requires_grad for param in self.params]
-        for slice, is_wanted in zip(self.layout.slices, wanted, strict=True):
-            if is_wanted and not slice.param.trainable:
+        wanted = [*map(_REQUIRES_GRAD, self.params)]
+        frozen = len(self.layout.trainable)
+        for slice, is_wanted in zip(self.layout.slices[frozen:], wanted[frozen:], strict=True):
+            if is_wanted:
                 raise ValueError(
                     f"'{slice.param.name}' was frozen when the model was wrapped and has no room for a "
                     "gradient: set requires_grad before streamer.wrap (what is trained by then may be frozen "
@@ -326,15 +328,19 @@ class Unit:
         ]
 
     @cached_property
+    def _positions(self) -> list[tuple[nn.Module, str, int]]:
+        """Under which names of which modules each of `params`, by its position, is registered."""
+        return [(*place, position) for position, owners in enumerate(self.owners) for place in owners]
+
+    @cached_property
     def _offsets(self) -> list[int]:
         return [slice.offset for slice in self.layout.slices]
 
     def register(self, tensors: Sequence[torch.Tensor]) -> None:
         """Let the unit's modules see ``tensors`` as their parameters."""
-        for tensor, owners in zip(tensors, self.owners, strict=True):
-            for module, name in owners:
-                # as torch.func.functional_call does: the module's own __setattr__ takes only Parameters
-                module._parameters[name] = tensor  # type: ignore[assignment]
+        for module, name, position in self._positions:
+            # as torch.func.functional_call does: the module's own __setattr__ takes only Parameters
+            module._parameters[name] = tensors[position]  # type: ignore[assignment]
 
 
 class _Tree:

@@ -43,6 +43,7 @@ class OwnHook:
 
 
 _HOOKS = attrgetter("_backward_hooks")
+_ACCUMULATION_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 
 
 @as_plain
@@ -76,6 +77,9 @@ def shield(params: Iterable[nn.Parameter]) -> None:
 @as_plain
 def check_hooks(slices: Iterable[Slice], params: Iterable[nn.Parameter]) -> None:
     """Raise ValueError for a hook that cannot be served."""
+    params = [*params]
+    if not any(map(_ACCUMULATION_HOOKS, params)):
+        return
     for slice, param in zip(slices, params, strict=False):
         if param._post_accumulate_grad_hooks:
             raise ValueError(

@@ -51,13 +51,10 @@ class Selection:
 
     def __init__(self) -> None:
         self._turn = 0
-        #: None where it is not known in which of them there is something to see
-        self._chosen: frozenset[int] | None = None
+        #: the numbers of the tensors that this visit takes samples of; all, None, where it is not known in
+        #: which of them there is something to see
+        self.chosen: frozenset[int] | None = None
         self._known: deque[KnownGraph] = deque(maxlen=4)
-
-    def takes(self, number: int) -> bool:
-        """Whether tensor ``number`` is looked at in this visit."""
-        return self._chosen is None or number in self._chosen
 
     def known(self, origins: Mapping[int, object]) -> KnownGraph | None:
         """What was found in an earlier graph with these origins, or None."""
@@ -67,17 +64,17 @@ class Selection:
     def learn(self, origins: Mapping[int, object], numbers: Collection[int], *, are_all: bool) -> None:
         """Remember what was found in a graph: whether references are all that it keeps, and the
         ``numbers`` of the tensors that are worth comparing, as far as was looked."""
-        if self._chosen is None:
+        if self.chosen is None:
             self._known.append(KnownGraph(origins, are_all, numbers))
             self.end(numbers)
         else:
-            self._chosen = None
+            self.chosen = None
 
     def end(self, numbers: Collection[int]) -> None:
         """End a visit whose graph has tensors ``numbers`` that are worth comparing."""
         *others, last = sorted(numbers) or [-1]
         self._turn += 1
-        self._chosen = frozenset((last, others[self._turn % len(others)] if others else last))
+        self.chosen = frozenset((last, others[self._turn % len(others)] if others else last))
 
 
 class Sample(NamedTuple):
