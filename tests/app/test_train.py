@@ -16,7 +16,7 @@ from streamer.app.config import load_config
 from streamer.app.run.build import build_model, build_optimizer, schedule
 from streamer.app.run.data import IGNORED, TokenData
 from streamer.app.run.loop import Loop
-from streamer.app.run.run_folder import summary_of
+from streamer.app.run.run_folder import summary_of, summary_table
 from streamer.backends.thread import ThreadBackend
 from tests.app.common import HOME, logged, refused, sets
 
@@ -221,9 +221,18 @@ def test_memory_that_is_gone_after_the_plan_is_one_line_and_the_ledger(
     assert not (config.parent / "runs").exists()
 
 
-def test_the_overlap_of_an_idle_lane_is_null_in_the_summary(config: Path) -> None:
+def test_the_overlap_of_an_idle_lane_is_null_in_the_summary_and_one_that_came_late_is_explained(
+    config: Path,
+) -> None:
+    trained = dict.fromkeys(("tokens_per_second", "first_val_loss", "last_val_loss", "unigram_loss"), 1.0)
     model = build_model(load_config(config))
     try:
-        assert None in summary_of(model)["overlap"].values()
+        summary = summary_of(model, **trained)
     finally:
         streamer.unwrap(model)
+    assert None in summary["overlap"].values()
+    seconds = {"compute": 9.0, "h2d": 1.0, "d2h": 2.0, "host": 0.0}
+    late = {"busy_seconds": seconds, "overlap": {"compute": 1.0, "h2d": -7.663, "d2h": 0.25, "host": None}}
+    *_, compute, h2d, d2h, host, remark = summary_table(summary | late).splitlines()
+    assert [line.split()[-1] for line in (compute, h2d, d2h, host)] == ["-", "none", "25.0%", "-"]
+    assert remark.startswith("h2d: compute waited longer than the lane worked")

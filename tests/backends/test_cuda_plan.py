@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from functools import partial
 from typing import Any
 
@@ -53,12 +53,13 @@ def begin(backend: Backend, **options: Any) -> tuple[Executor, Callable[[], None
 )
 def test_the_peak_is_the_plan(options: dict[str, Any]) -> None:
     plan = plan_step(*begin(VirtualBackend(H200), **options))
-    executor, step = begin(CudaBackend(torch.device("cuda")), **options)
-    step()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    executor.synchronize()
-    torch.cuda.synchronize()
-    assert torch.cuda.max_memory_allocated() == pytest.approx(plan.device_total, rel=0.05)
-    executor.backend.close()
+    backend = CudaBackend(torch.device("cuda"))
+    with closing(backend):
+        executor, step = begin(backend, **options)
+        step()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        executor.synchronize()
+        torch.cuda.synchronize()
+        assert torch.cuda.max_memory_allocated() == pytest.approx(plan.device_total, rel=0.05)

@@ -78,10 +78,19 @@ def summary_table(summary: Mapping[str, Any], *, unit: str = "byte") -> str:
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:{width}}  {value}" for name, value in rows]
     lines.append(f"\n{'lane':8}{'busy s':>10}{'exposed s':>12}{'overlap':>10}")
+    late = []
     for lane, busy in summary["busy_seconds"].items():
-        overlap = "-" if lane == "compute" or not busy else f"{summary['overlap'][lane]:.1%}"
+        part = summary["overlap"][lane]
+        if part is not None and part < 0:
+            late.append(lane)
+        overlap = "-" if lane == "compute" or part is None else "none" if lane in late else f"{part:.1%}"
         exposed = "-" if lane == "compute" else f"{summary['exposed_seconds'][lane]:.2f}"
         lines.append(f"{lane:8}{busy:>10.2f}{exposed:>12}{overlap:>10}")
+    if late:
+        lines.append(
+            f"{', '.join(late)}: compute waited longer than the lane worked, whose work began late: other "
+            "processes, or too few cores"
+        )
     return "\n".join(lines)
 
 

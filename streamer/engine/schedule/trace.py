@@ -117,7 +117,8 @@ class Trace:
     def overlap(self, lane: Lane) -> float:
         """1 - exposed / busy: the part of the lane's work that COMPUTE did not stand still for.
 
-        NaN for a lane that has done nothing.
+        NaN for a lane that has done nothing; below 0 where COMPUTE has waited longer for the lane's work to
+        begin than the work took, on a machine that others use too.
         """
         busy = self.busy_seconds[lane]
         return 1 - self.exposed_seconds[lane] / busy if busy else float("nan")
