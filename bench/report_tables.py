@@ -260,7 +260,10 @@ def host_cost(report: Report) -> list[str]:
         for clock, row in clocks.items()
     ]
     heads = ["", "", "plain", "checkpoint adds", "streaming adds to that", "ratio of the last two"]
-    return ["Microseconds per layer and step, one thread.", "", *table(heads, rows)]
+    what = "Microseconds per layer and step, one thread."
+    if not report["has_values"]:
+        what += " Of the host alone: before a stand-in for a GPU, whose kernels compute nothing."
+    return [what, "", *table(heads, rows)]
 
 
 TABLES: dict[str, Callable[[Report], list[str]]] = {

@@ -67,6 +67,11 @@ class Slice(Stretch):
         """Elements of the parameter and its padding."""
         return -(-self.numel // ALIGN) * ALIGN
 
+    @cached_property
+    def distance(self) -> int:
+        """Elements from the parameter's place in the state to that in the weights."""
+        return self.offset // self.dtype.itemsize - self.index
+
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
         return super().view(buffer).view(self.param.shape)
 

@@ -312,7 +312,11 @@ class AdamW(torch.optim.Optimizer):
 
     def _updates(self, updated: Sequence[_Member]) -> list[ParamUpdate]:
         """Increment the step count of each of these parameters; the updates to run."""
-        steps = [self._state_of(param, home)["step"] for param, home, _ in updated]
+        for param, home, _ in updated:
+            state = self.state[param]
+            if type(state) is not State or not state:
+                self._begin_state(param, home)
+        steps = [self.state[param]["step"] for param, _, _ in updated]
         if steps:
             torch._foreach_add_(steps, 1)
         self._updated.update(id(param) for param, _, _ in updated)
@@ -325,14 +329,11 @@ class AdamW(torch.optim.Optimizer):
             updates.append(ParamUpdate(home.slice, hypers[key], summed=is_summed(param)))
         return updates
 
-    def _state_of(self, param: torch.Tensor, home: Home) -> State:
-        """The state of a parameter that is about to be updated."""
-        state = self.state[param]
-        if not isinstance(state, State) or not state:
-            was_updated = id(param) in self._updated
-            state = begin_state(home, state, self.state_dtype, was_updated=was_updated)
-            self.state[param] = state
-        return state
+    def _begin_state(self, param: torch.Tensor, home: Home) -> None:
+        """Give a parameter that is about to be updated, and has no state of ours, one."""
+        was_updated = id(param) in self._updated
+        given = self.state[param]
+        self.state[param] = begin_state(home, given, self.state_dtype, was_updated=was_updated)
 
     @never_traced
     def zero_grad(self, set_to_none: bool = True) -> None:

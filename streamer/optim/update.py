@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cache
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -87,10 +88,8 @@ def update_shard(
     # One launch for all parameters of a dtype; where units mix dtypes, for those at the same distance between
     # their places in the weights and in the state.
     launches: dict[tuple[torch.dtype, int, bool], list[ParamUpdate]] = defaultdict(list)
-    for update in sorted(updates, key=lambda update: update.slice.index):
-        slice = update.slice
-        distance = slice.offset // slice.dtype.itemsize - slice.index
-        launches[slice.dtype, distance, update.summed].append(update)
+    for update in sorted(updates, key=_INDEX):
+        launches[update.slice.dtype, update.slice.distance, update.summed].append(update)
     for alike in launches.values():
         first, last = alike[0].slice, alike[-1].slice
         whole = Stretch(first.dtype, first.offset, first.index, last.index + last.padded - first.index)
@@ -99,6 +98,9 @@ def update_shard(
         else:
             grad = whole.view(shard.gradient if gradient is None else gradient)
         _launch(shard, whole, alike, grad, state_dtype, grad_scale, seed)
+
+
+_INDEX = attrgetter("slice.index")
 
 
 def all_finite(gradient: torch.Tensor, stretches: Iterable[Stretch]) -> bool:
@@ -141,13 +143,13 @@ def _segments(whole: Stretch, updates: Sequence[ParamUpdate], *, by_parameter: b
     """What of ``whole`` a kernel updates: neighbours with the same hyperparameters as one, padding included.
     With ``by_parameter`` each parameter is one, without padding: 8-bit blocks belong to one parameter."""
     rows: list[list[ParamUpdate]] = []
+    last, end = updates[0], -1
     for update in updates:
-        last = rows[-1][-1] if rows and not by_parameter else None
-        end = None if last is None else last.slice.index + last.slice.padded
-        if last is not None and end == update.slice.index and last.hyper == update.hyper:
+        if end == update.slice.index and last.hyper == update.hyper and not by_parameter:
             rows[-1].append(update)
         else:
             rows.append([update])
+        last, end = update, update.slice.index + update.slice.padded
     segments = []
     for row in rows:
         first, last_slice = row[0].slice, row[-1].slice
