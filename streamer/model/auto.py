@@ -36,7 +36,7 @@ from streamer.model.units import make_units
 from streamer.optim.adamw import AdamW
 from streamer.plan.choice import Choice, Chosen, Number, Options, PlanOf, Room, choose
 from streamer.plan.recall import Recollection
-from streamer.plan.step_plan import StepPlan, plan_step
+from streamer.plan.step_plan import StepPlan, context_bytes, plan_step
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import GIB, RTX_4090, Machine, named_machine
 
@@ -228,11 +228,14 @@ def room_of(
     backend: Backend, machine: Machine, limit: int | None, given_up: Sequence[nn.Parameter] = ()
 ) -> Room:
     """The bytes that are free now, with those of the parameters that are ``given_up``."""
+    # what CUDA itself takes is not free any more
+    context = context_bytes(backend.device.type)
     return Room(
-        device=backend.device_available() + releasable_bytes(given_up, backend.device),
+        device=backend.device_available() + releasable_bytes(given_up, backend.device) + context,
         host=backend.host_available() + releasable_bytes(given_up, torch.device("cpu")),
         budget=limit,
         shared=machine.kind == "cpu",
+        context=context,
     )
 
 

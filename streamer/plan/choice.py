@@ -118,17 +118,20 @@ def sizes_below(batch: int) -> list[int]:
 @dataclass(frozen=True)
 class Room:
     """Bytes that there are of the device and of host memory; of the device, ``budget`` bytes for tensors if
-    that is not None. ``shared`` says that the device's memory is the host's."""
+    that is not None. ``shared`` says that the device's memory is the host's. ``device`` counts the bytes that
+    CUDA itself takes, ``context``, as plans do."""
 
     device: int
     host: int
     budget: int | None = None
     shared: bool = False
+    context: int = 0
 
     @property
     def tensors(self) -> int:
         """Bytes of the device that there are for tensors."""
-        return self.device if self.budget is None else min(self.device, self.budget)
+        there = self.device - self.context
+        return there if self.budget is None else min(there, self.budget)
 
     def tiers(self, plan: StepPlan, num_slots: int | None = None) -> list[Tier]:
         """What ``plan`` needs beside what there is, with other ``num_slots`` than it was made with if given:

@@ -73,6 +73,11 @@ GAPS, CONTEXT = "gaps in the allocator", "CUDA itself"
 CONTEXT_BYTES = 1 << 29
 
 
+def context_bytes(kind: str) -> int:
+    """`CONTEXT_BYTES` of a device of this kind, 0 of one that has no such context."""
+    return CONTEXT_BYTES if kind == "cuda" else 0
+
+
 class StepTracker(Tracker):
     """A `Tracker` that tells what a layer makes from what is made beside the layers, and both from what is
     saved for backward."""
@@ -168,7 +173,8 @@ def plan_step(
     with backend.counting_memory(tracker):
         # a step to learn the order, and one more where slots are added at its end
         prediction = predict_step(executor, step, warmup=1 if executor.budget is None else 2)
-    reserve = {GAPS: gaps(tracker.peak), CONTEXT: CONTEXT_BYTES} if backend.machine.kind == "cuda" else {}
+    kind = backend.machine.kind
+    reserve = {GAPS: gaps(tracker.peak), CONTEXT: context_bytes(kind)} if kind == "cuda" else {}
     return StepPlan(
         executor.device_bytes() | tracker.at_peak(),
         reserve,

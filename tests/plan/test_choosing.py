@@ -7,6 +7,7 @@ import itertools
 import random
 import statistics
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,15 @@ from streamer.app.config import Config, ConfigError, load_config
 from streamer.app.plan.planning import PROCESS_BYTES, plan_run, settle, with_options
 from streamer.app.train import train as train_config
 from streamer.backends.base import Lane
+from streamer.backends.thread import ThreadBackend
 from streamer.engine.layer.micro_batches import AmbiguousBatchError
 from streamer.engine.paging.handle import wrapped
 from streamer.memory.verdict import SHARED, lacks
-from streamer.model.auto import Batch, plan_of, skeleton
+from streamer.model.auto import Batch, plan_of, room_of, skeleton
 from streamer.plan.choice import Choice, Chosen, Options, Room, choose, sizes_below
 from streamer.plan.measure import Tracker
-from streamer.plan.step_plan import CONTEXT, GAPS, WORKING_SET, Prediction, StepPlan
-from streamer.simulate.machine import Machine
+from streamer.plan.step_plan import CONTEXT, GAPS, WORKING_SET, Prediction, StepPlan, context_bytes
+from streamer.simulate.machine import RTX_4090, Machine
 from tests.reference import VOCAB, assert_parity, batch, train, train_plain
 
 Table = dict[Choice, StepPlan]
@@ -133,6 +135,23 @@ def test_it_is_about_as_fast_as_what_an_exhaustive_search_finds() -> None:
         found += [excess(table, options, room) for room in rooms(table, draw, 8)]
     assert statistics.mean(found) < 0.01
     assert sorted(found)[int(0.95 * len(found))] < 0.06
+
+
+def test_what_cuda_itself_takes_is_not_among_the_free_bytes() -> None:
+    class Gpu(ThreadBackend):
+        def device_available(self) -> int:
+            return 1000
+
+        def host_available(self) -> int:
+            return 2000
+
+    with closing(Gpu()) as backend:
+        backend.device = torch.device("cuda")
+        room = room_of(backend, RTX_4090, None)
+    # a plan counts it, and tensors have what is free
+    plan = StepPlan({"slots": 900}, {CONTEXT: context_bytes("cuda")}, {}, PREDICTION, 2)
+    assert room.tensors == 1000
+    assert [tier.available - tier.needed for tier in room.tiers(plan)] == [100, 2000]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -22,7 +22,7 @@ from streamer.backends.select import backend_for
 from streamer.model.auto import machine_of
 from streamer.model.options import parse_bytes
 from streamer.plan.recall import Recollection
-from streamer.plan.step_plan import CONTEXT_BYTES
+from streamer.plan.step_plan import context_bytes
 from streamer.simulate.machine import Machine
 
 
@@ -59,12 +59,11 @@ def check_memory(config: Config) -> None:
 def _this_machine(device: str | None) -> Machine:
     """The memory that is left here; how fast it is does not matter."""
     backend = backend_for(device)
-    kind = backend.device.type
     try:
         # what this process and CUDA take is taken already, and planned again
         return replace(
             machine_of(backend),
-            device_bytes=backend.device_available() + (CONTEXT_BYTES if kind == "cuda" else 0),
+            device_bytes=backend.device_available() + context_bytes(backend.device.type),
             host_bytes=backend.host_available() + PROCESS_BYTES,
         )
     finally:

@@ -27,7 +27,7 @@ from streamer.model.layers import find_layers
 from streamer.model.options import parse_bytes
 from streamer.plan.choice import AUTO, Choice, Chosen, Options, PlanOf, Room, choose
 from streamer.plan.recall import Recollection
-from streamer.plan.step_plan import StepPlan, plan_step, uncollected
+from streamer.plan.step_plan import StepPlan, context_bytes, plan_step, uncollected
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import CPU, Machine
 
@@ -40,7 +40,10 @@ _ENOUGH = 1 << 60
 def room_on(machine: Machine, config: Config) -> Room:
     """What there is for a run of ``config`` on ``machine``, beside the process itself."""
     budget = parse_bytes("device_memory", config.stream.device_memory)
-    return Room(machine.device_bytes, machine.host_bytes - PROCESS_BYTES, budget, machine.kind == CPU)
+    context = context_bytes(machine.kind)
+    return Room(
+        machine.device_bytes, machine.host_bytes - PROCESS_BYTES, budget, machine.kind == CPU, context
+    )
 
 
 @dataclass(frozen=True)
