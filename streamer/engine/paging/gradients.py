@@ -109,12 +109,16 @@ class GradientViews:
     def is_ours(self, slice: Slice, param: nn.Parameter) -> bool:
         """Whether ``p.grad`` is a view of this unit's buffer of gradients or of sums."""
         grad = param.grad
-        if grad is None or grad.is_sparse:
+        if grad is None:
             return False
-        summed = is_summed(param)
-        if summed or not slice.numel:
-            place = self.place(slice, summed=summed)
-            return (grad.data_ptr(), grad.stride()) == (place.data_ptr(), place.stride())
+        # what `show` has set need only be asked for its memory
+        if grad is not self._shown.get((id(param), False)) or not slice.numel:
+            if grad.is_sparse:
+                return False
+            summed = is_summed(param)
+            if summed or not slice.numel:
+                place = self.place(slice, summed=summed)
+                return (grad.data_ptr(), grad.stride()) == (place.data_ptr(), place.stride())
         return grad.data_ptr() == self._gradient.data_ptr() + slice.offset and grad.is_contiguous()
 
     @as_plain
