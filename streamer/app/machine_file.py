@@ -49,6 +49,8 @@ _OTHERS = {
     "host_bytes": COUNT,
     "seconds_per_op": NOT_NEGATIVE,
     "seconds_per_visit": NOT_NEGATIVE,
+    "multiprocessors": COUNT,
+    "threads_per_multiprocessor": COUNT,
 }
 _MACHINE = {item.name: _OTHERS.get(item.name, POSITIVE) for item in fields(Machine) if item.name != BESIDE}
 _BESIDE = {item.name: _SHARE for item in fields(Beside)}

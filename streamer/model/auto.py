@@ -38,7 +38,7 @@ from streamer.plan.choice import Choice, Chosen, Number, Options, PlanOf, Room, 
 from streamer.plan.recall import Recollection
 from streamer.plan.step_plan import StepPlan, context_bytes, plan_step
 from streamer.simulate.backend import VirtualBackend
-from streamer.simulate.machine import GIB, RTX_4090, Machine, named_machine
+from streamer.simulate.machine import CUDA, GIB, RTX_4090, Machine, gpu_properties, named_machine
 
 
 def skeleton(model: nn.Module) -> nn.Module:
@@ -208,6 +208,8 @@ def choose_options(
     batch = Batch.like(example)
     batch.check_arguments(model)
     machine = machine_of(backend) if machine is None else _machine(machine)
+    if backend.device.type == CUDA:
+        machine = gpu_properties(machine, backend.device)
     layers = find_layers(model, options["layers"])
     if not isinstance(backend, VirtualBackend):
         units, root = make_units(model, layers, None)

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamer.simulate.cost import NOTHING, Cost, Operations, tensors_in
 from streamer.simulate.machine import Machine
+from streamer.simulate.temporaries import temporary_bytes
 from streamer.torch_private import storage_id
 
 
@@ -24,11 +25,13 @@ class Tracker(TorchDispatchMode):
     device, on meta tensors too. What was made before, or by other means, does not count.
 
     Storages are counted as long as there is a tensor of theirs, and with the bytes that were asked for: how
-    an allocator rounds them is not in it.
+    an allocator rounds them is not in it. With a ``machine``, what its kernels take while an operation runs
+    counts too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, machine: Machine | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._machine = machine
         self.now = self.peak = 0
         #: bytes now by owner, and at the peak
         self.owned: Counter[str] = Counter()
@@ -53,6 +56,8 @@ class Tracker(TorchDispatchMode):
                 self._made(storage)
         if self.now > self.peak:
             self._note_peak()
+        if self._machine is not None:
+            self.rise(temporary_bytes(self._machine, func, args, kwargs, result))
         return result
 
     def rise(self, nbytes: int) -> None:
@@ -92,7 +97,7 @@ class Meter(ExitStack):
 
     def __init__(self, machine: Machine) -> None:
         super().__init__()
-        self._tracker, self._operations = Tracker(), Operations(machine)
+        self._tracker, self._operations = Tracker(machine), Operations(machine)
 
     def __enter__(self) -> Meter:
         self.enter_context(self._tracker)

@@ -18,6 +18,7 @@ from streamer.engine.paging.executor import Executor
 from streamer.plan.measure import Tracker
 from streamer.plan.recall import Recollection, recall_layers
 from streamer.simulate.backend import VirtualBackend
+from streamer.simulate.temporaries import workspace_bytes
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ def predict_step(executor: Executor, step: Callable[[], object], *, warmup: int 
 
 #: Owners of device memory beside the buffers: see `streamer.memory.slots` for those.
 SAVED, WORKING_SET, BESIDE = "saved layer inputs", "working set of one layer", "logits and loss"
+#: What PyTorch holds for products of matrices from the first one on.
+WORKSPACES = "workspaces of cuBLAS"
 #: What is free on purpose: gaps between what comes and goes, and what CUDA itself takes.
 GAPS, CONTEXT = "gaps in the allocator", "CUDA itself"
 #: Bytes that a process takes of a GPU before its first tensor: its context and the kernels of the libraries.
@@ -83,8 +86,10 @@ class StepTracker(Tracker):
     saved for backward."""
 
     def __init__(self, executor: Executor) -> None:
-        super().__init__()
         assert isinstance(executor.backend, VirtualBackend), "others do not tell when a layer computes"
+        machine = executor.backend.machine
+        super().__init__(machine)
+        self._workspaces = self.now = self.peak = workspace_bytes(machine)
         self._executor = executor
         self._backend = executor.backend
         self._saved_at_peak = 0
@@ -104,7 +109,13 @@ class StepTracker(Tracker):
         held[WORKING_SET] -= from_layers
         held[BESIDE] -= self._saved_at_peak - from_layers
         held[SAVED] = self._saved_at_peak
-        return {owner: held[owner] for owner in (SAVED, WORKING_SET, BESIDE) if held[owner]}
+        held[WORKSPACES] = self._workspaces
+        return {owner: held[owner] for owner in (SAVED, WORKING_SET, BESIDE, WORKSPACES) if held[owner]}
+
+    @property
+    def comes_and_goes(self) -> int:
+        """The most bytes that a step allocates and frees again."""
+        return self.peak - self._workspaces
 
 
 @dataclass(frozen=True)
@@ -174,7 +185,7 @@ def plan_step(
         # a step to learn the order, and one more where slots are added at its end
         prediction = predict_step(executor, step, warmup=1 if executor.budget is None else 2)
     kind = backend.machine.kind
-    reserve = {GAPS: gaps(tracker.peak), CONTEXT: context_bytes(kind)} if kind == "cuda" else {}
+    reserve = {GAPS: gaps(tracker.comes_and_goes), CONTEXT: context_bytes(kind)} if kind == "cuda" else {}
     return StepPlan(
         executor.device_bytes() | tracker.at_peak(),
         reserve,

@@ -25,6 +25,8 @@ _aten = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)
 #: What the flash kernel of a GPU can do, and what it rounds head dimensions up to.
 MOST_HEAD_DIM, HEAD_DIMS = 256, 8
+#: Whether PyTorch's memory-efficient kernel takes fewer heads of keys than of queries: 2.13 does not.
+EFFICIENT_TAKES_GROUPS = torch.__version__ >= "2.14"
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
@@ -109,7 +111,7 @@ def _on_cuda(
             *padded, dropout_p, is_causal, False, scale=scale
         )[0]
         return out[..., :dim] if more else out
-    if enable_gqa and key.shape[1] != query.shape[1]:
+    if enable_gqa and key.shape[1] != query.shape[1] and not EFFICIENT_TAKES_GROUPS:
         return None
     bias = _added(attn_mask, query)
     if bias is not None:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from streamer.backends.base import Lane
 
 GIB = 1 << 30
@@ -54,6 +56,9 @@ class Machine:
         device_bytes_per_second: of operations that wait for the device's memory (norms, activations), counted
             as what they read and write; None: they take no time.
         seconds_per_op: what an operation takes however little it does.
+        multiprocessors, threads_per_multiprocessor, compute_capability: of a GPU, as
+            ``torch.cuda.get_device_properties`` says them: some kernels' buffers grow with them. None: as of
+            an H100.
         seconds_per_visit: what this library takes for each forward and backward of a layer, beside its
             operations. Of kind "cpu" alone: elsewhere the loop runs ahead of the device.
         beside: what lanes keep of their rates beside one another.
@@ -72,11 +77,25 @@ class Machine:
     device_bytes_per_second: float | None = None
     seconds_per_op: float = 0.0
     seconds_per_visit: float = 0.0
+    multiprocessors: int | None = None
+    threads_per_multiprocessor: int | None = None
+    compute_capability: float | None = None
     beside: Beside = Beside()
 
     def bytes_per_second(self, lane: Lane) -> float:
         """The rate of a lane that is not COMPUTE."""
         return float(getattr(self, f"{lane.value}_bytes_per_second"))
+
+
+def gpu_properties(machine: Machine, device: torch.device) -> Machine:
+    """``machine`` with what PyTorch says of the GPU ``device``, but for its memory and its name."""
+    properties = torch.cuda.get_device_properties(device)
+    return replace(
+        machine,
+        multiprocessors=properties.multi_processor_count,
+        threads_per_multiprocessor=properties.max_threads_per_multi_processor,
+        compute_capability=properties.major + properties.minor / 10,
+    )
 
 
 # PCI Express Base Specification: 8, 16 and 32 GT/s a lane, 128b/130b, are 15.8, 31.5 and 63.0 GB/s each way
@@ -97,6 +116,9 @@ RTX_4090 = Machine(
     device_bytes=24 * GIB,  # the same: 24 GB
     host_bytes=128 * GIB,  # four modules of 32 GiB; assumed
     seconds_per_op=SECONDS_PER_OP,
+    multiprocessors=128,  # NVIDIA Ada GPU Architecture, appendix A
+    threads_per_multiprocessor=1536,  # CUDA C++ Programming Guide, "Technical Specifications"
+    compute_capability=8.9,  # NVIDIA, "CUDA GPU Compute Capability", as all of these
 )
 
 #: The same on a board with PCIe 3.0 x16, or in a slot of eight lanes.
@@ -114,6 +136,8 @@ RTX_3090 = replace(
     host_bytes_per_second=40e9,  # two channels of DDR4-3200 are 51.2 GB/s (JESD79-4); estimate
     device_bytes=24 * GIB,
     host_bytes=128 * GIB,  # assumed
+    multiprocessors=82,  # the same
+    compute_capability=8.6,
 )
 
 #: A GeForce RTX 5090 in a desktop.
@@ -126,6 +150,8 @@ RTX_5090 = replace(
     h2d_bytes_per_second=PCIE_5,  # the same: PCIe 5.0 x16
     d2h_bytes_per_second=PCIE_5,
     device_bytes=32 * GIB,  # the same: 32 GB
+    multiprocessors=170,  # the same
+    compute_capability=12.0,
 )
 
 #: An A100 80GB PCIe.
@@ -140,6 +166,9 @@ A100_PCIE_4 = Machine(
     device_bytes=80 * GIB,  # the same: 80 GB
     host_bytes=256 * GIB,  # assumed
     seconds_per_op=SECONDS_PER_OP,
+    multiprocessors=108,  # NVIDIA A100 Tensor Core GPU Architecture, table 4
+    threads_per_multiprocessor=2048,  # the same, table 5
+    compute_capability=8.0,
 )
 
 #: An A100 40GB PCIe.
@@ -162,6 +191,9 @@ H100_PCIE_5 = Machine(
     device_bytes=80 * GIB,  # the same: 80 GB
     host_bytes=256 * GIB,  # assumed
     seconds_per_op=SECONDS_PER_OP,
+    multiprocessors=114,  # NVIDIA H100 Tensor Core GPU Architecture, table 3
+    threads_per_multiprocessor=2048,  # the same
+    compute_capability=9.0,
 )
 
 #: An H100 SXM in a server of which one GPU is used.
@@ -171,6 +203,7 @@ H100_SXM = replace(
     flops_per_second=989e12,  # NVIDIA H100 data sheet: bf16, half of 1979 with sparsity
     fp32_flops_per_second=67e12,  # the same
     device_bytes_per_second=0.8 * 3350e9,  # the same
+    multiprocessors=132,  # NVIDIA H100 Tensor Core GPU Architecture, table 3; H200's and GH200's too
 )
 
 #: One H200 with a 16-core host of which 150 GB/s are this GPU's.
@@ -213,6 +246,9 @@ LAPTOP_8GB = Machine(
     device_bytes=8 * GIB,  # the same: 8 GB
     host_bytes=32 * GIB,  # assumed
     seconds_per_op=SECONDS_PER_OP,
+    multiprocessors=24,  # see above
+    threads_per_multiprocessor=1536,
+    compute_capability=8.9,
 )
 
 #: By the name that is asked for.

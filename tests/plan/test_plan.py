@@ -26,6 +26,7 @@ from streamer.plan.step_plan import (
     GAPS,
     SAVED,
     WORKING_SET,
+    WORKSPACES,
     StepPlan,
     StepTracker,
     plan_step,
@@ -333,7 +334,7 @@ def test_owners_of_a_step_by_hand() -> None:
     assert plan.device_bytes["weight slots"] == plan.device_bytes["gradient slots"] == 2 * matrix
     # what the user gave was there before; of the layers' results two are saved as inputs of the next
     assert plan.device_bytes[SAVED] == 3 * hidden
-    assert plan.reserve[GAPS] == (plan.device_total - 4 * matrix) // 8
+    assert plan.reserve[GAPS] == (plan.device_total - 4 * matrix - plan.device_bytes[WORKSPACES]) // 8
     assert plan.host_bytes == {"weights": 3 * matrix, "gradients": 3 * matrix}
 
 

@@ -25,7 +25,7 @@ from streamer.backends.select import backend_for
 from streamer.engine.paging.handle import wrapped
 from streamer.memory.layout import Param
 from streamer.simulate.backend import VirtualBackend
-from streamer.simulate.machine import Beside, Machine
+from streamer.simulate.machine import CUDA, Beside, Machine, gpu_properties
 
 #: Rounds at most, and the seconds after which no more begin.
 ROUNDS, BUDGET_SECONDS = 9, 35.0
@@ -124,12 +124,13 @@ def machine_of(found: Found, backend: Backend) -> Machine:
     medians: dict[str, Any] = {name: statistics.median(values) for name, values in found.items()}
     beside = Beside(**{item.name: medians.pop(item.name) for item in fields(Beside)})
     device_bytes, host_bytes = memory_bytes(backend.device)
-    return replace(
+    machine = replace(
         Machine(device_name(backend.device), 1.0, 1.0, 1.0, 1.0, device_bytes, host_bytes),
         kind=backend.device.type,
         beside=beside,
         **medians,
     )
+    return gpu_properties(machine, backend.device) if machine.kind == CUDA else machine
 
 
 def _measured(found: Found, sizes: Sizes) -> Mapping[str, object]:
