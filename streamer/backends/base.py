@@ -203,11 +203,15 @@ current_thread = threading.current_thread
 GAPS = 8
 #: Large blocks are rounded up to a multiple of this many bytes by PyTorch's caching allocator.
 BLOCK_BYTES = 2 << 20
+#: PyTorch's caching allocator takes memory from a GPU in pieces of so many bytes; for large tensors, without
+#: expandable segments, in multiples of `BLOCK_BYTES`.
+PIECE_BYTES = 20 << 20
 
 
 def gaps(nbytes: int) -> int:
-    """Bytes to leave free for the gaps between ``nbytes`` that are allocated and freed again."""
-    return nbytes // GAPS
+    """Bytes to leave free for the gaps between ``nbytes`` that are allocated and freed again, and in the last
+    piece that the allocator takes."""
+    return nbytes // GAPS + PIECE_BYTES
 
 
 def buffers_within(nbytes: int, beside: int, each: int) -> int:

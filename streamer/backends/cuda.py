@@ -23,7 +23,17 @@ from functools import partial
 
 import torch
 
-from streamer.backends.base import BLOCK_BYTES, COPIES, WORKER_LANES, Backend, Event, Lane, Process, Span
+from streamer.backends.base import (
+    BLOCK_BYTES,
+    COPIES,
+    PIECE_BYTES,
+    WORKER_LANES,
+    Backend,
+    Event,
+    Lane,
+    Process,
+    Span,
+)
 from streamer.backends.host_memory import RAISE_LOCKED_LIMIT, available_bytes, mapped, reserved
 from streamer.backends.thread import Worker
 from streamer.errors import warn
@@ -134,11 +144,6 @@ def _forget_error(device: torch.device) -> None:
 
 #: Seconds after which a clock's origin is set anew.
 ORIGIN_SECONDS = 10.0
-
-
-#: PyTorch's caching allocator takes memory from the device in pieces of so many bytes; for large tensors,
-#: without expandable segments, in multiples of `BLOCK_BYTES`.
-PIECE_BYTES = 20 << 20
 
 
 class CudaEvent(Event):

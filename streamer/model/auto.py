@@ -40,6 +40,9 @@ from streamer.plan.step_plan import StepPlan, context_bytes, plan_step
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import CUDA, GIB, RTX_4090, Machine, gpu_properties, named_machine
 
+#: What to do about a model that cannot be planned.
+WITHOUT_PLAN = "give activations, num_slots and micro_batch_size yourself, and no example"
+
 
 def skeleton(model: nn.Module) -> nn.Module:
     """A copy of ``model`` on the meta device, whose parameters, buffers and plain tensor attributes have no
@@ -58,8 +61,8 @@ def skeleton(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model, memo)
     except (TypeError, RuntimeError) as error:
         raise ValueError(
-            f"'auto' plans a copy of the model, and this {type(model).__name__} cannot be copied "
-            f"({_one_line(error)}): give activations, num_slots and micro_batch_size yourself"
+            f"a step is planned on a copy of the model, and this {type(model).__name__} cannot be copied "
+            f"({_one_line(error)}): {WITHOUT_PLAN}"
         ) from error
 
 
@@ -130,8 +133,7 @@ def not_planned(error: Exception) -> ValueError:
     told = _one_line(error)
     if isinstance(error, NotImplementedError) or "meta" in told:
         return ValueError(
-            f"'auto' runs the model without values, which this one needs ({told}): give activations, "
-            "num_slots and micro_batch_size yourself"
+            f"a step is planned without values, which this model needs ({told}): {WITHOUT_PLAN}"
         )
     return ValueError(f"example: the model cannot run on a batch like it ({told})")
 
@@ -173,8 +175,9 @@ def plan_of(
     def plan(choice: Choice) -> StepPlan:
         given = {**options, **choice.options()}
         planned = stream(copy.deepcopy(model).train(), backend=VirtualBackend(unlimited), **given)
+        executor = wrapped(planned).executor
         try:
-            return plan_step(wrapped(planned).executor, batch.step(planned), recollection)
+            return plan_step(executor, batch.step(planned), recollection, given=batch.tensors)
         except AmbiguousBatchError:
             raise
         except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError) as error:
@@ -198,10 +201,12 @@ def choose_options(
     options: Mapping[str, Any],
 ) -> Chosen:
     """What ``wrap(model, ...)`` is to be told for those of ``asked`` (activations, num_slots,
-    micro_batch_size) that are "auto", for ``backend``'s device and memory.
+    micro_batch_size) that are "auto", for ``backend``'s device and memory. Where none is, ``asked`` itself,
+    planned.
 
     ``machine`` says how fast that is, itself or by name; ``options`` are the others of `stream`. Raises
-    ValueError for what cannot be planned, or not be run with ``init``. [Note: options that are chosen]
+    ValueError for what cannot be planned, or not be run with ``init``, and MemoryError where no step fits.
+    [Note: options that are chosen]
     """
     activations, num_slots, micro_batch_size = asked
     limit = parse_bytes("device_memory", device_memory)

@@ -102,9 +102,11 @@ def wrap(
             allocator is set to use expandable segments from then on, which leave no gaps, unless
             ``PYTORCH_CUDA_ALLOC_CONF`` sets something else. Where a later step takes more, slots are given
             back. One that runs out of memory takes back all but two for good: run it again.
-        example: where ``activations``, ``num_slots`` or ``micro_batch_size`` is ``"auto"``, a batch to plan
-            with: a tensor, a tuple of the model's arguments, or a dict of them by name. Only its shapes and
-            dtypes count, which should be those of the steps' batches. [Note: options that are chosen]
+        example: a batch to plan a step with, needed where ``activations``, ``num_slots`` or
+            ``micro_batch_size`` is ``"auto"``: a tensor, a tuple of the model's arguments, or a dict of them
+            by name. Only its shapes and dtypes count, which should be those of the steps' batches. With it,
+            a step that does not fit into the memory, or into ``device_memory``, is refused here, not when it
+            runs. [Note: options that are chosen]
         machine: how fast the device is, for such a plan: the name of one in `streamer.simulate.machine`,
             ``"rtx-4090"`` say, or a `Machine`. None means an RTX 4090 where there is a GPU, else a CPU.
         backend: the backend to run on in place of the device's own. A virtual one has no values and compiles
@@ -130,7 +132,7 @@ def wrap(
             backend = backend_for(device)
         undo.callback(backend.close)
         chosen = None
-        if activations == AUTO or num_slots == AUTO or micro_batch_size == AUTO:
+        if example is not None or activations == AUTO or num_slots == AUTO or micro_batch_size == AUTO:
             asked = (activations, num_slots, micro_batch_size)
             given = dict(
                 layers=layers, dtype=dtype, batch_dims=batch_dims, update=update, grad_dtype=grad_dtype

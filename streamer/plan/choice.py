@@ -100,6 +100,12 @@ class Options:
             (None, *sizes_below(batch)) if micro_batch_size == AUTO else (micro_batch_size,),
         )
 
+    @property
+    def is_given(self) -> bool:
+        """Whether there is nothing to choose."""
+        counts = len(self.policies), len(self.num_slots), len(self.sizes)
+        return self.most_kept == 0 and counts == (1, 1, 1)
+
     def choice(self, policy: Policies, kept: int, slots: int | None, size: int | None) -> Choice:
         """The last ``kept`` layers keep their graphs, the others run by ``policy``."""
         if kept == 0:
@@ -360,7 +366,7 @@ class _ShortList:
             other, its_plan = max(faster, key=lambda one: (_seconds(one[1]), -_needed(one[1])))
             short = lacks(self.room.tiers(its_plan))
             told += f"; {other} would take {_seconds(its_plan):.3g} s, for which {short}"
-        else:
+        elif not self.options.is_given:
             told += f", and no other of {len(self.made)} combinations is faster"
         if self.ambiguous is not None:
             told += f". Micro-batches are left out: {self.ambiguous}"
@@ -375,6 +381,9 @@ class _ShortList:
         """What the nearest miss lacks."""
         tiers = {choice: self.room.tiers(plan) for choice, plan in self.made.items()}
         nearest = min(tiers, key=lambda choice: sum(tier.lacking for tier in tiers[choice]))
+        if self.options.is_given:
+            told = verdict(f"a step with {nearest} on a batch like the example", tiers[nearest])
+            return f"{told}: give 'auto' for activations, num_slots and micro_batch_size, or a smaller batch"
         told = verdict(f"any options that 'auto' may choose; the nearest are {nearest}", tiers[nearest])
         return f"{told}: use a smaller batch, dtype=torch.bfloat16, or freeze parameters"
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+import torch
 
 from streamer.backends.base import Lane, gaps
 from streamer.engine.paging.executor import Executor
 from streamer.plan.measure import Tracker
+from streamer.plan.positions import counted_positions
 from streamer.plan.recall import Recollection, recall_layers
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.temporaries import workspace_bytes
@@ -172,16 +175,20 @@ def uncollected() -> Iterator[None]:
 
 @uncollected()
 def plan_step(
-    executor: Executor, step: Callable[[], object], recollection: Recollection | None = None
+    executor: Executor,
+    step: Callable[[], object],
+    recollection: Recollection | None = None,
+    *,
+    given: Sequence[torch.Tensor] = (),
 ) -> StepPlan:
-    """Plan ``step`` (forward, backward, update) of a model on the virtual backend. Layers that are alike run
-    once, also those of copies of the model that are planned with one ``recollection``: [Note: recalled
-    visits]."""
+    """Plan ``step`` (forward, backward, update) of a model on the virtual backend, to which it gives the
+    tensors ``given``. Layers that are alike run once, also those of copies of the model that are planned with
+    one ``recollection``: [Note: recalled visits]."""
     backend = executor.backend
     assert isinstance(backend, VirtualBackend), "elsewhere a step would have to be run"
     tracker = StepTracker(executor)
     recall_layers(executor, tracker, Recollection() if recollection is None else recollection)
-    with backend.counting_memory(tracker):
+    with backend.counting_memory(tracker), counted_positions(given):
         # a step to learn the order, and one more where slots are added at its end
         prediction = predict_step(executor, step, warmup=1 if executor.budget is None else 2)
     kind = backend.machine.kind

@@ -18,6 +18,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+import streamer
 from tests.reference import (
     POLICIES,
     VOCAB,
@@ -82,6 +83,21 @@ def test_training_with_the_default_cache(make: Any, layers: str, activations: st
     expected = train_plain(model, **options)
     for chosen in (layers, None):
         assert_parity(train_streamed(model, layers=chosen, activations=activations, **options), expected)
+
+
+def test_a_model_without_cache_is_planned() -> None:
+    """It looks at the values of positions, to see whether several sequences are packed into a row."""
+    model = llama()
+    model.config.use_cache = False
+    batches = {"input_ids": batch(0), "labels": batch(0)}
+    options: dict[str, Any] = {"layers": "model.layers", "activations": "auto", "device": "cpu"}
+    packed = torch.arange(17).remainder(9)[None]
+    with pytest.raises(ValueError, match="a step is planned without values, which this model needs"):
+        streamer.wrap(model, example={**batches, "position_ids": packed}, **options)
+    streamer.wrap(model, example=batches, **options)
+    planned = streamer.chosen(model)
+    assert planned is not None and planned.choice.activations == "keep"
+    streamer.unwrap(model)
 
 
 @pytest.mark.parametrize(("make", "layers"), MODELS)

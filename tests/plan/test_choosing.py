@@ -409,6 +409,18 @@ def test_where_nothing_fits_both_sides_are_told() -> None:
     streamer.unwrap(model)
 
 
+def test_an_example_refuses_a_step_that_does_not_fit_before_anything_is_changed() -> None:
+    given = {"activations": "keep", "num_slots": 2, "micro_batch_size": None}
+    model = gpt(2)
+    before = [param.data_ptr() for param in model.parameters()]
+    with pytest.raises(MemoryError, match="a step with 'keep' in all layers, 2 slots .*device_memory needs"):
+        wrapped_auto(model, device_memory="90kB", **given)
+    assert [param.data_ptr() for param in model.parameters()] == before
+    chosen = wrapped_auto(model, **given)
+    assert chosen.choice == ("keep", 2, None) and "no other" not in chosen.reason
+    streamer.unwrap(model)
+
+
 class Curious(Stack):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) if x.sum().item() >= 0 else x
@@ -431,7 +443,7 @@ class Curious(Stack):
         ({"layers": "transformer.x"}, "layers='transformer.x': there is no such module"),
         (
             {"model": Curious(), "layers": "layers", "example": torch.zeros(4, 32)},
-            r"without values, which this one needs \(.*item.*\): give activations, num_slots and",
+            r"without values, which this model needs \(.*item.*\): give activations, num_slots .* example$",
         ),
     ],
 )
