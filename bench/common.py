@@ -17,6 +17,7 @@ import numba
 import numpy as np
 import torch
 
+from bench.no_values import has_values
 from streamer.app.machine_file import processor
 
 RESULTS = Path(__file__).parent / "results"
@@ -65,19 +66,24 @@ def versions() -> dict[str, str]:
 
 
 def provenance(script: str, *, load_before: float, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """What a result begins with: its script, the date (UTC), the hardware and the versions."""
+    """What a result begins with: its script, the date (UTC), the hardware and the versions; of a GPU also
+    whether it computes, which one that stands in for a GPU does not."""
     return {
         "script": script,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "hardware": hardware(load_before=load_before, device=device),
         "versions": versions(),
+        **({"has_values": has_values(device)} if torch.device(device).type == "cuda" else {}),
     }
 
 
 def quartiles(values: Iterable[float]) -> dict[str, float]:
     """The lower quartile, the median and the upper quartile of two or more values."""
     names = ("lower_quartile", "median", "upper_quartile")
-    return dict(zip(names, statistics.quantiles(values, n=4), strict=True))
+    values = sorted(values)
+    # those of two values would lie beyond the two: times below zero
+    among = (min(max(value, values[0]), values[-1]) for value in statistics.quantiles(values, n=4))
+    return dict(zip(names, among, strict=True))
 
 
 def mean_and_std(values: Sequence[float]) -> dict[str, float]:

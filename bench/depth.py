@@ -27,6 +27,7 @@ import itertools
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -36,6 +37,7 @@ import torch.nn.functional as F
 import streamer
 from bench.common import RESULTS, load_average, provenance, write_json
 from bench.depth_report import Block, draw, print_table, summary
+from bench.no_values import add_option, go_on_without_values
 from models.gpt2 import GPT
 from streamer.engine.paging.handle import wrapped
 
@@ -48,10 +50,12 @@ class Loop:
     def __init__(self, options: argparse.Namespace, n_layer: int) -> None:
         torch.manual_seed(0)
         sizes = {"n_layer": n_layer, "n_head": options.n_head, "n_embd": options.n_embd}
-        model = GPT(vocab_size=VOCAB_SIZE, block_size=options.context, tied=False, **sizes)
+        with torch.device("meta"):
+            model = GPT(vocab_size=VOCAB_SIZE, block_size=options.context, tied=False, **sizes)
         self.model = streamer.wrap(
             model,
             layers="transformer.h",
+            init=model.init_weights,  # drawn on the device, where a large model is made in no time
             device=options.device,
             dtype=getattr(torch, options.dtype),
             num_slots=NUM_SLOTS,
@@ -131,7 +135,7 @@ def block_of_new_loop(options: argparse.Namespace, n_layer: int, steps: int) -> 
         loop.close()
 
 
-def main() -> None:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -151,10 +155,18 @@ def main() -> None:
     parser.add_argument("--one-at-a-time", action="store_true", help="where all depths do not fit together")
     parser.add_argument("--json", type=Path, default=RESULTS / "depth.json")
     parser.add_argument("--png", type=Path, default=RESULTS / "depth.png")
-    options = parser.parse_args()
+    add_option(parser)
+    options = parser.parse_args(arguments)
     if len(set(options.layers)) != len(options.layers) or len(options.layers) < 2 or options.rounds < 2:
         parser.error("--layers must be two or more different depths, and --rounds 2 or more")
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
+    if options.no_values:
+        go_on_without_values()
     load_before = load_average()
     if options.compute_threads is not None:
         torch.set_num_threads(options.compute_threads)
@@ -172,8 +184,8 @@ def main() -> None:
     what += f", {NUM_SLOTS} slots on {options.device}"
     print(f"{what}; load before {load_before:.1f}")
     print_table(found)
-    draw(found, options.png, title=what)
     write_json(options.json, report)
+    draw(found, options.png, title=what)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ import streamer
 from bench.by_layer import CompleteTrace, place, totals
 from bench.common import RESULTS, load_average, provenance, write_json
 from bench.fits_report import failures, print_report
+from bench.no_values import add_option, go_on_without_values
 from bench.raw_copies import RawCopies
 from streamer.app.config import Config, ConfigError, load_config
 from streamer.app.run.build import build_model, build_optimizer
@@ -71,6 +72,7 @@ class Run:
 def within_limits(run: Run, steps: int) -> dict[str, Any]:
     """The config as it is: losses, seconds, and the most memory taken."""
     first = run.loop.validate()
+    print(f"validation loss {first:.3f}", flush=True)
     losses: list[float] = []
     norms: list[float | None] = []
     seconds, asked = [], []
@@ -81,6 +83,8 @@ def within_limits(run: Run, steps: int) -> dict[str, Any]:
         norms.append(measured.get("grad_norm"))  # there is none where updates do not wait for it
         seconds.append(time.perf_counter() - begun)
         asked.append(asked_of_driver(run.executor))
+        # so that a run that is cut short has told something
+        print(f"step {len(losses)}: loss {losses[-1]:.4f}, {seconds[-1]:.2f} s", flush=True)
     last = run.loop.validate()
     stats = streamer.stats(run.model)
     tokens = run.config.data.batch_size * run.config.data.context
@@ -105,6 +109,8 @@ def with_batch(run: Run, batch_size: int) -> dict[str, Any]:
     """Steps of another batch size, traced."""
     tokens = batch_size * run.config.data.context
     found: dict[str, Any] = {"batch_size": batch_size, "tokens_per_step": tokens}
+    if run.executor.backend.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(run.executor.backend.device)
     try:
         # after a step, a forward begins with the root's op, by which steps are told apart
         run.step(batch_size)
@@ -113,9 +119,10 @@ def with_batch(run: Run, batch_size: int) -> dict[str, Any]:
         for _ in range(WARMUP + MEASURED + 1):
             run.step(batch_size)
         streamer.synchronize(run.model)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, MemoryError) as error:
         run.model.zero_grad()
-        return found | {"skipped": "out of device memory"}
+        where = "device" if isinstance(error, torch.OutOfMemoryError) else "host"
+        return found | {"skipped": f"out of {where} memory"}
     parameters = sum(param.numel() for param in run.model.parameters())
     steps = range(WARMUP, WARMUP + MEASURED)
     placed = place(trace.in_order_of_issue())
@@ -150,7 +157,7 @@ def resident_peak() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -160,9 +167,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--host-memory", help='at most, such as "120GiB" (not checked)')
     parser.add_argument("--batch-sizes", type=int, nargs="*", default=[], help="larger ones, in sequences")
     parser.add_argument("--json", type=Path, default=RESULTS / "fits.json")
+    add_option(parser)
     options = parser.parse_args(arguments)
     if options.steps < 3:
         parser.error("--steps must be 3 or more")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    if options.no_values:
+        go_on_without_values()
     load_before = load_average()
     try:
         host_bytes = parse_bytes("--host-memory", options.host_memory)
@@ -172,11 +187,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, ValueError) as error:
         raise SystemExit(f"error: {error}") from None
     streamer.synchronize(run.model)
+    build_seconds = time.perf_counter() - begun
+    print(f"built in {build_seconds:.1f} s", flush=True)
     report: dict[str, Any] = {
         **provenance("bench/fits.py", load_before=load_before, device=run.executor.backend.device),
         "config": {"file": str(options.config), "set": options.overrides} | asdict(config),
         "parameters": sum(param.numel() for param in run.model.parameters()),
-        "build_seconds": time.perf_counter() - begun,
+        "build_seconds": build_seconds,
         "limits": {
             "device_bytes": parse_bytes("stream.device_memory", config.stream.device_memory),
             "host_bytes": host_bytes,
@@ -188,11 +205,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     write_json(options.json, report)  # what follows may yet fail
     if run.executor.backend.device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(1.0, run.executor.backend.device)
-    for batch_size in options.batch_sizes:
-        report["with_batch"].append(with_batch(run, batch_size))
+    try:
+        for batch_size in options.batch_sizes:
+            report["with_batch"].append(with_batch(run, batch_size))
+            write_json(options.json, report)
+    except KeyboardInterrupt:  # of a time limit: what has been measured stands
+        report["failures"].append(f"interrupted with {batch_size} sequences")
         write_json(options.json, report)
-    wrapped(run.model).close()
     print_report(report)
+    wrapped(run.model).close()
     return 1 if report["failures"] else 0
 
 

@@ -11,7 +11,8 @@ def failures(report: Mapping[str, Any]) -> list[str]:
     found, limits = report["within_limits"], report["limits"]
     failed = []
     first, last = found["validation_loss"]
-    if not last < first:
+    # what stands in for a GPU has no losses
+    if report.get("has_values", True) and not last < first:
         failed.append(f"the validation loss did not fall: {first:.3f}, then {last:.3f}")
     if limits["host_bytes"] is not None and found["host_bytes_peak"] > limits["host_bytes"]:
         failed.append(

@@ -29,7 +29,7 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ import torch.nn.functional as F
 
 import streamer
 from bench.common import RESULTS, load_average, provenance, quartiles, write_json
+from bench.no_values import add_option, go_on_without_values
 from models.gpt2 import GPT
 
 QUEUED, WAITED, NONE = MODES = ("queued", "waited", "none")
@@ -66,11 +67,13 @@ class Loop:
     def __init__(self, options: argparse.Namespace) -> None:
         torch.manual_seed(0)
         sizes = {"n_layer": options.n_layer, "n_head": options.n_head, "n_embd": options.n_embd}
-        model = GPT(vocab_size=VOCAB_SIZE, block_size=options.context, tied=False, **sizes)
+        with torch.device("meta"):
+            model = GPT(vocab_size=VOCAB_SIZE, block_size=options.context, tied=False, **sizes)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.model = streamer.wrap(
             model,
             layers="transformer.h",
+            init=model.init_weights,  # drawn on the device, where a large model is made in no time
             device=options.device,
             dtype=getattr(torch, options.dtype),
             host_threads=options.host_threads,
@@ -181,7 +184,7 @@ def print_table(found: Mapping[str, Any]) -> None:
     print(f"overlap by the trace: {spread(found['overlap'], 100).strip()} %")
 
 
-def main() -> None:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -197,7 +200,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=4, help="timed steps of a block (4)")
     parser.add_argument("--json", type=Path, default=RESULTS / "hidden_update.json")
-    options = parser.parse_args()
+    add_option(parser)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
+    if options.no_values:
+        go_on_without_values()
     load_before = load_average()
     torch.set_num_threads(options.compute_threads)
     loop = Loop(options)

@@ -32,8 +32,8 @@ from torch.utils.checkpoint import checkpoint
 
 import streamer
 from bench.common import RESULTS, load_average, provenance, quartiles, write_json
+from bench.no_values import add_option, go_on_without_values
 from models.gpt2 import GPT
-from streamer.engine.tensors import samples
 
 LAYERS = 12
 BATCH = (2, 16)
@@ -114,19 +114,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", default="cpu")
-    parser.add_argument(
-        "--no-values",
-        action="store_true",
-        help="the device is a stand-in for a GPU whose kernels compute nothing: samples of what layers "
-        "compute are taken, but not compared",
-    )
+    add_option(parser)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--json", type=Path, help="bench/results/host_cost.json")
     options = parser.parse_args()
 
     if options.no_values:
-        samples._check = lambda pairs: None
+        go_on_without_values()
     load_before = load_average()
     torch.set_num_threads(1)
     tasks = {
@@ -143,7 +138,6 @@ def main() -> None:
                 f"({row['ratio']['lower_quartile']:.2f} to {row['ratio']['upper_quartile']:.2f})"
             )
     report = provenance("bench/host_cost.py", load_before=load_before, device=options.device)
-    report |= {"has_values": not options.no_values}
     report |= {"layers": LAYERS, "rounds": options.rounds, "steps": options.steps, "tasks": tasks}
     write_json(options.json or RESULTS / "host_cost.json", report)
 

@@ -17,9 +17,16 @@ def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def number(value: float | None, form: str) -> str:
+    """A figure; what was no number is null in JSON."""
+    return "no number" if value is None else format(value, form)
+
+
 def spread(values: Mapping[str, float] | None, form: str = ".2f", unit: float = 1.0) -> str:
     """The median and the quartiles."""
     if values is None:
         return ""
     lower, median, upper = (values[key] for key in ("lower_quartile", "median", "upper_quartile"))
+    if lower is None or median is None or upper is None:
+        return "no number"
     return f"{median * unit:{form}} ({lower * unit:{form}} to {upper * unit:{form}})"

@@ -30,7 +30,7 @@ from __future__ import annotations
 import argparse
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from torch import nn
 import streamer
 from bench.by_layer import CompleteTrace, place, rows, totals
 from bench.common import RESULTS, load_average, provenance, write_json
+from bench.no_values import add_option, go_on_without_values
 from bench.overlap_table import print_report
 from bench.raw_copies import RawCopies
 from streamer.app.config import Config, ConfigError, load_config
@@ -147,7 +148,7 @@ def draw_one_step(trace: Path, picture: Path) -> None:
     print(f"written: {picture}")
 
 
-def main() -> None:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -161,9 +162,17 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RESULTS / "overlap.json")
     parser.add_argument("--png", type=Path, default=RESULTS / "overlap.png")
     parser.add_argument("--trace", type=Path, help="the Chrome trace of all steps (not written)")
-    options = parser.parse_args()
+    add_option(parser)
+    options = parser.parse_args(arguments)
     if options.steps < 2 or options.warmup < 1:
         parser.error("--steps must be 2 or more, and --warmup 1 or more")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
+    if options.no_values:
+        go_on_without_values()
     load_before = load_average()
     if options.compute_threads is not None:
         torch.set_num_threads(options.compute_threads)
@@ -175,18 +184,18 @@ def main() -> None:
             found = measure(config, backend, steps=options.steps, warmup=options.warmup, trace=trace)
         except ConfigError as error:
             raise SystemExit(f"error: {error}") from None
+        machine = {"machine": asdict(backend.machine)} if isinstance(backend, VirtualBackend) else {}
+        report = {
+            **provenance("bench/overlap.py", load_before=load_before, device=backend.device),
+            "backend": type(backend).__name__.removesuffix("Backend").lower(),
+            "compute_threads": torch.get_num_threads(),
+            **machine,
+            "config": {"file": str(options.config), "set": options.overrides} | asdict(config),
+            **found,
+        }
+        print_report(report)
+        write_json(options.json, report)
         draw_one_step(trace, options.png)
-    machine = {"machine": asdict(backend.machine)} if isinstance(backend, VirtualBackend) else {}
-    report = {
-        **provenance("bench/overlap.py", load_before=load_before, device=backend.device),
-        "backend": type(backend).__name__.removesuffix("Backend").lower(),
-        "compute_threads": torch.get_num_threads(),
-        **machine,
-        "config": {"file": str(options.config), "set": options.overrides} | asdict(config),
-        **found,
-    }
-    print_report(report)
-    write_json(options.json, report)
 
 
 if __name__ == "__main__":

@@ -30,9 +30,17 @@ Report = Mapping[str, Any]
 
 
 def load(folder: Path) -> dict[str, Report]:
-    """The results in ``folder`` and in its folder for GPUs, by path within ``folder``."""
+    """The results in ``folder`` and in its folder for GPUs, by path within ``folder``.
+
+    Raises ValueError for one in the folder for GPUs that is not of a GPU whose kernels compute.
+    """
     paths = sorted(folder.glob("*.json")) + sorted((folder / GPU).glob("*.json"))
-    return {path.relative_to(folder).as_posix(): json.loads(path.read_text()) for path in paths}
+    reports = {path.relative_to(folder).as_posix(): json.loads(path.read_text()) for path in paths}
+    for name, report in reports.items():
+        if name.startswith(f"{GPU}/") and not report.get("has_values", False):
+            gpu = report["hardware"].get("gpu", "no GPU")
+            raise ValueError(f"{folder / name} was measured on {gpu}, no GPU that computes: delete it")
+    return reports
 
 
 def results_readme(reports: Mapping[str, Report], pictures: Collection[str]) -> str:
@@ -51,7 +59,8 @@ def heading(report: Report) -> str:
     hardware, versions = report["hardware"], report["versions"]
     parts = [f"{hardware['processor']}, {hardware['cores']} cores"]
     if "gpu" in hardware:
-        parts.append(f"{hardware['gpu']} (driver {hardware['driver']})")
+        stands_in = "" if report.get("has_values", True) else ", which is no GPU: its kernels compute nothing"
+        parts.append(f"{hardware['gpu']} (driver {hardware['driver']}){stands_in}")
     parts.append(", ".join(f"{name} {version}" for name, version in versions.items()))
     return f"`{report['script']}`, {report['date'][:10]}: {'; '.join(parts)}."
 
@@ -86,7 +95,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--check", action="store_true", help="write nothing")
     options = parser.parse_args(arguments)
-    reports = load(RESULTS)
+    try:
+        reports = load(RESULTS)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
     pictures = {path.relative_to(RESULTS).as_posix() for path in RESULTS.rglob("*.png")}
     wanted = {
         RESULTS / "README.md": results_readme(reports, pictures),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from bench.architectures_report import architectures_table
-from bench.markdown import Report, spread, table
+from bench.markdown import Report, number, spread, table
 from bench.plan_table import plan_table
 from bench.plans_table import plans_table
 from bench.residency_table import residency_table
@@ -127,7 +127,7 @@ def depth(report: Report) -> list[str]:
     equal = "the same at every depth" if report["owned_bytes_are_equal"] else "NOT the same at every depth"
     return [
         f"{line['intercept'] * 1e3:.1f} ms and {line['slope'] * 1e3:.2f} ms per layer, R² "
-        f"{line['r_squared']:.4f}; owned device bytes are {equal}.",
+        f"{number(line['r_squared'], '.4f')}; owned device bytes are {equal}.",
         "",
         *table(["layers", "step, ms", "owned, MB", "peak with saved inputs, MB"], rows),
     ]
@@ -153,7 +153,7 @@ def _contender(name: str, row: Report) -> list[str]:
         spread(ratios.get("plain-fp32"), ".3f"),
         "" if device is None else f"{device['peak'] / GIB:.2f}",
         f"{(host.get('counted') or host['resident']) / GIB:.2f}",
-        f"{row['loss']['before']:.3f} to {row['loss']['after']:.3f}",
+        f"{number(row['loss']['before'], '.3f')} to {number(row['loss']['after'], '.3f')}",
     ]
 
 
@@ -179,7 +179,8 @@ def fits(report: Report) -> list[str]:
     return [
         f"{report['config']['file']}, {report['parameters']:,} parameters, built in "
         f"{report['build_seconds']:.0f} s; at most {device / GIB:.2f} GiB of the device and "
-        f"{found['host_bytes_peak'] / GIB:.1f} GiB of host memory; validation loss {first:.3f} to {last:.3f} "
+        f"{found['host_bytes_peak'] / GIB:.1f} GiB of host memory; validation loss {number(first, '.3f')} to "
+        f"{number(last, '.3f')} "
         f"in {len(found['losses'])} steps."
         + "".join(f" FAILED: {failure}." for failure in report["failures"]),
         "",
@@ -261,7 +262,7 @@ def host_cost(report: Report) -> list[str]:
     ]
     heads = ["", "", "plain", "checkpoint adds", "streaming adds to that", "ratio of the last two"]
     what = "Microseconds per layer and step, one thread."
-    if not report["has_values"]:
+    if not report.get("has_values", True):
         what += " Of the host alone: before a stand-in for a GPU, whose kernels compute nothing."
     return [what, "", *table(heads, rows)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -69,8 +69,8 @@ def builders(task: Task, options: argparse.Namespace, gb_per_second: float | Non
     return found | {name: partial(build, known[name]) for name in options.only or known}
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """A group of rows for each bandwidth and batch."""
+def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A group of rows for each bandwidth and batch; what there is so far after each of them."""
     device = torch.device(options.device)
     rates: list[float | None] = [None] if device.type == "cuda" else options.gb_per_second
     if device.type == "cuda":
@@ -101,7 +101,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 name: row(result, results, dtype=dtype, tokens_per_step=task.tokens_per_step)
                 for name, result in results.items()
             } | {name: {"skipped": reason} for name, reason in left_out.items()}
-            print(f"{task.tokens_per_step:,} tokens a step, bus of {rate} GB/s each way")
+            of_bus = "" if rate is None else f", bus of {rate} GB/s each way"
+            print(f"{task.tokens_per_step:,} tokens a step{of_bus}")
             print_table(rows)
             groups.append(
                 {
@@ -110,4 +111,4 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                     "contenders": rows,
                 }
             )
-    return {"parameters": task.num_parameters, "groups": groups}
+            yield {"parameters": task.num_parameters, "groups": groups}

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these variants (all)")
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
+def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for each variant and batch."""
     config = load_config(options.config, options.overrides)
     rows = []
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             row = {"variant": name, **measure(config, known[name], batch_size)}
             rows.append(row)
             print(f"{line(row)}  [{time.perf_counter() - began:.0f} s]", flush=True)
-    return {
+    yield {
         "config": str(options.config.name),
         "machines": {machine.name: asdict(machine) for machine in MACHINES},
         "rows": rows,

@@ -31,15 +31,17 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from bench import tokens_bus, tokens_machines, tokens_plain
 from bench.common import RESULTS, load_average, provenance, write_json
+from bench.no_values import add_option, go_on_without_values
 from bench.tokens_report import draw
 
 PARTS = {"plain": tokens_plain, "bus": tokens_bus, "machines": tokens_machines}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parts = parser.add_subparsers(dest="part", required=True)
@@ -48,28 +50,38 @@ def main(arguments: Sequence[str] | None = None) -> None:
         module.add_options(part)
         part.add_argument("--json", type=Path, default=RESULTS / f"tokens_{name}.json")
         part.add_argument("--png", type=Path, help="(that of the JSON)")
+        add_option(part)
     options = parser.parse_args(arguments)
     if getattr(options, "rounds", None) is not None and options.rounds < 2:
         parser.error("quartiles need two --rounds")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
+    if options.no_values:
+        go_on_without_values()
     load_before = load_average()
-    found = PARTS[options.part].run(options)
     settings = {
         name: value.name if isinstance(value, Path) else value
         for name, value in vars(options).items()
         if name not in ("json", "png", "part")
     }
-    report = {
-        **provenance(
-            "bench/tokens_per_transfer.py",
-            load_before=load_before,
-            device=getattr(options, "device", "cpu"),
-        ),
-        "part": options.part,
-        "settings": settings,
-        **found,
-    }
+    report: dict[str, Any] = {}
+    for found in PARTS[options.part].run(options):
+        report = {
+            **provenance(
+                "bench/tokens_per_transfer.py",
+                load_before=load_before,
+                device=getattr(options, "device", "cpu"),
+            ),
+            "part": options.part,
+            "settings": settings,
+            **found,
+        }
+        # each time, for what comes may not end well
+        write_json(options.json, report)
     draw(report, options.png or options.json.with_suffix(".png"))
-    write_json(options.json, report)
 
 
 if __name__ == "__main__":

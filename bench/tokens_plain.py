@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -34,8 +35,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=500.0, help="after which no rounds begin (500)")
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """A group of two rows for each number of tokens."""
+def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A group of two rows for each number of tokens; what there is so far after each of them."""
     groups = []
     sizes = {name: getattr(options, name) for name in ("n_layer", "n_head", "n_embd", "vocab_size")}
     for tokens in options.tokens:
@@ -76,4 +77,4 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 "contenders": rows,
             }
         )
-    return {"parameters": task.num_parameters, "groups": groups}
+        yield {"parameters": task.num_parameters, "groups": groups}

@@ -44,6 +44,7 @@ from typing import Any
 import torch
 
 from bench.common import RESULTS, load_average, provenance, write_json
+from bench.no_values import add_option, go_on_without_values
 from bench.versus_contenders import PLAIN, contenders
 from bench.versus_measure import Builders, measure
 from bench.versus_report import print_table, row
@@ -86,6 +87,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these, beside the plain ones")
     parser.add_argument("--groups", nargs="+", default=[], metavar="NAME,NAME", help="side by side; all")
     parser.add_argument("--json", type=Path, default=RESULTS / "versus.json")
+    add_option(parser)
     options = parser.parse_args(arguments)
     if options.rounds < 2 or options.steps < 1:
         parser.error("quartiles need two --rounds, a block one of --steps")
@@ -115,6 +117,8 @@ def start_cuda(device: torch.device) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+    if options.no_values:
+        go_on_without_values()
     load_before = load_average()
     device = torch.device(options.device)
     if device.type == "cuda":
@@ -146,7 +150,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "groups": groups,
             }
             write_json(options.json, report)
-    return int(any(row.get("refused") for group in groups for row in group.values()))
+    refused = any(row.get("refused") for group in groups for row in group.values())
+    # without values there are no losses that could be compared
+    return int(refused and not options.no_values)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,13 +70,12 @@ def test_owned_bytes_that_differ_are_told(owned: dict[str, int], capsys: pytest.
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("more", [[], ["--one-at-a-time"]])
-def test_a_run(device: str, more: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_run(device: str, more: list[str], tmp_path: Path) -> None:
     report, picture = tmp_path / "depth.json", tmp_path / "depth.png"
     sizes = ["--n-embd", "64", "--n-head", "2", "--batch-size", "2", "--context", "8", "--layers", "4", "2"]
     counts = ["--rounds", "2", "--steps", "1", "--device", device, "--host-threads", "1"]
     outputs = ["--json", str(report), "--png", str(picture)]
-    monkeypatch.setattr(sys, "argv", ["depth", *sizes, *counts, *outputs, *more])
-    depth.main()
+    depth.main([*sizes, *counts, *outputs, *more])
     found = json.loads(report.read_text())
     assert [row["n_layer"] for row in found["depths"]] == [2, 4]
     assert found["owned_bytes_are_equal"]

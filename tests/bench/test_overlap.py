@@ -315,23 +315,18 @@ def test_many_layers_are_summed_up() -> None:
     assert worst[headers.index("for forward GB/s")] == figure(2e-9)
 
 
-def run_main(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> dict[str, Any]:
+def run_main(folder: Path, *arguments: str) -> dict[str, Any]:
     report, picture, trace = (folder / name for name in ("overlap.json", "overlap.png", "trace.json"))
     overrides = [word for override in TINY for word in ("--set", override)]
     outputs = ["--json", str(report), "--png", str(picture), "--trace", str(trace)]
-    monkeypatch.setattr(
-        sys, "argv", ["overlap", DEMO, *overrides, "--steps", "3", "--warmup", "1", *outputs, *arguments]
-    )
-    overlap.main()
+    overlap.main([DEMO, *overrides, "--steps", "3", "--warmup", "1", *outputs, *arguments])
     assert any(event["name"] == "rootF" for event in json.loads(trace.read_text())["traceEvents"])
     return json.loads(report.read_text())
 
 
 @pytest.mark.parametrize("backend", ["thread", "virtual", pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_a_run(
-    backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = run_main(monkeypatch, tmp_path, "--backend", backend)
+def test_a_run(backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_main(tmp_path, "--backend", backend)
     assert found["backend"] == backend
     assert found["config"]["model"]["args"]["n_layer"] == 3
     assert [row["unit"] for row in found["layers"]] == [0, 1, 2]
@@ -359,7 +354,7 @@ def test_without_matplotlib_there_is_no_picture_and_all_the_rest(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "streamer.app.plan.timeline", raising=False)
     monkeypatch.delattr(streamer.app.plan, "timeline", raising=False)
-    run_main(monkeypatch, tmp_path, "--backend", "virtual")
+    run_main(tmp_path, "--backend", "virtual")
     assert "not drawn: import of matplotlib" in capsys.readouterr().out
     assert not (tmp_path / "overlap.png").exists()
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import streamer
-from bench import tokens_per_transfer
+from bench import tokens_bus, tokens_per_transfer
 from bench.replay import UNIT, Recording, replay
 from bench.report_tables import TABLES
 from bench.tokens_plain import PLANS
@@ -51,6 +52,26 @@ def test_plain_beside_streamed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert f"| {group['tokens_per_step']:,} | " in text
     figure = tokens_figure({"tokens_plain.json": report})
     assert "at these shares of plain PyTorch's tokens per second" in figure
+
+
+def test_what_was_measured_before_an_interrupt_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[Task] = []
+
+    def once(builders: object, task: Task, **options: object) -> tuple[dict[str, Any], dict[str, str]]:
+        measured.append(task)
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        return {}, {"whole batch": "too slow"}
+
+    monkeypatch.setattr(tokens_bus, "measure", once)
+    path = tmp_path / "found.json"
+    few = ["--batch-sizes", "4", "8", "--gb-per-second", "1"]
+    with pytest.raises(KeyboardInterrupt):
+        tokens_per_transfer.main(["bus", *SMALL, *few, "--json", str(path)])
+    (group,) = json.loads(path.read_text())["groups"]
+    assert group["tokens_per_step"] == 4 * 16
 
 
 def test_what_plain_holds_is_what_its_tensors_take() -> None:

@@ -1,0 +1,50 @@
+"""``--no-values``: measuring on a stand-in for a GPU whose kernels compute nothing, to the end all the same.
+
+Sizes, copies, bytes and waits of such a run are real; losses, gradients and the seconds of kernels are not.
+`bench.common.provenance` asks each device for a sum, and `bench.report` takes no result of a device that
+cannot add for a GPU's, with this option or without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import torch
+
+from streamer.engine.paging.norms import Norms
+from streamer.engine.tensors import samples
+
+
+def add_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--no-values",
+        action="store_true",
+        help="the device is a stand-in for a GPU whose kernels compute nothing: what layers compute is not "
+        "compared with what they compute again, and gradients are taken to be finite",
+    )
+
+
+def go_on_without_values() -> None:
+    """Let training go on in this process whatever its device computes. Shapes are still compared."""
+
+    def check_shapes(pairs: Sequence[samples.Pair]) -> None:
+        for pair in pairs:
+            if pair.first.numbers().shape != pair.again.numbers().shape:
+                raise samples.another_way(pair.layer)
+
+    samples._check = check_shapes
+    measured = Norms.is_finite
+
+    def is_finite(self: Norms, layers_scale: float) -> bool:
+        measured(self, layers_scale)  # what reads the device still waits for it
+        return True
+
+    Norms.is_finite = is_finite  # type: ignore[method-assign]
+
+
+def has_values(device: torch.device | str) -> bool:
+    """Whether kernels of ``device`` compute."""
+    # both ways to 0 for memory that nobody has written
+    numbers = torch.arange(1, 9, device=device)
+    return numbers.sum().item() == 36 and (numbers * 0).sum().item() == 0

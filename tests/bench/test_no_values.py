@@ -1,0 +1,97 @@
+"""``--no-values``: what goes on where a device computes nothing, and that such a device is known."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import streamer
+from bench import common, no_values
+from bench.no_values import go_on_without_values, has_values
+from streamer.engine.paging.norms import Norms
+from streamer.engine.tensors import samples
+
+
+@pytest.fixture
+def without_values(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # so that they are put back
+    monkeypatch.setattr(samples, "_check", samples._check)
+    monkeypatch.setattr(Norms, "is_finite", Norms.is_finite)
+    go_on_without_values()
+    yield
+
+
+RUNS = itertools.count(1)
+
+
+class Moody(nn.Module):
+    """A layer that computes something else whenever it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # an attribute of the layer would be put back before the second run
+        return torch.tanh(self.linear(x) * next(RUNS))
+
+
+def train(*, gradient: float = 1.0) -> tuple[nn.Module, float]:
+    """A step; what it made of a weight's mean."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(*(Moody() for _ in range(3))))
+    streamer.wrap(model, layers="1", device="cpu", host_threads=1)
+    try:
+        optimizer = streamer.AdamW(model.parameters(), lr=0.1)
+        before = model[1][0].linear.bias.detach().clone()
+        (model(torch.ones(4, 8)).sum() * gradient).backward()
+        optimizer.step()
+        moved = float((model[1][0].linear.bias.detach() - before).abs().mean())
+        return model, moved
+    finally:
+        streamer.unwrap(model)
+
+
+def test_a_layer_that_computes_something_else_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="did not do the same when it ran again"):
+        train()
+
+
+@pytest.mark.usefixtures("without_values")
+def test_without_values_it_is_not() -> None:
+    _, moved = train()
+    assert moved > 0
+
+
+@pytest.mark.usefixtures("without_values")
+def test_without_values_gradients_are_finite_and_updates_made() -> None:
+    # NaN gradients would be skipped with a warning, which is an error here
+    train(gradient=float("nan"))
+
+
+@pytest.mark.usefixtures("without_values")
+def test_shapes_are_still_compared() -> None:
+    one, other = (samples.Sample(torch.zeros(count, dtype=torch.float64), torch.float32) for count in (3, 4))
+    with pytest.raises(RuntimeError, match="did not do the same"):
+        samples._check([samples.Pair("h.0", one, other, False)])
+
+
+def test_a_device_that_computes_is_told_from_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert has_values("cpu")
+    for left in (torch.zeros(8), torch.full((8,), float("nan")), torch.ones(8)):
+        monkeypatch.setattr(no_values.torch, "arange", lambda *args, left=left, **options: left)
+        assert not has_values("cpu")
+
+
+def test_a_result_of_the_cpu_says_nothing_of_it_and_one_of_a_gpu_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert "has_values" not in common.provenance("bench/x.py", load_before=0.0)
+    monkeypatch.setattr(common, "hardware", lambda **options: {})
+    monkeypatch.setattr(common, "has_values", lambda device: False)
+    assert common.provenance("bench/x.py", load_before=0.0, device="cuda")["has_values"] is False
