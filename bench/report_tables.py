@@ -27,6 +27,12 @@ def median(values: Mapping[str, float] | None) -> str:
     return "" if values is None else f"{values['median']:.2f}"
 
 
+def config_of(report: Report) -> str:
+    """The config that was run, and what was changed of it."""
+    file, changed = report["config"]["file"], report["config"]["set"]
+    return f"{file} ({', '.join(changed)})" if changed else str(file)
+
+
 def adam_table(report: Report) -> list[str]:
     """The update against others, medians only."""
     heads = [
@@ -87,7 +93,7 @@ def moments(report: Report) -> list[str]:
 
 
 def overlap(report: Report) -> list[str]:
-    totals, config = report["totals"], report["config"]
+    totals = report["totals"]
     rows = [
         [
             lane,
@@ -104,9 +110,10 @@ def overlap(report: Report) -> list[str]:
         if "of_raw" in layer[purpose]
     ]
     return [
-        f"{config['file']}, {report['parameters']:,} parameters, {report['tokens_per_step']:,} tokens a step "
-        f"on the backend {report['backend']}: {spread(totals['step_seconds'], '.1f', 1e3)} ms a step, of "
-        f"which compute waits for copies {totals['exposed_transfer_of_step']:.1%}; a layer's copies run at "
+        f"{config_of(report)}, {report['parameters']:,} parameters, "
+        f"{report['tokens_per_step']:,} tokens a step on the backend {report['backend']}: "
+        f"{spread(totals['step_seconds'], '.1f', 1e3)} ms a step, of which compute "
+        f"waits for copies {totals['exposed_transfer_of_step']:.1%}; a layer's copies run at "
         f"{', '.join(copies)} of a raw copy's rate.",
         "",
         *table(["lane", "busy, ms", "exposed, ms", "overlap"], rows),
@@ -177,7 +184,7 @@ def fits(report: Report) -> list[str]:
         )
     heads = ["tokens a step", "tokens/s", "TFLOP/s", "waiting for copies", "H2D of a raw copy"]
     return [
-        f"{report['config']['file']}, {report['parameters']:,} parameters, built in "
+        f"{config_of(report)}, {report['parameters']:,} parameters, built in "
         f"{report['build_seconds']:.0f} s; at most {device / GIB:.2f} GiB of the device and "
         f"{found['host_bytes_peak'] / GIB:.1f} GiB of host memory; validation loss {number(first, '.3f')} to "
         f"{number(last, '.3f')} "

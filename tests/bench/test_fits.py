@@ -48,6 +48,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_config_that_fits_and_larger_batches(config: Path, tmp_path: Path) -> None:
     out = tmp_path / "fits.json"
     arguments = [str(config), "--steps", "6", "--host-memory", "64GiB", "--batch-sizes", "8", "16"]
+    arguments += ["--set", "optimizer.warmup_steps=2"]
     assert fits.main([*arguments, "--json", str(out)]) == 0
     report = json.loads(out.read_text())
     found = report["within_limits"]
@@ -60,6 +61,7 @@ def test_a_config_that_fits_and_larger_batches(config: Path, tmp_path: Path) -> 
     assert found["device_bytes_peak"] == owned + 3 * 4 * 16 * 16 * 4
     assert [row["tokens_per_step"] for row in report["with_batch"]] == [8 * 16, 16 * 16]
     text = "\n".join(TABLES[report["script"]](report))
+    assert text.startswith(f"{config} (optimizer.warmup_steps=2), ")
     assert f"validation loss {found['validation_loss'][0]:.3f} to" in text
     assert text.count("\n| ") == 2 + 3
     for row in report["with_batch"]:
