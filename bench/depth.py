@@ -115,10 +115,18 @@ def measure(options: argparse.Namespace) -> dict[int, list[Block]]:
             loops[n_layer] = Loop(options, n_layer)
             # the lanes of one model must be idle when the next is made: both run parallel kernels
             loops[n_layer].block(1)
-        for _ in range(options.rounds):
+        for number in range(options.rounds):
             for n_layer in order.sample(options.layers, len(options.layers)):
                 block = loops[n_layer].block if loops else partial(block_of_new_loop, options, n_layer)
                 found[n_layer].append(block(options.steps))
+            took = ", ".join(f"{n_layer} {blocks[-1].seconds:.4g}" for n_layer, blocks in found.items())
+            print(f"round {number + 1}, seconds per step by layers: {took}", flush=True)
+    except KeyboardInterrupt:  # of a time limit: the rounds that are complete stand
+        complete = min(map(len, found.values()))
+        if complete < 2:
+            raise
+        print(f"interrupted in round {complete + 1}", flush=True)
+        return {n_layer: blocks[:complete] for n_layer, blocks in found.items()}
     finally:
         for loop in loops.values():
             loop.close()
@@ -171,12 +179,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.compute_threads is not None:
         torch.set_num_threads(options.compute_threads)
     try:
-        found = summary(measure(options))
+        blocks = measure(options)
     except MemoryError as error:
         raise SystemExit(f"{error}; --one-at-a-time holds one depth at a time") from None
+    found = summary(blocks)
     settings = {name: value for name, value in vars(options).items() if name not in ("json", "png")}
     report = {
         **provenance("bench/depth.py", load_before=load_before, device=options.device),
+        "rounds": len(blocks[options.layers[0]]),
         "settings": settings | {"num_slots": NUM_SLOTS, "vocab_size": VOCAB_SIZE},
         **found,
     }

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import random
 import statistics
 import time
@@ -41,6 +42,7 @@ import streamer
 from bench.common import RESULTS, load_average, provenance, quartiles, write_json
 from bench.no_values import add_option, go_on_without_values
 from models.gpt2 import GPT
+from streamer.engine.paging.handle import wrapped
 
 QUEUED, WAITED, NONE = MODES = ("queued", "waited", "none")
 VOCAB_SIZE = 256  # bytes, so that nearly all parameters are in layers, as in a large model
@@ -133,8 +135,17 @@ class Loop:
 def measure(loop: Loop, *, rounds: int, steps: int) -> list[dict[str, Block]]:
     """By round, a block of each mode; a first round, which compiles and warms up, is not kept."""
     order = random.Random(0)
-    drawn = [order.sample(MODES, len(MODES)) for _ in range(rounds + 1)]
-    return [{mode: loop.block(mode, steps) for mode in modes} for modes in drawn][1:]
+    found: list[dict[str, Block]] = []
+    try:
+        for number in range(rounds + 1):
+            found.append({mode: loop.block(mode, steps) for mode in order.sample(MODES, len(MODES))})
+            took = ", ".join(f"{mode} {found[-1][mode].wall:.4g}" for mode in MODES)
+            print(f"round {number}, seconds per step: {took}", flush=True)
+    except KeyboardInterrupt:  # of a time limit: the rounds that are complete stand
+        if len(found) < 3:
+            raise
+        print(f"interrupted in round {len(found)}", flush=True)
+    return found[1:]
 
 
 def summary(rounds: list[dict[str, Block]]) -> dict[str, Any]:
@@ -211,16 +222,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     load_before = load_average()
     torch.set_num_threads(options.compute_threads)
     loop = Loop(options)
-    rounds = measure(loop, rounds=options.rounds, steps=options.steps)
-    forward = loop.forward_seconds(options.steps * 3)
     device = next(loop.model.parameters()).device
+    try:
+        rounds = measure(loop, rounds=options.rounds, steps=options.steps)
+        # no more of a model that was interrupted in the middle of a step
+        is_whole = len(rounds) == options.rounds
+        forward = loop.forward_seconds(options.steps * 3) if is_whole else math.nan
+    finally:
+        wrapped(loop.model).close()
     found = summary(rounds)
     settings = {
         name: value for name, value in vars(options).items() if name not in ("json", "rounds", "steps")
     }
     report = {
         **provenance("bench/hidden_update.py", load_before=load_before, device=device),
-        "rounds": options.rounds,
+        "rounds": len(rounds),
         "steps_per_block": options.steps,
         "parameters": loop.num_parameters,
         "settings": settings | {"device": str(device)},

@@ -87,3 +87,33 @@ def test_a_run(device: str, more: list[str], tmp_path: Path) -> None:
             assert row["beyond_owned_bytes_per_layer"] == 4 * 2 * 8 * 64
         assert row["peak_bytes"] > row["owned_bytes_total"]
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("complete", [1, 3])
+def test_the_rounds_before_an_interrupt_stand(
+    complete: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "depth.json"
+    sizes = ["--n-embd", "16", "--n-head", "2", "--batch-size", "2", "--context", "8", "--layers", "1", "2"]
+    arguments = [*sizes, "--rounds", "5", "--steps", "1", "--device", "cpu", "--host-threads", "1"]
+    arguments += ["--json", str(report), "--png", str(tmp_path / "depth.png")]
+    # the first blocks warm up; of the round that is interrupted one depth is done
+    left = iter(range(2 + 2 * complete + 1))
+    block = depth.Loop.block
+
+    def interrupted(loop: depth.Loop, steps: int) -> Block:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return block(loop, steps)
+
+    monkeypatch.setattr(depth.Loop, "block", interrupted)
+    if complete < 2:
+        with pytest.raises(KeyboardInterrupt):
+            depth.main(arguments)
+        assert not report.exists()
+    else:
+        depth.main(arguments)
+        found = json.loads(report.read_text())
+        assert found["rounds"] == complete
+        assert [row["n_layer"] for row in found["depths"]] == [1, 2]
+    assert capsys.readouterr().out.count("seconds per step by layers: 1 ") == complete

@@ -75,6 +75,13 @@ def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
     assert list((tmp_path / "out").iterdir()) == []
 
 
+def test_without_what_streamer_needs_nothing_is_measured(stand_in: Path, tmp_path: Path) -> None:
+    stand_in.write_text(STAND_IN.replace("  -c*)", "  *psutil*) exit 1 ;;\n  -c*)"))
+    done = run(stand_in, tmp_path / "out")
+    assert done.returncode == 2
+    assert "cannot import what streamer needs, see above: nothing was measured" in done.stdout
+
+
 def test_what_fails_does_not_keep_the_others_from_running(
     stand_in: Path, short_script: Path, tmp_path: Path
 ) -> None:

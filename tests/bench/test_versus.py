@@ -431,3 +431,6 @@ def test_a_refusal_is_written_and_the_exit_code(tmp_path: Path, monkeypatch, cap
         assert rows[PLAIN_FP32]["refused"] is None
         assert "its loss ends at" in rows["lazy"]["refused"]
     assert "REFUSED: its loss ends at" in capsys.readouterr().out
+    # before a device that computes nothing losses are nobody's fault
+    monkeypatch.setattr(versus, "go_on_without_values", lambda: None)
+    assert versus.main([*SMALL, "--groups", "lazy", "--no-values", "--json", str(path)]) == 0
