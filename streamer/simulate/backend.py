@@ -43,6 +43,8 @@ class VirtualBackend(Backend):
         self.machine = machine
         self._host_taken = self._device_taken = 0
         self._clock = Clock(machine.beside)
+        #: when the thread that launches a GPU's operations is done with all so far, in seconds
+        self._issued = 0.0
         #: whether a layer's work runs
         self.is_computing = False
         #: of all that has run
@@ -75,12 +77,22 @@ class VirtualBackend(Backend):
             self._counted = self._caller.cost
             self.flops += cost.flops
             self.caller_seconds += cost.seconds
-            self._clock.compute(cost.seconds)
+            self._clock.compute(cost.seconds, self._issue(cost.ops))
+
+    def _issue(self, ops: int, seconds: float = 0.0) -> float:
+        """When the thread that launches ``ops`` operations begins with them, after ``seconds`` of its own
+        work."""
+        if self.machine.kind == CPU:
+            return 0.0
+        begun = self._issued + seconds
+        self._issued = begun + ops * self.machine.seconds_per_op
+        return begun
 
     def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
         self.let_caller_compute()
         if lane is not Lane.COMPUTE:
-            return self._clock.submit(lane, nbytes / self.machine.bytes_per_second(lane), waits)
+            seconds = nbytes / self.machine.bytes_per_second(lane)
+            return self._clock.submit(lane, seconds, waits, self._issued)
         self.is_computing, self._recalled = True, NOTHING
         try:
             with FusedAttention(self.machine.kind), Operations(self.machine) as counter:
@@ -93,9 +105,11 @@ class VirtualBackend(Backend):
         self.flops += cost.flops
         seconds = cost.seconds
         # some work marks a moment and does nothing
-        if seconds and self.machine.kind == CPU:
-            seconds += self.machine.seconds_per_visit
-        return self._clock.submit(lane, seconds, waits)
+        of_library = self.machine.seconds_per_visit if seconds else 0.0
+        issued = self._issue(cost.ops, of_library)
+        # where the host's cores compute, they do nothing meanwhile
+        seconds += of_library if self.machine.kind == CPU else 0.0
+        return self._clock.submit(lane, seconds, waits, issued)
 
     def recall(self, cost: Cost) -> None:
         """Let the work that runs have cost this too, which it did not execute."""

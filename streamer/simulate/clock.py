@@ -27,7 +27,8 @@ class VirtualEvent(Event):
 
 
 class Clock:
-    """The lanes of a machine: the loop runs ahead of them, and each begins as its queue and its waits allow.
+    """The lanes of a machine: each begins as its queue and its waits allow, and no sooner than the loop has
+    issued its work, which runs ahead of a GPU.
 
     Work beside other lanes takes longer by what each of them adds (``beside``). It is slowed by what was
     submitted before it, not by what comes later.
@@ -39,9 +40,10 @@ class Clock:
         self._free_at = dict.fromkeys(Lane, 0.0)
         self._spans: dict[Lane, deque[Span]] = {lane: deque(maxlen=64) for lane in Lane}
 
-    def submit(self, lane: Lane, seconds: float, waits: Sequence[Event]) -> VirtualEvent:
-        """Work that takes ``seconds`` alone, after all that is in its lane and after ``waits``."""
-        ready = self._free_at[lane]
+    def submit(self, lane: Lane, seconds: float, waits: Sequence[Event], issued: float = 0.0) -> VirtualEvent:
+        """Work that takes ``seconds`` alone, after all that is in its lane, after ``waits``, and from
+        ``issued`` on."""
+        ready = max(self._free_at[lane], issued)
         start = max([ready, *(span.end for event in waits if (span := event.span()) is not None)])
         end = self._end(lane, start, seconds) if any(self._added.values()) else start + seconds
         self._free_at[lane] = end
@@ -49,9 +51,9 @@ class Clock:
         self._spans[lane].append(span)
         return VirtualEvent(lane, span)
 
-    def compute(self, seconds: float) -> None:
+    def compute(self, seconds: float, issued: float = 0.0) -> None:
         """Work of the caller's own on COMPUTE, between two that are submitted."""
-        self._free_at[Lane.COMPUTE] += seconds
+        self._free_at[Lane.COMPUTE] = max(self._free_at[Lane.COMPUTE], issued) + seconds
 
     def now(self) -> float:
         """When COMPUTE is done with what it has been given."""

@@ -171,16 +171,18 @@ _FORMULAS = {**flop_registry, **CPU_FLOPS}
 
 @dataclass(frozen=True)
 class Cost:
-    """FLOPs, and seconds on a machine."""
+    """FLOPs, seconds on a machine, and operations that it is given."""
 
     flops: int = 0
     seconds: float = 0.0
+    ops: int = 0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(self.flops + other.flops, self.seconds + other.seconds)
+        return Cost(self.flops + other.flops, self.seconds + other.seconds, self.ops + other.ops)
 
     def __sub__(self, other: Cost) -> Cost:
-        return Cost(self.flops - other.flops, max(0.0, self.seconds - other.seconds))
+        seconds = max(0.0, self.seconds - other.seconds)
+        return Cost(self.flops - other.flops, seconds, self.ops - other.ops)
 
 
 NOTHING = Cost()
@@ -204,12 +206,13 @@ class Operations(TorchDispatchMode):
     @property
     def cost(self) -> Cost:
         """Of all so far."""
-        return Cost(self.flops, self.seconds)
+        return Cost(self.flops, self.seconds, self.ops)
 
     def recall(self, cost: Cost) -> None:
         """Count what was not run: ``cost`` is what it would have cost."""
         self.flops += cost.flops
         self.seconds += cost.seconds
+        self.ops += cost.ops
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -59,8 +59,8 @@ class Machine:
         multiprocessors, threads_per_multiprocessor, compute_capability: of a GPU, as
             ``torch.cuda.get_device_properties`` says them: some kernels' buffers grow with them. None: as of
             an H100.
-        seconds_per_visit: what this library takes for each forward and backward of a layer, beside its
-            operations. Of kind "cpu" alone: elsewhere the loop runs ahead of the device.
+        seconds_per_visit: what this library takes of the host for each forward and backward of a layer,
+            beside its operations. A GPU works meanwhile at what it has been given before.
         beside: what lanes keep of their rates beside one another.
     """
 

@@ -348,14 +348,22 @@ class Tanh(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-@pytest.mark.parametrize(("machine", "visits"), [(CPU, 2 * 3), (CUDA, 0)])
-def test_a_host_that_computes_has_the_work_of_the_library_too(machine: Machine, visits: int) -> None:
-    def seconds(per_visit: float) -> float:
-        backend = VirtualBackend(replace(machine, seconds_per_visit=per_visit))
-        executor, forward = begin_plain([partial(Tanh, 8)] * 3, (4, 8), backend=backend)
-        return predict_step(executor, lambda: forward().sum().backward()).seconds
+def step_seconds(machine: Machine) -> float:
+    """Seconds of a step of three layers on ``machine``."""
+    executor, forward = begin_plain([partial(Tanh, 8)] * 3, (4, 8), backend=VirtualBackend(machine))
+    return predict_step(executor, lambda: forward().sum().backward()).seconds
 
-    assert seconds(10.0) - seconds(0.0) == pytest.approx(10.0 * visits, rel=1e-6)
+
+@pytest.mark.parametrize("machine", [CPU, CUDA], ids=["cpu", "cuda"])
+def test_a_step_of_small_layers_takes_the_librarys_time(machine: Machine) -> None:
+    slow = step_seconds(replace(machine, seconds_per_visit=10.0))
+    # three layers forward, and backward
+    assert slow - step_seconds(replace(machine, seconds_per_visit=0.0)) == pytest.approx(60.0, rel=1e-6)
+
+
+def test_a_gpu_that_is_behind_has_enough_to_do_while_the_library_works() -> None:
+    gpu = replace(CUDA, flops_per_second=100.0)
+    assert step_seconds(replace(gpu, seconds_per_visit=1e-3)) == pytest.approx(step_seconds(gpu), rel=1e-3)
 
 
 def test_a_budget_is_filled_with_slots() -> None:
