@@ -327,7 +327,7 @@ BAD_MODELS: list[tuple[Change, str]] = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated")
 @pytest.mark.parametrize(("change", "match"), BAD_MODELS, ids=[match[:40] for _, match in BAD_MODELS])
 def test_models_that_cannot_be_streamed(change: Change, match: str, refuses: Refuses) -> None:
     model = Net()

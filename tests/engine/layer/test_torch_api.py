@@ -39,7 +39,8 @@ from tests.reference import (
 
 D = 8
 Use = Callable[[nn.Module], Any]
-TORCHS_OWN_WARNING = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+#: Modules of PyTorch script functions when they are imported. Releases differ in the warning's category.
+TORCHS_OWN_WARNING = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 
 
 class Block(nn.Module):
