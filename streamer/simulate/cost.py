@@ -30,19 +30,32 @@ EFFICIENT_TAKES_GROUPS = torch.__version__ >= "2.14"
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    flops: int = sdpa_flop_count(query.shape, key.shape, value.shape)
+    flops: int = sdpa_flop_count(query.shape, *_with_heads_of(query, key, value))
     return flops
 
 
 def _backward_flops(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    flops: int = sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape)
+    flops: int = sdpa_backward_flop_count(gradient.shape, query.shape, *_with_heads_of(query, key, value))
     return flops
 
 
-#: Of the CPU's kernel, which PyTorch has no formula for: by its own formulas for attention.
-CPU_FLOPS = {
+def _with_heads_of(query: Any, key: Any, value: Any) -> tuple[Sequence[int], Sequence[int]]:
+    """The shapes of ``key`` and ``value`` if each head of ``query`` had its own. Heads that share them
+    (grouped-query attention) compute as much, but the formulas of PyTorch 2.10 refuse their shapes."""
+    batch, heads = query.shape[:2]
+    return (batch, heads, *key.shape[2:]), (batch, heads, *value.shape[2:])
+
+
+#: Fused attention, forward and backward. Its FLOPs have a rate of their own.
+_ATTENTION = {
+    _aten._scaled_dot_product_efficient_attention: _attention_flops,
+    _aten._scaled_dot_product_efficient_attention_backward: _backward_flops,
+    _aten._scaled_dot_product_flash_attention: _attention_flops,
+    _aten._scaled_dot_product_flash_attention_backward: _backward_flops,
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward_flops,
+    _aten._scaled_dot_product_cudnn_attention: _attention_flops,
+    _aten._scaled_dot_product_cudnn_attention_backward: _backward_flops,
 }
 
 
@@ -137,17 +150,6 @@ def _added(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | Non
     return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
 
 
-#: Fused attention, whose FLOPs have a rate of their own.
-_ATTENTION = {
-    _aten._scaled_dot_product_efficient_attention,
-    _aten._scaled_dot_product_efficient_attention_backward,
-    _aten._scaled_dot_product_flash_attention,
-    _aten._scaled_dot_product_flash_attention_backward,
-    _aten._scaled_dot_product_flash_attention_for_cpu,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward,
-    _aten._scaled_dot_product_cudnn_attention,
-    _aten._scaled_dot_product_cudnn_attention_backward,
-}
 #: They show memory that is there, or take some without touching it.
 _FREE = {
     _aten.empty,
@@ -166,7 +168,7 @@ _OVERWRITING = {_aten.copy_, _aten.fill_, _aten.zero_, _aten.normal_, _aten.unif
 _GATHERING = {_aten.embedding, _aten.index_select, _aten.gather, _aten.index, _aten.nll_loss_forward}
 
 
-_FORMULAS = {**flop_registry, **CPU_FLOPS}
+_FORMULAS = {**flop_registry, **_ATTENTION}
 
 
 @dataclass(frozen=True)

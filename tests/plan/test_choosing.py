@@ -426,6 +426,18 @@ class Curious(Stack):
         return super().forward(x) if x.sum().item() >= 0 else x
 
 
+class Lookup(Stack):
+    """Takes integers, by an operation that checks this on the meta device in every release of PyTorch. An
+    embedding does not in PyTorch 2.10."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.zeros(8, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.rows[x])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -434,7 +446,10 @@ class Curious(Stack):
         ({"example": {"ids": torch.zeros(4, 8)}}, r"example: it is not what GPT.forward takes \(missing a"),
         ({"example": (torch.zeros(4, 8),) * 4}, r"example: it is not what GPT.forward takes \(too many"),
         ({"example": torch.zeros(0, 8).long()}, "example: its batch is empty: give one as large"),
-        ({"example": torch.zeros(4, 8)}, r"the model cannot run on a batch like it \(Expected .* Long, Int"),
+        (
+            {"model": Lookup(), "layers": "layers", "example": torch.zeros(4, 8)},
+            r"the model cannot run on a batch like it \(tensors used as indices must be long, int",
+        ),
         ({"example": torch.zeros(4, 17).long()}, r"example: the model cannot run on a batch like it \(.+\)"),
         ({"machine": "rtx-4091"}, "there is no machine 'rtx-4091': known are rtx-3090, rtx-4090"),
         ({"machine": 3}, "machine=3: give the name of one, or a streamer.simulate.machine.Machine"),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -20,7 +21,7 @@ from streamer.engine.paging.handle import wrapped
 from streamer.plan.measure import Tracker
 from streamer.plan.step_plan import Prediction, predict_step
 from streamer.simulate.backend import VirtualBackend
-from streamer.simulate.cost import Operations
+from streamer.simulate.cost import FusedAttention, Operations
 from streamer.simulate.machine import GIB, H200, Machine
 from tests.reference import VOCAB
 
@@ -135,6 +136,21 @@ def test_flops_are_those_that_pytorch_counts(training: bool) -> None:
         if training:
             result.sum().backward()
     assert counted.flops == expected.get_total_flops() > 0
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_heads_that_share_keys_compute_what_heads_with_their_own_do(kind: str) -> None:
+    shapes = [(3, 4, 16, 8), (3, 2, 16, 8), (3, 2, 16, 8)]
+    query, key, value = (
+        torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True) for shape in shapes
+    )
+    product = 2 * 3 * 4 * 16 * 16 * 8
+    with Operations() as counted, FusedAttention(kind):
+        attended = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+        assert counted.flops == 2 * product
+        attended.backward(torch.empty_like(attended))
+    # backward: the scores again, and two gradients for each of the two products
+    assert counted.flops == (2 + 5) * product
 
 
 def test_what_does_not_fit_is_refused_with_both_sides() -> None:
