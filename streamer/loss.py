@@ -276,7 +276,7 @@ def chunked_cross_entropy(
         torch.is_grad_enabled() and given is not None and given.requires_grad
         for given in (hidden, weight, bias)
     )
-    result: torch.Tensor = CrossEntropy.apply(loss, wanted, rows, weight, bias, flat)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = CrossEntropy.apply(loss, wanted, rows, weight, bias, flat)
     return result.view(targets.shape) if reduction == "none" else result
 
 

@@ -211,7 +211,7 @@ class StreamedLayer:
         )
         results: list[Any] = []
         with past_checkpoints():
-            outputs = _Layer.apply(layer_call, results, *self._unit.trainable, *inputs)  # type: ignore[no-untyped-call]
+            outputs = _Layer.apply(layer_call, results, *self._unit.trainable, *inputs)
         return results.pop()((*outputs, *inputs))
 
     def _infer(self, args: tuple[Any, ...], kwargs: dict[str, Any], phase: Phase) -> Any:
