@@ -1,32 +1,41 @@
 # make demo   train a small GPT on text that every machine has, its layers streamed through two slots
 # make test   ruff, mypy and pytest, as .ci/run does
+# make test TORCH=2.15.0   the same with another release of PyTorch, in a virtual environment of its own
 PYTHON ?= python3
-BIN := .venv/bin
+TORCH :=
+VENV := .venv$(TORCH:%=-torch-%)
+BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INPUTS := pyproject.toml constraints.txt Makefile streamer/version.py
+CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 
 .PHONY: demo test clean
 
-demo: .venv/.demo
+demo: $(VENV)/.demo
 	$(BIN)/streamer train configs/gpt2-demo.toml
 
-test: .venv/.test
+test: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-.venv/bin/python:
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "$(PYTHON) is older than 3.11: run 'make PYTHON=python3.11 $(MAKECMDGOALS)' with a newer one"; exit 1; }
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv $(VENV)
 
-.venv/.demo: .venv/bin/python $(INPUTS)
-	$(PIP) install --constraint constraints.txt --editable .
+ifdef TORCH
+$(CONSTRAINTS): $(BIN)/python constraints.txt
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $@
+endif
+
+$(VENV)/.demo: $(BIN)/python $(CONSTRAINTS) $(INPUTS)
+	$(PIP) install --constraint $(CONSTRAINTS) --editable .
 	@touch $@
 
-.venv/.test: .venv/bin/python $(INPUTS)
-	$(PIP) install --constraint constraints.txt --editable '.[dev,hf,plot]'
-	@touch $@ .venv/.demo
+$(VENV)/.test: $(BIN)/python $(CONSTRAINTS) $(INPUTS)
+	$(PIP) install --constraint $(CONSTRAINTS) --editable '.[dev,hf,plot]'
+	@touch $@ $(VENV)/.demo
 
 clean:
-	rm -rf .venv runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-torch-* runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache
