@@ -246,7 +246,7 @@ def _slot_for_now(unit: Unit, weights: torch.Tensor) -> Iterator[None]:
             )
         return saved
 
-    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, unpack):
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, unpack):
         try:
             yield
         finally:

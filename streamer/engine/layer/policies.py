@@ -69,7 +69,8 @@ class Keep(LayerRun):
             if aliases(saved, weights):
                 return _SlotView.of(saved)
             held.update(storages([saved]))
-            return Saved.now(saved)
+            # a node may save its own output, which would keep the node, and so itself, for good
+            return Saved.now(saved if saved.is_leaf else saved.detach())
 
         def unpack(saved: Saved | _SlotView) -> torch.Tensor:
             gate.check()

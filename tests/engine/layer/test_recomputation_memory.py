@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -156,6 +157,22 @@ def test_what_hooks_hold_goes_with_backward_though_the_loss_is_there() -> None:
         loss.backward()
         assert [ref() for ref in held] == [None] * 6
         assert loss.grad_fn is not None
+
+
+@pytest.mark.parametrize("activations", ["recompute", "recompute+offload", "keep"])
+def test_a_forward_that_no_backward_follows_leaves_nothing(activations: str) -> None:
+    held: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def run(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        heads = layer.up(x)[None, None]
+        held.append(weakref.ref(heads.untyped_storage()))
+        # its graph saves its output
+        return layer.down(F.scaled_dot_product_attention(heads, heads, heads)[0, 0])
+
+    with streamed(Net(run), layers="blocks", activations=activations) as model:
+        square(model, inputs())
+        gc.collect()
+        assert [storage() for storage in held] == [None] * 3
 
 
 def test_what_a_second_run_has_brought_in_vain_goes_before_a_third() -> None:
