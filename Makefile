@@ -1,6 +1,7 @@
 # make demo   train a small GPT on text that every machine has, its layers streamed through two slots
 # make test   ruff, mypy and pytest, as .ci/run does
 # make test TORCH=2.15.0   the same with another release of PyTorch, in a virtual environment of its own
+# make test-nullgpu   the tests of CUDA's streams and memory, on tests/nullgpu in place of a GPU
 PYTHON ?= python3
 TORCH :=
 VENV := .venv$(TORCH:%=-torch-%)
@@ -9,7 +10,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INPUTS := pyproject.toml constraints.txt Makefile streamer/version.py
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 
-.PHONY: demo test clean
+# PyTorch's CUDA build, of which the default wheel for Linux is one
+NULLGPU_TORCH ?= 2.14.1
+NULLGPU := .venv-nullgpu/bin/python
+
+.PHONY: demo test test-nullgpu clean
 
 demo: $(VENV)/.demo
 	$(BIN)/streamer train configs/gpt2-demo.toml
@@ -18,6 +23,16 @@ test: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-nullgpu: .venv-nullgpu/.test-$(NULLGPU_TORCH)
+	NULLGPU_DEVICES=2 tests/nullgpu/run.sh $(NULLGPU) -m pytest -m cuda_api --assert=plain -n 2 \
+	  --dist loadfile tests/nullgpu tests/backends
+
+.venv-nullgpu/.test-$(NULLGPU_TORCH): $(INPUTS)
+	$(PYTHON) -m venv .venv-nullgpu
+	$(NULLGPU) -m pip --disable-pip-version-check --quiet install torch==$(NULLGPU_TORCH) --editable . \
+	  pytest hypothesis pytest-xdist
+	@touch $@
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -38,4 +53,4 @@ $(VENV)/.test: $(BIN)/python $(CONSTRAINTS) $(INPUTS)
 	@touch $@ $(VENV)/.demo
 
 clean:
-	rm -rf .venv .venv-torch-* runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-nullgpu .venv-torch-* runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache

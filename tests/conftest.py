@@ -8,6 +8,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch
 from streamer.backends.base import Event
 from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import Op
+from tests.nullgpu import device as nullgpu_device
 
 # the tensors are tiny: teams of threads would only wait for one another
 torch.set_num_threads(1)
@@ -34,6 +36,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.basetemp is None and MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > ROOM:
         config.option.basetemp = tempfile.mkdtemp(prefix="streamer-tests-", dir=MEMORY)
         config.add_cleanup(lambda: shutil.rmtree(config.option.basetemp, ignore_errors=True))
+    if nullgpu_device.IS_LOADED:
+        chosen = f"({config.option.markexpr}) and " if config.option.markexpr else ""
+        config.option.markexpr = f"{chosen}not cuda_values"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,12 +48,47 @@ def what_was_imported_stays() -> None:
     gc.freeze()
 
 
+#: What a test needs of CUDA: streams, memory and their order, or the numbers that kernels compute too.
+KINDS = ("cuda_api", "cuda_values")
+
+
+@pytest.hookimpl(tryfirst=True)  # before marks select
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        skip = pytest.mark.skip(reason="needs a CUDA GPU, and PyTorch finds none here")
-        for item in items:
-            if item.get_closest_marker("cuda"):
-                item.add_marker(skip)
+    """A test of one of the `KINDS` is a `cuda` test, and each `cuda` test is of one."""
+    is_there = torch.cuda.is_available()
+    skip = pytest.mark.skip(reason="needs a CUDA GPU, and PyTorch finds none here")
+    for item in items:
+        kinds = [kind for kind in KINDS if item.get_closest_marker(kind)]
+        if not kinds and not item.get_closest_marker("cuda"):
+            continue
+        if len(kinds) != 1:
+            raise pytest.UsageError(f"{item.nodeid} needs a GPU: mark it as one of {' and '.join(KINDS)}")
+        item.add_marker("cuda")
+        if not is_there:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def values_do_not_count(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """On nullgpu what a kernel should have written is whatever was there: streamer must not judge it there.
+    What is asked of CUDA is checked there instead."""
+    if not nullgpu_device.IS_LOADED or not request.node.get_closest_marker("cuda_api"):
+        yield
+        return
+    monkeypatch.setattr("streamer.engine.tensors.samples._check", lambda pairs: None)
+    monkeypatch.setattr("streamer.engine.paging.norms.Norms.is_finite", lambda norms, scale: True)
+    before = nullgpu_device.report()["misuses"]
+    yield
+    assert nullgpu_device.report()["misuses"] == before, "see the lines 'nullgpu: MISUSE'"
+
+
+@pytest.fixture
+def nullgpu() -> Iterator[ModuleType]:
+    """The stand-in for a GPU, whose settings a test may change."""
+    if not nullgpu_device.IS_LOADED:
+        pytest.skip("changes what CUDA does: runs in 'make test-nullgpu' only")
+    yield nullgpu_device
+    nullgpu_device.change(**nullgpu_device.SETTINGS)
 
 
 @pytest.fixture(autouse=True)

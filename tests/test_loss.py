@@ -333,7 +333,7 @@ def test_transforms_are_refused() -> None:
         torch.autograd.grad(loss, inputs["hidden"], torch.ones(2), is_grads_batched=True)
 
 
-@pytest.mark.cuda
+@pytest.mark.cuda_values
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_on_a_gpu(dtype: torch.dtype) -> None:
     inputs = {

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,6 @@ from tests.reference import (
     tiny_gpt,
     train,
 )
-
-pytestmark = pytest.mark.cuda
 
 STEPS = 4
 #: With this eps Adam's step follows the gradient smoothly, so that two kernels' roundings do not part.
@@ -132,6 +131,7 @@ class SlowLane(CudaBackend):
 # Numbers
 
 
+@pytest.mark.cuda_values
 @pytest.mark.parametrize("num_slots", [1, 2, 3, 4])
 @pytest.mark.parametrize("activations", ["recompute", "recompute+offload", "keep"])
 def test_training_in_fp32_equals_plain_pytorch(activations: str, num_slots: int) -> None:
@@ -141,6 +141,7 @@ def test_training_in_fp32_equals_plain_pytorch(activations: str, num_slots: int)
     assert_parity(actual, plain())
 
 
+@pytest.mark.cuda_values
 @pytest.mark.parametrize("activations", ["recompute", "recompute+offload", "keep"])
 def test_micro_batches_equal_plain_pytorch_on_the_same_slices(activations: str) -> None:
     model = copy.deepcopy(gpt()).cuda()
@@ -151,43 +152,57 @@ def test_micro_batches_equal_plain_pytorch_on_the_same_slices(activations: str) 
     assert_parity(paged(activations=activations, micro_batch_size=2, backend=backend), expected)
 
 
+@pytest.mark.cuda_values
 @pytest.mark.parametrize("slow", [Lane.H2D, Lane.D2H])
 def test_saved_inputs_are_right_however_slow_the_bus_is(slow: Lane) -> None:
     actual = paged(activations="recompute+offload", backend=SlowLane(slow))
     assert_same(actual, undisturbed("recompute"))
 
 
-def test_saved_inputs_leave_the_device() -> None:
-    """Memory that is let go while its copy runs may be taken at once: each layer takes some and fills it."""
+class Greedy(nn.Module):
+    """Memory that is let go while its copy runs may be taken at once: this layer takes some and fills it."""
 
-    class Greedy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(1))
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            torch.full_like(x, math.nan)
-            return x * self.scale
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.full_like(x, math.nan)
+        return x * self.scale
 
-    layers, x = 12, torch.randn(1 << 24, device="cuda", requires_grad=True)
-    with streamed(
-        nn.Sequential(*(Greedy() for _ in range(layers))),
-        device="cuda",
-        layers="",
-        activations="recompute+offload",
-    ) as model:
+
+@contextmanager
+def greedy() -> Iterator[nn.Module]:
+    layers = nn.Sequential(*(Greedy() for _ in range(12)))
+    with streamed(layers, device="cuda", layers="", activations="recompute+offload") as model:
+        yield model
+
+
+@pytest.mark.cuda_api
+def test_inputs_that_wait_in_host_memory_leave_the_device() -> None:
+    x = torch.randn(1 << 24, device="cuda", requires_grad=True)
+    with greedy() as model:
         for _ in range(2):
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             model(x * 2).sum().backward()
             peak = torch.cuda.max_memory_allocated() - before
+    assert peak < 8 * x.nbytes
+
+
+@pytest.mark.cuda_values
+def test_inputs_that_wait_in_host_memory_are_not_overwritten() -> None:
+    x = torch.randn(1 << 24, device="cuda", requires_grad=True)
+    with greedy() as model:
+        for _ in range(2):
+            model(x * 2).sum().backward()
         assert torch.equal(x.grad, torch.full_like(x, 4.0))
         streamer.synchronize(model)
         for layer in model:
             assert torch.allclose(layer.scale.grad, 2 * x.double().sum().float().cpu() * 2, rtol=1e-3)
-    assert peak < 8 * x.nbytes
 
 
+@pytest.mark.cuda_values
 @pytest.mark.parametrize("activations", ["recompute", "keep"])
 def test_training_in_bf16_equals_a_plain_bf16_model_with_fp32_masters(activations: str) -> None:
     model = copy.deepcopy(gpt()).cuda()
@@ -208,11 +223,13 @@ def assert_alike_in_bf16(actual: History, expected: History) -> None:
     torch.testing.assert_close(torch.tensor(actual.losses), torch.tensor(expected.losses), rtol=2e-3, atol=0)
 
 
+@pytest.mark.cuda_values
 @pytest.mark.parametrize("activations", ["recompute", "keep"])
 def test_autocast_gives_the_plain_result(activations: str) -> None:
     assert_alike_in_bf16(paged(activations=activations, loss_of=half_loss_of), plain(half_loss_of))
 
 
+@pytest.mark.cuda_values
 def test_gradients_of_several_backwards_add_up() -> None:
     def summed(model: nn.Module) -> dict[str, torch.Tensor]:
         for step in range(3):
@@ -224,6 +241,7 @@ def test_gradients_of_several_backwards_add_up() -> None:
         torch.testing.assert_close(summed(model), summed(copy.deepcopy(gpt()).cuda()), rtol=0, atol=0)
 
 
+@pytest.mark.cuda_values
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 def test_a_model_that_is_on_the_gpu_already_is_moved_out(dtype: torch.dtype | None) -> None:
     model = copy.deepcopy(gpt()).cuda()
@@ -234,6 +252,7 @@ def test_a_model_that_is_on_the_gpu_already_is_moved_out(dtype: torch.dtype | No
         assert_same(train_in_place(moved), train_in_place(own))
 
 
+@pytest.mark.cuda_values
 def test_inputs_are_moved_to_the_gpu() -> None:
     tokens = batch(0)[:, :-1]
     with streamed(gpt(), device=None) as model, torch.no_grad():
@@ -242,6 +261,7 @@ def test_inputs_are_moved_to_the_gpu() -> None:
         assert torch.equal(logits, model(tokens.cuda()))
 
 
+@pytest.mark.cuda_api
 def test_a_device_that_does_not_exist_is_named() -> None:
     with pytest.raises(ValueError, match="device='cuda:99' does not exist: PyTorch finds"):
         streamer.wrap(copy.deepcopy(gpt()), device="cuda:99")
@@ -250,6 +270,7 @@ def test_a_device_that_does_not_exist_is_named() -> None:
 # Order
 
 
+@pytest.mark.cuda_values
 @pytest.mark.parametrize("slow", Lane, ids=str)
 @pytest.mark.parametrize("activations", ["recompute", "keep"])
 @pytest.mark.parametrize("num_slots", [1, 2])
@@ -258,6 +279,7 @@ def test_a_slow_lane_changes_nothing(slow: Lane, activations: str, num_slots: in
     assert_same(actual, undisturbed(activations))
 
 
+@pytest.mark.cuda_values
 def test_without_the_waits_the_result_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = batch(0)[:, :-1].cuda()
     with torch.no_grad():
@@ -270,6 +292,7 @@ def test_without_the_waits_the_result_is_wrong(monkeypatch: pytest.MonkeyPatch) 
             assert not torch.equal(model.eval()(tokens), expected)
 
 
+@pytest.mark.cuda_values
 @pytest.mark.parametrize("activations", ["recompute", "keep"])
 def test_a_stream_of_the_callers_own(activations: str) -> None:
     own = torch.cuda.Stream()
@@ -279,6 +302,7 @@ def test_a_stream_of_the_callers_own(activations: str) -> None:
     assert_same(actual, undisturbed(activations))
 
 
+@pytest.mark.cuda_values
 def test_backward_outside_of_the_stream_of_the_forward() -> None:
     with streamed(gpt(), device="cuda") as model:
         own = torch.cuda.Stream()
@@ -292,6 +316,7 @@ def test_backward_outside_of_the_stream_of_the_forward() -> None:
         torch.testing.assert_close(gradients(model), plain().first_gradients, rtol=0, atol=0)
 
 
+@pytest.mark.cuda_values
 def test_a_layer_on_a_late_stream_keeps_its_weights_when_the_caller_goes_on_on_another() -> None:
     late, early = torch.cuda.Stream(), torch.cuda.Stream()
     tokens = batch(0)[:, :-1].cuda()
@@ -314,6 +339,7 @@ def test_a_layer_on_a_late_stream_keeps_its_weights_when_the_caller_goes_on_on_a
         assert not torch.equal(changed, expected)
 
 
+@pytest.mark.cuda_values
 def test_gradients_are_in_host_memory_when_backward_ends() -> None:
     with streamed(gpt(layers=3, width=1024), device="cuda") as model:
         loss_of(model, 0).backward()
@@ -326,6 +352,7 @@ def test_gradients_are_in_host_memory_when_backward_ends() -> None:
             assert param.grad.device.type == ("cpu" if ".h." in name else "cuda"), name
 
 
+@pytest.mark.cuda_values
 def test_a_state_dict_taken_while_updates_run_is_on_the_cpu_and_new() -> None:
     with streamed(gpt(layers=3, width=512), device="cuda") as model:
         optimizer = streamer.AdamW(model.parameters(), lr=0.1)
@@ -342,6 +369,7 @@ def test_a_state_dict_taken_while_updates_run_is_on_the_cpu_and_new() -> None:
 # What was when
 
 
+@pytest.mark.cuda_api
 @pytest.mark.parametrize(("origin_seconds", "tolerance"), [(math.inf, 1e-5), (0.0, 0.02)])
 def test_lanes_are_in_order_on_the_clock_of_the_host(
     monkeypatch: pytest.MonkeyPatch, origin_seconds: float, tolerance: float
@@ -365,6 +393,7 @@ def test_lanes_are_in_order_on_the_clock_of_the_host(
         assert before <= end + 0.02
 
 
+@pytest.mark.cuda_api
 @pytest.mark.parametrize("activations", ["recompute", "keep"])
 def test_copies_are_no_writes_of_the_user(activations: str) -> None:
     with streamed(gpt(), device="cuda", activations=activations) as model:
@@ -385,6 +414,7 @@ class Trouble(Exception):
     """What the tests raise."""
 
 
+@pytest.mark.cuda_api
 def test_an_error_in_a_copy_reaches_the_user_and_the_model_can_be_unwrapped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -400,6 +430,7 @@ def test_an_error_in_a_copy_reaches_the_user_and_the_model_can_be_unwrapped(
     torch.testing.assert_close(model.state_dict(), gpt().state_dict(), rtol=0, atol=0)
 
 
+@pytest.mark.cuda_values
 @pytest.mark.parametrize("activations", ["recompute", "keep"])
 def test_after_an_error_in_user_code_the_next_step_is_right(activations: str) -> None:
     def hook(*_: Any) -> None:
@@ -427,6 +458,7 @@ class Twice:
         return self._cudart.cudaHostRegister(address, nbytes, flags)
 
 
+@pytest.mark.cuda_values
 def test_a_refusal_to_page_lock_is_not_blamed_on_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.ones(1, device="cuda")
     cudart = torch.cuda.cudart()
@@ -447,6 +479,7 @@ def test_a_refusal_to_page_lock_is_not_blamed_on_the_next_kernel(monkeypatch: py
         backend.close()
 
 
+@pytest.mark.cuda_api
 def test_copies_keep_their_order_whoever_enqueues_them() -> None:
     """Copies behind one that waits for the host are enqueued by the lane, others by the caller."""
     backend = CudaBackend(torch.device("cuda"))
@@ -483,6 +516,7 @@ def test_copies_keep_their_order_whoever_enqueues_them() -> None:
         backend.close()
 
 
+@pytest.mark.cuda_api
 def test_host_buffers_are_pinned_and_unpinned() -> None:
     backend = CudaBackend(torch.device("cuda"))
     try:
@@ -506,6 +540,7 @@ optimizer.step()
 """
 
 
+@pytest.mark.cuda_api
 def test_a_process_may_end_while_updates_run() -> None:
     root = str(Path(__file__).parents[2])
     child = subprocess.run(
@@ -523,6 +558,7 @@ def allocated() -> int:
     return torch.cuda.memory_allocated()
 
 
+@pytest.mark.cuda_api
 def test_device_bytes_do_not_grow_with_depth() -> None:
     taken = []
     for layers in (4, 16):
@@ -532,6 +568,7 @@ def test_device_bytes_do_not_grow_with_depth() -> None:
     assert taken[0] == taken[1]
 
 
+@pytest.mark.cuda_api
 @pytest.mark.parametrize("activations", ["recompute", "keep"])
 @pytest.mark.parametrize("end", ["unwrap", "drop"])
 def test_the_memory_comes_back(activations: str, end: str) -> None:

@@ -23,8 +23,6 @@ from streamer.torch_private import allocator_settings, set_allocator
 from tests.backends.test_cuda import allocated, loss_of
 from tests.reference import VOCAB, batch, gradients
 
-pytestmark = pytest.mark.cuda
-
 LAYERS = {"layers": "transformer.h", "device": "cuda"}
 MIB = 1 << 20
 
@@ -56,6 +54,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> tor
 # Values from the meta device
 
 
+@pytest.mark.cuda_values
 def test_values_are_made_on_the_gpu_from_seeds_of_their_own() -> None:
     values, drawn, devices = [], [], set()
     for _ in range(2):
@@ -81,6 +80,7 @@ def test_values_are_made_on_the_gpu_from_seeds_of_their_own() -> None:
     assert weights.std().item() == pytest.approx(0.02, rel=0.02)
 
 
+@pytest.mark.cuda_api
 def test_beside_the_buffers_the_gpu_never_holds_more_than_one_unit() -> None:
     with built():  # what CUDA takes for good
         pass
@@ -97,6 +97,7 @@ def test_beside_the_buffers_the_gpu_never_holds_more_than_one_unit() -> None:
 # Limits
 
 
+@pytest.mark.cuda_api
 def test_a_limit_holds_until_unwrap() -> None:
     fraction = torch.cuda.get_per_process_memory_fraction()
     with built(device_memory="256MiB") as model:
@@ -110,6 +111,7 @@ def test_a_limit_holds_until_unwrap() -> None:
     torch.empty(512 * MIB, dtype=torch.uint8, device="cuda")
 
 
+@pytest.mark.cuda_api
 def test_what_is_beyond_the_limit_is_refused_before_anything_is_allocated() -> None:
     before = torch.cuda.memory_allocated()
     model = shape(width=1024)
@@ -119,6 +121,7 @@ def test_what_is_beyond_the_limit_is_refused_before_anything_is_allocated() -> N
     assert all(param.is_meta for param in model.parameters())
 
 
+@pytest.mark.cuda_api
 def test_what_the_limit_leaves_holds_more_layers() -> None:
     gc.collect()
     torch.cuda.empty_cache()
@@ -141,6 +144,7 @@ def choose_allocator(settings: str) -> None:
         set_allocator(text)
 
 
+@pytest.mark.cuda_api
 @pytest.mark.parametrize(
     ("budget", "is_expandable"),
     # without expandable segments gaps are larger than what plans leave for them
@@ -150,9 +154,6 @@ def choose_allocator(settings: str) -> None:
 def test_a_budget_is_refused_at_once_or_has_room_for_every_step(
     budget: int, is_expandable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever kernels compute: the memory that they are given is what counts here."""
-    monkeypatch.setattr("streamer.engine.tensors.samples._check", lambda pairs: None)
-    monkeypatch.setattr("streamer.engine.paging.norms.Norms.is_finite", lambda norms, scale: True)
     if not is_expandable:
         monkeypatch.setattr(CudaBackend, "_expand_segments", lambda backend: None)
     choose_allocator("")
@@ -184,6 +185,7 @@ def test_a_budget_is_refused_at_once_or_has_room_for_every_step(
     assert budget < 400 or slots[-1] > 2
 
 
+@pytest.mark.cuda_api
 def test_the_allocator_s_settings_are_the_user_s_where_there_are_any() -> None:
     def are_expandable() -> bool:
         return bool(allocator_settings()["expandable_segments"])
@@ -202,6 +204,7 @@ def test_the_allocator_s_settings_are_the_user_s_where_there_are_any() -> None:
 # Steady state
 
 
+@pytest.mark.cuda_api
 @pytest.mark.parametrize("activations", ["recompute", "keep"])
 def test_after_the_second_step_nothing_is_allocated_or_left_behind(
     activations: str, monkeypatch: pytest.MonkeyPatch
@@ -222,6 +225,7 @@ def test_after_the_second_step_nothing_is_allocated_or_left_behind(
     assert taken[2:] == [taken[1]] * 4
 
 
+@pytest.mark.cuda_api
 @pytest.mark.parametrize("activations", ["recompute", "keep"])
 def test_a_step_reads_the_gpu_once_for_clipping(activations: str) -> None:
     with built(activations=activations) as model:
@@ -250,6 +254,7 @@ def test_a_step_reads_the_gpu_once_for_clipping(activations: str) -> None:
 # The end
 
 
+@pytest.mark.cuda_api
 def test_host_memory_comes_back_at_unwrap() -> None:
     def resident() -> int:
         gc.collect()
@@ -274,7 +279,25 @@ def test_host_memory_comes_back_at_unwrap() -> None:
 
 
 # of the compiler's modules when they are imported, and that fp32 products might be faster in TF32
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:TensorFloat32")
+COMPILING = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:TensorFloat32")
+
+
+@pytest.mark.cuda_api
+@COMPILING
+def test_compiled_layers_take_no_more_memory_at_each_step() -> None:
+    with built(compile=True) as model:
+        optimizer = streamer.AdamW(model.parameters())
+        taken = []
+        for number in range(4):
+            torch.cuda.reset_peak_memory_stats()
+            step(model, optimizer, number)
+            streamer.synchronize(model)
+            taken.append((allocated(), torch.cuda.max_memory_allocated()))
+    assert taken[2:] == [taken[1]] * 2
+
+
+@pytest.mark.cuda_values
+@COMPILING
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_compiled_layers_give_the_same_gradients(dtype: torch.dtype) -> None:
     found = []

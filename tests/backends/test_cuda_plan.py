@@ -27,7 +27,7 @@ from streamer.plan.step_plan import plan_step
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import H200, Machine, gpu_properties
 
-pytestmark = pytest.mark.cuda
+pytestmark = pytest.mark.cuda_api
 
 WIDTH, LAYERS = 512, 4
 

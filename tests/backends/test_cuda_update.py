@@ -23,8 +23,6 @@ from tests.backends.test_cuda import (
 )
 from tests.reference import assert_same, gradients, streamed, train
 
-pytestmark = pytest.mark.cuda
-
 LANES = [None, Lane.H2D, Lane.D2H, Lane.HOST, Lane.COMPUTE]
 
 
@@ -51,6 +49,7 @@ def untied() -> nn.Module:
     return model
 
 
+@pytest.mark.cuda_values
 @pytest.mark.parametrize("lane", LANES, ids=str)
 def test_gradients_are_summed_in_fp32(lane: Lane | None) -> None:
     with streamed(untied(), dtype=torch.bfloat16, **slow(lane)) as model:
@@ -77,6 +76,7 @@ def run(lane: Lane | None, *, state_dtype: Any = torch.float32, **options: Any) 
     return history
 
 
+@pytest.mark.cuda_values
 @pytest.mark.parametrize("lane", LANES, ids=str)
 @pytest.mark.parametrize("activations", ["recompute", "keep"])
 def test_updates_in_backward_equal_those_in_step(lane: Lane | None, activations: str) -> None:
@@ -84,6 +84,7 @@ def test_updates_in_backward_equal_those_in_step(lane: Lane | None, activations:
     assert_same(actual, run(None, activations=activations))
 
 
+@pytest.mark.cuda_values
 @pytest.mark.parametrize("state_dtype", [torch.bfloat16, "int8"], ids=str)
 @pytest.mark.parametrize("lane", [Lane.H2D, Lane.D2H, Lane.HOST], ids=str)
 def test_short_moments_do_not_depend_on_timing(lane: Lane, state_dtype: Any) -> None:
@@ -91,6 +92,7 @@ def test_short_moments_do_not_depend_on_timing(lane: Lane, state_dtype: Any) -> 
     assert_same(run(lane, **options), run(None, **options))
 
 
+@pytest.mark.cuda_values
 @pytest.mark.parametrize("unscale", [False, True])
 def test_a_scaler_in_fp32_equals_no_scaler(unscale: bool) -> None:
     """A scale that is a power of two changes no bit of what is added up in fp32 and divided by it again."""
@@ -115,6 +117,7 @@ def test_a_scaler_in_fp32_equals_no_scaler(unscale: bool) -> None:
     torch.testing.assert_close(losses(True), losses(False), rtol=1e-6, atol=0)
 
 
+@pytest.mark.cuda_values
 def test_an_fp16_step_that_overflows_changes_nothing() -> None:
     with streamed(gpt(), device="cuda", dtype=torch.float16) as model:
         optimizer = streamer.AdamW(model.parameters(), lr=1e-2)
@@ -136,6 +139,7 @@ def test_an_fp16_step_that_overflows_changes_nothing() -> None:
         assert not torch.equal(model.state_dict()["lm_head.weight"], before["lm_head.weight"])
 
 
+@pytest.mark.cuda_api
 def test_bytes_on_the_device_while_gradients_are_summed() -> None:
     with streamed(untied(), device="cuda", dtype=torch.bfloat16) as model:
         streamer.AdamW(model.parameters())

@@ -68,7 +68,7 @@ def test_owned_bytes_that_differ_are_told(owned: dict[str, int], capsys: pytest.
         assert "owned: DIFFERS, with 4 layers {'weight slots': 61}" in output
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda_api)])
 @pytest.mark.parametrize("more", [[], ["--one-at-a-time"]])
 def test_a_run(device: str, more: list[str], tmp_path: Path) -> None:
     report, picture = tmp_path / "depth.json", tmp_path / "depth.png"

@@ -324,7 +324,7 @@ def run_main(folder: Path, *arguments: str) -> dict[str, Any]:
     return json.loads(report.read_text())
 
 
-@pytest.mark.parametrize("backend", ["thread", "virtual", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("backend", ["thread", "virtual", pytest.param("cuda", marks=pytest.mark.cuda_api)])
 def test_a_run(backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = run_main(tmp_path, "--backend", backend)
     assert found["backend"] == backend

@@ -202,7 +202,7 @@ def test_options_of_a_variant() -> None:
     }
 
 
-@pytest.mark.cuda
+@pytest.mark.cuda_api
 def test_all_ways_on_a_gpu_once(tmp_path: Path) -> None:
     few = ["--batch-sizes", "8", "--rounds", "2", "--steps", "1", "--device", "cuda", "--dtype", "float32"]
     report = run(tmp_path, "bus", *SMALL, *few, "--parts", "2", "--slots", "3")

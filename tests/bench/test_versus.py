@@ -395,7 +395,7 @@ def test_all_of_it_once(tmp_path: Path, capsys) -> None:
     assert len([line for line in lines if line.startswith("| ")]) == 2 + len(rows)
 
 
-@pytest.mark.cuda
+@pytest.mark.cuda_values
 @pytest.mark.usefixtures("collected")
 # what PyTorch says of NCCL and of one process is not ours
 @pytest.mark.filterwarnings("default")

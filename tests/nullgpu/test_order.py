@@ -1,0 +1,152 @@
+"""Kernels read the weights that the host holds, however late copies are; and the bytes that this takes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import streamer
+import streamer.engine.paging.executor
+from streamer.engine.schedule.hazards import Hazards
+from tests.nullgpu import device
+from tests.nullgpu.chain import HALVING, WIDTH, Chain
+
+pytestmark = pytest.mark.cuda_api
+
+#: Steps that follow one another at once, and those that wait until nothing is in flight.
+FREE, STEPS = 4, 7
+POLICIES = pytest.mark.parametrize("activations", ["recompute", "recompute+offload", "keep"])
+
+
+@pytest.fixture(autouse=True)
+def late_copies() -> Iterator[None]:
+    """On nullgpu each copy begins up to 3 ms late; a GPU has delays of its own."""
+    if device.IS_LOADED:
+        device.change(jitter_us=3000)
+    yield
+    if device.IS_LOADED:
+        device.change(**device.SETTINGS)
+
+
+@contextmanager
+def wrapped_chain(**options: Any) -> Iterator[Chain]:
+    model = Chain()
+    streamer.wrap(model, layers="links", **({"device": "cuda"} | options))
+    try:
+        yield model
+    finally:
+        streamer.unwrap(model)
+
+
+def given_by_the_scaler(optimizer: torch.optim.Optimizer, place: str) -> None:
+    """Let the optimizer have from its scaler what kernels would have computed."""
+    step = optimizer.step
+
+    def step_with_values() -> None:
+        optimizer.found_inf, optimizer.grad_scale = torch.zeros(()).to(place), torch.ones(()).to(place)
+        step()
+
+    optimizer.step = step_with_values
+
+
+def train(
+    model: Chain,
+    *,
+    place: str = "cuda:0",
+    is_chunked: bool = False,
+    scaler: torch.amp.GradScaler | None = None,
+) -> list[tuple[int, int]]:
+    """Steps that halve each weight, with a write of the user's in the middle; the device's bytes at rest and
+    at the peak of each of the steps after `FREE`."""
+    record, optimizer, taken = model.record, streamer.AdamW(model.parameters(), **HALVING), []
+    if scaler is not None and device.IS_LOADED:
+        given_by_the_scaler(optimizer, place)
+    x = torch.zeros(4, 8, WIDTH, device=place, requires_grad=True)
+    for step in range(STEPS):
+        torch.cuda.reset_peak_memory_stats(place)
+        record.gradients = {link.number: float(link.number % 8 + step) for link in model.all_links()}
+        loss = model(x, is_chunked=is_chunked)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+        model.halve()
+        if step == 2:
+            with torch.no_grad():
+                model.links[1].weight.fill_(16.0)
+            record.expected[model.links[1].number] = 16.0
+        x.grad = loss = None
+        if step < FREE - 1:
+            continue
+        streamer.synchronize(model)
+        torch.cuda.synchronize()
+        taken.append((torch.cuda.memory_allocated(place), torch.cuda.max_memory_allocated(place)))
+    return taken
+
+
+@POLICIES
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"num_slots": slots} for slots in (1, 2, 3)),
+        {"dtype": torch.bfloat16},
+        {"micro_batch_size": 1},
+        {"update": "backward"},
+        {"update": "backward", "num_slots": 1, "micro_batch_size": 2},
+        {"device": "cuda:1"},
+        {"compile": "aot_eager"},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_layers_read_what_the_host_held(activations: str, options: dict[str, Any]) -> None:
+    check(activations=activations, **options)
+
+
+@POLICIES
+def test_with_a_scaler(activations: str) -> None:
+    check(activations=activations, train=partial(train, scaler=torch.amp.GradScaler("cuda")))
+
+
+@POLICIES
+def test_with_a_loss_in_chunks(activations: str) -> None:
+    check(activations=activations, train=partial(train, is_chunked=True))
+
+
+def check(*, train: Any = train, **options: Any) -> None:
+    place = options.get("device", "cuda:0")
+    if torch.device(place).index >= torch.cuda.device_count():
+        pytest.skip(f"needs {place}")
+    others = [f"cuda:{index}" for index in range(torch.cuda.device_count()) if f"cuda:{index}" != place]
+    registered = device.report()["registered_bytes"] if device.IS_LOADED else 0
+    gc.collect()  # what earlier tests have left
+    before = [torch.cuda.memory_allocated(other) for other in others]
+    with wrapped_chain(**options) as model:
+        taken = train(model, place=place)
+        assert model.record.wrong() == []
+        looks = (2 if options["activations"] == "keep" else 3) * 4 // options.get("micro_batch_size", 4)
+        assert len(model.record.read) == STEPS * (2 + looks * len(model.links))
+        assert [link.weight.detach().cpu().unique().tolist() for link in model.all_links()] == [
+            [model.record.expected[link.number]] for link in model.all_links()
+        ]
+    # the first of them began while the one before it was in flight
+    assert taken[2:] == [taken[1]] * (STEPS - FREE - 1)
+    assert [torch.cuda.memory_allocated(other) for other in others] == before
+    if device.IS_LOADED:
+        assert device.report()["registered_bytes"] == registered
+
+
+@pytest.mark.parametrize("missing", ["read_after_write", "write_after_read"])
+def test_without_the_waits_layers_read_something_else(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streamer.engine.paging.executor, "Hazards", partial(Hazards, **{missing: False}))
+    with wrapped_chain(num_slots=1) as model:
+        train(model)
+        assert model.record.wrong()
