@@ -17,7 +17,7 @@ from streamer.simulate.cost import EFFICIENT_TAKES_GROUPS
 from streamer.simulate.machine import H200, gpu_properties
 from streamer.simulate.temporaries import temporary_bytes, workspace_bytes
 
-pytestmark = pytest.mark.cuda
+pytestmark = pytest.mark.cuda_api
 
 #: What the allocator may give on top of what is asked for, rather than split a block.
 UNSPLIT = 1 << 20

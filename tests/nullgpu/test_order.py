@@ -144,6 +144,60 @@ def check(*, train: Any = train, **options: Any) -> None:
         assert device.report()["registered_bytes"] == registered
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@POLICIES
+def test_gradients_are_in_host_memory_when_backward_ends(activations: str, dtype: torch.dtype) -> None:
+    with wrapped_chain(activations=activations, dtype=dtype) as model:
+        x = torch.zeros(4, 8, WIDTH, device="cuda", requires_grad=True)
+        for step in range(3):
+            given = {link.number: float(link.number % 8 + step) for link in model.all_links()}
+            model.record.gradients = given
+            model(x).backward()
+            for link in model.all_links():
+                assert link.weight.grad.device.type == ("cuda" if link is model.first else "cpu")
+                assert link.weight.grad.cpu().unique().tolist() == [given[link.number]]
+            model.zero_grad()
+
+
+def test_a_state_dict_taken_while_updates_run_has_what_they_write() -> None:
+    with wrapped_chain() as model:
+        optimizer = streamer.AdamW(model.parameters(), **HALVING)
+        x = torch.zeros(4, 8, WIDTH, device="cuda", requires_grad=True)
+        model.record.gradients = dict.fromkeys(model.record.expected, 1.0)
+        model(x).backward()
+        optimizer.step()
+        model.halve()
+        state = model.state_dict()
+        assert {value.device.type for value in state.values()} == {"cpu"}
+        names = {
+            link.number: f"{name}.weight" for name, link in model.named_modules() if link in model.all_links()
+        }
+        found = {number: state[name].unique().tolist() for number, name in names.items()}
+        assert found == {number: [value] for number, value in model.record.expected.items()}
+
+
+@pytest.mark.parametrize("num_slots", [1, 3])
+def test_layers_on_a_late_stream_keep_their_weights_when_the_caller_goes_on_on_another(
+    num_slots: int,
+) -> None:
+    late, early = torch.cuda.Stream(), torch.cuda.Stream()
+    x = torch.zeros(4, 8, WIDTH, device="cuda", requires_grad=True)
+    torch.cuda.synchronize()
+    with wrapped_chain(num_slots=num_slots) as model:
+        optimizer = streamer.AdamW(model.parameters(), **HALVING)
+        for step in range(3):
+            model.record.gradients = {link.number: float(step) for link in model.all_links()}
+            with torch.cuda.stream(late), torch.no_grad():
+                torch.cuda._sleep(30_000_000)
+                model(x)
+            with torch.cuda.stream(early):
+                model(x).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            model.halve()
+        assert model.record.wrong() == []
+
+
 @pytest.mark.parametrize("missing", ["read_after_write", "write_after_read"])
 def test_without_the_waits_layers_read_something_else(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streamer.engine.paging.executor, "Hazards", partial(Hazards, **{missing: False}))
