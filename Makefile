@@ -26,11 +26,11 @@ test: $(VENV)/.test
 
 test-nullgpu: .venv-nullgpu/.test-$(NULLGPU_TORCH)
 	NULLGPU_DEVICES=2 tests/nullgpu/run.sh $(NULLGPU) -m pytest -m cuda_api --assert=plain -n 2 \
-	  --dist loadfile tests/nullgpu tests/backends
+	  --dist load tests/nullgpu tests/backends tests/bench tests/app/test_calibrate.py
 
 .venv-nullgpu/.test-$(NULLGPU_TORCH): $(INPUTS)
 	$(PYTHON) -m venv .venv-nullgpu
-	$(NULLGPU) -m pip --disable-pip-version-check --quiet install torch==$(NULLGPU_TORCH) --editable . \
+	$(NULLGPU) -m pip --disable-pip-version-check --quiet install torch==$(NULLGPU_TORCH) --editable '.[plot]' \
 	  pytest hypothesis pytest-xdist
 	@touch $@
 
