@@ -5,7 +5,8 @@ Products are at the peak of the data sheet, dense and added up in fp32, which re
 takes longer than what these predict. What is measured by `streamer calibrate` has no such excuse.
 Estimates, the same for all: copies reach four fifths of the link (the rest goes to headers and credits),
 operations on the device four fifths of its memory's peak, the host update three quarters of its memory's
-peak, and an operation takes 5 microseconds (launched by PyTorch one by one).
+peak, an operation takes 5 microseconds (launched by PyTorch one by one), and this library a millisecond of
+the host for each visit of a layer (half of what `bench/host_cost.py` measures on a server's slower core).
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def gpu_properties(machine: Machine, device: torch.device) -> Machine:
 # over 16 lanes. Four fifths of that.
 PCIE_3, PCIE_4, PCIE_5 = 12.5e9, 25e9, 50e9
 
-SECONDS_PER_OP = 5e-6
+SECONDS_PER_OP, SECONDS_PER_VISIT = 5e-6, 1e-3
 
 #: A GeForce RTX 4090 in a desktop.
 RTX_4090 = Machine(
@@ -116,6 +117,7 @@ RTX_4090 = Machine(
     device_bytes=24 * GIB,  # the same: 24 GB
     host_bytes=128 * GIB,  # four modules of 32 GiB; assumed
     seconds_per_op=SECONDS_PER_OP,
+    seconds_per_visit=SECONDS_PER_VISIT,
     multiprocessors=128,  # NVIDIA Ada GPU Architecture, appendix A
     threads_per_multiprocessor=1536,  # CUDA C++ Programming Guide, "Technical Specifications"
     compute_capability=8.9,  # NVIDIA, "CUDA GPU Compute Capability", as all of these
@@ -166,6 +168,7 @@ A100_PCIE_4 = Machine(
     device_bytes=80 * GIB,  # the same: 80 GB
     host_bytes=256 * GIB,  # assumed
     seconds_per_op=SECONDS_PER_OP,
+    seconds_per_visit=SECONDS_PER_VISIT,
     multiprocessors=108,  # NVIDIA A100 Tensor Core GPU Architecture, table 4
     threads_per_multiprocessor=2048,  # the same, table 5
     compute_capability=8.0,
@@ -191,6 +194,7 @@ H100_PCIE_5 = Machine(
     device_bytes=80 * GIB,  # the same: 80 GB
     host_bytes=256 * GIB,  # assumed
     seconds_per_op=SECONDS_PER_OP,
+    seconds_per_visit=SECONDS_PER_VISIT,
     multiprocessors=114,  # NVIDIA H100 Tensor Core GPU Architecture, table 3
     threads_per_multiprocessor=2048,  # the same
     compute_capability=9.0,
@@ -246,6 +250,7 @@ LAPTOP_8GB = Machine(
     device_bytes=8 * GIB,  # the same: 8 GB
     host_bytes=32 * GIB,  # assumed
     seconds_per_op=SECONDS_PER_OP,
+    seconds_per_visit=SECONDS_PER_VISIT,
     multiprocessors=24,  # see above
     threads_per_multiprocessor=1536,
     compute_capability=8.9,

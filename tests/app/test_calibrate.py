@@ -49,7 +49,7 @@ def test_calibrate_writes_a_machine(
     rates = (found.flops_per_second, found.attention_flops_per_second, found.device_bytes_per_second)
     assert all(rate is not None and rate > 0 for rate in rates)
     assert found.seconds_per_op > 0
-    assert (found.seconds_per_visit > 0) is (device == "cpu")
+    assert found.seconds_per_visit > 0
     assert min(vars(found.beside).values()) > 0 and max(vars(found.beside).values()) <= 1
     measured = tomllib.loads(path.read_text())["measured"]
     assert measured["torch"] == torch.__version__

@@ -166,7 +166,7 @@ def test_figures_for_programs(gpt: str, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_the_largest_batch_is_one(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    limit = ["--device-memory", "24MiB", "--set", "stream.num_slots=2"]
+    limit = ["--device-memory", "60MiB", "--set", "stream.num_slots=2"]
     _, found = planned(capsys, config, *limit)
     best = found["largest_batch"]["batch_size"]
     code, _ = planned(capsys, config, *limit, "--set", f"data.batch_size={best}")
@@ -177,13 +177,13 @@ def test_the_largest_batch_is_one(config: str, capsys: pytest.CaptureFixture[str
 
 def test_what_would_make_it_fit_does(gpt: str, capsys: pytest.CaptureFixture[str]) -> None:
     big = ["--set", "data.batch_size=64", "--set", "stream.num_slots=2"]
-    code, found = planned(capsys, gpt, *big, "--device-memory", "24MiB")
+    code, found = planned(capsys, gpt, *big, "--device-memory", "44MiB")
     assert code == 2 and not found["fits_device"] and found["fits_host"]
-    assert found["device_memory"] == 24 << 20
+    assert found["device_memory"] == 44 << 20
     changes = found["mend"]["changes"]
     assert list(changes)[0] == "stream.micro_batch_size"
     changed = sets(*(f"{key}={json.dumps(value)}" for key, value in changes.items()))
-    code, mended = planned(capsys, gpt, *big, "--device-memory", "24MiB", *changed)
+    code, mended = planned(capsys, gpt, *big, "--device-memory", "44MiB", *changed)
     assert code == 0 and mended["fits"]
 
 

@@ -149,9 +149,8 @@ def test_a_step_timed_anew_is_the_step_that_the_machine_would_predict() -> None:
         step()
     for machine in (RTX_4090, RTX_4090_PCIE_3):
         # products are all that takes compute's time in what is timed anew
-        products = replace(
-            machine, device_bytes_per_second=None, fp32_flops_per_second=None, seconds_per_op=0.0
-        )
+        nothing_else = {"device_bytes_per_second": None, "seconds_per_op": 0.0, "seconds_per_visit": 0.0}
+        products = replace(machine, fp32_flops_per_second=None, **nothing_else)
         expected = predict_step(*step_of(products), warmup=1)
         times = replay(recording.work, first, machine)
         assert times.seconds == pytest.approx(expected.seconds, rel=1e-6)

@@ -143,7 +143,22 @@ struct Ticket {
 struct Op {
   function<void()> work;
   std::vector<Ticket> after;
+  double submitted;
 };
+
+// Whether kernels or copies take a set time. Then each stream has a clock: work begins when what is before it
+// ends by these times, however late the thread woke, so that many short sleeps do not add up to a long one.
+bool paced() { return settings().kernel_us > 0 || settings().copy_gbps > 0; }
+thread_local double* clock_of_stream = nullptr;  // of the work that runs
+
+// The work that runs takes so long, from its beginning on
+void take_time(double length) {
+  double& clock = *clock_of_stream;
+  clock += length;
+  sleep_seconds(clock - seconds());
+  // a machine that stood still is not made up for
+  if (seconds() - clock > 5e-3) clock = seconds();
+}
 
 struct Stream {
   int device = 0, priority = 0;
@@ -153,7 +168,14 @@ struct Stream {
   std::condition_variable more, progress;
   std::deque<Op> queue;
   uint64_t submitted = 0, completed = 0;
+  double clock = 0;
 
+  void work_on(Op& op) {
+    clock = std::max(clock, op.submitted);
+    clock_of_stream = &clock;
+    op.work();
+    if (!paced()) clock = seconds();
+  }
   bool blocking() const { return !(flags & cudaStreamNonBlocking); }
   bool done(uint64_t number) {
     lock_guard<mutex> hold(lock);
@@ -170,13 +192,14 @@ struct Stream {
   // ``instant`` work takes no time; it is done at once where nothing is before it
   uint64_t push(function<void()> work, std::vector<Ticket> after = {}, bool instant = false) {
     unique_lock<mutex> hold(lock);
-    if (instant && after.empty() && completed == submitted) {
-      work();
+    Op op{std::move(work), std::move(after), seconds()};
+    if (instant && op.after.empty() && completed == submitted) {
+      work_on(op);
       completed = ++submitted;
       progress.notify_all();
       return submitted;
     }
-    queue.push_back({std::move(work), std::move(after)});
+    queue.push_back(std::move(op));
     if (!started) {
       started = true;
       std::thread([this] { run(); }).detach();
@@ -195,7 +218,8 @@ struct Stream {
         queue.pop_front();
       }
       for (auto& ticket : op.after) ticket.stream->wait(ticket.number);
-      op.work();
+      if (!op.after.empty()) op.submitted = seconds();
+      work_on(op);
       op.work = nullptr;
       lock_guard<mutex> hold(lock);
       ++completed;
@@ -400,13 +424,18 @@ struct Busy {  // marks both ends as in use until the copy is over
   }
 };
 
-void delay(uint64_t size) {
+void delay() {
   auto& set = settings();
   if (set.jitter_us > 0) {
     thread_local std::minstd_rand random(std::random_device{}());
     sleep_seconds(1e-6 * std::uniform_real_distribution<>(0, set.jitter_us)(random));
   }
-  if (set.copy_gbps > 0) sleep_seconds((double)size / set.copy_gbps / 1e9);
+}
+// What work of the device's own memory takes, as a kernel
+double kernel_seconds() { return 1e-6 * settings().kernel_us; }
+double copy_seconds(uint64_t size, cudaMemcpyKind kind) {
+  double rate = 1e9 * settings().copy_gbps;
+  return kind == cudaMemcpyDeviceToDevice ? kernel_seconds() : rate > 0 ? (double)size / rate : 0;
 }
 
 cudaError_t copy(void* into, size_t into_pitch, const void* from, size_t from_pitch, size_t width,
@@ -442,12 +471,13 @@ cudaError_t copy(void* into, size_t into_pitch, const void* from, size_t from_pi
   }
   uint64_t number = submit(stream, [=] {
     (void)staged;
-    delay(size);
+    delay();
     if (width == into_pitch && width == from_pitch)
       memmove(into, from, size);
     else
       for (size_t row = 0; row < height; row++)
         memmove((char*)into + row * into_pitch, (const char*)from + row * from_pitch, width);
+    take_time(copy_seconds(size, actual));
     busy->over();
   });
   if (!async || (pageable && !staged)) stream->wait(number);
@@ -465,6 +495,7 @@ cudaError_t fill(void* at, int value, size_t size, cudaStream_t handle, bool asy
   auto busy = std::make_shared<Busy>(std::initializer_list<Found>{target});
   uint64_t number = submit(stream, [=] {
     memset(at, value, size);
+    take_time(kernel_seconds());
     busy->over();
   });
   if (!async) stream->wait(number);
@@ -554,8 +585,8 @@ cudaError_t launch(const void* function_of_host, dim3 grid, dim3 block, void** a
         spin = (double)*(int64_t*)args[0] / 1.5e9;
     }
   }
-  double length = spin + 1e-6 * settings().kernel_us;
-  if (length > 0) submit(stream, [=] { sleep_seconds(length); });
+  double length = spin + kernel_seconds();
+  if (length > 0) submit(stream, [=] { take_time(length); });
   return cudaSuccess;
 }
 
@@ -1028,7 +1059,7 @@ API cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream_handle) 
   submit(stream, [recording] {
     lock_guard<mutex> hold(recording->lock);
     recording->done = true;
-    recording->at = seconds();
+    recording->at = paced() ? *clock_of_stream : seconds();
     recording->progress.notify_all();
   }, true);
   return cudaSuccess;
@@ -1080,7 +1111,10 @@ API cudaError_t cudaStreamWaitEvent(cudaStream_t stream_handle, cudaEvent_t hand
   if (!stream) return fail(cudaErrorInvalidResourceHandle);
   auto recording = recording_of(event);
   if (!recording || is_done(recording)) return cudaSuccess;
-  submit(stream, [recording] { wait_for(recording); });
+  submit(stream, [recording] {
+    wait_for(recording);
+    *clock_of_stream = std::max(*clock_of_stream, recording->at);
+  });
   return cudaSuccess;
 }
 

@@ -478,9 +478,10 @@ def test_what_has_no_values_is_refused_before_it_is_planned(monkeypatch: pytest.
 
 def test_a_machine_may_be_given_by_name() -> None:
     model = gpt(2)
-    slow = wrapped_auto(model, machine="laptop-8gb").plan.prediction.seconds
+    slow = wrapped_auto(model, machine="laptop-8gb").plan.prediction.busy_seconds[Lane.COMPUTE]
     streamer.unwrap(model)
-    assert wrapped_auto(model, machine="h100-sxm").plan.prediction.seconds < slow
+    fast = wrapped_auto(model, machine="h100-sxm").plan.prediction.busy_seconds[Lane.COMPUTE]
+    assert fast < slow
     streamer.unwrap(model)
 
 

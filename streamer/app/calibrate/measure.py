@@ -2,7 +2,7 @@
 
 They run on a backend's own lanes, with streamer's kernels. Every round measures each of them once, alone and
 beside others, so that other load on the machine affects all alike. `VisitCosts` measures the time of the
-caller that the library itself takes, where the host's cores also compute.
+caller that the library itself takes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from torch import nn
 import streamer
 import streamer_native as native
 from streamer.backends.base import COPIES, Backend, Event, Lane, Span
-from streamer.backends.thread import ThreadBackend
 from streamer.memory.host import HostStore
 from streamer.memory.layout import Layout, Param
 from streamer.memory.purposes import FP32, GRADIENTS, MOMENTS
@@ -37,11 +36,11 @@ class VisitCosts:
     """Trains layers so small that a step takes as long as issuing it. Each has as many parameters as a layer
     of GPT-2, since every parameter has views and hooks."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         layers = nn.Sequential(*(_layer() for _ in range(LAYERS)))
-        self._model = streamer.wrap(nn.Sequential(layers), layers="0", backend=ThreadBackend(), num_slots=2)
+        self._model = streamer.wrap(nn.Sequential(layers), layers="0", device=device, num_slots=2)
         self._optimizer = streamer.AdamW(self._model.parameters(), lr=1e-6)
-        self._inputs = torch.randn(TOKENS, HIDDEN)
+        self._inputs = torch.randn(TOKENS, HIDDEN, device=device)
         self._step()  # learns the order
         with Operations() as operations:
             self._step()
@@ -246,8 +245,7 @@ class Measurements:
 
     def __init__(self, backend: Backend, sizes: Sizes) -> None:
         self._watch = Stopwatch(backend, sizes.seconds)
-        # beside a GPU the caller runs ahead, so that its time does not count
-        self._visits = VisitCosts() if backend.device.type == "cpu" else None
+        self._visits = VisitCosts(backend.device)
         self._computing = computing(backend, sizes)
         update_bytes, updating = update(backend, sizes)
         self._lanes: dict[Lane, Work] = {
@@ -264,8 +262,7 @@ class Measurements:
         """Fields of `Machine` and `Beside`, each measured once."""
         seconds = {name: self._watch.alone(Lane.COMPUTE, work) for name, work in self._computing.items()}
         values = _of_compute(seconds, self._counts)
-        if self._visits is not None:
-            values["seconds_per_visit"] = self._visits.seconds(values["seconds_per_op"])
+        values["seconds_per_visit"] = self._visits.seconds(values["seconds_per_op"])
         alone = {lane: self._watch.alone(lane, work) for lane, work in self._lanes.items()}
         for lane, nbytes in self._nbytes.items():
             values[f"{lane.value}_bytes_per_second"] = nbytes / alone[lane]
@@ -277,8 +274,7 @@ class Measurements:
 
     def close(self) -> None:
         """Unwrap the model of `VisitCosts`; the caller closes the backend."""
-        if self._visits is not None:
-            self._visits.close()
+        self._visits.close()
 
 
 def measure(measurements: Measurements, *, rounds: int, budget_seconds: float) -> Found:
