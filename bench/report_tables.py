@@ -274,11 +274,21 @@ def host_cost(report: Report) -> list[str]:
     return [what, "", *table(heads, rows)]
 
 
+def clock(report: Report) -> list[str]:
+    rows = []
+    for name, row in report["tasks"].items():
+        exposed = f"{row['exposed']['median']:.1%}", f"{row['planned_exposed']['median']:.1%}"
+        rows.append([name, f"{1e3 * row['seconds']['median']:.0f}", spread(row["ratio"], ".3f"), *exposed])
+    what = "Kernels and copies take set times, before a stand-in for a GPU: no GPU's figures."
+    return [what, "", *table(["what binds", "step ms", "by the plan's", "exposed", "planned"], rows)]
+
+
 TABLES: dict[str, Callable[[Report], list[str]]] = {
     "bench/adam.py": adam,
     "bench/architectures.py": architectures_table,
     "bench/beside_others.py": beside_others,
     "bench/checkpoint.py": checkpoint,
+    "bench/clock.py": clock,
     "bench/depth.py": depth,
     "bench/fits.py": fits,
     "bench/hidden_update.py": hidden_update,
