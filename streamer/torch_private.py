@@ -30,7 +30,7 @@ def _find(path: str, why: str) -> Any:
         if found is None:
             raise ImportError(
                 f"PyTorch {torch.__version__} has no torch.{path}, by which streamer {why}: "
-                "install torch==2.13.*"
+                "install torch==2.13.* or a newer one"
             )
     return found
 
