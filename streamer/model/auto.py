@@ -237,8 +237,12 @@ def room_of(
     """The bytes that are free now, with those of the parameters that are ``given_up``."""
     # what CUDA itself takes is not free any more
     context = context_bytes(backend.device.type)
+    releasable = releasable_bytes(given_up, backend.device)
+    if limit is not None and (used := backend.device_used()) is not None:
+        # a limit holds for all that this process has allocated
+        limit = max(0, limit - max(0, used[0] - releasable))
     return Room(
-        device=backend.device_available() + releasable_bytes(given_up, backend.device) + context,
+        device=backend.device_available() + releasable + context,
         host=backend.host_available() + releasable_bytes(given_up, torch.device("cpu")),
         budget=limit,
         shared=machine.kind == "cpu",

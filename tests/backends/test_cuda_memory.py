@@ -140,6 +140,19 @@ def test_what_the_limit_leaves_holds_more_layers() -> None:
         assert torch.cuda.max_memory_reserved() <= 256 * MIB
 
 
+@pytest.mark.cuda_api
+def test_what_the_process_has_allocated_already_counts_towards_the_limit() -> None:
+    tokens = batch(0).cuda()
+    # room enough for a step, were it not for the other tensor
+    limits = {"device_memory": "512MiB", "example": tokens[:, :-1]}
+    with built(**limits):
+        pass
+    other = torch.empty(500 * MIB, dtype=torch.uint8, device="cuda")
+    with pytest.raises(MemoryError, match="device_memory needs"), built(**limits):
+        pass
+    assert other.numel()
+
+
 def choose_allocator(settings: str) -> None:
     """Let the process have chosen just these ``settings`` of PyTorch's allocator."""
     for text in ("expandable_segments:False", settings):
@@ -160,6 +173,7 @@ def test_a_budget_is_refused_at_once_or_has_room_for_every_step(
         monkeypatch.setattr(CudaBackend, "_expand_segments", lambda backend: None)
     choose_allocator("")
     gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     with torch.device("meta"):
