@@ -182,6 +182,10 @@ class Backend(abc.ABC):
         many of them, and the other tensors take ``beside`` bytes at most."""
         return (nbytes - beside) // each
 
+    def changes_stream(self) -> bool:
+        """Whether the caller's work goes to another stream now than what COMPUTE was given last."""
+        return False
+
     def device_trim(self) -> None:
         """Give the memory of buffers that are gone back to the device."""
         return

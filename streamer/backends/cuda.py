@@ -394,6 +394,10 @@ class CudaBackend(Backend):
             return there + pieces * (PIECE_BYTES // each)
         return there + pieces * PIECE_BYTES // (-(-each // BLOCK_BYTES) * BLOCK_BYTES)
 
+    def changes_stream(self) -> bool:
+        last = self._last_compute
+        return last is not None and last[0] != torch.cuda.current_stream(self.device)
+
     def device_trim(self) -> None:
         torch.cuda.empty_cache()
 

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -193,6 +194,23 @@ def test_layers_on_a_late_stream_keep_their_weights_when_the_caller_goes_on_on_a
                 optimizer.step()
                 optimizer.zero_grad()
             model.halve()
+        assert model.record.wrong() == []
+
+
+def test_a_second_stream_waits_for_the_roots_weights_too(nullgpu: ModuleType) -> None:
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    x = torch.zeros(4, 8, WIDTH, device="cuda", requires_grad=True)
+    with wrapped_chain() as model:
+        optimizer = streamer.AdamW(model.parameters(), **HALVING)
+        model.record.gradients = {link.number: 0.0 for link in model.all_links()}
+        model(x).backward()
+        torch.cuda.synchronize()
+        nullgpu.change(copy_gbps=0.001)
+        optimizer.step()
+        model.halve()
+        for stream in (first, second):
+            with torch.cuda.stream(stream), torch.no_grad():
+                model(x)
         assert model.record.wrong() == []
 
 

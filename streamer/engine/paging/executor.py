@@ -115,14 +115,20 @@ class Executor:
         self.weights.unshard_root()
 
     def begin(self) -> None:
-        """Make the root unit's weights on the device those of the last update, before they are read."""
+        """Make the root unit's weights on the device those of the last update, before they are read.
+
+        A stream that the caller goes over to has waited for nothing yet: it waits too.
+        """
         with self.turns.lock:
-            if not self._root_ready:
-                self.structure.check()
-                self.issuer.issue(ops.root_forward(), lambda: None)
-                self.weights.refresh_root()
-                self.weights.end_flight(self.root)
-                self._root_ready = True
+            if self._root_ready:
+                if self.backend.changes_stream():
+                    self.issuer.issue(ops.root_forward(), lambda: None)
+                return
+            self.structure.check()
+            self.issuer.issue(ops.root_forward(), lambda: None)
+            self.weights.refresh_root()
+            self.weights.end_flight(self.root)
+            self._root_ready = True
 
     def synchronize(self) -> None:
         """Block the caller until every copy and update is done."""
