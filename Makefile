@@ -14,7 +14,7 @@ CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 NULLGPU_TORCH ?= 2.14.1
 NULLGPU := .venv-nullgpu/bin/python
 
-.PHONY: demo test test-nullgpu clean
+.PHONY: demo test test-nullgpu nullgpu clean
 
 demo: $(VENV)/.demo
 	$(BIN)/streamer train configs/gpt2-demo.toml
@@ -24,7 +24,9 @@ test: $(VENV)/.test
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-test-nullgpu: .venv-nullgpu/.test-$(NULLGPU_TORCH)
+nullgpu: .venv-nullgpu/.test-$(NULLGPU_TORCH)
+
+test-nullgpu: nullgpu
 	NULLGPU_DEVICES=2 tests/nullgpu/run.sh $(NULLGPU) -m pytest -m cuda_api --assert=plain -n 2 \
 	  --dist load tests/nullgpu tests/backends tests/bench tests/app/test_calibrate.py
 

@@ -6,9 +6,8 @@ long as the plan says?
 On the stand-in for a GPU (tests/nullgpu) kernels compute nothing and take a set time, and copies have a set
 rate, all in stream order. So what is compared is everything else: order, prefetching, waits, and in the last
 setting, where kernels take next to no time, the host. A layer multiplies its input with ten weights in turn;
-every operation is one kernel. The four kernels that take samples of a layer's tensors, to compare what runs
-twice, are in no plan. In the last setting the plan has what the host takes to launch an operation and what
-the library takes per visit (`streamer.app.calibrate.measure.VisitCosts`), measured anew in every round.
+every operation is one kernel. In the last setting the plan has what the host takes to launch an operation and
+what the library takes per visit (`streamer.app.calibrate.measure.VisitCosts`), measured anew in every round.
 
 A round has some steps in each setting, in an order drawn anew. ``ratio`` is the step's time by the plan's of
 the same round, ``exposed`` what compute has waited for copies, by the executor's trace and by the plan, as

@@ -18,6 +18,11 @@ from streamer.simulate.clock import Clock
 from streamer.simulate.cost import NOTHING, Cost, FusedAttention, Operations
 from streamer.simulate.machine import CPU, Machine
 
+#: Kernels that the executor adds to a layer's visit on a GPU: one for each tensor of which it takes a sample,
+#: so that a layer which runs twice can be seen to compute the same. [Note: samples] Without them (where
+#: graphs are kept, in evaluation) a plan is too slow by these few launches.
+KERNELS_PER_VISIT = 2
+
 
 class CountsBytes(Protocol):
     """A context manager that counts bytes: those that there are now, and were at most."""
@@ -104,11 +109,13 @@ class VirtualBackend(Backend):
         cost = counter.cost + self._recalled
         self.flops += cost.flops
         seconds = cost.seconds
-        # some work marks a moment and does nothing
-        of_library = self.machine.seconds_per_visit if seconds else 0.0
-        issued = self._issue(cost.ops, of_library)
-        # where the host's cores compute, they do nothing meanwhile
-        seconds += of_library if self.machine.kind == CPU else 0.0
+        if not seconds:  # some work marks a moment and does nothing
+            return self._clock.submit(lane, 0.0, waits, self._issue(cost.ops))
+        machine = self.machine
+        issued = self._issue(cost.ops + KERNELS_PER_VISIT, machine.seconds_per_visit)
+        # where the host's cores compute, they do nothing while they work for the library
+        is_cpu = machine.kind == CPU
+        seconds += machine.seconds_per_visit if is_cpu else KERNELS_PER_VISIT * machine.seconds_per_op
         return self._clock.submit(lane, seconds, waits, issued)
 
     def recall(self, cost: Cost) -> None:

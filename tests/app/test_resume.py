@@ -305,9 +305,10 @@ KILLS = 10
 ZYGOTE = """
 import json, os, random, signal, sys, time
 sys.path.insert(0, {home!r})
-import torch, streamer
+import torch, streamer, tqdm
 from streamer.app.cli import main
 torch.set_num_threads(1)
+tqdm.tqdm.monitor_interval = 0  # a thread that may hold tqdm's lock just when a child is forked
 told = os.dup(1)
 os.dup2(2, 1)
 code = main(json.loads(sys.stdin.readline())[1])
