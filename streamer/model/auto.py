@@ -29,12 +29,12 @@ from streamer.engine.layer.micro_batches import AmbiguousBatchError
 from streamer.engine.paging.handle import wrapped
 from streamer.engine.tensors.nested import Rebuild, flatten
 from streamer.model.layers import find_layers
-from streamer.model.move_in import Init, check_init, releasable_bytes
-from streamer.model.options import Activations, parse_bytes
+from streamer.model.move_in import check_init, releasable_bytes
+from streamer.model.options import WrapOptions
 from streamer.model.streaming import stream
 from streamer.model.units import make_units
 from streamer.optim.adamw import AdamW
-from streamer.plan.choice import Choice, Chosen, Number, Options, PlanOf, Room, choose
+from streamer.plan.choice import Choice, Chosen, Options, PlanOf, Room, choose, may_be_auto
 from streamer.plan.recall import Recollection
 from streamer.plan.step_plan import StepPlan, context_bytes, plan_step
 from streamer.simulate.backend import VirtualBackend
@@ -163,18 +163,18 @@ def plan_of(
     model: nn.Module,
     machine: Machine,
     batch: Batch,
-    options: Mapping[str, Any],
+    options: WrapOptions,
     device_bytes: int = _ENOUGH,
 ) -> PlanOf:
     """What plans a choice for ``model``, a `skeleton`, on ``machine`` with room for anything: what fits is
-    seen to by whoever chooses. ``options`` are those of `stream` that are the same for all choices. Layers
-    that are too large for ``device_bytes`` are cut, as `wrap` does."""
+    seen to by whoever chooses. ``options`` are the same for all choices. Layers that are too large for
+    ``device_bytes`` are cut, as `wrap` does."""
     unlimited = replace(machine, device_bytes=device_bytes, host_bytes=_ENOUGH)
     recollection = Recollection()
 
     def plan(choice: Choice) -> StepPlan:
-        given = {**options, **choice.options()}
-        planned = stream(copy.deepcopy(model).train(), backend=VirtualBackend(unlimited), **given)
+        given = replace(options, **choice.options(), device_memory=None)
+        planned = stream(copy.deepcopy(model).train(), VirtualBackend(unlimited), given)
         executor = wrapped(planned).executor
         try:
             return plan_step(executor, batch.step(planned), recollection, given=batch.tensors)
@@ -193,40 +193,32 @@ def plan_of(
 def choose_options(
     model: nn.Module,
     backend: Backend,
+    options: WrapOptions,
     example: object,
     machine: Machine | str | None,
-    asked: tuple[Activations, Number, Number],
-    device_memory: int | str | None,
-    init: Init | None,
-    options: Mapping[str, Any],
 ) -> Chosen:
-    """What ``wrap(model, ...)`` is to be told for those of ``asked`` (activations, num_slots,
-    micro_batch_size) that are "auto", for ``backend``'s device and memory. Where none is, ``asked`` itself,
-    planned.
+    """A choice for those of ``options`` that are "auto", for ``backend``'s device and memory. Where none is,
+    the choice is what ``options`` say, planned.
 
-    ``machine`` says how fast that is, itself or by name; ``options`` are the others of `stream`. Raises
-    ValueError for what cannot be planned, or not be run with ``init``, and MemoryError where no step fits.
-    [Note: options that are chosen]
+    ``machine`` says how fast the device is, itself or by name. Raises ValueError for what cannot be planned,
+    or not be run, and MemoryError where no step fits. [Note: options that are chosen]
     """
-    activations, num_slots, micro_batch_size = asked
-    limit = parse_bytes("device_memory", device_memory)
+    limit = options.device_limit
     batch = Batch.like(example)
     batch.check_arguments(model)
     machine = machine_of(backend) if machine is None else _machine(machine)
     if backend.device.type == CUDA:
         machine = gpu_properties(machine, backend.device)
-    layers = find_layers(model, options["layers"])
+    layers = find_layers(model, options.layers)
     if not isinstance(backend, VirtualBackend):
         units, root = make_units(model, layers, None)
-        check_init((*units, root), init)
-    given = activations if callable(activations) or isinstance(activations, str) else tuple(activations)
-    among = Options.of((given, num_slots, micro_batch_size), layers=len(layers), batch=batch.size)
-    with torch.random.fork_rng(devices=()):
-        room = room_of(backend, machine, limit, list(model.parameters()))
-        without = skeleton(model)
-        whole = plan_of(without, machine, batch, options)
-        in_parts = plan_of(without, machine, batch, options, room.tensors)
-        chosen = choose(whole, among, room, in_parts)
+        check_init((*units, root), options.init)
+    among = Options.of(may_be_auto(options), layers=len(layers), batch=batch.size)
+    room = room_of(backend, machine, limit, list(model.parameters()))
+    without = skeleton(model)
+    whole = plan_of(without, machine, batch, options)
+    in_parts = plan_of(without, machine, batch, options, room.tensors)
+    chosen = choose(whole, among, room, in_parts)
     logging.getLogger("streamer").info("chosen: %s", chosen.reason)
     return chosen
 

@@ -22,11 +22,13 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
+import torch
 from tqdm import tqdm
 
 from streamer.backends.base import Lane
@@ -66,6 +68,11 @@ class Choice(NamedTuple):
         return f"{_told(self.activations)}{slots}{batch}"
 
 
+def may_be_auto(options: object) -> tuple[Any, Any, Any]:
+    """Those of `streamer.wrap`'s ``options`` that it may be told to choose, in the order of a `Choice`."""
+    return attrgetter(*Choice._fields)(options)
+
+
 def _told(activations: Policies) -> str:
     if isinstance(activations, str):
         return f"'{activations}' in all layers"
@@ -87,10 +94,13 @@ class Options:
     sizes: tuple[int | None, ...]
 
     @staticmethod
-    def of(asked: tuple[Policies, Number, Number], *, layers: int, batch: int) -> Options:
-        """Everything that activations, num_slots and micro_batch_size may be where ``asked`` has "auto" for
-        them; the others stay as they are."""
-        activations, num_slots, micro_batch_size = asked
+    def of(
+        asked: tuple[str | Sequence[str] | Callable[[int], str], Number, Number], *, layers: int, batch: int
+    ) -> Options:
+        """Everything that activations, num_slots and micro_batch_size may be where ``asked``, `may_be_auto`,
+        has "auto" for them; the others stay as they are."""
+        given, num_slots, micro_batch_size = asked
+        activations = given if callable(given) or isinstance(given, str) else tuple(given)
         is_auto = activations == AUTO
         return Options(
             layers,
@@ -204,7 +214,10 @@ def choose(plan_of: PlanOf, options: Options, room: Room, in_parts: PlanOf | Non
     terminal.
     """
     # disable=None: unless it is a terminal
-    with tqdm(desc="'auto'", unit=" plans", disable=None, leave=False) as bar:
+    with (
+        tqdm(desc="'auto'", unit=" plans", disable=None, leave=False) as bar,
+        torch.random.fork_rng(devices=()),
+    ):
         found = _ShortList(plan_of, options, room, bar)
         found.fill()
     best = found.best()

@@ -27,6 +27,7 @@ from streamer.engine.layer.micro_batches import AmbiguousBatchError
 from streamer.engine.paging.handle import wrapped
 from streamer.memory.verdict import SHARED, lacks
 from streamer.model.auto import Batch, plan_of, room_of, skeleton
+from streamer.model.options import WrapOptions
 from streamer.plan.choice import Choice, Chosen, Options, Room, choose, sizes_below
 from streamer.plan.measure import Tracker
 from streamer.plan.step_plan import CONTEXT, GAPS, WORKING_SET, Prediction, StepPlan, context_bytes
@@ -255,13 +256,20 @@ MACHINES = [
         "fast bus", 2 * 16 * MATRIX / 4, MATRIX, MATRIX, MATRIX, 1 << 40, 1 << 40, "cpu", seconds_per_op=0.1
     ),
 ]
-OPTIONS = {
-    "layers": "layers",
-    "dtype": None,
-    "batch_dims": None,
-    "update": "step",
-    "grad_dtype": torch.float32,
-}
+OPTIONS = WrapOptions(
+    layers="layers",
+    dtype=None,
+    num_slots="auto",
+    activations="auto",
+    micro_batch_size="auto",
+    batch_dims=None,
+    update="step",
+    grad_dtype=torch.float32,
+    host_threads=1,
+    init=None,
+    compile=False,
+    device_memory="1kB",
+)
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=["slow bus", "fast bus"])

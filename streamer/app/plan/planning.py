@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import streamer
-from streamer.app.config import Config, ConfigError
+from streamer.app.config import Config, ConfigError, StreamConfig
 from streamer.app.run.build import build_optimizer, stream_options, without_values
 from streamer.app.run.loop import TokenLoss, step_on
 from streamer.backends.select import backend_for
@@ -25,7 +25,7 @@ from streamer.memory.purposes import PINNED
 from streamer.model.auto import machine_of, room_of
 from streamer.model.layers import find_layers
 from streamer.model.options import parse_bytes
-from streamer.plan.choice import AUTO, Choice, Chosen, Options, PlanOf, Room, choose
+from streamer.plan.choice import AUTO, Choice, Chosen, Options, PlanOf, Room, choose, may_be_auto
 from streamer.plan.recall import Recollection
 from streamer.plan.step_plan import StepPlan, context_bytes, plan_step, uncollected
 from streamer.simulate.backend import VirtualBackend
@@ -268,8 +268,7 @@ def settle(
     rates those that `streamer.wrap` would take. ``recollection`` is that of other plans of it. Raises
     ConfigError for a config that cannot be run, and where nothing fits.
     """
-    stream = config.stream
-    asked = stream.activations, stream.num_slots, stream.micro_batch_size
+    stream, asked = config.stream, may_be_auto(config.stream)
     if AUTO not in asked:
         return config, None
     limit = parse_bytes("device_memory", stream.device_memory)
@@ -285,8 +284,7 @@ def settle(
         recollection = recollection or Recollection()
         whole = _plan_of(config, machine, recollection, in_parts=False)
         in_parts = None if limit is None else _plan_of(config, machine, recollection, in_parts=True)
-        with torch.random.fork_rng(devices=()):
-            chosen = choose(whole, among, room, in_parts)
+        chosen = choose(whole, among, room, in_parts)
     except (TypeError, ValueError, MemoryError) as error:
         raise error if isinstance(error, ConfigError) else ConfigError(f"[stream]: {error}") from error
     return with_options(config, stream=chosen.choice.options()), chosen
@@ -294,8 +292,8 @@ def settle(
 
 def without_auto(config: Config) -> Config:
     """``config`` with `streamer.wrap`'s own in place of what is "auto"."""
-    usual = {"activations": "recompute", "num_slots": None, "micro_batch_size": None}
-    changed = {key: value for key, value in usual.items() if getattr(config.stream, key) == AUTO}
+    usual = vars(StreamConfig())
+    changed = {key: usual[key] for key in Choice._fields if getattr(config.stream, key) == AUTO}
     return with_options(config, stream=changed)
 
 
