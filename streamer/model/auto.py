@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,16 +29,16 @@ from streamer.engine.layer.micro_batches import AmbiguousBatchError
 from streamer.engine.paging.handle import wrapped
 from streamer.engine.tensors.nested import Rebuild, flatten
 from streamer.model.layers import find_layers
-from streamer.model.move_in import check_init, releasable_bytes
+from streamer.model.move_in import check_init, room_of
 from streamer.model.options import WrapOptions
 from streamer.model.streaming import stream
 from streamer.model.units import make_units
 from streamer.optim.adamw import AdamW
-from streamer.plan.choice import Choice, Chosen, Options, PlanOf, Room, choose, may_be_auto
+from streamer.plan.choice import Choice, Chosen, Options, PlanOf, choose, may_be_auto
 from streamer.plan.recall import Recollection
-from streamer.plan.step_plan import StepPlan, context_bytes, plan_step
+from streamer.plan.step_plan import StepPlan, plan_step
 from streamer.simulate.backend import VirtualBackend
-from streamer.simulate.machine import CUDA, GIB, RTX_4090, Machine, gpu_properties, named_machine
+from streamer.simulate.machine import CUDA, ENOUGH, GIB, RTX_4090, Machine, gpu_properties, named_machine
 
 #: What to do about a model that cannot be planned.
 WITHOUT_PLAN = "give activations, num_slots and micro_batch_size yourself, and no example"
@@ -155,8 +155,6 @@ CPU = Machine(
     device_bytes_per_second=10e9,
     seconds_per_op=5e-6,
 )
-#: Room for anything: what does not fit is to be told in figures.
-_ENOUGH = 1 << 60
 
 
 def plan_of(
@@ -164,17 +162,17 @@ def plan_of(
     machine: Machine,
     batch: Batch,
     options: WrapOptions,
-    device_bytes: int = _ENOUGH,
+    device_bytes: int = ENOUGH,
 ) -> PlanOf:
     """What plans a choice for ``model``, a `skeleton`, on ``machine`` with room for anything: what fits is
     seen to by whoever chooses. ``options`` are the same for all choices. Layers that are too large for
     ``device_bytes`` are cut, as `wrap` does."""
-    unlimited = replace(machine, device_bytes=device_bytes, host_bytes=_ENOUGH)
+    roomy = machine.with_room(device_bytes)
     recollection = Recollection()
 
     def plan(choice: Choice) -> StepPlan:
         given = replace(options, **choice.options(), device_memory=None)
-        planned = stream(copy.deepcopy(model).train(), VirtualBackend(unlimited), given)
+        planned = stream(copy.deepcopy(model).train(), VirtualBackend(roomy), given)
         executor = wrapped(planned).executor
         try:
             return plan_step(executor, batch.step(planned), recollection, given=batch.tensors)
@@ -203,7 +201,6 @@ def choose_options(
     ``machine`` says how fast the device is, itself or by name. Raises ValueError for what cannot be planned,
     or not be run, and MemoryError where no step fits. [Note: options that are chosen]
     """
-    limit = options.device_limit
     batch = Batch.like(example)
     batch.check_arguments(model)
     machine = machine_of(backend) if machine is None else _machine(machine)
@@ -214,32 +211,13 @@ def choose_options(
         units, root = make_units(model, layers, None)
         check_init((*units, root), options.init)
     among = Options.of(may_be_auto(options), layers=len(layers), batch=batch.size)
-    room = room_of(backend, machine, limit, list(model.parameters()))
+    room = room_of(backend, model.parameters(), limit=options.device_limit)
     without = skeleton(model)
     whole = plan_of(without, machine, batch, options)
     in_parts = plan_of(without, machine, batch, options, room.tensors)
     chosen = choose(whole, among, room, in_parts)
     logging.getLogger("streamer").info("chosen: %s", chosen.reason)
     return chosen
-
-
-def room_of(
-    backend: Backend, machine: Machine, limit: int | None, given_up: Sequence[nn.Parameter] = ()
-) -> Room:
-    """The bytes that are free now, with those of the parameters that are ``given_up``."""
-    # what CUDA itself takes is not free any more
-    context = context_bytes(backend.device.type)
-    releasable = releasable_bytes(given_up, backend.device)
-    if limit is not None and (used := backend.device_used()) is not None:
-        # a limit holds for all that this process has allocated
-        limit = max(0, limit - max(0, used[0] - releasable))
-    return Room(
-        device=backend.device_available() + releasable + context,
-        host=backend.host_available() + releasable_bytes(given_up, torch.device("cpu")),
-        budget=limit,
-        shared=machine.kind == "cpu",
-        context=context,
-    )
 
 
 def machine_of(backend: Backend) -> Machine:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-import torch
 from torch import nn
 
 import streamer_native as native
@@ -23,7 +22,7 @@ from streamer.memory.host import HostStore
 from streamer.memory.purposes import GRADIENTS
 from streamer.model.guards import attach_guards
 from streamer.model.layers import find_layers
-from streamer.model.move_in import Initialiser, MoveIn, check_init, releasable_bytes
+from streamer.model.move_in import Initialiser, MoveIn, check_init, room_of
 from streamer.model.options import WrapOptions, check_dtypes_for_backward, policies
 from streamer.model.units import cut_to_fit, make_units, refuse_micro_batches
 from streamer.model.unwrap import forget
@@ -68,11 +67,8 @@ def stream(
         if host_threads is not None and not virtual:
             backend.on_host(partial(native.set_num_threads, host_threads))
         plain_dtypes = {param: param.dtype for param in model.parameters()}
-        on_device = backend.device.type != "cpu"
-        device_available = backend.device_available()
-        if on_device:
-            device_available += releasable_bytes(plain_dtypes, backend.device)
-        cut = cut_to_fit(model, units, root, dtype, num_slots=slots, available=device_available, limit=limit)
+        room = room_of(backend, plain_dtypes)
+        cut = cut_to_fit(model, units, root, dtype, num_slots=slots, available=room.tensors, limit=limit)
         if cut.split and micro_batch_size is not None:
             refuse_micro_batches(cut.split)
         elif cut.split:
@@ -82,12 +78,7 @@ def stream(
         slots = min(slots, len(units))
         planned = ledger(units, root, num_slots=slots, update_in_backward=in_backward)
         replace(planned, host={**planned.host, **least_moments(units, root)}).check(
-            device_available=device_available,
-            device_remedy=cut.remedy,
-            host_available=backend.host_available(),
-            host_lockable=backend.host_lockable(),
-            shared=not on_device,
-            given_back=releasable_bytes(plain_dtypes, torch.device("cpu")),
+            room, device_remedy=cut.remedy
         )
         store = HostStore([unit.layout for unit in (*units, root)], backend.host_buffer, backend.host_reserve)
         initialise = None if init is None or virtual else Initialiser(init, backend.device, units)

@@ -26,12 +26,14 @@ from streamer.backends.thread import ThreadBackend
 from streamer.engine.layer.micro_batches import AmbiguousBatchError
 from streamer.engine.paging.handle import wrapped
 from streamer.memory.verdict import SHARED, lacks
-from streamer.model.auto import Batch, plan_of, room_of, skeleton
+from streamer.model.auto import Batch, plan_of, skeleton
+from streamer.model.move_in import room_of
 from streamer.model.options import WrapOptions
-from streamer.plan.choice import Choice, Chosen, Options, Room, choose, sizes_below
+from streamer.plan.choice import Choice, Chosen, Options, choose, sizes_below
 from streamer.plan.measure import Tracker
+from streamer.plan.room import Room
 from streamer.plan.step_plan import CONTEXT, GAPS, WORKING_SET, Prediction, StepPlan, context_bytes
-from streamer.simulate.machine import RTX_4090, Machine
+from streamer.simulate.machine import Machine
 from tests.reference import VOCAB, assert_parity, batch, train, train_plain
 
 Table = dict[Choice, StepPlan]
@@ -148,7 +150,7 @@ def test_what_cuda_itself_takes_is_not_among_the_free_bytes() -> None:
 
     with closing(Gpu()) as backend:
         backend.device = torch.device("cuda")
-        room = room_of(backend, RTX_4090, None)
+        room = room_of(backend)
     # a plan counts it, and tensors have what is free
     plan = StepPlan({"slots": 900}, {CONTEXT: context_bytes("cuda")}, {}, PREDICTION, 2)
     assert room.tensors == 1000
