@@ -62,7 +62,7 @@ def skeleton(model: nn.Module) -> nn.Module:
     except (TypeError, RuntimeError) as error:
         raise ValueError(
             f"a step is planned on a copy of the model, and this {type(model).__name__} cannot be copied "
-            f"({_one_line(error)}): {WITHOUT_PLAN}"
+            f"({one_line(error)}): {WITHOUT_PLAN}"
         ) from error
 
 
@@ -130,7 +130,7 @@ class Batch:
 
 def not_planned(error: Exception) -> ValueError:
     """What to raise where a step cannot be run."""
-    told = _one_line(error)
+    told = one_line(error)
     if isinstance(error, NotImplementedError) or "meta" in told:
         return ValueError(
             f"a step is planned without values, which this model needs ({told}): {WITHOUT_PLAN}"
@@ -138,7 +138,8 @@ def not_planned(error: Exception) -> ValueError:
     return ValueError(f"example: the model cannot run on a batch like it ({told})")
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """An error's message on one line, in 300 characters at most."""
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
@@ -203,9 +204,7 @@ def choose_options(
     """
     batch = Batch.like(example)
     batch.check_arguments(model)
-    machine = machine_of(backend) if machine is None else _machine(machine)
-    if backend.device.type == CUDA:
-        machine = gpu_properties(machine, backend.device)
+    machine = machine_of(backend, machine)
     layers = find_layers(model, options.layers)
     if not isinstance(backend, VirtualBackend):
         units, root = make_units(model, layers, None)
@@ -220,19 +219,17 @@ def choose_options(
     return chosen
 
 
-def machine_of(backend: Backend) -> Machine:
-    """Rates to plan with where nobody gives others."""
-    if isinstance(backend, VirtualBackend):
-        return backend.machine
-    return CPU if backend.device.type == "cpu" else RTX_4090
-
-
-def _machine(machine: Machine | str) -> Machine:
-    if isinstance(machine, str):
-        return named_machine(machine)
-    if not isinstance(machine, Machine):
+def machine_of(backend: Backend, given: Machine | str | None = None) -> Machine:
+    """Rates to plan with on ``backend``: those of ``given``, a machine or the name of one, if it is not None,
+    and what PyTorch says of the GPU that there is."""
+    machine = named_machine(given) if isinstance(given, str) else given
+    if machine is None and isinstance(backend, VirtualBackend):
+        machine = backend.machine
+    elif machine is None:
+        machine = CPU if backend.device.type == "cpu" else RTX_4090
+    elif not isinstance(machine, Machine):
         raise ValueError(f"machine={machine!r}: give the name of one, or a streamer.simulate.machine.Machine")
-    return machine
+    return gpu_properties(machine, backend.device) if backend.device.type == CUDA else machine
 
 
 def chosen(model: nn.Module) -> Chosen | None:

@@ -22,7 +22,7 @@ from streamer.engine.layer.micro_batches import AmbiguousBatchError
 from streamer.engine.paging.handle import wrapped
 from streamer.engine.schedule.trace import Trace
 from streamer.memory.purposes import PINNED
-from streamer.model.auto import machine_of
+from streamer.model.auto import machine_of, one_line
 from streamer.model.layers import find_layers
 from streamer.model.move_in import room_of
 from streamer.model.options import parse_bytes
@@ -184,7 +184,7 @@ def _without_values(error: Exception) -> str:
     """One line for a model that wants to know values where there are none."""
     return (
         "the model cannot run without values, as a plan needs it to "
-        f"({' '.join(str(error).split())[:300]}): let its forward decide by shapes alone, or start it with "
+        f"({one_line(error)}): let its forward decide by shapes alone, or start it with "
         "run.steps=1 and read what it takes from summary.json"
     )
 
