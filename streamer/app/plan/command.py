@@ -53,13 +53,9 @@ def check_memory(config: Config) -> None:
         raise ConfigError(line, table="\n".join(ledger_lines(plan)))
 
 
-#: Where none is given.
-MACHINE = "rtx-4090"
-
-
 def plan(
     config: Config,
-    machine_name: str | None,
+    machine_name: str,
     *,
     host_memory: str | None = None,
     as_json: bool = False,
@@ -70,7 +66,7 @@ def plan(
 
     Raises ConfigError, in one line, for what cannot be planned.
     """
-    machine = machine_file.machine(machine_name or MACHINE)
+    machine = machine_file.machine(machine_name)
     try:
         host_bytes = parse_bytes("--host-memory", host_memory)
     except ValueError as error:

@@ -21,12 +21,12 @@ from streamer.backends.select import backend_for
 from streamer.engine.layer.micro_batches import AmbiguousBatchError
 from streamer.engine.paging.handle import wrapped
 from streamer.engine.schedule.trace import Trace
-from streamer.memory.purposes import PINNED
 from streamer.model.auto import machine_of, one_line
 from streamer.model.layers import find_layers
 from streamer.model.move_in import room_of
 from streamer.model.options import parse_bytes
 from streamer.plan.choice import AUTO, Choice, Chosen, Options, PlanOf, choose, may_be_auto
+from streamer.plan.ledger import Ledger
 from streamer.plan.recall import Recollection
 from streamer.plan.room import Room
 from streamer.plan.step_plan import StepPlan, context_bytes, plan_step, uncollected
@@ -94,9 +94,7 @@ class RunPlan:
     @property
     def host_pinned(self) -> int:
         """Bytes of host memory that are page-locked, as what is copied to or from a GPU is."""
-        if self.room.shared:
-            return 0
-        return sum(nbytes for purpose, nbytes in self.step.host_bytes.items() if purpose in PINNED)
+        return 0 if self.room.shared else Ledger({}, self.step.host_bytes).pinned_host_bytes
 
     @property
     def device_needed(self) -> int:
