@@ -9,7 +9,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from streamer.app.config import Config, ConfigError, load_config
+from streamer.app.config import Config, ConfigError, RunConfig, load_config
 from streamer.app.signals import INTERRUPTED, exiting_on_interrupt
 from streamer.errors import CheckpointError
 from streamer.version import __version__
@@ -76,7 +76,12 @@ def command_line() -> argparse.ArgumentParser:
     train.add_argument(
         "--save-every", dest="run.save_every", metavar="N", help="save a checkpoint every N steps"
     )
-    train.add_argument("--keep", dest="run.keep", metavar="K", help="keep the last K checkpoints (2)")
+    train.add_argument(
+        "--keep",
+        dest="run.keep",
+        metavar="K",
+        help=f"keep the last K checkpoints; default: {RunConfig.keep}",
+    )
     train.add_argument(
         "--resume",
         nargs="?",
@@ -97,8 +102,9 @@ def command_line() -> argparse.ArgumentParser:
     )
     plan.add_argument(
         "--machine",
+        default="rtx-4090",
         metavar="NAME|FILE",
-        help="a machine by name, or a file that streamer calibrate has written (rtx-4090)",
+        help="a machine by name, or a file that streamer calibrate has written; default: %(default)s",
     )
     plan.add_argument(
         "--device-memory",
@@ -122,7 +128,9 @@ def command_line() -> argparse.ArgumentParser:
         choices=("bfloat16", "float32", "float16"),
         help="of the weights; default: what the run streamed them in, or float32",
     )
-    export.add_argument("--shard-size", default="5GB", metavar="BYTES", help="of a file; default: 5GB")
+    export.add_argument(
+        "--shard-size", default="5GB", metavar="BYTES", help="of a file; default: %(default)s"
+    )
     calibrate = commands.add_parser(
         "calibrate",
         parents=[overrides],
@@ -133,7 +141,7 @@ def command_line() -> argparse.ArgumentParser:
     )
     calibrate.add_argument("config", nargs="?", help="measure at the shapes and in the dtype of this config")
     calibrate.add_argument("--device", help='"cuda" or "cpu"; default: CUDA where there is one')
-    calibrate.add_argument("--output", default="machine.toml", metavar="FILE", help="default: machine.toml")
+    calibrate.add_argument("--output", default="machine.toml", metavar="FILE", help="default: %(default)s")
     return parser
 
 

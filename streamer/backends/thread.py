@@ -61,7 +61,7 @@ Task = tuple[Callable[[], object], Sequence[Event], HostEvent]
 
 
 class Worker:
-    """A daemon thread that runs tasks in order; a task whose waits failed fails with their error."""
+    """A daemon thread that runs its tasks in order. A task that waits for failed work fails too."""
 
     def __init__(self, lane: Lane, *, delay: Callable[[], float] | None = None) -> None:
         self.lane = lane
@@ -93,10 +93,10 @@ class Worker:
 
     @staticmethod
     def close_all(workers: Collection[Worker]) -> None:
-        """End the threads once their queues are empty, and wait for that. May be called again; in a forked
+        """End the threads once their queues are empty, and join them. May be called again; in a forked
         process, which has no such threads, it does nothing.
 
-        If the garbage collector calls this in a worker's thread, it does not wait.
+        Where the garbage collector calls this in a worker's own thread, no thread is joined.
         """
         workers = [worker for worker in workers if worker._process.is_this()]
         for worker in workers:
@@ -129,10 +129,10 @@ class Worker:
                 start = time.perf_counter()
                 work()
                 span = Span(ready, start, time.perf_counter())
-            # the thread outlives any error, which the event keeps and raises in threads that wait for it
+            # no error ends the thread: the event keeps it, and raises it in threads that wait
             except BaseException as failure:  # noqa: BLE001
                 error = failure
-            # before `finish`, after which a waiter may free the memory that these refer to
+            # dropped before `finish`, after which a waiting thread may free the memory that they refer to
             del task, work, waits
             done.finish(span, error)
             del done, error

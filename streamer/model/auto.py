@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,16 +29,16 @@ from streamer.engine.layer.micro_batches import AmbiguousBatchError
 from streamer.engine.paging.handle import wrapped
 from streamer.engine.tensors.nested import Rebuild, flatten
 from streamer.model.layers import find_layers
-from streamer.model.move_in import Init, check_init, releasable_bytes
-from streamer.model.options import Activations, parse_bytes
+from streamer.model.move_in import check_init, room_of
+from streamer.model.options import WrapOptions
 from streamer.model.streaming import stream
 from streamer.model.units import make_units
 from streamer.optim.adamw import AdamW
-from streamer.plan.choice import Choice, Chosen, Number, Options, PlanOf, Room, choose
+from streamer.plan.choice import Choice, Chosen, Options, PlanOf, choose, may_be_auto
 from streamer.plan.recall import Recollection
-from streamer.plan.step_plan import StepPlan, context_bytes, plan_step
+from streamer.plan.step_plan import StepPlan, plan_step
 from streamer.simulate.backend import VirtualBackend
-from streamer.simulate.machine import CUDA, GIB, RTX_4090, Machine, gpu_properties, named_machine
+from streamer.simulate.machine import CUDA, ENOUGH, GIB, RTX_4090, Machine, gpu_properties, named_machine
 
 #: What to do about a model that cannot be planned.
 WITHOUT_PLAN = "give activations, num_slots and micro_batch_size yourself, and no example"
@@ -62,7 +62,7 @@ def skeleton(model: nn.Module) -> nn.Module:
     except (TypeError, RuntimeError) as error:
         raise ValueError(
             f"a step is planned on a copy of the model, and this {type(model).__name__} cannot be copied "
-            f"({_one_line(error)}): {WITHOUT_PLAN}"
+            f"({one_line(error)}): {WITHOUT_PLAN}"
         ) from error
 
 
@@ -130,7 +130,7 @@ class Batch:
 
 def not_planned(error: Exception) -> ValueError:
     """What to raise where a step cannot be run."""
-    told = _one_line(error)
+    told = one_line(error)
     if isinstance(error, NotImplementedError) or "meta" in told:
         return ValueError(
             f"a step is planned without values, which this model needs ({told}): {WITHOUT_PLAN}"
@@ -138,7 +138,8 @@ def not_planned(error: Exception) -> ValueError:
     return ValueError(f"example: the model cannot run on a batch like it ({told})")
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """An error's message on one line, in 300 characters at most."""
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
@@ -155,26 +156,24 @@ CPU = Machine(
     device_bytes_per_second=10e9,
     seconds_per_op=5e-6,
 )
-#: Room for anything: what does not fit is to be told in figures.
-_ENOUGH = 1 << 60
 
 
 def plan_of(
     model: nn.Module,
     machine: Machine,
     batch: Batch,
-    options: Mapping[str, Any],
-    device_bytes: int = _ENOUGH,
+    options: WrapOptions,
+    device_bytes: int = ENOUGH,
 ) -> PlanOf:
     """What plans a choice for ``model``, a `skeleton`, on ``machine`` with room for anything: what fits is
-    seen to by whoever chooses. ``options`` are those of `stream` that are the same for all choices. Layers
-    that are too large for ``device_bytes`` are cut, as `wrap` does."""
-    unlimited = replace(machine, device_bytes=device_bytes, host_bytes=_ENOUGH)
+    seen to by whoever chooses. ``options`` are the same for all choices. Layers that are too large for
+    ``device_bytes`` are cut, as `wrap` does."""
+    roomy = machine.with_room(device_bytes)
     recollection = Recollection()
 
     def plan(choice: Choice) -> StepPlan:
-        given = {**options, **choice.options()}
-        planned = stream(copy.deepcopy(model).train(), backend=VirtualBackend(unlimited), **given)
+        given = replace(options, **choice.options(), device_memory=None)
+        planned = stream(copy.deepcopy(model).train(), VirtualBackend(roomy), given)
         executor = wrapped(planned).executor
         try:
             return plan_step(executor, batch.step(planned), recollection, given=batch.tensors)
@@ -193,76 +192,44 @@ def plan_of(
 def choose_options(
     model: nn.Module,
     backend: Backend,
+    options: WrapOptions,
     example: object,
     machine: Machine | str | None,
-    asked: tuple[Activations, Number, Number],
-    device_memory: int | str | None,
-    init: Init | None,
-    options: Mapping[str, Any],
 ) -> Chosen:
-    """What ``wrap(model, ...)`` is to be told for those of ``asked`` (activations, num_slots,
-    micro_batch_size) that are "auto", for ``backend``'s device and memory. Where none is, ``asked`` itself,
-    planned.
+    """A choice for those of ``options`` that are "auto", for ``backend``'s device and memory. Where none is,
+    the choice is what ``options`` say, planned.
 
-    ``machine`` says how fast that is, itself or by name; ``options`` are the others of `stream`. Raises
-    ValueError for what cannot be planned, or not be run with ``init``, and MemoryError where no step fits.
-    [Note: options that are chosen]
+    ``machine`` says how fast the device is, itself or by name. Raises ValueError for what cannot be planned,
+    or not be run, and MemoryError where no step fits. [Note: options that are chosen]
     """
-    activations, num_slots, micro_batch_size = asked
-    limit = parse_bytes("device_memory", device_memory)
     batch = Batch.like(example)
     batch.check_arguments(model)
-    machine = machine_of(backend) if machine is None else _machine(machine)
-    if backend.device.type == CUDA:
-        machine = gpu_properties(machine, backend.device)
-    layers = find_layers(model, options["layers"])
+    machine = machine_of(backend, machine)
+    layers = find_layers(model, options.layers)
     if not isinstance(backend, VirtualBackend):
         units, root = make_units(model, layers, None)
-        check_init((*units, root), init)
-    given = activations if callable(activations) or isinstance(activations, str) else tuple(activations)
-    among = Options.of((given, num_slots, micro_batch_size), layers=len(layers), batch=batch.size)
-    with torch.random.fork_rng(devices=()):
-        room = room_of(backend, machine, limit, list(model.parameters()))
-        without = skeleton(model)
-        whole = plan_of(without, machine, batch, options)
-        in_parts = plan_of(without, machine, batch, options, room.tensors)
-        chosen = choose(whole, among, room, in_parts)
+        check_init((*units, root), options.init)
+    among = Options.of(may_be_auto(options), layers=len(layers), batch=batch.size)
+    room = room_of(backend, model.parameters(), limit=options.device_limit)
+    without = skeleton(model)
+    whole = plan_of(without, machine, batch, options)
+    in_parts = plan_of(without, machine, batch, options, room.tensors)
+    chosen = choose(whole, among, room, in_parts)
     logging.getLogger("streamer").info("chosen: %s", chosen.reason)
     return chosen
 
 
-def room_of(
-    backend: Backend, machine: Machine, limit: int | None, given_up: Sequence[nn.Parameter] = ()
-) -> Room:
-    """The bytes that are free now, with those of the parameters that are ``given_up``."""
-    # what CUDA itself takes is not free any more
-    context = context_bytes(backend.device.type)
-    releasable = releasable_bytes(given_up, backend.device)
-    if limit is not None and (used := backend.device_used()) is not None:
-        # a limit holds for all that this process has allocated
-        limit = max(0, limit - max(0, used[0] - releasable))
-    return Room(
-        device=backend.device_available() + releasable + context,
-        host=backend.host_available() + releasable_bytes(given_up, torch.device("cpu")),
-        budget=limit,
-        shared=machine.kind == "cpu",
-        context=context,
-    )
-
-
-def machine_of(backend: Backend) -> Machine:
-    """Rates to plan with where nobody gives others."""
-    if isinstance(backend, VirtualBackend):
-        return backend.machine
-    return CPU if backend.device.type == "cpu" else RTX_4090
-
-
-def _machine(machine: Machine | str) -> Machine:
-    if isinstance(machine, str):
-        return named_machine(machine)
-    if not isinstance(machine, Machine):
+def machine_of(backend: Backend, given: Machine | str | None = None) -> Machine:
+    """Rates to plan with on ``backend``: those of ``given``, a machine or the name of one, if it is not None,
+    and what PyTorch says of the GPU that there is."""
+    machine = named_machine(given) if isinstance(given, str) else given
+    if machine is None and isinstance(backend, VirtualBackend):
+        machine = backend.machine
+    elif machine is None:
+        machine = CPU if backend.device.type == "cpu" else RTX_4090
+    elif not isinstance(machine, Machine):
         raise ValueError(f"machine={machine!r}: give the name of one, or a streamer.simulate.machine.Machine")
-    return machine
+    return gpu_properties(machine, backend.device) if backend.device.type == CUDA else machine
 
 
 def chosen(model: nn.Module) -> Chosen | None:

@@ -22,6 +22,10 @@ from streamer.backends.base import Backend
 from streamer.backends.host_memory import file_mappings, give_back_freed
 from streamer.engine.paging.unit import Unit
 from streamer.memory.host import HostShard, HostStore
+from streamer.plan.room import Room
+from streamer.plan.step_plan import context_bytes
+from streamer.simulate.backend import VirtualBackend
+from streamer.simulate.machine import CPU
 
 #: What `wrap(init=...)` takes: a function that sets one module's own parameters and buffers, in place.
 Init = Callable[[nn.Module], object]
@@ -313,6 +317,31 @@ def take_out(
             owner._buffers[name] = buffer.cpu()
 
 
+def room_of(backend: Backend, given_up: Iterable[torch.Tensor] = (), *, limit: int | None = None) -> Room:
+    """The bytes that are free now, with those that `MoveIn` gives up of the parameters ``given_up``.
+
+    ``limit`` is the ``device_memory`` that ``backend`` is about to be limited to.
+    """
+    given_up = list(given_up)
+    kind = backend.machine.kind if isinstance(backend, VirtualBackend) else backend.device.type
+    on_device = 0 if kind == CPU else releasable_bytes(given_up, backend.device)
+    on_host = releasable_bytes(given_up, torch.device("cpu"))
+    # what CUDA itself takes is not free any more
+    context = context_bytes(backend.device.type)
+    if limit is not None and (used := backend.device_used()) is not None:
+        # a limit holds for all that this process has allocated
+        limit = max(0, limit - max(0, used[0] - on_device))
+    return Room(
+        device=backend.device_available() + on_device + context,
+        host=backend.host_available() + on_host,
+        budget=limit,
+        shared=kind == CPU,
+        context=context,
+        given_back=on_host,
+        lockable=backend.host_lockable(),
+    )
+
+
 def releasable_bytes(params: Iterable[torch.Tensor], device: torch.device) -> int:
     """Bytes of the storages on ``device`` that `MoveIn` gives up.
 
@@ -322,7 +351,7 @@ def releasable_bytes(params: Iterable[torch.Tensor], device: torch.device) -> in
     storages = {
         storage.data_ptr(): storage.nbytes()
         for param in params
-        if param.device == device
+        if param.device == device and not param.is_meta
         for storage in [param.untyped_storage()]
     }
     files = file_mappings() if device.type == "cpu" else []

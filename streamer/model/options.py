@@ -1,9 +1,10 @@
-"""What `wrap` may be told: each option checked before anything else is done."""
+"""The options of `wrap` as one record, which is made, checked and handed on as a whole."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -12,7 +13,10 @@ from streamer.engine.layer.call import CompileBackend
 from streamer.engine.layer.policies import POLICIES
 from streamer.engine.paging.unit import Unit
 from streamer.memory.layout import Layout
+from streamer.model.layers import Layers
+from streamer.model.move_in import Init
 from streamer.model.units import DTYPES
+from streamer.plan.choice import Number
 
 #: One activation policy for all layers, one for each, or a function that gives one for a layer's index.
 Activations = str | Sequence[str] | Callable[[int], str]
@@ -20,57 +24,71 @@ Activations = str | Sequence[str] | Callable[[int], str]
 _KNOWN = ", ".join(map(repr, POLICIES))
 
 
-def check_options(
-    *,
-    dtype: torch.dtype | None,
-    num_slots: int | None,
-    activations: Activations,
-    micro_batch_size: int | None,
-    batch_dims: Mapping[str, int | None] | None,
-    update: str,
-    grad_dtype: torch.dtype | None,
-    host_threads: int | None,
-    compile: bool | CompileBackend,
-) -> None:
-    """Raise ValueError, naming the remedy, for an option of `wrap` that cannot be honoured."""
-    if dtype is not None and dtype not in DTYPES:
-        raise ValueError(
-            f"dtype={dtype!r} cannot be streamed: use torch.float32, torch.bfloat16 or torch.float16"
-        )
-    if num_slots is not None and not _is_count(num_slots):
-        raise ValueError(
-            f"num_slots={num_slots!r}: it must be an integer of 1 or more; 2 overlaps copies and compute"
-        )
-    if isinstance(activations, str):
-        _check_policy("activations", activations)
-    elif not (isinstance(activations, Sequence) or callable(activations)):
-        raise ValueError(
-            f"activations={activations!r}: give one of {_KNOWN}, a list with one for each layer, or a "
-            "function that returns one for a layer's index"
-        )
-    if micro_batch_size is not None and not _is_count(micro_batch_size):
-        raise ValueError(
-            f"micro_batch_size={micro_batch_size!r}: it must be an integer of 1 or more, or None"
-        )
-    if batch_dims is not None:
-        _check_batch_dims(batch_dims, micro_batch_size)
-    if update not in ("step", "backward"):
-        raise ValueError(f"update={update!r} is unknown: use 'step' or 'backward'")
-    if grad_dtype not in (None, torch.float32):
-        raise ValueError(
-            f"grad_dtype={grad_dtype!r}: use torch.float32, or None to add gradients up in the dtype of "
-            "their parameters"
-        )
-    if not (isinstance(compile, bool | str) or callable(compile)):
-        raise ValueError(f"compile={compile!r}: use True, False, or a backend of torch.compile")
-    if isinstance(compile, str) and compile not in (known := torch.compiler.list_backends(())):
-        raise ValueError(f"compile={compile!r} is no backend of torch.compile; there are: {', '.join(known)}")
-    most = native.num_threads_available()
-    if host_threads is not None and not (_is_count(host_threads) and host_threads <= most):
-        raise ValueError(
-            f"host_threads={host_threads!r}: it must be an integer from 1 to {most}; for more, set the "
-            "environment variable NUMBA_NUM_THREADS before Python starts"
-        )
+@dataclass(frozen=True)
+class WrapOptions:
+    """How a model is streamed: arguments of `streamer.wrap`, which documents them and has their defaults."""
+
+    layers: Layers
+    dtype: torch.dtype | None
+    num_slots: Number
+    activations: Activations
+    micro_batch_size: Number
+    batch_dims: Mapping[str, int | None] | None
+    update: str
+    grad_dtype: torch.dtype | None
+    host_threads: int | None
+    init: Init | None
+    compile: bool | CompileBackend
+    device_memory: int | str | None
+
+    @property
+    def device_limit(self) -> int | None:
+        """``device_memory`` in bytes. Raises ValueError for what is no amount of memory."""
+        return parse_bytes("device_memory", self.device_memory)
+
+    def check(self) -> None:
+        """Raise ValueError, naming the remedy, for an option that cannot be honoured; "auto" cannot."""
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ValueError(
+                f"dtype={self.dtype!r} cannot be streamed: use torch.float32, torch.bfloat16 or torch.float16"
+            )
+        if self.num_slots is not None and not _is_count(self.num_slots):
+            raise ValueError(
+                f"num_slots={self.num_slots!r}: it must be an integer of 1 or more; 2 overlaps copies "
+                "and compute"
+            )
+        if isinstance(self.activations, str):
+            _check_policy("activations", self.activations)
+        elif not (isinstance(self.activations, Sequence) or callable(self.activations)):
+            raise ValueError(
+                f"activations={self.activations!r}: give one of {_KNOWN}, a list with one for each layer, "
+                "or a function that returns one for a layer's index"
+            )
+        if self.micro_batch_size is not None and not _is_count(self.micro_batch_size):
+            raise ValueError(
+                f"micro_batch_size={self.micro_batch_size!r}: it must be an integer of 1 or more, or None"
+            )
+        if self.batch_dims is not None:
+            _check_batch_dims(self.batch_dims, self.micro_batch_size)
+        if self.update not in ("step", "backward"):
+            raise ValueError(f"update={self.update!r} is unknown: use 'step' or 'backward'")
+        if self.grad_dtype not in (None, torch.float32):
+            raise ValueError(
+                f"grad_dtype={self.grad_dtype!r}: use torch.float32, or None to add gradients up in the "
+                "dtype of their parameters"
+            )
+        if not (isinstance(self.compile, bool | str) or callable(self.compile)):
+            raise ValueError(f"compile={self.compile!r}: use True, False, or a backend of torch.compile")
+        if isinstance(self.compile, str) and self.compile not in (known := torch.compiler.list_backends(())):
+            raise ValueError(
+                f"compile={self.compile!r} is no backend of torch.compile; there are: {', '.join(known)}"
+            )
+        most = native.num_threads_available()
+        if self.host_threads is not None and not (_is_count(self.host_threads) and self.host_threads <= most):
+            raise ValueError(
+                f"host_threads={self.host_threads!r}: it must be an integer from 1 to {most}; for more, "
+                "set the environment variable NUMBA_NUM_THREADS before Python starts"
+            )
 
 
 def _check_policy(name: str, policy: object) -> str:
@@ -94,7 +112,7 @@ def policies(activations: Activations, units: Sequence[Unit]) -> list[str]:
     return [_check_policy(f"activations[{index}]", policy) for index, policy in enumerate(activations)]
 
 
-def _check_batch_dims(batch_dims: Mapping[str, int | None], micro_batch_size: int | None) -> None:
+def _check_batch_dims(batch_dims: Mapping[str, int | None], micro_batch_size: Number) -> None:
     if micro_batch_size is None:
         raise ValueError("batch_dims says how micro-batches are cut: give micro_batch_size too")
     if not isinstance(batch_dims, Mapping) or not all(

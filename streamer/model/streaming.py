@@ -1,20 +1,19 @@
-"""A plain model becomes a streamed one in place, with options that are all given."""
+"""A plain model becomes a streamed one in place, with options of which none is "auto"."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-import torch
 from torch import nn
 
 import streamer_native as native
 from streamer.backends.base import Backend
-from streamer.engine.layer.call import CompileBackend, Compiler
+from streamer.engine.layer.call import Compiler
 from streamer.engine.layer.layer import StreamedLayer
 from streamer.engine.layer.micro_batches import micro_batches
 from streamer.engine.paging.executor import Executor
@@ -22,19 +21,13 @@ from streamer.engine.paging.handle import HANDLE, Wrapped, settle_in
 from streamer.memory.host import HostStore
 from streamer.memory.purposes import GRADIENTS
 from streamer.model.guards import attach_guards
-from streamer.model.layers import Layers, find_layers
-from streamer.model.move_in import Init, Initialiser, MoveIn, check_init, releasable_bytes
-from streamer.model.options import (
-    Activations,
-    check_dtypes_for_backward,
-    check_options,
-    parse_bytes,
-    policies,
-)
+from streamer.model.layers import find_layers
+from streamer.model.move_in import Initialiser, MoveIn, check_init, room_of
+from streamer.model.options import WrapOptions, check_dtypes_for_backward, policies
 from streamer.model.units import cut_to_fit, make_units, refuse_micro_batches
 from streamer.model.unwrap import forget
 from streamer.optim.torch_optimizers import serve_other_optimizers
-from streamer.plan.choice import Chosen
+from streamer.plan.choice import AUTO, Chosen
 from streamer.plan.ledger import least_moments, ledger
 
 M = TypeVar("M", bound=nn.Module)
@@ -43,40 +36,21 @@ M = TypeVar("M", bound=nn.Module)
 def stream(
     model: M,
     backend: Backend,
-    *,
-    layers: Layers,
-    dtype: torch.dtype | None,
-    num_slots: int | None,
-    activations: Activations,
-    micro_batch_size: int | None,
-    batch_dims: Mapping[str, int | None] | None,
-    update: str,
-    grad_dtype: torch.dtype | None,
-    host_threads: int | None = None,
-    init: Init | None = None,
-    compile: bool | CompileBackend = False,
-    device_memory: int | str | None = None,
+    options: WrapOptions,
     chosen: Chosen | None = None,
 ) -> M:
     """Wrap ``model`` on ``backend``. `streamer.wrap` documents the options and what is raised; none may be
     "auto" here. ``chosen`` is how those that were "auto" were chosen."""
     with ExitStack() as undo:
-        check_options(
-            dtype=dtype,
-            num_slots=num_slots,
-            activations=activations,
-            micro_batch_size=micro_batch_size,
-            batch_dims=batch_dims,
-            update=update,
-            grad_dtype=grad_dtype,
-            host_threads=host_threads,
-            compile=compile,
-        )
-        limit = parse_bytes("device_memory", device_memory)
-        units, root = make_units(model, find_layers(model, layers), dtype)
-        run_as = policies(activations, units)
-        cutters = micro_batches(units, micro_batch_size, batch_dims or {})
-        in_backward = update == "backward"
+        options.check()
+        num_slots, micro_batch_size = options.num_slots, options.micro_batch_size
+        assert num_slots != AUTO and micro_batch_size != AUTO
+        limit, init = options.device_limit, options.init
+        dtype = options.dtype
+        units, root = make_units(model, find_layers(model, options.layers), dtype)
+        run_as = policies(options.activations, units)
+        cutters = micro_batches(units, micro_batch_size, options.batch_dims or {})
+        in_backward = options.update == "backward"
         if in_backward:
             check_dtypes_for_backward([unit.layout for unit in (*units, root)])
         slots = 2 if num_slots is None else num_slots
@@ -85,17 +59,16 @@ def stream(
             check_init((*units, root), init)
         if limit is not None:
             backend.limit_device(limit)
+        host_threads = options.host_threads
         if host_threads is None and backend.device.type == "cuda":
             # one core is left to the thread that launches the kernels of the GPU
             host_threads = max(1, native.num_threads_available() - 1)
-        if host_threads is not None:
+        # no work of the host runs on a virtual backend
+        if host_threads is not None and not virtual:
             backend.on_host(partial(native.set_num_threads, host_threads))
         plain_dtypes = {param: param.dtype for param in model.parameters()}
-        on_device = backend.device.type != "cpu"
-        device_available = backend.device_available()
-        if on_device:
-            device_available += releasable_bytes(plain_dtypes, backend.device)
-        cut = cut_to_fit(model, units, root, dtype, num_slots=slots, available=device_available, limit=limit)
+        room = room_of(backend, plain_dtypes)
+        cut = cut_to_fit(model, units, root, dtype, num_slots=slots, available=room.tensors, limit=limit)
         if cut.split and micro_batch_size is not None:
             refuse_micro_batches(cut.split)
         elif cut.split:
@@ -105,12 +78,7 @@ def stream(
         slots = min(slots, len(units))
         planned = ledger(units, root, num_slots=slots, update_in_backward=in_backward)
         replace(planned, host={**planned.host, **least_moments(units, root)}).check(
-            device_available=device_available,
-            device_remedy=cut.remedy,
-            host_available=backend.host_available(),
-            host_lockable=backend.host_lockable(),
-            shared=not on_device,
-            given_back=releasable_bytes(plain_dtypes, torch.device("cpu")),
+            room, device_remedy=cut.remedy
         )
         store = HostStore([unit.layout for unit in (*units, root)], backend.host_buffer, backend.host_reserve)
         initialise = None if init is None or virtual else Initialiser(init, backend.device, units)
@@ -125,14 +93,14 @@ def stream(
             store,
             num_slots=slots,
             budget=limit if num_slots is None else None,
-            sum_in_fp32=grad_dtype is not None,
+            sum_in_fp32=options.grad_dtype is not None,
             update_in_backward=in_backward,
         )
         undo.callback(forget, model, executor)
         settle_in(executor)
         compiler = None
-        if compile and not virtual:
-            compiler = Compiler(backend.device, "inductor" if compile is True else compile)
+        if options.compile and not virtual:
+            compiler = Compiler(backend.device, "inductor" if options.compile is True else options.compile)
         for unit, policy, cutter in zip(units, run_as, cutters, strict=True):
             # an attribute of the instance, so that __call__ and the user's hooks run around it as before
             unit.module.forward = StreamedLayer(executor, unit, policy, cutter, compiler)

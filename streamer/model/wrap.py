@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -16,9 +17,9 @@ from streamer.engine.paging.handle import home_of, wrapped_part
 from streamer.model.auto import choose_options
 from streamer.model.layers import Layers
 from streamer.model.move_in import Init
-from streamer.model.options import Activations
+from streamer.model.options import Activations, WrapOptions
 from streamer.model.streaming import stream
-from streamer.plan.choice import AUTO, Number
+from streamer.plan.choice import AUTO, Number, may_be_auto
 from streamer.simulate.machine import Machine
 
 M = TypeVar("M", bound=nn.Module)
@@ -127,35 +128,28 @@ def wrap(
         raise ValueError(
             f"this model, or a part of it, is wrapped already: call streamer.unwrap on {part} first"
         )
+    options = WrapOptions(
+        layers=layers,
+        dtype=dtype,
+        num_slots=num_slots,
+        activations=activations,
+        micro_batch_size=micro_batch_size,
+        batch_dims=batch_dims,
+        update=update,
+        grad_dtype=grad_dtype,
+        host_threads=host_threads,
+        init=init,
+        compile=compile,
+        device_memory=device_memory,
+    )
     with ExitStack() as undo:
         if backend is None:
             backend = backend_for(device)
         undo.callback(backend.close)
         chosen = None
-        if example is not None or activations == AUTO or num_slots == AUTO or micro_batch_size == AUTO:
-            asked = (activations, num_slots, micro_batch_size)
-            given = dict(
-                layers=layers, dtype=dtype, batch_dims=batch_dims, update=update, grad_dtype=grad_dtype
-            )
-            chosen = choose_options(model, backend, example, machine, asked, device_memory, init, given)
-            activations, num_slots, micro_batch_size = chosen.choice
-            batch_dims = None if micro_batch_size is None else batch_dims
-        stream(
-            model,
-            backend,
-            layers=layers,
-            dtype=dtype,
-            num_slots=num_slots,
-            activations=activations,
-            micro_batch_size=micro_batch_size,
-            batch_dims=batch_dims,
-            update=update,
-            grad_dtype=grad_dtype,
-            host_threads=host_threads,
-            init=init,
-            compile=compile,
-            device_memory=device_memory,
-            chosen=chosen,
-        )
+        if example is not None or AUTO in may_be_auto(options):
+            chosen = choose_options(model, backend, options, example, machine)
+            options = replace(options, **chosen.choice.options())
+        stream(model, backend, options, chosen)
         undo.pop_all()
     return model

@@ -1,5 +1,5 @@
-"""Layers that are copies of one: equal in what they compute by, apart from values, and in what they return,
-which is made again without running them: the same shapes, sharing memory as they did.
+"""Layers that compute alike, whatever the values: how to tell them, and their outputs without running them.
+Outputs that are made so have the same shapes, and share memory as the layer's own did.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from streamer.engine.layer.outside_access import GUARDS
 from streamer.engine.paging.unit import Unit
 from streamer.torch_private import storage_id
 
-#: Names under which layers keep which of them they are, on which nothing depends that they compute.
+#: Attributes in which layers keep their own index, which changes nothing that they compute.
 NUMBERS = {"layer_idx", "layer_id", "layer_number", "layer_index", "block_idx", "block_index"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN = (int, float, str, bool, type(None), torch.dtype)
@@ -25,7 +25,7 @@ _PLAIN = (int, float, str, bool, type(None), torch.dtype)
 
 @dataclass(frozen=True)
 class Kind:
-    """What a tensor is, but for its values."""
+    """What a plan needs to know of a tensor: all but its values."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -44,20 +44,20 @@ class Kind:
 
 
 class Numbers:
-    """Objects by number, in the order in which they were met first: the same ones for copies of a model whose
-    layers are gone through in the same order."""
+    """Numbers objects in the order in which they are first met. Copies of a model get the same numbers if
+    their layers are visited in the same order."""
 
     def __init__(self) -> None:
         self._met: dict[int, tuple[int, object]] = {}
 
     def of(self, value: object) -> int:
-        """The number of an object, which is kept alive: its identity is not to be another's."""
+        """The number of an object. It is kept alive, so that no other object gets its ``id``."""
         return self._met.setdefault(id(value), (len(self._met), value))[0]
 
 
 def structure_of(unit: Unit, numbers: Numbers) -> Hashable:
-    """The structure of a layer: its modules, their attributes and hooks, the layout of its parameters. What
-    cannot be compared goes by its number among ``numbers``."""
+    """The structure of a layer: its modules, their attributes and hooks, the layout of its parameters. An
+    object that cannot be compared is represented by its number in ``numbers``."""
     layout = [
         (slice.offset, slice.param.shape, slice.param.dtype, slice.param.trainable)
         for slice in unit.layout.slices
@@ -69,7 +69,7 @@ def structure_of(unit: Unit, numbers: Numbers) -> Hashable:
 
 
 def _own(module: nn.Module, numbers: Numbers) -> list[Any]:
-    """What a module computes by, beside parameters and children."""
+    """What a module's result depends on, beside parameters and children."""
     found: list[Any] = [(name, _plain(value, numbers)) for name, value in module._buffers.items()]
     for name, value in vars(module).items():
         if name in _HOOKS:
@@ -79,7 +79,7 @@ def _own(module: nn.Module, numbers: Numbers) -> list[Any]:
     return found
 
 
-#: Dictionaries of PyTorch's own that say nothing of what is computed.
+#: How the names of PyTorch's own attributes end on which no result depends.
 _SKIPPED = (
     "_hooks",
     "_hooks_with_kwargs",
@@ -103,8 +103,8 @@ def _plain(value: object, numbers: Numbers) -> object:
 
 @dataclass(frozen=True)
 class _Output:
-    """A tensor: its kind, and where it begins in which of the storages, in bytes; in one that was given, from
-    where the tensor that was given with it begins."""
+    """An output: its kind, the number of its storage, and its offset there in bytes. In the storage of an
+    input the offset counts from where that input begins."""
 
     kind: Kind
     offset: int
@@ -113,7 +113,8 @@ class _Output:
 
 @dataclass
 class _Storage:
-    """Its bytes, or the number of the tensor that was given with it; whether something else keeps it."""
+    """A storage of outputs: its bytes, the index of the input that has it too, or None, and whether the graph
+    keeps it."""
 
     nbytes: int
     given: int | None
@@ -121,7 +122,7 @@ class _Storage:
 
 
 class OutputKinds:
-    """``outputs`` of a piece of code that was given the tensors ``given``."""
+    """The outputs, without values, of code that took the tensors ``given``."""
 
     def __init__(self, outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
         numbers: dict[int, int] = {}
@@ -140,14 +141,15 @@ class OutputKinds:
             self._outputs.append(_Output(Kind.of(output), offset, number))
 
     def note_kept(self) -> int:
-        """Whoever was given the outputs has dropped them: what is still there is kept by the graph. Its
-        bytes."""
+        """The bytes of outputs that the graph keeps. To be called once everybody else has dropped them: a
+        storage that is still alive then is the graph's."""
         for storage, alive in zip(self._storages, self._alive, strict=True):
             storage.is_kept = storage.given is None and alive() is not None
         return sum(storage.nbytes for storage in self._storages if storage.is_kept)
 
     def make(self, given: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The outputs for other tensors of the same kinds, and what is to be kept of their memory."""
+        """The outputs for other inputs of the same kinds, and of the outputs' storages those that the graph
+        would keep."""
         bases = [
             torch.empty(storage.nbytes, dtype=torch.uint8, device="meta")
             if storage.given is None
@@ -155,7 +157,7 @@ class OutputKinds:
             for storage in self._storages
         ]
         outputs = []
-        # they are made of memory that is counted already
+        # these views show memory that is counted already
         with _disable_current_modes():
             for output in self._outputs:
                 kind, base = output.kind, bases[output.storage]
@@ -168,5 +170,5 @@ class OutputKinds:
 
 
 def _offset(tensor: torch.Tensor) -> int:
-    """Where it begins in its storage, in bytes."""
+    """Where ``tensor`` begins in its storage, in bytes."""
     return int(tensor.storage_offset()) * tensor.itemsize

@@ -22,18 +22,20 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
+import torch
 from tqdm import tqdm
 
 from streamer.backends.base import Lane
 from streamer.engine.layer.micro_batches import AmbiguousBatchError
-from streamer.memory.slots import GRAD_SLOTS, WEIGHT_SLOTS, num_grad_slots
-from streamer.memory.verdict import SHARED, Tier, lacks, verdict
-from streamer.plan.step_plan import BESIDE, SAVED, WORKING_SET, StepPlan
+from streamer.memory.verdict import lacks, verdict
+from streamer.plan.room import Room, buffers
+from streamer.plan.step_plan import StepPlan
 
 AUTO: Literal["auto"] = "auto"
 #: A number that `streamer.wrap` may be told to choose.
@@ -66,6 +68,11 @@ class Choice(NamedTuple):
         return f"{_told(self.activations)}{slots}{batch}"
 
 
+def may_be_auto(options: object) -> tuple[Any, Any, Any]:
+    """Those of `streamer.wrap`'s ``options`` that it may be told to choose, in the order of a `Choice`."""
+    return attrgetter(*Choice._fields)(options)
+
+
 def _told(activations: Policies) -> str:
     if isinstance(activations, str):
         return f"'{activations}' in all layers"
@@ -87,10 +94,13 @@ class Options:
     sizes: tuple[int | None, ...]
 
     @staticmethod
-    def of(asked: tuple[Policies, Number, Number], *, layers: int, batch: int) -> Options:
-        """Everything that activations, num_slots and micro_batch_size may be where ``asked`` has "auto" for
-        them; the others stay as they are."""
-        activations, num_slots, micro_batch_size = asked
+    def of(
+        asked: tuple[str | Sequence[str] | Callable[[int], str], Number, Number], *, layers: int, batch: int
+    ) -> Options:
+        """Everything that activations, num_slots and micro_batch_size may be where ``asked``, `may_be_auto`,
+        has "auto" for them; the others stay as they are."""
+        given, num_slots, micro_batch_size = asked
+        activations = given if callable(given) or isinstance(given, str) else tuple(given)
         is_auto = activations == AUTO
         return Options(
             layers,
@@ -119,51 +129,6 @@ def sizes_below(batch: int) -> list[int]:
     `MOST_SLICES` or fewer."""
     powers = (1 << power for power in reversed(range((batch - 1).bit_length())))
     return [size for size in powers if batch <= size * MOST_SLICES]
-
-
-@dataclass(frozen=True)
-class Room:
-    """Bytes that there are of the device and of host memory; of the device, ``budget`` bytes for tensors if
-    that is not None. ``shared`` says that the device's memory is the host's. ``device`` counts the bytes that
-    CUDA itself takes, ``context``, as plans do."""
-
-    device: int
-    host: int
-    budget: int | None = None
-    shared: bool = False
-    context: int = 0
-
-    @property
-    def tensors(self) -> int:
-        """Bytes of the device that there are for tensors."""
-        there = self.device - self.context
-        return there if self.budget is None else min(there, self.budget)
-
-    def tiers(self, plan: StepPlan, num_slots: int | None = None) -> list[Tier]:
-        """What ``plan`` needs beside what there is, with other ``num_slots`` than it was made with if given:
-        nothing else depends on how many there are."""
-        more = 0 if num_slots is None else _slots_more(plan, num_slots)
-        device = plan.device_needed + more
-        found = [Tier("the device", device, self.device)]
-        if self.budget is not None:
-            found.append(Tier("device_memory", plan.allocated + more, self.budget))
-        also = device if self.shared else 0
-        found.append(Tier("the host" + SHARED * self.shared, plan.host_total + also, self.host))
-        return found
-
-
-def _slots_more(plan: StepPlan, wanted: int) -> int:
-    """Bytes that ``wanted`` slots take on top of those that there are in ``plan``."""
-    had = plan.num_slots
-    of_weights, of_gradients = (plan.device_bytes.get(owner, 0) for owner in (WEIGHT_SLOTS, GRAD_SLOTS))
-    more = (wanted - had) * (of_weights // had)
-    return more + (num_grad_slots(wanted) - num_grad_slots(had)) * (of_gradients // num_grad_slots(had))
-
-
-def buffers(plan: StepPlan, num_slots: int) -> int:
-    """Bytes of the device that ``plan`` would take for good with ``num_slots``, in slots and beside them."""
-    others = sum(plan.device_bytes.get(owner, 0) for owner in (SAVED, WORKING_SET, BESIDE))
-    return plan.device_total - others + _slots_more(plan, num_slots)
 
 
 PlanOf = Callable[[Choice], StepPlan]
@@ -204,7 +169,10 @@ def choose(plan_of: PlanOf, options: Options, room: Room, in_parts: PlanOf | Non
     terminal.
     """
     # disable=None: unless it is a terminal
-    with tqdm(desc="'auto'", unit=" plans", disable=None, leave=False) as bar:
+    with (
+        tqdm(desc="'auto'", unit=" plans", disable=None, leave=False) as bar,
+        torch.random.fork_rng(devices=()),
+    ):
         found = _ShortList(plan_of, options, room, bar)
         found.fill()
     best = found.best()

@@ -28,6 +28,7 @@ from streamer.memory.slots import (
     num_grad_slots,
 )
 from streamer.memory.verdict import SHARED, Tier, require
+from streamer.plan.room import Room
 
 
 def byte_table(sections: Mapping[str, Mapping[str, int]]) -> str:
@@ -81,40 +82,28 @@ class Ledger:
             }
         )
 
-    def check(
-        self,
-        *,
-        device_available: int,
-        host_available: int,
-        shared: bool,
-        given_back: int = 0,
-        host_lockable: int | None = None,
-        device_remedy: str | None = None,
-    ) -> None:
-        """Raise MemoryError, with what each side needs and has, if either has too little.
-
-        ``shared`` says that both sides draw on the same memory, as where the CPU stands in for a GPU;
-        ``given_back`` bytes of the host's are taken now and will be free, ``host_lockable`` are as many as
-        may be page-locked. ``device_remedy`` says what would help the device.
-        """
+    def check(self, room: Room, *, device_remedy: str | None = None) -> None:
+        """Raise MemoryError, with what each side needs and has, unless ``room`` has enough of both.
+        ``device_remedy`` says what would help the device."""
         device, host = sum(self.device.values()), sum(self.host.values())
-        rows = {"available": host_available, **_nonzero({"given back by the model": given_back})}
+        given_back = {"given back by the model": room.given_back}
+        rows = {"available": room.host - room.given_back, **_nonzero(given_back)}
         tiers = [
-            Tier("the device", device, device_available, device_remedy or "lower num_slots"),
+            Tier("the device", device, room.tensors, device_remedy or "lower num_slots"),
             Tier(
-                f"the host{SHARED * shared}",
-                host + device * shared,
-                host_available + given_back,
+                f"the host{SHARED * room.shared}",
+                host + device * room.shared,
+                room.host,
                 "use dtype=torch.bfloat16 or freeze parameters",
             ),
         ]
-        if host_lockable is not None:
-            rows["may be page-locked"] = host_lockable
+        if room.lockable is not None:
+            rows["may be page-locked"] = room.lockable
             remedy = f"raise the limit with {RAISE_LOCKED_LIMIT}"
-            tiers.append(Tier("page-locked host memory", self.pinned_host_bytes, host_lockable, remedy))
+            tiers.append(Tier("page-locked host memory", self.pinned_host_bytes, room.lockable, remedy))
 
         def table() -> str:
-            return self.table(device={"available": device_available}, host=rows)
+            return self.table(device={"available": room.tensors}, host=rows)
 
         require("the model", *tiers, details=table)
 

@@ -115,7 +115,7 @@ class Meter(ExitStack):
         return self._tracker.now
 
     def recall(self, measured: Measured) -> None:
-        """Count what was not run, and would have taken this."""
+        """Count ``measured`` for work that is not run."""
         self._operations.recall(measured.cost)
         self._tracker.rise(measured.rise)
 

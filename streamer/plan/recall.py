@@ -1,12 +1,12 @@
-"""Layers that are alike, run once.
+"""A plan runs layers that are alike once, and reuses the figures.
 
 [Note: recalled visits]
-A plan runs the executor without data, though most layers are copies of one. What a visit of one of them
-takes (time, bytes that come and go, bytes that stay for backward) depends on its structure and on the shapes
-it is given alone. So each kind of visit is carried out once, on meta tensors and apart from the step, and
-recalled from then on: the executor still issues every op, and the tensors that stay are still made. Within
-one, slices of a batch that are alike are recalled from the fourth on, and what is recalled may serve other
-plans of the same model: with other batches, more slots.
+Most layers of a model are copies of one another. What a visit takes (time, bytes that come and go, bytes that
+stay for backward) depends only on the layer's structure and on the shapes of its inputs. So each kind of
+visit runs once, on meta tensors and outside of the step, and is recalled from then on: its figures are
+memoised. The executor still issues every op, and tensors that stay are still made. Within a visit, slices of
+the batch that are alike are recalled from the fourth on. The figures also serve other plans of the same
+model, with other batches or more slots.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from streamer.torch_private import storage_id
 
 
 def recall_slices(visit: LayerCall, meter: Meter) -> None:
-    """Let the fourth slice of ``visit``, and those after it, be recalled where they are like the second one:
-    the first is another, since what is added up begins with it, and what the second one keeps shows when the
-    third has run. The visit is to run inside of ``meter``."""
+    """Let the fourth slice of ``visit``, and those after it, be recalled where they are like the second. The
+    first differs: sums begin with it. What the second keeps is known when the third has run. The visit is to
+    run inside of ``meter``."""
     first, *others = visit.runs
     if len(others) > 2:
         pattern = _Pattern(others[0], meter)
@@ -49,6 +49,8 @@ def recall_slices(visit: LayerCall, meter: Meter) -> None:
 
 
 class _Around(LayerRun):
+    """Stands in for ``run``, whose graph it builds."""
+
     def __init__(self, run: LayerRun) -> None:
         super().__init__(run.executor, run.call)
         self._run = run
@@ -59,7 +61,7 @@ class _Around(LayerRun):
 
 @dataclass(frozen=True)
 class _SliceForward:
-    """What a slice was given, has returned, and took."""
+    """A slice's forward: its inputs and outputs without values, and what it took."""
 
     given: list[Kind]
     outputs: OutputKinds
@@ -74,7 +76,7 @@ class _SliceBackward:
 
 
 class _Pattern(_Around):
-    """The slice that others may be like: it is run and measured."""
+    """The slice that is run and measured, and compared with later ones."""
 
     forward: _SliceForward
     backward: _SliceBackward
@@ -103,19 +105,19 @@ class _Pattern(_Around):
         return found
 
     def kept(self) -> int | None:
-        """Bytes that stay for backward, beside the outputs; None where that is not known yet. To be asked
-        when each of the slices after it begins."""
+        """Bytes that stay for backward, beside the outputs; None where that is not known yet. To be called
+        when each later slice begins."""
         if self._grown is None:
-            # as when the pattern began, there are the outputs of one slice before
+            # the outputs of one earlier slice are still alive, as they were when the pattern began
             self._grown = self.meter.now - self._began
         elif self._kept is None:
-            # its outputs have been dropped since then
+            # the pattern's outputs have been dropped since then
             self._kept = self._grown - self.forward.outputs.note_kept()
         return self._kept
 
 
 class _Like(_Around):
-    """A slice that is recalled if it is like the pattern, else run."""
+    """A slice that is recalled if its inputs are like the pattern's, and run if not."""
 
     _kept: list[torch.Tensor] | None = None
 
@@ -149,8 +151,8 @@ def _kinds(tensors: Sequence[torch.Tensor]) -> list[Kind]:
 
 @dataclass(frozen=True)
 class _Forward:
-    """A layer's forward: its outputs, what it took, the bytes that stay beside them, and which of the inputs
-    its graph has saved."""
+    """A layer's forward: its outputs, what it took, the bytes that stay beside the outputs, and which of the
+    inputs its graph has saved."""
 
     outputs: OutputKinds
     rebuild: Rebuild
@@ -161,7 +163,7 @@ class _Forward:
 
 @dataclass(frozen=True)
 class _Backward:
-    """Its backward: for which parameters there are gradients, what it returns, what it took."""
+    """A layer's backward: which parameters have gradients, what it returns, what it took."""
 
     used: list[bool]
     returned: list[Kind | None]
@@ -170,12 +172,12 @@ class _Backward:
 
 @dataclass
 class Recollection:
-    """What visits of layers have taken, in one plan or in several of copies of a model. [Note: recalled
+    """The figures of visits, for one plan or for several plans of copies of a model. [Note: recalled
     visits]"""
 
     forwards: dict[Hashable, _Forward] = field(default_factory=dict)
     backwards: dict[Hashable, _Backward] = field(default_factory=dict)
-    #: of sums of squares of gradients
+    #: what the sums of squares of gradients took
     squares: dict[Hashable, Measured] = field(default_factory=dict)
 
 
@@ -203,12 +205,12 @@ class Recalling:
         return Recalled
 
     def count(self, measured: Measured) -> None:
-        """Count what is recalled, and would have taken this."""
+        """Count ``measured`` for work that is recalled."""
         self._backend.recall(measured.cost)
         self._tracker.rise(measured.rise)
 
     def squares_of(self, unit: Unit, gradient: torch.Tensor, used: Sequence[bool]) -> torch.Tensor:
-        """`GradientPipeline.squares_of`, recalled."""
+        """`GradientPipeline.squares_of`, run once for each kind of layer."""
         found = self.recollection.squares
         key = (self.structures[unit.index], tuple(used))
         if key not in found:
@@ -250,7 +252,7 @@ class _Recalled(LayerCall):
         if not self.saves_inputs:
             saved = [*self._kept, *compress(inputs, found.saved)]
             self._release = self.executor.saved.hold(self, storages(saved))
-            # a graph that is kept holds what it was given
+            # a graph that is kept holds its inputs
             self._kept += inputs
         return outputs, found.rebuild
 
@@ -312,12 +314,12 @@ class _Recalled(LayerCall):
         return backend.machine
 
     def _apart(self, executor: Any) -> tuple[LayerCall, list[torch.Tensor]]:
-        """A visit that does not belong to the step, and inputs for it."""
+        """A visit outside of the step, and inputs for it."""
         return LayerCall(executor, self.call, self._policy, self._cut), [kind.make() for kind in self._given]
 
 
 class _Apart:
-    """An executor for a run that does not belong to the step: what it saves is not counted there."""
+    """Stands in for the executor in a visit outside of the step: what is saved there is not counted."""
 
     def __init__(self, executor: Executor) -> None:
         self.backend, self.units, self.root = executor.backend, executor.units, executor.root
@@ -335,8 +337,8 @@ class _SavedApart:
 
 
 def recall_layers(executor: Executor, tracker: Tracker, recollection: Recollection) -> None:
-    """Let the layers of a model on the virtual backend recall their visits, and add what they hold to what
-    ``tracker`` counts."""
+    """Let the layers of a model on the virtual backend recall their visits; ``tracker`` counts what visits
+    that are recalled would hold."""
     recalling = Recalling(executor, recollection, tracker)
     kind = recalling.kind()
     for unit in executor.units:

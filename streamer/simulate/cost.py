@@ -2,8 +2,8 @@
 
 Attention runs by the kernel that a real device would choose. On meta tensors
 ``torch.nn.functional.scaled_dot_product_attention`` is a chain of plain operations, which holds a score for
-every pair of tokens. A device has kernels that never hold them; what a step takes there is known only if
-those stand in the graph.
+every pair of tokens. A device has fused kernels that never hold the scores; what a step takes there is known
+only if the graph has these kernels.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from streamer.simulate.machine import CUDA, Machine
 
 _aten = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)
-#: What the flash kernel of a GPU can do, and what it rounds head dimensions up to.
+#: The largest head dimension of a GPU's flash kernel, and what it rounds head dimensions up to a multiple of.
 MOST_HEAD_DIM, HEAD_DIMS = 256, 8
 #: Whether PyTorch's memory-efficient kernel takes fewer heads of keys than of queries: 2.13 does not.
 EFFICIENT_TAKES_GROUPS = torch.__version__ >= "2.14"
@@ -60,7 +60,7 @@ _ATTENTION = {
 
 
 class FusedAttention(TorchFunctionMode):
-    """Inside the block, attention on meta tensors is that of a device of ``kind``, "cpu" or "cuda"."""
+    """Inside the block, attention on meta tensors is the kernel of a device of ``kind``, "cpu" or "cuda"."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -137,20 +137,20 @@ def _on_cuda(
 
 
 def _of_one_row(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor of this shape, dtype and need of a gradient, all of whose rows are one."""
+    """A CPU tensor of the same shape, dtype and ``requires_grad``, whose rows all share one row's memory."""
     row = torch.empty(tensor.shape[-1:] or (1,), dtype=tensor.dtype, device="cpu")
     strides = [0] * (tensor.dim() - 1) + [1] * min(tensor.dim(), 1)
     return row.as_strided(tensor.shape, strides).requires_grad_(tensor.requires_grad)
 
 
 def _added(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
-    """A mask in the form that kernels add to the scores."""
+    """``mask`` as numbers that kernels add to the scores: -inf where a boolean mask is False."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
 
 
-#: They show memory that is there, or take some without touching it.
+#: Operations that make views, or allocate memory without touching it.
 _FREE = {
     _aten.empty,
     _aten.empty_like,
@@ -162,9 +162,9 @@ _FREE = {
     _aten.set_,
     _aten.lift_fresh,
 }
-#: They write their first argument without reading it.
+#: Operations that write their first argument without reading it.
 _OVERWRITING = {_aten.copy_, _aten.fill_, _aten.zero_, _aten.normal_, _aten.uniform_, _aten.bernoulli_}
-#: They read no more of their first argument than comes out.
+#: Operations that read no more of their first argument than they return.
 _GATHERING = {_aten.embedding, _aten.index_select, _aten.gather, _aten.index, _aten.nll_loss_forward}
 
 
@@ -173,7 +173,7 @@ _FORMULAS = {**flop_registry, **_ATTENTION}
 
 @dataclass(frozen=True)
 class Cost:
-    """FLOPs, seconds on a machine, and operations that it is given."""
+    """FLOPs, seconds on a machine, and the number of operations."""
 
     flops: int = 0
     seconds: float = 0.0
@@ -207,11 +207,11 @@ class Operations(TorchDispatchMode):
 
     @property
     def cost(self) -> Cost:
-        """Of all so far."""
+        """The cost of all that has run so far."""
         return Cost(self.flops, self.seconds, self.ops)
 
     def recall(self, cost: Cost) -> None:
-        """Count what was not run: ``cost`` is what it would have cost."""
+        """Count ``cost`` for work that is not run."""
         self.flops += cost.flops
         self.seconds += cost.seconds
         self.ops += cost.ops
@@ -228,7 +228,7 @@ class Operations(TorchDispatchMode):
         machine = self._machine
         if machine is None or machine.device_bytes_per_second is not None:
             nbytes = _moved(packet, args, kwargs, result)
-            # what products move is inside of their rate
+            # the rate of products has the bytes that they move in it
             self.nbytes += 0 if flops else nbytes
         if machine is not None:
             seconds = flops / _rate(machine, packet, args) if flops else 0.0
@@ -238,7 +238,8 @@ class Operations(TorchDispatchMode):
         return result
 
     def _is_of_host(self, args: Any, result: Any) -> bool:
-        """Whether a GPU has nothing to do with it: an optimizer counts its steps on the host."""
+        """Whether the operation runs on the host though the machine has a GPU: an optimizer counts its steps
+        there."""
         if self._machine is None or self._machine.kind != CUDA:
             return False
         first = next(tensors_in((result, *args)), None)

@@ -18,6 +18,8 @@ import torch
 from streamer.backends.base import Lane
 
 GIB = 1 << 30
+#: Bytes of memory in which any model fits.
+ENOUGH = 1 << 60
 
 CUDA, CPU = "cuda", "cpu"
 
@@ -86,6 +88,11 @@ class Machine:
     def bytes_per_second(self, lane: Lane) -> float:
         """The rate of a lane that is not COMPUTE."""
         return float(getattr(self, f"{lane.value}_bytes_per_second"))
+
+    def with_room(self, device_bytes: int = ENOUGH) -> Machine:
+        """This machine with memory for any model, so that what a plan takes is told in figures; the device
+        may have ``device_bytes`` only."""
+        return replace(self, device_bytes=device_bytes, host_bytes=ENOUGH)
 
 
 def gpu_properties(machine: Machine, device: torch.device) -> Machine:

@@ -165,6 +165,13 @@ def test_figures_for_programs(gpt: str, capsys: pytest.CaptureFixture[str]) -> N
     )
 
 
+def test_options_of_the_host_and_of_the_compiler_change_no_plan(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = planned(capsys, config)
+    assert planned(capsys, config, *sets("stream.host_threads=1", "stream.compile=true")) == plain
+
+
 def test_the_largest_batch_is_one(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     limit = ["--device-memory", "60MiB", "--set", "stream.num_slots=2"]
     _, found = planned(capsys, config, *limit)

@@ -17,6 +17,8 @@ from torch import nn
 
 import streamer
 from models.gpt2 import GPT
+from streamer.app.config import StreamConfig
+from streamer.app.plan.planning import this_machine
 from streamer.backends.base import Backend
 from streamer.backends.cuda import CudaBackend
 from streamer.engine.paging.executor import Executor
@@ -25,7 +27,7 @@ from streamer.engine.paging.norms import Norms
 from streamer.engine.tensors import samples
 from streamer.plan.step_plan import plan_step
 from streamer.simulate.backend import VirtualBackend
-from streamer.simulate.machine import H200, Machine, gpu_properties
+from streamer.simulate.machine import H200, RTX_4090, Machine, gpu_properties
 
 pytestmark = pytest.mark.cuda_api
 
@@ -125,6 +127,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Machine:
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     return gpu_properties(H200, torch.device("cuda"))
+
+
+def test_train_plans_with_what_pytorch_says_of_the_gpu() -> None:
+    machine, _ = this_machine(StreamConfig(device="cuda"))
+    properties = torch.cuda.get_device_properties("cuda")
+    assert machine.multiprocessors == properties.multi_processor_count
+    assert machine.flops_per_second == RTX_4090.flops_per_second
 
 
 @pytest.mark.parametrize("setting", settings(60), ids=str)

@@ -25,6 +25,7 @@ from streamer.memory.verdict import SHARED
 from streamer.model.layers import find_layers
 from streamer.model.options import parse_bytes
 from streamer.plan.ledger import Ledger
+from streamer.plan.room import Room
 from tests.reference import assert_parity, assert_trains_alike, attached, train_plain, train_streamed
 
 
@@ -492,11 +493,11 @@ def test_amounts_of_memory(given: int | str | None, nbytes: int | None) -> None:
 def test_two_memories_are_checked_each_by_itself(device: int, host: int, fits: bool) -> None:
     ledger = Ledger(device={"weight slots": 60, "gradient slots": 40}, host={"weights": 200})
     if fits:
-        ledger.check(device_available=device, host_available=host, shared=False)
+        ledger.check(Room(device, host))
         return
     match = rf"needs 100 bytes and has {device} bytes.* needs 200 bytes and has {host} bytes.*: "
     with pytest.raises(MemoryError, match=match):
-        ledger.check(device_available=device, host_available=host, shared=False)
+        ledger.check(Room(device, host))
 
 
 # --- a wrapped model ----------------------------------------------------------------------------------

@@ -26,11 +26,14 @@ from streamer.backends.thread import ThreadBackend
 from streamer.engine.layer.micro_batches import AmbiguousBatchError
 from streamer.engine.paging.handle import wrapped
 from streamer.memory.verdict import SHARED, lacks
-from streamer.model.auto import Batch, plan_of, room_of, skeleton
-from streamer.plan.choice import Choice, Chosen, Options, Room, choose, sizes_below
+from streamer.model.auto import Batch, plan_of, skeleton
+from streamer.model.move_in import room_of
+from streamer.model.options import WrapOptions
+from streamer.plan.choice import Choice, Chosen, Options, choose, sizes_below
 from streamer.plan.measure import Tracker
+from streamer.plan.room import Room
 from streamer.plan.step_plan import CONTEXT, GAPS, WORKING_SET, Prediction, StepPlan, context_bytes
-from streamer.simulate.machine import RTX_4090, Machine
+from streamer.simulate.machine import Machine
 from tests.reference import VOCAB, assert_parity, batch, train, train_plain
 
 Table = dict[Choice, StepPlan]
@@ -147,7 +150,7 @@ def test_what_cuda_itself_takes_is_not_among_the_free_bytes() -> None:
 
     with closing(Gpu()) as backend:
         backend.device = torch.device("cuda")
-        room = room_of(backend, RTX_4090, None)
+        room = room_of(backend)
     # a plan counts it, and tensors have what is free
     plan = StepPlan({"slots": 900}, {CONTEXT: context_bytes("cuda")}, {}, PREDICTION, 2)
     assert room.tensors == 1000
@@ -255,13 +258,20 @@ MACHINES = [
         "fast bus", 2 * 16 * MATRIX / 4, MATRIX, MATRIX, MATRIX, 1 << 40, 1 << 40, "cpu", seconds_per_op=0.1
     ),
 ]
-OPTIONS = {
-    "layers": "layers",
-    "dtype": None,
-    "batch_dims": None,
-    "update": "step",
-    "grad_dtype": torch.float32,
-}
+OPTIONS = WrapOptions(
+    layers="layers",
+    dtype=None,
+    num_slots="auto",
+    activations="auto",
+    micro_batch_size="auto",
+    batch_dims=None,
+    update="step",
+    grad_dtype=torch.float32,
+    host_threads=1,
+    init=None,
+    compile=False,
+    device_memory="1kB",
+)
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=["slow bus", "fast bus"])

@@ -25,7 +25,7 @@ from streamer.backends.select import backend_for
 from streamer.engine.paging.handle import wrapped
 from streamer.memory.layout import Param
 from streamer.simulate.backend import VirtualBackend
-from streamer.simulate.machine import CUDA, Beside, Machine, gpu_properties
+from streamer.simulate.machine import CUDA, RTX_4090, Beside, Machine, gpu_properties
 
 #: Rounds at most, and the seconds after which no more begin.
 ROUNDS, BUDGET_SECONDS = 9, 35.0
@@ -37,9 +37,6 @@ MOST_CONTEXT = 2048
 USUAL_WIDTH = {"cuda": 4096, "cpu": 512}
 #: The number of shapes of weights that are measured, the commonest first.
 MOST_WEIGHTS = 4
-
-#: A machine with room for any model, of which only the shapes are read.
-_BOUNDLESS = Machine("boundless", 1.0, 1.0, 1.0, 1.0, 1 << 60, 1 << 60)
 
 #: How a figure is shown: its unit, and what it is divided by.
 _UNITS = {
@@ -112,7 +109,8 @@ def _matrices(config: Config) -> list[Param]:
     try:
         model = without_values(config.model)
         options = stream_options(without_auto(config).stream) | {"device_memory": None}
-        streamer.wrap(model, **options, backend=VirtualBackend(_BOUNDLESS))
+        # any machine: only the shapes are read
+        streamer.wrap(model, **options, backend=VirtualBackend(RTX_4090.with_room()))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"the model of this config cannot be built: {error}") from error
     params = [slice.param for unit in wrapped(model).executor.units for slice in unit.layout.slices]

@@ -14,15 +14,12 @@ from torch import nn
 
 from streamer.app import machine_file
 from streamer.app.config import Config, ConfigError, dump_config
-from streamer.app.plan.planning import PROCESS_BYTES, RunPlan, plan_run, settle
+from streamer.app.plan.planning import RunPlan, plan_run, settle, this_machine
 from streamer.app.plan.remedies import find_remedies
 from streamer.app.plan.report import ledger_lines, plan_json, plan_lines, remedy_line
 from streamer.app.run.build import without_values
-from streamer.backends.select import backend_for
-from streamer.model.auto import machine_of
 from streamer.model.options import parse_bytes
 from streamer.plan.recall import Recollection
-from streamer.plan.step_plan import context_bytes
 from streamer.simulate.machine import Machine
 
 
@@ -33,7 +30,7 @@ def check_memory(config: Config) -> None:
     A model that cannot be planned (its forward asks for values) is let through, which a line says.
     """
     try:
-        machine = _this_machine(config.stream.device)
+        machine, _ = this_machine(config.stream)
         model = without_values(config.model)
     except (TypeError, ValueError):
         return  # which building the model is about to refuse, in better words
@@ -56,27 +53,9 @@ def check_memory(config: Config) -> None:
         raise ConfigError(line, table="\n".join(ledger_lines(plan)))
 
 
-def _this_machine(device: str | None) -> Machine:
-    """The memory that is left here; how fast it is does not matter."""
-    backend = backend_for(device)
-    try:
-        # what this process and CUDA take is taken already, and planned again
-        return replace(
-            machine_of(backend),
-            device_bytes=backend.device_available() + context_bytes(backend.device.type),
-            host_bytes=backend.host_available() + PROCESS_BYTES,
-        )
-    finally:
-        backend.close()
-
-
-#: Where none is given.
-MACHINE = "rtx-4090"
-
-
 def plan(
     config: Config,
-    machine_name: str | None,
+    machine_name: str,
     *,
     host_memory: str | None = None,
     as_json: bool = False,
@@ -87,7 +66,7 @@ def plan(
 
     Raises ConfigError, in one line, for what cannot be planned.
     """
-    machine = machine_file.machine(machine_name or MACHINE)
+    machine = machine_file.machine(machine_name)
     try:
         host_bytes = parse_bytes("--host-memory", host_memory)
     except ValueError as error:

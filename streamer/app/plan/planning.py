@@ -7,34 +7,43 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import nn
 
 import streamer
-from streamer.app.config import Config, ConfigError
+from streamer.app.config import Config, ConfigError, StreamConfig
 from streamer.app.run.build import build_optimizer, stream_options, without_values
 from streamer.app.run.loop import TokenLoss, step_on
 from streamer.backends.select import backend_for
 from streamer.engine.layer.micro_batches import AmbiguousBatchError
 from streamer.engine.paging.handle import wrapped
 from streamer.engine.schedule.trace import Trace
-from streamer.memory.purposes import PINNED
-from streamer.model.auto import machine_of, room_of
+from streamer.model.auto import machine_of, one_line
 from streamer.model.layers import find_layers
+from streamer.model.move_in import room_of
 from streamer.model.options import parse_bytes
-from streamer.plan.choice import AUTO, Choice, Chosen, Options, PlanOf, Room, choose
+from streamer.plan.choice import AUTO, Choice, Chosen, Options, PlanOf, choose, may_be_auto
+from streamer.plan.ledger import Ledger
 from streamer.plan.recall import Recollection
+from streamer.plan.room import Room
 from streamer.plan.step_plan import StepPlan, context_bytes, plan_step, uncollected
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import CPU, Machine
 
 #: Bytes of host memory that Python and its libraries take: a round figure, not a measurement.
 PROCESS, PROCESS_BYTES = "Python and its libraries", 1 << 30
-#: Room for any model: what does not fit is to be told in figures.
-_ENOUGH = 1 << 60
+
+
+def this_machine(stream: StreamConfig) -> tuple[Machine, Room]:
+    """Rates to plan with where no others are known, and what is free here and now."""
+    limit = parse_bytes("device_memory", stream.device_memory)
+    with closing(backend_for(stream.device)) as backend:
+        machine, room = machine_of(backend), room_of(backend, limit=limit)
+    # what this process has taken already is planned again
+    return replace(machine, device_bytes=room.device, host_bytes=room.host + PROCESS_BYTES), room
 
 
 def room_on(machine: Machine, config: Config) -> Room:
@@ -72,10 +81,10 @@ class RunPlan:
         """FLOPs of a step as usually counted, 6 per parameter and token (Kaplan et al., 2020, 2.1)."""
         return 6 * self.parameters * self.tokens
 
-    @property
-    def device_budget(self) -> int | None:
-        """What the config lets PyTorch take of the device, in bytes."""
-        return parse_bytes("device_memory", self.config.stream.device_memory)
+    @cached_property
+    def room(self) -> Room:
+        """What the machine has for the run."""
+        return room_on(self.machine, self.config)
 
     @property
     def host_bytes(self) -> Mapping[str, int]:
@@ -85,9 +94,7 @@ class RunPlan:
     @property
     def host_pinned(self) -> int:
         """Bytes of host memory that are page-locked, as what is copied to or from a GPU is."""
-        if self.machine.kind == CPU:
-            return 0
-        return sum(nbytes for purpose, nbytes in self.step.host_bytes.items() if purpose in PINNED)
+        return 0 if self.room.shared else Ledger({}, self.step.host_bytes).pinned_host_bytes
 
     @property
     def device_needed(self) -> int:
@@ -98,7 +105,7 @@ class RunPlan:
     def host_needed(self) -> int:
         """Bytes of host memory; where the host stands in for a device, with those of that."""
         own = sum(self.host_bytes.values())
-        return own + self.device_needed if self.machine.kind == CPU else own
+        return own + self.device_needed if self.room.shared else own
 
     @property
     def fits_device(self) -> bool:
@@ -118,7 +125,7 @@ class RunPlan:
     @property
     def lacking(self) -> Mapping[str, int]:
         """Bytes that there are too few of, by side."""
-        *device, host = room_on(self.machine, self.config).tiers(self.step)
+        *device, host = self.room.tiers(self.step)
         found = {"device": max(tier.lacking for tier in device), "host": host.lacking}
         return {side: nbytes for side, nbytes in found.items() if nbytes}
 
@@ -134,16 +141,16 @@ def plan_run(config: Config, machine: Machine, recollection: Recollection | None
         model = without_values(config.model)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"[model]: {error}") from error
-    unlimited = replace(machine, device_bytes=_ENOUGH, host_bytes=_ENOUGH)
+    roomy = machine.with_room()
     options = stream_options(config.stream)
     refused = None
     try:
-        streamer.wrap(model, **options, backend=VirtualBackend(unlimited))
+        streamer.wrap(model, **options, backend=VirtualBackend(roomy))
     except ValueError as error:
         raise ConfigError(f"[stream]: {error}") from error
     except MemoryError as error:
         refused = str(error).partition("\n")[0]
-        streamer.wrap(model, **options | {"device_memory": None}, backend=VirtualBackend(unlimited))
+        streamer.wrap(model, **options | {"device_memory": None}, backend=VirtualBackend(roomy))
     return _plan(config, machine, model, refused, recollection)
 
 
@@ -175,7 +182,7 @@ def _without_values(error: Exception) -> str:
     """One line for a model that wants to know values where there are none."""
     return (
         "the model cannot run without values, as a plan needs it to "
-        f"({' '.join(str(error).split())[:300]}): let its forward decide by shapes alone, or start it with "
+        f"({one_line(error)}): let its forward decide by shapes alone, or start it with "
         "run.steps=1 and read what it takes from summary.json"
     )
 
@@ -242,7 +249,7 @@ def is_furthest(plan: RunPlan, batches: Sequence[RunPlan]) -> bool:
 def _estimate(small: RunPlan, large: RunPlan) -> int:
     """The batch at which the line through both meets what there is of the device or of the host."""
     sizes = small.config.data.batch_size, large.config.data.batch_size
-    budget = small.device_budget or small.machine.device_bytes
+    budget = small.room.budget or small.machine.device_bytes
     sides = [
         (small.step.allocated, large.step.allocated, budget),
         (small.device_needed, large.device_needed, small.machine.device_bytes),
@@ -268,25 +275,17 @@ def settle(
     rates those that `streamer.wrap` would take. ``recollection`` is that of other plans of it. Raises
     ConfigError for a config that cannot be run, and where nothing fits.
     """
-    stream = config.stream
-    asked = stream.activations, stream.num_slots, stream.micro_batch_size
+    stream, asked = config.stream, may_be_auto(config.stream)
     if AUTO not in asked:
         return config, None
-    limit = parse_bytes("device_memory", stream.device_memory)
     try:
-        if machine is None:
-            with closing(backend_for(stream.device)) as backend:
-                machine = machine_of(backend)
-                room = room_of(backend, machine, limit)
-        else:
-            room = room_on(machine, config)
+        machine, room = this_machine(stream) if machine is None else (machine, room_on(machine, config))
         layers = find_layers(without_values(config.model), stream.layers)
         among = Options.of(asked, layers=len(layers), batch=config.data.batch_size)
         recollection = recollection or Recollection()
         whole = _plan_of(config, machine, recollection, in_parts=False)
-        in_parts = None if limit is None else _plan_of(config, machine, recollection, in_parts=True)
-        with torch.random.fork_rng(devices=()):
-            chosen = choose(whole, among, room, in_parts)
+        in_parts = None if room.budget is None else _plan_of(config, machine, recollection, in_parts=True)
+        chosen = choose(whole, among, room, in_parts)
     except (TypeError, ValueError, MemoryError) as error:
         raise error if isinstance(error, ConfigError) else ConfigError(f"[stream]: {error}") from error
     return with_options(config, stream=chosen.choice.options()), chosen
@@ -294,8 +293,8 @@ def settle(
 
 def without_auto(config: Config) -> Config:
     """``config`` with `streamer.wrap`'s own in place of what is "auto"."""
-    usual = {"activations": "recompute", "num_slots": None, "micro_batch_size": None}
-    changed = {key: value for key, value in usual.items() if getattr(config.stream, key) == AUTO}
+    usual = vars(StreamConfig())
+    changed = {key: usual[key] for key in Choice._fields if getattr(config.stream, key) == AUTO}
     return with_options(config, stream=changed)
 
 

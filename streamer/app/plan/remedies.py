@@ -8,7 +8,6 @@ from typing import Any
 
 from streamer.app.config import Config, ConfigError
 from streamer.app.plan.planning import RunPlan, RunPlanOf, with_options
-from streamer.plan.step_plan import CONTEXT
 
 #: How many sizes of micro-batches are tried, each a quarter of the one before.
 MICRO_BATCHES = 3
@@ -34,7 +33,7 @@ class _Remedy:
 
     def helps(self, plan: RunPlan) -> bool:
         """Whether it gives what ``plan`` lacks."""
-        helps_host = self.helps_host or (plan.machine.kind == "cpu" and self.helps_device)
+        helps_host = self.helps_host or (plan.room.shared and self.helps_device)
         return self.helps_device and not plan.fits_device or helps_host and not plan.fits_host
 
 
@@ -89,9 +88,9 @@ def _is_better(tried: RunPlan, plan: RunPlan) -> bool:
 
 
 def _budgets(plan: RunPlan) -> Iterator[str]:
-    room = plan.machine.device_bytes - plan.step.reserve.get(CONTEXT, 0)
-    if plan.device_budget is not None and plan.device_budget > room > 0:
-        yield f"{room >> 20}MiB"
+    budget, there = plan.room.budget, plan.room.device - plan.room.context
+    if budget is not None and budget > there > 0:
+        yield f"{there >> 20}MiB"
 
 
 def _micro_batches(plan: RunPlan) -> Iterator[int]:

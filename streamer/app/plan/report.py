@@ -63,7 +63,7 @@ def _figures(plan: RunPlan) -> dict[str, Any]:
         "device_bytes": dict(step.device_bytes),
         "device_reserve_bytes": dict(step.reserve),
         "device_needed": plan.device_needed,
-        "device_memory": plan.device_budget,
+        "device_memory": plan.room.budget,
         "host_bytes": dict(plan.host_bytes),
         "host_pinned": plan.host_pinned,
         "host_needed": plan.host_needed,
@@ -79,7 +79,7 @@ def _figures(plan: RunPlan) -> dict[str, Any]:
 
 def ledger_lines(plan: RunPlan) -> Iterator[str]:
     """Bytes by owner, what each side needs and has."""
-    budget, machine = plan.device_budget, plan.machine
+    budget, machine = plan.room.budget, plan.machine
     slots = f"{plan.step.num_slots} slot{'s' if plan.step.num_slots > 1 else ''}"
     held = plan.step.device_bytes
     yield from _side(f"device, {slots}, when it holds most", held, plan.parameters)
@@ -96,7 +96,7 @@ def ledger_lines(plan: RunPlan) -> Iterator[str]:
     yield from _side("host", plan.host_bytes, plan.parameters)
     if plan.host_pinned:
         yield _line("  of these page-locked", plan.host_pinned, plan.parameters)
-    also = " (with the device, whose memory it is)" if machine.kind == "cpu" else ""
+    also = " (with the device, whose memory it is)" if plan.room.shared else ""
     yield (
         _line("  needed", plan.host_needed, plan.parameters)
         + f" of {amount(machine.host_bytes)}{also}: {_verdict(plan.fits_host)}"

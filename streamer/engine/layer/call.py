@@ -16,20 +16,20 @@ from streamer.engine.tensors.nested import Rebuild, Tensors, fingerprint, flatte
 from streamer.errors import warn
 from streamer.torch_private import storage_id
 
-#: What names a backend of `torch.compile`.
+#: A backend of `torch.compile`: its name, or the function itself.
 CompileBackend = str | Callable[..., Any]
 
 
 class Compiler:
     """Compiles the layers of one model, which run on ``device``.
 
-    PyTorch keeps what it has compiled by the code of a forward and takes parameters as inputs, so layers of
-    one class whose parameters are alike share one compilation. Where one fails, all layers of that class run
-    as they are from then on, which is said once.
+    PyTorch caches compiled code by the code of the forward, and parameters are inputs of it. So layers of one
+    class with parameters of the same shapes share one compilation. Where one fails, all layers of that class
+    run uncompiled from then on, with one warning.
     """
 
     def __init__(self, device: torch.device, backend: CompileBackend) -> None:
-        # takes a second to import, which others need not wait for
+        # takes a second to import, which users who compile nothing need not wait for
         from torch._dynamo.exc import TorchDynamoException
 
         self.device = device
@@ -43,7 +43,7 @@ class Compiler:
 
 
 class CompiledForward:
-    """The forward of one layer."""
+    """The forward of one layer: compiled, or plain where compiling has failed."""
 
     def __init__(self, compiler: Compiler, unit: Unit, compiled: Callable[..., Any]) -> None:
         self.failure = compiler.failure
@@ -65,13 +65,13 @@ class CompiledForward:
                 return self._compiled(*args, **kwargs)
             except self.failure as error:
                 self.give_up(error)
-            # a part of the forward may have run
+            # part of the compiled forward may have run and drawn random numbers or written buffers
             before.rewind()
             self._unit.put_back(buffers)
         return self._plain(*args, **kwargs)
 
     def give_up(self, error: BaseException) -> None:
-        """Run all layers of this class as they are from now on, because compiling ended in ``error``."""
+        """Run all layers of this class uncompiled from now on, because compiling ended in ``error``."""
         self._compiler.given_up.add(self._kind)
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         warn(
@@ -82,7 +82,7 @@ class CompiledForward:
 
 @dataclass(frozen=True)
 class Call:
-    """A layer's forward with everything but tensors bound; ``rebuild`` makes (args, kwargs) of tensors."""
+    """A layer's forward and its arguments but for tensors: ``rebuild`` makes (args, kwargs) from those."""
 
     unit: Unit
     forward: Callable[..., Any]
@@ -90,7 +90,7 @@ class Call:
 
     @property
     def compile_failures(self) -> tuple[type[BaseException], ...]:
-        """The exceptions that say that compiling the forward has failed; none where it is not compiled."""
+        """The exceptions that compiling the forward may end in; none where it is not compiled."""
         return (self.forward.failure,) if isinstance(self.forward, CompiledForward) else ()
 
     @property
@@ -99,7 +99,7 @@ class Call:
         return isinstance(self.forward, CompiledForward) and self.forward.works
 
     def give_up_compiling(self, error: BaseException) -> None:
-        """Run the forward as it is from now on, because of ``error``, one of `compile_failures`."""
+        """Run the forward uncompiled from now on, because of ``error``, one of `compile_failures`."""
         assert isinstance(self.forward, CompiledForward)
         self.forward.give_up(error)
 
@@ -111,11 +111,11 @@ class Call:
         attributes: Attributes | None = None,
     ) -> tuple[list[torch.Tensor], Rebuild]:
         """Run the forward with ``leaves``, which are views of the slot ``weights``, as parameters.
-        ``attributes`` are those that the layer's modules have now, if the caller has just looked.
+        ``attributes`` is what `Unit.attributes` returns now, if the caller knows it already.
 
-        Returns the tensors that are to leave the layer, and what puts its result together from them and,
-        after them, the user's inputs: [Note: shared outputs]. None of them aliases the slot, which will soon
-        hold another layer. Raises ValueError if the layer changes its arguments.
+        Returns the layer's output tensors, and a function that makes the layer's result from them, followed
+        by the user's inputs: [Note: shared outputs]. No output aliases the slot, which will soon hold another
+        layer. Raises ValueError if the layer changes its arguments.
         """
         args, kwargs = self.rebuild(inputs)
         given = reachable((args, kwargs))
@@ -124,7 +124,7 @@ class Call:
         try:
             result = run_on_slot(self.unit, self.forward, weights, leaves, args, kwargs, attributes)
         except RuntimeError as error:
-            # autograd's own refusal, where the graph is built in forward, names no layer
+            # where the graph is built in forward, autograd refuses this itself, and names no layer
             if "in-place operation" in str(error):
                 raise self._changes_its_arguments() from error
             raise
@@ -165,10 +165,10 @@ def run_on_slot(
     kwargs: dict[str, Any],
     attributes: Attributes | None = None,
 ) -> Any:
-    """``forward`` with ``leaves``, views of the slot ``weights``, as parameters; the result may alias
-    the slot. ``attributes`` are those that the unit's modules have now, if the caller has just looked.
+    """Run ``forward`` with ``leaves``, views of the slot ``weights``, as parameters; the result may alias
+    the slot. ``attributes`` is what `Unit.attributes` returns now, if the caller knows it already.
 
-    Raises ValueError if it writes its weights, since the slot is a copy, or keeps them.
+    Raises ValueError if the forward writes its weights, which are a copy, or keeps a reference to them.
     """
     slot = (weights, *leaves)
     before = [tensor._version for tensor in slot]
@@ -187,7 +187,7 @@ def run_on_slot(
 
 
 def apart(outputs: Tensors, weights: torch.Tensor) -> list[torch.Tensor]:
-    """``outputs``, with clones in place of those that show the slot ``weights``."""
+    """``outputs``, with clones in place of those that alias the slot ``weights``."""
     return [output.clone() if aliases(output, weights) else output for output in outputs]
 
 
@@ -209,5 +209,5 @@ def _check_not_kept(
 
 
 def aliases(tensor: torch.Tensor, buffer: torch.Tensor) -> bool:
-    """Whether both share one storage (its identity, since all meta tensors have the same address)."""
+    """Whether both have one storage, compared by identity: all meta tensors have the same address."""
     return storage_id(tensor) == storage_id(buffer)

@@ -40,8 +40,8 @@ class Attributes(dict[nn.Module, dict[str, Any]]):
         self._values = _values(self.values())
 
     def changed(self) -> list[tuple[nn.Module, dict[str, Any]]]:
-        """The modules that have other attributes now, with those that they had then."""
-        # several times in each visit, nearly always for nothing: one pass, without a frame for each module
+        """The modules whose attributes have changed since, each with those that it had."""
+        # called several times in a visit, mostly without changes: one pass, no Python frame for each module
         now = [*map(vars, self)]
         if [*map(len, now)] == self._counts and all(map(operator.is_, _chained(now), self._values)):
             return []
@@ -52,12 +52,12 @@ class Attributes(dict[nn.Module, dict[str, Any]]):
         ]
 
     def put_back(self) -> None:
-        """Let the modules have just these attributes."""
+        """Give the modules these attributes and no others."""
         for module, values in self.changed():
             held = vars(module)
             for name in held.keys() - values.keys():
                 del held[name]
-            # not all of them: torch.compile counts writes of a module's attributes
+            # only those that differ: torch.compile counts writes of a module's attributes
             held.update({name: value for name, value in values.items() if held.get(name, held) is not value})
 
 

@@ -1,4 +1,4 @@
-"""What is inside of the attributes of a layer's modules: counts in a dict, a list that grows, a generator."""
+"""What the attributes of a layer's modules contain: counts in a dict, a list that grows, a generator."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-#: What every module has; parameters, buffers and hooks are looked after elsewhere.
+#: Attributes that every module has. Parameters, buffers and hooks among them are handled elsewhere.
 _OWN = frozenset(vars(nn.Module()))
 _MAPPINGS = frozenset((dict, OrderedDict, defaultdict, Counter))
 _SEQUENCES = frozenset((list, deque))
@@ -27,7 +27,8 @@ _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.Ra
 
 
 def contents_of(attributes: Mapping[nn.Module, Mapping[str, Any]]) -> list[Any]:
-    """The values of ``attributes`` of modules that are, or may hold, containers, tensors or generators."""
+    """Of the attributes of modules, by module and name, the values that are containers, tensors, generators,
+    or tuples, which may hold some."""
     return [
         value
         for values in attributes.values()
@@ -38,9 +39,9 @@ def contents_of(attributes: Mapping[nn.Module, Mapping[str, Any]]) -> list[Any]:
 
 
 class Contents:
-    """The containers among ``values``, and in them, with what they hold now. [Note: activation policies]
+    """The containers among ``values`` and inside of them, each with a copy of what it holds now.
 
-    Containers are dicts, lists, deques, sets, dataclasses and `SimpleNamespace`; tuples are looked into.
+    Containers are dicts, lists, deques, sets, dataclasses and `SimpleNamespace`; tuples are searched too.
     """
 
     def __init__(self, values: Iterable[Any]) -> None:
@@ -71,7 +72,7 @@ class Contents:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Let the containers hold inside the block what they held then; after it, what they hold now."""
+        """Let the containers hold, inside the block, what they held when this object was made."""
         if not self._held:
             yield
             return
@@ -93,12 +94,13 @@ def _copy(value: Any) -> dict[Any, Any] | list[Any] | set[Any] | None:
     if kind is set:
         return set(value)
     if kind is SimpleNamespace or (dataclasses.is_dataclass(value) and hasattr(value, "__dict__")):
-        # of a class there is nothing to put back
+        # the dataclass itself, not an instance: it has no contents to put back
         return None if isinstance(value, type) else dict(vars(value))
     return None
 
 
 def _fill(contents: Iterable[tuple[Any, Any]]) -> None:
+    """Let each container hold what its copy holds."""
     for container, held in contents:
         now = _copy(container)
         if now is not None and _is_same(now, held):

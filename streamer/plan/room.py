@@ -1,0 +1,57 @@
+"""The memory that there is for a model, beside what a plan needs of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from streamer.memory.slots import GRAD_SLOTS, WEIGHT_SLOTS, num_grad_slots
+from streamer.memory.verdict import SHARED, Tier
+from streamer.plan.step_plan import BESIDE, SAVED, WORKING_SET, StepPlan
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes that there are of the device and of host memory; of the device, ``budget`` bytes for tensors if
+    that is not None. ``shared`` says that the device's memory is the host's. ``device`` counts the bytes that
+    CUDA itself takes, ``context``, as plans do. Of ``host``, ``given_back`` bytes are taken now and will be
+    free; ``lockable`` bytes may be page-locked, None where no limit is known."""
+
+    device: int
+    host: int
+    budget: int | None = None
+    shared: bool = False
+    context: int = 0
+    given_back: int = 0
+    lockable: int | None = None
+
+    @property
+    def tensors(self) -> int:
+        """Bytes of the device that there are for tensors."""
+        there = self.device - self.context
+        return there if self.budget is None else min(there, self.budget)
+
+    def tiers(self, plan: StepPlan, num_slots: int | None = None) -> list[Tier]:
+        """What ``plan`` needs beside what there is, with other ``num_slots`` than it was made with if given:
+        nothing else depends on how many there are."""
+        more = 0 if num_slots is None else _slots_more(plan, num_slots)
+        device = plan.device_needed + more
+        found = [Tier("the device", device, self.device)]
+        if self.budget is not None:
+            found.append(Tier("device_memory", plan.allocated + more, self.budget))
+        also = device if self.shared else 0
+        found.append(Tier("the host" + SHARED * self.shared, plan.host_total + also, self.host))
+        return found
+
+
+def _slots_more(plan: StepPlan, wanted: int) -> int:
+    """Bytes that ``wanted`` slots take on top of those that there are in ``plan``."""
+    had = plan.num_slots
+    of_weights, of_gradients = (plan.device_bytes.get(owner, 0) for owner in (WEIGHT_SLOTS, GRAD_SLOTS))
+    more = (wanted - had) * (of_weights // had)
+    return more + (num_grad_slots(wanted) - num_grad_slots(had)) * (of_gradients // num_grad_slots(had))
+
+
+def buffers(plan: StepPlan, num_slots: int) -> int:
+    """Bytes of the device that ``plan`` would take for good with ``num_slots``, in slots and beside them."""
+    others = sum(plan.device_bytes.get(owner, 0) for owner in (SAVED, WORKING_SET, BESIDE))
+    return plan.device_total - others + _slots_more(plan, num_slots)
