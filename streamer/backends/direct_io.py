@@ -114,11 +114,13 @@ class ScratchFile:
     def __init__(self, folder: str | os.PathLike[str], *, direct: bool = True, system: System) -> None:
         self.folder = Path(folder)
         self._system = system
-        if not self.folder.exists():
+        # those of Path raise errors of their own where a folder above may not be searched
+        if not os.path.exists(folder):
             raise DiskError(
-                f"disk={self}: there is no such folder: make it, or give one that is there", errno.ENOENT
+                f"disk={self}: this process sees no such folder: make it, or give one that is there",
+                errno.ENOENT,
             )
-        if not self.folder.is_dir():
+        if not os.path.isdir(folder):
             raise DiskError(f"disk={self} is not a folder: give a folder", errno.ENOTDIR)
         self._fd = self._open()
         self.nbytes = 0
@@ -127,13 +129,9 @@ class ScratchFile:
         self._finalizer.atexit = False  # the kernel closes files
         self.alignment = ALIGNMENT
         self.why_not = "direct I/O is switched off"
-        try:
-            if direct:
-                self.alignment = max(ALIGNMENT, system.direct_alignment(self._fd) or ALIGNMENT)
-                self.why_not = self._try_direct()
-        except BaseException:
-            self.close()
-            raise
+        if direct:
+            self.alignment = max(ALIGNMENT, system.direct_alignment(self._fd) or ALIGNMENT)
+            self.why_not = self._try_direct()
 
     def __str__(self) -> str:
         return str(self.folder)
@@ -195,7 +193,7 @@ class ScratchFile:
             os.posix_fadvise(self._fd, offset, len(source), os.POSIX_FADV_DONTNEED)
 
     def cached_bytes(self) -> int:
-        """Bytes of this file that the page cache has."""
+        """Bytes of this file that the page cache has; takes a byte for each page, for tests."""
         if not self.nbytes:
             return 0
         with mmap.mmap(self._fd, self.nbytes, mmap.MAP_SHARED, mmap.PROT_READ) as mapping:

@@ -43,7 +43,9 @@ from streamer.errors import DiskError, warn
 
 #: The most bytes that one call of the system moves.
 BLOCK_BYTES = 8 << 20
-#: An extent is cut so that every drive has a part of it; no piece is smaller than a block over this.
+#: A small extent is cut into smaller pieces than blocks, so many for each thread of each drive, ...
+TURNS = 2
+#: ... but into none that is smaller than a block over this.
 LEAST_BLOCK = 8
 #: Pieces on their way at the same time, for each drive and direction.
 IN_FLIGHT = 4
@@ -154,6 +156,7 @@ class Scratch:
                 _judge([file for file in files if file.why_not], refuse=direct_io == "require")
             opened.pop_all()
         self.alignment = max(file.alignment for file in files)
+        self._in_flight = in_flight
         self._block_bytes = self.padded(block_bytes)
         self._drives = [_Drive(file, _workers(number, in_flight)) for number, file in enumerate(files)]
         workers = [
@@ -174,8 +177,8 @@ class Scratch:
         padded = self.padded(nbytes)
         # as many pieces on each drive, of the same size: all drives work until the end
         drives = len(self._drives)
-        blocks = -(-padded // self._block_bytes)
-        count = min(-(-blocks // drives) * drives, max(1, padded * LEAST_BLOCK // self._block_bytes))
+        blocks = max(-(-padded // (self._block_bytes * drives)), TURNS * self._in_flight)
+        count = min(blocks * drives, max(1, padded * LEAST_BLOCK // self._block_bytes))
         size = self.padded(-(-padded // count))
         # those that have least come first, for what is left over
         order = sorted(range(drives), key=lambda number: self._drives[number].planned)

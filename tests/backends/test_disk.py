@@ -102,8 +102,9 @@ class Disk:
 @pytest.mark.parametrize("drives", [1, 2, 3])
 @pytest.mark.parametrize("in_flight", [1, 4])
 def test_what_is_read_is_what_was_written(folder: Path, direct_io: str, drives: int, in_flight: int) -> None:
-    sizes = [1, 4095, 4096, 4097, SMALL, 3 * SMALL + 5, 1 << 20, (5 << 20) + 1, BLOCK_BYTES + 1, 20 << 20]
-    with Scratch([folder] * drives, direct_io=direct_io, in_flight=in_flight) as scratch:
+    sizes = [1, 4095, 4096, 4097, SMALL, 3 * SMALL + 5, 1 << 20, (5 << 20) + 1]
+    options = {"direct_io": direct_io, "in_flight": in_flight, "block_bytes": 1 << 20}
+    with Scratch([folder] * drives, **options) as scratch:  # type: ignore[arg-type]
         extents = [scratch.extent(nbytes) for nbytes in sizes]
         scratch.allocate()
         for turn in range(2):  # over what is there already, too
@@ -133,12 +134,13 @@ def test_a_larger_buffer_is_used_from_its_start(folder: Path) -> None:
 @given(
     sizes=st.lists(st.integers(1, 40 * ALIGNMENT), min_size=1, max_size=8),
     drives=st.integers(1, 4),
-    block=st.integers(1, 6 * ALIGNMENT),
+    block=st.integers(1, 32 * ALIGNMENT),
+    in_flight=st.integers(1, 3),
 )
 def test_extents_do_not_overlap_and_use_all_drives(
-    folder: Path, sizes: list[int], drives: int, block: int
+    folder: Path, sizes: list[int], drives: int, block: int, in_flight: int
 ) -> None:
-    with Scratch([folder] * drives, in_flight=1, block_bytes=block, direct_io="off") as scratch:
+    with Scratch([folder] * drives, in_flight=in_flight, block_bytes=block, direct_io="off") as scratch:
         extents = [scratch.extent(nbytes) for nbytes in sizes]
         block = scratch.padded(block)
         taken: list[set[int]] = [set() for _ in range(drives)]
@@ -156,9 +158,10 @@ def test_extents_do_not_overlap_and_use_all_drives(
                 assert not blocks & taken[piece.file]
                 taken[piece.file] |= blocks
                 share[piece.file] += piece.nbytes
-            if extent.padded_bytes >= drives * ALIGNMENT and block >= 8 * ALIGNMENT:
-                # rounding of each piece to the alignment is all that the drives differ by
-                assert max(share) - min(share) <= ALIGNMENT * len(extent.pieces)
+            # what rounding gives, and a piece of the least size if there are not enough of them
+            assert max(share) - min(share) <= ALIGNMENT * len(extent.pieces) + max(block // 4, ALIGNMENT)
+            if extent.padded_bytes >= 2 * drives * in_flight * max(block // 8, ALIGNMENT):
+                assert len(extent.pieces) >= drives * in_flight, "threads without work"
         scratch.allocate()
         assert scratch.allocated_bytes == sum(extent.padded_bytes for extent in extents)
         assert all(blocks == set(range(0, len(blocks) * ALIGNMENT, ALIGNMENT)) for blocks in taken), "gaps"
@@ -362,8 +365,9 @@ ls -A {tmp_path}/m
 @pytest.mark.parametrize(
     ("path", "message", "number"),
     [
-        ("missing", r"there is no such folder: make it, or give", errno.ENOENT),
+        ("missing", r"this process sees no such folder: make it, or give", errno.ENOENT),
         ("file", r"is not a folder: give a folder", errno.ENOTDIR),
+        ("file/below", r"this process sees no such folder", errno.ENOENT),
         ("/proc/self", r"this process can make no file there \(.*\): change the folder's permissions", None),
     ],
 )
@@ -387,6 +391,35 @@ def test_a_folder_without_permission_is_said(tmp_path: Path) -> None:
     with pytest.raises(DiskError, match=r"can make no file there \(Permission denied\)") as raised:
         Scratch([tmp_path], system=System(open=denied))
     assert raised.value.errno == errno.EACCES
+
+
+@pytest.mark.parametrize(
+    ("changed", "mode", "said"),
+    [
+        ("scratch", 0o555, r"can make no file there \(Permission denied\)"),
+        (".", 0o000, "sees no such folder"),
+    ],
+)
+def test_the_permissions_of_folders_count(changed: str, mode: int, said: str) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        home = Path(name)
+        home.chmod(0o755)
+        (home / "scratch").mkdir()
+        (home / changed).chmod(mode)
+        program = f"""
+import os
+from streamer.backends.disk import Scratch
+if not os.geteuid():  # who may do anything
+    os.seteuid(65534)
+try:
+    Scratch([{str(home / "scratch")!r}])
+except OSError as error:
+    print(type(error).__name__, error)
+"""
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, cwd=HOME, capture_output=True, text=True, check=True)
+        home.chmod(0o700)
+    assert re.match(rf"DiskError disk={home}/scratch: this process {said}: ", done.stdout), done.stdout
 
 
 def test_a_disk_that_is_too_full_is_said_before_anything_is_allocated(folder: Path) -> None:
@@ -838,8 +871,8 @@ def test_ctrl_c_waits_for_what_is_moving(folder: Path) -> None:
     ready = False
     handler = signal.signal(signal.SIGINT, interrupt)
     try:
-        with Scratch([folder], in_flight=2, system=System(preadv=preadv)) as scratch:
-            extent = scratch.extent(16 * BLOCK_BYTES)
+        with Scratch([folder], in_flight=2, block_bytes=SMALL, system=System(preadv=preadv)) as scratch:
+            extent = scratch.extent(16 * SMALL)
             scratch.allocate()
             scratch.write(extent, buffer_of(scratch, extent.nbytes, 1))
             ready = True
