@@ -333,22 +333,40 @@ class Scratch:
             for number in range(len(self._drives))
         ]
 
+        changed = threading.Condition()
+        moving = 0
+
+        def take(queue: deque[Piece]) -> Piece | None:
+            nonlocal moving
+            with changed:
+                if not queue:
+                    return None
+                moving += 1
+                return queue.popleft()
+
+        def put_down() -> None:
+            nonlocal moving
+            with changed:
+                moving -= 1
+                changed.notify_all()
+
+        def stop() -> None:
+            with changed:
+                for queue in queues:
+                    queue.clear()
+
         def run(drive: _Drive, queue: deque[Piece]) -> None:
             move = drive.file.read if direction is Direction.READ else drive.file.write
-            try:
-                while True:
-                    # several threads take from one queue
-                    try:
-                        piece = queue.popleft()
-                    except IndexError:
-                        return
+            while (piece := take(queue)) is not None:
+                try:
                     move(memory[piece.start : piece.start + piece.nbytes], piece.offset)
-                    with self._lock:
-                        self._moved[direction] += piece.nbytes
-            except BaseException:
-                for each in queues:
-                    each.clear()
-                raise
+                except BaseException:
+                    stop()
+                    raise
+                finally:
+                    put_down()
+                with self._lock:
+                    self._moved[direction] += piece.nbytes
 
         events: list[HostEvent] = []
         try:
@@ -362,13 +380,12 @@ class Scratch:
             for event in events:
                 event.wait()
         except BaseException:
-            for queue in queues:
-                queue.clear()
             # the buffer is the caller's again, so no thread may use it; a second Ctrl-C does not change that
-            for event in events:
-                while not event.is_done():
-                    with suppress(BaseException):
-                        event.wait()
+            at_rest = False
+            while not at_rest:
+                with suppress(BaseException), changed:
+                    stop()
+                    at_rest = changed.wait_for(lambda: not moving)
             raise
 
 
