@@ -848,6 +848,29 @@ def test_the_drive_is_at_rest_when_a_transfer_has_failed(folder: Path) -> None:
         assert ended == [BLOCK_BYTES]
 
 
+def test_an_error_of_one_thread_stops_the_others(folder: Path) -> None:
+    failing = threading.Event()
+    moved: list[int] = []
+
+    def pwritev(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        name = threading.current_thread().name
+        if name == "streamer-disk0-write-1":
+            failing.set()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if name == "streamer-disk0-write-0":  # and not the trial
+            failing.wait(PATIENCE)
+            moved.append(offset)
+        return os.pwritev(fd, buffers, offset)
+
+    with Scratch([folder], in_flight=2, block_bytes=ALIGNMENT, system=System(pwritev=pwritev)) as scratch:
+        extent = scratch.extent(2000 * ALIGNMENT)
+        scratch.allocate()
+        with pytest.raises(DiskError, match="Input/output error"):
+            scratch.write(extent, buffer_of(scratch, extent.nbytes, 1))
+        assert len(moved) < 1999, "all but the one that failed"
+        assert scratch.bytes_written == len(moved) * ALIGNMENT
+
+
 def test_ctrl_c_waits_for_what_is_moving(folder: Path) -> None:
     started: list[int] = []
     ended: list[int] = []
