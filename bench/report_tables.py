@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from bench.architectures_report import architectures_table
+from bench.disk_table import disk_table
 from bench.markdown import Report, number, spread, table
 from bench.plan_table import plan_table
 from bench.plans_table import plans_table
@@ -288,6 +289,7 @@ TABLES: dict[str, Callable[[Report], list[str]]] = {
     "bench/architectures.py": architectures_table,
     "bench/beside_others.py": beside_others,
     "bench/checkpoint.py": checkpoint,
+    "bench/disk.py": disk_table,
     "bench/clock.py": clock,
     "bench/depth.py": depth,
     "bench/fits.py": fits,

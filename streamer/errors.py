@@ -1,4 +1,4 @@
-"""What is raised for checkpoints that cannot be used or written, and how warnings are given."""
+"""What is raised for checkpoints and disks that cannot be used, and how warnings are given."""
 
 from __future__ import annotations
 
@@ -14,6 +14,15 @@ _OURS = frozenset(("streamer", "streamer_native", "torch", "contextlib"))
 class CheckpointError(ValueError):
     """A checkpoint that is damaged, incomplete, newer than this library, or of another model; one line that
     names the file and the tensor."""
+
+
+class DiskError(OSError):
+    """A folder or a drive that cannot hold what is to be on disk, or a transfer that failed; one line that
+    names the folder and what to do. ``errno`` is that of the system where it gave one."""
+
+    def __init__(self, message: str, errno: int | None = None) -> None:
+        super().__init__(message)
+        self.errno = errno
 
 
 def shortened(names: Sequence[str], most: int = 10) -> str:

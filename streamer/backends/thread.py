@@ -61,16 +61,21 @@ Task = tuple[Callable[[], object], Sequence[Event], HostEvent]
 
 
 class Worker:
-    """A daemon thread that runs its tasks in order. A task that waits for failed work fails too."""
+    """A daemon thread that runs its tasks in order. A task that waits for failed work fails too.
 
-    def __init__(self, lane: Lane, *, delay: Callable[[], float] | None = None) -> None:
+    ``name`` is the thread's, by default that of the lane; a lane may have more threads than one.
+    """
+
+    def __init__(
+        self, lane: Lane, *, delay: Callable[[], float] | None = None, name: str | None = None
+    ) -> None:
         self.lane = lane
         self._delay = delay
         self._process = Process()
         self._lock = threading.Lock()
         self._closed = False
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"streamer-{lane.value}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"streamer-{name or lane.value}", daemon=True)
         self._thread.start()
 
     def submit(self, work: Callable[[], object], waits: Sequence[Event]) -> HostEvent:

@@ -1,0 +1,331 @@
+"""One scratch file: it has no name, is allocated before it is used, and bypasses the page cache.
+
+The file is made with O_TMPFILE, so no folder ever lists it: when the process ends, however it ends, the
+kernel frees the file. A file system that lacks O_TMPFILE gets a named file that is unlinked at once.
+
+Direct I/O (O_DIRECT) moves bytes between a drive and the caller's memory. Some file systems refuse it, and
+some accept the flag and use the page cache all the same (tmpfs, whose files are nothing but page cache). So a
+new file is tried: one block is written, and mincore(2) tells whether the page cache has it.
+Without direct I/O every transfer goes through the page cache and is then dropped from it: sync_file_range(2)
+waits until the bytes are on the drive, posix_fadvise(2) drops the pages. That costs a copy by the processor,
+and a write no longer overlaps the drive's work with the copy of its next block.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from streamer.backends.base import Process
+from streamer.errors import DiskError
+
+#: The least multiple that addresses, offsets and sizes are rounded up to: a page, a block of ext4 and XFS.
+#: Drives may take less (512 bytes), but ext4 then locks the whole file for a write of part of a block.
+ALIGNMENT = 4096
+
+#: How often in succession a transfer may move too little to go on from before it counts as failed.
+MOST_STUCK = 16
+
+#: File systems whose files are in memory, by the number that statfs(2) gives (linux/magic.h).
+IN_MEMORY = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}
+
+#: Of linux/stat.h and fcntl.h.
+_AT_EMPTY_PATH = 0x1000
+_STATX_DIOALIGN = 0x2000
+_STATX_BYTES = 256
+_STATX_MASK_AT = 0x00
+_STATX_DIO_MEM_ALIGN_AT = 0x98
+_STATX_DIO_OFFSET_ALIGN_AT = 0x9C
+_SYNC_FILE_RANGE_WAIT_WRITE_WAIT = 7
+
+#: What to do about an error of a transfer.
+_FIXES = {
+    errno.ENOSPC: "free space on its file system, or give another folder",
+    errno.EDQUOT: "raise the quota, or give another folder",
+    errno.EIO: "the drive failed, 'dmesg' has more of it: give a folder on another drive",
+    errno.ENODEV: "the drive is gone: give a folder on another one",
+    errno.ENXIO: "the drive is gone: give a folder on another one",
+    errno.ESTALE: "the file system is gone: mount it again, or give another folder",
+    errno.EINVAL: "the file system takes no such direct I/O: give direct_io='off', or another folder",
+}
+
+Transfer = Callable[[int, Sequence[memoryview], int], int]
+
+
+def file_system(fd: int) -> int:
+    """The number of the file system's kind, of statfs(2); 0 where it cannot be asked."""
+    fstatfs = getattr(ctypes.CDLL(None), "fstatfs", None)
+    # struct statfs has 120 bytes, and begins with a long
+    answer = (ctypes.c_long * 64)()
+    if fstatfs is None or fstatfs(fd, answer):
+        return 0
+    return int(answer[0]) & 0xFFFFFFFF
+
+
+def direct_alignment(fd: int) -> int | None:
+    """The alignment of direct I/O on an open file, of memory and of offsets, as statx(2) tells it; None where
+    it does not (before Linux 6.1, file systems that do not know, C libraries without statx)."""
+    statx = getattr(ctypes.CDLL(None), "statx", None)
+    answer = (ctypes.c_uint32 * (_STATX_BYTES // 4))()
+    if statx is None or statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, answer):
+        return None
+    if not answer[_STATX_MASK_AT] & _STATX_DIOALIGN:
+        return None
+    # 0 on a file that takes no direct I/O
+    return max(answer[_STATX_DIO_MEM_ALIGN_AT // 4], answer[_STATX_DIO_OFFSET_ALIGN_AT // 4]) or None
+
+
+def set_direct(fd: int) -> None:
+    """Turn direct I/O on; raises OSError where the file system refuses it."""
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+
+
+@dataclass(frozen=True)
+class System:
+    """The calls of the system that a scratch file makes; tests put faults in their place."""
+
+    open: Callable[[str, int, int], int] = os.open
+    allocate: Callable[[int, int, int], None] = os.posix_fallocate
+    preadv: Transfer = os.preadv
+    pwritev: Transfer = os.pwritev
+    set_direct: Callable[[int], None] = set_direct
+    direct_alignment: Callable[[int], int | None] = direct_alignment
+    file_system: Callable[[int], int] = file_system
+
+
+class ScratchFile:
+    """A file without a name in ``folder``, which grows by `allocate`; its bytes are free again when it is
+    closed, garbage, or its process has ended.
+
+    With ``direct`` the file bypasses the page cache if its file system can: ``why_not`` is "" then, and else
+    the reason in a few words. Raises DiskError for a folder in which no file can be made.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, direct: bool = True, system: System) -> None:
+        self.folder = Path(folder)
+        self._system = system
+        # those of Path raise errors of their own where a folder above may not be searched
+        if not os.path.exists(folder):
+            raise DiskError(
+                f"disk={self}: this process sees no such folder: make it, or give one that is there",
+                errno.ENOENT,
+            )
+        if not os.path.isdir(folder):
+            raise DiskError(f"disk={self} is not a folder: give a folder", errno.ENOTDIR)
+        self._fd = self._open()
+        self.nbytes = 0
+        # a copy of the descriptor in a forked child goes with that child
+        self._finalizer = weakref.finalize(self, _close, self._fd, Process())
+        self._finalizer.atexit = False  # the kernel closes files
+        self.alignment = ALIGNMENT
+        self.why_not = "direct I/O is switched off"
+        if direct:
+            self.alignment = max(ALIGNMENT, system.direct_alignment(self._fd) or ALIGNMENT)
+            self.why_not = self._try_direct()
+
+    def __str__(self) -> str:
+        return str(self.folder)
+
+    @property
+    def device(self) -> int:
+        """The number of the file's device: folders of one file system share it."""
+        return os.fstat(self._fd).st_dev
+
+    def free(self) -> int:
+        """Bytes that this process may still allocate on the file system."""
+        found = os.fstatvfs(self._fd)
+        return found.f_bavail * found.f_frsize
+
+    def allocate(self, nbytes: int) -> None:
+        """Make the file ``nbytes`` long, all of them allocated. Raises DiskError, and leaves the file as it
+        was, where there is no room."""
+        if nbytes <= self.nbytes:
+            return
+        more = nbytes - self.nbytes
+        # where the file system cannot allocate the C library writes a byte into each block, which is no
+        # direct I/O
+        if not self.why_not:
+            _clear_direct(self._fd)
+        try:
+            self._system.allocate(self._fd, self.nbytes, more)
+            _write_back(self._fd, self.nbytes, more)
+            os.posix_fadvise(self._fd, self.nbytes, more, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            os.ftruncate(self._fd, self.nbytes)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise too_full(self.folder, more, self.free(), error.errno) from error
+            raise self._failed("allocating", error, more, self.nbytes) from error
+        finally:
+            if not self.why_not:
+                self._system.set_direct(self._fd)
+        self.nbytes = nbytes
+
+    def shrink(self, nbytes: int) -> None:
+        """Free what is beyond ``nbytes``."""
+        os.ftruncate(self._fd, nbytes)
+        self.nbytes = nbytes
+
+    def read(self, into: memoryview, offset: int) -> None:
+        """Fill ``into`` from ``offset`` on. Address, size and offset are multiples of ``alignment``. Raises
+        DiskError if not all of it could be read."""
+        self._move(self._system.preadv, into, offset, "reading")
+        if self.why_not:
+            os.posix_fadvise(self._fd, offset, len(into), os.POSIX_FADV_DONTNEED)
+
+    def write(self, source: memoryview, offset: int) -> None:
+        """Write ``source`` from ``offset`` on; as `read`."""
+        self._move(self._system.pwritev, source, offset, "writing")
+        if self.why_not:
+            try:
+                _write_back(self._fd, offset, len(source))
+            except OSError as error:
+                raise self._failed("writing", error, len(source), offset) from error
+            os.posix_fadvise(self._fd, offset, len(source), os.POSIX_FADV_DONTNEED)
+
+    def cached_bytes(self) -> int:
+        """Bytes of this file that the page cache has; takes a byte for each page, for tests."""
+        if not self.nbytes:
+            return 0
+        with mmap.mmap(self._fd, self.nbytes, mmap.MAP_SHARED, mmap.PROT_READ) as mapping:
+            resident = bytearray(-(-self.nbytes // mmap.PAGESIZE))
+            one = (ctypes.c_ubyte * len(resident)).from_buffer(resident)
+            mincore = ctypes.CDLL(None, use_errno=True).mincore
+            if mincore(ctypes.c_void_p(_address(mapping)), ctypes.c_size_t(self.nbytes), one):
+                raise OSError(ctypes.get_errno(), "mincore")
+        # the other bits have no meaning
+        return sum(page & 1 for page in resident) * mmap.PAGESIZE
+
+    def close(self) -> None:
+        """Free the file's bytes. May be called again; in a forked process it does nothing."""
+        self._finalizer()
+
+    def _open(self) -> int:
+        try:
+            try:
+                return self._system.open(str(self.folder), os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+                    raise
+            fd, name = tempfile.mkstemp(prefix="streamer-", dir=self.folder)
+            os.unlink(name)
+            return fd
+        except OSError as error:
+            raise DiskError(
+                f"disk={self}: this process can make no file there ({error.strerror}): change the folder's "
+                "permissions, or give another folder",
+                error.errno,
+            ) from error
+
+    def _try_direct(self) -> str:
+        """Turn direct I/O on and write one block; why it cannot be used, or ""."""
+        name = IN_MEMORY.get(self._system.file_system(self._fd))
+        if name is not None:
+            return f"its files are in memory ({name}), what is written there takes host memory"
+        self.allocate(self.alignment)
+        try:
+            self._system.set_direct(self._fd)
+            self._write_one_block()
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            _clear_direct(self._fd)
+            return "the file system refuses direct I/O"
+        finally:
+            cached = self.cached_bytes()
+            self.shrink(0)
+        if cached:
+            _clear_direct(self._fd)
+            return "the file system puts direct I/O into the page cache all the same"
+        return ""
+
+    def _write_one_block(self) -> None:
+        # not closed by hand: the traceback of an error keeps the block
+        mapping = mmap.mmap(-1, 2 * self.alignment)
+        # a mapping begins at a page, and the alignment may be larger
+        start = -_address(mapping) % self.alignment
+        block = memoryview(mapping)[start : start + self.alignment]
+        self._move(self._system.pwritev, block, 0, "writing")
+        self._move(self._system.preadv, block, 0, "reading")
+
+    def _move(self, call: Transfer, memory: memoryview, offset: int, verb: str) -> None:
+        done = stuck = 0
+        while done < len(memory):
+            try:
+                moved = call(self._fd, [memory[done:]], offset + done)
+            except InterruptedError:
+                continue
+            except OSError as error:
+                raise self._failed(verb, error, len(memory) - done, offset + done) from error
+            reached = done + moved
+            if reached < len(memory):
+                # direct I/O goes on at a whole block: the part of a block is moved again
+                reached -= reached % self.alignment
+            stuck = 0 if reached > done else stuck + 1
+            if stuck == MOST_STUCK:
+                raise DiskError(
+                    f"disk={self}: {verb} {len(memory) - done} bytes at offset {offset + done} of its "
+                    f"scratch file failed (only {moved} bytes were moved, {MOST_STUCK} times over): give a "
+                    "folder on another drive",
+                    errno.EIO,
+                )
+            done = reached
+
+    def _failed(self, verb: str, error: OSError, nbytes: int, offset: int) -> DiskError:
+        fix = _FIXES.get(error.errno or 0, "give another folder")
+        return DiskError(
+            f"disk={self}: {verb} {nbytes} bytes at offset {offset} of its scratch file failed "
+            f"({error.strerror or error}): {fix}",
+            error.errno,
+        )
+
+
+def too_full(folder: Path, asked: int, free: int, number: int | None = errno.ENOSPC) -> DiskError:
+    """The error for a folder without room for ``asked`` bytes more."""
+    return DiskError(
+        f"disk={folder} has no room: {_amount(asked)} are asked of it and {_amount(free)} are free: free "
+        "space, or give folders on further drives, which take their share",
+        number,
+    )
+
+
+def _amount(nbytes: int) -> str:
+    return f"{nbytes} bytes" if nbytes < 1 << 20 else f"{nbytes} bytes ({nbytes / (1 << 30):.2f} GiB)"
+
+
+def _address(mapping: mmap.mmap) -> int:
+    # the array is gone at once: it would keep the mapping from being closed
+    return int(np.frombuffer(mapping, np.uint8).__array_interface__["data"][0])
+
+
+def _clear_direct(fd: int) -> None:
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+
+
+def _write_back(fd: int, offset: int, nbytes: int) -> None:
+    """Wait until a range of a file is on the drive; raises OSError if it did not get there."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
+    if call is None:
+        os.fdatasync(fd)
+        return
+    range_ = ctypes.c_int64(offset), ctypes.c_int64(nbytes)
+    while call(fd, *range_, ctypes.c_uint(_SYNC_FILE_RANGE_WAIT_WRITE_WAIT)):
+        number = ctypes.get_errno()
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
+
+
+def _close(fd: int, process: Process) -> None:
+    if process.is_this():
+        # forked children may still have the file open: without this its bytes would stay until they end
+        os.ftruncate(fd, 0)
+        os.close(fd)

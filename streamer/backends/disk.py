@@ -1,0 +1,414 @@
+"""Scratch storage on one or several disks for flat buffers of host memory.
+
+    scratch = Scratch(["/nvme0/scratch", "/nvme1/scratch"])    # a folder of each drive
+    extents = [scratch.extent(nbytes) for nbytes in sizes]     # places, striped over the folders
+    scratch.allocate()                                         # a full disk shows here
+    buffer = mapped(scratch.padded(max(sizes)), in_forks=False)
+    scratch.write(extents[0], buffer)                          # both block: a lane's own thread calls them
+    scratch.read(extents[0], buffer)
+    scratch.close()
+
+An extent is cut into pieces of at most 8 MiB, as many on each drive, and a few threads for each drive and
+direction move them with preadv(2) and pwritev(2), which run without Python's lock. Reads and writes have
+threads of their own, so a read does not queue behind a write. Nothing here outlasts the process: no name in
+a folder, no flush of the drive's own cache. What must last is a checkpoint's.
+
+Memory for direct I/O must not be shared with forked processes (``in_forks=False``): a fork in the middle of a
+read can leave the bytes with the other process.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+import itertools
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from streamer.backends.base import Lane, Process
+from streamer.backends.direct_io import ScratchFile, System, too_full
+from streamer.backends.thread import HostEvent, Worker
+from streamer.errors import DiskError, warn
+
+#: The most bytes that one call of the system moves.
+BLOCK_BYTES = 8 << 20
+#: A small extent is cut into smaller pieces than blocks, so many for each thread of each drive, ...
+TURNS = 2
+#: ... but into none that is smaller than a block over this.
+LEAST_BLOCK = 8
+#: Pieces on their way at the same time, for each drive and direction.
+IN_FLIGHT = 4
+
+
+class Direction(enum.Enum):
+    """From disk to host memory, or from host memory to disk."""
+
+    READ = "read"
+    WRITE = "write"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one call of the system moves: bytes of an extent from ``start`` on, at ``offset`` of a file."""
+
+    file: int
+    offset: int
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class Extent:
+    """A place for ``nbytes``; transfers move ``padded_bytes``, ``nbytes`` rounded up to the alignment."""
+
+    nbytes: int
+    padded_bytes: int
+    pieces: tuple[Piece, ...]
+
+
+class _State(enum.Enum):
+    EMPTY = "it was never written"
+    WRITING = "it is being written"
+    WRITTEN = ""
+    TORN = "the last write of it failed"
+
+
+@dataclass
+class _Use:
+    """What an extent holds, and how many reads of it are running."""
+
+    state: _State = _State.EMPTY
+    reads: int = 0
+
+
+@dataclass
+class _Drive:
+    """A folder's file and the threads that move its pieces."""
+
+    file: ScratchFile
+    workers: Mapping[Direction, Sequence[Worker]]
+    planned: int = 0
+
+
+class Scratch:
+    """Extents in unnamed files, one file in each of ``folders``.
+
+    ``direct_io`` is "prefer" (a file system without it is warned of, once, and used through the page cache),
+    "require" (such a file system is refused) or "off". ``in_flight`` pieces of at most ``block_bytes`` move
+    at the same time for each drive and direction.
+
+    ``throttle`` gives, for READ, WRITE or both, the bytes per second of a slower disk: a transfer of n bytes
+    then lasts at least ``n / rate`` seconds, its caller asleep once the bytes are there. ``clock`` (seconds)
+    and ``sleep`` are the functions of time used for that. ``system`` has the calls of the system, for tests.
+
+    Raises DiskError for a folder that cannot be used, before anything is allocated, and ValueError for
+    options out of range.
+    """
+
+    def __init__(
+        self,
+        folders: Sequence[str | os.PathLike[str]],
+        *,
+        direct_io: str = "prefer",
+        in_flight: int = IN_FLIGHT,
+        block_bytes: int = BLOCK_BYTES,
+        throttle: Mapping[Direction, float] | None = None,
+        system: System | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        if not folders:
+            raise ValueError("disk=[]: give one folder or more")
+        if direct_io not in ("prefer", "require", "off"):
+            raise ValueError(f"direct_io={direct_io!r}: give 'prefer', 'require' or 'off'")
+        for name, value in (("in_flight", in_flight), ("block_bytes", block_bytes)):
+            if value < 1:
+                raise ValueError(f"{name}={value}: give 1 or more")
+        for direction, rate in (throttle or {}).items():
+            if not rate > 0:
+                raise ValueError(f"throttle of {direction.name} is {rate}: give bytes per second above 0")
+        self._throttle = dict(throttle or {})
+        self._clock = clock
+        self._sleep = sleep
+        self._process = Process()
+        self._lock = threading.Lock()
+        self._turns = itertools.count()
+        self._uses: dict[Extent, _Use] = {}
+        self._moved = dict.fromkeys(Direction, 0)
+        with ExitStack() as opened:
+            files = []
+            for folder in folders:
+                file = ScratchFile(folder, direct=direct_io != "off", system=system or System())
+                opened.callback(file.close)
+                files.append(file)
+            if direct_io != "off":
+                _judge([file for file in files if file.why_not], refuse=direct_io == "require")
+            opened.pop_all()
+        self.alignment = max(file.alignment for file in files)
+        self._in_flight = in_flight
+        self._block_bytes = self.padded(block_bytes)
+        self._drives = [_Drive(file, _workers(number, in_flight)) for number, file in enumerate(files)]
+        workers = [
+            worker for drive in self._drives for several in drive.workers.values() for worker in several
+        ]
+        self._finalizer = weakref.finalize(self, _close, workers, files)
+        self._finalizer.atexit = False  # a drive that hangs must not keep the process from ending
+
+    def padded(self, nbytes: int) -> int:
+        """Bytes of the buffer that a transfer of an extent of ``nbytes`` needs."""
+        return -(-nbytes // self.alignment) * self.alignment
+
+    def extent(self, nbytes: int) -> Extent:
+        """A place for ``nbytes`` (above 0), to be used after the next `allocate`."""
+        if nbytes < 1:
+            raise ValueError(f"an extent of {nbytes} bytes: give 1 or more")
+        self._check_open()
+        padded = self.padded(nbytes)
+        # as many pieces on each drive, of the same size: all drives work until the end
+        drives = len(self._drives)
+        blocks = max(-(-padded // (self._block_bytes * drives)), TURNS * self._in_flight)
+        count = min(blocks * drives, max(1, padded * LEAST_BLOCK // self._block_bytes))
+        size = self.padded(-(-padded // count))
+        # those that have least come first, for what is left over
+        order = sorted(range(drives), key=lambda number: self._drives[number].planned)
+        pieces = []
+        for number, start in enumerate(range(0, padded, size)):
+            drive = self._drives[order[number % drives]]
+            piece = Piece(order[number % drives], drive.planned, start, min(size, padded - start))
+            drive.planned += piece.nbytes
+            pieces.append(piece)
+        extent = Extent(nbytes, padded, tuple(pieces))
+        self._uses[extent] = _Use()
+        return extent
+
+    def allocate(self) -> None:
+        """Allocate all extents there are. Raises DiskError, and allocates nothing, where there is no room."""
+        self._check_open()
+        before = [drive.file.nbytes for drive in self._drives]
+        for drive, asked in self._asked().items():
+            if asked > (free := self._drives[drive].file.free()):
+                raise too_full(self._drives[drive].file.folder, asked, free)
+        try:
+            for one in self._drives:
+                one.file.allocate(one.planned)
+        except BaseException:
+            for one, nbytes in zip(self._drives, before, strict=True):
+                if one.file.nbytes > nbytes:
+                    one.file.shrink(nbytes)
+            raise
+
+    def read(self, extent: Extent, into: torch.Tensor) -> None:
+        """Fill the first ``extent.padded_bytes`` of ``into``, flat uint8, whose memory begins at a multiple
+        of ``alignment``. Returns when they are there.
+
+        Raises DiskError if the disk failed, ValueError for a buffer that does not fit, and RuntimeError for
+        an extent that was never written or is being written, in a forked process, and once closed.
+        """
+        self._transfer(extent, into, Direction.READ)
+
+    def write(self, extent: Extent, source: torch.Tensor) -> None:
+        """Write the first ``extent.padded_bytes`` of ``source``; as `read`. After an error the extent cannot
+        be read until a write of it succeeds."""
+        self._transfer(extent, source, Direction.WRITE)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that reads have moved, with the padding."""
+        return self._moved[Direction.READ]
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes that writes have moved, with the padding."""
+        return self._moved[Direction.WRITE]
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes that are allocated in all folders."""
+        return sum(drive.file.nbytes for drive in self._drives)
+
+    def cached_bytes(self) -> int:
+        """Bytes of the files that the page cache has: 0 with direct I/O."""
+        return sum(drive.file.cached_bytes() for drive in self._drives)
+
+    def close(self) -> None:
+        """End the threads after what they are moving, and free the bytes. May be called again; in a forked
+        process it does nothing."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _asked(self) -> dict[int, int]:
+        """Bytes to allocate, by a drive of each file system."""
+        asked: dict[int, int] = {}
+        first: dict[int, int] = {}
+        for number, drive in enumerate(self._drives):
+            number = first.setdefault(drive.file.device, number)
+            asked[number] = asked.get(number, 0) + drive.planned - drive.file.nbytes
+        return asked
+
+    def _check_open(self) -> None:
+        self._process.check()
+        if not self._finalizer.alive:
+            raise RuntimeError("the scratch files are closed: the model that they belong to was unwrapped")
+
+    def _transfer(self, extent: Extent, buffer: torch.Tensor, direction: Direction) -> None:
+        self._check_open()
+        end = self._clock() + extent.padded_bytes / self._throttle.get(direction, float("inf"))
+        memory = self._memory(extent, buffer)
+        with self._lock:
+            use = self._begin(extent, direction)
+        whole = False
+        try:
+            self._move(extent, memory, direction)
+            whole = True
+        finally:
+            with self._lock:
+                if direction is Direction.READ:
+                    use.reads -= 1
+                else:
+                    use.state = _State.WRITTEN if whole else _State.TORN
+        # a sleep may end early
+        while direction in self._throttle and (left := end - self._clock()) > 0:
+            self._sleep(left)
+
+    def _begin(self, extent: Extent, direction: Direction) -> _Use:
+        use = self._uses.get(extent)
+        if use is None:
+            raise ValueError("this extent is of other scratch files")
+        if any(piece.offset + piece.nbytes > self._drives[piece.file].file.nbytes for piece in extent.pieces):
+            raise RuntimeError("this extent is not allocated: call allocate() first")
+        if direction is Direction.READ:
+            if use.state is _State.TORN:
+                raise DiskError(f"an extent of {extent.nbytes} bytes on disk is lost: {use.state.value}")
+            if use.state is not _State.WRITTEN:
+                raise RuntimeError(
+                    f"a read of an extent of {extent.nbytes} bytes on disk cannot be right: {use.state.value}"
+                )
+            use.reads += 1
+        else:
+            if use.reads or use.state is _State.WRITING:
+                raise RuntimeError(
+                    f"a write of an extent of {extent.nbytes} bytes on disk cannot be right: it is being "
+                    f"{'read' if use.reads else 'written'}"
+                )
+            use.state = _State.WRITING
+        return use
+
+    def _memory(self, extent: Extent, buffer: torch.Tensor) -> memoryview:
+        if buffer.dtype is not torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
+            raise ValueError(f"a buffer of {buffer.dtype}, shape {tuple(buffer.shape)}: give flat uint8")
+        if buffer.numel() < extent.padded_bytes:
+            raise ValueError(
+                f"a buffer of {buffer.numel()} bytes for an extent of {extent.nbytes}: make it of "
+                f"padded({extent.nbytes}) = {extent.padded_bytes} bytes"
+            )
+        if buffer.data_ptr() % self.alignment:
+            raise ValueError(
+                f"the buffer does not begin at a multiple of {self.alignment} bytes: take one of "
+                "streamer.backends.host_memory.mapped"
+            )
+        return buffer.numpy().data[: extent.padded_bytes]
+
+    def _move(self, extent: Extent, memory: memoryview, direction: Direction) -> None:
+        """Move all pieces, and return when no thread moves any, even after an error."""
+        queues = [
+            deque(piece for piece in extent.pieces if piece.file == number)
+            for number in range(len(self._drives))
+        ]
+
+        changed = threading.Condition()
+        moving = 0
+
+        def take(queue: deque[Piece]) -> Piece | None:
+            nonlocal moving
+            with changed:
+                if not queue:
+                    return None
+                moving += 1
+                return queue.popleft()
+
+        def put_down() -> None:
+            nonlocal moving
+            with changed:
+                moving -= 1
+                changed.notify_all()
+
+        def stop() -> None:
+            with changed:
+                for queue in queues:
+                    queue.clear()
+
+        def run(drive: _Drive, queue: deque[Piece]) -> None:
+            move = drive.file.read if direction is Direction.READ else drive.file.write
+            while (piece := take(queue)) is not None:
+                try:
+                    move(memory[piece.start : piece.start + piece.nbytes], piece.offset)
+                except BaseException:
+                    stop()
+                    raise
+                finally:
+                    put_down()
+                with self._lock:
+                    self._moved[direction] += piece.nbytes
+
+        events: list[HostEvent] = []
+        try:
+            # a transfer of one piece beside another one does not queue for the same thread
+            turn = next(self._turns)
+            for drive, queue in zip(self._drives, queues, strict=True):
+                workers = drive.workers[direction]
+                for index in range(min(len(queue), len(workers))):
+                    worker = workers[(turn + index) % len(workers)]
+                    events.append(worker.submit(partial(run, drive, queue), ()))
+            for event in events:
+                event.wait()
+        except BaseException:
+            # the buffer is the caller's again, so no thread may use it; a second Ctrl-C does not change that
+            at_rest = False
+            while not at_rest:
+                with suppress(BaseException), changed:
+                    stop()
+                    at_rest = changed.wait_for(lambda: not moving)
+            raise
+
+
+def _judge(files: Sequence[ScratchFile], *, refuse: bool) -> None:
+    """Say that ``files``, if there are any, have no direct I/O."""
+    if not files:
+        return
+    found = "; ".join(f"disk={file}: {file.why_not}" for file in files)
+    if refuse:
+        raise DiskError(f"{found}: give another folder, or direct_io='prefer'", errno.EINVAL)
+    warn(f"no direct I/O: {found}. Transfers go through the page cache, which is slower")
+
+
+def _workers(number: int, in_flight: int) -> dict[Direction, list[Worker]]:
+    return {
+        direction: [
+            Worker(Lane.HOST, name=f"disk{number}-{direction.value}-{index}") for index in range(in_flight)
+        ]
+        for direction in Direction
+    }
+
+
+def _close(workers: Sequence[Worker], files: Sequence[ScratchFile]) -> None:
+    Worker.close_all(workers)
+    for file in files:
+        file.close()

@@ -1,0 +1,1125 @@
+"""Scratch storage on disks: what is read is what was written, or an error; nothing is left behind."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import gc
+import os
+import re
+import select
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from mmap import mmap
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamer.backends.direct_io import ALIGNMENT, MOST_STUCK, ScratchFile, System, direct_alignment
+from streamer.backends.disk import BLOCK_BYTES, Direction, Extent, Scratch
+from streamer.backends.host_memory import mapped
+from streamer.errors import DiskError
+from tests.random_cases import examples
+
+HOME = Path(__file__).parent.parent.parent
+#: Seconds after which something that should happen at once is said not to happen.
+PATIENCE = 20.0
+SMALL = 64 << 10
+POISON = 0xA5
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """On a file system with direct I/O, where the temporary files are or in the repository."""
+    why_not = []
+    for parent in (None, HOME):
+        with tempfile.TemporaryDirectory(dir=parent) as name:
+            file = ScratchFile(name, system=System())
+            file.close()
+            if not file.why_not:
+                yield Path(name)
+                return
+            why_not.append(f"{file}: {file.why_not}")
+    pytest.skip("; ".join(why_not))
+
+
+def buffer_of(scratch: Scratch, nbytes: int, seed: int | None = None) -> torch.Tensor:
+    """Memory for an extent: random bytes of ``seed``, or poison."""
+    buffer = mapped(scratch.padded(nbytes), in_forks=False)
+    if seed is None:
+        return buffer.fill_(POISON)
+    return buffer.random_(0, 256, generator=torch.Generator().manual_seed(seed))
+
+
+def descriptors(folder: Path) -> list[int]:
+    """The open files of this process that lie in ``folder`` and have no name."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            target = os.readlink(link)
+        except OSError:  # the one that lists
+            continue
+        if target.startswith(f"{folder}/") and target.endswith(" (deleted)"):
+            found.append(int(link.name))
+    return found
+
+
+class Disk:
+    """The system's calls, with something done before each transfer."""
+
+    def __init__(self, before: Callable[[str, int, int], object] = lambda verb, fd, offset: None) -> None:
+        self.before = before
+        self.calls: list[tuple[str, int, int]] = []
+
+    def system(self) -> System:
+        return System(preadv=self.preadv, pwritev=self.pwritev)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self.calls.append(("read", fd, offset))
+        self.before("read", fd, offset)
+        return os.preadv(fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self.calls.append(("write", fd, offset))
+        self.before("write", fd, offset)
+        return os.pwritev(fd, buffers, offset)
+
+
+# what is read is what was written
+
+
+@pytest.mark.parametrize("direct_io", ["require", "off"])
+@pytest.mark.parametrize("drives", [1, 2, 3])
+@pytest.mark.parametrize("in_flight", [1, 4])
+def test_what_is_read_is_what_was_written(folder: Path, direct_io: str, drives: int, in_flight: int) -> None:
+    sizes = [1, 4095, 4096, 4097, SMALL, 3 * SMALL + 5, 1 << 20, (5 << 20) + 1]
+    options = {"direct_io": direct_io, "in_flight": in_flight, "block_bytes": 1 << 20}
+    with Scratch([folder] * drives, **options) as scratch:  # type: ignore[arg-type]
+        extents = [scratch.extent(nbytes) for nbytes in sizes]
+        scratch.allocate()
+        for turn in range(2):  # over what is there already, too
+            for seed, extent in enumerate(extents):
+                scratch.write(extent, buffer_of(scratch, extent.nbytes, seed + turn))
+            for seed, extent in reversed([*enumerate(extents)]):
+                into = buffer_of(scratch, extent.nbytes)
+                scratch.read(extent, into)
+                assert torch.equal(into, buffer_of(scratch, extent.nbytes, seed + turn)), extent
+        moved = sum(scratch.padded(nbytes) for nbytes in sizes)
+        assert (scratch.bytes_read, scratch.bytes_written) == (2 * moved, 2 * moved)
+        assert scratch.allocated_bytes == moved
+
+
+def test_a_larger_buffer_is_used_from_its_start(folder: Path) -> None:
+    with Scratch([folder]) as scratch:
+        extent = scratch.extent(SMALL)
+        scratch.allocate()
+        scratch.write(extent, buffer_of(scratch, 3 * SMALL, 1))
+        into = buffer_of(scratch, 2 * SMALL)
+        scratch.read(extent, into)
+        assert torch.equal(into[:SMALL], buffer_of(scratch, 3 * SMALL, 1)[:SMALL])
+        assert torch.equal(into[SMALL:], buffer_of(scratch, SMALL)), "beyond the extent"
+
+
+@examples(60)
+@given(
+    sizes=st.lists(st.integers(1, 40 * ALIGNMENT), min_size=1, max_size=8),
+    drives=st.integers(1, 4),
+    block=st.integers(1, 32 * ALIGNMENT),
+    in_flight=st.integers(1, 3),
+)
+def test_extents_do_not_overlap_and_use_all_drives(
+    folder: Path, sizes: list[int], drives: int, block: int, in_flight: int
+) -> None:
+    with Scratch([folder] * drives, in_flight=in_flight, block_bytes=block, direct_io="off") as scratch:
+        extents = [scratch.extent(nbytes) for nbytes in sizes]
+        block = scratch.padded(block)
+        taken: list[set[int]] = [set() for _ in range(drives)]
+        for extent, nbytes in zip(extents, sizes, strict=True):
+            assert extent.padded_bytes == -(-nbytes // ALIGNMENT) * ALIGNMENT
+            assert extent.pieces[0].start == 0
+            ends = [piece.start + piece.nbytes for piece in extent.pieces]
+            assert [piece.start for piece in extent.pieces[1:]] == ends[:-1]
+            assert ends[-1] == extent.padded_bytes
+            share = [0] * drives
+            for piece in extent.pieces:
+                assert 0 < piece.nbytes <= block
+                assert piece.offset % ALIGNMENT == piece.nbytes % ALIGNMENT == piece.start % ALIGNMENT == 0
+                blocks = set(range(piece.offset, piece.offset + piece.nbytes, ALIGNMENT))
+                assert not blocks & taken[piece.file]
+                taken[piece.file] |= blocks
+                share[piece.file] += piece.nbytes
+            # what rounding gives, and a piece of the least size if there are not enough of them
+            assert max(share) - min(share) <= ALIGNMENT * len(extent.pieces) + max(block // 4, ALIGNMENT)
+            if extent.padded_bytes >= 2 * drives * in_flight * max(block // 8, ALIGNMENT):
+                assert len(extent.pieces) >= drives * in_flight, "threads without work"
+        scratch.allocate()
+        assert scratch.allocated_bytes == sum(extent.padded_bytes for extent in extents)
+        assert all(blocks == set(range(0, len(blocks) * ALIGNMENT, ALIGNMENT)) for blocks in taken), "gaps"
+
+
+def test_a_transfer_uses_both_drives_at_once(folder: Path) -> None:
+    both = threading.Barrier(2)
+    disk = Disk()
+    folders = [folder / "one", folder / "two"]
+    for path in folders:
+        path.mkdir()
+    with Scratch(folders, in_flight=1, system=disk.system()) as scratch:
+        extent = scratch.extent(4 * BLOCK_BYTES)
+        scratch.allocate()
+        assert [piece.file for piece in extent.pieces] == [0, 1, 0, 1]
+        disk.calls.clear()
+        # a call returns only when there is one on each drive
+        disk.before = lambda verb, fd, offset: both.wait(PATIENCE)
+        scratch.write(extent, buffer_of(scratch, extent.nbytes, 1))
+        into = buffer_of(scratch, extent.nbytes)
+        scratch.read(extent, into)
+        assert torch.equal(into, buffer_of(scratch, extent.nbytes, 1))
+        assert len({fd for _, fd, _ in disk.calls}) == 2
+        assert len(disk.calls) == 8
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_so_many_pieces_are_in_flight(folder: Path, in_flight: int) -> None:
+    together = threading.Barrier(in_flight)
+    disk = Disk()
+    with Scratch([folder], in_flight=in_flight, block_bytes=SMALL, system=disk.system()) as scratch:
+        extent = scratch.extent(2 * in_flight * SMALL)
+        scratch.allocate()
+        running = most = 0
+        lock = threading.Lock()
+
+        def count(verb: str, fd: int, offset: int) -> None:
+            nonlocal running, most
+            with lock:
+                running += 1
+                most = max(most, running)
+            together.wait(PATIENCE)
+            with lock:
+                running -= 1
+
+        disk.before = count
+        scratch.write(extent, buffer_of(scratch, extent.nbytes, 1))
+        assert most == in_flight
+
+
+def test_a_read_does_not_queue_behind_a_write(folder: Path) -> None:
+    gate = threading.Event()
+    disk = Disk()
+    with Scratch([folder], in_flight=1, system=disk.system()) as scratch:
+        one, other = scratch.extent(SMALL), scratch.extent(SMALL)
+        scratch.allocate()
+        scratch.write(one, buffer_of(scratch, SMALL, 1))
+        disk.before = lambda verb, fd, offset: verb == "read" or gate.wait(PATIENCE)
+        writing = threading.Thread(target=scratch.write, args=(other, buffer_of(scratch, SMALL, 2)))
+        writing.start()
+        into = buffer_of(scratch, SMALL)
+        scratch.read(one, into)  # would wait for ever
+        assert writing.is_alive()
+        assert torch.equal(into, buffer_of(scratch, SMALL, 1))
+        gate.set()
+        writing.join()
+
+
+# nothing is left behind
+
+
+def cannot_be_unnamed(path: str, flags: int, mode: int) -> int:
+    if flags & os.O_TMPFILE == os.O_TMPFILE:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+    return os.open(path, flags, mode)
+
+
+@pytest.mark.parametrize("open_", [os.open, cannot_be_unnamed])
+def test_the_file_has_no_name_and_takes_its_bytes_at_once(
+    folder: Path, open_: Callable[[str, int, int], int]
+) -> None:
+    home = folder / open_.__name__
+    home.mkdir()
+    with Scratch([home], system=System(open=open_)) as scratch:
+        scratch.extent(32 << 20)
+        scratch.allocate()
+        assert list(home.iterdir()) == []
+        (fd,) = descriptors(home)
+        found = os.fstat(fd)
+        assert found.st_nlink == 0
+        assert stat.S_IMODE(found.st_mode) == 0o600
+        assert found.st_size == 32 << 20
+        assert found.st_blocks * 512 >= 32 << 20
+        assert not os.get_inheritable(fd)
+        assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
+        # as a forked data loader would
+        held = os.dup(fd)
+    assert os.fstat(held).st_blocks == 0, "closing did not free what another process has open"
+    os.close(held)
+    assert descriptors(home) == []
+    assert list(home.iterdir()) == []
+
+
+def test_scratch_that_is_garbage_is_closed(folder: Path) -> None:
+    home = folder / "garbage"
+    home.mkdir()
+    scratch = Scratch([home])
+    threads = {thread.name for thread in threading.enumerate() if thread.name.startswith("streamer-disk")}
+    assert len(threads) == 2 * 4
+    scratch.write_one = scratch.write  # type: ignore[attr-defined]  # a circle
+    del scratch
+    gc.collect()
+    assert descriptors(home) == []
+
+
+KILLED = """
+import sys
+from streamer.backends.disk import Scratch
+from streamer.backends.host_memory import mapped
+
+with Scratch(sys.argv[1:]) as scratch:
+    extents = [scratch.extent(32 << 20) for _ in range(16)]
+    scratch.allocate()
+    buffer = mapped(scratch.padded(32 << 20), in_forks=False)
+    print("written", flush=True)
+    while True:
+        for extent in extents:
+            scratch.write(extent, buffer)
+            print("written", flush=True)
+"""
+
+
+@pytest.mark.parametrize("writes", [0, 1, 5])
+def test_a_process_that_is_killed_leaves_nothing(folder: Path, writes: int) -> None:
+    folders = [folder / f"{name}{writes}" for name in ("killed", "striped")]
+    for path in folders:
+        path.mkdir()
+    command = [sys.executable, "-W", "ignore", "-c", KILLED, *map(str, folders)]
+    with subprocess.Popen(command, cwd=HOME, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        try:
+            for _ in range(1 + writes):
+                assert child.stdout.readline() == "written\n"
+            # held open here, one can see how many names and bytes the killed process leaves
+            links = [
+                link
+                for link in Path(f"/proc/{child.pid}/fd").iterdir()
+                if os.readlink(link).startswith(f"{folder}/")
+            ]
+            files = [link.open("rb") for link in links]
+            assert len(files) == 2
+        finally:
+            os.kill(child.pid, signal.SIGKILL)
+        child.wait(PATIENCE)
+    for file in files:
+        found = os.fstat(file.fileno())
+        assert found.st_size == 256 << 20
+        # no name, and no descriptor but this one: the kernel frees the bytes with it
+        assert found.st_nlink == 0
+        file.close()
+    assert [list(path.iterdir()) for path in folders] == [[], []]
+
+
+def test_a_killed_process_gives_its_space_back(tmp_path: Path) -> None:
+    """On a small file system of its own, where nobody else writes."""
+    if (
+        os.geteuid()
+        or subprocess.run(["unshare", "--mount", "true"], check=False, capture_output=True).returncode
+    ):
+        pytest.skip("mounts a file system: needs root")
+    program = KILLED.replace("32 << 20", "1 << 20")
+    child = f"{sys.executable} -W ignore -c '{program}' {tmp_path}/m"
+    script = f"""
+set -e
+mkdir {tmp_path}/m
+mount -t tmpfs -o size=64m tmpfs {tmp_path}/m
+free() {{ stat -f -c %f {tmp_path}/m; }}
+empty=$(free)
+{child} > {tmp_path}/out & pid=$!
+until [ "$(grep -c written {tmp_path}/out)" -gt 3 ]; do kill -0 $pid; done
+[ $(free) -le $((empty - 16 * 256)) ]
+kill -9 $pid
+wait $pid || true
+[ $(free) -eq $empty ]
+ls -A {tmp_path}/m
+"""
+    done = subprocess.run(
+        ["unshare", "--mount", "bash", "-c", script],
+        cwd=HOME,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+# bad folders, full disks
+
+
+@pytest.mark.parametrize(
+    ("path", "message", "number"),
+    [
+        ("missing", r"this process sees no such folder: make it, or give", errno.ENOENT),
+        ("file", r"is not a folder: give a folder", errno.ENOTDIR),
+        ("file/below", r"this process sees no such folder", errno.ENOENT),
+        ("/proc/self", r"this process can make no file there \(.*\): change the folder's permissions", None),
+    ],
+)
+def test_a_folder_that_cannot_be_used_is_said(
+    folder: Path, tmp_path: Path, path: str, message: str, number: int | None
+) -> None:
+    (tmp_path / "file").write_text("")
+    before = descriptors(folder)
+    with pytest.raises(DiskError, match=message) as raised:
+        Scratch([folder, tmp_path / path])
+    assert str(raised.value).startswith(f"disk={tmp_path / path}")
+    assert "\n" not in str(raised.value)
+    assert number is None or raised.value.errno == number
+    assert descriptors(folder) == before, "the first folder's file is still open"
+
+
+def test_a_folder_without_permission_is_said(tmp_path: Path) -> None:
+    def denied(path: str, flags: int, mode: int) -> int:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    with pytest.raises(DiskError, match=r"can make no file there \(Permission denied\)") as raised:
+        Scratch([tmp_path], system=System(open=denied))
+    assert raised.value.errno == errno.EACCES
+
+
+@pytest.mark.parametrize(
+    ("changed", "mode", "said"),
+    [
+        ("scratch", 0o555, r"can make no file there \(Permission denied\)"),
+        (".", 0o000, "sees no such folder"),
+    ],
+)
+def test_the_permissions_of_folders_count(changed: str, mode: int, said: str) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        home = Path(name)
+        home.chmod(0o755)
+        (home / "scratch").mkdir()
+        (home / changed).chmod(mode)
+        program = f"""
+import os
+from streamer.backends.disk import Scratch
+if not os.geteuid():  # who may do anything
+    os.seteuid(65534)
+try:
+    Scratch([{str(home / "scratch")!r}])
+except OSError as error:
+    print(type(error).__name__, error)
+"""
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, cwd=HOME, capture_output=True, text=True, check=True)
+        home.chmod(0o700)
+    assert re.match(rf"DiskError disk={home}/scratch: this process {said}: ", done.stdout), done.stdout
+
+
+def test_a_disk_that_is_too_full_is_said_before_anything_is_allocated(folder: Path) -> None:
+    disk: list[tuple[int, int, int]] = []
+
+    def allocate(fd: int, offset: int, nbytes: int) -> None:
+        disk.append((fd, offset, nbytes))
+        os.posix_fallocate(fd, offset, nbytes)
+
+    # two folders of one file system share its room
+    with Scratch([folder, folder], system=System(allocate=allocate)) as scratch:
+        disk.clear()
+        free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+        scratch.extent(free + (free >> 1))
+        with pytest.raises(DiskError, match=r"has no room: (\d+) bytes \(.* GiB\) are asked of it") as raised:
+            scratch.allocate()
+        message = str(raised.value)
+        assert raised.value.errno == errno.ENOSPC
+        asked, told = map(int, re.findall(r"(\d+) bytes", message))
+        assert asked == scratch.padded(free + (free >> 1))
+        assert told < asked
+        assert disk == []
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (errno.ENOSPC, r"has no room: 1048576 bytes .* free space"),
+        (errno.EDQUOT, r"has no room: 1048576 bytes .* free space"),
+        (errno.EFBIG, r"allocating 1048576 bytes at offset 65536 .*\(File too large\): give another folder"),
+    ],
+)
+def test_what_cannot_be_allocated_changes_nothing(folder: Path, number: int, message: str) -> None:
+    """As when another process takes the room in that moment."""
+    fails = False
+
+    def allocate(fd: int, offset: int, nbytes: int) -> None:
+        os.posix_fallocate(fd, offset, nbytes)
+        if fails and nbytes == 1 << 20 and fd == max(descriptors(folder)):
+            raise OSError(number, os.strerror(number))
+
+    with Scratch([folder, folder], system=System(allocate=allocate)) as scratch:
+        one = scratch.extent(SMALL)
+        other = scratch.extent(SMALL)
+        scratch.allocate()
+        scratch.write(one, buffer_of(scratch, SMALL, 1))
+        scratch.extent(2 << 20)
+        fails = True
+        with pytest.raises(DiskError, match=message) as raised:
+            scratch.allocate()
+        assert raised.value.errno == number
+        assert scratch.allocated_bytes == 2 * SMALL
+        assert {os.fstat(fd).st_size for fd in descriptors(folder)} == {SMALL}
+        # what was there is there
+        into = buffer_of(scratch, SMALL)
+        scratch.read(one, into)
+        assert torch.equal(into, buffer_of(scratch, SMALL, 1))
+        scratch.write(other, into)
+        fails = False
+        scratch.allocate()
+        assert scratch.allocated_bytes == 2 * SMALL + (2 << 20)
+
+
+def test_extents_may_be_added_later(folder: Path) -> None:
+    with Scratch([folder]) as scratch:
+        one = scratch.extent(SMALL)
+        scratch.allocate()
+        scratch.write(one, buffer_of(scratch, SMALL, 1))
+        other = scratch.extent(SMALL)
+        with pytest.raises(RuntimeError, match=r"is not allocated: call allocate\(\) first"):
+            scratch.write(other, buffer_of(scratch, SMALL, 2))
+        scratch.allocate()
+        scratch.write(other, buffer_of(scratch, SMALL, 2))
+        for seed, extent in ((1, one), (2, other)):
+            into = buffer_of(scratch, SMALL)
+            scratch.read(extent, into)
+            assert torch.equal(into, buffer_of(scratch, SMALL, seed))
+        assert scratch.cached_bytes() == 0
+
+
+# direct I/O and the page cache
+
+
+def test_direct_io_leaves_the_page_cache_alone(folder: Path) -> None:
+    with Scratch([folder], direct_io="require") as scratch:
+        extent = scratch.extent(64 << 20)
+        scratch.allocate()
+        assert scratch.cached_bytes() == 0
+        scratch.write(extent, buffer_of(scratch, extent.nbytes, 1))
+        assert scratch.cached_bytes() == 0
+        scratch.read(extent, buffer_of(scratch, extent.nbytes))
+        assert scratch.cached_bytes() == 0
+        # the same bytes read in the ordinary way are seen
+        (fd,) = [fd for fd in descriptors(folder) if os.fstat(fd).st_size == 64 << 20]
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+        os.pread(fd, 16 << 20, 0)
+        assert 16 << 20 <= scratch.cached_bytes() < 64 << 20
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_without_direct_io_pages_are_dropped(folder: Path, direction: Direction) -> None:
+    with Scratch([folder], direct_io="off", in_flight=2) as scratch:
+        extent = scratch.extent(128 << 20)
+        scratch.allocate()
+        scratch.write(extent, buffer_of(scratch, extent.nbytes, 1))
+        if direction is Direction.READ:
+            scratch.read(extent, buffer_of(scratch, extent.nbytes))
+        # the system reads ahead of a piece, into one that was dropped
+        assert scratch.cached_bytes() <= 2 * BLOCK_BYTES
+
+
+def refused(fd: int) -> None:
+    raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+
+def refused_later(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+    return os.pwritev(fd, buffers, offset)
+
+
+#: File systems without direct I/O, and what is said of them.
+WITHOUT = {
+    "refuses": (System(set_direct=refused), r"refuses direct I/O"),
+    "refuses at the first write": (System(pwritev=refused_later), r"refuses direct I/O"),
+    "accepts and lies": (
+        System(set_direct=lambda fd: None),
+        r"puts direct I/O into the page cache all the same",
+    ),
+    "in memory": (System(file_system=lambda fd: 0x01021994), r"its files are in memory \(tmpfs\)"),
+}
+
+
+@pytest.mark.parametrize("kind", WITHOUT)
+def test_a_file_system_without_direct_io_is_said_once_or_refused(folder: Path, kind: str) -> None:
+    system, message = WITHOUT[kind]
+    with pytest.warns(UserWarning, match=rf"^no direct I/O: disk={folder}: .*{message}") as warned:
+        scratch = Scratch([folder, folder], system=system)
+    assert len(warned) == 1
+    assert "\n" not in str(warned[0].message)
+    assert warned[0].filename == __file__
+    with scratch:
+        extent = scratch.extent(SMALL)
+        scratch.allocate()
+        scratch.write(extent, buffer_of(scratch, SMALL, 1))
+        into = buffer_of(scratch, SMALL)
+        scratch.read(extent, into)
+        assert torch.equal(into, buffer_of(scratch, SMALL, 1))
+        assert scratch.cached_bytes() == 0
+    with pytest.raises(DiskError, match=rf"{message}.*: give another folder, or direct_io='prefer'"):
+        Scratch([folder], system=system, direct_io="require")
+    with Scratch([folder], system=system, direct_io="off"):
+        pass
+    assert descriptors(folder) == []
+
+
+def test_tmpfs_is_found_out() -> None:
+    shm = Path("/dev/shm")
+    mounts = Path("/proc/mounts").read_text()
+    if f" {shm} tmpfs " not in mounts or not os.access(shm, os.W_OK):
+        pytest.skip(f"{shm} is no tmpfs that can be written")
+    with pytest.raises(DiskError, match=r"disk=/dev/shm: its files are in memory \(tmpfs\)"):
+        Scratch([shm], direct_io="require")
+    # by the trial alone too, as a file system of no known number would be
+    unknown = System(file_system=lambda fd: 0)
+    with pytest.raises(DiskError, match=r"disk=/dev/shm: the file system (puts|refuses) direct I/O"):
+        Scratch([shm], direct_io="require", system=unknown)
+
+
+def test_a_failed_trial_is_an_error_of_the_disk(folder: Path) -> None:
+    def fails(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with pytest.raises(DiskError, match=r"writing 4096 bytes at offset 0 .*Input/output error"):
+        Scratch([folder], system=System(pwritev=fails))
+    assert descriptors(folder) == []
+
+
+@pytest.mark.parametrize(("told", "alignment"), [(None, 4096), (512, 4096), (4096, 4096), (16384, 16384)])
+def test_the_alignment_is_the_drives(folder: Path, told: int | None, alignment: int) -> None:
+    with Scratch([folder], system=System(direct_alignment=lambda fd: told)) as scratch:
+        assert scratch.alignment == alignment
+        assert [scratch.padded(n) for n in (0, 1, alignment, alignment + 1)] == [
+            0,
+            alignment,
+            alignment,
+            2 * alignment,
+        ]
+        extents = [scratch.extent(5), scratch.extent(3 * alignment)]
+        assert [piece.offset for extent in extents for piece in extent.pieces] == [0, alignment]
+        scratch.allocate()
+        for extent in extents:
+            buffer = mapped(extent.padded_bytes + alignment, in_forks=False)
+            start = -buffer.data_ptr() % alignment
+            scratch.write(extent, buffer[start:])
+            scratch.read(extent, buffer[start:])
+
+
+def test_the_kernel_tells_a_power_of_two_or_nothing(folder: Path) -> None:
+    with Scratch([folder]):
+        told = direct_alignment(descriptors(folder)[0])
+    assert told is None or (told >= 512 and told & (told - 1) == 0)
+
+
+# faults
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens in one transfer: ``number`` is raised, or ``part`` of its bytes are moved."""
+
+    number: int = 0
+    part: float = 1.0
+
+
+@dataclass
+class Faulty:
+    """A drive whose transfers meet ``faults`` in turn, once ``armed``, and none after them."""
+
+    faults: list[Fault] = field(default_factory=list)
+    armed: bool = False
+    met: list[Fault] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def system(self) -> System:
+        return System(preadv=self.preadv, pwritev=self.pwritev)
+
+    def next(self) -> Fault:
+        with self.lock:
+            fault = self.faults.pop(0) if self.armed and self.faults else Fault()
+            self.met.append(fault)
+        if fault.number:
+            raise OSError(fault.number, os.strerror(fault.number))
+        return fault
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        (memory,) = buffers
+        count = int(self.next().part * len(memory))
+        if count == len(memory):
+            return os.preadv(fd, buffers, offset)
+        with mmap(-1, -(-max(count, 1) // ALIGNMENT) * ALIGNMENT) as whole:
+            os.preadv(fd, [whole], offset)
+            memory[:count] = whole[:count]
+        return count
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        (memory,) = buffers
+        count = int(self.next().part * len(memory))
+        if count == len(memory):
+            return os.pwritev(fd, buffers, offset)
+        with mmap(-1, -(-max(count, 1) // ALIGNMENT) * ALIGNMENT) as whole:
+            os.preadv(fd, [whole], offset)
+            whole[:count] = memory[:count]
+            os.pwritev(fd, [whole], offset)
+        return count
+
+
+FAULTS = st.one_of(
+    st.just(Fault()),
+    st.builds(Fault, number=st.sampled_from([errno.EINTR, errno.EINTR, errno.EIO, errno.ENOSPC])),
+    st.builds(Fault, part=st.floats(0, 0.999)),
+)
+
+
+@examples(150)
+@given(
+    faults=st.lists(FAULTS, max_size=40),
+    sizes=st.lists(st.integers(1, 30 * ALIGNMENT), min_size=1, max_size=4),
+    drives=st.integers(1, 2),
+    in_flight=st.integers(1, 3),
+    direct_io=st.sampled_from(["prefer", "off"]),
+    turns=st.lists(st.tuples(st.sampled_from(Direction), st.integers(0, 3)), max_size=12),
+)
+def test_faults_never_give_a_wrong_byte(
+    folder: Path,
+    faults: list[Fault],
+    sizes: list[int],
+    drives: int,
+    in_flight: int,
+    direct_io: str,
+    turns: list[tuple[Direction, int]],
+) -> None:
+    disk = Faulty(list(faults))
+    options = {"direct_io": direct_io, "in_flight": in_flight, "block_bytes": 3 * ALIGNMENT}
+    with Scratch([folder] * drives, system=disk.system(), **options) as scratch:  # type: ignore[arg-type]
+        extents = [scratch.extent(nbytes) for nbytes in sizes]
+        scratch.allocate()
+        disk.armed = True
+        #: by extent, what it holds: nothing yet, the seed of its bytes, or None after a failed write
+        holds: dict[Extent, int | None] = {}
+        for seed, (direction, number) in enumerate(turns):
+            extent = extents[number % len(extents)]
+            met = len(disk.met)
+            if direction is Direction.WRITE:
+                holds[extent] = seed
+                source = buffer_of(scratch, extent.nbytes, seed)
+                try:
+                    scratch.write(extent, source)
+                except DiskError as error:
+                    assert_told(error, folder, "writing", disk.met[met:])
+                    holds[extent] = None
+                assert torch.equal(source, buffer_of(scratch, extent.nbytes, seed)), "a write changed it"
+                continue
+            into = buffer_of(scratch, extent.nbytes)
+            if holds.get(extent) is None:
+                error_type = DiskError if extent in holds else RuntimeError
+                with pytest.raises(error_type, match=r"never written|the last write of it failed"):
+                    scratch.read(extent, into)
+                assert torch.equal(into, buffer_of(scratch, extent.nbytes))
+                continue
+            try:
+                scratch.read(extent, into)
+            except DiskError as error:
+                assert_told(error, folder, "reading", disk.met[met:])
+            else:
+                assert torch.equal(into, buffer_of(scratch, extent.nbytes, holds[extent]))
+        # the drive is well again, and so are the files
+        disk.armed = False
+        for seed, extent in enumerate(extents):
+            scratch.write(extent, buffer_of(scratch, extent.nbytes, seed))
+        for seed, extent in enumerate(extents):
+            into = buffer_of(scratch, extent.nbytes)
+            scratch.read(extent, into)
+            assert torch.equal(into, buffer_of(scratch, extent.nbytes, seed))
+
+
+def assert_told(error: DiskError, folder: Path, verb: str, met: list[Fault]) -> None:
+    """An error has folder, bytes, offset and what to do, and a fault was met that explains it."""
+    assert re.fullmatch(
+        rf"disk={folder}: {verb} \d+ bytes at offset \d+ of its scratch file failed \(.*\): .+", str(error)
+    ), error
+    numbers = {fault.number for fault in met} - {0, errno.EINTR}
+    if error.errno in numbers:
+        return
+    assert error.errno == errno.EIO
+    assert sum(fault.part < 1 for fault in met) >= MOST_STUCK
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize(
+    ("number", "fix"),
+    [
+        (errno.EIO, "the drive failed, 'dmesg' has more of it"),
+        (errno.ENOSPC, "free space on its file system"),
+        (errno.EDQUOT, "raise the quota"),
+        (errno.ENODEV, "the drive is gone"),
+        (errno.EINVAL, "give direct_io='off'"),
+        (errno.EPERM, "give another folder"),
+    ],
+)
+def test_an_error_in_mid_transfer_is_one_line(
+    folder: Path, direction: Direction, number: int, fix: str
+) -> None:
+    disk = Faulty()
+    with Scratch([folder], system=disk.system(), in_flight=1, block_bytes=SMALL) as scratch:
+        scratch.extent(SMALL)
+        extent = scratch.extent(4 * SMALL)
+        scratch.allocate()
+        buffer = buffer_of(scratch, extent.nbytes, 1)
+        scratch.write(extent, buffer)
+        disk.armed, disk.faults, disk.met = True, [Fault(), Fault(part=0.5), Fault(number=number)], []
+        transfer = scratch.read if direction is Direction.READ else scratch.write
+        with pytest.raises(DiskError) as raised:
+            transfer(extent, buffer)
+        verb = "reading" if direction is Direction.READ else "writing"
+        assert str(raised.value).startswith(
+            f"disk={folder}: {verb} {SMALL // 2} bytes at offset {2 * SMALL + SMALL // 2} of its scratch "
+            f"file failed ({os.strerror(number)}): "
+        )
+        assert "\n" not in str(raised.value)
+        assert fix in str(raised.value)
+        assert raised.value.errno == number
+        assert isinstance(raised.value.__cause__, OSError)
+        assert len(disk.met) == 3, "pieces were moved after the error"
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_a_transfer_that_moves_nothing_ends(folder: Path, direction: Direction) -> None:
+    disk = Faulty()
+    with Scratch([folder], system=disk.system()) as scratch:
+        extent = scratch.extent(SMALL)
+        scratch.allocate()
+        buffer = buffer_of(scratch, SMALL, 1)
+        scratch.write(extent, buffer)
+        disk.armed, disk.faults = True, [Fault(part=0.0)] * 1000
+        with pytest.raises(DiskError, match=r"65536 bytes at offset 0 .* failed \(only 0 bytes were moved"):
+            (scratch.read if direction is Direction.READ else scratch.write)(extent, buffer)
+
+
+def test_a_file_that_was_cut_short_is_an_error(folder: Path) -> None:
+    with Scratch([folder]) as scratch:
+        extent = scratch.extent(4 * SMALL)
+        scratch.allocate()
+        scratch.write(extent, buffer_of(scratch, extent.nbytes, 1))
+        os.truncate(f"/proc/self/fd/{descriptors(folder)[0]}", SMALL)
+        with pytest.raises(DiskError, match=rf"reading {3 * SMALL} bytes at offset {SMALL} "):
+            scratch.read(extent, buffer_of(scratch, extent.nbytes))
+
+
+def test_the_drive_is_at_rest_when_a_transfer_has_failed(folder: Path) -> None:
+    """The other threads have let go of the buffer."""
+    begun, ended = threading.Semaphore(0), []
+    gate = threading.Event()
+    fails = False
+
+    def pwritev(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if not fails:
+            return os.pwritev(fd, buffers, offset)
+        if offset == 0:
+            begun.acquire(timeout=PATIENCE)
+            gate.set()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        begun.release()
+        gate.wait(PATIENCE)
+        moved = os.pwritev(fd, buffers, offset)
+        ended.append(offset)
+        return moved
+
+    with Scratch([folder], in_flight=2, system=System(pwritev=pwritev)) as scratch:
+        extent = scratch.extent(8 * BLOCK_BYTES)
+        scratch.allocate()
+        buffer = buffer_of(scratch, extent.nbytes, 1)
+        fails = True
+        with pytest.raises(DiskError, match="at offset 0 "):
+            scratch.write(extent, buffer)
+        assert ended == [BLOCK_BYTES]
+
+
+def test_an_error_of_one_thread_stops_the_others(folder: Path) -> None:
+    failing = threading.Event()
+    moved: list[int] = []
+
+    def pwritev(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        name = threading.current_thread().name
+        if name == "streamer-disk0-write-1":
+            failing.set()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if name == "streamer-disk0-write-0":  # and not the trial
+            failing.wait(PATIENCE)
+            moved.append(offset)
+        return os.pwritev(fd, buffers, offset)
+
+    with Scratch([folder], in_flight=2, block_bytes=ALIGNMENT, system=System(pwritev=pwritev)) as scratch:
+        extent = scratch.extent(2000 * ALIGNMENT)
+        scratch.allocate()
+        with pytest.raises(DiskError, match="Input/output error"):
+            scratch.write(extent, buffer_of(scratch, extent.nbytes, 1))
+        assert len(moved) < 1999, "all but the one that failed"
+        assert scratch.bytes_written == len(moved) * ALIGNMENT
+
+
+def test_ctrl_c_waits_for_what_is_moving(folder: Path) -> None:
+    started: list[int] = []
+    ended: list[int] = []
+    gate = threading.Event()
+
+    def interrupt(number: int, frame: object) -> None:
+        if not gate.is_set():
+            gate.set()
+            raise KeyboardInterrupt
+
+    def preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if not ready:
+            return os.preadv(fd, buffers, offset)
+        started.append(offset)
+        # a signal that comes just before the main thread waits for a lock is handled after that wait
+        while not gate.wait(0.05):
+            if len(started) == 2:
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        moved = os.preadv(fd, buffers, offset)
+        ended.append(offset)
+        return moved
+
+    ready = False
+    handler = signal.signal(signal.SIGINT, interrupt)
+    try:
+        with Scratch([folder], in_flight=2, block_bytes=SMALL, system=System(preadv=preadv)) as scratch:
+            extent = scratch.extent(16 * SMALL)
+            scratch.allocate()
+            scratch.write(extent, buffer_of(scratch, extent.nbytes, 1))
+            ready = True
+            with pytest.raises(KeyboardInterrupt):
+                scratch.read(extent, buffer_of(scratch, extent.nbytes))
+            assert sorted(started) == sorted(ended)
+            assert len(started) < 16, "it went on to the end"
+            ready = False
+            into = buffer_of(scratch, extent.nbytes)
+            scratch.read(extent, into)
+            assert torch.equal(into, buffer_of(scratch, extent.nbytes, 1))
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+# what would be a bug of the caller
+
+
+def test_what_was_never_written_cannot_be_read(folder: Path) -> None:
+    with Scratch([folder]) as scratch:
+        extent = scratch.extent(SMALL)
+        scratch.allocate()
+        with pytest.raises(RuntimeError, match="cannot be right: it was never written"):
+            scratch.read(extent, buffer_of(scratch, SMALL))
+        assert scratch.bytes_read == 0
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (Direction.READ, Direction.WRITE, "it is being read"),
+        (Direction.WRITE, Direction.READ, "it is being written"),
+        (Direction.WRITE, Direction.WRITE, "it is being written"),
+        (Direction.READ, Direction.READ, None),
+    ],
+)
+def test_a_race_for_an_extent_is_an_error(
+    folder: Path, first: Direction, second: Direction, message: str | None
+) -> None:
+    begun, gate = threading.Event(), threading.Event()
+    disk = Disk()
+    with Scratch([folder], system=disk.system()) as scratch:
+        extent = scratch.extent(SMALL)
+        scratch.allocate()
+        scratch.write(extent, buffer_of(scratch, SMALL, 1))
+        transfers = {Direction.READ: scratch.read, Direction.WRITE: scratch.write}
+
+        def wait_for_the_gate(verb: str, fd: int, offset: int) -> None:
+            begun.set()
+            gate.wait(PATIENCE)
+
+        disk.before = wait_for_the_gate
+        thread = threading.Thread(target=transfers[first], args=(extent, buffer_of(scratch, SMALL, 1)))
+        thread.start()
+        assert begun.wait(PATIENCE)
+        disk.before = lambda verb, fd, offset: None
+        if message is None:
+            transfers[second](extent, buffer_of(scratch, SMALL, 1))
+        else:
+            with pytest.raises(RuntimeError, match=message):
+                transfers[second](extent, buffer_of(scratch, SMALL, 1))
+        gate.set()
+        thread.join()
+        # the one that was first is not harmed
+        into = buffer_of(scratch, SMALL)
+        scratch.read(extent, into)
+        assert torch.equal(into, buffer_of(scratch, SMALL, 1))
+        scratch.write(extent, into)
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: mapped(ALIGNMENT, in_forks=False), r"buffer of 4096 bytes for an extent of 5000: .* = 8192"),
+        (lambda: mapped(4 * ALIGNMENT, in_forks=False)[512:], r"does not begin at a multiple of 4096"),
+        (lambda: mapped(4 * ALIGNMENT, in_forks=False).view(torch.int8), r"torch.int8.*: give flat uint8"),
+        (lambda: mapped(4 * ALIGNMENT, in_forks=False).view(2, -1), r"shape \(2, 8192\): give flat uint8"),
+        (lambda: mapped(4 * ALIGNMENT, in_forks=False)[::2], r"give flat uint8"),
+    ],
+)
+def test_a_buffer_that_does_not_fit_is_refused(
+    folder: Path, direction: Direction, make: Callable[[], torch.Tensor], message: str
+) -> None:
+    # where direct I/O is off too, so that what works there works everywhere
+    with Scratch([folder], direct_io="off") as scratch:
+        extent = scratch.extent(5000)
+        scratch.allocate()
+        scratch.write(extent, buffer_of(scratch, 5000, 1))
+        with pytest.raises(ValueError, match=message):
+            (scratch.read if direction is Direction.READ else scratch.write)(extent, make())
+        scratch.read(extent, buffer_of(scratch, 5000))
+
+
+def test_an_extent_belongs_to_its_own_files(folder: Path) -> None:
+    with Scratch([folder]) as one, Scratch([folder]) as other:
+        extents = [scratch.extent(SMALL) for scratch in (one, other)]
+        one.allocate()
+        with pytest.raises(ValueError, match="of other scratch files"):
+            one.write(extents[1], buffer_of(one, SMALL, 1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"folders": []}, r"disk=\[\]: give one folder or more"),
+        ({"direct_io": "yes"}, r"direct_io='yes': give 'prefer', 'require' or 'off'"),
+        ({"in_flight": 0}, r"in_flight=0: give 1 or more"),
+        ({"block_bytes": 0}, r"block_bytes=0: give 1 or more"),
+        ({"throttle": {Direction.READ: 0.0}}, r"throttle of READ is 0.0: give bytes per second above 0"),
+    ],
+)
+def test_options_out_of_range_are_said(folder: Path, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Scratch(**{"folders": [folder], **options})  # type: ignore[arg-type]
+    with Scratch([folder]) as scratch, pytest.raises(ValueError, match="an extent of 0 bytes"):
+        scratch.extent(0)
+
+
+def test_what_is_closed_says_so(folder: Path) -> None:
+    scratch = Scratch([folder])
+    extent = scratch.extent(SMALL)
+    scratch.allocate()
+    buffer = buffer_of(scratch, SMALL, 1)
+    scratch.close()
+    scratch.close()
+    for call in (scratch.read, scratch.write):
+        with pytest.raises(RuntimeError, match="the scratch files are closed"):
+            call(extent, buffer)
+    for late in (scratch.allocate, lambda: scratch.extent(1)):
+        with pytest.raises(RuntimeError, match="the scratch files are closed"):
+            late()
+
+
+def test_a_forked_process_cannot_use_it_and_does_no_harm(folder: Path) -> None:
+    with Scratch([folder]) as scratch:
+        extent = scratch.extent(SMALL)
+        scratch.allocate()
+        scratch.write(extent, buffer_of(scratch, SMALL, 1))
+        buffer = buffer_of(scratch, SMALL)
+        reader, writer = os.pipe()
+        with warnings.catch_warnings():
+            # Python warns of forks beside threads
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = os.fork()
+        if not child:
+            said = []
+            for call in (scratch.read, scratch.write, lambda *_: scratch.allocate()):
+                try:
+                    call(extent, buffer)
+                except RuntimeError as error:
+                    said.append(str(error))
+            scratch.close()
+            del scratch
+            gc.collect()
+            os.write(writer, "\n".join(said).encode())
+            os._exit(0)
+        os.close(writer)
+        assert select.select([reader], [], [], PATIENCE)[0], "the child hangs"
+        said = os.read(reader, 10_000).decode().split("\n")
+        os.close(reader)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert len(said) == 3
+        assert all("this process was forked" in line for line in said)
+        scratch.read(extent, buffer)
+        assert torch.equal(buffer, buffer_of(scratch, SMALL, 1))
+        assert scratch.allocated_bytes == os.fstat(descriptors(folder)[0]).st_size == SMALL
+
+
+# a slower disk
+
+
+class Clock:
+    """Time passes while somebody sleeps, and in no other way."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.slept: list[float] = []
+        self.threads: set[threading.Thread] = set()
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.threads.add(threading.current_thread())
+        # as a real one may: it ends early, once
+        self.now += seconds / 2 if len(self.slept) == 1 else seconds
+
+
+@pytest.mark.parametrize(
+    ("throttle", "writes", "reads"),
+    [
+        ({}, 0.0, 0.0),
+        ({Direction.READ: 8192.0}, 0.0, 1.0),
+        ({Direction.WRITE: 4096.0}, 2.0, 0.0),
+        ({Direction.WRITE: 4096.0, Direction.READ: 16384.0}, 2.0, 0.5),
+    ],
+)
+def test_a_throttled_transfer_takes_as_long_as_its_bytes(
+    folder: Path, throttle: dict[Direction, float], writes: float, reads: float
+) -> None:
+    clock = Clock()
+    with Scratch([folder], throttle=throttle, clock=clock, sleep=clock.sleep) as scratch:
+        extent = scratch.extent(5000)  # 8192 with its padding
+        scratch.allocate()
+        scratch.write(extent, buffer_of(scratch, 5000, 1))
+        assert clock.now == 100 + writes
+        scratch.read(extent, buffer_of(scratch, 5000))
+        assert clock.now == 100 + writes + reads
+        assert clock.threads <= {threading.current_thread()}
+
+
+def test_a_failed_transfer_is_not_slept_over(folder: Path) -> None:
+    clock = Clock()
+    disk = Faulty([Fault(number=errno.EIO)])
+    throttle = {Direction.WRITE: 1.0}
+    options = {"throttle": throttle, "clock": clock, "sleep": clock.sleep, "system": disk.system()}
+    with Scratch([folder], **options) as scratch:  # type: ignore[arg-type]
+        extent = scratch.extent(5000)
+        scratch.allocate()
+        disk.armed = True
+        with pytest.raises(DiskError):
+            scratch.write(extent, buffer_of(scratch, 5000, 1))
+    assert clock.slept == []
