@@ -7,8 +7,9 @@ the one before, so each is made once.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
 from streamer.backends.base import Lane
@@ -25,16 +26,20 @@ class Place(NamedTuple):
     number: int
 
 
-# Every kind of place; each of these makes a place from its number.
-weight_slot = partial(Place, "weight slot")  # a unit's weights on the device
-grad_slot = partial(Place, "gradient slot")  # a unit's gradient on the device
-shard = partial(Place, "shard")  # a unit's weights and optimizer state on the host
-gradient = partial(Place, "gradient")  # a unit's gradient on the host
-staging = partial(Place, "staging")  # a gradient that has left the device and is used up at once
-squares = partial(Place, "squares")  # the sum of squares of a unit's gradient
-saved_input = partial(Place, "saved input")  # an input of a layer that waits for backward, on the device
-host_input = partial(Place, "host input")  # the same in host memory
-fetched = partial(Place, "fetched input")  # the same on the device again
+def _kind(name: str) -> Callable[[int], Place]:
+    """What gives the places of a kind by their numbers, each made once."""
+    return cache(partial(Place, name))
+
+
+weight_slot = _kind("weight slot")  # a unit's weights on the device
+grad_slot = _kind("gradient slot")  # a unit's gradient on the device
+shard = _kind("shard")  # a unit's weights and optimizer state on the host
+gradient = _kind("gradient")  # a unit's gradient on the host
+staging = _kind("staging")  # a gradient that has left the device and is used up at once
+squares = _kind("squares")  # the sum of squares of a unit's gradient
+saved_input = _kind("saved input")  # an input of a layer that waits for backward, on the device
+host_input = _kind("host input")  # the same in host memory
+fetched = _kind("fetched input")  # the same on the device again
 
 
 class OpKind(enum.StrEnum):
