@@ -292,7 +292,7 @@ def _load_weights(files: _Files, executor: Executor) -> None:
 
 def _load_gradients(files: _Files, executor: Executor) -> None:
     for unit in (*executor.units, executor.root):
-        for slice, param in zip(unit.layout.slices, unit.params, strict=True):
+        for slice, param in unit.placed():
             param.grad = None
             if slice.param.trainable and slice.param.name in files.names[GRADIENTS]:
                 gradient = files.read(GRADIENTS, slice.param.name)

@@ -185,7 +185,7 @@ def _check_registered(model: nn.Module, units: Sequence[Unit]) -> None:
     """Raise ValueError for a parameter that is no longer in the model: what is in its place has no shard."""
     registered = set(model.parameters())
     for unit in units:
-        for slice, param in zip(unit.layout.slices, unit.params, strict=True):
+        for slice, param in unit.placed():
             if param not in registered:
                 raise ValueError(
                     f"parameter '{slice.param.name}' was replaced or removed after streamer.wrap, so that it "
@@ -225,7 +225,7 @@ def _weight(slice: Slice, shard: HostShard, backend: Backend | None) -> Piece:
 def _gradients(unit: Unit) -> list[Piece]:
     return [
         Piece.of(slice.param.name, param.grad.detach())
-        for slice, param in zip(unit.layout.slices, unit.params, strict=True)
+        for slice, param in unit.placed()
         if param.grad is not None
     ]
 

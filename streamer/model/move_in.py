@@ -58,7 +58,7 @@ def check_init(units: Sequence[Unit], init: Init | None) -> None:
         raise ValueError("init= is for a model on the meta device, and this one has values: leave it out")
     for unit in on_meta:
         name = next(
-            (slice.param.name for slice, p in zip(unit.layout.slices, unit.params, strict=True) if p.is_meta),
+            (slice.param.name for slice, p in unit.placed() if p.is_meta),
             f"a buffer of {unit.name}",
         )
         if init is None:
@@ -71,7 +71,7 @@ def check_init(units: Sequence[Unit], init: Init | None) -> None:
                 f"'{unit.name}' is on the meta device in part only ('{name}' is, others are not): build all "
                 "of it there, or none"
             )
-        for slice, param in zip(unit.layout.slices, unit.params, strict=True):
+        for slice, param in unit.placed():
             if param._backward_hooks or param._post_accumulate_grad_hooks:
                 raise ValueError(
                     f"parameter '{slice.param.name}' is on the meta device and has a hook, which would be "
@@ -101,7 +101,7 @@ class Initialiser:
         """Give ``unit`` its values, unless it has values. Raises ValueError for a tensor that gets none."""
         if (unit.params or unit.buffers()) and not is_on_meta(unit):
             return
-        for slice, param in zip(unit.layout.slices, unit.params, strict=True):
+        for slice, param in unit.placed():
             exchange(slice.param.name, param, _unset(param, self._device))
         blanks = [
             _Blank(unit, owner, owner._parameters, name) for owners in unit.owners for owner, name in owners
@@ -263,7 +263,7 @@ class MoveIn:
         unit.restore()
         if unit in self._moved:
             take_out(self._backend, unit, shard, {param: self._was[param][1] for param in unit.params})
-        for slice, param in zip(unit.layout.slices, unit.params, strict=True):
+        for slice, param in unit.placed():
             device, dtype = self._was[param]
             if param.device == device:
                 continue
@@ -276,12 +276,12 @@ class MoveIn:
         if self._initialise is not None:
             self._initialise(unit)
         virtual = self._backend.device.type == "meta"
-        for slice, param in zip(unit.layout.slices, unit.params, strict=True):
+        for slice, param in unit.placed():
             if not virtual:
                 # the copy from a GPU runs on the caller's own stream, so after what has written the weights
                 self._backend.on_host(partial(shard.load, slice, param.detach().cpu()))
         self._moved.append(unit)
-        for slice, param in zip(unit.layout.slices, unit.params, strict=True):
+        for slice, param in unit.placed():
             param.grad = None
             if slice.param.trainable:
                 param.grad_dtype = None  # the gradient may have the parameter's dtype or fp32: [Note: sums]
@@ -305,7 +305,7 @@ def take_out(
     """Give the parameters of ``unit`` storage of their own on the CPU, with the exact values of ``shard``
     rounded to ``dtypes``; those in ``moved``, to which user code has given other memory, keep their values.
     Gradients are dropped, and the unit's buffers come to the CPU."""
-    for slice, param in zip(unit.layout.slices, unit.params, strict=True):
+    for slice, param in unit.placed():
         param.grad = None
         if param in moved:
             param.data = param.data.cpu()

@@ -119,11 +119,7 @@ class Watch(TorchFunctionMode):
 def watch_split(executor: Executor, splits: Sequence[Split]) -> Callable[[], None]:
     """Let a `Watch` be on while the modules of ``splits`` run; the returned function ends that.
     [Note: split layers]"""
-    names = {
-        param: slice.param.name
-        for unit in executor.units
-        for slice, param in zip(unit.layout.slices, unit.params, strict=True)
-    }
+    names = {param: slice.param.name for unit in executor.units for slice, param in unit.placed()}
     watch = Watch(executor.backend.device, splits, names)
 
     def watched(forward: Forward) -> Forward:

@@ -194,12 +194,12 @@ class Executor:
         with (
             self.gradients.slots.taken() if unit.layout.grad_nbytes else nullcontext() as into,
             self.memory.naming_holders(unit),
-            self.inputs.using(saved) as (inputs, resources),
+            self.inputs.using(saved) as (inputs, places),
             self.weights.visited(unit, visit) as slot,
         ):
             buffer = self.weights.slots.buffers[slot]
             self.inputs.prefetch(saved)
-            op = ops.backward(unit.index, slot, into, resources)
+            op = ops.backward(unit.index, slot, into, places)
             is_updated = self.pipeline.run(op, unit, into, lambda gradient: work(buffer, gradient, inputs))
         if is_updated:
             self.weights.update_issued(unit)
@@ -258,7 +258,7 @@ class Executor:
                 update, nbytes = updates[unit.index]
                 noticing = noticing_writes(unit, self.shard(unit), update)
                 self.weights.begin_flight(unit)
-                self.issuer.issue(ops.step(unit.index, nbytes), noticing)
+                self.issuer.issue(ops.step(unit.index, ops.gradient(unit.index), nbytes), noticing)
                 self.weights.update_issued(unit)
         self._root_ready = False
         self.fit_budget()

@@ -262,7 +262,7 @@ class Gradients:
         nbytes = unit.layout.grad_nbytes
         source = self.slots.buffers[slot][:nbytes]
         gradient = self._gradient(unit)
-        op = ops.offload_grad(unit.index, slot, nbytes)
+        op = ops.offload_grad(unit.index, slot, ops.gradient(unit.index), nbytes)
         self._issuer.issue(op, lambda: self._issuer.backend.copy(gradient, source))
         self._show(unit, used)
         return squares
@@ -289,7 +289,8 @@ class Gradients:
             for into, source in pairs:
                 self._issuer.backend.copy(into, source)
 
-        self._issuer.issue(ops.offload_grad(ROOT, ROOT, sum(into.nbytes for into, _ in pairs)), copy)
+        nbytes = sum(into.nbytes for into, _ in pairs)
+        self._issuer.issue(ops.offload_grad(ROOT, ROOT, ops.gradient(ROOT), nbytes), copy)
 
     @as_plain
     def adopt_all(self) -> None:
@@ -383,7 +384,7 @@ class Gradients:
             self._staging = self._store.staging(len(self.slots.buffers), self._nbytes)
         nbytes = unit.layout.grad_nbytes
         staged, source = self._staging[slot][:nbytes], self.slots.buffers[slot][:nbytes]
-        op = ops.stage_grad(unit.index, slot, slot, nbytes)
+        op = ops.offload_grad(unit.index, slot, ops.staging(slot), nbytes)
         self._issuer.issue(op, lambda: self._issuer.backend.copy(staged, source))
         return staged
 

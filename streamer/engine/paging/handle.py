@@ -60,10 +60,10 @@ def settle_in(executor: Executor) -> None:
     """Let the root's parameters be those on the device, and every parameter know where it lives and what to
     wait for."""
     executor.issuer.synchronize()
-    for slice, param in zip(executor.root.layout.slices, executor.root.params, strict=True):
+    for slice, param in executor.root.placed():
         param.data = slice.own(executor.weights.root_buffer)
     for unit in (*executor.units, executor.root):
-        for slice, param in zip(unit.layout.slices, unit.params, strict=True):
+        for slice, param in unit.placed():
             param.__dict__[HOME] = Home(executor, unit, slice)
     if executor.backend.device.type != "meta":
         guard_model(executor)

@@ -155,7 +155,7 @@ class Norms:
         ]
         return layers or [
             f"'{slice.param.name}'"
-            for slice, param in zip(self._root.layout.slices, self._root.params, strict=True)
+            for slice, param in self._root.placed()
             if param.grad is not None and not math.isfinite(_squares(param.grad))
         ]
 

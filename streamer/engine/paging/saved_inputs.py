@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
-from streamer.engine.schedule.op import Resource
+from streamer.engine.schedule.op import Place
 from streamer.engine.tensors.saved import SavedBytes, storages
 from streamer.memory.verdict import host, require
 
@@ -193,15 +193,15 @@ class InputPager:
         self._gone.append(number)
 
     @contextmanager
-    def using(self, number: int | None) -> Iterator[tuple[list[torch.Tensor], tuple[Resource, ...]]]:
+    def using(self, number: int | None) -> Iterator[tuple[list[torch.Tensor], tuple[Place, ...]]]:
         """The tensors saved under ``number``, on the device inside the block, and what an op must read that
         uses them; none for None. Raises RuntimeError if one of them was written since."""
         saved = () if number is None else self._saved[number]
         self._hold(saved)
         self._drop_ahead()
         try:
-            resources = tuple(ops.fetched(paged.place) for paged in saved if paged.is_fetched)
-            yield [paged.get() for paged in saved], resources
+            places = tuple(ops.fetched(paged.place) for paged in saved if paged.is_fetched)
+            yield [paged.get() for paged in saved], places
         finally:
             self._release(saved)
             self._settle()
@@ -300,9 +300,9 @@ class InputPager:
                 if not paged.owners:
                     self.places.release(paged.place)
 
-    def _sync(self, resource: Resource, *, to_write: bool = False) -> None:
+    def _sync(self, place: Place, *, to_write: bool = False) -> None:
         # no need to block: what the caller's thread does on the device comes after
-        self._issuer.issue(ops.sync((resource,), to_write=to_write), lambda: None)
+        self._issuer.issue(ops.sync((place,), to_write=to_write), lambda: None)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         require(

@@ -82,6 +82,10 @@ class Unit:
         """The parameters that have room for a gradient, in the order of ``layout.trainable``."""
         return self.params[: len(self.layout.trainable)]
 
+    def placed(self) -> Iterator[tuple[Slice, nn.Parameter]]:
+        """Each parameter with its place in the unit's buffers."""
+        return zip(self.layout.slices, self.params, strict=True)
+
     @as_plain
     def written(self) -> int:
         """A number that grows whenever somebody writes a parameter in place through PyTorch."""
@@ -323,7 +327,7 @@ class Unit:
             return []
         return [
             (slice, param)
-            for slice, param in zip(self.layout.slices, self.params, strict=True)
+            for slice, param in self.placed()
             if slice.numel and not param.is_meta and param.data_ptr() != start + slice.offset
         ]
 

@@ -71,11 +71,12 @@ class UpdateInBackward(Landing):
     def land(self, unit: Unit, slot: int, used: Sequence[bool], squares: torch.Tensor) -> bool:
         self._weights.settle_masters(unit)
         self._weights.begin_flight(unit)
-        place, self._next = self._next, (self._next + 1) % len(self._ring)
+        number, self._next = self._next, (self._next + 1) % len(self._ring)
+        place = ops.staging(number)
         nbytes = unit.layout.grad_nbytes
-        landed, source = self._ring[place][:nbytes], self._gradients.in_slot(slot)[:nbytes]
-        stage = ops.stage_grad(unit.index, slot, place, nbytes)
-        self._issuer.issue(stage, lambda: self._issuer.backend.copy(landed, source))
+        landed, source = self._ring[number][:nbytes], self._gradients.in_slot(slot)[:nbytes]
+        offload = ops.offload_grad(unit.index, slot, place, nbytes)
+        self._issuer.issue(offload, lambda: self._issuer.backend.copy(landed, source))
         self._updated.add(unit.index)
         self._backward_completed = False
         for reference in self._updaters:
@@ -83,7 +84,7 @@ class UpdateInBackward(Landing):
             update = None if updater is None else updater(unit, used)
             if update is not None:
                 work, moved = update
-                self._issuer.issue(ops.step_on_landing(unit.index, place, moved), partial(work, landed))
+                self._issuer.issue(ops.step(unit.index, place, moved), partial(work, landed))
         return True
 
     @as_plain

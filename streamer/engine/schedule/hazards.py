@@ -7,7 +7,7 @@ Lanes run their work in order and know nothing of one another. An op must wait
 - for every read, since that write, of whatever it writes (write after read).
 
 A wait on the op's own lane is implied by the lane's order, and of several reads on one lane the last
-one stands for all. A write never has to wait for an earlier write alone: each resource has one writing
+one stands for all. A write never has to wait for an earlier write alone: each place has one writing
 lane, and what else writes it (HOST adding to a gradient that D2H has brought, the caller's thread) reads
 it in the same op, so that it waits for the write and is itself waited for as a read.
 """
@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from streamer.backends.base import Backend, Event, Lane, Lock
 from streamer.engine.schedule import op as ops
-from streamer.engine.schedule.op import Op, OpKind, Resource
+from streamer.engine.schedule.op import Op, OpKind, Place
 from streamer.engine.schedule.trace import Trace
 
 
@@ -34,38 +34,38 @@ _UNUSED = _Uses()
 
 
 class Hazards:
-    """The last uses of every resource. The two flags exist to show in tests that either kind is needed."""
+    """The last uses of every place. The two flags exist to show in tests that either kind is needed."""
 
     def __init__(self, *, read_after_write: bool = True, write_after_read: bool = True) -> None:
         self._read_after_write = read_after_write
         self._write_after_read = write_after_read
-        self._uses: dict[Resource, _Uses] = {}
+        self._uses: dict[Place, _Uses] = {}
 
     def waits(self, op: Op) -> list[Event]:
         """The events that ``op`` must wait for, each once, none of its own lane."""
         waits: dict[int, Event] = {}
         if self._read_after_write:
-            for resource in op.reads:
-                write = self._uses.get(resource, _UNUSED).write
+            for place in op.reads:
+                write = self._uses.get(place, _UNUSED).write
                 if write is not None and write.lane is not op.lane:
                     waits[id(write)] = write
         if self._write_after_read:
-            for resource in op.writes:
-                for lane, read in self._uses.get(resource, _UNUSED).reads.items():
+            for place in op.writes:
+                for lane, read in self._uses.get(place, _UNUSED).reads.items():
                     if lane is not op.lane:
                         waits[id(read)] = read
         return list(waits.values())
 
     def record(self, op: Op, done: Event) -> None:
         """Note that ``op`` has been submitted and that ``done`` is its end."""
-        for resource in op.writes:
-            self._uses[resource] = _Uses(write=done)
-        for resource in op.reads:
-            self._uses.setdefault(resource, _Uses()).reads[op.lane] = done
+        for place in op.writes:
+            self._uses[place] = _Uses(write=done)
+        for place in op.reads:
+            self._uses.setdefault(place, _Uses()).reads[op.lane] = done
 
-    def written(self) -> list[Resource]:
-        """All resources that have been written."""
-        return [resource for resource, uses in self._uses.items() if uses.write is not None]
+    def written(self) -> list[Place]:
+        """All places that have been written."""
+        return [place for place, uses in self._uses.items() if uses.write is not None]
 
 
 T = TypeVar("T")
@@ -131,9 +131,9 @@ class Issuer:
             raise errors.pop()
         return results.pop()
 
-    def wait(self, resources: Iterable[Resource], *, to_write: bool = False) -> None:
-        """Block the caller until its own thread may read (or write) ``resources``."""
-        self.issue(ops.sync(tuple(resources), to_write=to_write), lambda: None).wait()
+    def wait(self, places: Iterable[Place], *, to_write: bool = False) -> None:
+        """Block the caller until its own thread may read (or write) ``places``."""
+        self.issue(ops.sync(tuple(places), to_write=to_write), lambda: None).wait()
 
     def synchronize(self) -> None:
         """Block the caller until everything that was submitted is done."""

@@ -7,8 +7,9 @@ the one before, so each is made once.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
 from streamer.backends.base import Lane
@@ -17,28 +18,28 @@ from streamer.backends.base import Lane
 ROOT = -1
 
 
-class Place(enum.Enum):
-    """A kind of memory that ops read and write."""
+class Place(NamedTuple):
+    """Memory that ops read and write: what it holds, and which of its kind it is, by the number of a slot, a
+    buffer or a unit."""
 
-    SLOT = "slot"  # a unit's weights on the device
-    GRAD_SLOT = "grad slot"  # a unit's gradient on the device
-    SHARD = "shard"  # a unit's weights and optimizer state on the host
-    GRADIENT = "gradient"  # a unit's gradient on the host
-    STAGING = "staging"  # a gradient that has left the device and is to be added to another
-    SQUARES = "squares"  # the sum of squares of a unit's gradient
-    SAVED_INPUT = "saved input"  # an input of a layer that waits for backward, on the device
-    HOST_INPUT = "host input"  # the same in host memory
-    FETCHED = "fetched input"  # the same on the device again
-
-    # Enum.__hash__ is a Python function, slow for a dictionary key that is used at every op
-    __hash__ = object.__hash__
-
-
-class Resource(NamedTuple):
-    """One place and which of its kind: a slot's number, or a unit's."""
-
-    place: Place
+    kind: str
     number: int
+
+
+def _kind(name: str) -> Callable[[int], Place]:
+    """What gives the places of a kind by their numbers, each made once."""
+    return cache(partial(Place, name))
+
+
+weight_slot = _kind("weight slot")  # a unit's weights on the device
+grad_slot = _kind("gradient slot")  # a unit's gradient on the device
+shard = _kind("shard")  # a unit's weights and optimizer state on the host
+gradient = _kind("gradient")  # a unit's gradient on the host
+staging = _kind("staging")  # a gradient that has left the device and is used up at once
+squares = _kind("squares")  # the sum of squares of a unit's gradient
+saved_input = _kind("saved input")  # an input of a layer that waits for backward, on the device
+host_input = _kind("host input")  # the same in host memory
+fetched = _kind("fetched input")  # the same on the device again
 
 
 class OpKind(enum.StrEnum):
@@ -73,8 +74,8 @@ class Op:
     kind: OpKind
     unit: int
     slot: int | None = None
-    reads: tuple[Resource, ...] = ()
-    writes: tuple[Resource, ...] = ()
+    reads: tuple[Place, ...] = ()
+    writes: tuple[Place, ...] = ()
     nbytes: int = field(default=0, compare=False)
     #: the lane that runs it
     lane: Lane = field(init=False, compare=False, repr=False)
@@ -88,42 +89,6 @@ class Op:
         unit = "root" if self.unit == ROOT else str(self.unit)
         slot = "" if self.slot in (None, ROOT) else f"@{self.slot}"
         return f"{unit}{self.kind.value}{slot}"
-
-
-def weight_slot(slot: int) -> Resource:
-    return Resource(Place.SLOT, slot)
-
-
-def grad_slot(slot: int) -> Resource:
-    return Resource(Place.GRAD_SLOT, slot)
-
-
-def shard(unit: int) -> Resource:
-    return Resource(Place.SHARD, unit)
-
-
-def gradient(unit: int) -> Resource:
-    return Resource(Place.GRADIENT, unit)
-
-
-def staging(slot: int) -> Resource:
-    return Resource(Place.STAGING, slot)
-
-
-def squares(unit: int) -> Resource:
-    return Resource(Place.SQUARES, unit)
-
-
-def saved_input(place: int) -> Resource:
-    return Resource(Place.SAVED_INPUT, place)
-
-
-def host_input(place: int) -> Resource:
-    return Resource(Place.HOST_INPUT, place)
-
-
-def fetched(place: int) -> Resource:
-    return Resource(Place.FETCHED, place)
 
 
 #: Of the ops that were made last; sizes of saved inputs may differ from step to step.
@@ -156,7 +121,7 @@ def root_forward() -> Op:
 
 
 @_made_once
-def backward(unit: int, slot: int, into: int | None, inputs: tuple[Resource, ...] = ()) -> Op:
+def backward(unit: int, slot: int, into: int | None, inputs: tuple[Place, ...] = ()) -> Op:
     """Run a unit's backward from a slot and ``inputs``, its gradient going into gradient slot ``into``."""
     writes = () if into is None else (grad_slot(into),)
     return Op(OpKind.BACKWARD, unit, slot, (weight_slot(slot), *inputs), writes)
@@ -169,15 +134,9 @@ def collect() -> Op:
 
 
 @_made_once
-def offload_grad(unit: int, slot: int, nbytes: int) -> Op:
-    """Copy a gradient slot to the unit's host gradient."""
-    return Op(OpKind.OFFLOAD_GRAD, unit, slot, (grad_slot(slot),), (gradient(unit),), nbytes)
-
-
-@_made_once
-def stage_grad(unit: int, slot: int, into: int, nbytes: int) -> Op:
-    """Copy a gradient slot to staging buffer ``into``."""
-    return Op(OpKind.OFFLOAD_GRAD, unit, slot, (grad_slot(slot),), (staging(into),), nbytes)
+def offload_grad(unit: int, slot: int, into: Place, nbytes: int) -> Op:
+    """Copy a gradient slot to host memory: the unit's gradient, or a staging buffer."""
+    return Op(OpKind.OFFLOAD_GRAD, unit, slot, (grad_slot(slot),), (into,), nbytes)
 
 
 @_made_once
@@ -207,18 +166,12 @@ def norm(unit: int, nbytes: int) -> Op:
 
 
 @_made_once
-def step(unit: int, nbytes: int) -> Op:
-    """Update a unit's host shard from its host gradient."""
-    return Op(OpKind.STEP, unit, None, (gradient(unit),), (shard(unit),), nbytes)
+def step(unit: int, source: Place, nbytes: int) -> Op:
+    """Update a unit's host shard from its gradient, which is in ``source``."""
+    return Op(OpKind.STEP, unit, None, (source,), (shard(unit),), nbytes)
 
 
 @_made_once
-def step_on_landing(unit: int, place: int, nbytes: int) -> Op:
-    """Update a host shard from staging buffer ``place``."""
-    return Op(OpKind.STEP, unit, None, (staging(place),), (shard(unit),), nbytes)
-
-
-@_made_once
-def sync(resources: tuple[Resource, ...], *, to_write: bool = False) -> Op:
-    """Wait until ``resources`` may be read, or written, by the caller's thread."""
-    return Op(OpKind.SYNC, ROOT, None, resources, resources if to_write else ())
+def sync(places: tuple[Place, ...], *, to_write: bool = False) -> Op:
+    """Wait until ``places`` may be read, or written, by the caller's thread."""
+    return Op(OpKind.SYNC, ROOT, None, places, places if to_write else ())

@@ -21,7 +21,7 @@ from streamer.engine.paging.device_memory import DeviceMemory
 from streamer.engine.paging.handle import wrapped
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
-from streamer.engine.schedule.op import Op, OpKind, Resource
+from streamer.engine.schedule.op import Op, OpKind, Place
 from streamer.engine.schedule.order import Phase, Visit
 from streamer.engine.tensors.saved import SavedBytes
 from streamer.memory.slots import WeightSlots
@@ -279,14 +279,14 @@ def test_a_peak_counts_with_the_slots_that_it_was_reached_with() -> None:
 
 
 def test_a_slot_goes_when_nothing_uses_it_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    users: dict[Resource, list[Event]] = {}
+    users: dict[Place, list[Event]] = {}
     unfinished: list[list[Event]] = []
     issue, drop = Issuer.issue, WeightSlots.drop
 
     def noting(self: Issuer, op: Op, work: Callable[[], object]) -> Event:
         event = issue(self, op, work)
-        for resource in {*op.reads, *op.writes}:
-            users.setdefault(resource, []).append(event)
+        for place in {*op.reads, *op.writes}:
+            users.setdefault(place, []).append(event)
         return event
 
     def checking(self: WeightSlots) -> None:

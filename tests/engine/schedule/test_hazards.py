@@ -17,7 +17,7 @@ from streamer.backends.thread import ThreadBackend
 from streamer.engine.paging.handle import wrapped
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Hazards, Issuer
-from streamer.engine.schedule.op import ROOT, Op, OpKind, Resource
+from streamer.engine.schedule.op import ROOT, Op, OpKind, Place
 from streamer.simulate.clock import VirtualEvent
 
 # --- one edge at a time -------------------------------------------------------------------------------
@@ -40,9 +40,9 @@ def waits_of(program: Sequence[Op], **flags: bool) -> list[list[str]]:
     return [[str(program[n]) for n in waits] for waits in numbers_of_waits(program, Hazards(**flags))]
 
 
-STEP, SYNC = ops.step(0, 1), ops.sync((ops.gradient(0),))
+STEP, SYNC = ops.step(0, ops.gradient(0), 1), ops.sync((ops.gradient(0),))
 UNSHARD, UNSHARD_OTHER = ops.unshard(0, 0, 1), ops.unshard(1, 0, 1)
-OFFLOAD, OFFLOAD_AGAIN = ops.offload_grad(0, 0, 1), ops.offload_grad(0, 1, 1)
+OFFLOAD, OFFLOAD_AGAIN = (ops.offload_grad(0, slot, ops.gradient(0), 1) for slot in (0, 1))
 FORWARD, BACKWARD, NORM = ops.forward(0, 0), ops.backward(0, 0, 0), ops.norm(0, 1)
 
 EDGES: dict[str, tuple[list[Op], list[list[str]]]] = {
@@ -76,13 +76,13 @@ EDGES: dict[str, tuple[list[Op], list[list[str]]]] = {
         [ops.root_forward(), Op(OpKind.UNSHARD, 0, 0, (ops.grad_slot(ROOT), ops.grad_slot(ROOT)))],
         [[], ["rootF"]],
     ),
-    "other resources and kinds do not meet": (
+    "other places and kinds do not meet": (
         [UNSHARD, ops.forward(1, 1), ops.backward(1, 1, 0), UNSHARD_OTHER],
         [[], [], [], []],
     ),
-    # [Note: hazards] the one resource with two writing lanes
+    # [Note: hazards] the one place with two writing lanes
     "an added gradient is waited for as a read": (
-        [OFFLOAD, ops.stage_grad(0, 1, 1, 1), ops.accumulate(0, 1, 1), OFFLOAD],
+        [OFFLOAD, ops.offload_grad(0, 1, ops.staging(1), 1), ops.accumulate(0, 1, 1), OFFLOAD],
         [[], [], ["0OFFLOAD_GRAD@1", "0OFFLOAD_GRAD@0"], ["0ACCUMULATE@1"]],
     ),
 }
@@ -219,29 +219,29 @@ def violations(program: Program, order: Sequence[int]) -> list[str]:
 
     Two ops that could overlap could also run in either order, so whole ops one at a time show all races.
     """
-    expected: dict[tuple[int, Resource], int | None] = {}
-    earlier_reads: dict[tuple[int, Resource], list[int]] = {}
-    writer: dict[Resource, int] = {}
-    readers: dict[Resource, list[int]] = {}
+    expected: dict[tuple[int, Place], int | None] = {}
+    earlier_reads: dict[tuple[int, Place], list[int]] = {}
+    writer: dict[Place, int] = {}
+    readers: dict[Place, list[int]] = {}
     for number, submitted in enumerate(program):
-        for resource in submitted.op.reads:
-            expected[number, resource] = writer.get(resource)
-            readers.setdefault(resource, []).append(number)
-        for resource in submitted.op.writes:
-            earlier_reads[number, resource] = [n for n in readers.pop(resource, []) if n != number]
-            writer[resource] = number
+        for place in submitted.op.reads:
+            expected[number, place] = writer.get(place)
+            readers.setdefault(place, []).append(number)
+        for place in submitted.op.writes:
+            earlier_reads[number, place] = [n for n in readers.pop(place, []) if n != number]
+            writer[place] = number
     found: list[str] = []
-    seen: dict[Resource, int] = {}
+    seen: dict[Place, int] = {}
     done: set[int] = set()
     for number in order:
         op = program[number].op
-        for resource in op.reads:
-            if seen.get(resource) != expected[number, resource]:
-                found.append(f"{number}:{op} reads another {resource}")
-        for resource in op.writes:
-            if not done.issuperset(earlier_reads[number, resource]):
-                found.append(f"{number}:{op} overtakes a read of {resource}")
-            seen[resource] = number
+        for place in op.reads:
+            if seen.get(place) != expected[number, place]:
+                found.append(f"{number}:{op} reads another {place}")
+        for place in op.writes:
+            if not done.issuperset(earlier_reads[number, place]):
+                found.append(f"{number}:{op} overtakes a read of {place}")
+            seen[place] = number
         done.add(number)
     return found
 

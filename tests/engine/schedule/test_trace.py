@@ -32,7 +32,7 @@ def chain(begin: float = 0, second: float = 1) -> Trace:
         return [begin + second * each for each in seconds]
 
     trace = Trace()
-    step = ran(trace, ops.step(0, 400), *times(0, 0, 4))
+    step = ran(trace, ops.step(0, ops.gradient(0), 400), *times(0, 0, 4))
     unshard = ran(trace, ops.unshard(0, 1, 200), *times(1, 4, 6), step)
     ran(trace, ops.forward(0, 1), *times(2, 6, 9), unshard)
     return trace
@@ -59,7 +59,7 @@ def test_overlap() -> None:
 
 def test_a_lane_that_waits_for_another_is_not_exposed_by_itself() -> None:
     trace = Trace()
-    step = ran(trace, ops.step(0, 1), 0, 0, 4)
+    step = ran(trace, ops.step(0, ops.gradient(0), 1), 0, 0, 4)
     ran(trace, ops.unshard(0, 0, 1), 1, 4, 6, step)
     assert trace.exposed_seconds == dict.fromkeys(Lane, 0)
 
@@ -81,7 +81,7 @@ def test_what_is_blamed(
     copies: list[tuple[Lane, int, int]], forward: tuple[int, int, int], exposed: dict[Lane, int]
 ) -> None:
     trace = Trace()
-    op_of = {H2D: ops.unshard(0, 0, 1), D2H: ops.offload_grad(1, 0, 1)}
+    op_of = {H2D: ops.unshard(0, 0, 1), D2H: ops.offload_grad(1, 0, ops.gradient(1), 1)}
     waits = [ran(trace, op_of[lane], start, start, end) for lane, start, end in copies]
     ran(trace, ops.forward(0, 0), *forward, *waits)
     assert trace.exposed_seconds == {**dict.fromkeys(Lane, 0), **exposed}
@@ -93,8 +93,8 @@ def test_exposed_time_is_the_time_compute_stood_still() -> None:
     """Whatever the blame, its sum is what COMPUTE waited, over a longer chain too."""
     trace = Trace()
     forward = ran(trace, ops.backward(1, 0, 0), 0, 0, 2)
-    offload = ran(trace, ops.offload_grad(1, 0, 1), 0, 2, 3, forward)
-    step = ran(trace, ops.step(1, 1), 1, 3, 7, offload)
+    offload = ran(trace, ops.offload_grad(1, 0, ops.gradient(1), 1), 0, 2, 3, forward)
+    step = ran(trace, ops.step(1, ops.gradient(1), 1), 1, 3, 7, offload)
     unshard = ran(trace, ops.unshard(1, 0, 1), 2, 7, 8, step)
     ran(trace, ops.forward(1, 0), 2, 8, 9, unshard)
     assert trace.exposed_seconds == {COMPUTE: 0, H2D: 1, D2H: 1, HOST: 4}
