@@ -15,9 +15,9 @@ def plans_table(report: Report) -> list[str]:
     rows = []
     for name, plan in report["machines"].items():
         rows.append([name, *_cells(plan), "yes" if plan["fits"] else "no"])
-        if (mend := plan["mend"]) is not None:
-            changes = ", ".join(f"`{key}` {value}" for key, value in mend["changes"].items())
-            rows.append([f"{name} with {changes}", *_cells(mend), "yes"])
+        if (remedied := plan["mend"]) is not None:
+            changes = ", ".join(f"`{key}` {value}" for key, value in remedied["changes"].items())
+            rows.append([f"{name} with {changes}", *_cells(remedied), "yes"])
     return [
         f"`{report['config']}` on machines by name, at the peaks of their data sheets (needed / there).",
         "",

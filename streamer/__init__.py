@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from streamer.deepspeed.config import DeepSpeedConfig as DeepSpeedConfig
     from streamer.deepspeed.config import from_deepspeed_config as from_deepspeed_config
     from streamer.errors import CheckpointError as CheckpointError
+    from streamer.errors import DiskError as DiskError
     from streamer.loss import chunked_cross_entropy as chunked_cross_entropy
     from streamer.model.auto import chosen as chosen
     from streamer.model.stats import Stats as Stats
@@ -29,6 +30,7 @@ __all__ = [
     "AdamW",
     "CheckpointError",
     "DeepSpeedConfig",
+    "DiskError",
     "Loaded",
     "NonFiniteError",
     "Stats",
@@ -53,6 +55,7 @@ _HOMES = {
     "AdamW": "streamer.optim.adamw",
     "CheckpointError": "streamer.errors",
     "DeepSpeedConfig": "streamer.deepspeed.config",
+    "DiskError": "streamer.errors",
     "Loaded": "streamer.checkpoint.load",
     "NonFiniteError": "streamer.optim.adamw",
     "Stats": "streamer.model.stats",

@@ -20,7 +20,7 @@ FLOAT16 = np.dtype(np.float16)
 INT8 = np.dtype(np.int8)
 UINT8 = np.dtype(np.uint8)
 
-_MEND = {
+_NAMES = {
     FLOAT32: "float32",
     BFLOAT16: "uint16 (of bfloat16, the bits: tensor.view(torch.uint16).numpy())",
     FLOAT16: "float16",
@@ -32,7 +32,7 @@ _MEND = {
 def check(
     name: str, array: object, *dtypes: np.dtype[np.generic], size: int | None = None, written: bool = False
 ) -> int:
-    """Return the number of elements of `array`, or say how to mend it.
+    """Return the number of elements of `array`, or raise an error that names the remedy.
 
     Raises TypeError if it is not a NumPy array, and ValueError if it is not one-dimensional and contiguous,
     has none of `dtypes`, has not `size` elements, or is `written` to and read-only.
@@ -40,7 +40,7 @@ def check(
     if not isinstance(array, np.ndarray):
         raise TypeError(f"{name} is a {type(array).__name__}; pass a NumPy array, such as tensor.numpy()")
     if array.dtype not in dtypes:
-        allowed = " or ".join(_MEND[dtype] for dtype in dtypes)
+        allowed = " or ".join(_NAMES[dtype] for dtype in dtypes)
         raise ValueError(f"{name} has dtype {array.dtype}; it must be {allowed}")
     if array.ndim != 1:
         raise ValueError(f"{name} has shape {array.shape}; pass the flat view, {name}.reshape(-1)")

@@ -11,9 +11,11 @@ step. Here decay and update are added up first and leave the master in one round
 What all functions share: arrays are flat, [n]; only the elements of `segments` are read or written, and each
 segment has hyperparameters of its own. The gradient is widened and multiplied by `grad_scale` first.
 Arithmetic is fp32 throughout, with fused multiply-adds. A NaN or Inf, in the gradient or in the master, gives
-a NaN master. TypeError or ValueError, naming the mend, if arrays or segments do not fit their contract.
+a NaN master. TypeError or ValueError, naming the remedy, if arrays or segments do not fit their contract.
 `seed` (any integer) chooses the random bits of stochastic rounding: they follow from it, the segment's step
-and start, and the element's index, and from nothing else.
+and start, and the element's index, and from nothing else. Arrays that are a part of longer ones, from
+element `origin` on, draw the bits of the whole, if each segment begins a multiple of `BLOCK` elements after
+it begins there.
 """
 
 from collections.abc import Sequence
@@ -122,6 +124,7 @@ def adamw_split_bf16(
     *,
     grad_scale: float = 1.0,
     seed: int = 0,
+    origin: int = 0,
 ) -> None:
     """One AdamW step on a split master with bfloat16 moments, in place.
 
@@ -134,7 +137,7 @@ def adamw_split_bf16(
     size = _check_split(weight, remainder, grad)
     check("exp_avg", exp_avg, BFLOAT16, size=size, written=True)
     check("exp_avg_sq", exp_avg_sq, BFLOAT16, size=size, written=True)
-    pieces = pieces_of(segments, size, grad_scale, seed)
+    pieces = pieces_of(segments, size, grad_scale, seed, origin)
     share_out(split_bf16, len(pieces.bounds), weight, remainder, grad, exp_avg, exp_avg_sq, pieces)
 
 
@@ -150,6 +153,7 @@ def adamw_split_int8(
     *,
     grad_scale: float = 1.0,
     seed: int = 0,
+    origin: int = 0,
 ) -> None:
     """One AdamW step on a split master with 8-bit moments in blocks of 256, in place.
 
@@ -165,7 +169,7 @@ def adamw_split_int8(
     scales = check("exp_avg_scales", exp_avg_scales, FLOAT32, written=True)
     check("exp_avg_sq_scales", exp_avg_sq_scales, FLOAT32, size=scales, written=True)
     check_scales(segments, scales)
-    pieces = pieces_of(segments, size, grad_scale, seed)
+    pieces = pieces_of(segments, size, grad_scale, seed, origin)
     state = exp_avg, exp_avg_sq, exp_avg_scales, exp_avg_sq_scales
     share_out(split_int8, len(pieces.bounds), weight, remainder, grad, *state, pieces)
 

@@ -98,7 +98,7 @@ def split(master: Float32Array, weight: Uint16Array, remainder: Uint16Array) -> 
     the master rounded to bfloat16, nearest, ties away from zero; `join` gives every pattern back exactly, NaN
     and Inf included. See [Note: split master] at the head of this file.
 
-    Raises TypeError or ValueError, naming the mend, if the arrays do not fit this contract.
+    Raises TypeError or ValueError, naming the remedy, if the arrays do not fit this contract.
     """
     size = check("master", master, FLOAT32)
     check("weight", weight, BFLOAT16, size=size, written=True)
@@ -111,7 +111,7 @@ def join(weight: Uint16Array, remainder: Uint16Array, master: Float32Array) -> N
 
     `weight` [n] and `remainder` [n], both uint16, are read; `master` [n] float32 is written.
 
-    Raises TypeError or ValueError, naming the mend, if the arrays do not fit this contract.
+    Raises TypeError or ValueError, naming the remedy, if the arrays do not fit this contract.
     """
     size = check("weight", weight, BFLOAT16)
     check("remainder", remainder, BFLOAT16, size=size)

@@ -135,7 +135,7 @@ def sum_squares(grad: Gradient) -> float:
     `grad` [n] is float32, uint16 (bfloat16 bits) or float16, and is read once. The result does not depend on
     the number of threads.
 
-    Raises TypeError or ValueError, naming the mend, if `grad` does not fit this contract.
+    Raises TypeError or ValueError, naming the remedy, if `grad` does not fit this contract.
     """
     sums = _sums(check("grad", grad, FLOAT32, BFLOAT16, FLOAT16))
     add_up: Callable[..., None] = _sum_squares_bf16 if grad.dtype == BFLOAT16 else _sum_squares
@@ -151,7 +151,7 @@ def accumulate(into: Gradient, grad: Gradient) -> float:
     them; a NaN in bfloat16 becomes 0x7fc0 (PyTorch's own NaN bits differ between its vectorised loop and the
     rest). The sum does not depend on the number of threads.
 
-    Raises TypeError or ValueError, naming the mend, if the arrays do not fit this contract.
+    Raises TypeError or ValueError, naming the remedy, if the arrays do not fit this contract.
     """
     size = check("into", into, FLOAT32, BFLOAT16, FLOAT16, written=True)
     check(
@@ -169,7 +169,7 @@ def add(into: Float32Array, first: Uint16Array | Float16Array, second: Uint16Arr
     `into` [n] float32 is written and never read. `first` [n] and `second` [n], both uint16 (bfloat16 bits) or
     both float16, are widened and added in float32. The sum does not depend on the number of threads.
 
-    Raises TypeError or ValueError, naming the mend, if the arrays do not fit this contract.
+    Raises TypeError or ValueError, naming the remedy, if the arrays do not fit this contract.
     """
     size = check("into", into, FLOAT32, written=True)
     check("first", first, BFLOAT16, FLOAT16, size=size)

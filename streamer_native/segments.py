@@ -73,8 +73,11 @@ def coefficients_of(row: Float32Array) -> Coefficients:
     return Coefficients(row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7])
 
 
-def pieces_of(segments: Sequence[Segment], size: int, grad_scale: float, seed: int = 0) -> Pieces:
-    """Cut `segments` of arrays of `size` elements into pieces.
+def pieces_of(
+    segments: Sequence[Segment], size: int, grad_scale: float, seed: int = 0, origin: int = 0
+) -> Pieces:
+    """Cut `segments` of arrays of `size` elements into pieces. The arrays begin at element `origin` of longer
+    ones, whose random bits they draw.
 
     Raises ValueError if a segment leaves the arrays, overlaps another, or has a hyperparameter out of range.
     """
@@ -92,7 +95,8 @@ def pieces_of(segments: Sequence[Segment], size: int, grad_scale: float, seed: i
         for lo in range(segment.start, segment.stop, BLOCK)
     ]
     rows = [_coefficients(segment.hyper, grad_scale) for segment in segments]
-    keys = [key(seed, segment.hyper.step) for segment in segments]
+    # a run draws from its first element plus the key
+    keys = [(key(seed, segment.hyper.step) + origin) & 0xFFFFFFFF for segment in segments]
     return Pieces(
         np.array(bounds, np.int64).reshape(-1, 4),
         np.array(rows, np.float32).reshape(-1, len(Coefficients._fields)),

@@ -25,6 +25,7 @@ FLOORS = (
     "streamer.memory",
     "streamer.engine.schedule",
     "streamer.engine.tensors",
+    "streamer.engine.disk",
     "streamer.engine.paging",
     "streamer.engine.layer",
     "streamer.plan",

@@ -141,6 +141,14 @@ def command_line() -> argparse.ArgumentParser:
     )
     calibrate.add_argument("config", nargs="?", help="measure at the shapes and in the dtype of this config")
     calibrate.add_argument("--device", help='"cuda" or "cpu"; default: CUDA where there is one')
+    calibrate.add_argument(
+        "--disk",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="also measure the drive of this folder, with 1 GiB of scratch space there; give it again for "
+        "each further folder of memory.disk",
+    )
     calibrate.add_argument("--output", default="machine.toml", metavar="FILE", help="default: %(default)s")
     return parser
 
@@ -228,5 +236,5 @@ def _calibrate(arguments: Namespace) -> int:
     config = None if arguments.config is None else _config(arguments)
     with exiting_on_interrupt():
         from streamer.app.calibrate.command import calibrate
-    calibrate(config, device=arguments.device, output=Path(arguments.output))
+    calibrate(config, device=arguments.device, output=Path(arguments.output), disk=arguments.disk)
     return 0

@@ -61,6 +61,11 @@ FOLDER = string("a string that can name a folder", r"\w[\w.+-]*")
 FACTORY = string('a module and a callable in it, such as "models.gpt2:GPT"', r"\w[\w.]*:\w+")
 DTYPE = one_of("float32", "bfloat16", "float16")
 TEXTS = array("an array of strings, none empty", TEXT, sizes=range(sys.maxsize))
+FOLDERS = either(
+    "a folder, or an array of folders on different drives, none empty",
+    TEXT,
+    array("an array of folders", TEXT, sizes=range(1, sys.maxsize)),
+)
 LAYERS = either("a string or an array of strings, none empty", TEXT, TEXTS)
 ACTIVATIONS = either("a string, or an array of one for each layer", TEXT, TEXTS)
 COUNT_OR_AUTO = either('an integer of 1 or more, or "auto"', COUNT, one_of("auto"))
@@ -258,6 +263,15 @@ class StreamConfig:
 
 
 @dataclass(frozen=True)
+class MemoryConfig:
+    """``[memory]``: arguments of ``streamer.wrap``: ``host_memory``, the most that the model may take of host
+    memory (None: what is free), and ``disk``, folders for what that has no room for (None: no disk)."""
+
+    host: Annotated[str | None, BYTES] = None
+    disk: Annotated[str | tuple[str, ...] | None, FOLDERS] = None
+
+
+@dataclass(frozen=True)
 class OptimizerConfig:
     """``[optimizer]``: AdamW, clipping (0: none), linear warm-up to lr, then a cosine down to min_lr."""
 
@@ -280,6 +294,7 @@ class Config:
     data: DataConfig
     optimizer: OptimizerConfig
     stream: StreamConfig = field(default_factory=StreamConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
 
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
@@ -308,4 +323,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
 
 def dump_config(config: Config) -> str:
     """``config`` as TOML that ``load_config`` reads back to an equal one; a None is left out."""
-    return dump_tables({item.name: vars(getattr(config, item.name)) for item in fields(config)})
+    tables = {item.name: vars(getattr(config, item.name)) for item in fields(config)}
+    if config.memory == MemoryConfig():
+        del tables["memory"]
+    return dump_tables(tables)

@@ -229,12 +229,13 @@ def _print_beginning(loop: Loop, directory: Path) -> None:
     device = next(iter(model.parameters())).device
     slots = config.stream.num_slots or 2
     more = ", later more," if config.stream.num_slots is None and config.stream.device_memory else ""
+    on_disk = f", {amount(sum(held.disk_bytes.values()))} on disk" if held.disk_bytes else ""
     learnt = f" ({data.count_learnt('train'):,} of them learnt)" if data.targets else ""
     left = f"steps {loop.step + 1} to {config.run.steps}" if loop.step else f"{config.run.steps} steps"
     print(
         f"{config.run.name}: {sum(p.numel() for p in model.parameters()):,} parameters, of which the device "
         f"({device.type}) holds {slots} layers{more} at a time: {amount(held.device_bytes_now)} there, "
-        f"{amount(sum(held.host_bytes.values()))} in host memory\n"
+        f"{amount(sum(held.host_bytes.values()))} in host memory{on_disk}\n"
         f"data: {data.train.numel():,} {data.unit}s to train on{learnt}, {data.val.numel():,} to validate; "
         f"{data.unit} frequencies alone give {data.unigram_entropy():.3f} nats per {data.unit}\n"
         f"{left} of {config.data.batch_size} x {config.data.context} tokens, to {directory}"

@@ -31,6 +31,8 @@ class Lane(enum.Enum):
     H2D = "h2d", "copy"  # host to device copies
     D2H = "d2h", "copy"  # device to host copies
     HOST = "host", "host"  # work on host memory: updates, accumulation, norms
+    DISK_READ = "disk_read", "disk"  # disk to host memory
+    DISK_WRITE = "disk_write", "disk"  # host memory to disk
 
     group: str
 
@@ -48,6 +50,8 @@ class Lane(enum.Enum):
 WORKER_LANES: tuple[Lane, ...] = tuple(lane for lane in Lane if lane is not Lane.COMPUTE)
 #: The lanes that copy between host and device.
 COPIES: tuple[Lane, ...] = tuple(lane for lane in WORKER_LANES if lane.group == Lane.H2D.group)
+#: The lanes between disk and host memory: from disk, and to disk.
+DISKS: tuple[Lane, Lane] = Lane.DISK_READ, Lane.DISK_WRITE
 
 
 class Span(NamedTuple):

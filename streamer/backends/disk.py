@@ -38,6 +38,7 @@ import torch
 
 from streamer.backends.base import Lane, Process
 from streamer.backends.direct_io import ScratchFile, System, too_full
+from streamer.backends.host_memory import mapped
 from streamer.backends.thread import HostEvent, Worker
 from streamer.errors import DiskError, warn
 
@@ -387,6 +388,29 @@ class Scratch:
                     stop()
                     at_rest = changed.wait_for(lambda: not moving)
             raise
+
+
+class Disks:
+    """The folders that scratch files are made in, and memory that extents are read into."""
+
+    def __init__(
+        self,
+        folders: Sequence[str | os.PathLike[str]],
+        scratch: Callable[[Sequence[str | os.PathLike[str]]], Scratch] = Scratch,
+    ) -> None:
+        """``scratch`` makes scratch files in folders. Raises DiskError for a folder that cannot be used."""
+        self._folders = folders
+        self._scratch = scratch
+        scratch(folders).close()
+
+    def open(self) -> Scratch:
+        """New scratch files."""
+        return self._scratch(self._folders)
+
+    @staticmethod
+    def buffer(nbytes: int) -> torch.Tensor:
+        """Memory that no forked process shares."""
+        return mapped(nbytes, in_forks=False)
 
 
 def _judge(files: Sequence[ScratchFile], *, refuse: bool) -> None:

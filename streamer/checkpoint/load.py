@@ -69,6 +69,8 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | 
             skipped_steps = files.decoded(values["model"]["skipped_steps"], int)
             load_optimizer = _optimizer_loader(files, optimizer)
         executor.wait_for_saving()
+        # a step that has failed (on a disk, say) is made good by what is loaded
+        executor.forget_failures()
         executor.synchronize()
         load_optimizer()
         _load_weights(files, executor)
@@ -252,8 +254,7 @@ def _check_moments(files: _Files, optimizer: AdamW, held_in: torch.dtype) -> Non
             continue
         for purpose in MOMENTS[held_in]:
             name = f"{home.slice.param.name}.{purpose.name}"
-            meta = torch.empty(purpose.numel(home.unit.layout), device="meta")
-            shape = tuple(purpose.part(home.slice, meta).shape)
+            shape = purpose.shape(home.slice)
             entry = entries.get(name)
             if entry is None or (entry.dtype, entry.shape) != (DTYPES[purpose.dtype], shape):
                 file = files.path / files.names[OPTIMIZER].get(name, NAME)
@@ -284,9 +285,10 @@ def _load_adamw(files: _Files, optimizer: AdamW, options: list[dict[str, Any]], 
 def _load_weights(files: _Files, executor: Executor) -> None:
     for unit in (*executor.units, executor.root):
         shard = executor.shard(unit)
-        for slice in unit.layout.slices:
-            values = files.read(WEIGHTS, slice.param.name)
-            executor.backend.on_host(partial(shard.load, slice, values))
+        with executor.store.weights_in(shard):
+            for slice in unit.layout.slices:
+                values = files.read(WEIGHTS, slice.param.name)
+                executor.backend.on_host(partial(shard.load, slice, values))
         executor.weights.replaced(unit)
 
 

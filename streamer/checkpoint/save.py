@@ -27,7 +27,7 @@ from streamer.engine.paging.unit import Unit
 from streamer.engine.tensors.guarded import as_plain
 from streamer.memory.host import HostShard
 from streamer.memory.layout import Slice
-from streamer.memory.purposes import MOMENTS
+from streamer.memory.purposes import MOMENTS, Purpose
 from streamer.optim.adamw import AdamW
 from streamer.optim.state import check_owner
 from streamer.version import __version__
@@ -83,7 +83,9 @@ def save(
     nbytes = content.nbytes(units)
     by_index = {unit.index: unit for unit in units}
     shards = {unit.index: executor.shard(unit) for unit in units}
-    handover: Handover[int, HostShard] = Handover(shards, most_copies=MOST_COPIES)
+    # a copy would bring what is on disk back into memory: updates of those units wait until they are read
+    most_copies = 0 if any(shard.uses_disk for shard in shards.values()) else MOST_COPIES
+    handover: Handover[int, HostShard] = Handover(shards, most_copies=most_copies)
 
     def write() -> None:
         try:
@@ -139,7 +141,7 @@ class _Content:
     def of_unit(self, unit: Unit, shard: HostShard, *, on_host: bool) -> Files:
         """A unit's files from ``shard``, its own or a copy; kernels run if ``on_host``, on the HOST lane."""
         moments = [
-            Piece.of(f"{slice.param.name}.{purpose.name}", purpose.part(slice, shard[purpose]))
+            _moment(slice, purpose, shard)
             for slice in self.moments.get(unit.index, ())
             for purpose in MOMENTS[self.state_dtype]
         ]
@@ -212,13 +214,23 @@ def file_name(kind: str, unit: Unit | None = None) -> str:
 def _weight(slice: Slice, shard: HostShard, backend: Backend | None) -> Piece:
     """The whole of a parameter. Kernels make its master on the HOST lane of ``backend``, if that is given;
     else PyTorch does, on the thread that asks."""
-    weight = slice.view(shard.weight)
-    if not slice.param.trainable or weight.dtype == torch.float32:
-        return Piece.of(slice.param.name, weight)
+    if not slice.param.trainable or slice.dtype == torch.float32:
+        if shard.is_out:
+            return Piece(slice.param.name, slice.dtype, slice.param.shape, partial(shard.weight_of, slice))
+        return Piece.of(slice.param.name, slice.view(shard.weight))
     read: Callable[[], torch.Tensor] = partial(shard.joined, slice)
     if backend is not None:
         read = partial(backend.on_host, partial(shard.exact, slice))
     return Piece(slice.param.name, torch.float32, slice.param.shape, read)
+
+
+def _moment(slice: Slice, purpose: Purpose, shard: HostShard) -> Piece:
+    """A parameter's part of its moments, read from disk when its turn comes if it is there."""
+    name = f"{slice.param.name}.{purpose.name}"
+    if not shard.is_on_disk(purpose):
+        return Piece.of(name, purpose.part(slice, shard[purpose]))
+    shape = purpose.shape(slice)
+    return Piece(name, purpose.dtype, shape, partial(shard.part, purpose, slice))
 
 
 @as_plain

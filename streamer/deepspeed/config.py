@@ -154,9 +154,11 @@ def from_deepspeed_config(
     """Read a config in DeepSpeed's JSON: a file or a dict.
 
     Optimizer and schedule, clipping, batch sizes, loss scale and dtype become arguments. Parameters and
-    optimizer state are in host memory always, as with ``offload_param`` and ``offload_optimizer``. Every
-    other key that asks for something is named in a warning of one line: first those that may change the
-    result, then those that have no effect here.
+    optimizer state are in host memory, as with ``offload_param`` and ``offload_optimizer``. Where one of the
+    two has ``device`` "nvme", its ``nvme_path`` becomes `wrap`'s ``disk``, for what host memory has no room
+    for (or ``host_memory``, which no config says: give it to `wrap`); of two paths, both. Every other key
+    that asks for something is named in a warning of one line: first those that may change the result, then
+    those that have no effect here.
 
     The keyword arguments are what the training loop knows and the Hugging Face Trainer fills in: they stand
     for ``"auto"`` and for what the config leaves open, and must not contradict what it says. ``dtype``
@@ -332,6 +334,9 @@ def _batch(values: Values, micro: int | None, accumulation: int | None) -> tuple
 
 def _wrap_arguments(values: Values, dtype: torch.dtype | None) -> dict[str, Any]:
     arguments: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+    folders = values.folders()
+    if folders:
+        arguments["disk"] = folders[0] if len(folders) == 1 else folders
     summed = values.get("data_types.grad_accum_dtype")
     if summed is None:
         return arguments

@@ -69,6 +69,9 @@ READ = {
         '"fp32", "bf16" or "fp16"', lambda x: isinstance(x, str) and x in _SUMMED, _SUMMED.get
     ),
 }
+#: Tables that say where something is, and may say a folder of a drive.
+OFFLOADS = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
+READ |= {f"{table}.nvme_path": _TEXT for table in OFFLOADS}
 #: What streamer does always, by the key that asks for it: no other value is honoured.
 ALWAYS = {
     "optimizer.params.fp32_optimizer_states": True,
@@ -157,11 +160,27 @@ class Values:
 
     def not_honoured(self) -> list[str]:
         """Keys that are given and change nothing here."""
-        return [
-            key
-            for key, value in self.given.items()
-            if key not in READ and not (key in ALWAYS and value in (AUTO, ALWAYS[key]))
-        ]
+        return [key for key, value in self.given.items() if not self._is_honoured(key, value)]
+
+    def _is_honoured(self, key: str, value: Any) -> bool:
+        table, _, name = key.rpartition(".")
+        if table in OFFLOADS and name in ("device", "nvme_path") and self.is_on_nvme(table):
+            return True
+        return (key in READ and name != "nvme_path") or (key in ALWAYS and value in (AUTO, ALWAYS[key]))
+
+    def is_on_nvme(self, table: str) -> bool:
+        """Whether ``table``, one of `OFFLOADS`, asks for a drive."""
+        return bool(self.given.get(f"{table}.device") == "nvme")
+
+    def folders(self) -> list[str]:
+        """The folders of drives that are asked for. Raises ValueError where a table names none."""
+        found = []
+        for table in filter(self.is_on_nvme, OFFLOADS):
+            path = self.get(f"{table}.nvme_path")
+            if path is None:
+                raise ValueError(f'{table}.device is "nvme": give a folder of the drive as {table}.nvme_path')
+            found.append(path)
+        return list(dict.fromkeys(found))
 
 
 def unanswered(key: str, name: str) -> ValueError:

@@ -6,7 +6,9 @@ pinned in no time, thousands of small ones are not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Protocol
 
@@ -14,14 +16,26 @@ import torch
 
 import streamer_native as native
 from streamer.memory.layout import Layout, Slice
+from streamer.memory.on_disk import (
+    RING,
+    WEIGHT_BUFFERS,
+    Chunk,
+    Disk,
+    StateOnDisk,
+    WeightsOnDisk,
+    chunks_of,
+)
 from streamer.memory.purposes import (
     ALL_MOMENTS,
     GRADIENTS,
+    MASTERING,
     MASTERS,
     MODEL,
     REMAINDERS,
     STAGING,
+    STATE_RING,
     SUMS,
+    WEIGHT_RING,
     WEIGHTS,
     Purpose,
 )
@@ -34,6 +48,23 @@ class Allocate(Protocol):
     """What gives a `HostStore` its memory: see `Backend.host_buffer`."""
 
     def __call__(self, nbytes: int, *, pinned: bool) -> torch.Tensor: ...
+
+
+class Scratch(Disk, Protocol):
+    """Extents that come into being together: see `streamer.backends.disk.Scratch`."""
+
+    def allocate(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Disks(Protocol):
+    """The folders that `wrap` was given. `open` makes scratch files there, `buffer` memory that they can be
+    read into."""
+
+    def open(self) -> Scratch: ...
+
+    def buffer(self, nbytes: int) -> torch.Tensor: ...
 
 
 @cache
@@ -52,17 +83,34 @@ class HostShard:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.held: dict[str, torch.Tensor] = {}
+        #: the optimizer's state that is not held in memory, if any
+        self.disk: StateOnDisk | None = None
+        #: where the weights are that are not held in memory, or have been
+        self.weights_on_disk: WeightsOnDisk | None = None
         #: called before what is held changes, by an update say
         self.before_change: Callable[[], None] | None = None
 
     def __getitem__(self, purpose: Purpose) -> torch.Tensor:
-        """The piece for ``purpose``, empty if the unit holds none."""
+        """The piece for ``purpose`` in memory, empty if the unit holds none."""
         piece = self.held.get(purpose.name)
+        assert piece is not None or not self.is_on_disk(purpose), "to be read by `part`"
         return _nothing(purpose.dtype) if piece is None else piece
 
     @property
     def weight(self) -> torch.Tensor:
-        return self[WEIGHTS]
+        piece = self.held.get(WEIGHTS.name)
+        assert piece is not None or self.weights_on_disk is None, "they are on disk"
+        return _nothing(WEIGHTS.dtype) if piece is None else piece
+
+    @property
+    def uses_disk(self) -> bool:
+        """Whether anything of the unit has its place on disk."""
+        return self.disk is not None or self.weights_on_disk is not None
+
+    @property
+    def is_out(self) -> bool:
+        """Whether the weights are on disk and nowhere else."""
+        return self.weights_on_disk is not None and WEIGHTS.name not in self.held
 
     @property
     def gradient(self) -> torch.Tensor:
@@ -72,18 +120,71 @@ class HostShard:
     def sums(self) -> torch.Tensor:
         return self[SUMS]
 
+    def has(self, purpose: Purpose) -> bool:
+        """Whether there is room for ``purpose``, in its dtype."""
+        if self.disk is not None and (held := self.disk.find(purpose.name)) is not None:
+            return held == purpose
+        piece = self.held.get(purpose.name)
+        return piece is not None and piece.dtype == purpose.dtype
+
+    def is_on_disk(self, purpose: Purpose) -> bool:
+        """Whether the unit's piece for ``purpose`` is on disk."""
+        return self.disk is not None and self.disk.holds(purpose.name)
+
+    def part(self, purpose: Purpose, slice: Slice) -> torch.Tensor:
+        """A parameter's part of the piece for ``purpose``: a view, or a copy of what is on disk."""
+        if self.disk is None or not self.disk.holds(purpose.name):
+            return purpose.part(slice, self[purpose])
+        values = self.disk.read(purpose, purpose.range(slice))
+        return values if purpose.part is Slice.blocks else values.view(slice.param.shape)
+
+    def set_part(self, purpose: Purpose, slice: Slice, values: torch.Tensor) -> None:
+        """Set a parameter's part of the piece for ``purpose``."""
+        if self.disk is None or not self.disk.holds(purpose.name):
+            purpose.part(slice, self[purpose]).copy_(values)
+        else:
+            self.disk.write(purpose, purpose.range(slice), values.to(purpose.dtype))
+
+    def weight_of(self, slice: Slice) -> torch.Tensor:
+        """A parameter's weight: a view, or a copy of what is on disk."""
+        if self.weights_on_disk is None or not self.is_out:
+            return slice.view(self.weight)
+        return self.weights_on_disk.read(slice)
+
+    def bring_in(self, allocate: Callable[[int], torch.Tensor], *, read: bool = True) -> None:
+        """Have weights on disk in memory of their own; without ``read`` all of them are to be set there."""
+        assert self.weights_on_disk is not None, "they are in memory"
+        buffer = allocate(self.weights_on_disk.padded_bytes)
+        if read:
+            self.weights_on_disk.read_all(buffer)
+        self._brought = buffer
+        self.held[WEIGHTS.name] = buffer[: self.layout.nbytes].data
+
+    def send_out(self, *, write: bool) -> None:
+        """Let go of what `bring_in` has brought, written back to disk if ``write``."""
+        assert self.weights_on_disk is not None, "they are in memory"
+        if write:
+            self.weights_on_disk.write_all(self._brought)
+        del self._brought, self.held[WEIGHTS.name]
+
     def load(self, slice: Slice, values: torch.Tensor) -> None:
         """Set the weight, and the exact fp32 master where the parameter is trained, from ``values``."""
         weight = slice.view(self.weight)
-        if not slice.param.trainable or weight.dtype == torch.float32 or values.dtype == weight.dtype:
+        if not slice.param.trainable or slice.dtype == torch.float32 or values.dtype == slice.dtype:
             weight.copy_(values)
             self.rebase(slice)
             return
         exact = values.to(torch.float32).contiguous()
         if weight.dtype == torch.bfloat16:
-            native.split(array(exact), array(weight), array(slice.state(self[REMAINDERS])))
+            on_disk = self.is_on_disk(REMAINDERS)
+            remainder = (
+                torch.empty(slice.numel, dtype=torch.uint16) if on_disk else slice.state(self[REMAINDERS])
+            )
+            native.split(array(exact), array(weight), array(remainder))
+            if on_disk:
+                self.set_part(REMAINDERS, slice, remainder)
         else:
-            slice.state(self[MASTERS]).copy_(exact)
+            self.set_part(MASTERS, slice, exact)
             weight.copy_(exact)
 
     def rebase(self, slice: Slice) -> None:
@@ -91,33 +192,38 @@ class HostShard:
         if not slice.param.trainable:
             return
         if slice.param.dtype == torch.bfloat16:
-            slice.state(self[REMAINDERS].view(torch.int16)).fill_(EXACT_REMAINDER - (1 << 16))
+            if self.is_on_disk(REMAINDERS):
+                exact = torch.full((slice.numel,), EXACT_REMAINDER, dtype=torch.int32).to(torch.uint16)
+                self.set_part(REMAINDERS, slice, exact)
+            else:
+                slice.state(self[REMAINDERS].view(torch.int16)).fill_(EXACT_REMAINDER - (1 << 16))
         elif slice.param.dtype == torch.float16:
-            slice.state(self[MASTERS]).copy_(slice.view(self.weight))
+            self.set_part(MASTERS, slice, slice.view(self.weight))
 
     def exact(self, slice: Slice) -> torch.Tensor:
         """A copy of the parameter in full precision: fp32 where it is trained, else as it is."""
-        weight = slice.view(self.weight)
+        weight = self.weight_of(slice)
         if not slice.param.trainable or weight.dtype == torch.float32:
             return weight.clone()
         if weight.dtype == torch.float16:
-            return slice.state(self[MASTERS]).clone()
+            return self.part(MASTERS, slice).clone()
         exact = torch.empty(slice.param.shape, dtype=torch.float32)
-        native.join(array(weight), array(slice.state(self[REMAINDERS])), array(exact))
+        native.join(array(weight), array(self.part(REMAINDERS, slice)), array(exact))
         return exact
 
     def joined(self, slice: Slice) -> torch.Tensor:
         """`exact` by PyTorch: on any thread, where kernels run on the HOST lane only, and slower."""
-        weight = slice.view(self.weight)
-        if weight.dtype != torch.bfloat16 or not slice.param.trainable:
+        if slice.dtype != torch.bfloat16 or not slice.param.trainable:
             return self.exact(slice)
+        weight = self.weight_of(slice)
         # wraps around, as the kernel's unsigned arithmetic does
         high = weight.contiguous().view(torch.int16).to(torch.int32) << 16
-        low = slice.state(self[REMAINDERS].view(torch.int16)).to(torch.int32) & 0xFFFF
+        low = self.part(REMAINDERS, slice).view(torch.int16).to(torch.int32) & 0xFFFF
         return ((high | low) - EXACT_REMAINDER).view(torch.float32)
 
     def copy(self) -> HostShard:
         """The weights, what makes them masters and the optimizer's state, in memory of their own."""
+        assert not self.uses_disk, "that would bring back what memory has no room for"
         copy = HostShard(self.layout)
         kept = {purpose.name for purpose in (*MODEL, *ALL_MOMENTS)}
         copy.held = {name: piece.clone() for name, piece in self.held.items() if name in kept}
@@ -128,6 +234,39 @@ class HostShard:
         if self.before_change is not None:
             self.before_change()
 
+    @property
+    def range(self) -> range:
+        """The elements of the unit's state that an update of this shard is for: all."""
+        return range(self.layout.state_numel)
+
+    def begin(self, purpose: Purpose) -> int:
+        """The element (or block) of the unit with which the piece for ``purpose`` begins."""
+        return 0
+
+
+class Window(HostShard):
+    """A shard of which some is on disk, as an update sees it: with ``pieces``, by the name of their purpose,
+    that are in memory for now. Those of the state are of one ``chunk``. The rest is that of ``whole``."""
+
+    def __init__(
+        self, whole: HostShard, pieces: Mapping[str, torch.Tensor], chunk: Chunk | None = None
+    ) -> None:
+        super().__init__(whole.layout)
+        self.held = {**whole.held, **pieces}
+        self._whole, self._chunk, self._pieces = whole, chunk, pieces
+
+    def about_to_change(self) -> None:
+        self._whole.about_to_change()
+
+    @property
+    def range(self) -> range:
+        return super().range if self._chunk is None else range(self._chunk.start, self._chunk.stop)
+
+    def begin(self, purpose: Purpose) -> int:
+        if self._chunk is None or purpose.name not in self._pieces:
+            return 0
+        return self._chunk.range(purpose).start
+
 
 def array(tensor: torch.Tensor) -> Any:
     """A contiguous tensor as the flat NumPy array that the kernels take: bf16 as its bits in uint16."""
@@ -136,36 +275,119 @@ def array(tensor: torch.Tensor) -> Any:
 
 
 class HostStore:
-    """The host buffers of all units, by purpose."""
+    """The host buffers of all units, by purpose, and what is on disk in their place."""
 
     def __init__(
         self,
         layouts: Sequence[Layout],
         allocate: Allocate,
         reserve: Callable[[int], torch.Tensor] | None = None,
+        *,
+        disks: Disks | None = None,
+        on_disk: Collection[int] = (),
+        weights_on_disk: Collection[int] = (),
     ) -> None:
         """With ``reserve`` (see `Backend.host_reserve`), what a model takes beside its gradients takes memory
-        as it is written, and is to be pinned by `pin` when all of it is."""
+        as it is written, and is to be pinned by `pin` when all of it is. What makes masters of their weights
+        goes to ``disks`` for the units at the positions ``on_disk``, the weights for ``weights_on_disk``.
+        """
         self.shards = [HostShard(layout) for layout in layouts]
         self._allocate = allocate
+        self.disks = disks
         self._buffers: dict[str, torch.Tensor] = {}
+        self._scratch: dict[str, Scratch] = {}
+        self._ring: list[torch.Tensor] | None = None
+        self._reserve(MASTERING, [self.shards[index] for index in sorted(on_disk)])()
+        #: buffers that weights on disk pass through
+        self.weight_ring = self._put_weights_on_disk([self.shards[index] for index in weights_on_disk])
         for purpose in MODEL:
-            nbytes = sum(purpose.nbytes(layout) for layout in layouts)
+            elsewhere = weights_on_disk if purpose is WEIGHTS else on_disk
+            shards = [shard for index, shard in enumerate(self.shards) if index not in elsewhere]
+            nbytes = sum(purpose.nbytes(shard.layout) for shard in shards)
             buffer = reserve(nbytes) if reserve else allocate(nbytes, pinned=purpose.pinned)
-            self._deal(purpose, buffer, self.shards)
+            self._deal(purpose, buffer, shards)
 
     def pin(self, pin: Callable[[torch.Tensor], None]) -> None:
         """Let ``pin`` make those of the model's buffers that are copied to the device ready for that."""
         for purpose in MODEL:
             if purpose.pinned:
                 pin(self._buffers[purpose.name])
+        if WEIGHT_RING in self._buffers:
+            pin(self._buffers[WEIGHT_RING])
 
-    def add(self, purposes: Iterable[Purpose], *, only: Sequence[HostShard] | None = None) -> None:
-        """Give every shard (or ``only`` these) a zeroed piece for each of ``purposes``."""
-        shards = self.shards if only is None else only
+    def add(
+        self,
+        purposes: Iterable[Purpose],
+        *,
+        only: Sequence[HostShard] | None = None,
+        on_disk: Collection[int] = (),
+        in_place_of: Iterable[Purpose] = (),
+    ) -> None:
+        """Give every shard (or ``only`` these) a zeroed piece for each of ``purposes``: the shards at the
+        positions ``on_disk`` there, the others in memory. What is held for ``in_place_of`` is dropped.
+
+        Raises DiskError, before anything is changed, where a disk has no room beside what is dropped.
+        """
+        purposes = list(purposes)
+        add_on_disk = self._reserve(purposes, [self.shards[index] for index in sorted(on_disk)])
+        self.drop(in_place_of)
+        add_on_disk()
+        shards = [shard for index, shard in enumerate(self.shards) if index not in on_disk]
         for purpose in purposes:
-            nbytes = sum(purpose.nbytes(shard.layout) for shard in shards)
-            self._deal(purpose, self._allocate(nbytes, pinned=purpose.pinned), shards)
+            among = shards if only is None else only
+            nbytes = sum(purpose.nbytes(shard.layout) for shard in among)
+            self._deal(purpose, self._allocate(nbytes, pinned=purpose.pinned), among)
+
+    def _reserve(self, purposes: Sequence[Purpose], shards: Sequence[HostShard]) -> Callable[[], None]:
+        """Allocate room on disk; the returned function gives it to ``shards``."""
+        if not shards:
+            return lambda: None
+        assert self.disks is not None, "no disk was given"
+        scratch = self.disks.open()
+        try:
+            number = 0
+            states = []
+            for shard in self.shards:
+                chunks = chunks_of(shard.layout, first_number=number)
+                number += len(chunks)
+                if shard in shards:
+                    states.append(shard.disk or StateOnDisk(shard.layout, chunks, self.disks.buffer))
+            places = [
+                (state, purpose, state.extents(purpose, scratch)) for purpose in purposes for state in states
+            ]
+            scratch.allocate()
+        except BaseException:
+            scratch.close()
+            raise
+
+        def add() -> None:
+            for shard, state in zip(shards, states, strict=True):
+                shard.disk = state
+            for state, purpose, extents in places:
+                state.add(purpose, scratch, extents)
+            self._ring = None
+            self._scratch |= {purpose.name: scratch for purpose in purposes}
+
+        return add
+
+    def _put_weights_on_disk(self, shards: Sequence[HostShard]) -> list[torch.Tensor]:
+        if not shards:
+            return []
+        assert self.disks is not None, "no disk was given"
+        scratch = self.disks.open()
+        try:
+            for shard in shards:
+                shard.weights_on_disk = WeightsOnDisk(shard.layout.nbytes, scratch, self.disks.buffer)
+            scratch.allocate()
+        except BaseException:
+            scratch.close()
+            raise
+        self._scratch[WEIGHTS.name] = scratch
+        nbytes = max(
+            shard.weights_on_disk.padded_bytes for shard in shards if shard.weights_on_disk is not None
+        )
+        self._buffers[WEIGHT_RING] = self.disks.buffer(WEIGHT_BUFFERS * nbytes)
+        return list(self._buffers[WEIGHT_RING].split(nbytes))
 
     def _deal(self, purpose: Purpose, buffer: torch.Tensor, shards: Sequence[HostShard]) -> None:
         """Let each of ``shards`` have its piece of ``buffer``."""
@@ -176,12 +398,8 @@ class HostStore:
             shard.held[purpose.name] = piece.view(purpose.dtype)[: purpose.numel(shard.layout)].data
 
     def holds(self, purposes: Iterable[Purpose]) -> bool:
-        """Whether there is a buffer for each of ``purposes``, in its dtype."""
-        return all(
-            (piece := shard.held.get(purpose.name)) is not None and piece.dtype == purpose.dtype
-            for purpose in purposes
-            for shard in self.shards
-        )
+        """Whether there is room for each of ``purposes``, in its dtype."""
+        return all(shard.has(purpose) for purpose in purposes for shard in self.shards)
 
     def drop(self, purposes: Iterable[Purpose]) -> None:
         """Free the buffers for ``purposes``. Not for pinned buffers: the backend has them registered."""
@@ -191,18 +409,82 @@ class HostStore:
             self._buffers.pop(purpose.name, None)
             for shard in self.shards:
                 shard.held.pop(purpose.name, None)
+                if shard.disk is not None:
+                    shard.disk.drop(purpose)
+            self._close_unused(self._scratch.pop(purpose.name, None))
+
+    def _close_unused(self, scratch: Scratch | None) -> None:
+        if scratch is not None:
+            self._ring = None
+            if scratch not in self._scratch.values():
+                scratch.close()
 
     def drop_all(self) -> None:
-        """Give up every buffer."""
+        """Give up every buffer, and what is on disk."""
         self._buffers.clear()
+        self._ring = None
         for shard in self.shards:
             shard.held.clear()
+            shard.disk = shard.weights_on_disk = None
+        self.close_disks()
+
+    @contextmanager
+    def weights_in(self, shard: HostShard) -> Iterator[None]:
+        """Inside the block weights of ``shard`` that are on disk are in memory. All of them are to be set
+        there, and are written to disk at its end."""
+        if not shard.is_out:
+            yield
+            return
+        shard.bring_in(self.disk_buffer, read=False)
+        whole = False
+        try:
+            yield
+            whole = True
+        finally:
+            shard.send_out(write=whole)
+
+    def disk_buffer(self, nbytes: int) -> torch.Tensor:
+        """Memory that can be read into from disk."""
+        assert self.disks is not None, "no disk was given"
+        return self.disks.buffer(nbytes)
+
+    def close_disks(self) -> None:
+        """Give up what is on disk, which nobody may read any more."""
+        for scratch in self._scratch.values():
+            scratch.close()
+        self._scratch.clear()
 
     def staging(self, count: int, nbytes: int) -> list[torch.Tensor]:
         """``count`` buffers of ``nbytes`` for gradients that are used up when they have landed."""
         self._buffers[STAGING] = self._allocate(count * nbytes, pinned=True)
         return list(self._buffers[STAGING].split(nbytes)) if nbytes else []
 
+    def ring(self) -> list[torch.Tensor]:
+        """The buffers that chunks of the state on disk pass through, made when they are first asked for and
+        when what is on disk has changed."""
+        if self._ring is None:
+            self._buffers.pop(STATE_RING, None)
+            sizes = [shard.disk.ring_bytes() for shard in self.shards if shard.disk is not None]
+            assert sizes and self.disks is not None, "something is on disk"
+            self._buffers[STATE_RING] = self.disks.buffer(RING * max(sizes))
+            self._ring = list(self._buffers[STATE_RING].split(max(sizes)))
+        return self._ring
+
     def bytes_by_purpose(self) -> dict[str, int]:
-        """Bytes allocated, by purpose; purposes that take none are left out."""
+        """Bytes of host memory allocated, by purpose; purposes that take none are left out."""
         return {purpose: buffer.numel() for purpose, buffer in self._buffers.items() if buffer.numel()}
+
+    def on_disk(self) -> list[Purpose]:
+        """The purposes of which some unit's piece is on disk."""
+        found = {p for shard in self.shards if shard.disk is not None for p in shard.disk.purposes()}
+        return [*found]
+
+    def disk_bytes_by_purpose(self) -> dict[str, int]:
+        """Bytes on disk, by purpose."""
+        found: Counter[str] = Counter()
+        for shard in self.shards:
+            if shard.disk is not None:
+                found += shard.disk.bytes_by_purpose()
+            if shard.weights_on_disk is not None:
+                found[WEIGHTS.name] += shard.weights_on_disk.padded_bytes
+        return dict(found)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from streamer.memory.layout import Layout, Slice
+from streamer.memory.layout import Layout, Slice, num_blocks
 
 #: Every shard starts at a multiple of this many bytes in its buffer, as every parameter does in a shard.
 SHARD_ALIGN = 64
@@ -23,6 +23,16 @@ class Purpose:
     numel: Callable[[Layout], int]
     part: Callable[[Slice, torch.Tensor], torch.Tensor] = Slice.state
     pinned: bool = False
+
+    def range(self, slice: Slice) -> range:
+        """Where a parameter's elements (or blocks) lie in a unit's flat buffer of optimizer state."""
+        if self.part is Slice.blocks:
+            return range(slice.block, slice.block + num_blocks(slice.numel))
+        return range(slice.index, slice.index + slice.numel)
+
+    def shape(self, slice: Slice) -> tuple[int, ...]:
+        """The shape of a parameter's part."""
+        return (num_blocks(slice.numel),) if self.part is Slice.blocks else slice.param.shape
 
     def nbytes(self, layout: Layout) -> int:
         """Bytes that a unit takes, padding included."""
@@ -55,14 +65,22 @@ GRADIENTS = Purpose("gradients", torch.uint8, lambda layout: layout.grad_nbytes,
 SUMS = Purpose("gradient sums", FP32, _state_of(BF16, FP16), pinned=True)  # the root's come as sums
 #: Gradients that have left the device and are used up at once: a ring of buffers, each for any layer's.
 STAGING = "gradient staging"
+#: Buffers that optimizer state on disk passes through when it is updated.
+STATE_RING = "ring of state on disk"
+#: Buffers that weights on disk pass through on their way to the device.
+WEIGHT_RING = "ring of weights on disk"
+#: Weights on disk that the user's code has asked for.
+ASKED_FOR = "weights asked for"
 #: What layers have saved for backward and paged out.
 SAVED_INPUTS = "saved inputs"
 
 #: What is copied to or from the device, and page-locked where that is a GPU.
-PINNED = frozenset({WEIGHTS.name, GRADIENTS.name, SUMS.name, STAGING, SAVED_INPUTS})
+PINNED = frozenset({WEIGHTS.name, GRADIENTS.name, SUMS.name, STAGING, SAVED_INPUTS, WEIGHT_RING})
 
+#: What makes exact masters of the weights.
+MASTERING = (REMAINDERS, MASTERS)
 #: What a model takes beside its gradients.
-MODEL = (WEIGHTS, REMAINDERS, MASTERS)
+MODEL = (WEIGHTS, *MASTERING)
 #: Adam's moments by how they are kept; in 8 bits with one scale for every block of 256 elements.
 MOMENTS = {
     FP32: (Purpose("exp_avg", FP32, _state), Purpose("exp_avg_sq", FP32, _state)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import hashlib
+import math
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from tqdm import tqdm
 from streamer.backends.base import Backend
 from streamer.backends.host_memory import file_mappings, give_back_freed
 from streamer.engine.paging.unit import Unit
+from streamer.errors import DiskError, shortened, warn
 from streamer.memory.host import HostShard, HostStore
 from streamer.plan.room import Room
 from streamer.plan.step_plan import context_bytes
@@ -276,17 +278,22 @@ class MoveIn:
         if self._initialise is not None:
             self._initialise(unit)
         virtual = self._backend.device.type == "meta"
-        for slice, param in unit.placed():
-            if not virtual:
-                # the copy from a GPU runs on the caller's own stream, so after what has written the weights
-                self._backend.on_host(partial(shard.load, slice, param.detach().cpu()))
+        if not virtual:
+            with self._store.weights_in(shard):
+                for slice, param in unit.placed():
+                    # a copy from a GPU runs on the caller's own stream, so after what has written them
+                    self._backend.on_host(partial(shard.load, slice, param.detach().cpu()))
         self._moved.append(unit)
         for slice, param in unit.placed():
             param.grad = None
             if slice.param.trainable:
                 param.grad_dtype = None  # the gradient may have the parameter's dtype or fp32: [Note: sums]
             # the root unit's parameters, too, give up their storage; later they show the device's buffer
-            param.data = slice.own(shard.weight)
+            if shard.is_out:  # one number, of whatever shape, takes no memory
+                nothing = torch.tensor(math.nan, dtype=slice.dtype, device="meta" if virtual else "cpu")
+                param.data = nothing.expand(slice.param.shape)
+            else:
+                param.data = slice.own(shard.weight)
         for owner, name in unit.buffer_owners:
             if (buffer := owner._buffers[name]) is not None:
                 if buffer not in self._moved_buffers:
@@ -304,14 +311,23 @@ def take_out(
 ) -> None:
     """Give the parameters of ``unit`` storage of their own on the CPU, with the exact values of ``shard``
     rounded to ``dtypes``; those in ``moved``, to which user code has given other memory, keep their values.
-    Gradients are dropped, and the unit's buffers come to the CPU."""
+    Gradients are dropped, and the unit's buffers come to the CPU. Warns of masters that a disk has lost: such
+    parameters get the streamed values."""
+    inexact: list[str] = []
     for slice, param in unit.placed():
         param.grad = None
         if param in moved:
             param.data = param.data.cpu()
         elif backend.device.type != "meta":
-            param.data = backend.on_host(partial(shard.exact, slice))
+            try:
+                param.data = backend.on_host(partial(shard.exact, slice))
+            except DiskError as error:
+                param.data = shard.weight_of(slice).clone()
+                inexact.append(slice.param.name)
+                why = str(error)
         param.data = param.data.to(dtypes[param])
+    if inexact:
+        warn(f"{shortened(inexact)}: no more exact than as streamed, since fp32 masters are lost ({why})")
     for owner, name in unit.buffer_owners:
         if (buffer := owner._buffers.get(name)) is not None and not buffer.is_meta:
             owner._buffers[name] = buffer.cpu()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from os import PathLike
 
 import torch
 
 import streamer_native as native
+from streamer.backends.disk import Disks
 from streamer.engine.layer.call import CompileBackend
 from streamer.engine.layer.policies import POLICIES
 from streamer.engine.paging.unit import Unit
@@ -20,6 +22,9 @@ from streamer.plan.choice import Number
 
 #: One activation policy for all layers, one for each, or a function that gives one for a layer's index.
 Activations = str | Sequence[str] | Callable[[int], str]
+
+#: A folder, or several.
+Folders = str | PathLike[str] | Sequence[str | PathLike[str]]
 
 _KNOWN = ", ".join(map(repr, POLICIES))
 
@@ -40,6 +45,13 @@ class WrapOptions:
     init: Init | None
     compile: bool | CompileBackend
     device_memory: int | str | None
+    host_memory: int | str | None = None
+    disk: Folders | Disks | None = None
+
+    @property
+    def host_limit(self) -> int | None:
+        """``host_memory`` in bytes. Raises ValueError for what is no amount of memory."""
+        return parse_bytes("host_memory", self.host_memory)
 
     @property
     def device_limit(self) -> int | None:
@@ -138,6 +150,15 @@ def parse_bytes(name: str, given: int | str | None) -> int | None:
         what = "a number and its unit" if isinstance(given, str) else "it in bytes, or as a text"
         raise ValueError(f"{name}={given!r}: give {what} such as '16GiB'")
     return nbytes
+
+
+def folders_of(disk: Folders) -> list[str | PathLike[str]]:
+    """The folders that are meant by ``disk=``. Raises ValueError for anything else."""
+    folders = [disk] if isinstance(disk, str | PathLike) else disk
+    are_folders = isinstance(folders, Sequence) and all(isinstance(f, str | PathLike) for f in folders)
+    if not are_folders or not folders:
+        raise ValueError(f"disk={disk!r}: give a folder, or a list of folders on different drives")
+    return list(folders)
 
 
 def check_dtypes_for_backward(layouts: Iterable[Layout]) -> None:

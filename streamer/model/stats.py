@@ -15,7 +15,8 @@ from streamer.engine.paging.handle import wrapped
 
 @dataclass(frozen=True)
 class Stats:
-    """Bytes by purpose, seconds by lane (``"compute"``, ``"h2d"``, ``"d2h"``, ``"host"``), since `wrap`.
+    """Bytes by purpose, seconds by lane (``"compute"``, ``"h2d"``, ``"d2h"``, ``"host"``, ``"disk_read"``,
+    ``"disk_write"``), since `wrap`.
 
     ``device_bytes_now`` and ``device_bytes_peak`` are the buffers of the wrapped model and what its layers
     have saved for backward; on a GPU they are all that PyTorch has allocated there.
@@ -26,6 +27,7 @@ class Stats:
     """
 
     host_bytes: Mapping[str, int]
+    disk_bytes: Mapping[str, int]
     device_bytes: Mapping[str, int]
     device_bytes_now: int
     device_bytes_peak: int
@@ -46,6 +48,7 @@ def stats(model: nn.Module) -> Stats:
     now, peak = executor.memory.used()
     return Stats(
         host_bytes=executor.host_bytes(),
+        disk_bytes=executor.disk_bytes(),
         device_bytes=executor.device_bytes(),
         device_bytes_now=now,
         device_bytes_peak=peak,

@@ -13,22 +13,26 @@ from torch import nn
 
 import streamer_native as native
 from streamer.backends.base import Backend
+from streamer.backends.disk import Disks
 from streamer.engine.layer.call import Compiler
 from streamer.engine.layer.layer import StreamedLayer
 from streamer.engine.layer.micro_batches import micro_batches
 from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.handle import HANDLE, Wrapped, settle_in
+from streamer.memory.host import Disks as HostDisks
 from streamer.memory.host import HostStore
 from streamer.memory.purposes import GRADIENTS
 from streamer.model.guards import attach_guards
 from streamer.model.layers import find_layers
 from streamer.model.move_in import Initialiser, MoveIn, check_init, room_of
-from streamer.model.options import WrapOptions, check_dtypes_for_backward, policies
+from streamer.model.options import Folders, WrapOptions, check_dtypes_for_backward, folders_of, policies
 from streamer.model.units import cut_to_fit, make_units, refuse_micro_batches
 from streamer.model.unwrap import forget
 from streamer.optim.torch_optimizers import serve_other_optimizers
 from streamer.plan.choice import AUTO, Chosen
-from streamer.plan.ledger import least_moments, ledger
+from streamer.plan.ledger import OnDisk, least_moments, ledger, to_disk
+from streamer.simulate.backend import VirtualBackend
+from streamer.simulate.disks import VirtualDisks
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -45,7 +49,7 @@ def stream(
         options.check()
         num_slots, micro_batch_size = options.num_slots, options.micro_batch_size
         assert num_slots != AUTO and micro_batch_size != AUTO
-        limit, init = options.device_limit, options.init
+        limit, host_limit, init = options.device_limit, options.host_limit, options.init
         dtype = options.dtype
         units, root = make_units(model, find_layers(model, options.layers), dtype)
         run_as = policies(options.activations, units)
@@ -77,10 +81,22 @@ def stream(
         units, root = cut.units, cut.root
         slots = min(slots, len(units))
         planned = ledger(units, root, num_slots=slots, update_in_backward=in_backward)
-        replace(planned, host={**planned.host, **least_moments(units, root)}).check(
-            room, device_remedy=cut.remedy
+        disks, on_disk, moments = None, OnDisk(), least_moments(units, root)
+        if options.disk is not None:
+            disks, moments = _disks(backend, options.disk), {}
+            planned, on_disk = to_disk(planned, units, root, min(room.host, host_limit or room.host))
+        replace(planned, host={**planned.host, **moments}).check(
+            replace(room, host_limit=host_limit), device_remedy=cut.remedy
         )
-        store = HostStore([unit.layout for unit in (*units, root)], backend.host_buffer, backend.host_reserve)
+        store = HostStore(
+            [unit.layout for unit in (*units, root)],
+            backend.host_buffer,
+            backend.host_reserve,
+            disks=disks,
+            on_disk=on_disk.masters,
+            weights_on_disk=on_disk.weights,
+        )
+        undo.callback(store.close_disks)
         initialise = None if init is None or virtual else Initialiser(init, backend.device, units)
         move = MoveIn(backend, (*units, root), store, initialise)
         undo.callback(move.undo)
@@ -95,6 +111,7 @@ def stream(
             budget=limit if num_slots is None else None,
             sum_in_fp32=options.grad_dtype is not None,
             update_in_backward=in_backward,
+            host_limit=host_limit,
         )
         undo.callback(forget, model, executor)
         settle_in(executor)
@@ -110,12 +127,19 @@ def stream(
         undo.callback(take_off)
         end_service = serve_other_optimizers(executor)
         undo.callback(end_service)
-        close = weakref.finalize(model, _close, backend, end_service)
+        close = weakref.finalize(model, _close, backend, store, end_service)
         model.__dict__[HANDLE] = Wrapped(executor, planned, plain_dtypes, take_off, close, chosen)
         undo.pop_all()
     return model
 
 
-def _close(backend: Backend, end_service: Callable[[], None]) -> None:
+def _disks(backend: Backend, disk: Folders | Disks) -> HostDisks:
+    if isinstance(backend, VirtualBackend):
+        return VirtualDisks(backend)
+    return disk if isinstance(disk, Disks) else Disks(folders_of(disk))
+
+
+def _close(backend: Backend, store: HostStore, end_service: Callable[[], None]) -> None:
     end_service()
     backend.close()
+    store.close_disks()

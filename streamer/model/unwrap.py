@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from streamer.engine.disk.state import masters_of
 from streamer.engine.layer.outside_access import HAD
 from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.handle import HANDLE, home_of, settle_out, wrapped
-from streamer.engine.schedule import op as ops
 from streamer.engine.tensors.guarded import as_plain, plain_class
+from streamer.errors import DiskError, warn
 from streamer.memory.purposes import ALL_MOMENTS
 from streamer.memory.verdict import host, require
 from streamer.model.move_in import take_out
@@ -113,8 +114,14 @@ def unwrap(model: M) -> M:
     executor = handle.executor
     executor.wait_for_saving()
     units = (*executor.units, executor.root)
-    # not `synchronize`, which raises what a copy has raised: the host shards are whole without it
-    executor.issuer.wait(ops.shard(unit.index) for unit in units)
+    try:
+        # not `synchronize`, which raises what a copy has raised: the host shards are whole without it
+        executor.issuer.wait(
+            place for unit in units for place in masters_of(unit.index, executor.shard(unit))
+        )
+    except DiskError as error:
+        executor.forget_failures()
+        warn(f"the weights are as an update that failed has left them ({error})")
     for unit in units:
         executor.weights.end_flight(unit)
     moved = {param for unit in units for _, param in executor.weights.elsewhere(unit)}

@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from streamer.backends.base import Backend
+from streamer.backends.disk import Disks
 from streamer.backends.select import backend_for
 from streamer.engine.layer.call import CompileBackend
 from streamer.engine.paging.handle import home_of, wrapped_part
 from streamer.model.auto import choose_options
 from streamer.model.layers import Layers
 from streamer.model.move_in import Init
-from streamer.model.options import Activations, WrapOptions
+from streamer.model.options import Activations, Folders, WrapOptions
 from streamer.model.streaming import stream
 from streamer.plan.choice import AUTO, Number, may_be_auto
 from streamer.simulate.machine import Machine
@@ -41,6 +42,8 @@ def wrap(
     init: Init | None = None,
     compile: bool | CompileBackend = False,
     device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    disk: Folders | Disks | None = None,
     example: object = None,
     machine: Machine | str | None = None,
     backend: Backend | None = None,
@@ -103,6 +106,13 @@ def wrap(
             allocator is set to use expandable segments from then on, which leave no gaps, unless
             ``PYTORCH_CUDA_ALLOC_CONF`` sets something else. Where a later step takes more, slots are given
             back. One that runs out of memory takes back all but two for good: run it again.
+        host_memory: bytes, or a text such as ``"48GiB"``: what the wrapped model may take of host memory,
+            beside what PyTorch and the program itself take. None means as much as is free.
+        disk: a folder, or several on different drives: where that goes which host memory, or ``host_memory``,
+            has no room for: the optimizer's state, then weights of layers. The layers that the next forward
+            asks for first keep theirs in memory. [Note: placement] Results are those without a disk, to the
+            bit. A parameter that is on disk is read when user code touches it, and let go when other layers'
+            are asked for. Files have no name and end with the process; `streamer.save` is what lasts.
         example: a batch to plan a step with, needed where ``activations``, ``num_slots`` or
             ``micro_batch_size`` is ``"auto"``: a tensor, a tuple of the model's arguments, or a dict of them
             by name. Only its shapes and dtypes count, which should be those of the steps' batches. With it,
@@ -115,6 +125,7 @@ def wrap(
 
     Raises:
         ValueError: for a path, an option or a parameter that cannot be honoured, naming the remedy.
+        DiskError: (an OSError) for a folder of ``disk`` that cannot be used, or is too full.
         MemoryError: if the device or the host has too little memory, or the host may page-lock too little of
             it: a line with what each needs and has, and the bytes by owner below it. The limits of control
             groups count. Both are raised before anything is allocated or changed, but for what ``init`` does
@@ -141,6 +152,8 @@ def wrap(
         init=init,
         compile=compile,
         device_memory=device_memory,
+        host_memory=host_memory,
+        disk=disk,
     )
     with ExitStack() as undo:
         if backend is None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch.optim.optimizer import ParamsT
 
+from streamer.engine.disk.state import ShardUpdate
 from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.gradient_pipeline import Update
 from streamer.engine.paging.gradients import is_summed
@@ -20,6 +21,7 @@ from streamer.engine.paging.handle import Home, require_home
 from streamer.engine.paging.unit import Unit
 from streamer.engine.tensors.guarded import as_plain, never_traced, unguarded
 from streamer.errors import shortened, warn
+from streamer.memory.host import HostShard
 from streamer.optim.state import (
     State,
     begin_state,
@@ -282,20 +284,24 @@ class AdamW(torch.optim.Optimizer):
         if not mine:
             return None
         executor = mine[0].home.executor
-        landing, shard = executor.landing, executor.shard(unit)
+        landing = executor.landing
         updates = self._updates(mine)
         self._landed_with |= {id(member.group): hyper_of(member.group, 1) for member in mine}
         steps = [self.state[member.param]["step"] for member in mine]
         stretches = unit.layout.stretches(used)
         state_dtype = self.state_dtype  # not self: a queued update shall not keep the optimizer alive
 
-        def update(gradient: torch.Tensor) -> None:
-            if all_finite(gradient, stretches):
+        is_finite: list[bool] = []
+
+        def update(shard: HostShard, *, gradient: torch.Tensor) -> None:
+            if not is_finite:  # of state on disk each chunk comes here
+                is_finite.append(all_finite(gradient, stretches))
+                if not is_finite[0]:
+                    for step in steps:
+                        step -= 1
+                    landing.not_finite.append(unit.name)
+            if is_finite[0]:
                 update_shard(shard, updates, state_dtype, 1.0, seed=unit.index + 1, gradient=gradient)
-                return
-            for step in steps:
-                step -= 1
-            landing.not_finite.append(unit.name)
 
         return update, update_bytes(updates, state_dtype)
 
@@ -314,8 +320,10 @@ class AdamW(torch.optim.Optimizer):
         """Increment the step count of each of these parameters; the updates to run."""
         for param, home, _ in updated:
             state = self.state[param]
-            if type(state) is not State or not state:
+            if not isinstance(state, State) or not state:
                 self._begin_state(param, home)
+            else:
+                state.check()
         steps = [self.state[param]["step"] for param, _, _ in updated]
         if steps:
             torch._foreach_add_(steps, 1)
@@ -378,14 +386,19 @@ class AdamW(torch.optim.Optimizer):
         self.state.update(state)
 
     def _queue(self, executor: Executor, updates: dict[int, list[ParamUpdate]], unscale: float) -> None:
-        work: dict[int, tuple[Callable[[], None], int]] = {}
+        work: dict[int, tuple[ShardUpdate, int]] = {}
         for unit in (executor.root, *executor.units):
             if unit.index in updates:
                 # clipping has scaled the root's gradients already
                 scale = unscale if unit is executor.root else unscale * executor.gradients.scale
-                shard, of_unit = executor.shard(unit), updates[unit.index]
-                # a different seed for each unit; ROOT is -1, hence + 1
-                update = partial(update_shard, shard, of_unit, self.state_dtype, scale, seed=unit.index + 1)
+                of_unit = updates[unit.index]
+                update = partial(
+                    update_shard,
+                    updates=of_unit,
+                    state_dtype=self.state_dtype,
+                    grad_scale=scale,
+                    seed=unit.index + 1,  # another one for each unit; ROOT is -1
+                )
                 work[unit.index] = (update, update_bytes(of_unit, self.state_dtype))
         executor.step(work)
 

@@ -4,7 +4,9 @@ there, and how moments of one dtype become those of another.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.handle import Home, require_home
 from streamer.engine.paging.user_view import guarded_state
 from streamer.memory.layout import num_blocks
-from streamer.memory.purposes import ALL_MOMENTS, BF16, FP32, INT8, MOMENTS, host_bytes
+from streamer.memory.purposes import ALL_MOMENTS, BF16, FP32, INT8, MOMENTS, Purpose, host_bytes
 from streamer.memory.verdict import host, require
 from streamer.plan.ledger import Ledger
 from streamer_native import QUANTUM
@@ -89,16 +91,21 @@ def parse_state_dtype(given: torch.dtype | str) -> torch.dtype:
     raise ValueError(f"state_dtype={given!r} is unknown: use torch.float32, torch.bfloat16 or 'int8'")
 
 
-def check_room(executor: Executor, state_dtype: torch.dtype) -> None:
-    """Raise MemoryError if there is no room for a model's moments, those that it has now being given up."""
+def place_moments(executor: Executor, state_dtype: torch.dtype) -> frozenset[int]:
+    """The positions of the units whose moments go to disk, those that the model has now being given up.
+
+    Raises MemoryError if there is no room.
+    """
     store, purposes = executor.store, MOMENTS[state_dtype]
     if store.holds(purposes):
-        return
+        return frozenset()
+    if store.disks is not None:
+        return executor.place_moments(purposes, ALL_MOMENTS)
     layouts = [shard.layout for shard in store.shards]
     wanted, held = host_bytes(layouts, purposes), store.bytes_by_purpose()
     kept = {name: nbytes for name, nbytes in held.items() if name not in _NAMES_OF_MOMENTS}
     given_up = sum(held.values()) - sum(kept.values())
-    needed, available = sum(wanted.values()), executor.backend.host_available() + given_up
+    needed, available = sum(wanted.values()), executor.host_available() + given_up
     remedy = (
         "choose a smaller state_dtype (torch.bfloat16 or 'int8', with bfloat16 parameters), or freeze "
         "parameters"
@@ -109,6 +116,7 @@ def check_room(executor: Executor, state_dtype: torch.dtype) -> None:
         return ledger.table(host={"held already": sum(kept.values()), "free": available})
 
     require("the moments", host(needed, available, remedy), details=table)
+    return frozenset()
 
 
 def take_over(
@@ -116,19 +124,19 @@ def take_over(
 ) -> None:
     """Let ``owner`` update these parameters from now on, with zero moments; ``models`` are those that it has
     not updated yet. Raises MemoryError, before anything is changed, if one of them has no room."""
-    for executor in models:
-        check_room(executor, state_dtype)
+    placed = {executor: place_moments(executor, state_dtype) for executor in models}
     for executor in dict.fromkeys(home.executor for home in homes):
         executor.wait_for_saving()  # of the moments that are given up or begun anew
-    for executor in models:
+    are_zero = set()
+    for executor in placed:
         executor.synchronize()
         if not executor.store.holds(MOMENTS[state_dtype]):
-            executor.store.drop(ALL_MOMENTS)
+            executor.add_moments(MOMENTS[state_dtype], placed[executor], ALL_MOMENTS)
             executor.updated_by.clear()
-            executor.store.add(MOMENTS[state_dtype])
+            are_zero.add(executor)
     for home in homes:
         home.executor.updated_by[home.slice.param.name] = owner
-        if home.slice.param.trainable:
+        if home.slice.param.trainable and home.executor not in are_zero:
             _clear(home, state_dtype)
 
 
@@ -149,9 +157,14 @@ def check_owner(home: Home, owner: object) -> None:
 
 
 def moments_of(home: Home, state_dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """A parameter's moments in host memory, by name."""
+    """A parameter's moments by name: views of host memory, or copies of what is on disk."""
     shard = home.executor.shard(home.unit)
-    return {purpose.name: purpose.part(home.slice, shard[purpose]) for purpose in MOMENTS[state_dtype]}
+    return {purpose.name: shard.part(purpose, home.slice) for purpose in MOMENTS[state_dtype]}
+
+
+def _is_on_disk(home: Home, state_dtype: torch.dtype) -> bool:
+    shard = home.executor.shard(home.unit)
+    return any(shard.is_on_disk(purpose) for purpose in MOMENTS[state_dtype])
 
 
 def pair_saved(
@@ -170,7 +183,7 @@ def pair_saved(
     trained = [(param, home, values) for param, home, values in saved if home.slice.param.trainable]
     for _, home, values in trained:
         if values is not None:
-            _check_moments(home.slice.param.name, values, moments_of(home, state_dtype))
+            _check_moments(home, values, state_dtype)
     return trained
 
 
@@ -181,29 +194,44 @@ class State(dict[str, Any]):
     another device) is copied there.
     """
 
-    def __init__(self, home: Home, state_dtype: torch.dtype, values: Mapping[str, Any] | None = None) -> None:
-        """With the moments as they are, or, once updates are done, those of ``values``."""
+    def __init__(self, home: Home, state_dtype: torch.dtype) -> None:
+        """With the moments as they are, and a step of 0."""
         self._home = home
-        self.moments = moments_of(home, state_dtype)
-        self._shown = {
-            name: guarded_state(home.executor, home.unit, moment) for name, moment in self.moments.items()
-        }
+        self._state_dtype = state_dtype
+        self._shown = self._begin()
         super().__init__(step=torch.tensor(0.0), **self._shown)
+
+    def _begin(self) -> dict[str, torch.Tensor]:
+        home = self._home
+        return {
+            name: guarded_state(home.executor, home.unit, moment)
+            for name, moment in moments_of(home, self._state_dtype).items()
+        }
+
+    @staticmethod
+    def of(home: Home, state_dtype: torch.dtype, values: Mapping[str, Any] | None = None) -> State:
+        """A parameter's state with the moments as they are or, once updates are done, those of ``values``."""
+        state = (StateFromDisk if _is_on_disk(home, state_dtype) else State)(home, state_dtype)
         if values is not None:
-            self["step"] = torch.as_tensor(values["step"]).clone()
-            for name, moment in self.moments.items():
-                moment.copy_(values[name])
+            dict.__setitem__(state, "step", torch.as_tensor(values["step"]).clone())
+            for purpose in MOMENTS[state_dtype]:
+                _set_moment(home, purpose, values[purpose.name])
+        return state
+
+    def check(self) -> None:
+        """Raise RuntimeError if the update that is about to be made would not see what the user has
+        written."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name == "step":
             value = torch.as_tensor(value, dtype=FP32, device="cpu")
-        elif (moment := self.moments.get(name)) is not None and value is not self._shown[name]:
+        elif name in (moments := _purposes(self._state_dtype)) and value is not self._shown.get(name):
             self._home.executor.wait_for_saving()
             self._home.executor.synchronize()
-            with torch.no_grad():
-                moment.copy_(value)
-            value = self._shown[name]
-        super().__setitem__(name, value)
+            _set_moment(self._home, moments[name], value)
+            value = self._shown.get(name)
+        if value is not None:
+            super().__setitem__(name, value)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         for name, value in dict(*args, **kwargs).items():
@@ -212,6 +240,75 @@ class State(dict[str, Any]):
     def __reduce__(self) -> Any:
         # a copy is a plain dict
         return dict, (dict(self),)
+
+
+class StateFromDisk(State):
+    """The state of one parameter whose moments are on disk: each is read when it is asked for, into a copy.
+
+    What is put in place of a moment is written to disk. A write into a copy would reach nothing, so it is
+    refused when the next update begins.
+    """
+
+    def _begin(self) -> dict[str, torch.Tensor]:
+        self._copies: list[tuple[weakref.ref[torch.Tensor], int]] = []
+        return {}
+
+    def check(self) -> None:
+        copies, self._copies = self._copies, []
+        for reference, version in copies:
+            copy = reference()
+            if copy is not None and copy._version != version:
+                raise RuntimeError(
+                    f"a moment of '{self._home.slice.param.name}' was written in place, but it is on disk "
+                    "and optimizer.state shows a copy: assign it (optimizer.state[p]['exp_avg'] = tensor)"
+                )
+
+    def __getitem__(self, name: str) -> Any:
+        purpose = _purposes(self._state_dtype).get(name)
+        if purpose is None:
+            return super().__getitem__(name)
+        home = self._home
+        home.executor.await_state(home.unit)
+        copy = home.executor.shard(home.unit).part(purpose, home.slice)
+        self._copies = [(ref, version) for ref, version in self._copies if ref() is not None]
+        self._copies.append((weakref.ref(copy), copy._version))
+        return copy
+
+    # what follows is a dict's, with the moments among the keys
+
+    def keys(self) -> Any:
+        return dict.fromkeys([*super().keys(), *_purposes(self._state_dtype)]).keys()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.keys()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            return default
+
+    def items(self) -> Any:
+        return [(name, self[name]) for name in self.keys()]
+
+    def values(self) -> Any:
+        return [self[name] for name in self.keys()]
+
+
+@cache
+def _purposes(state_dtype: torch.dtype) -> dict[str, Purpose]:
+    return {purpose.name: purpose for purpose in MOMENTS[state_dtype]}
+
+
+def _set_moment(home: Home, purpose: Purpose, value: Any) -> None:
+    with torch.no_grad():
+        home.executor.shard(home.unit).set_part(purpose, home.slice, torch.as_tensor(value))
 
 
 def begin_state(
@@ -224,7 +321,7 @@ def begin_state(
         home.executor.synchronize()
     if was_updated and not given:
         _clear(home, state_dtype)
-    return State(home, state_dtype, given or None)
+    return State.of(home, state_dtype, given or None)
 
 
 def load_moments(saved: Iterable[Saved], state_dtype: torch.dtype) -> dict[torch.Tensor, dict[str, Any]]:
@@ -232,7 +329,7 @@ def load_moments(saved: Iterable[Saved], state_dtype: torch.dtype) -> dict[torch
     state: dict[torch.Tensor, dict[str, Any]] = {}
     for param, home, values in saved:
         if values is not None:
-            state[param] = State(home, state_dtype, values)
+            state[param] = State.of(home, state_dtype, values)
         else:
             _clear(home, state_dtype)
     return state
@@ -240,19 +337,24 @@ def load_moments(saved: Iterable[Saved], state_dtype: torch.dtype) -> dict[torch
 
 def _clear(home: Home, state_dtype: torch.dtype) -> None:
     """Set a parameter's moments to zero."""
-    for moment in moments_of(home, state_dtype).values():
-        moment.zero_()
+    for purpose in MOMENTS[state_dtype]:
+        _set_moment(home, purpose, torch.zeros(purpose.shape(home.slice), dtype=purpose.dtype))
 
 
-def _check_moments(name: str, saved: dict[str, Any], moments: dict[str, torch.Tensor]) -> None:
-    """Raise ValueError if what was ``saved`` for a parameter is not laid out as its ``moments`` are."""
+def _check_moments(home: Home, saved: dict[str, Any], state_dtype: torch.dtype) -> None:
+    """Raise ValueError if what was ``saved`` for a parameter is not laid out as its moments are."""
 
-    def described(values: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
-        tensors = {key: torch.as_tensor(value) for key, value in values.items() if key != "step"}
-        return {key: (str(t.dtype).removeprefix("torch."), *t.shape) for key, t in tensors.items()}
+    def described(dtype: torch.dtype, shape: Sequence[int]) -> tuple[Any, ...]:
+        return (str(dtype).removeprefix("torch."), *shape)
 
-    if described(saved) != described(moments):
+    tensors = {key: torch.as_tensor(value) for key, value in saved.items() if key != "step"}
+    there = {key: described(tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
+    here = {
+        name: described(purpose.dtype, purpose.shape(home.slice))
+        for name, purpose in _purposes(state_dtype).items()
+    }
+    if there != here:
         raise ValueError(
-            f"the state of '{name}' is {described(saved)} and this optimizer keeps {described(moments)}: "
-            "make AdamW with the state_dtype that it was saved with"
+            f"the state of '{home.slice.param.name}' is {there} and this optimizer keeps {here}: make AdamW "
+            "with the state_dtype that it was saved with"
         )

@@ -7,14 +7,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cache
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 import streamer_native as native
 from streamer.memory.host import HostShard, HostStore, array
 from streamer.memory.layout import Layout, Param, Slice, Stretch
-from streamer.memory.purposes import BF16, FP16, FP32, GRADIENTS, MASTERS, MOMENTS, REMAINDERS, SUMS
+from streamer.memory.purposes import BF16, FP16, FP32, GRADIENTS, MASTERS, MOMENTS, REMAINDERS, SUMS, Purpose
 
 
 class ParamUpdate(NamedTuple):
@@ -78,7 +78,8 @@ def update_shard(
     seed: int = 0,
     gradient: torch.Tensor | None = None,
 ) -> None:
-    """AdamW on some parameters of ``shard``, with moments as `MOMENTS` says for ``state_dtype``.
+    """AdamW on some parameters of ``shard``, with moments as `MOMENTS` says for ``state_dtype``; of a
+    `Window`, on what of them is in its chunk.
 
     The gradient, ``shard``'s or the one given (flat uint8, in the shard's layout), is multiplied by
     ``grad_scale`` first. Moments below fp32 are rounded with random bits that follow from ``seed``; give
@@ -93,11 +94,14 @@ def update_shard(
     for alike in launches.values():
         first, last = alike[0].slice, alike[-1].slice
         whole = Stretch(first.dtype, first.offset, first.index, last.index + last.padded - first.index)
+        here = _within(whole, shard.range)
+        if not here.numel:
+            continue
         if alike[0].summed:
-            grad = whole.state(shard.sums)
+            grad = here.state(shard.sums)
         else:
-            grad = whole.view(shard.gradient if gradient is None else gradient)
-        _launch(shard, whole, alike, grad, state_dtype, grad_scale, seed)
+            grad = here.view(shard.gradient if gradient is None else gradient)
+        _launch(shard, here, alike, grad, state_dtype, grad_scale, seed, here.index - whole.index)
 
 
 _INDEX = attrgetter("slice.index")
@@ -108,40 +112,59 @@ def all_finite(gradient: torch.Tensor, stretches: Iterable[Stretch]) -> bool:
     return all(math.isfinite(native.sum_squares(array(stretch.view(gradient)))) for stretch in stretches)
 
 
+def _within(whole: Stretch, elements: range) -> Stretch:
+    """What of ``whole`` lies among these elements of the unit's state."""
+    start = max(whole.index, elements.start)
+    stop = max(start, min(whole.index + whole.numel, elements.stop))
+    offset = whole.offset + (start - whole.index) * whole.dtype.itemsize
+    return Stretch(whole.dtype, offset, start, stop - start)
+
+
 def _launch(
     shard: HostShard,
-    whole: Stretch,
+    here: Stretch,
     updates: Sequence[ParamUpdate],
     gradient: torch.Tensor,
     state_dtype: torch.dtype,
     grad_scale: float,
     seed: int,
+    origin: int,
 ) -> None:
-    """Make ``updates`` in one kernel launch over ``whole``, from the first of them to the last."""
-    weight, grad = array(whole.view(shard.weight)), array(gradient)
-    exp_avg, exp_avg_sq, *scales = (shard[purpose] for purpose in MOMENTS[state_dtype])
-    moments = array(whole.state(exp_avg)), array(whole.state(exp_avg_sq))
-    segments = _segments(whole, updates, by_parameter=bool(scales))
-    if whole.dtype == FP32:
+    """Make ``updates`` in one kernel launch, as far as they are ``here``: from element ``origin`` on of a
+    launch that makes the whole of them."""
+
+    def state(purpose: Purpose) -> Any:
+        begin = here.index - shard.begin(purpose)
+        return array(shard[purpose][begin : begin + here.numel])
+
+    weight, grad = array(here.view(shard.weight)), array(gradient)
+    exp_avg, exp_avg_sq, *scales = MOMENTS[state_dtype]
+    moments = state(exp_avg), state(exp_avg_sq)
+    first_scale = shard.begin(scales[0]) if scales else 0
+    segments = _segments(here, updates, first_scale, by_parameter=state_dtype != FP32)
+    if here.dtype == FP32:
         native.adamw_fp32(weight, grad, *moments, segments, grad_scale=grad_scale)
         return
-    if whole.dtype == FP16:
-        master = array(whole.state(shard[MASTERS]))
-        native.adamw_fp16(weight, master, grad, *moments, segments, grad_scale=grad_scale)
+    if here.dtype == FP16:
+        native.adamw_fp16(weight, state(MASTERS), grad, *moments, segments, grad_scale=grad_scale)
         return
-    split = weight, array(whole.state(shard[REMAINDERS])), grad, *moments
+    split = weight, state(REMAINDERS), grad, *moments
     if state_dtype == FP32:
         native.adamw_split(*split, segments, grad_scale=grad_scale)
     elif state_dtype == BF16:
-        native.adamw_split_bf16(*split, segments, grad_scale=grad_scale, seed=seed)
+        native.adamw_split_bf16(*split, segments, grad_scale=grad_scale, seed=seed, origin=origin)
     else:
-        both = array(scales[0]), array(scales[1])
-        native.adamw_split_int8(*split, *both, segments, grad_scale=grad_scale, seed=seed)
+        both = array(shard[scales[0]]), array(shard[scales[1]])
+        native.adamw_split_int8(*split, *both, segments, grad_scale=grad_scale, seed=seed, origin=origin)
 
 
-def _segments(whole: Stretch, updates: Sequence[ParamUpdate], *, by_parameter: bool) -> list[native.Segment]:
-    """What of ``whole`` a kernel updates: neighbours with the same hyperparameters as one, padding included.
-    With ``by_parameter`` each parameter is one, without padding: 8-bit blocks belong to one parameter."""
+def _segments(
+    here: Stretch, updates: Sequence[ParamUpdate], first_scale: int, *, by_parameter: bool
+) -> list[native.Segment]:
+    """What a kernel updates ``here``: neighbours with the same hyperparameters as one, padding included. With
+    ``by_parameter`` each parameter is one, without padding: 8-bit blocks belong to one parameter, and random
+    bits are counted from its beginning, whatever else is updated with it. Arrays of scales begin with block
+    ``first_scale`` of the unit."""
     rows: list[list[ParamUpdate]] = []
     last, end = updates[0], -1
     for update in updates:
@@ -154,6 +177,8 @@ def _segments(whole: Stretch, updates: Sequence[ParamUpdate], *, by_parameter: b
     for row in rows:
         first, last_slice = row[0].slice, row[-1].slice
         stop = last_slice.index + (last_slice.numel if by_parameter else last_slice.padded)
-        start = first.index - whole.index
-        segments.append(native.Segment(start, stop - whole.index, row[0].hyper, first.block))
+        start, stop = max(first.index, here.index), min(stop, here.index + here.numel)
+        if start < stop:
+            scale = first.block + (start - first.index) // native.QUANTUM - first_scale
+            segments.append(native.Segment(start - here.index, stop - here.index, row[0].hyper, scale))
     return segments

@@ -113,8 +113,7 @@ class _Output:
 
 @dataclass
 class _Storage:
-    """A storage of outputs: its bytes, the index of the input that has it too, or None, and whether the graph
-    keeps it."""
+    """A storage of outputs: its bytes, the index of an input that shares it, whether the graph keeps it."""
 
     nbytes: int
     given: int | None
@@ -148,8 +147,7 @@ class OutputKinds:
         return sum(storage.nbytes for storage in self._storages if storage.is_kept)
 
     def make(self, given: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The outputs for other inputs of the same kinds, and of the outputs' storages those that the graph
-        would keep."""
+        """Outputs for other inputs of the same kinds, and those of their storages that the graph keeps."""
         bases = [
             torch.empty(storage.nbytes, dtype=torch.uint8, device="meta")
             if storage.given is None

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from streamer.backends.host_memory import RAISE_LOCKED_LIMIT
 from streamer.engine.paging.unit import Unit, buffer_bytes
 from streamer.engine.paging.update_in_backward import RING
+from streamer.memory.placement import (
+    ON_DISK,
+    REMEDY,
+    beyond,
+    disk_bytes,
+    ring_bytes,
+    weight_ring_bytes,
+    weights_on_disk_bytes,
+)
 from streamer.memory.purposes import (
     BF16,
     FP32,
     GRADIENTS,
+    MASTERING,
     MODEL,
     MOMENTS,
     PINNED,
     STAGING,
-    SUMS,
+    WEIGHT_RING,
+    WEIGHTS,
     host_bytes,
 )
 from streamer.memory.slots import (
@@ -27,7 +38,7 @@ from streamer.memory.slots import (
     WEIGHT_SLOTS,
     num_grad_slots,
 )
-from streamer.memory.verdict import SHARED, Tier, require
+from streamer.memory.verdict import Tier, require
 from streamer.plan.room import Room
 
 
@@ -57,6 +68,7 @@ class Ledger:
 
     device: Mapping[str, int]
     host: Mapping[str, int]
+    disk: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def beside_slots(self) -> int:
@@ -73,6 +85,7 @@ class Ledger:
         sides = {
             "device": (self.device, {}, device or {}),
             "host": (self.host, {"page-locked on a GPU": self.pinned_host_bytes}, host or {}),
+            "disk": (self.disk, {}, {}),
         }
         return byte_table(
             {
@@ -90,13 +103,11 @@ class Ledger:
         rows = {"available": room.host - room.given_back, **_nonzero(given_back)}
         tiers = [
             Tier("the device", device, room.tensors, device_remedy or "lower num_slots"),
-            Tier(
-                f"the host{SHARED * room.shared}",
-                host + device * room.shared,
-                room.host,
-                "use dtype=torch.bfloat16 or freeze parameters",
-            ),
+            room.host_tier(host, device, "use dtype=torch.bfloat16 or freeze parameters"),
         ]
+        if room.host_limit is not None:
+            remedy = f"give disk= a folder for the optimizer's state, or {REMEDY}"
+            tiers.append(Tier("host_memory", host, room.host_limit, REMEDY if self.disk else remedy))
         if room.lockable is not None:
             rows["may be page-locked"] = room.lockable
             remedy = f"raise the limit with {RAISE_LOCKED_LIMIT}"
@@ -127,17 +138,46 @@ def ledger(units: Sequence[Unit], root: Unit, *, num_slots: int, update_in_backw
     return Ledger(_nonzero(device), _nonzero(host))
 
 
-def accumulation(units: Sequence[Unit], root: Unit, *, num_slots: int, sum_in_fp32: bool) -> Ledger:
-    """What a second backward before a step takes on top."""
+@dataclass(frozen=True)
+class OnDisk:
+    """The positions of the units that have on disk what makes masters of their weights, and the weights."""
+
+    masters: frozenset[int] = frozenset()
+    weights: frozenset[int] = frozenset()
+
+
+def to_disk(planned: Ledger, units: Sequence[Unit], root: Unit, room: int) -> tuple[Ledger, OnDisk]:
+    """What ``planned`` becomes where ``room`` bytes of host memory are all that there is, and the rest goes
+    to disk: first the optimizer's state, then weights of layers. Moments are counted in fp32, though they may
+    be shorter.
+
+    Raises MemoryError if there is not even room for the rings that what is on disk passes through.
+    """
     layouts = [unit.layout for unit in (*units, root)]
-    staging = num_grad_slots(num_slots) * max(unit.layout.grad_nbytes for unit in units)
-    if not sum_in_fp32:
-        return Ledger({}, _nonzero({STAGING: staging}))
-    sums_of_root = 4 * SUMS.numel(root.layout)
-    return Ledger(
-        _nonzero({ROOT_GRADIENTS: sums_of_root}),
-        _nonzero({STAGING: staging, **host_bytes(layouts, [SUMS])}),
-    )
+    state = host_bytes(layouts, MASTERING)
+    fixed = {name: nbytes for name, nbytes in planned.host.items() if name not in state}
+    held, weights = sum(fixed.values()), frozenset[int]()
+    in_memory = held + sum((state | host_bytes(layouts, MOMENTS[FP32])).values())
+    if in_memory <= room:
+        return planned, OnDisk()
+    state_there = held + ring_bytes(layouts, [*MASTERING, *MOMENTS[FP32]])
+    weight_ring = weight_ring_bytes(layouts)
+    weights_there = state_there - sum(WEIGHTS.nbytes(layout) for layout in layouts[:-1]) + weight_ring
+    require(ON_DISK, Tier("host_memory", min(in_memory, state_there, weights_there), room, REMEDY))
+    left = room - state_there
+    if left < 0:
+        weights = beyond(layouts, [WEIGHTS], room - weights_there, with_root=False)
+        stay = [layout for position, layout in enumerate(layouts) if position not in weights]
+        fixed |= {WEIGHT_RING: weight_ring, **host_bytes(stay, [WEIGHTS])}
+        left = 0
+    masters = beyond(layouts, MASTERING, left)
+    disk = {
+        WEIGHTS.name: sum(weights_on_disk_bytes(layouts[position]) for position in weights),
+        **{purpose.name: disk_bytes([layouts[p] for p in masters], [purpose]) for purpose in MASTERING},
+    }
+    stay = [layout for position, layout in enumerate(layouts) if position not in masters]
+    host = {**fixed, **host_bytes(stay, MASTERING)}
+    return Ledger(planned.device, _nonzero(host), _nonzero(disk)), OnDisk(masters, weights)
 
 
 def least_moments(units: Sequence[Unit], root: Unit) -> dict[str, int]:

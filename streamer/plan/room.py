@@ -14,7 +14,8 @@ class Room:
     """Bytes that there are of the device and of host memory; of the device, ``budget`` bytes for tensors if
     that is not None. ``shared`` says that the device's memory is the host's. ``device`` counts the bytes that
     CUDA itself takes, ``context``, as plans do. Of ``host``, ``given_back`` bytes are taken now and will be
-    free; ``lockable`` bytes may be page-locked, None where no limit is known."""
+    free; ``lockable`` bytes may be page-locked, None where no limit is known, and ``host_limit`` bytes are
+    what `wrap` was told to take at most."""
 
     device: int
     host: int
@@ -23,6 +24,7 @@ class Room:
     context: int = 0
     given_back: int = 0
     lockable: int | None = None
+    host_limit: int | None = None
 
     @property
     def tensors(self) -> int:
@@ -38,9 +40,11 @@ class Room:
         found = [Tier("the device", device, self.device)]
         if self.budget is not None:
             found.append(Tier("device_memory", plan.allocated + more, self.budget))
-        also = device if self.shared else 0
-        found.append(Tier("the host" + SHARED * self.shared, plan.host_total + also, self.host))
-        return found
+        return [*found, self.host_tier(plan.host_total, device)]
+
+    def host_tier(self, needed: int, device: int, remedy: str = "") -> Tier:
+        """What is needed of the host, with ``device`` bytes of the device where its memory is the host's."""
+        return Tier(f"the host{SHARED * self.shared}", needed + device * self.shared, self.host, remedy)
 
 
 def _slots_more(plan: StepPlan, wanted: int) -> int:

@@ -238,8 +238,7 @@ class Operations(TorchDispatchMode):
         return result
 
     def _is_of_host(self, args: Any, result: Any) -> bool:
-        """Whether the operation runs on the host though the machine has a GPU: an optimizer counts its steps
-        there."""
+        """Whether an operation runs on the host beside a GPU, where an optimizer counts its steps."""
         if self._machine is None or self._machine.kind != CUDA:
             return False
         first = next(tensors_in((result, *args)), None)

@@ -7,6 +7,9 @@ Estimates, the same for all: copies reach four fifths of the link (the rest goes
 operations on the device four fifths of its memory's peak, the host update three quarters of its memory's
 peak, an operation takes 5 microseconds (launched by PyTorch one by one), and this library a millisecond of
 the host for each visit of a layer (half of what `bench/host_cost.py` measures on a server's slower core).
+The disk, of which a machine's makers say nothing, is one NVMe drive on four lanes of PCIe 4.0: it reads at
+four fifths of its link, as copies do, and writes at half of that, since a drive that is written for hours has
+to erase what it has held before. ``streamer calibrate --disk DIR`` measures the drive that there is.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ CUDA, CPU = "cuda", "cpu"
 @dataclass(frozen=True)
 class Beside:
     """The share of its rate, in (0, 1], that one lane keeps while another works beside it: the first name
-    is the one that slows, *copy* either direction. 1 where the two share nothing."""
+    is the one that slows, *copy* and *disk* either direction. 1 where the two share nothing."""
 
     compute_host: float = 1.0
     host_compute: float = 1.0
@@ -36,10 +39,27 @@ class Beside:
     host_copy: float = 1.0
     copy_host: float = 1.0
     copy_copy: float = 1.0
+    compute_disk: float = 1.0
+    disk_compute: float = 1.0
+    host_disk: float = 1.0
+    disk_host: float = 1.0
+    copy_disk: float = 1.0
+    disk_copy: float = 1.0
+    disk_disk: float = 1.0
 
     def kept(self, lane: Lane, other: Lane) -> float:
         """The share that ``lane`` keeps beside ``other``."""
         return float(getattr(self, f"{lane.group}_{other.group}"))
+
+
+# PCI Express Base Specification: 8, 16 and 32 GT/s a lane, 128b/130b, are 15.8, 31.5 and 63.0 GB/s each way
+# over 16 lanes. Four fifths of that.
+PCIE_3, PCIE_4, PCIE_5 = 12.5e9, 25e9, 50e9
+
+SECONDS_PER_OP, SECONDS_PER_VISIT = 5e-6, 1e-3
+
+#: One NVMe drive on four lanes of PCIe 4.0: its link, and half of that; estimate.
+NVME_READ, NVME_WRITE = PCIE_4 / 4, PCIE_4 / 8
 
 
 @dataclass(frozen=True)
@@ -62,6 +82,7 @@ class Machine:
         multiprocessors, threads_per_multiprocessor, compute_capability: of a GPU, as
             ``torch.cuda.get_device_properties`` says them: some kernels' buffers grow with them. None: as of
             an H100.
+        disk_read_bytes_per_second, disk_write_bytes_per_second: of the drives that ``disk=`` names, together.
         seconds_per_visit: what this library takes of the host for each forward and backward of a layer,
             beside its operations. A GPU works meanwhile at what it has been given before.
         beside: what lanes keep of their rates beside one another.
@@ -84,6 +105,8 @@ class Machine:
     threads_per_multiprocessor: int | None = None
     compute_capability: float | None = None
     beside: Beside = Beside()
+    disk_read_bytes_per_second: float = NVME_READ
+    disk_write_bytes_per_second: float = NVME_WRITE
 
     def bytes_per_second(self, lane: Lane) -> float:
         """The rate of a lane that is not COMPUTE."""
@@ -105,12 +128,6 @@ def gpu_properties(machine: Machine, device: torch.device) -> Machine:
         compute_capability=properties.major + properties.minor / 10,
     )
 
-
-# PCI Express Base Specification: 8, 16 and 32 GT/s a lane, 128b/130b, are 15.8, 31.5 and 63.0 GB/s each way
-# over 16 lanes. Four fifths of that.
-PCIE_3, PCIE_4, PCIE_5 = 12.5e9, 25e9, 50e9
-
-SECONDS_PER_OP, SECONDS_PER_VISIT = 5e-6, 1e-3
 
 #: A GeForce RTX 4090 in a desktop.
 RTX_4090 = Machine(

@@ -10,14 +10,23 @@ import pytest
 import torch
 
 from streamer.app.calibrate import command as calibration
+from streamer.app.calibrate import measure as measuring
 from streamer.app.calibrate.command import sizes_of
-from streamer.app.calibrate.measure import Measurements, Sizes, measure, while_all_work
+from streamer.app.calibrate.measure import (
+    EXTENTS,
+    Measurements,
+    Sizes,
+    Transfers,
+    measure,
+    while_all_work,
+)
 from streamer.app.cli import main
 from streamer.app.config import ConfigError, load_config
 from streamer.app.machine_file import load_machine
-from streamer.backends.base import Lane, Span
+from streamer.backends.base import DISKS, Lane, Span
+from streamer.backends.disk import Scratch
 from streamer.backends.thread import ThreadBackend
-from streamer.simulate.machine import Beside
+from streamer.simulate.machine import NVME_READ, NVME_WRITE, Beside
 from tests.app.common import HOME, refused
 
 CONFIGS = HOME / "configs"
@@ -29,19 +38,30 @@ TINY = Sizes(
     context=4,
     head=4,
     copy_bytes=4096,
+    disk_bytes=8192,
     parameters=1000,
     seconds=0.001,
 )
 
 
+@pytest.mark.filterwarnings("ignore:no direct I/O")  # temporary files may be in memory
+@pytest.mark.parametrize("folders", [[], ["a"], ["a", "b"]], ids=" ".join)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda_api)])
 def test_calibrate_writes_a_machine(
-    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    device: str,
+    folders: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(calibration, "sizes_of", lambda config, kind: TINY)
     monkeypatch.setattr(calibration, "ROUNDS", 3)
     path = tmp_path / "machine.toml"
-    assert main(["calibrate", "--device", device, "--output", str(path)]) == 0
+    disk = []
+    for name in folders:
+        (tmp_path / name).mkdir()
+        disk += ["--disk", str(tmp_path / name)]
+    assert main(["calibrate", "--device", device, "--output", str(path), *disk]) == 0
     shown = capsys.readouterr().out
     found = load_machine(path)
     assert found.kind == device
@@ -59,6 +79,50 @@ def test_calibrate_writes_a_machine(
         assert low <= median == value <= high
         assert name in shown
     assert f"written: {path}" in shown
+    of_disk = {f"{lane.value}_bytes_per_second" for lane in DISKS}
+    of_disk |= {name for name in vars(found.beside) if "disk" in name}
+    assert of_disk & measured["quartiles"].keys() == (of_disk if folders else set())
+    assert ("the disk was not measured" in shown) is not bool(folders)
+    if not folders:
+        assert [found.bytes_per_second(lane) for lane in DISKS] == [NVME_READ, NVME_WRITE]
+    # nothing is left in the folders
+    assert all([*(tmp_path / name).iterdir()] == [] for name in folders)
+
+
+def test_transfers_are_counted_as_they_move_bytes(tmp_path: Path) -> None:
+    with Scratch([tmp_path], direct_io="off") as scratch:
+        transfers = Transfers(scratch, 5000)
+        works = transfers.works()
+        assert {*works} == {*DISKS}
+        for lane, moved in zip(DISKS, ("bytes_read", "bytes_written"), strict=True):
+            before = getattr(scratch, moved)
+            for _ in range(EXTENTS + 1):
+                works[lane]()
+            assert getattr(scratch, moved) - before == (EXTENTS + 1) * transfers.nbytes
+
+
+def test_a_slow_disk_is_filled_no_longer_than_is_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "FILL_SECONDS", 0.0)
+    with Scratch([tmp_path], direct_io="off") as scratch:
+        transfers = Transfers(scratch, 5000)
+        works = transfers.works()
+        assert scratch.bytes_written == 2 * 2 * transfers.nbytes
+        for _ in range(3):
+            works[DISKS[0]]()
+
+
+@pytest.mark.filterwarnings("ignore:no direct I/O")  # temporary files may be in memory
+def test_what_a_disk_has_no_room_for_is_told_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(calibration, "sizes_of", lambda config, kind: TINY)
+    monkeypatch.setattr("streamer.backends.direct_io.ScratchFile.free", lambda file: 2 * EXTENTS * 8192 - 1)
+    monkeypatch.setattr(calibration, "measure", lambda *_, **__: pytest.fail("it has begun to measure"))
+    output = str(tmp_path / "machine.toml")
+    error = refused(capsys, "calibrate", "--device", "cpu", "--disk", str(tmp_path), "--output", output)
+    assert error.startswith(f"streamer: --disk: disk={tmp_path} has no room: ")
 
 
 def test_sixteen_bit_products_are_measured_beside_those_in_fp32() -> None:
@@ -70,7 +134,7 @@ def test_sixteen_bit_products_are_measured_beside_those_in_fp32() -> None:
     finally:
         backend.close()
     assert {"flops_per_second", "fp32_flops_per_second"} <= found.keys()
-    assert {item.name for item in fields(Beside)} <= found.keys()
+    assert {item.name for item in fields(Beside) if "disk" not in item.name} <= found.keys()
     assert {len(values) for values in found.values()} == {2}
     # what is left of a step without its operations: nothing, if other processes were in their way
     assert min(found.pop("seconds_per_visit")) >= 0
@@ -121,6 +185,7 @@ def test_only_what_runs_beside_the_others_counts(
         (["--device", "mps"], "--device: device='mps' is not supported: use 'cuda' or 'cpu'"),
         (["--output", "nowhere/machine.toml"], "--output nowhere/machine.toml: there is no folder nowhere"),
         (["--output", ".."], "--output ..: it is a folder; give a file in it, such as ../machine.toml"),
+        (["--disk", "nowhere"], "--disk: disk=nowhere: this process sees no such folder"),
         (["nothing.toml"], "nothing.toml: No such file or directory"),
     ],
 )

@@ -12,6 +12,7 @@ import torch
 from streamer.app.config import (
     Config,
     DataConfig,
+    MemoryConfig,
     ModelConfig,
     OptimizerConfig,
     RunConfig,
@@ -83,6 +84,9 @@ device = "cpu"
 host_threads = 1
 compile = true
 device_memory = "1.5GiB"
+[memory]
+host = "48 GiB"
+disk = ["/nvme0", "nvme1/here"]
 [optimizer]
 lr = 2e-3
 betas = [0, 0.999]
@@ -127,6 +131,7 @@ FULL_CONFIG = Config(
         True,
         "1.5GiB",
     ),
+    memory=MemoryConfig("48 GiB", ("/nvme0", "nvme1/here")),
 )
 
 
@@ -214,6 +219,10 @@ WRONG = {
         *('model.factory = "GPT"', 'model.factory = "models/gpt2.py:GPT"'),
     ],
     "a table": ["model.args = [1]"],
+    'a string of a number and its unit, such as "16GiB"': ["memory.host = 48", 'memory.host = "48 Gib"'],
+    "a folder, or an array of folders on different drives, none empty": [
+        *('memory.disk = ""', "memory.disk = []", 'memory.disk = ["/a", 1]', "memory.disk = true"),
+    ],
     'a table from names of arguments to integers, or "none"': ['stream.batch_dims = {x = "one"}'],
     "an array of strings, none empty": [
         *('data.paths = "src"', 'data.paths = ["a", 1]', 'data.paths = [""]'),
@@ -281,7 +290,10 @@ FACTORY = 'a module and a callable in it, such as "models.gpt2:GPT"'
         (LEAST.replace("batch_size = 2\n", ""), "data.batch_size is missing: give an integer of 1 or more"),
         (LEAST.replace("[optimizer]\nlr = 1\n", ""), "optimizer.lr is missing: give a number above 0"),
         (f"{LEAST}[optimiser]\nlr = 1\n", "unknown section [optimiser]; did you mean 'optimizer'?"),
-        (f"{LEAST}[wandb]\n", "unknown section [wandb]; there are: run, model, data, optimizer, stream"),
+        (
+            f"{LEAST}[wandb]\n",
+            "unknown section [wandb]; there are: run, model, data, optimizer, stream, memory",
+        ),
         (f"stream = 2\n{LEAST}", "stream must be a section: write [stream] and its keys below"),
         ("[run]\nname = tiny\n", "not TOML in UTF-8, correct it there: Invalid value (at line 2, column 8)"),
     ],

@@ -190,8 +190,8 @@ def test_what_would_make_it_fit_does(gpt: str, capsys: pytest.CaptureFixture[str
     changes = found["mend"]["changes"]
     assert list(changes)[0] == "stream.micro_batch_size"
     changed = sets(*(f"{key}={json.dumps(value)}" for key, value in changes.items()))
-    code, mended = planned(capsys, gpt, *big, "--device-memory", "44MiB", *changed)
-    assert code == 0 and mended["fits"]
+    code, remedied = planned(capsys, gpt, *big, "--device-memory", "44MiB", *changed)
+    assert code == 0 and remedied["fits"]
 
 
 def test_a_host_that_is_too_small(config: str, capsys: pytest.CaptureFixture[str]) -> None:

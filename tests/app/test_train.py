@@ -17,6 +17,7 @@ from streamer.app.run.build import build_model, build_optimizer, schedule
 from streamer.app.run.data import IGNORED, TokenData
 from streamer.app.run.loop import Loop
 from streamer.app.run.run_folder import summary_of, summary_table
+from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
 from tests.app.common import HOME, logged, refused, sets
 
@@ -65,7 +66,7 @@ def test_a_run_leaves_its_files_and_prints_its_table(
     assert [line["step"] for line in logged(run, "val_loss")] == [0, 3, 6, 8]
     trace = json.loads((run / "trace.json").read_text())
     rows = [event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"]
-    assert rows == ["COMPUTE", "H2D", "D2H", "HOST"]
+    assert rows == [lane.name for lane in Lane]
     assert {event["tid"] for event in trace["traceEvents"] if event["ph"] == "X"} == {0, 1, 2, 3}
     summary = json.loads((run / "summary.json").read_text(), parse_constant=pytest.fail)
     assert summary["last_val_loss"] < summary["first_val_loss"]
@@ -219,6 +220,61 @@ def test_memory_that_is_gone_after_the_plan_is_one_line_and_the_ledger(
     else:
         assert "  held already" in "\n".join(table)
     assert not (config.parent / "runs").exists()
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> list[str]:
+    """Options that leave state of the tiny model on disk."""
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    return sets(f'memory.host="{BUDGET}B"', f'memory.disk=["{folder}"]', *DEEPER)
+
+
+#: Too little for the state of the tiny model with more layers, enough for the rest of it and the ring.
+BUDGET, DEEPER = 560_000, ("model.args.n_layer=12", "run.sample_tokens=0")
+
+
+@pytest.mark.filterwarnings("ignore:no direct I/O")  # temporary files may be in memory
+def test_a_run_on_disk_ends_as_one_in_memory(
+    config: Path, tmp_path: Path, on_disk: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses, summaries = [], []
+    for name, options in {"memory": sets(*DEEPER), "disk": on_disk}.items():
+        assert main(["train", str(config), *options, "--set", f'run.name="{name}"']) == 0
+        losses.append([line["loss"] for line in logged(tmp_path / "runs" / name, "loss")])
+        summaries.append(json.loads((tmp_path / "runs" / name / "summary.json").read_text()))
+    assert losses[0] == losses[1]
+    memory, disk = summaries
+    assert memory["disk_bytes_per_parameter"] == 0 < disk["disk_bytes_per_parameter"]
+    assert disk["host_bytes_per_parameter"] * disk["parameters"] <= BUDGET
+    assert memory["busy_seconds"]["disk_read"] == 0 < disk["busy_seconds"]["disk_read"]
+    in_memory, beside = capsys.readouterr().out.split("\ndisk: ")
+    assert "disk_" not in in_memory.replace("run_on_disk_", "")
+    for words in (" on disk\n", "disk bytes per parameter", "\ndisk_read ", "\ndisk_write "):
+        assert words in beside
+    assert load_config(tmp_path / "runs" / "disk" / "config.toml").memory.host == f"{BUDGET}B"
+
+
+@pytest.mark.filterwarnings("ignore:no direct I/O")
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ('memory.disk="{missing}"', "[memory]: disk={missing}: this process sees no such folder"),
+        ('memory.host="1kB"', "the model with what can be on disk there: host_memory needs "),
+    ],
+)
+def test_what_cannot_be_on_disk_is_told_in_one_line(
+    config: Path,
+    tmp_path: Path,
+    on_disk: list[str],
+    setting: str,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    missing = tmp_path / "missing"
+    options = [*on_disk, *sets(setting.format(missing=missing))]
+    assert words.format(missing=missing) in refused(capsys, "train", str(config), *options)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_the_overlap_of_an_idle_lane_is_null_in_the_summary_and_one_that_came_late_is_explained(

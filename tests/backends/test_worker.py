@@ -94,6 +94,8 @@ def test_each_lane_is_one_thread_and_compute_the_callers(backend: ThreadBackend)
         Lane.H2D: "streamer-h2d",
         Lane.D2H: "streamer-d2h",
         Lane.HOST: "streamer-host",
+        Lane.DISK_READ: "streamer-disk_read",
+        Lane.DISK_WRITE: "streamer-disk_write",
     }
 
 

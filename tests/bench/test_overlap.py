@@ -129,6 +129,9 @@ def test_every_op_of_a_step_has_its_place() -> None:
     assert purposes == [forward] * 3 + [gradient, again, gradient, gradient]
 
 
+NOTHING = dict.fromkeys((lane.value for lane in Lane), 0.0)
+
+
 def test_figures_by_hand() -> None:
     found = rows(stack(), MEASURED, raw_on_round)
     arriving = {"copies": STEPS, "copies_per_step": 1.0, "bytes": 4 * MATRIX, "seconds": IN} | {
@@ -137,7 +140,6 @@ def test_figures_by_hand() -> None:
     }
     leaving = {**arriving, "seconds": OUT, "bytes_per_second": 4.0, "of_raw": 0.5}
     none = {"copies": 0, "copies_per_step": 0.0}
-    nothing = dict.fromkeys(("compute", "h2d", "d2h", "host"), 0.0)
 
     def layer(unit: int, *, again: bool, products: int, exposed: dict[str, float]) -> dict[str, Any]:
         busy = {"compute": (1 + products) * PRODUCT, "h2d": (1 + again) * IN, "d2h": OUT, "host": UPDATE}
@@ -149,8 +151,8 @@ def test_figures_by_hand() -> None:
             UNUSED: none,
             "forward_seconds": PRODUCT,
             "backward_seconds": products * PRODUCT,
-            "busy_seconds": busy,
-            "exposed_seconds": nothing | exposed,
+            "busy_seconds": NOTHING | busy,
+            "exposed_seconds": NOTHING | exposed,
         }
 
     assert found["layers"] == [
@@ -160,10 +162,10 @@ def test_figures_by_hand() -> None:
         layer(1, again=False, products=3, exposed={}),
         layer(2, again=False, products=3, exposed={}),
     ]
-    idle = {purpose: none for purpose in PURPOSES} | {"busy_seconds": nothing, "backward_seconds": None}
-    assert found["root"] == {**idle, "forward_seconds": 0.0, "exposed_seconds": nothing}
+    idle = {purpose: none for purpose in PURPOSES} | {"busy_seconds": NOTHING, "backward_seconds": None}
+    assert found["root"] == {**idle, "forward_seconds": 0.0, "exposed_seconds": NOTHING}
     # the last gradient has to land
-    assert found["caller"] == {**idle, "forward_seconds": None, "exposed_seconds": nothing | {"d2h": OUT}}
+    assert found["caller"] == {**idle, "forward_seconds": None, "exposed_seconds": NOTHING | {"d2h": OUT}}
 
 
 def test_totals_by_hand() -> None:
@@ -172,8 +174,9 @@ def test_totals_by_hand() -> None:
         "step_seconds": dict.fromkeys(("lower_quartile", "median", "upper_quartile"), seconds),
         "mean_step_seconds": seconds,
         "bytes_per_step": {"h2d": 4 * 4 * MATRIX, "d2h": 3 * 4 * MATRIX},
-        "busy_seconds": {"compute": 11 * PRODUCT, "h2d": 4 * IN, "d2h": 3 * OUT, "host": 3 * UPDATE},
-        "exposed_seconds": {"compute": 0.0, "h2d": IN, "d2h": OUT, "host": UPDATE},
+        "busy_seconds": NOTHING
+        | {"compute": 11 * PRODUCT, "h2d": 4 * IN, "d2h": 3 * OUT, "host": 3 * UPDATE},
+        "exposed_seconds": NOTHING | {"h2d": IN, "d2h": OUT, "host": UPDATE},
         "overlap": {"h2d": 1 - 1 / 4, "d2h": 1 - 1 / 3, "host": 1 - 1 / 3},
         "other_seconds": 0.0,
         "exposed_transfer_of_step": (IN + OUT) / seconds,

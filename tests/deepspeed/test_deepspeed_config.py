@@ -140,7 +140,7 @@ def test_zero_3_offload_with_auto_everywhere() -> None:
 
 def test_zero_infinity() -> None:
     read = quietly(ZERO_INFINITY)
-    assert read.wrap == {"dtype": torch.bfloat16, "grad_dtype": None}
+    assert read.wrap == {"dtype": torch.bfloat16, "grad_dtype": None, "disk": "/nvme"}
     # without weight decay, Adam is AdamW
     defaults = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
     assert read.adamw == {"lr": 1e-4, **defaults, "state_dtype": torch.bfloat16}
@@ -149,16 +149,45 @@ def test_zero_infinity() -> None:
     assert read.schedule is None
     assert [*read.not_honoured] == [
         "bf16.bf16_master_weights_and_grads",
-        "zero_optimization.offload_optimizer.device",
-        "zero_optimization.offload_optimizer.nvme_path",
         "zero_optimization.offload_optimizer.pipeline_read",
-        "zero_optimization.offload_param.device",
-        "zero_optimization.offload_param.nvme_path",
         "zero_optimization.offload_param.buffer_count",
         "zero_optimization.offload_param.max_in_cpu",
         "zero_optimization.sub_group_size",
         "aio",
     ]
+
+
+NVME = {"device": "nvme", "nvme_path": "/a"}
+CPU_WITH_PATH = {"device": "cpu", "nvme_path": "/a"}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "param", "wrapped", "not_honoured"),
+    [
+        (NVME, {}, {"disk": "/a"}, []),
+        ({}, NVME, {"disk": "/a"}, []),
+        (NVME, NVME, {"disk": "/a"}, []),
+        (NVME, {**NVME, "nvme_path": "/b"}, {"disk": ["/a", "/b"]}, []),
+        (NVME, CPU_WITH_PATH, {"disk": "/a"}, ["offload_param.nvme_path"]),
+        (CPU_WITH_PATH, {}, {}, ["offload_optimizer.nvme_path"]),
+        (
+            {**NVME, "buffer_count": 4, "pipeline_write": True},
+            {**NVME, "buffer_size": 1e8},
+            {"disk": "/a"},
+            [
+                "offload_optimizer.buffer_count",
+                "offload_optimizer.pipeline_write",
+                "offload_param.buffer_size",
+            ],
+        ),
+    ],
+)
+def test_what_is_to_be_on_nvme_goes_to_disk(
+    optimizer: dict[str, Any], param: dict[str, Any], wrapped: dict[str, Any], not_honoured: list[str]
+) -> None:
+    read = quietly({"zero_optimization": {"offload_optimizer": optimizer, "offload_param": param}})
+    assert read.wrap == wrapped
+    assert [key.removeprefix("zero_optimization.") for key in read.not_honoured] == not_honoured
 
 
 def test_a_file_reads_as_its_dict_does(tmp_path: Path) -> None:
@@ -229,7 +258,7 @@ def with_and_without(key: str, value: Any) -> tuple[dict[str, Any], dict[str, An
 @pytest.mark.parametrize("key", ALWAYS)
 def test_a_key_of_what_streamer_does_always_is_listed_for_any_other_value(key: str) -> None:
     value = ALWAYS[key]
-    other = not value if isinstance(value, bool) else "nvme" if value == "cpu" else 2
+    other = not value if isinstance(value, bool) else "none" if value == "cpu" else 2
     assert quietly(with_and_without(key, other)[0]).not_honoured == (key,)
     for honoured in (value, "auto", None):
         config, without = with_and_without(key, honoured)
@@ -418,7 +447,7 @@ def test_training_by_a_config_is_training_by_hand(gpt: GPT, tmp_path: Path) -> N
 
 def test_bf16_states_and_sums_reach_wrap_and_adamw(gpt: GPT) -> None:
     read = quietly(ZERO_INFINITY)
-    with streamed(gpt, **read.wrap) as model:
+    with streamed(gpt, **read.wrap | {"disk": None}) as model:
         optimizer = streamer.AdamW(model.parameters(), **read.adamw)
         model(torch.zeros(1, 4, dtype=torch.long)).float().sum().backward()
         optimizer.step()
@@ -552,6 +581,12 @@ ERRORS = {
         "optimizer": {"type": "Adam", "params": {"max_coeff": 10}}
     },
     "zero_optimization must be an object, in braces, not true": {"zero_optimization": True},
+    'offload_param.device is "nvme": give a folder of the drive as zero_optimization.offload_param.nvme_': (
+        within("zero_optimization.offload_param.device", "nvme")
+    ),
+    "zero_optimization.offload_optimizer.nvme_path must be a string that is not empty, not 1": within(
+        "zero_optimization.offload_optimizer.nvme_path", 1
+    ),
     "gradient_clipping must be a number of 0 or more, not -1": {"gradient_clipping": -1},
     "gradient_clipping must be a number of 0 or more, not 1" + "0" * 59 + "...": {
         "gradient_clipping": 10**400

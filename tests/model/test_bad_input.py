@@ -650,6 +650,27 @@ CHANGES: dict[str, tuple[Change, str]] = {
 }
 
 
+class TwoLists(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleList(linear() for _ in range(2))
+        self.second = nn.ModuleList(linear() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (*self.first, *self.second):
+            x = layer(x)
+        return x
+
+
+def test_a_layer_that_moves_to_the_next_list_is_noticed() -> None:
+    """All modules are there as before, and in the same order."""
+    with wrapped(TwoLists(), layers=["first", "second"]) as model:
+        model(X)
+        model.second.insert(0, model.first.pop(1))
+        with pytest.raises(ValueError, match="layer 'first.1' was removed after streamer.wrap"):
+            model(X)
+
+
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("use", [the_model, layers_by_hand])
 @pytest.mark.parametrize("name", CHANGES)

@@ -133,15 +133,17 @@ def test_a_norm_that_is_no_number_leaves_no_gradient_that_is_one() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_added_after_clipping_is_looked_at_too(bad: float) -> None:
-    """Also where layers alone are trained, so that the root's gradients say nothing."""
+@pytest.mark.parametrize("max_norm", [1e-3, 1e9], ids=["clipped", "not clipped"])
+def test_what_is_added_after_clipping_is_looked_at_too(max_norm: float, bad: float) -> None:
+    """Also where layers alone are trained, so that the root's gradients say nothing, and where their norm was
+    below the limit, so that no coefficient is still to be applied."""
     model = copy.deepcopy(gpt()).requires_grad_(False)
     model.transformer.h.requires_grad_(True)
     with streamed(model, layers="transformer.h") as mine:
         optimizer = streamer.AdamW(mine.parameters())
         before = copy.deepcopy(mine.state_dict())
         language_loss(mine, 0).backward()
-        streamer.clip_grad_norm_(mine, 1e-3)
+        streamer.clip_grad_norm_(mine, max_norm)
         (language_loss(mine, 1) * bad).backward()
         with pytest.warns(UserWarning, match="is NaN or infinite.*this step is skipped"):
             optimizer.step()

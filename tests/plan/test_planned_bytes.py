@@ -19,9 +19,9 @@ from models.gpt2 import GPT
 from streamer.backends.base import Backend
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.paging.handle import wrapped
-from streamer.memory.purposes import MOMENTS, SAVED_INPUTS, host_bytes
+from streamer.memory.purposes import MOMENTS, SAVED_INPUTS, SUMS, host_bytes
 from streamer.optim.state import parse_state_dtype
-from streamer.plan.ledger import accumulation, least_moments
+from streamer.plan.ledger import least_moments
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import GIB, Machine
 
@@ -255,14 +255,15 @@ def check(case: Case, backend: Counted, *, train: bool) -> None:
         for backward in range(1 if case.update == "backward" else 2):
             model(torch.zeros(2, 4, dtype=torch.long, device=device_of)).float().sum().backward()
             if backward:
-                more = accumulation(
-                    executor.units,
-                    executor.root,
-                    num_slots=len(executor.weights.slots.buffers),
-                    sum_in_fp32=case.grad_dtype is not None,
-                )
-                device, host = dict(Counter(device) + Counter(more.device)), host | more.host
-                pinned += more.pinned_host_bytes
+                num_slots = min(2, len(executor.weights.slots.buffers))
+                largest = max(unit.layout.grad_nbytes for unit in executor.units)
+                more = {"gradient staging": num_slots * largest}
+                if case.grad_dtype is not None:
+                    more |= host_bytes(layouts, [SUMS])
+                    of_root = present({"root gradients": 4 * SUMS.numel(executor.root.layout)})
+                    device = dict(Counter(device) + Counter(of_root))
+                host |= present(more)
+                pinned += sum(more.values())
             check_held(saved=executor.inputs.places.nbytes)
         optimizer.step()
         check_held(saved=executor.inputs.places.nbytes)

@@ -199,6 +199,8 @@ def test_golden_of_a_virtual_step() -> None:
         Lane.H2D: "0UNSHARD@0:2-3 1UNSHARD@1:3-4 2UNSHARD@0:4-5 0UNSHARD@0:9-10",
         Lane.D2H: "0OFFLOAD_GRAD@0:0-1 2OFFLOAD_GRAD@1:9-10 1OFFLOAD_GRAD@0:12-13",
         Lane.HOST: "0STEP:1-2 1STEP:2-3 2STEP:3-4",
+        Lane.DISK_READ: "",
+        Lane.DISK_WRITE: "",
     }
 
 

@@ -6,8 +6,8 @@ import datetime
 import os
 import statistics
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,16 @@ from typing import Any
 import torch
 
 import streamer
-from streamer.app.calibrate.measure import Found, Measurements, Sizes, measure
+from streamer.app.calibrate.measure import Found, Measurements, Sizes, Transfers, measure
 from streamer.app.config import Config, ConfigError
 from streamer.app.machine_file import device_name, dump_machine, memory_bytes
 from streamer.app.plan.planning import without_auto
 from streamer.app.run.build import stream_options, without_values
-from streamer.backends.base import Backend
+from streamer.backends.base import DISKS, Backend
+from streamer.backends.disk import Scratch
 from streamer.backends.select import backend_for
 from streamer.engine.paging.handle import wrapped
+from streamer.errors import DiskError
 from streamer.memory.layout import Param
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import CUDA, RTX_4090, Beside, Machine, gpu_properties
@@ -47,12 +49,14 @@ _UNITS = {
 }
 
 
-def calibrate(config: Config | None, *, device: str | None, output: Path) -> Machine:
-    """Measure this machine, at the shapes and in the dtype of ``config`` if there is one, print what was
-    found and write it into ``output``.
+def calibrate(
+    config: Config | None, *, device: str | None, output: Path, disk: Sequence[str] = ()
+) -> Machine:
+    """Measure this machine, at the shapes and in the dtype of ``config`` if there is one, and the drives of
+    the folders ``disk`` if there are any, used together; print what was found and write it into ``output``.
 
     Raises ConfigError for a device that is not there, a config whose model cannot be built, and, before
-    anything is measured, an output that cannot be written.
+    anything is measured, an output that cannot be written and a folder without room.
     """
     if not output.parent.is_dir():
         raise ConfigError(f"--output {output}: there is no folder {output.parent}; make it first")
@@ -66,14 +70,27 @@ def calibrate(config: Config | None, *, device: str | None, output: Path) -> Mac
         backend = backend_for(device)
     except ValueError as error:
         raise ConfigError(f"--device: {error}") from None
-    with closing(backend):
+    with ExitStack() as opened:
+        opened.enter_context(closing(backend))
         sizes = sizes_of(config, backend.device.type)
+        transfers = None
+        if disk:
+            try:
+                transfers = Transfers(opened.enter_context(Scratch(disk)), sizes.disk_bytes)
+            except DiskError as error:
+                raise ConfigError(f"--disk: {error}") from error
         print(f"measuring {device_name(backend.device)}: {_described(sizes)}", flush=True)
         # kept until the backend is closed, which unregisters their page-locked memory
-        with closing(Measurements(backend, sizes)) as measurements:
+        with closing(Measurements(backend, sizes, transfers)) as measurements:
             found = measure(measurements, rounds=ROUNDS, budget_seconds=BUDGET_SECONDS)
         machine = machine_of(found, backend)
     print_table(found)
+    if not disk:
+        reads, writes = (f"{machine.bytes_per_second(lane) / 1e9:.3g}" for lane in DISKS)
+        print(
+            f"the disk was not measured, and is taken to read {reads} and to write {writes} GB/s: --disk DIR "
+            "measures the drive of a folder"
+        )
     output.write_text(dump_machine(machine, _measured(found, sizes)), encoding="utf-8")
     print(f"written: {output}")
     return machine
@@ -120,7 +137,7 @@ def _matrices(config: Config) -> list[Param]:
 def machine_of(found: Found, backend: Backend) -> Machine:
     """The medians of what was found, as a machine."""
     medians: dict[str, Any] = {name: statistics.median(values) for name, values in found.items()}
-    beside = Beside(**{item.name: medians.pop(item.name) for item in fields(Beside)})
+    beside = Beside(**{item.name: medians.pop(item.name) for item in fields(Beside) if item.name in medians})
     device_bytes, host_bytes = memory_bytes(backend.device)
     machine = replace(
         Machine(device_name(backend.device), 1.0, 1.0, 1.0, 1.0, device_bytes, host_bytes),

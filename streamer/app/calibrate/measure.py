@@ -1,4 +1,5 @@
-"""How fast this machine is at what a step consists of: products, attention, activations, copies and updates.
+"""How fast this machine is at what a step consists of: products, attention, activations, copies and updates,
+and transfers between disk and host memory where a folder is given.
 
 They run on a backend's own lanes, with streamer's kernels. Every round measures each of them once, alone and
 beside others, so that other load on the machine affects all alike. `VisitCosts` measures the time of the
@@ -11,6 +12,7 @@ import itertools
 import math
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +23,7 @@ from torch import nn
 import streamer
 import streamer_native as native
 from streamer.backends.base import COPIES, Backend, Event, Lane, Span
+from streamer.backends.disk import Disks, Extent, Scratch
 from streamer.memory.host import HostStore
 from streamer.memory.layout import Layout, Param
 from streamer.memory.purposes import FP32, GRADIENTS, MOMENTS
@@ -77,6 +80,10 @@ Work = Callable[[], object]
 
 #: Host buffers that are copied in turn: a buffer that was copied just now would be in a cache.
 HOST_BUFFERS = 4
+#: Extents on disk that are read in turn, and as many that are written; together 1 GiB.
+EXTENTS = 16
+#: Seconds after which no more extents are filled before a disk is measured.
+FILL_SECONDS = 10.0
 #: How often the small operations are run in a row.
 REPEATS = 20
 
@@ -85,7 +92,8 @@ REPEATS = 20
 class Sizes:
     """What is measured: products of ``tokens`` with each of ``weights`` [out, in], activations of ``hidden``
     features, attention over ``context`` tokens in heads of ``head``, all in ``dtype``; copies of
-    ``copy_bytes``; updates of ``parameters``. A piece of work is repeated for ``seconds`` at least."""
+    ``copy_bytes``; transfers of ``disk_bytes`` from and to disk; updates of ``parameters``. A piece of work
+    is repeated for ``seconds`` at least."""
 
     dtype: torch.dtype
     tokens: int
@@ -94,6 +102,7 @@ class Sizes:
     context: int
     head: int = 64
     copy_bytes: int = 32 << 20
+    disk_bytes: int = 32 << 20  # as of one moment of a full chunk: see `streamer.memory.on_disk`
     parameters: int = 16_000_000
     seconds: float = 0.08
 
@@ -181,6 +190,36 @@ def copies(backend: Backend, lane: Lane, nbytes: int) -> Work:
     return run
 
 
+class Transfers:
+    """Transfers of ``nbytes`` between ``scratch`` and host memory: `EXTENTS` that are read in turn, and as
+    many that are written. Raises DiskError, and allocates nothing, where the disk has no room for them."""
+
+    def __init__(self, scratch: Scratch, nbytes: int) -> None:
+        self.nbytes = scratch.padded(nbytes)
+        self._scratch = scratch
+        self._read, self._written = ([scratch.extent(nbytes) for _ in range(EXTENTS)] for _ in range(2))
+        scratch.allocate()
+
+    def works(self) -> dict[Lane, Work]:
+        """The next read and the next write, for the lanes that they run on. First every extent is written
+        once, or as many as `FILL_SECONDS` allow: a drive knows what was never written, and reads nothing."""
+        source, into = (Disks.buffer(self.nbytes) for _ in range(2))
+        source.random_(0, 256)  # some drives compress
+        until = time.perf_counter() + FILL_SECONDS
+        pairs: list[tuple[Extent, Extent]] = []
+        for pair in zip(self._read, self._written, strict=True):
+            if len(pairs) >= 2 and time.perf_counter() > until:
+                break
+            for extent in pair:
+                self._scratch.write(extent, source)
+            pairs.append(pair)
+        reads, writes = (itertools.cycle(extents) for extents in zip(*pairs, strict=True))
+        return {
+            Lane.DISK_READ: lambda: self._scratch.read(next(reads), into),
+            Lane.DISK_WRITE: lambda: self._scratch.write(next(writes), source),
+        }
+
+
 def update(backend: Backend, sizes: Sizes) -> tuple[int, Work]:
     """The bytes that an update of ``sizes.parameters`` moves, and that update, for HOST."""
     layout = Layout.of([Param("", (sizes.parameters,), sizes.dtype, True)])
@@ -217,8 +256,8 @@ class Stopwatch:
 
     def together(self, works: Mapping[Lane, Work], alone: Mapping[Lane, float]) -> dict[Lane, float]:
         """The median seconds of each of ``works`` while all are under way; ``alone`` has those alone."""
-        # this thread does COMPUTE's work meanwhile: the others have to outlast a few pieces of it
-        seconds = max(self._seconds, 2 * alone.get(Lane.COMPUTE, 0.0))
+        # every lane has to outlast a few pieces of the slowest one's work
+        seconds = max(self._seconds, *(2 * alone[lane] for lane in works))
         events: dict[Lane, list[Event]] = {}
         for lane in works:
             if lane is not Lane.COMPUTE:
@@ -241,9 +280,10 @@ class Stopwatch:
 
 
 class Measurements:
-    """All that is measured on ``backend``, which must be idle, a round at a time."""
+    """All that is measured on ``backend``, which must be idle, a round at a time; ``transfers``, if they are
+    given, on its lanes of the disk."""
 
-    def __init__(self, backend: Backend, sizes: Sizes) -> None:
+    def __init__(self, backend: Backend, sizes: Sizes, transfers: Transfers | None = None) -> None:
         self._watch = Stopwatch(backend, sizes.seconds)
         self._visits = VisitCosts(backend.device)
         self._computing = computing(backend, sizes)
@@ -254,6 +294,10 @@ class Measurements:
             Lane.HOST: updating,
         }
         self._nbytes = {**dict.fromkeys(COPIES, sizes.copy_bytes), Lane.HOST: update_bytes}
+        if transfers is not None:
+            works = transfers.works()
+            self._lanes |= works
+            self._nbytes |= dict.fromkeys(works, transfers.nbytes)
         self._counts = {name: counted(work) for name, work in self._computing.items()}
         for lane, work in self._lanes.items():
             self._watch.alone(lane, work)  # the first time is slower than all others
@@ -266,11 +310,14 @@ class Measurements:
         alone = {lane: self._watch.alone(lane, work) for lane, work in self._lanes.items()}
         for lane, nbytes in self._nbytes.items():
             values[f"{lane.value}_bytes_per_second"] = nbytes / alone[lane]
+        shares = defaultdict(list)
         for pair in PAIRS.values():
-            beside = self._watch.together({lane: self._lanes[lane] for lane in pair}, alone)
-            for lane, other in (pair, reversed(pair)):
-                values[f"{lane.group}_{other.group}"] = min(1.0, alone[lane] / beside[lane])
-        return values
+            if self._lanes.keys() >= {*pair}:
+                beside = self._watch.together({lane: self._lanes[lane] for lane in pair}, alone)
+                for lane, other in (pair, reversed(pair)):
+                    shares[f"{lane.group}_{other.group}"].append(min(1.0, alone[lane] / beside[lane]))
+        # lanes of one group keep different shares, of which the planner knows the mean
+        return values | {name: statistics.fmean(kept) for name, kept in shares.items()}
 
     def close(self) -> None:
         """Unwrap the model of `VisitCosts`; the caller closes the backend."""

@@ -104,8 +104,7 @@ class RunPlan:
     @property
     def host_needed(self) -> int:
         """Bytes of host memory; where the host stands in for a device, with those of that."""
-        own = sum(self.host_bytes.values())
-        return own + self.device_needed if self.room.shared else own
+        return self.room.host_tier(sum(self.host_bytes.values()), self.device_needed).needed
 
     @property
     def fits_device(self) -> bool:

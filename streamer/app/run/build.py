@@ -24,6 +24,7 @@ from streamer.app.run.run_folder import amount
 from streamer.backends.base import Backend
 from streamer.checkpoint.manifest import new_folder
 from streamer.config_values import nearest
+from streamer.errors import DiskError
 from streamer.pretrained.architecture import ModelClass, build, is_of_transformers, transformers_library
 
 
@@ -142,13 +143,15 @@ def build_model(config: Config, *, backend: Backend | None = None) -> nn.Module:
 
     Raises ConfigError for what the factory, `streamer.from_pretrained` or `streamer.wrap` refuses.
     """
-    wanted, options = config.model, {**stream_options(config.stream), "backend": backend}
+    wanted, options = config.model, {**wrap_options(config), "backend": backend}
     if wanted.pretrained is not None:
         kind, changed = _class(wanted)
         try:
             return streamer.from_pretrained(
                 wanted.pretrained, kind, init=wanted.init, config=changed, **options
             )
+        except DiskError as error:
+            raise ConfigError.of("[memory]", error) from error
         except (OSError, TypeError, ValueError, MemoryError) as error:
             raise ConfigError.of("[model] and [stream]", error) from error
     assert wanted.factory is not None, "load_config has looked"
@@ -167,6 +170,8 @@ def build_model(config: Config, *, backend: Backend | None = None) -> nn.Module:
         raise ConfigError(f"model.init = {wanted.init!r}: {type(model).__name__} has no such method")
     try:
         return streamer.wrap(model, init=init, **options)
+    except DiskError as error:
+        raise ConfigError.of("[memory]", error) from error
     except (ValueError, MemoryError) as error:
         raise ConfigError.of("[stream]", error) from error
 
@@ -178,6 +183,12 @@ def stream_options(config: StreamConfig) -> dict[str, Any]:
         "dtype": None if config.dtype is None else getattr(torch, config.dtype),
         "batch_dims": dims and {name: None if dim == "none" else dim for name, dim in dims.items()},
     }
+
+
+def wrap_options(config: Config) -> dict[str, Any]:
+    """Keyword arguments of `streamer.wrap`, those of ``[memory]`` with them."""
+    memory = config.memory
+    return stream_options(config.stream) | {"host_memory": memory.host, "disk": memory.disk}
 
 
 def load_data(config: Config) -> TokenData:
@@ -203,6 +214,8 @@ def build_optimizer(
             **{key: getattr(config, key) for key in OPTIMIZER_KEYS},
             skip_nonfinite=skip_nonfinite,
         )
+    except DiskError as error:
+        raise ConfigError.of("[memory]", error) from error
     except (ValueError, MemoryError) as error:
         raise ConfigError.of("[optimizer]", error) from error
 

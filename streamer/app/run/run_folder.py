@@ -16,6 +16,7 @@ from torch import nn
 
 import streamer
 from streamer.app.config import Config, ConfigError, dump_config, load_config
+from streamer.backends.base import DISKS
 from streamer.checkpoint.manifest import Manifest, checkpoints, prune
 from streamer.errors import CheckpointError
 
@@ -53,6 +54,7 @@ def summary_of(model: nn.Module, **trained: float) -> dict[str, Any]:
         "weight_bytes": sum(param.nbytes for param in params),
         "device_bytes_peak": stats.device_bytes_peak,
         "host_bytes_per_parameter": sum(stats.host_bytes.values()) / parameters,
+        "disk_bytes_per_parameter": sum(stats.disk_bytes.values()) / parameters,
         **trained,
         "busy_seconds": dict(stats.busy_seconds),
         "exposed_seconds": dict(stats.exposed_seconds),
@@ -64,12 +66,15 @@ def summary_table(summary: Mapping[str, Any], *, unit: str = "byte") -> str:
     """The summary as a table for the terminal."""
     # a plain optimizer's two fp32 moments stand beside the weights and their gradients
     resident = 2 * summary["weight_bytes"] + 8 * summary["parameters"]
+    held = summary["disk_bytes_per_parameter"]
+    on_disk = [("disk bytes per parameter", f"{held:.2f}")] if held else []
     rows = [
         ("parameters", f"{summary['parameters']:,}"),
         ("weights", amount(summary["weight_bytes"])),
         ("peak on the device", f"{amount(summary['device_bytes_peak'])} with the layers' saved inputs"),
         ("if all were held there", f"{amount(resident)} of weights, gradients and moments"),
         ("host bytes per parameter", f"{summary['host_bytes_per_parameter']:.2f}"),
+        *on_disk,
         ("tokens/s", f"{summary['tokens_per_second']:,.0f}"),
         ("validation loss before", f"{summary['first_val_loss']:.3f} nats per {unit}"),
         ("validation loss after", f"{summary['last_val_loss']:.3f}"),
@@ -77,15 +82,18 @@ def summary_table(summary: Mapping[str, Any], *, unit: str = "byte") -> str:
     ]
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:{width}}  {value}" for name, value in rows]
-    lines.append(f"\n{'lane':8}{'busy s':>10}{'exposed s':>12}{'overlap':>10}")
+    wide = 12 if on_disk else 8
+    lines.append(f"\n{'lane':{wide}}{'busy s':>10}{'exposed s':>12}{'overlap':>10}")
     late = []
     for lane, busy in summary["busy_seconds"].items():
+        if not (on_disk or busy) and lane in [each.value for each in DISKS]:
+            continue
         part = summary["overlap"][lane]
         if part is not None and part < 0:
             late.append(lane)
         overlap = "-" if lane == "compute" or part is None else "none" if lane in late else f"{part:.1%}"
         exposed = "-" if lane == "compute" else f"{summary['exposed_seconds'][lane]:.2f}"
-        lines.append(f"{lane:8}{busy:>10.2f}{exposed:>12}{overlap:>10}")
+        lines.append(f"{lane:{wide}}{busy:>10.2f}{exposed:>12}{overlap:>10}")
     if late:
         lines.append(
             f"{', '.join(late)}: compute waited longer than the lane worked, whose work began late: other "

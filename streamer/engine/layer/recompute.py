@@ -342,7 +342,7 @@ class Recompute(LayerRun):
     def first_run(self, weights: torch.Tensor, inputs: Tensors) -> Outputs:
         unit = self.call.unit
         self._attributes = unit.attributes()
-        self._contents = Contents(unit.contents)
+        self._contents = Contents(self._attributes.contents)
         self._ambient = Ambient.now(self.executor.backend.device, self._contents.generators)
         tensors = self._contents.tensors
         unwritten = fingerprint(tensors)

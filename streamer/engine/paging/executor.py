@@ -14,7 +14,7 @@ layer's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import nullcontext
 from typing import TypeVar
@@ -23,6 +23,7 @@ import torch
 
 from streamer.backends.background import Background
 from streamer.backends.base import Backend, Lane
+from streamer.engine.disk.state import ShardUpdate, StatePager, masters_of
 from streamer.engine.paging.device_memory import Budget, DeviceMemory, HostWatch
 from streamer.engine.paging.gradient_pipeline import GradientPipeline, Landing, UpdateInStep
 from streamer.engine.paging.gradients import Gradients, noticing_writes
@@ -42,7 +43,9 @@ from streamer.engine.tensors.samples import Samples
 from streamer.engine.tensors.saved import SavedBytes
 from streamer.engine.tensors.threads import Turns
 from streamer.memory.host import HostShard, HostStore
-from streamer.memory.purposes import SAVED_INPUTS
+from streamer.memory.placement import ON_DISK, REMEDY, beyond, ring_bytes
+from streamer.memory.purposes import ASKED_FOR, SAVED_INPUTS, STATE_RING, Purpose, host_bytes
+from streamer.memory.verdict import Tier, host, require
 
 T = TypeVar("T")
 
@@ -56,7 +59,8 @@ class Executor:
 
     ``units`` are the layers, numbered from 0 in the order of their lists, and ``root`` all the rest;
     ``store`` has their shards in the same order, the root's last (so that its index ROOT finds it). There are
-    ``num_slots`` weight slots, and more as ``budget`` bytes of device memory leave room for them.
+    ``num_slots`` weight slots, and more as ``budget`` bytes of device memory leave room for them. Of host
+    memory no more than ``host_limit`` bytes are taken, if that is given.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class Executor:
         budget: int | None = None,
         sum_in_fp32: bool = True,
         update_in_backward: bool = False,
+        host_limit: int | None = None,
         hazards: Hazards | None = None,
     ) -> None:
         self.backend = backend
@@ -77,12 +82,20 @@ class Executor:
         self.root = root
         self.store = store
         self.sum_in_fp32 = sum_in_fp32
+        self.host_limit = host_limit
         #: which thread may do what. [Note: threads]
         self.turns = Turns()
         self.issuer = Issuer(backend, hazards or Hazards())
-        self.weights = Weights(self.issuer, units, root, store, num_slots=num_slots)
+        state = StatePager(self.issuer, store)
+        self.weights = Weights(self.issuer, units, root, store, state, num_slots=num_slots)
         self.gradients = Gradients(
-            self.issuer, units, root, store, num_slots=num_slots, sum_in_fp32=sum_in_fp32
+            self.issuer,
+            units,
+            root,
+            store,
+            num_slots=num_slots,
+            sum_in_fp32=sum_in_fp32,
+            host=self.host,
         )
         #: autograd's id of the backward that waits for the gradients when it ends
         self.backward_task = -1
@@ -100,7 +113,7 @@ class Executor:
         if budget is not None:
             is_trained = any(unit.layout.grad_nbytes for unit in (*units, root))
             self.budget = Budget(budget, self.memory, most=len(units), is_trained=is_trained)
-        self.inputs = InputPager(self.issuer, self.saved)
+        self.inputs = InputPager(self.issuer, self.saved, self.host)
         self.structure = Structure(units, root)
         self.skipped_steps = 0
         self.released = False
@@ -140,6 +153,13 @@ class Executor:
             for unit in (*self.units, self.root):
                 self.weights.end_flight(unit)
 
+    def forget_failures(self) -> None:
+        """Go on as if nothing that was submitted had failed, for who makes good what is wrong since. If
+        something has, updates that have not begun by then are dropped."""
+        with self.turns.lock:
+            if self.issuer.forget_failures():
+                self.weights.begin_anew()
+
     def await_update(self, unit: Unit) -> None:
         """Block until the user's code may read and write the weights and the optimizer's state of ``unit``.
 
@@ -153,9 +173,17 @@ class Executor:
             if unit is self.root:
                 self._root_ready = False
                 self.begin()
+            elif self.shard(unit).is_out:
+                self.weights.bring_in(unit)
             else:
                 self.issuer.wait((ops.shard(unit.index),))
                 self.weights.end_flight(unit)
+
+    def await_state(self, unit: Unit) -> None:
+        """Block until the user's code may read and write the optimizer's state of ``unit`` on disk."""
+        with self.turns.lock:
+            if not self.released:
+                self.issuer.wait(masters_of(unit.index, self.shard(unit)), to_write=True)
 
     def wait_for_saving(self) -> None:
         """Block until no checkpoint is being written. Raises nothing: an error stays in `saving`."""
@@ -237,7 +265,7 @@ class Executor:
         with self.turns.lock:  # with the lock held, no other thread is in a visit
             self.weights.check_idle(unit)
 
-    def step(self, updates: Mapping[int, tuple[Callable[[], None], int]]) -> None:
+    def step(self, updates: Mapping[int, tuple[ShardUpdate, int]]) -> None:
         """Queue updates of host shards: by unit, what updates it and the bytes of memory that this moves.
 
         They run in the order in which the next forward asks for the units, and a unit is unsharded only
@@ -248,7 +276,7 @@ class Executor:
             self._step(updates)
             self.turns.end()
 
-    def _step(self, updates: Mapping[int, tuple[Callable[[], None], int]]) -> None:
+    def _step(self, updates: Mapping[int, tuple[ShardUpdate, int]]) -> None:
         self.weights.refresh()
         self._host_watch.check(self.host_bytes)
         if ROOT in updates:
@@ -258,7 +286,7 @@ class Executor:
                 update, nbytes = updates[unit.index]
                 noticing = noticing_writes(unit, self.shard(unit), update)
                 self.weights.begin_flight(unit)
-                self.issuer.issue(ops.step(unit.index, ops.gradient(unit.index), nbytes), noticing)
+                self.weights.update(unit, noticing, nbytes, ops.gradient(unit.index))
                 self.weights.update_issued(unit)
         self._root_ready = False
         self.fit_budget()
@@ -288,8 +316,54 @@ class Executor:
 
     def host_bytes(self) -> dict[str, int]:
         """Bytes that the wrapped model holds in host memory, by purpose."""
-        saved = self.inputs.places.nbytes
-        return self.store.bytes_by_purpose() | ({SAVED_INPUTS: saved} if saved else {})
+        beside = {SAVED_INPUTS: self.inputs.places.nbytes, ASKED_FOR: self.weights.brought_bytes()}
+        return self.store.bytes_by_purpose() | {name: nbytes for name, nbytes in beside.items() if nbytes}
+
+    def host_available(self) -> int:
+        """Bytes of host memory that may still be taken."""
+        free = self.backend.host_available()
+        if self.host_limit is None:
+            return free
+        return min(free, max(0, self.host_limit - sum(self.host_bytes().values())))
+
+    def host(self, needed: int, remedy: str) -> Tier:
+        """The host's memory, or what `wrap` was told to take of it, for ``needed`` bytes more."""
+        free, left = self.backend.host_available(), self.host_available()
+        if left == free:
+            return host(needed, free, remedy)
+        return Tier("host_memory", needed, left, f"{remedy}, or wrap with a larger host_memory")
+
+    def disk_bytes(self) -> dict[str, int]:
+        """Bytes that the wrapped model holds on disk, by purpose."""
+        return self.store.disk_bytes_by_purpose()
+
+    def place_moments(self, purposes: Sequence[Purpose], given_up: Sequence[Purpose]) -> frozenset[int]:
+        """The positions of the units whose optimizer state for ``purposes`` is to be on disk, in place of
+        that for ``given_up``.
+
+        Raises MemoryError if there is too little memory for the ring that state on disk passes through.
+        """
+        store = self.store
+        layouts = [shard.layout for shard in store.shards]
+        goes = {purpose.name for purpose in given_up} | {STATE_RING}
+        held = store.bytes_by_purpose()
+        room = self.host_available() + sum(held[name] for name in goes & held.keys())
+        stays = [purpose for purpose in store.on_disk() if purpose.name not in goes]
+        if not stays and sum(host_bytes(layouts, purposes).values()) <= room:
+            return frozenset()
+        ring = ring_bytes(layouts, [*purposes, *stays])
+        require(ON_DISK, Tier("host_memory", ring, room, REMEDY))
+        return beyond(layouts, purposes, room - ring)
+
+    def add_moments(
+        self, purposes: Sequence[Purpose], on_disk: Collection[int], in_place_of: Sequence[Purpose]
+    ) -> None:
+        """Have zeroed room for an optimizer's state, for the units at the positions ``on_disk`` there, and
+        none for that of ``in_place_of``. Raises DiskError, before anything is changed, if the disk has no
+        room."""
+        self.store.add(purposes, on_disk=on_disk, in_place_of=in_place_of)
+        if self.store.on_disk():
+            self.store.ring()
 
     def unit(self, index: int) -> Unit:
         """The unit of that number, ROOT for the root."""

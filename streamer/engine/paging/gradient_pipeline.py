@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -28,13 +29,21 @@ from streamer.engine.paging.norms import Norms, sum_squares
 from streamer.engine.paging.unit import Unit
 from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import Op
+from streamer.memory.host import HostShard
 
 #: Writes gradients into a flat uint8 buffer in the layout of a unit; says for which of the unit's trainable
 #: parameters it has written one.
 Fill = Callable[[torch.Tensor], Sequence[bool]]
 
-#: An update of one unit: what does it, given the unit's gradient (flat uint8), and the bytes that this moves.
-Update = tuple[Callable[[torch.Tensor], None], int]
+
+class UpdateWork(Protocol):
+    """The update of a unit's shard, or of a chunk of its state, from its ``gradient`` (flat uint8)."""
+
+    def __call__(self, shard: HostShard, *, gradient: torch.Tensor) -> None: ...
+
+
+#: An update of one unit: what does it, and the bytes of host memory that this moves.
+Update = tuple[UpdateWork, int]
 #: Asked for the update of a unit, given which of its trainable parameters have a gradient.
 Updater = Callable[[Unit, Sequence[bool]], Update | None]
 

@@ -26,9 +26,9 @@ from streamer.engine.schedule.op import ROOT
 from streamer.engine.tensors.guarded import GUARD, Guard, GuardedTensor, as_plain
 from streamer.memory.host import HostShard, HostStore, array
 from streamer.memory.layout import Slice, Stretch
-from streamer.memory.purposes import SUMS, host_bytes
+from streamer.memory.purposes import STAGING, SUMS, host_bytes
 from streamer.memory.slots import GradientSlots, num_grad_slots
-from streamer.memory.verdict import host, require
+from streamer.memory.verdict import Tier, require
 
 FP32 = torch.float32
 
@@ -170,12 +170,14 @@ class GradientViews:
                 self.show(slice, param, summed=False)
 
 
-def noticing_writes(unit: Unit, shard: HostShard, update: Callable[[], None]) -> Callable[[], None]:
+def noticing_writes(
+    unit: Unit, shard: HostShard, update: Callable[[HostShard], None]
+) -> Callable[[HostShard], None]:
     """``update``, which raises RuntimeError if somebody has written the gradients in ``shard`` meanwhile."""
     before = shard.gradient._version, shard.sums._version
 
-    def work() -> None:
-        update()
+    def work(updated: HostShard) -> None:
+        update(updated)
         if (shard.gradient._version, shard.sums._version) != before:
             raise RuntimeError(
                 f"gradients of '{unit.name}' were written while its update was reading them, so that its "
@@ -212,6 +214,7 @@ class Gradients:
         *,
         num_slots: int,
         sum_in_fp32: bool,
+        host: Callable[[int, str], Tier],
     ) -> None:
         self._nbytes = max(unit.layout.grad_nbytes for unit in units)
         self.slots = GradientSlots(num_grad_slots(num_slots), self._nbytes, issuer.backend.device_buffer)
@@ -224,6 +227,7 @@ class Gradients:
         self._root = root
         self._store = store
         self._staging: list[torch.Tensor] = []
+        self._host = host
         self.held = {
             unit.index: GradientViews(
                 unit,
@@ -380,7 +384,7 @@ class Gradients:
     def _stage(self, unit: Unit, slot: int) -> torch.Tensor:
         """Page out ``slot`` to the staging buffer of the same number."""
         if not self._staging:
-            self._check_host({"gradient staging": len(self.slots.buffers) * self._nbytes})
+            self._check_host({STAGING: len(self.slots.buffers) * self._nbytes})
             self._staging = self._store.staging(len(self.slots.buffers), self._nbytes)
         nbytes = unit.layout.grad_nbytes
         staged, source = self._staging[slot][:nbytes], self.slots.buffers[slot][:nbytes]
@@ -422,9 +426,8 @@ class Gradients:
             "wrap with grad_dtype=None to add gradients up in the parameters' own dtype, or with a larger "
             "batch in place of several"
         )
-        free = self._issuer.backend.host_available()
         what = f"a second backward before the step ({', '.join(wanted)})"
-        require(what, host(sum(wanted.values()), free, remedy))
+        require(what, self._host(sum(wanted.values()), remedy))
 
     def before_access(self, unit: Unit, *, in_use: bool) -> None:
         """Return when the user's code may read and write the gradient of ``unit``; ``in_use`` says whether an

@@ -84,8 +84,8 @@ def wrapped(model: nn.Module) -> Wrapped:
     handle = model.__dict__.get(HANDLE)
     if not isinstance(handle, Wrapped):
         part = wrapped_part(model)
-        mend = f"give {part}, which is" if part else "call streamer.wrap(model, layers=...) first"
-        raise ValueError(f"this {type(model).__name__} is not wrapped: {mend}")
+        remedy = f"give {part}, which is" if part else "call streamer.wrap(model, layers=...) first"
+        raise ValueError(f"this {type(model).__name__} is not wrapped: {remedy}")
     return handle
 
 

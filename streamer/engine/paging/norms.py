@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,26 +35,17 @@ ROW = 4096
 
 @dataclass(frozen=True)
 class _Measured:
+    """What is known of a layer's gradient, for as long as the gradient stays as it was then."""
+
     squares: Squares | float  # a scalar on the device, or taken on the host
     state: _State
     sample: bytes | None = None  # of the host gradient, once that has landed
+    is_finite: bool = False  # known to be, though ``squares`` may still be on the device
+    scaled: _State | None = None  # the state after the last of the writes that only made it smaller
 
 
 #: Which parameters hold a gradient, and how often the user has written the unit's gradient and sums.
 _State = tuple[tuple[bool, ...], int, int]
-
-
-class _GradientState(NamedTuple):
-    """Which gradients existed, and their version counters: of layers by unit, of the root by tensor."""
-
-    layers: dict[int, _State]
-    root: list[tuple[weakref.ref[torch.Tensor], int]]
-
-    def is_still(self, layers: dict[int, _State], root: Sequence[torch.Tensor]) -> bool:
-        """Whether these are the same, and unwritten."""
-        return self.layers == layers and [(id(ref()), version) for ref, version in self.root] == [
-            (id(gradient), gradient._version) for gradient in root
-        ]
 
 
 class Norms:
@@ -66,16 +57,14 @@ class Norms:
         self._root = root
         self._store = store
         self._measured: dict[int, _Measured] = {}
-        #: by unit, how its gradient was when it was measured and since then only made smaller
-        self._scaled: dict[int, _State] = {}
-        self._finite: _GradientState | None = None
+        #: the root's gradients that are known to be finite, with their version counters
+        self._finite_root: list[tuple[weakref.ref[torch.Tensor], int]] | None = None
         self._where: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     @as_plain
     def keep(self, unit: Unit, squares: Squares | None) -> None:
         """``squares`` belong to the gradient that ``unit`` now holds; None if they are not known."""
         self._measured.pop(unit.index, None)
-        self._scaled.pop(unit.index, None)
         if squares is not None:
             self._measured[unit.index] = _Measured(squares, self._state(unit))
 
@@ -87,7 +76,7 @@ class Norms:
     def scaled(self, unit: Unit) -> None:
         """The user's code has multiplied the gradients of ``unit`` by a number from -1 to 1, as clipping
         does, so that they are finite if they were. What they add up to, rounded, is not known."""
-        self._scaled[unit.index] = self._state(unit)
+        self._note(unit, scaled=self._state(unit))
 
     @as_plain
     def landed(self) -> None:
@@ -95,16 +84,15 @@ class Norms:
         for index, measured in self._measured.items():
             if measured.sample is None:
                 squares = measured.squares() if callable(measured.squares) else measured.squares
-                self._measured[index] = replace(
-                    measured, squares=squares, sample=self._sample(self._units[index])
-                )
+                unit = self._units[index]
+                self._note(unit, squares=squares, sample=self._sample(unit))
 
     @as_plain
     def total(self, layers_scale: float, *, or_more: bool = False) -> float:
         """The sum of squares of all gradients that are held, those of layers multiplied by ``layers_scale``
-        first; NaN or Inf if one of them is. With ``or_more`` an upper
-        bound, the sum before clipping, is enough."""
-        holding = [unit for unit in self._units if any(param.grad is not None for param in unit.params)]
+        first; NaN or Inf if one of them is. With ``or_more`` an upper bound, the sum before clipping, is
+        enough."""
+        holding, gradients_of_root = self._held()
         anew = [unit for unit in holding if not self._is_measured(unit)]
         if or_more:
             anew = [unit for unit in anew if not self._is_scaled(unit)]
@@ -117,7 +105,7 @@ class Norms:
             squares = self._measured[unit.index].squares
             assert not callable(squares), "what the host was adding up has landed"
             layers.append(squares)
-        root = [_squares(param.grad) for param in self._root.params if param.grad is not None]
+        root = [_squares(gradient) for gradient in gradients_of_root]
         values = _read([*layers, *root])
         of_layers, of_root = math.fsum(values[: len(layers)]), math.fsum(values[len(layers) :])
         # the scale may be NaN, which is nothing to the root where there are no layers
@@ -126,19 +114,23 @@ class Norms:
     @as_plain
     def remember_finite(self) -> None:
         """All gradients that are held now are finite, so that `is_finite` need not read them again."""
-        layers, root = self._held_now()
-        self._finite = _GradientState(
-            layers, [(weakref.ref(gradient), gradient._version) for gradient in root]
-        )
+        holding, root = self._held()
+        for unit in holding:
+            if unit.index in self._measured:
+                self._note(unit, is_finite=True)
+        self._finite_root = [(weakref.ref(gradient), gradient._version) for gradient in root]
 
     @as_plain
     def is_finite(self, layers_scale: float) -> bool:
         """Whether `total` is finite. The device is read only if something was written since it was last."""
-        remembered, self._finite = self._finite, None
-        if remembered is not None:
-            layers, root = self._held_now()
+        known, self._finite_root = self._finite_root, None
+        if known is not None:
+            holding, root = self._held()
+            now = [(id(gradient), gradient._version) for gradient in root]
             # some writes do not increment the version counter
-            if remembered.is_still(layers, root) and all(self._is_measured(self._units[i]) for i in layers):
+            if [(id(ref()), version) for ref, version in known] == now and all(
+                self._is_measured(unit) and self._measured[unit.index].is_finite for unit in holding
+            ):
                 return True
         return math.isfinite(self.total(layers_scale, or_more=True))
 
@@ -162,8 +154,7 @@ class Norms:
     def forget(self) -> None:
         """The gradients have been exchanged for others."""
         self._measured.clear()
-        self._scaled.clear()
-        self._finite = None
+        self._finite_root = None
 
     @as_plain
     def forget_outdated(self) -> None:
@@ -179,15 +170,17 @@ class Norms:
         shard = self._store.shards[unit.index]
         return holders, shard.gradient._version, shard.sums._version
 
-    def _held_now(self) -> tuple[dict[int, _State], list[torch.Tensor]]:
-        """The states of the layers that hold a gradient, and the root's gradients."""
-        states = {unit.index: self._state(unit) for unit in self._units}
-        root = [param.grad for param in self._root.params if param.grad is not None]
-        return {index: state for index, state in states.items() if any(state[0])}, root
+    def _note(self, unit: Unit, **known: Any) -> None:
+        self._measured[unit.index] = replace(self._measured[unit.index], **known)
+
+    def _held(self) -> tuple[list[Unit], list[torch.Tensor]]:
+        """The layers that hold a gradient, and the root's gradients."""
+        holding = [unit for unit in self._units if any(param.grad is not None for param in unit.params)]
+        return holding, [param.grad for param in self._root.params if param.grad is not None]
 
     def _is_scaled(self, unit: Unit) -> bool:
-        scaled = self._scaled.get(unit.index)
-        return scaled is not None and unit.index in self._measured and scaled == self._state(unit)
+        measured = self._measured.get(unit.index)
+        return measured is not None and measured.scaled == self._state(unit)
 
     def _is_measured(self, unit: Unit) -> bool:
         measured = self._measured.get(unit.index)

@@ -28,7 +28,7 @@ from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import Place
 from streamer.engine.tensors.saved import SavedBytes, storages
-from streamer.memory.verdict import host, require
+from streamer.memory.verdict import Tier, require
 
 
 class Paged:
@@ -150,9 +150,10 @@ Saved = Sequence[Paged]
 class InputPager:
     """The saved inputs of all layers. [Note: saved inputs]"""
 
-    def __init__(self, issuer: Issuer, on_device: SavedBytes) -> None:
+    def __init__(self, issuer: Issuer, on_device: SavedBytes, host: Callable[[int, str], Tier]) -> None:
         self.places = HostPlaces(self._allocate, self._give_back)
         self._issuer = issuer
+        self._host = host
         self._on_device = on_device
         #: by storage
         self._known = WeakIdKeyDictionary()
@@ -308,11 +309,7 @@ class InputPager:
         require(
             f"a layer's saved inputs in host memory, beside {self.places.nbytes} bytes of them "
             "(activations='recompute+offload')",
-            host(
-                nbytes,
-                self._issuer.backend.host_available(),
-                "take a smaller batch, or 'recompute' for some of the layers",
-            ),
+            self._host(nbytes, "take a smaller batch, or 'recompute' for some of the layers"),
         )
         return self._issuer.backend.host_buffer(nbytes)
 

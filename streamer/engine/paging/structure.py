@@ -9,22 +9,13 @@ holds is compared with what it held, by identity, where a pass over the model be
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from torch import nn
 
-from streamer.engine.paging.unit import Unit, are_same
+from streamer.engine.paging.unit import CHILDREN, PARAMETERS, Snapshot, Unit
 
 #: What becomes of a module that nobody knows of.
 LOST = ", and what is there now is neither streamed nor clipped"
-
-
-class _Held(NamedTuple):
-    """What a module outside of the layers held of its own."""
-
-    module: nn.Module
-    modules: tuple[object, ...]
-    params: tuple[object, ...]
 
 
 class Structure:
@@ -45,21 +36,15 @@ class Structure:
     def check(self) -> None:
         """Raise ValueError if a layer was replaced, removed or moved, or if a parameter was added outside of
         the layers, since the model was wrapped."""
-        for module, modules, params in self._held:
-            if not (
-                are_same(module._modules.values(), modules) and are_same(module._parameters.values(), params)
-            ):
-                self._check_layers()
-                self._check_params()
-                self._note()  # nothing that matters: modules without parameters, a call by torch.func
-                break
+        if any(snapshot.has_changed() for snapshot in self._snapshots):
+            self._check_layers()
+            self._check_params()
+            self._note()  # nothing that matters: modules without parameters, a call by torch.func
         self._called.clear()
 
     def _note(self) -> None:
-        self._held = [
-            _Held(module, tuple(module._modules.values()), tuple(module._parameters.values()))
-            for module in self._outside().values()
-        ]
+        outside = tuple(self._outside().values())
+        self._snapshots = Snapshot(outside, CHILDREN), Snapshot(outside, PARAMETERS)
 
     def _outside(self) -> dict[str, nn.Module]:
         """The modules that are in no layer, by name."""

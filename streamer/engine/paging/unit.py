@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,28 +27,52 @@ BufferPlace = tuple[nn.Module, str]
 _ADDRESS = operator.methodcaller("data_ptr")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _VERSION = operator.attrgetter("_version")
-_CHILDREN = operator.attrgetter("_modules")
-_PARAMETERS = operator.attrgetter("_parameters")
+CHILDREN = operator.attrgetter("_modules")
+PARAMETERS = operator.attrgetter("_parameters")
+
+
+class Snapshot:
+    """The objects that a dict of each of ``modules`` holds at one moment; ``dict_of`` gives a module's."""
+
+    def __init__(
+        self, modules: tuple[nn.Module, ...], dict_of: Callable[[nn.Module], dict[str, Any]]
+    ) -> None:
+        self.modules = modules
+        self._dict_of = dict_of
+        dicts = [*map(dict_of, modules)]
+        self._counts = [*map(len, dicts)]
+        self._objects = [*_objects_in(dicts)]
+
+    def has_changed(self) -> bool:
+        """Whether one of the dicts holds other objects now."""
+        # several times in each visit, nearly always for nothing: one pass, without a frame for each module
+        dicts = [*map(self._dict_of, self.modules)]
+        return [*map(len, dicts)] != self._counts or not all(
+            map(operator.is_, _objects_in(dicts), self._objects)
+        )
 
 
 class Attributes(dict[nn.Module, dict[str, Any]]):
-    """The attributes that modules have at one moment, by module."""
+    """The attributes that ``modules`` have at one moment, by module."""
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: tuple[nn.Module, ...]) -> None:
         super().__init__((module, dict(vars(module))) for module in modules)
-        self._counts = [*map(len, self.values())]
-        self._values = _values(self.values())
+        self.snapshot = Snapshot(modules, vars)
+
+    @cached_property
+    def contents(self) -> list[Any]:
+        """The values that may hold other things."""
+        return contents_of(self)
 
     def changed(self) -> list[tuple[nn.Module, dict[str, Any]]]:
-        """The modules whose attributes have changed since, each with those that it had."""
-        # called several times in a visit, mostly without changes: one pass, no Python frame for each module
-        now = [*map(vars, self)]
-        if [*map(len, now)] == self._counts and all(map(operator.is_, _chained(now), self._values)):
+        """The modules that have other attributes now, with those that they had then."""
+        if not self.snapshot.has_changed():
             return []
         return [
             (module, values)
             for module, values in self.items()
-            if len(vars(module)) != len(values) or not are_same(vars(module).values(), values.values())
+            if len(vars(module)) != len(values)
+            or not all(map(operator.is_, vars(module).values(), values.values()))
         ]
 
     def put_back(self) -> None:
@@ -144,20 +168,14 @@ class Unit:
 
     def attributes(self) -> Attributes:
         """The plain attributes of the unit's modules (training mode, counters, states of a recurrence)."""
-        return self._snapshots.now(self.modules)
+        tree, modules = self._tree, self.modules
+        if modules is not tree.attributes.snapshot.modules or tree.attributes.snapshot.has_changed():
+            tree.attributes = Attributes(modules)
+        return tree.attributes
 
     def forget_attributes(self) -> None:
         """Do not keep alive what `attributes` has last found."""
-        self._snapshots.forget()
-
-    @property
-    def contents(self) -> list[Any]:
-        """Of what `attributes` has last found, the values that may hold other things."""
-        return self._snapshots.contents
-
-    @cached_property
-    def _snapshots(self) -> _Snapshots:
-        return _Snapshots()
+        self._tree.attributes = Attributes(())
 
     @contextmanager
     def with_attributes(self, then: Attributes) -> Iterator[None]:
@@ -272,8 +290,8 @@ class Unit:
 
     def check_owned(self) -> None:
         """Raise ValueError if the unit's modules have others than their own parameters."""
-        modules = self.modules
-        if modules is self._tree.checked and are_same(_params_of(modules), self._tree.params):
+        checked = self._tree.checked
+        if self.modules is checked.modules and not checked.has_changed():
             return
         for param, owners in zip(self.params, self.owners, strict=True):
             for module, name in owners:
@@ -293,7 +311,7 @@ class Unit:
             if param is not None
         }
         if places == self._places:
-            self._tree.checked, self._tree.params = self.modules, _params_of(self.modules)
+            self._tree.checked = Snapshot(self.modules, PARAMETERS)
             return
         paths = {module: path for path, module in self.module.named_modules()}
         differing = places - self._places or self._places - places
@@ -352,40 +370,17 @@ class _Tree:
 
     def __init__(self, top: nn.Module) -> None:
         self._top = top
-        self._modules: tuple[nn.Module, ...] = ()
-        self._children: list[nn.Module | None] = []
-        #: the modules in which `Unit.check_owned` has found nothing wrong, and all their parameters then
-        self.checked: tuple[nn.Module, ...] | None = None
-        self.params: list[nn.Parameter | None] = []
+        self._children = Snapshot((), CHILDREN)
+        #: the parameters in which `Unit.check_owned` has found nothing wrong
+        self.checked = Snapshot((), PARAMETERS)
+        #: what `Unit.attributes` has last found
+        self.attributes = Attributes(())
 
     def modules(self) -> tuple[nn.Module, ...]:
         """Each once, the top one first; the same tuple as long as they are the same."""
-        if not self._modules or not are_same(self._children_now(), self._children):
-            self._modules = tuple(self._top.modules())
-            self._children = self._children_now()
-        return self._modules
-
-    def _children_now(self) -> list[nn.Module | None]:
-        return _values(map(_CHILDREN, self._modules))
-
-
-class _Snapshots:
-    """What `Unit.attributes` has last found, which is found again as long as nothing has changed."""
-
-    def __init__(self) -> None:
-        self._last = Attributes(())
-        self._modules: tuple[nn.Module, ...] = ()
-        self.contents: list[Any] = []
-
-    def now(self, modules: tuple[nn.Module, ...]) -> Attributes:
-        if modules is not self._modules or self._last.changed():
-            self._modules = modules
-            self._last = Attributes(modules)
-            self.contents = contents_of(self._last)
-        return self._last
-
-    def forget(self) -> None:
-        self._last, self._modules, self.contents = Attributes(()), (), []
+        if not self._children.modules or self._children.has_changed():
+            self._children = Snapshot(tuple(self._top.modules()), CHILDREN)
+        return self._children.modules
 
 
 class _Lent:
@@ -417,18 +412,5 @@ def buffer_bytes(units: Iterable[Unit]) -> int:
     return sum(places.values())
 
 
-def _params_of(modules: Iterable[nn.Module]) -> list[nn.Parameter | None]:
-    return _values(map(_PARAMETERS, modules))
-
-
-def _chained(dicts: Iterable[dict[str, Any]]) -> Iterator[Any]:
+def _objects_in(dicts: Iterable[dict[str, Any]]) -> Iterator[Any]:
     return chain.from_iterable(map(dict.values, dicts))
-
-
-def _values(dicts: Iterable[dict[str, Any]]) -> list[Any]:
-    return [*_chained(dicts)]
-
-
-def are_same(now: Collection[object], then: Collection[object]) -> bool:
-    """Whether both hold the same objects in the same order."""
-    return len(now) == len(then) and all(map(operator.is_, now, then))

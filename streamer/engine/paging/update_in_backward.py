@@ -84,7 +84,7 @@ class UpdateInBackward(Landing):
             update = None if updater is None else updater(unit, used)
             if update is not None:
                 work, moved = update
-                self._issuer.issue(ops.step(unit.index, place, moved), partial(work, landed))
+                self._weights.update(unit, partial(work, gradient=landed), moved, place)
         return True
 
     @as_plain

@@ -19,6 +19,9 @@ from streamer.engine.tensors.guarded import (
     unguard_parameter,
 )
 
+#: Of weights on disk, those of so many units stay in memory until others are asked for.
+KEPT_UNITS = 2
+
 
 class _UnitGuard:
     """Waits for the update of ``unit``.
@@ -54,6 +57,9 @@ class _ParameterGuard(_UnitGuard):
         if gives_memory(function, tensor, result) and (executor := self._executor()) is not None:
             unit = executor.unit(self._index)
             executor.weights.lend(unit, self._position, to_read=is_in_graph(result))
+        if (executor := self._executor()) is not None:
+            # not sooner: a function may take parameters of several layers
+            executor.weights.send_back(keep=KEPT_UNITS)
 
 
 class _GradientGuard(_UnitGuard):

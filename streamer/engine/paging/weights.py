@@ -12,22 +12,33 @@ from typing import Any
 import torch
 from torch import nn
 
+from streamer.engine.disk.state import ShardUpdate, StatePager, masters_of
+from streamer.engine.disk.weights import WeightRing
 from streamer.engine.paging.unit import Unit
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
-from streamer.engine.schedule.op import ROOT
+from streamer.engine.schedule.op import ROOT, Place
 from streamer.engine.schedule.order import Order, Visit, farthest
-from streamer.engine.tensors.guarded import Seen, hide, show
+from streamer.engine.tensors.guarded import Seen, as_plain, hide, show
 from streamer.memory.host import HostStore
 from streamer.memory.layout import Slice
+from streamer.memory.on_disk import WEIGHT_BUFFERS
 from streamer.memory.slots import MOST_GRAD_SLOTS, WeightSlots
+from streamer.memory.verdict import host, require
 
 
 class Weights:
     """The weight slots of the layers, and the root unit's own buffer, which never holds anything else."""
 
     def __init__(
-        self, issuer: Issuer, units: Sequence[Unit], root: Unit, store: HostStore, *, num_slots: int
+        self,
+        issuer: Issuer,
+        units: Sequence[Unit],
+        root: Unit,
+        store: HostStore,
+        state: StatePager,
+        *,
+        num_slots: int,
     ) -> None:
         self.prefetch_hits = 0
         self.prefetch_misses = 0
@@ -38,6 +49,14 @@ class Weights:
         self._units = units
         self._root = root
         self._store = store
+        self._state = state
+        #: what weights on disk pass through, None where there are none
+        self._ring = WeightRing(issuer, store, state) if store.weight_ring else None
+        if self._ring is not None:
+            issuer.before_wait = self._ring.finish
+        #: by unit, that whose weights on disk the user's code has asked for, and has in memory; whether they
+        #: have changed there
+        self._brought: dict[int, bool] = {}
         self._order = Order(range(len(units)))
         #: whether the slots hold what `prefetch` has decided on, for visits as they have come since
         self._is_settled = False
@@ -72,6 +91,8 @@ class Weights:
             self.end_flight(unit)
         finally:
             self.slots.leave(slot)
+            if self._ring is not None:
+                self._ring.release(unit.index)
             self.prefetch()
 
     def prefetch(self) -> None:
@@ -85,6 +106,9 @@ class Weights:
         would give up one that is needed sooner.
         """
         self._fetch_upcoming()
+        if self._ring is not None:
+            upcoming = islice(self._order.upcoming(), len(self.slots.buffers) + WEIGHT_BUFFERS)
+            self._ring.fill(i for i in upcoming if i in self._outdated or self.slots.find(i) is None)
         self._is_settled = True
 
     def _fetch_upcoming(self) -> None:
@@ -130,7 +154,12 @@ class Weights:
     def check_slot(self, unit: Unit, slot: int) -> None:
         """Raise ValueError if ``unit`` has written its weights in its first forward, by ``param.data``, which
         nothing tells of."""
-        weight = self._store.shards[unit.index].weight
+        if self._is_out(unit):
+            assert self._ring is not None, "it brings them"
+            weight, place = self._ring.source(unit.index)
+            self._issuer.wait((ops.weight_ring(place),))
+        else:
+            weight = self._store.shards[unit.index].weight
         if weight.is_meta or torch.equal(self.slots.buffers[slot][: weight.numel()].cpu(), weight):
             return
         raise ValueError(
@@ -161,6 +190,81 @@ class Weights:
         self._seen.clear()
         self.root_buffer = torch.empty(0, dtype=torch.uint8)
 
+    def update(self, unit: Unit, work: ShardUpdate, nbytes: int, source: Place) -> None:
+        """Queue ``work``, which moves ``nbytes`` of host memory, for the shard of ``unit``, from the gradient
+        in ``source``. Where its weights are on disk, it may be issued when they are read."""
+        if self._ring is not None and self._is_out(unit):
+            self._ring.update(unit.index, work, nbytes, source)
+            return
+        self._state.update(unit.index, work, nbytes, source)
+        if unit.index in self._brought:
+            self._brought[unit.index] = True
+
+    def _is_out(self, unit: Unit) -> bool:
+        """Whether the weights of ``unit`` are on disk and nowhere else."""
+        return self._store.shards[unit.index].is_out
+
+    @as_plain
+    def bring_in(self, unit: Unit) -> None:
+        """The user's code asks for the weights of ``unit``, which are on disk: let its parameters show them,
+        in memory of their own, until the next visit or step that finds nobody else to hold that memory."""
+        assert self._ring is not None, "they are on disk"
+        shard = self._store.shards[unit.index]
+        self._await_masters(unit)
+        self._ring.forget(unit.index)
+        nbytes = unit.layout.nbytes
+        remedy = "let go of what holds other parameters' memory, or save a checkpoint by streamer.save"
+        require(
+            f"the weights of '{unit.name}', which are on disk",
+            host(nbytes, self._issuer.backend.host_available(), remedy),
+        )
+        shard.bring_in(self._store.disk_buffer)
+        self._brought[unit.index] = False
+        for slice, param in unit.placed():
+            param.data = slice.own(shard.weight)
+        self._see(unit)
+        show(self._seen[unit.index])
+        self._count_holders(unit)
+        self.in_flight.discard(unit.index)
+
+    def send_back(self, *, keep: int) -> None:
+        """Of the weights on disk that the user's code has asked for, let all but the last ``keep`` units' go
+        where nobody holds their memory."""
+        if len(self._brought) > keep:
+            for index in [*self._brought][: len(self._brought) - keep]:
+                self._refresh_layer(self._units[index])
+
+    @as_plain
+    def _send_out(self, unit: Unit) -> None:
+        """Write the weights of ``unit`` back to disk if they have changed, and let them go, unless somebody
+        else than the parameters holds their memory."""
+        index = unit.index
+        if [each.holders() for each in self._seen[index]] != self._holders[index]:
+            return
+        has_changed = self._brought.pop(index)
+        self._await_masters(unit)
+        self._lent.pop(index, None)
+        self._hide_out(unit)
+        self._store.shards[index].send_out(write=has_changed)
+
+    def begin_anew(self) -> None:
+        """Take nothing for granted of the ring and of the slots, since something has failed."""
+        for unit in self._units:
+            self._reshard(unit.index)
+        if self._ring is not None:
+            self._ring.begin_anew()
+
+    def brought_bytes(self) -> int:
+        """Bytes of host memory of weights on disk that the user's code has asked for."""
+        return sum(self._nbytes[index] for index in self._brought)
+
+    @as_plain
+    def _hide_out(self, unit: Unit) -> None:
+        """Let the parameters of ``unit``, whose weights are on disk, show NaN until they are asked for."""
+        self.in_flight.add(unit.index)
+        for seen in self._seen[unit.index]:
+            seen.forget()
+
     def update_issued(self, unit: Unit) -> None:
         """The update of ``unit``'s host shard was issued: the trained weights in its slot are stale."""
         self._changed(unit)
@@ -173,6 +277,10 @@ class Weights:
 
     def replaced(self, unit: Unit) -> None:
         """All of ``unit``'s host shard was exchanged, what is frozen too."""
+        if self._ring is not None:
+            self._ring.forget(unit.index)
+        if unit.index in self._brought:
+            self._brought[unit.index] = True
         self._checksums.pop(unit.index, None)
         self._changed(unit)
         if unit.index == ROOT:
@@ -194,18 +302,26 @@ class Weights:
 
     def end_flight(self, unit: Unit) -> None:
         """The caller has waited for the update of ``unit``."""
-        if unit.index in self.in_flight:
+        if unit.index in self.in_flight and not self._is_out(unit):
             show(self._seen.get(unit.index, ()))
             self.in_flight.discard(unit.index)
 
     def guard(self) -> None:
         """Parameters are guarded now, and nobody has been lent one."""
-        units = (*self._units, self._root)
-        kinds = {(param.dtype, param.device) for unit in units for param in unit.params}
+        for unit in (*self._units, self._root):
+            self._see(unit)
+            if self._is_out(unit):
+                self._hide_out(unit)
+
+    def _see(self, unit: Unit) -> None:
+        kinds = {(param.dtype, param.device) for param in unit.params}
         nans = {kind: torch.tensor(math.nan, dtype=kind[0], device=kind[1]) for kind in kinds}
-        for unit in units:
-            self._seen[unit.index] = [Seen(param, nans[param.dtype, param.device]) for param in unit.params]
-        self._holders = {index: [each.holders() for each in seen] for index, seen in self._seen.items()}
+        self._seen[unit.index] = [Seen(param, nans[param.dtype, param.device]) for param in unit.params]
+        self._count_holders(unit)
+
+    def _count_holders(self, unit: Unit) -> None:
+        """Nobody is lent a parameter of ``unit`` now."""
+        self._holders[unit.index] = [each.holders() for each in self._seen[unit.index]]
 
     def lend(self, unit: Unit, position: int, *, to_read: bool) -> None:
         """User code got a tensor that shares memory with a parameter of ``unit``. Unless ``to_read``, it may
@@ -228,6 +344,8 @@ class Weights:
         if to_read:
             self._lent_to_read.setdefault(unit.index, set()).add(position)
             return
+        if unit.index in self._brought:
+            self._brought[unit.index] = True
         self._lent.setdefault(unit.index, set()).add(position)
         self._take_checksum(unit, position)
 
@@ -276,11 +394,18 @@ class Weights:
         taken = self._checksums.pop(unit.index, None)
         if taken is None:
             return
-        self._issuer.wait((ops.shard(unit.index),), to_write=True)
+        self._await_masters(unit)
         for position, before in taken.items():
             slice = unit.layout.slices[position]
             if self._checksum(unit, slice) != before:
                 self._store.shards[unit.index].rebase(slice)
+
+    def _await_masters(self, unit: Unit) -> None:
+        """Block until the weights of ``unit``, on the host and where the user sees them, and what makes
+        masters of them may be written."""
+        on_device = (ops.weight_slot(ROOT),) if unit is self._root else ()
+        masters = masters_of(unit.index, self._store.shards[unit.index])
+        self._issuer.wait((*on_device, *masters), to_write=True)
 
     def unshard_root(self, nbytes: int | None = None) -> None:
         """Copy the root unit's host shard, or its first ``nbytes``, to its place on the device."""
@@ -301,6 +426,8 @@ class Weights:
 
     def elsewhere(self, unit: Unit) -> list[tuple[Slice, nn.Parameter]]:
         """The parameters of ``unit`` that somebody has given other memory."""
+        if self._is_out(unit):
+            return []
         is_root = unit.index == ROOT
         return unit.elsewhere(self.root_buffer if is_root else self._store.shards[unit.index].weight)
 
@@ -308,14 +435,14 @@ class Weights:
         """`refresh` for the root alone."""
         self._check_places(self._root, moved)
         if self._root.written() != self._written[ROOT]:
-            self._issuer.wait((ops.weight_slot(ROOT), ops.shard(ROOT)), to_write=True)
+            self._await_masters(self._root)
             self._store.shards[ROOT].weight.copy_(self.root_buffer)
             self._rebase(self._root)
         elif ROOT in self._lent:
             self._take_over_lent_root()
 
     def _take_over_lent_root(self) -> None:
-        self._issuer.wait((ops.weight_slot(ROOT), ops.shard(ROOT)), to_write=True)
+        self._await_masters(self._root)
         shard = self._store.shards[ROOT]
         for position in self._lent[ROOT]:
             slice = self._root.layout.slices[position]
@@ -327,14 +454,19 @@ class Weights:
         self._take_back(self._root)
 
     def _refresh_layer(self, unit: Unit, moved: Container[torch.Tensor] = ()) -> None:
+        if self._is_out(unit):
+            return
         self._check_places(unit, moved)
         if unit.index in self._lent:
             self._reshard(unit.index)
             self._take_back(unit)
         if unit.written() != self._written[unit.index]:
-            self._issuer.wait((ops.shard(unit.index),), to_write=True)
+            self._await_masters(unit)
             self._rebase(unit)
             self._reshard(unit.index)
+        if unit.index in self._brought and unit.index not in self.in_flight:
+            self.settle_masters(unit)
+            self._send_out(unit)
 
     def _check_places(self, unit: Unit, moved: Container[torch.Tensor]) -> None:
         # what is in flight was seen to be in its place, and is hidden now
@@ -360,6 +492,8 @@ class Weights:
             )
         for slice in unit.layout.slices:
             self._store.shards[unit.index].rebase(slice)
+        if unit.index in self._brought:
+            self._brought[unit.index] = True
 
     def _unshard(self, unit: Unit) -> int:
         slot = self.slots.find(unit.index)
@@ -404,11 +538,15 @@ class Weights:
 
     def _fill(self, slot: int, unit: Unit) -> None:
         """Copy ``unit`` into a slot; what is trained is enough where it is there already, but outdated."""
-        source = self._store.shards[unit.index].weight
+        place = None
+        if self._ring is not None and self._is_out(unit):
+            source, place = self._ring.source(unit.index)
+        else:
+            source = self._store.shards[unit.index].weight
         if self.slots.holder[slot] == unit.index:
             source = source[: unit.layout.grad_nbytes]
             self._outdated.discard(unit.index)
         into = self.slots.buffers[slot][: source.numel()]
-        op = ops.unshard(unit.index, slot, source.numel())
+        op = ops.unshard(unit.index, slot, source.numel(), place)
         self._issuer.issue(op, lambda: self._issuer.backend.copy(into, source))
         self.slots.holder[slot] = unit.index

@@ -15,6 +15,7 @@ it in the same op, so that it waits for the write and is itself waited for as a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -63,6 +64,18 @@ class Hazards:
         for place in op.reads:
             self._uses.setdefault(place, _Uses()).reads[op.lane] = done
 
+    def events(self) -> list[Event]:
+        """The ends of all uses that something may still have to wait for."""
+        uses = self._uses.values()
+        return [event for use in uses for event in (use.write, *use.reads.values()) if event is not None]
+
+    def forget_failed(self) -> None:
+        """Let nothing wait for uses that have failed."""
+        for use in self._uses.values():
+            if use.write is not None and use.write.failed():
+                use.write = None
+            use.reads = {lane: read for lane, read in use.reads.items() if not read.failed()}
+
     def written(self) -> list[Place]:
         """All places that have been written."""
         return [place for place, uses in self._uses.items() if uses.write is not None]
@@ -87,6 +100,8 @@ class Issuer:
         self._lock = Lock()
         #: ops that were issued, and those of them that were awaited by `synchronize`
         self._issued = self._awaited = 0
+        #: called before the caller's thread waits: issues what was put off
+        self.before_wait: Callable[[], None] | None = None
 
     def issue(self, op: Op, work: Callable[[], object]) -> Event:
         """Submit ``work`` as ``op``; the event of its end."""
@@ -133,10 +148,26 @@ class Issuer:
 
     def wait(self, places: Iterable[Place], *, to_write: bool = False) -> None:
         """Block the caller until its own thread may read (or write) ``places``."""
+        if self.before_wait is not None:
+            self.before_wait()
         self.issue(ops.sync(tuple(places), to_write=to_write), lambda: None).wait()
+
+    def forget_failures(self) -> bool:
+        """Block the caller until everything that was submitted has ended, and go on as if none of it had
+        failed: for who makes good what is wrong since. Whether something had failed."""
+        with self._lock:
+            events = self._hazards.events()
+        for event in events:
+            with suppress(Exception):
+                event.wait()
+        with self._lock:
+            self._hazards.forget_failed()
+        return any(event.failed() for event in events)
 
     def synchronize(self) -> None:
         """Block the caller until everything that was submitted is done."""
+        if self.before_wait is not None:
+            self.before_wait()
         with self._lock:
             issued, written = self._issued, self._hazards.written()
         # every module of a model asks when `state_dict` comes to it

@@ -20,7 +20,7 @@ ROOT = -1
 
 class Place(NamedTuple):
     """Memory that ops read and write: what it holds, and which of its kind it is, by the number of a slot, a
-    buffer or a unit."""
+    buffer, a unit or a chunk."""
 
     kind: str
     number: int
@@ -35,6 +35,12 @@ weight_slot = _kind("weight slot")  # a unit's weights on the device
 grad_slot = _kind("gradient slot")  # a unit's gradient on the device
 shard = _kind("shard")  # a unit's weights and optimizer state on the host
 gradient = _kind("gradient")  # a unit's gradient on the host
+weights_on_disk = _kind("weights on disk")  # a unit's
+weight_ring = _kind(
+    "weight ring"
+)  # the same in host memory on their way to a slot, or while they are updated
+state = _kind("state")  # a chunk of a unit's optimizer state on disk
+state_ring = _kind("state ring")  # the same in host memory while it is updated
 staging = _kind("staging")  # a gradient that has left the device and is used up at once
 squares = _kind("squares")  # the sum of squares of a unit's gradient
 saved_input = _kind("saved input")  # an input of a layer that waits for backward, on the device
@@ -55,6 +61,10 @@ class OpKind(enum.StrEnum):
     ACCUMULATE = "ACCUMULATE", Lane.HOST  # host gradient += staging
     NORM = "NORM", Lane.HOST  # sum of squares of a host gradient
     STEP = "STEP", Lane.HOST  # update a host shard from its gradient
+    READ_WEIGHTS = "READ_WEIGHTS", Lane.DISK_READ  # a unit's weights -> ring
+    WRITE_WEIGHTS = "WRITE_WEIGHTS", Lane.DISK_WRITE  # ring -> disk
+    READ_STATE = "READ_STATE", Lane.DISK_READ  # a chunk of a unit's state -> ring
+    WRITE_STATE = "WRITE_STATE", Lane.DISK_WRITE  # ring -> disk
     OFFLOAD_INPUT = "OFFLOAD_INPUT", Lane.D2H  # saved input -> host
     FETCH_INPUT = "FETCH_INPUT", Lane.H2D  # host -> fetched input
 
@@ -69,7 +79,8 @@ class OpKind(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Op:
-    """Work for one unit. ``slot`` is the weight slot or, where gradients move, the gradient slot."""
+    """Work for one unit. ``slot`` is the weight slot; where gradients move the gradient slot, and where state
+    on disk does its buffer of the ring."""
 
     kind: OpKind
     unit: int
@@ -96,9 +107,22 @@ _made_once = lru_cache(maxsize=1 << 14)
 
 
 @_made_once
-def unshard(unit: int, slot: int, nbytes: int) -> Op:
-    """Copy a unit's weights into a slot."""
-    return Op(OpKind.UNSHARD, unit, slot, (shard(unit),), (weight_slot(slot),), nbytes)
+def unshard(unit: int, slot: int, nbytes: int, place: int | None = None) -> Op:
+    """Copy a unit's weights into a slot; those on disk from buffer ``place`` of their ring."""
+    source = shard(unit) if place is None else weight_ring(place)
+    return Op(OpKind.UNSHARD, unit, slot, (source,), (weight_slot(slot),), nbytes)
+
+
+@_made_once
+def read_weights(unit: int, place: int, nbytes: int) -> Op:
+    """Read a unit's weights from disk."""
+    return Op(OpKind.READ_WEIGHTS, unit, place, (weights_on_disk(unit),), (weight_ring(place),), nbytes)
+
+
+@_made_once
+def write_weights(unit: int, place: int, nbytes: int) -> Op:
+    """Write a unit's weights to disk."""
+    return Op(OpKind.WRITE_WEIGHTS, unit, place, (weight_ring(place),), (weights_on_disk(unit),), nbytes)
 
 
 @_made_once
@@ -166,9 +190,24 @@ def norm(unit: int, nbytes: int) -> Op:
 
 
 @_made_once
-def step(unit: int, source: Place, nbytes: int) -> Op:
-    """Update a unit's host shard from its gradient, which is in ``source``."""
-    return Op(OpKind.STEP, unit, None, (source,), (shard(unit),), nbytes)
+def step(unit: int, source: Place, nbytes: int, ring: int | None = None, weights: int | None = None) -> Op:
+    """Update a unit's host shard from its gradient, which is in ``source``; of state on disk the chunk in
+    buffer ``ring``, of weights on disk those in buffer ``weights`` of their ring."""
+    here = () if ring is None else (state_ring(ring),)
+    here = here if weights is None else (*here, weight_ring(weights))
+    return Op(OpKind.STEP, unit, ring, (source, *here), (shard(unit), *here), nbytes)
+
+
+@_made_once
+def read_state(unit: int, chunk: int, ring: int, nbytes: int) -> Op:
+    """Read a chunk of a unit's state from disk."""
+    return Op(OpKind.READ_STATE, unit, ring, (state(chunk),), (state_ring(ring),), nbytes)
+
+
+@_made_once
+def write_state(unit: int, chunk: int, ring: int, nbytes: int) -> Op:
+    """Write a chunk of a unit's state to disk."""
+    return Op(OpKind.WRITE_STATE, unit, ring, (state_ring(ring),), (state(chunk),), nbytes)
 
 
 @_made_once

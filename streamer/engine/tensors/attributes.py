@@ -27,8 +27,8 @@ _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.Ra
 
 
 def contents_of(attributes: Mapping[nn.Module, Mapping[str, Any]]) -> list[Any]:
-    """Of the attributes of modules, by module and name, the values that are containers, tensors, generators,
-    or tuples, which may hold some."""
+    """Of modules' attributes the values that are containers, tensors, generators, or tuples, which may hold
+    some."""
     return [
         value
         for values in attributes.values()

@@ -221,6 +221,11 @@ class Seen:
         count: int = storage_owners(self._values)
         return count - (type(self._param) is not self._kinds[True])
 
+    def forget(self) -> None:
+        """Let the parameter show NaN, and keep nothing of its values."""
+        self.exchange(is_in_flight=True)
+        self._values = self._nan
+
     def exchange(self, *, is_in_flight: bool) -> None:
         """Let the parameter show NaN, or its values again."""
         if type(self._param) in self._kinds:

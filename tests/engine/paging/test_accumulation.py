@@ -16,7 +16,7 @@ import streamer
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.paging.handle import wrapped
 from streamer.engine.schedule.op import Op, OpKind
-from streamer.plan.ledger import accumulation
+from streamer.memory.purposes import SUMS
 from tests.reference import LossOf, gradients, language_loss, streamed, tiny_gpt
 
 SHORT = [torch.bfloat16, torch.float16]
@@ -271,8 +271,9 @@ def test_no_room_for_sums_is_said_and_what_was_there_stays(monkeypatch: pytest.M
         before = gradients(model)
         with monkeypatch.context() as patch:
             executor = wrapped(model).executor
-            takes = accumulation(executor.units, executor.root, num_slots=2, sum_in_fp32=True).host
-            for free in (takes["gradient staging"] - 1, takes["gradient sums"] - 1):
+            staging = 2 * max(unit.layout.grad_nbytes for unit in executor.units)
+            sums = SUMS.nbytes(executor.root.layout) + sum(SUMS.nbytes(u.layout) for u in executor.units)
+            for free in (staging - 1, sums - 1):
                 patch.setattr(ThreadBackend, "host_available", lambda self, free=free: free)
                 with pytest.raises(MemoryError, match=rf"second backward .* and has {free} bytes .*: wrap"):
                     backwards(model, [1])

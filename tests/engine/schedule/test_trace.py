@@ -17,6 +17,7 @@ from streamer.engine.schedule.trace import Interval, Record, Trace
 from streamer.simulate.clock import VirtualEvent
 
 COMPUTE, H2D, D2H, HOST = Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.HOST
+NOTHING = dict.fromkeys(Lane, 0)
 
 
 def ran(trace: Trace, op: Op, ready: float, start: float, end: float, *waits: Event) -> Event:
@@ -39,13 +40,13 @@ def chain(begin: float = 0, second: float = 1) -> Trace:
 
 
 def test_busy_is_the_time_of_the_work() -> None:
-    assert chain().busy_seconds == {COMPUTE: 3, H2D: 2, D2H: 0, HOST: 4}
+    assert chain().busy_seconds == {**NOTHING, COMPUTE: 3, H2D: 2, HOST: 4}
 
 
 def test_blame_goes_through_the_chain() -> None:
     trace = chain()
     # not 4 of H2D: for two of the four seconds H2D itself stood still for HOST
-    assert trace.exposed_seconds == {COMPUTE: 0, H2D: 2, D2H: 0, HOST: 2}
+    assert trace.exposed_seconds == {**NOTHING, H2D: 2, HOST: 2}
     assert trace.records()[-1] == Record(
         ops.forward(0, 1), Span(2, 6, 9), (Interval(HOST, 2, 4), Interval(H2D, 4, 6))
     )
@@ -84,7 +85,7 @@ def test_what_is_blamed(
     op_of = {H2D: ops.unshard(0, 0, 1), D2H: ops.offload_grad(1, 0, ops.gradient(1), 1)}
     waits = [ran(trace, op_of[lane], start, start, end) for lane, start, end in copies]
     ran(trace, ops.forward(0, 0), *forward, *waits)
-    assert trace.exposed_seconds == {**dict.fromkeys(Lane, 0), **exposed}
+    assert trace.exposed_seconds == {**NOTHING, **exposed}
     busy = sum(end - start for lane, start, end in copies if lane is H2D)
     assert trace.overlap(H2D) == pytest.approx(1 - exposed.get(H2D, 0) / busy)
 
@@ -97,7 +98,7 @@ def test_exposed_time_is_the_time_compute_stood_still() -> None:
     step = ran(trace, ops.step(1, ops.gradient(1), 1), 1, 3, 7, offload)
     unshard = ran(trace, ops.unshard(1, 0, 1), 2, 7, 8, step)
     ran(trace, ops.forward(1, 0), 2, 8, 9, unshard)
-    assert trace.exposed_seconds == {COMPUTE: 0, H2D: 1, D2H: 1, HOST: 4}
+    assert trace.exposed_seconds == {**NOTHING, H2D: 1, D2H: 1, HOST: 4}
 
 
 def test_unfinished_work_is_counted_when_it_is_done() -> None:
@@ -120,7 +121,7 @@ def test_failed_work_is_dropped_and_holds_nothing_up() -> None:
     dropped = weakref.ref(copy)
     del copy
     ran(trace, ops.forward(1, 1), 0, 0, 2)
-    assert trace.busy_seconds == {COMPUTE: 2, H2D: 0, D2H: 0, HOST: 0}
+    assert trace.busy_seconds == {**NOTHING, COMPUTE: 2}
     assert dropped() is None, "it will never have a time"
     assert [str(record.op) for record in trace.records()] == ["1F@1"]
 
@@ -151,6 +152,8 @@ def test_chrome_trace(tmp_path: Path) -> None:
             row(1, "H2D"),
             row(2, "D2H"),
             row(3, "HOST"),
+            row(4, "DISK_READ"),
+            row(5, "DISK_WRITE"),
             box("0STEP", 3, 0.0, 4000.0, {"bytes": 400, "waited_us": 0.0}),
             box("0UNSHARD@1", 1, 4000.0, 2000.0, {"bytes": 200, "waited_us": 3000.0}),
             box("0F@1", 0, 6000.0, 3000.0, {"bytes": 0, "waited_us": 4000.0}),
@@ -163,4 +166,4 @@ def test_chrome_trace(tmp_path: Path) -> None:
 def test_chrome_trace_of_nothing(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     Trace().save(path)
-    assert [event["ph"] for event in json.loads(path.read_text())["traceEvents"]] == ["M"] * 4
+    assert [event["ph"] for event in json.loads(path.read_text())["traceEvents"]] == ["M"] * len(Lane)

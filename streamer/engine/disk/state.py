@@ -1,0 +1,116 @@
+"""Updates of units whose optimizer state is on disk: a chunk at a time, through a ring of host buffers.
+
+Unit 3 has two chunks, 7 and 8, as its ops print (unit, kind, buffer of the ring):
+
+    3READ_STATE@0 3STEP@0 3WRITE_STATE@0 3READ_STATE@1 3STEP@1 3WRITE_STATE@1
+
+They are issued at once. What they wait for follows from what they read and write: a chunk is read while the
+one before it is updated and the one before that is written, and no sooner than its own write of the last step
+and the last use of its buffer are over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from streamer.backends.base import Event
+from streamer.engine.schedule import op as ops
+from streamer.engine.schedule.hazards import Issuer
+from streamer.engine.schedule.op import Op, Place
+from streamer.memory.host import HostShard, HostStore, Window
+from streamer.memory.on_disk import Chunk, StateOnDisk
+from streamer.memory.purposes import WEIGHTS
+
+#: The update of a unit, given its shard; of one on disk a `Window` for each chunk, one after the other.
+ShardUpdate = Callable[[HostShard], None]
+
+
+class StatePager:
+    """Issues the updates of host shards, and what they need of the disk."""
+
+    def __init__(self, issuer: Issuer, store: HostStore) -> None:
+        self._issuer = issuer
+        self._store = store
+        self._next = 0
+
+    def update(
+        self,
+        unit: int,
+        work: ShardUpdate,
+        nbytes: int,
+        source: Place,
+        *,
+        weight: torch.Tensor | None = None,
+        place: int | None = None,
+    ) -> None:
+        """Queue ``work``, which moves ``nbytes`` of host memory, for the shard of ``unit``, from the gradient
+        in ``source``. Its weights, if they are on disk, are ``weight``, in buffer ``place`` of their ring."""
+        shard = self._store.shards[unit]
+        if shard.disk is None:
+            whole = shard if weight is None else Window(shard, {WEIGHTS.name: weight})
+            self._issuer.issue(ops.step(unit, source, nbytes, None, place), partial(work, whole))
+            return
+        ring = self._store.ring()
+        before: Event | None = None
+        for chunk in shard.disk.chunks:
+            mine, self._next = self._next, (self._next + 1) % len(ring)
+            pieces = {**shard.disk.pieces(chunk, ring[mine])}
+            if weight is not None:
+                pieces[WEIGHTS.name] = weight
+            window = partial(Window, shard, pieces, chunk)
+            part = nbytes * (chunk.stop - chunk.start) // shard.layout.state_numel
+            step = ops.step(unit, source, part, mine, place)
+            run = partial(_run, work, shard.disk, chunk, window, before)
+            before = self._through_ring(unit, shard.disk, chunk, mine, ring[mine], step, run)
+
+    def _through_ring(
+        self,
+        unit: int,
+        disk: StateOnDisk,
+        chunk: Chunk,
+        place: int,
+        buffer: torch.Tensor,
+        step: Op,
+        work: Callable[[], None],
+    ) -> Event:
+        issue = self._issuer.issue
+        on_disk = unit, chunk.number, place, disk.chunk_bytes(chunk)
+        issue(ops.read_state(*on_disk), partial(disk.read_chunk, chunk, buffer))
+        updated = issue(step, work)
+        poison = self._issuer.backend.poison
+        issue(ops.write_state(*on_disk), partial(_write, disk, chunk, buffer, poison=poison))
+        return updated
+
+
+def _run(
+    work: ShardUpdate,
+    disk: StateOnDisk,
+    chunk: Chunk,
+    window: Callable[[], Window],
+    before: Event | None,
+) -> None:
+    # who waits for the shard waits for the update of the last chunk, which is to fail with those before it
+    if before is not None and before.failed():
+        before.wait()
+    # made when it runs: a shard may get sums of gradients meanwhile
+    shard = window()
+    shard.about_to_change()
+    disk.begin_update(chunk)
+    work(shard)
+
+
+def _write(disk: StateOnDisk, chunk: Chunk, buffer: torch.Tensor, *, poison: bool) -> None:
+    disk.write_chunk(chunk, buffer)
+    if poison:
+        # bytes of ones are NaN in every floating-point format
+        buffer.fill_(255)
+
+
+def masters_of(unit: int, shard: HostShard) -> tuple[Place, ...]:
+    """What to wait for before the weights and the state of ``unit`` are read or written elsewhere."""
+    chunks = () if shard.disk is None else shard.disk.chunks
+    on_disk = () if shard.weights_on_disk is None else (ops.weights_on_disk(unit),)
+    return (ops.shard(unit), *on_disk, *(ops.state(chunk.number) for chunk in chunks))

@@ -1,0 +1,142 @@
+"""Weights on disk: on their way to the slots through a ring of host buffers, updated on the way.
+
+Unit 3 goes forward in the step after its update, as its ops print (unit, kind, buffer of the ring or slot):
+
+    3READ_WEIGHTS@1 3STEP@0 3WRITE_WEIGHTS@1 3UNSHARD@0
+
+The update waits for the forward that needs it, so that the weights are read once for both: the bytes of a
+step are two for each bf16 weight on its way to forward, two to backward, and two back to disk.
+
+A buffer of the ring is free for other weights when the visit is over for which those in it were read: with
+``update="backward"`` they are updated by then. The ring is filled as long as a buffer is free, in the order
+in which the units are expected. As everywhere, what an op waits for follows from what it reads and writes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from streamer.engine.disk.state import ShardUpdate, StatePager
+from streamer.engine.schedule import op as ops
+from streamer.engine.schedule.hazards import Issuer
+from streamer.engine.schedule.op import Place
+from streamer.memory.host import HostStore
+from streamer.memory.on_disk import WeightsOnDisk
+
+
+class _Update(NamedTuple):
+    """An update of a unit: what does it, the bytes of host memory that this moves, where the gradient is."""
+
+    work: ShardUpdate
+    nbytes: int
+    source: Place
+
+
+class WeightRing:
+    """The ring of host buffers."""
+
+    def __init__(self, issuer: Issuer, store: HostStore, state: StatePager) -> None:
+        self._issuer = issuer
+        self._store = store
+        self._state = state
+        self._buffers = store.weight_ring
+        #: the units whose weights are in the ring, each with its buffer
+        self._held: dict[int, int] = {}
+        #: buffers that may be used for others, the one that is free for longest first
+        self._free = OrderedDict.fromkeys(range(len(self._buffers)))
+        self._pending: dict[int, _Update] = {}
+
+    def is_out(self, unit: int) -> bool:
+        """Whether the unit's weights are on disk and nowhere else."""
+        return self._store.shards[unit].is_out
+
+    def source(self, unit: int) -> tuple[torch.Tensor, int]:
+        """The unit's weights in the ring, up to date, and which buffer has them: until `release`."""
+        place = self._hold(unit)
+        return self._buffers[place][: self._store.shards[unit].layout.nbytes], place
+
+    def release(self, unit: int) -> None:
+        """A visit of the unit is over."""
+        if (place := self._held.get(unit)) is not None:
+            self._free[place] = None
+
+    def fill(self, upcoming: Iterable[int]) -> None:
+        """Read the weights of the units that are expected next, as long as there are free buffers."""
+        for unit in upcoming:
+            if self.is_out(unit):
+                if unit not in self._held and not self._free:
+                    return
+                self._hold(unit)
+
+    def update(self, unit: int, work: ShardUpdate, nbytes: int, source: Place) -> None:
+        """Update a unit by ``work``, which moves ``nbytes`` of host memory, from the gradient in ``source``.
+
+        Where the gradient may stay there, that is when the unit's weights are next asked for, else now.
+        """
+        assert unit not in self._pending, "what asks for an update has waited for the one before"
+        update = _Update(work, nbytes, source)
+        if source == ops.gradient(unit):
+            self._pending[unit] = update
+        else:
+            self._update(unit, self._hold(unit), update)
+
+    def finish(self) -> None:
+        """Issue the updates that wait."""
+        for unit in [*self._pending]:
+            self._hold(unit)
+            self.release(unit)
+
+    def begin_anew(self) -> None:
+        """Forget what the ring holds, and the updates that wait: all weights are to be replaced."""
+        self._pending.clear()
+        for unit in [*self._held]:
+            self.forget(unit)
+
+    def forget(self, unit: int) -> None:
+        """Others are to write the unit's weights on disk."""
+        if (place := self._held.pop(unit, None)) is not None:
+            self._free[place] = None
+            self._free.move_to_end(place, last=False)
+
+    def _hold(self, unit: int) -> int:
+        """Which buffer has, or is about to get, the weights of ``unit``."""
+        place = self._held.get(unit)
+        if place is not None:
+            self._free.pop(place, None)
+        else:
+            place = self._empty()
+            self._held[unit] = place
+            disk, buffer = self._disk(unit), self._buffers[place]
+            op = ops.read_weights(unit, place, disk.padded_bytes)
+            self._issuer.issue(op, partial(disk.read_all, buffer))
+        if (pending := self._pending.pop(unit, None)) is not None:
+            self._update(unit, place, pending)
+        return place
+
+    def _empty(self) -> int:
+        if not self._free:
+            # nobody has asked yet for what was read early: the last of it goes
+            self.forget(next(reversed(self._held)))
+        place, _ = self._free.popitem(last=False)
+        for unit, held in self._held.items():
+            if held == place:
+                del self._held[unit]
+                break
+        return place
+
+    def _update(self, unit: int, place: int, update: _Update) -> None:
+        disk, buffer = self._disk(unit), self._buffers[place]
+        weight = buffer[: self._store.shards[unit].layout.nbytes]
+        self._state.update(unit, *update, weight=weight, place=place)
+        op = ops.write_weights(unit, place, disk.padded_bytes)
+        self._issuer.issue(op, partial(disk.write_all, buffer))
+
+    def _disk(self, unit: int) -> WeightsOnDisk:
+        disk = self._store.shards[unit].weights_on_disk
+        assert disk is not None, "its weights are on disk"
+        return disk

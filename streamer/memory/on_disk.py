@@ -1,0 +1,303 @@
+"""Optimizer state that lies on disk: a unit's flat buffers of it, in chunks.
+
+A chunk is a range of the unit's elements, small enough for a ring of a few buffers whatever the model's size.
+Each purpose has an extent of its own for each chunk, so that what is read is what is wanted. What was never
+written is zero, as memory would be, and is not read.
+
+While a chunk is updated the disk has its state of before, and memory the weights of after. If the write that
+follows fails, the chunk is lost: reading it raises DiskError until it is written. Where only a part of it is,
+by a checkpoint that is loaded, the rest is NaN from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from streamer.backends.disk import Extent
+from streamer.errors import DiskError
+from streamer.memory.layout import Layout, Slice
+from streamer.memory.purposes import Purpose
+from streamer_native import QUANTUM
+
+#: Elements of a chunk at most. A multiple of the runs that share a draw of random bits.
+CHUNK_ELEMENTS = 1 << 23
+#: Buffers of the ring that chunks pass through: one is read, one is updated, one is written.
+RING = 3
+#: Buffers of the ring of weights: of the unit that is visited, of the next one, and of one that is read.
+WEIGHT_BUFFERS = 3
+
+
+class Disk(Protocol):
+    """Where extents lie: see `streamer.backends.disk.Scratch`."""
+
+    def padded(self, nbytes: int) -> int: ...
+
+    def extent(self, nbytes: int) -> Extent: ...
+
+    def read(self, extent: Extent, into: torch.Tensor) -> None: ...
+
+    def write(self, extent: Extent, source: torch.Tensor) -> None: ...
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Elements ``start`` to ``stop`` of a unit's flat state, and their blocks of 256 elements. ``number`` is
+    another one for every chunk of a model."""
+
+    number: int
+    start: int
+    stop: int
+    first_block: int
+    stop_block: int
+
+    def range(self, purpose: Purpose) -> range:
+        """What the chunk has of a unit's flat buffer for ``purpose``."""
+        if purpose.part is Slice.blocks:
+            return range(self.first_block, self.stop_block)
+        return range(self.start, self.stop)
+
+    def nbytes(self, purpose: Purpose) -> int:
+        """Bytes of the chunk's part for ``purpose``."""
+        return len(self.range(purpose)) * purpose.dtype.itemsize
+
+
+def chunks_of(layout: Layout, *, first_number: int = 0, most: int | None = None) -> tuple[Chunk, ...]:
+    """Cut a unit's state into chunks of at most ``most`` elements (`CHUNK_ELEMENTS` if None).
+
+    A chunk begins where a parameter begins, or a multiple of ``most`` elements after that, so that an update
+    of chunks draws the random bits of an update of the whole.
+    """
+    most = CHUNK_ELEMENTS if most is None else most
+    begins: list[tuple[int, int]] = []  # elements and blocks
+    filled = most
+    for slice in layout.trainable:
+        if filled + slice.padded > most:
+            places = range(0, slice.numel, most)
+            begins += [(slice.index + at, slice.block + at // QUANTUM) for at in places]
+            filled = slice.padded - places[-1] if places else filled
+        else:
+            filled += slice.padded
+    ends = [*begins[1:], (layout.state_numel, layout.state_blocks)][: len(begins)]
+    return tuple(
+        Chunk(first_number + number, start, stop, first_block, stop_block)
+        for number, ((start, first_block), (stop, stop_block)) in enumerate(zip(begins, ends, strict=True))
+    )
+
+
+class StateOnDisk:
+    """What one unit keeps on disk. Callers see to it that nobody reads or writes a chunk meanwhile."""
+
+    def __init__(
+        self, layout: Layout, chunks: Sequence[Chunk], allocate: Callable[[int], torch.Tensor]
+    ) -> None:
+        """``allocate`` gives memory for transfers, flat uint8."""
+        self.chunks = chunks
+        self._layout = layout
+        self._allocate = allocate
+        self._disks: dict[str, Disk] = {}
+        self._purposes: dict[str, Purpose] = {}
+        self._extents: dict[tuple[str, int], Extent] = {}
+        self._written: set[Extent] = set()
+        self._lost: set[Extent] = set()
+
+    def extents(self, purpose: Purpose, disk: Disk) -> list[Extent]:
+        """Places for `add`, one for each chunk; none where the unit has nothing of ``purpose``."""
+        if not purpose.numel(self._layout):
+            return []
+        return [disk.extent(chunk.nbytes(purpose)) for chunk in self.chunks]
+
+    def add(self, purpose: Purpose, disk: Disk, extents: Sequence[Extent]) -> None:
+        """Have room for ``purpose``, which is zero, at ``extents``, if there are any."""
+        if not extents:
+            return
+        self._purposes[purpose.name], self._disks[purpose.name] = purpose, disk
+        for chunk, extent in zip(self.chunks, extents, strict=True):
+            self._extents[purpose.name, chunk.number] = extent
+
+    def drop(self, purpose: Purpose) -> None:
+        """Forget what is held for ``purpose``."""
+        if self._purposes.pop(purpose.name, None) is not None:
+            del self._disks[purpose.name]
+            for chunk in self.chunks:
+                extent = self._extents.pop((purpose.name, chunk.number))
+                self._written.discard(extent)
+                self._lost.discard(extent)
+
+    def find(self, name: str) -> Purpose | None:
+        """The purpose of this name, if there is room for it."""
+        return self._purposes.get(name)
+
+    def purposes(self) -> list[Purpose]:
+        """All purposes that there is room for."""
+        return [*self._purposes.values()]
+
+    def holds(self, name: str) -> bool:
+        """Whether there is room for the purpose of this name."""
+        return name in self._purposes
+
+    def bytes_by_purpose(self) -> dict[str, int]:
+        """Bytes on disk, by purpose."""
+        return {
+            name: sum(self._extents[name, chunk.number].padded_bytes for chunk in self.chunks)
+            for name in self._purposes
+        }
+
+    def ring_bytes(self) -> int:
+        """Bytes of a buffer that any of the chunks can pass through."""
+        return max((self.chunk_bytes(chunk) for chunk in self.chunks), default=0)
+
+    def chunk_bytes(self, chunk: Chunk) -> int:
+        """Bytes that a chunk takes on disk."""
+        return sum(extent.padded_bytes for _, extent in self._of(chunk))
+
+    def _of(self, chunk: Chunk) -> Iterator[tuple[Purpose, Extent]]:
+        for name, purpose in self._purposes.items():
+            yield purpose, self._extents[name, chunk.number]
+
+    def pieces(self, chunk: Chunk, buffer: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """The chunk's part for each purpose as it lies in ``buffer``, flat uint8."""
+        found, at = {}, 0
+        for purpose, extent in self._of(chunk):
+            piece = buffer[at : at + chunk.nbytes(purpose)]
+            found[purpose.name] = piece.view(purpose.dtype)
+            at += extent.padded_bytes
+        return found
+
+    def read_chunk(self, chunk: Chunk, buffer: torch.Tensor) -> None:
+        """Bring a chunk to ``buffer``."""
+        at = 0
+        for purpose, extent in self._of(chunk):
+            self._read(purpose, extent, buffer[at : at + extent.padded_bytes])
+            at += extent.padded_bytes
+
+    def begin_update(self, chunk: Chunk) -> None:
+        """What `read_chunk` has brought is about to be changed: the chunk is lost if it is not written."""
+        self._lost.update(extent for _, extent in self._of(chunk))
+
+    def write_chunk(self, chunk: Chunk, buffer: torch.Tensor) -> None:
+        """Write what `read_chunk` has brought."""
+        self.begin_update(chunk)
+        at = 0
+        for purpose, extent in self._of(chunk):
+            self._write(purpose, extent, buffer[at : at + extent.padded_bytes])
+            at += extent.padded_bytes
+        self._lost.difference_update(extent for _, extent in self._of(chunk))
+
+    def read(self, purpose: Purpose, elements: range) -> torch.Tensor:
+        """A copy of these elements (or blocks) of the unit's flat buffer for ``purpose``."""
+        values = torch.empty(len(elements), dtype=purpose.dtype)
+        for chunk, extent, common in self._overlapping(purpose, elements):
+            buffer = self._buffer(extent)
+            self._read(purpose, extent, buffer)
+            begin = chunk.range(purpose).start
+            held = buffer[: chunk.nbytes(purpose)].view(purpose.dtype)
+            values[_within(common, elements.start)] = held[_within(common, begin)]
+        return values
+
+    def write(self, purpose: Purpose, elements: range, values: torch.Tensor) -> None:
+        """Set these elements of the unit's flat buffer for ``purpose``."""
+        values = values.reshape(-1)
+        for chunk, extent, common in self._overlapping(purpose, elements):
+            whole = chunk.range(purpose)
+            buffer = self._buffer(extent)
+            if extent in self._lost:
+                # bytes of ones are NaN in every floating-point format
+                buffer.fill_(255)
+            elif common != whole:
+                self._read(purpose, extent, buffer)
+            held = buffer[: chunk.nbytes(purpose)].view(purpose.dtype)
+            held[_within(common, whole.start)] = values[_within(common, elements.start)]
+            self._lost.add(extent)
+            self._write(purpose, extent, buffer)
+            self._lost.discard(extent)
+
+    def _buffer(self, extent: Extent) -> torch.Tensor:
+        return self._allocate(extent.padded_bytes)
+
+    def _overlapping(self, purpose: Purpose, elements: range) -> Iterator[tuple[Chunk, Extent, range]]:
+        """The chunks that hold some of ``elements``, each with its extent and which ones those are."""
+        for chunk in self.chunks:
+            held = chunk.range(purpose)
+            common = range(max(held.start, elements.start), min(held.stop, elements.stop))
+            if common:
+                yield chunk, self._extents[purpose.name, chunk.number], common
+
+    def _read(self, purpose: Purpose, extent: Extent, into: torch.Tensor) -> None:
+        if extent in self._lost:
+            raise DiskError(
+                f"optimizer state on disk ({purpose.name}, {extent.nbytes} bytes) is lost: it could not "
+                "be written after an update; load a checkpoint"
+            )
+        if extent in self._written:
+            self._disks[purpose.name].read(extent, into)
+        else:
+            into.zero_()
+
+    def _write(self, purpose: Purpose, extent: Extent, source: torch.Tensor) -> None:
+        self._disks[purpose.name].write(extent, source)
+        self._written.add(extent)
+
+
+def _within(elements: range, begin: int) -> slice:
+    """Where ``elements`` lie in a buffer that begins with element ``begin``."""
+    return slice(elements.start - begin, elements.stop - begin)
+
+
+#: Bytes of a unit's weights in one extent, a multiple of any alignment.
+WEIGHTS_PIECE = 64 << 20
+
+
+class WeightsOnDisk:
+    """The weights of one unit, laid out as in host memory. Callers see to it that nobody reads or writes them
+    meanwhile."""
+
+    def __init__(self, nbytes: int, disk: Disk, allocate: Callable[[int], torch.Tensor]) -> None:
+        """``allocate`` gives memory for transfers, flat uint8."""
+        self._disk = disk
+        self._allocate = allocate
+        self._nbytes = nbytes
+        pieces = [range(at, min(at + WEIGHTS_PIECE, nbytes)) for at in range(0, nbytes, WEIGHTS_PIECE)]
+        self._pieces = [(piece, disk.extent(len(piece))) for piece in pieces]
+        self._is_lost = False
+
+    @property
+    def padded_bytes(self) -> int:
+        """Bytes on disk, and of a buffer for all of the weights."""
+        return sum(extent.padded_bytes for _, extent in self._pieces)
+
+    def read_all(self, buffer: torch.Tensor) -> None:
+        """Bring the weights to ``buffer``, flat uint8."""
+        self._check()
+        for piece, extent in self._pieces:
+            self._disk.read(extent, buffer[piece.start : piece.start + extent.padded_bytes])
+
+    def write_all(self, buffer: torch.Tensor) -> None:
+        """Write the weights, which are in ``buffer``, flat uint8. If that fails they are lost."""
+        self._is_lost = True
+        for piece, extent in self._pieces:
+            self._disk.write(extent, buffer[piece.start : piece.start + extent.padded_bytes])
+        self._is_lost = False
+
+    def read(self, slice: Slice) -> torch.Tensor:
+        """A copy of a parameter."""
+        self._check()
+        wanted = range(slice.offset, slice.offset + slice.nbytes)
+        values = torch.empty(len(wanted), dtype=torch.uint8)
+        for piece, extent in self._pieces:
+            common = range(max(piece.start, wanted.start), min(piece.stop, wanted.stop))
+            if common:
+                buffer = self._allocate(extent.padded_bytes)
+                self._disk.read(extent, buffer)
+                values[_within(common, wanted.start)] = buffer[_within(common, piece.start)]
+        return values.view(slice.dtype).view(slice.param.shape)
+
+    def _check(self) -> None:
+        if self._is_lost:
+            raise DiskError(
+                f"weights on disk ({self._nbytes} bytes) are lost: they could not be written after an "
+                "update; load a checkpoint"
+            )

@@ -1,0 +1,320 @@
+"""Weights on disk: the same numbers as in host memory, to the bit, whatever the user's code does to them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import streamer
+from streamer.backends.base import Lane
+from streamer.backends.disk import Disks, Scratch
+from streamer.backends.thread import ThreadBackend
+from streamer.engine.paging.executor import Executor
+from streamer.engine.paging.handle import wrapped
+from streamer.memory import on_disk
+
+VOCABULARY, WIDTH, LAYERS = 97, 64, 5
+#: The least that the net below runs in with state and all weights of layers on disk, by its options.
+LEAST = 1 << 12
+
+
+def layer() -> nn.Module:
+    mlp = (nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+    return nn.Sequential(nn.LayerNorm(WIDTH), *mlp)
+
+
+class Net(nn.Module):
+    """Alike layers between an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(layer() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_disk, "CHUNK_ELEMENTS", 1 << 14)
+
+
+@pytest.fixture
+def disks(tmp_path: Path) -> Disks:
+    # the tests' folder may be in memory, where there is no direct I/O
+    return Disks([tmp_path], partial(Scratch, direct_io="off"))
+
+
+_wrapped: list[Net] = []
+
+
+@pytest.fixture(autouse=True)
+def unwrapped() -> Iterator[None]:
+    yield
+    while _wrapped:
+        model = _wrapped.pop()
+        if "_streamer" in vars(model):
+            streamer.unwrap(model)
+
+
+def net(*, trained: Collection[int] = range(LAYERS), **options: Any) -> Net:
+    """With the layers of the numbers ``trained``, and the rest if those are all, trained."""
+    torch.manual_seed(0)
+    model = Net()
+    if len(trained) < LAYERS:
+        model.requires_grad_(False)
+        for number in trained:
+            model.layers[number].requires_grad_(True)
+    options = {"dtype": torch.bfloat16, **({} if "backend" in options else {"device": "cpu"}), **options}
+    streamer.wrap(model, layers="layers", **options)
+    _wrapped.append(model)
+    return model
+
+
+def least_memory(disks: Disks, **options: Any) -> int:
+    """The bytes that the error asks for where there are too few."""
+    with pytest.raises(MemoryError, match="host_memory needs") as error:
+        net(host_memory=LEAST, disk=disks, **options)
+    return int(str(error.value).split("host_memory needs ")[1].split()[0])
+
+
+def executor_of(model: nn.Module) -> Executor:
+    return wrapped(model).executor
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randint(VOCABULARY, (4, 16), generator=torch.Generator().manual_seed(step))
+
+
+def train(
+    model: Net,
+    optimizer: streamer.AdamW,
+    steps: range,
+    *,
+    clip: bool = True,
+    between: Callable[[int], object] = lambda step: None,
+) -> list[float]:
+    losses = []
+    for step in steps:
+        tokens = batch(step)
+        loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
+        loss.backward()
+        if clip:
+            streamer.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        between(step)
+    return losses
+
+
+def assert_equal(model: Net, other: Net) -> None:
+    for (name, mine), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp32": {"dtype": torch.float32},
+    "fp16": {"dtype": torch.float16},
+    "int8 state": {"state_dtype": "int8"},
+    "bf16 state": {"state_dtype": torch.bfloat16},
+    "update in backward": {"update": "backward"},
+    "update in backward, int8 state": {"update": "backward", "state_dtype": "int8"},
+    "one slot": {"num_slots": 1},
+    "a slot for every layer": {"num_slots": LAYERS},
+    "kept activations": {"activations": "keep"},
+    "micro-batches": {"micro_batch_size": 2},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("more", [0, 100_000], ids=["all on disk", "some on disk"])
+def test_training_is_the_same_to_the_bit(name: str, more: int, disks: Disks) -> None:
+    options = dict(CASES[name])
+    more *= options.get("dtype", torch.bfloat16).itemsize // 2
+    state = {"state_dtype": options.pop("state_dtype", torch.float32)}
+    models = net(**options), net(**options, host_memory=least_memory(disks, **options) + more, disk=disks)
+    there = executor_of(models[1]).disk_bytes()
+    of_layers = sum(unit.layout.nbytes for unit in executor_of(models[1]).units)
+    assert there["weights"] >= of_layers if not more else 0 < there["weights"] < of_layers
+    optimizers = [streamer.AdamW(model.parameters(), lr=1e-2, **state) for model in models]
+    clip = options.get("update") != "backward"
+    losses = [train(*pair, range(4), clip=clip) for pair in zip(models, optimizers, strict=True)]
+    assert losses[0] == losses[1]
+    assert_equal(*models)
+    for param, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        mine, theirs = (o.state[p] for o, p in zip(optimizers, (param, other), strict=True))
+        assert {key: value.tolist() for key, value in mine.items()} == {
+            key: value.tolist() for key, value in theirs.items()
+        }
+    assert_equal(*map(streamer.unwrap, models))
+
+
+@pytest.mark.parametrize("lane", [Lane.DISK_READ, Lane.DISK_WRITE, Lane.HOST, Lane.H2D])
+def test_a_slow_lane_changes_nothing(lane: Lane, disks: Disks) -> None:
+    """With rings and slots full of NaN between uses."""
+    least = least_memory(disks)
+    plain = net()
+    expected = train(plain, streamer.AdamW(plain.parameters(), lr=1e-2), range(3))
+    backend = ThreadBackend(delays={lane: lambda: 0.002}, poison=True)
+    model = net(backend=backend, host_memory=least, disk=disks)
+    assert train(model, streamer.AdamW(model.parameters(), lr=1e-2), range(3)) == expected
+    assert_equal(plain, model)
+
+
+@pytest.fixture
+def pair(disks: Disks) -> Iterator[tuple[Net, Net]]:
+    """A model in memory, and the same with all that can be on disk there."""
+    yield net(), net(host_memory=least_memory(disks), disk=disks)
+
+
+def write_all(model: Net) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.5)
+
+
+def write_one(model: Net) -> None:
+    with torch.no_grad():
+        model.layers[3][1].weight[2].add_(1.0)
+
+
+def write_by_data(model: Net) -> None:
+    model.layers[1][3].weight.data.add_(0.25)
+
+
+def write_what_is_held(model: Net) -> None:
+    weight = model.layers[2][1].weight.detach()
+    model.layers[0][1].weight.sum()  # another layer is asked for meanwhile
+    weight.sub_(0.125)
+
+
+def average(model: Net) -> None:
+    with torch.no_grad():
+        for mine, theirs in zip(model.layers[0].parameters(), model.layers[4].parameters(), strict=True):
+            mine.lerp_(theirs, 0.5)
+
+
+WRITES = (write_all, write_one, write_by_data, write_what_is_held, average)
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("reads", [False, True])
+def test_what_the_user_writes_is_what_runs(
+    pair: tuple[Net, Net], write: Callable[[Net], None], reads: bool
+) -> None:
+    losses = []
+    for model in pair:
+        optimizer = streamer.AdamW(model.parameters(), lr=1e-2)
+        losses.append(train(model, optimizer, range(2)))
+        if reads:
+            sum(param.float().sum() for param in model.parameters())
+        write(model)
+        losses[-1] += train(model, optimizer, range(2, 4))
+    assert losses[0] == losses[1]
+    assert_equal(*pair)
+
+
+def test_what_is_asked_for_is_let_go(pair: tuple[Net, Net]) -> None:
+    model = pair[1]
+    executor = executor_of(model)
+    one = executor.units[0].layout.nbytes
+    for param in model.parameters():
+        param.sum()
+        assert executor.weights.brought_bytes() <= 2 * one
+    held = [param.detach() for param in model.layers.parameters()]
+    assert executor.weights.brought_bytes() == LAYERS * one
+    expected = [tensor.clone() for tensor in held]
+    del held
+    model(batch(0))
+    assert executor.weights.brought_bytes() == 0
+    for param, before in zip(model.layers.parameters(), expected, strict=True):
+        assert torch.equal(param, before)
+
+
+def test_copies_states_and_checkpoints(pair: tuple[Net, Net], tmp_path: Path) -> None:
+    optimizers = [streamer.AdamW(model.parameters(), lr=1e-2) for model in pair]
+    for model, optimizer in zip(pair, optimizers, strict=True):
+        train(model, optimizer, range(2))
+    plain, model = pair
+    assert_equal(copy.deepcopy(plain), copy.deepcopy(model))
+    for (name, mine), theirs in zip(plain.state_dict().items(), model.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs), name
+    for block in (True, False):
+        for number, (one, optimizer) in enumerate(zip(pair, optimizers, strict=True)):
+            saved = streamer.save(one, optimizer, tmp_path / f"{number}{block}", step=2, block=block)
+            if not block:
+                train(one, optimizer, range(2, 4))
+                saved.result()
+    # each goes on from the other's
+    streamer.load(plain, optimizers[0], tmp_path / "1False")
+    streamer.load(model, optimizers[1], tmp_path / "0True")
+    assert_equal(*pair)
+    losses = [train(one, optimizer, range(2, 5)) for one, optimizer in zip(pair, optimizers, strict=True)]
+    assert losses[0] == losses[1]
+    assert_equal(*pair)
+
+
+def test_evaluation_and_frozen_layers(disks: Disks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_disk, "CHUNK_ELEMENTS", 1 << 12)
+    frozen = {"trained": [1]}
+    models = net(**frozen), net(**frozen, host_memory=least_memory(disks, **frozen), disk=disks)
+    assert executor_of(models[1]).disk_bytes()["weights"]
+    found = []
+    for model in models:
+        optimizer = streamer.AdamW(model.layers[1].parameters(), lr=1e-2)
+        losses = train(model, optimizer, range(3))
+        with torch.no_grad():
+            found.append((losses, model(batch(9)).tolist()))
+    assert found[0] == found[1]
+
+
+def test_bytes_of_a_step(disks: Disks) -> None:
+    """Of all that is on disk: state is read and written once, weights are read for forward and for backward
+    and written once, but for those that are still in the ring or in a slot."""
+    model = net(host_memory=least_memory(disks), disk=disks)
+    executor = executor_of(model)
+    optimizer = streamer.AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, range(3))
+    executor.synchronize()
+    before = len(executor.issuer.trace.records())
+    train(model, optimizer, range(3, 5))
+    executor.synchronize()
+    moved = Counter[str]()
+    for record in executor.issuer.trace.records()[before:]:
+        moved[record.op.kind.value] += record.op.nbytes
+    there = executor.disk_bytes()
+    state = sum(nbytes for name, nbytes in there.items() if name != "weights")
+    assert moved["READ_STATE"] == moved["WRITE_STATE"] == 2 * state
+    assert moved["WRITE_WEIGHTS"] == 2 * there["weights"]
+    one = there["weights"] // LAYERS
+    assert 2 * (2 * there["weights"] - 5 * one) <= moved["READ_WEIGHTS"] <= 2 * 2 * there["weights"]
+
+
+def test_nothing_is_left(disks: Disks, tmp_path: Path) -> None:
+    model = net(host_memory=least_memory(disks), disk=disks)
+    optimizer = streamer.AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, range(1))
+    held = sum(executor_of(model).host_bytes().values())
+    assert held <= least_memory(disks)
+    assert not [*tmp_path.iterdir()]
+    executor = executor_of(model)
+    streamer.unwrap(model)
+    gc.collect()
+    assert executor.disk_bytes() == executor.host_bytes() == {}
