@@ -22,6 +22,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -258,27 +259,8 @@ class ScratchFile:
         self._move(self._system.preadv, block, 0, "reading")
 
     def _move(self, call: Transfer, memory: memoryview, offset: int, verb: str) -> None:
-        done = stuck = 0
-        while done < len(memory):
-            try:
-                moved = call(self._fd, [memory[done:]], offset + done)
-            except InterruptedError:
-                continue
-            except OSError as error:
-                raise self._failed(verb, error, len(memory) - done, offset + done) from error
-            reached = done + moved
-            if reached < len(memory):
-                # direct I/O goes on at a whole block: the part of a block is moved again
-                reached -= reached % self.alignment
-            stuck = 0 if reached > done else stuck + 1
-            if stuck == MOST_STUCK:
-                raise DiskError(
-                    f"disk={self}: {verb} {len(memory) - done} bytes at offset {offset + done} of its "
-                    f"scratch file failed (only {moved} bytes were moved, {MOST_STUCK} times over): give a "
-                    "folder on another drive",
-                    errno.EIO,
-                )
-            done = reached
+        failed = partial(self._failed, verb)
+        _move(call, self._fd, memory, offset, alignment=self.alignment, least=len(memory), failed=failed)
 
     def _failed(self, verb: str, error: OSError, nbytes: int, offset: int) -> DiskError:
         fix = _FIXES.get(error.errno or 0, "give another folder")
@@ -287,6 +269,100 @@ class ScratchFile:
             f"({error.strerror or error}): {fix}",
             error.errno,
         )
+
+
+class StoredFile:
+    """A file of somebody else's, which is read where it is and never written.
+
+    It is read past the page cache where its file system can. Raises DiskError for one that cannot be opened.
+    """
+
+    def __init__(self, path: Path, *, system: System) -> None:
+        self.path = path
+        self._system = system
+        try:
+            self._fd = system.open(str(path), os.O_RDONLY | os.O_CLOEXEC, 0)
+        except OSError as error:
+            raise DiskError(
+                f"{path} cannot be opened ({error.strerror}): put the file back, or read the model anew",
+                error.errno,
+            ) from error
+        self._finalizer = weakref.finalize(self, os.close, self._fd)
+        self._finalizer.atexit = False  # the kernel closes files
+        self._was = self._is()
+        self.alignment = ALIGNMENT
+        asked = system.direct_alignment(self._fd) or ALIGNMENT
+        self._is_direct = asked <= ALIGNMENT and system.file_system(self._fd) not in IN_MEMORY
+        if self._is_direct:
+            try:
+                system.set_direct(self._fd)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._is_direct = False
+
+    def read(self, into: memoryview, offset: int, nbytes: int) -> None:
+        """Fill the first ``nbytes`` of ``into`` from ``offset`` on, and the rest as far as the file goes.
+        Address, offset and size of ``into`` are multiples of ``alignment``.
+
+        Raises DiskError if not all of it could be read, and if the file has changed since it was opened.
+        """
+        if self._is() != self._was:
+            raise DiskError(
+                f"{self.path} has changed since the model was made, and weights are read from it: put it "
+                "back, and read the model anew",
+                errno.ESTALE,
+            )
+        least, call = nbytes, self._system.preadv
+        _move(call, self._fd, into, offset, alignment=self.alignment, least=least, failed=self._failed)
+        if not self._is_direct:
+            os.posix_fadvise(self._fd, offset, len(into), os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """Give up the file. May be called again."""
+        self._finalizer()
+
+    def _is(self) -> tuple[int, int]:
+        found = os.fstat(self._fd)
+        return found.st_size, found.st_mtime_ns
+
+    def _failed(self, error: OSError, nbytes: int, offset: int) -> DiskError:
+        return DiskError(
+            f"{self.path}: reading {nbytes} bytes at offset {offset} failed ({error.strerror or error}): "
+            "the drive failed, 'dmesg' may have more of it: put the file on another one, and read the model "
+            "anew",
+            error.errno,
+        )
+
+
+def _move(
+    call: Transfer,
+    fd: int,
+    memory: memoryview,
+    offset: int,
+    *,
+    alignment: int,
+    least: int,
+    failed: Callable[[OSError, int, int], DiskError],
+) -> None:
+    """Let ``call`` move all of ``memory``, or ``least`` bytes of it up to the end of the file."""
+    done = stuck = 0
+    while done < least:
+        try:
+            moved = call(fd, [memory[done:]], offset + done)
+        except InterruptedError:
+            continue
+        except OSError as error:
+            raise failed(error, len(memory) - done, offset + done) from error
+        reached = done + moved
+        if reached < least:
+            # direct I/O goes on at a whole block: the part of a block is moved again
+            reached -= reached % alignment
+        stuck = 0 if reached > done else stuck + 1
+        if stuck == MOST_STUCK:
+            why = f"only {moved} bytes were moved, {MOST_STUCK} times over"
+            raise failed(OSError(errno.EIO, why), len(memory) - done, offset + done)
+        done = reached
 
 
 def too_full(folder: Path, asked: int, free: int, number: int | None = errno.ENOSPC) -> DiskError:

@@ -26,9 +26,8 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -39,7 +38,8 @@ import torch
 from streamer.backends.base import Lane, Process
 from streamer.backends.direct_io import ScratchFile, System, too_full
 from streamer.backends.host_memory import mapped
-from streamer.backends.thread import HostEvent, Worker
+from streamer.backends.stored_tensors import StoredTensor, StoredTensors
+from streamer.backends.thread import Worker, run_all
 from streamer.errors import DiskError, warn
 
 #: The most bytes that one call of the system moves.
@@ -329,83 +329,57 @@ class Scratch:
 
     def _move(self, extent: Extent, memory: memoryview, direction: Direction) -> None:
         """Move all pieces, and return when no thread moves any, even after an error."""
-        queues = [
-            deque(piece for piece in extent.pieces if piece.file == number)
-            for number in range(len(self._drives))
-        ]
 
-        changed = threading.Condition()
-        moving = 0
+        def move(piece: Piece) -> None:
+            file = self._drives[piece.file].file
+            call = file.read if direction is Direction.READ else file.write
+            call(memory[piece.start : piece.start + piece.nbytes], piece.offset)
+            with self._lock:
+                self._moved[direction] += piece.nbytes
 
-        def take(queue: deque[Piece]) -> Piece | None:
-            nonlocal moving
-            with changed:
-                if not queue:
-                    return None
-                moving += 1
-                return queue.popleft()
-
-        def put_down() -> None:
-            nonlocal moving
-            with changed:
-                moving -= 1
-                changed.notify_all()
-
-        def stop() -> None:
-            with changed:
-                for queue in queues:
-                    queue.clear()
-
-        def run(drive: _Drive, queue: deque[Piece]) -> None:
-            move = drive.file.read if direction is Direction.READ else drive.file.write
-            while (piece := take(queue)) is not None:
-                try:
-                    move(memory[piece.start : piece.start + piece.nbytes], piece.offset)
-                except BaseException:
-                    stop()
-                    raise
-                finally:
-                    put_down()
-                with self._lock:
-                    self._moved[direction] += piece.nbytes
-
-        events: list[HostEvent] = []
-        try:
+        run_all(
+            [
+                (
+                    drive.workers[direction],
+                    [partial(move, piece) for piece in extent.pieces if piece.file == number],
+                )
+                for number, drive in enumerate(self._drives)
+            ],
             # a transfer of one piece beside another one does not queue for the same thread
-            turn = next(self._turns)
-            for drive, queue in zip(self._drives, queues, strict=True):
-                workers = drive.workers[direction]
-                for index in range(min(len(queue), len(workers))):
-                    worker = workers[(turn + index) % len(workers)]
-                    events.append(worker.submit(partial(run, drive, queue), ()))
-            for event in events:
-                event.wait()
-        except BaseException:
-            # the buffer is the caller's again, so no thread may use it; a second Ctrl-C does not change that
-            at_rest = False
-            while not at_rest:
-                with suppress(BaseException), changed:
-                    stop()
-                    at_rest = changed.wait_for(lambda: not moving)
-            raise
+            turn=next(self._turns),
+        )
 
 
 class Disks:
-    """The folders that scratch files are made in, and memory that extents are read into."""
+    """The folders that scratch files are made in, frozen parameters that lie in other files, and memory that
+    both are read into."""
 
     def __init__(
         self,
         folders: Sequence[str | os.PathLike[str]],
         scratch: Callable[[Sequence[str | os.PathLike[str]]], Scratch] = Scratch,
+        *,
+        stored: Mapping[str, StoredTensor] | None = None,
     ) -> None:
-        """``scratch`` makes scratch files in folders. Raises DiskError for a folder that cannot be used."""
-        self._folders = folders
+        """``scratch`` makes scratch files in ``folders``, of which there may be none if nothing is to be
+        written; ``stored`` are parameters by name. Raises DiskError for a folder that cannot be used."""
+        self.folders = folders
+        self.stored = stored or {}
         self._scratch = scratch
-        scratch(folders).close()
+        if folders:
+            scratch(folders).close()
+
+    def with_stored(self, stored: Mapping[str, StoredTensor]) -> Disks:
+        """The same folders, beside which these parameters are ``stored`` in files."""
+        return Disks(self.folders, self._scratch, stored=stored)
 
     def open(self) -> Scratch:
         """New scratch files."""
-        return self._scratch(self._folders)
+        return self._scratch(self.folders)
+
+    def reader(self, between: torch.Tensor) -> StoredTensors:
+        """What reads the parameters in files, by way of ``between``."""
+        return StoredTensors(between)
 
     @staticmethod
     def buffer(nbytes: int) -> torch.Tensor:

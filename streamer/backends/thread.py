@@ -10,7 +10,10 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import torch
@@ -149,6 +152,61 @@ def _wait_for(events: Sequence[Event]) -> None:
 
 
 Delay = Callable[[], float]
+
+
+def run_all(jobs: Sequence[tuple[Sequence[Worker], Sequence[Callable[[], None]]]], *, turn: int = 0) -> None:
+    """Run lists of jobs, each on the workers beside it, beginning with worker ``turn``.
+
+    Returns when all have run. After an error no more are begun, and it is raised when none is running.
+    """
+    queues = [(workers, deque(several)) for workers, several in jobs]
+    changed = threading.Condition()
+    running = 0
+
+    def take(queue: deque[Callable[[], None]]) -> Callable[[], None] | None:
+        nonlocal running
+        with changed:
+            if not queue:
+                return None
+            running += 1
+            return queue.popleft()
+
+    def put_down() -> None:
+        nonlocal running
+        with changed:
+            running -= 1
+            changed.notify_all()
+
+    def stop() -> None:
+        with changed:
+            for _, queue in queues:
+                queue.clear()
+
+    def run(queue: deque[Callable[[], None]]) -> None:
+        while (job := take(queue)) is not None:
+            try:
+                job()
+            except BaseException:
+                stop()
+                raise
+            finally:
+                put_down()
+
+    events: list[HostEvent] = []
+    try:
+        for workers, queue in queues:
+            for index in range(min(len(queue), len(workers))):
+                events.append(workers[(turn + index) % len(workers)].submit(partial(run, queue), ()))
+        for event in events:
+            event.wait()
+    except BaseException:
+        # what the jobs use is the caller's again, so none may run; a second Ctrl-C does not change that
+        at_rest = False
+        while not at_rest:
+            with suppress(BaseException), changed:
+                stop()
+                at_rest = changed.wait_for(lambda: not running)
+        raise
 
 
 class ThreadBackend(Backend):

@@ -62,6 +62,7 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | 
         with _laid_out(path):
             values = manifest.values
             _check_model(files, model, executor)
+            _check_stored(files, executor)
             random = files.decoded(values["random"], dict)
             check_random_states(random)
             loaded = Loaded(manifest.step, files.decoded(values["extra"], dict))
@@ -163,6 +164,27 @@ def _check_model(files: _Files, model: nn.Module, executor: Executor) -> None:
                 f"{files.path / file}: update='backward' keeps no gradients between backward and step(), and "
                 "here are some: wrap with update='step', or save after a step"
             )
+
+
+def _check_stored(files: _Files, executor: Executor) -> None:
+    """Raise CheckpointError if frozen weights that are read from files, which stay as they are, are others in
+    the checkpoint."""
+    differing = [
+        slice.param.name
+        for unit in executor.units
+        if (on_disk := executor.shard(unit).weights_on_disk) is not None
+        for slice in unit.layout.slices
+        if on_disk.is_stored(slice)
+        and not torch.equal(
+            on_disk.read(slice).view(-1).view(torch.uint8),
+            files.read(WEIGHTS, slice.param.name).to(slice.dtype).reshape(-1).view(torch.uint8),
+        )
+    ]
+    if differing:
+        raise CheckpointError(
+            f"{files.path} has other frozen weights than the files that this model reads them from "
+            f"({shortened(differing)}): make the model without disk=True, which takes them into memory"
+        )
 
 
 def _unlike(there: Mapping[str, object], here: Mapping[str, object]) -> list[str]:

@@ -10,23 +10,30 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 import streamer_native as native
+from streamer.backends.stored_tensors import StoredTensor, between_bytes
 from streamer.memory.layout import Layout, Slice
 from streamer.memory.on_disk import (
     RING,
     WEIGHT_BUFFERS,
     Chunk,
     Disk,
+    Reader,
     StateOnDisk,
+    WeightsInFiles,
+    WeightsInScratch,
     WeightsOnDisk,
     chunks_of,
+    stored_part,
 )
 from streamer.memory.purposes import (
     ALL_MOMENTS,
+    FILE_BLOCKS,
     GRADIENTS,
     MASTERING,
     MASTERS,
@@ -59,12 +66,25 @@ class Scratch(Disk, Protocol):
 
 
 class Disks(Protocol):
-    """The folders that `wrap` was given. `open` makes scratch files there, `buffer` memory that they can be
-    read into."""
+    """The folders that `wrap` was given, and frozen parameters that are ``stored`` in files, by name. `open`
+    makes scratch files in the folders, `reader` reads what is stored by way of ``between``, and `buffer` is
+    memory that both can read into."""
+
+    stored: Mapping[str, StoredTensor]
 
     def open(self) -> Scratch: ...
 
+    def reader(self, between: torch.Tensor) -> StoredReader: ...
+
     def buffer(self, nbytes: int) -> torch.Tensor: ...
+
+
+class StoredReader(Reader, Protocol):
+    """Reads tensors of files: see `streamer.backends.stored_tensors.StoredTensors`."""
+
+    def open(self, files: Iterable[Path]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @cache
@@ -166,6 +186,12 @@ class HostShard:
         if write:
             self.weights_on_disk.write_all(self._brought)
         del self._brought, self.held[WEIGHTS.name]
+
+    def unwritable(self) -> list[str]:
+        """The names of parameters that `bring_in` has brought and that have other values now, which cannot be
+        written."""
+        assert self.weights_on_disk is not None, "they are in memory"
+        return self.weights_on_disk.unwritable(self._brought)
 
     def load(self, slice: Slice, values: torch.Tensor) -> None:
         """Set the weight, and the exact fp32 master where the parameter is trained, from ``values``."""
@@ -297,6 +323,7 @@ class HostStore:
         self._buffers: dict[str, torch.Tensor] = {}
         self._scratch: dict[str, Scratch] = {}
         self._ring: list[torch.Tensor] | None = None
+        self._reader: StoredReader | None = None
         self._reserve(MASTERING, [self.shards[index] for index in sorted(on_disk)])()
         #: buffers that weights on disk pass through
         self.weight_ring = self._put_weights_on_disk([self.shards[index] for index in weights_on_disk])
@@ -374,20 +401,35 @@ class HostStore:
         if not shards:
             return []
         assert self.disks is not None, "no disk was given"
-        scratch = self.disks.open()
-        try:
-            for shard in shards:
-                shard.weights_on_disk = WeightsOnDisk(shard.layout.nbytes, scratch, self.disks.buffer)
-            scratch.allocate()
-        except BaseException:
-            scratch.close()
-            raise
-        self._scratch[WEIGHTS.name] = scratch
-        nbytes = max(
-            shard.weights_on_disk.padded_bytes for shard in shards if shard.weights_on_disk is not None
-        )
+        in_files = [(shard, stored_part(shard.layout, self.disks.stored)) for shard in shards]
+        self._read_in_place([(shard, stored) for shard, stored in in_files if stored])
+        placed = [shard.weights_on_disk for shard in shards if shard.weights_on_disk is not None]
+        if rest := [shard for shard, stored in in_files if not stored]:
+            scratch = self.disks.open()
+            try:
+                for shard in rest:
+                    on_disk = WeightsInScratch(shard.layout.nbytes, scratch, self.disks.buffer)
+                    shard.weights_on_disk = on_disk
+                    placed.append(on_disk)
+                scratch.allocate()
+            except BaseException:
+                scratch.close()
+                raise
+            self._scratch[WEIGHTS.name] = scratch
+        nbytes = max(on_disk.padded_bytes for on_disk in placed)
         self._buffers[WEIGHT_RING] = self.disks.buffer(WEIGHT_BUFFERS * nbytes)
         return list(self._buffers[WEIGHT_RING].split(nbytes))
+
+    def _read_in_place(self, shards: Sequence[tuple[HostShard, Mapping[str, StoredTensor]]]) -> None:
+        if not shards:
+            return
+        assert self.disks is not None, "no disk was given"
+        places = [place for _, stored in shards for place in stored.values()]
+        self._buffers[FILE_BLOCKS] = self.disks.buffer(between_bytes(places))
+        self._reader = self.disks.reader(self._buffers[FILE_BLOCKS])
+        self._reader.open({place.file for place in places})
+        for shard, stored in shards:
+            shard.weights_on_disk = WeightsInFiles(shard.layout, stored, self._reader)
 
     def _deal(self, purpose: Purpose, buffer: torch.Tensor, shards: Sequence[HostShard]) -> None:
         """Let each of ``shards`` have its piece of ``buffer``."""
@@ -453,6 +495,8 @@ class HostStore:
         for scratch in self._scratch.values():
             scratch.close()
         self._scratch.clear()
+        if self._reader is not None:
+            self._reader.close()
 
     def staging(self, count: int, nbytes: int) -> list[torch.Tensor]:
         """``count`` buffers of ``nbytes`` for gradients that are used up when they have landed."""
@@ -472,7 +516,11 @@ class HostStore:
 
     def bytes_by_purpose(self) -> dict[str, int]:
         """Bytes of host memory allocated, by purpose; purposes that take none are left out."""
-        return {purpose: buffer.numel() for purpose, buffer in self._buffers.items() if buffer.numel()}
+        found = Counter({purpose: buffer.numel() for purpose, buffer in self._buffers.items()})
+        for shard in self.shards:
+            if shard.weights_on_disk is not None:
+                found[WEIGHTS.name] += shard.weights_on_disk.held_bytes
+        return dict(+found)
 
     def on_disk(self) -> list[Purpose]:
         """The purposes of which some unit's piece is on disk."""
@@ -486,5 +534,5 @@ class HostStore:
             if shard.disk is not None:
                 found += shard.disk.bytes_by_purpose()
             if shard.weights_on_disk is not None:
-                found[WEIGHTS.name] += shard.weights_on_disk.padded_bytes
-        return dict(found)
+                found[WEIGHTS.name] += shard.weights_on_disk.written_bytes
+        return dict(+found)

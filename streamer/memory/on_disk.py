@@ -11,13 +11,15 @@ by a checkpoint that is loaded, the rest is NaN from then on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from streamer.backends.direct_io import ALIGNMENT
 from streamer.backends.disk import Extent
+from streamer.backends.stored_tensors import StoredTensor
 from streamer.errors import DiskError
 from streamer.memory.layout import Layout, Slice
 from streamer.memory.purposes import Purpose
@@ -251,9 +253,45 @@ def _within(elements: range, begin: int) -> slice:
 WEIGHTS_PIECE = 64 << 20
 
 
-class WeightsOnDisk:
-    """The weights of one unit, laid out as in host memory. Callers see to it that nobody reads or writes them
-    meanwhile."""
+class WeightsOnDisk(Protocol):
+    """The weights of one unit that are not in host memory, laid out as there. Callers see to it that nobody
+    reads or writes them meanwhile."""
+
+    @property
+    def padded_bytes(self) -> int:
+        """Bytes of a buffer for all of the weights."""
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that `read_all` moves from disk."""
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes that `write_all` moves to disk."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of host memory that are held all the same."""
+
+    def read_all(self, buffer: torch.Tensor) -> None:
+        """Bring the weights to ``buffer``, flat uint8."""
+
+    def write_all(self, buffer: torch.Tensor) -> None:
+        """Write the weights, which are in ``buffer``, flat uint8, but for what is `unwritable`. If that fails
+        they are lost."""
+
+    def read(self, slice: Slice) -> torch.Tensor:
+        """A copy of a parameter."""
+
+    def is_stored(self, slice: Slice) -> bool:
+        """Whether a parameter lies in somebody else's file, which is never written."""
+
+    def unwritable(self, buffer: torch.Tensor) -> list[str]:
+        """The names of parameters that have other values in ``buffer`` and that `write_all` leaves alone."""
+
+
+class WeightsInScratch:
+    """The weights of one unit in a scratch file."""
 
     def __init__(self, nbytes: int, disk: Disk, allocate: Callable[[int], torch.Tensor]) -> None:
         """``allocate`` gives memory for transfers, flat uint8."""
@@ -264,26 +302,29 @@ class WeightsOnDisk:
         self._pieces = [(piece, disk.extent(len(piece))) for piece in pieces]
         self._is_lost = False
 
-    @property
-    def padded_bytes(self) -> int:
-        """Bytes on disk, and of a buffer for all of the weights."""
-        return sum(extent.padded_bytes for _, extent in self._pieces)
+        #: bytes on disk, and of a buffer for all of the weights
+        self.padded_bytes = sum(extent.padded_bytes for _, extent in self._pieces)
+        self.read_bytes = self.written_bytes = self.padded_bytes
+        self.held_bytes = 0
 
     def read_all(self, buffer: torch.Tensor) -> None:
-        """Bring the weights to ``buffer``, flat uint8."""
         self._check()
         for piece, extent in self._pieces:
             self._disk.read(extent, buffer[piece.start : piece.start + extent.padded_bytes])
 
     def write_all(self, buffer: torch.Tensor) -> None:
-        """Write the weights, which are in ``buffer``, flat uint8. If that fails they are lost."""
         self._is_lost = True
         for piece, extent in self._pieces:
             self._disk.write(extent, buffer[piece.start : piece.start + extent.padded_bytes])
         self._is_lost = False
 
+    def is_stored(self, slice: Slice) -> bool:
+        return False
+
+    def unwritable(self, buffer: torch.Tensor) -> list[str]:
+        return []
+
     def read(self, slice: Slice) -> torch.Tensor:
-        """A copy of a parameter."""
         self._check()
         wanted = range(slice.offset, slice.offset + slice.nbytes)
         values = torch.empty(len(wanted), dtype=torch.uint8)
@@ -301,3 +342,76 @@ class WeightsOnDisk:
                 f"weights on disk ({self._nbytes} bytes) are lost: they could not be written after an "
                 "update; load a checkpoint"
             )
+
+
+class Reader(Protocol):
+    """What reads tensors of files: see `streamer.backends.stored_tensors.StoredTensors`."""
+
+    def read(self, wanted: Iterable[tuple[StoredTensor, torch.Tensor]]) -> None: ...
+
+
+class WeightsInFiles:
+    """The weights of one unit of which most lie, frozen, in somebody else's files, and are read where they
+    are. The others are held in memory."""
+
+    def __init__(self, layout: Layout, stored: Mapping[str, StoredTensor], reader: Reader) -> None:
+        """``stored`` are those in files, by name."""
+        self._reader = reader
+        self._stored = [(slice, stored[slice.param.name]) for slice in layout.slices if _is_in(slice, stored)]
+        held = [slice for slice in layout.slices if not _is_in(slice, stored)]
+        self._held = [(slice, torch.zeros(slice.nbytes, dtype=torch.uint8)) for slice in held]
+        self.padded_bytes = -(-layout.nbytes // ALIGNMENT) * ALIGNMENT
+        self.read_bytes = sum(place.nbytes for _, place in self._stored)
+        self.written_bytes = 0
+        self.held_bytes = held_beside(layout, stored)
+
+    def read_all(self, buffer: torch.Tensor) -> None:
+        self._reader.read([(place, slice.view(buffer)) for slice, place in self._stored])
+        for slice, values in self._held:
+            _bytes_of(slice, buffer).copy_(values)
+
+    def write_all(self, buffer: torch.Tensor) -> None:
+        for slice, values in self._held:
+            values.copy_(_bytes_of(slice, buffer))
+
+    def read(self, slice: Slice) -> torch.Tensor:
+        for known, values in self._held:
+            if known is slice:
+                return values.clone().view(slice.dtype).view(slice.param.shape)
+        values = torch.empty(slice.param.shape, dtype=slice.dtype)
+        self._reader.read([(place, values) for known, place in self._stored if known is slice])
+        return values
+
+    def is_stored(self, slice: Slice) -> bool:
+        return any(slice is known for known, _ in self._stored)
+
+    def unwritable(self, buffer: torch.Tensor) -> list[str]:
+        differing = (
+            slice.param.name
+            for slice, _ in self._stored
+            # bytes, since no NaN is equal to itself
+            if not torch.equal(self.read(slice).view(-1).view(torch.uint8), _bytes_of(slice, buffer))
+        )
+        return [*differing]
+
+
+def stored_part(layout: Layout, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Those of the ``stored`` tensors that a unit of this layout reads where they are: its frozen parameters,
+    if they have most of its bytes."""
+    found = [slice for slice in layout.slices if _is_in(slice, stored)]
+    if 2 * sum(slice.nbytes for slice in found) <= layout.nbytes:
+        return {}
+    return {slice.param.name: stored[slice.param.name] for slice in found}
+
+
+def held_beside(layout: Layout, stored: Mapping[str, StoredTensor]) -> int:
+    """Bytes of the weights of a unit that are held in memory while those ``stored`` are not."""
+    return sum(slice.nbytes for slice in layout.slices if not _is_in(slice, stored))
+
+
+def _is_in(slice: Slice, stored: Mapping[str, StoredTensor]) -> bool:
+    return not slice.param.trainable and slice.param.name in stored
+
+
+def _bytes_of(slice: Slice, buffer: torch.Tensor) -> torch.Tensor:
+    return buffer[slice.offset : slice.offset + slice.nbytes]

@@ -9,7 +9,7 @@ for. While they are updated the others' state is on its way from disk.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from streamer.backends.direct_io import ALIGNMENT
 from streamer.memory.layout import Layout
@@ -22,16 +22,11 @@ REMEDY = "raise host_memory, or wrap with update='backward', dtype=torch.bfloat1
 ON_DISK = "the model with what can be on disk there"
 
 
-def beyond(
-    layouts: Sequence[Layout], purposes: Sequence[Purpose], room: int, *, with_root: bool = True
-) -> frozenset[int]:
-    """The positions of the units, of these ``layouts`` (the root's is last), whose buffers for ``purposes``
-    are beyond ``room`` bytes of host memory. [Note: placement] Without ``with_root`` the root's are not
-    counted, and stay."""
+def beyond(sizes: Mapping[int, int], room: int) -> frozenset[int]:
+    """The positions of units that are beyond ``room`` bytes of host memory; ``sizes`` are the bytes of each
+    unit by its position, in the order in which they are to stay. [Note: placement]"""
     left, found = room, set()
-    root = len(layouts) - 1
-    for position in (*([root] if with_root else ()), *range(root)):
-        needed = sum(purpose.nbytes(layouts[position]) for purpose in purposes)
+    for position, needed in sizes.items():
         if needed <= left:
             left -= needed
         else:
@@ -39,10 +34,18 @@ def beyond(
     return frozenset(found)
 
 
-def weight_ring_bytes(layouts: Sequence[Layout]) -> int:
-    """Bytes of the ring that weights of layers pass through, of all units of these ``layouts`` but the last,
-    the root."""
-    return WEIGHT_BUFFERS * max(map(weights_on_disk_bytes, layouts[:-1]), default=0)
+def state_sizes(layouts: Sequence[Layout], purposes: Sequence[Purpose]) -> dict[int, int]:
+    """Bytes for ``purposes`` of the units of these ``layouts``, the root's is last, for `beyond`."""
+    root = len(layouts) - 1
+    return {
+        position: sum(purpose.nbytes(layouts[position]) for purpose in purposes)
+        for position in (root, *range(root))
+    }
+
+
+def weight_ring_bytes(layouts: Iterable[Layout]) -> int:
+    """Bytes of the ring that weights of layers of these ``layouts`` pass through."""
+    return WEIGHT_BUFFERS * max(map(weights_on_disk_bytes, layouts), default=0)
 
 
 def weights_on_disk_bytes(layout: Layout) -> int:

@@ -69,6 +69,8 @@ STAGING = "gradient staging"
 STATE_RING = "ring of state on disk"
 #: Buffers that weights on disk pass through on their way to the device.
 WEIGHT_RING = "ring of weights on disk"
+#: Memory that blocks of files pass through, of which weights are read.
+FILE_BLOCKS = "blocks of files"
 #: Weights on disk that the user's code has asked for.
 ASKED_FOR = "weights asked for"
 #: What layers have saved for backward and paged out.

@@ -84,7 +84,9 @@ def stream(
         disks, on_disk, moments = None, OnDisk(), least_moments(units, root)
         if options.disk is not None:
             disks, moments = _disks(backend, options.disk), {}
-            planned, on_disk = to_disk(planned, units, root, min(room.host, host_limit or room.host))
+            left = min(room.host, host_limit or room.host)
+            may_write = _may_write(options.disk)
+            planned, on_disk = to_disk(planned, units, root, left, stored=disks.stored, may_write=may_write)
         replace(planned, host={**planned.host, **moments}).check(
             replace(room, host_limit=host_limit), device_remedy=cut.remedy
         )
@@ -135,8 +137,12 @@ def stream(
 
 def _disks(backend: Backend, disk: Folders | Disks) -> HostDisks:
     if isinstance(backend, VirtualBackend):
-        return VirtualDisks(backend)
+        return VirtualDisks(backend, disk.stored if isinstance(disk, Disks) else {})
     return disk if isinstance(disk, Disks) else Disks(folders_of(disk))
+
+
+def _may_write(disk: Folders | Disks) -> bool:
+    return not isinstance(disk, Disks) or bool(disk.folders)
 
 
 def _close(backend: Backend, store: HostStore, end_service: Callable[[], None]) -> None:

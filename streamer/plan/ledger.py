@@ -6,19 +6,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from streamer.backends.host_memory import RAISE_LOCKED_LIMIT
+from streamer.backends.stored_tensors import StoredTensor, between_bytes
 from streamer.engine.paging.unit import Unit, buffer_bytes
 from streamer.engine.paging.update_in_backward import RING
+from streamer.memory.on_disk import held_beside, stored_part
 from streamer.memory.placement import (
     ON_DISK,
     REMEDY,
     beyond,
     disk_bytes,
     ring_bytes,
+    state_sizes,
     weight_ring_bytes,
     weights_on_disk_bytes,
 )
 from streamer.memory.purposes import (
     BF16,
+    FILE_BLOCKS,
     FP32,
     GRADIENTS,
     MASTERING,
@@ -146,38 +150,78 @@ class OnDisk:
     weights: frozenset[int] = frozenset()
 
 
-def to_disk(planned: Ledger, units: Sequence[Unit], root: Unit, room: int) -> tuple[Ledger, OnDisk]:
-    """What ``planned`` becomes where ``room`` bytes of host memory are all that there is, and the rest goes
-    to disk: first the optimizer's state, then weights of layers. Moments are counted in fp32, though they may
-    be shorter.
+def to_disk(
+    planned: Ledger,
+    units: Sequence[Unit],
+    root: Unit,
+    room: int,
+    *,
+    stored: Mapping[str, StoredTensor] | None = None,
+    may_write: bool = True,
+) -> tuple[Ledger, OnDisk]:
+    """What ``planned`` becomes where ``room`` bytes of host memory are all that there is, and the rest is on
+    disk: first frozen weights that are ``stored`` in files, by name, which nobody needs to write; then, if
+    something ``may_write``, the optimizer's state, and then weights of other layers. Moments are counted in
+    fp32, though they may be shorter.
 
     Raises MemoryError if there is not even room for the rings that what is on disk passes through.
     """
     layouts = [unit.layout for unit in (*units, root)]
+    layers = frozenset(range(len(units)))
+    parts = {position: stored_part(layouts[position], stored or {}) for position in layers}
+    beside = {p: held_beside(layouts[p], part) for p, part in parts.items() if part}
+    in_files = frozenset(beside)
     state = host_bytes(layouts, MASTERING)
-    fixed = {name: nbytes for name, nbytes in planned.host.items() if name not in state}
-    held, weights = sum(fixed.values()), frozenset[int]()
-    in_memory = held + sum((state | host_bytes(layouts, MOMENTS[FP32])).values())
-    if in_memory <= room:
+    others = {name: n for name, n in planned.host.items() if name not in state and name != WEIGHTS.name}
+    all_state = sum((state | host_bytes(layouts, MOMENTS[FP32])).values())
+    ring = ring_bytes(layouts, [*MASTERING, *MOMENTS[FP32]])
+
+    def with_weights(out: frozenset[int]) -> dict[str, int]:
+        """Bytes of host memory, but for state, if the weights of layers ``out`` are on disk."""
+        held = (
+            beside.get(position, 0) if position in out else WEIGHTS.nbytes(layout)
+            for position, layout in enumerate(layouts)
+        )
+        read = [tensor for position in out & in_files for tensor in parts[position].values()]
+        return others | {
+            WEIGHTS.name: sum(held),
+            WEIGHT_RING: weight_ring_bytes([layouts[position] for position in out]),
+            FILE_BLOCKS: between_bytes(read) if read else 0,
+        }
+
+    def stay(among: frozenset[int], room: int) -> frozenset[int]:
+        """The first layers ``among`` these whose weights ``room`` is enough for."""
+        saved = {p: WEIGHTS.nbytes(layouts[p]) - beside.get(p, 0) for p in sorted(among)}
+        return among - beyond(saved, room)
+
+    steps = [(frozenset[int](), all_state), (in_files, all_state), (in_files, ring), (layers, ring)]
+    needed = [sum(with_weights(out).values()) + state_bytes for out, state_bytes in steps]
+    remedy = REMEDY
+    if not may_write:
+        least = min(needed)
+        del needed[2:]
+        if least < min(needed):
+            remedy = f"give disk= a folder for what must be written, or {REMEDY}"
+    require(ON_DISK, Tier("host_memory", min(needed), room, remedy))
+    step = next(step for step, nbytes in enumerate(needed) if nbytes <= room)
+    left, (out, _) = room - needed[step], steps[step]
+    masters = frozenset[int]()
+    if step == 0:
         return planned, OnDisk()
-    state_there = held + ring_bytes(layouts, [*MASTERING, *MOMENTS[FP32]])
-    weight_ring = weight_ring_bytes(layouts)
-    weights_there = state_there - sum(WEIGHTS.nbytes(layout) for layout in layouts[:-1]) + weight_ring
-    require(ON_DISK, Tier("host_memory", min(in_memory, state_there, weights_there), room, REMEDY))
-    left = room - state_there
-    if left < 0:
-        weights = beyond(layouts, [WEIGHTS], room - weights_there, with_root=False)
-        stay = [layout for position, layout in enumerate(layouts) if position not in weights]
-        fixed |= {WEIGHT_RING: weight_ring, **host_bytes(stay, [WEIGHTS])}
-        left = 0
-    masters = beyond(layouts, MASTERING, left)
+    if step == 1:
+        out -= stay(in_files, left)
+    elif step == 2:
+        masters = beyond(state_sizes(layouts, MASTERING), left)
+    else:
+        out -= stay(layers - in_files, left)
+        masters = beyond(state_sizes(layouts, MASTERING), 0)
     disk = {
-        WEIGHTS.name: sum(weights_on_disk_bytes(layouts[position]) for position in weights),
+        WEIGHTS.name: sum(weights_on_disk_bytes(layouts[position]) for position in out - in_files),
         **{purpose.name: disk_bytes([layouts[p] for p in masters], [purpose]) for purpose in MASTERING},
     }
-    stay = [layout for position, layout in enumerate(layouts) if position not in masters]
-    host = {**fixed, **host_bytes(stay, MASTERING)}
-    return Ledger(planned.device, _nonzero(host), _nonzero(disk)), OnDisk(masters, weights)
+    in_memory = [layout for position, layout in enumerate(layouts) if position not in masters]
+    host = with_weights(out) | host_bytes(in_memory, MASTERING)
+    return Ledger(planned.device, _nonzero(host), _nonzero(disk)), OnDisk(masters, out)
 
 
 def least_moments(units: Sequence[Unit], root: Unit) -> dict[str, int]:

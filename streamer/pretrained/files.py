@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from streamer.backends.stored_tensors import StoredTensor
 from streamer.checkpoint.tensors import BY_NAME, in_a_line, reading
 from streamer.errors import CheckpointError, shortened
 
@@ -32,6 +36,35 @@ class Stored:
         if (tensor.dtype, tuple(tensor.shape)) != (self.dtype, self.shape):
             raise CheckpointError(f"{self.file}: tensor '{self.name}' has changed since the file was opened")
         return tensor
+
+
+def places(stored: Iterable[Stored]) -> dict[str, StoredTensor]:
+    """Where tensors lie in their files, by name. Raises CheckpointError where a file has changed."""
+    headers: dict[Path, tuple[int, dict[str, Any]]] = {}
+    found = {}
+    for tensor in stored:
+        if tensor.file not in headers:
+            headers[tensor.file] = _header(tensor.file)
+        begin, entries = headers[tensor.file]
+        try:
+            start, stop = entries[tensor.name]["data_offsets"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{tensor.file}: tensor '{tensor.name}' has changed") from error
+        place = StoredTensor(tensor.file, begin + start, tensor.dtype, prod(tensor.shape))
+        if place.nbytes != stop - start:
+            raise CheckpointError(f"{tensor.file}: tensor '{tensor.name}' has changed")
+        found[tensor.name] = place
+    return found
+
+
+def _header(file: Path) -> tuple[int, dict[str, Any]]:
+    """Where the tensors of a safetensors file begin, and what its header says of them."""
+    try:
+        with file.open("rb") as opened:
+            nbytes = int.from_bytes(opened.read(8), "little")
+            return 8 + nbytes, dict(json.loads(opened.read(nbytes)))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: not a whole safetensors file ({in_a_line(error)})") from error
 
 
 def stored_tensors(path: Path) -> dict[str, Stored]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from streamer.backends.disk import Disks
 from streamer.errors import CheckpointError
 from streamer.model.layers import Layers, find_layers
 from streamer.model.move_in import Init, UnitInit
+from streamer.model.options import Folders, folders_of
 from streamer.model.units import DTYPES
 from streamer.model.wrap import wrap
 from streamer.pretrained.architecture import ModelClass, build
-from streamer.pretrained.files import stored_tensors
+from streamer.pretrained.files import places, stored_tensors
 from streamer.pretrained.match import Tensors, commonest
 
 #: The method of transformers' models that sets first values, and the mark of those that it leaves alone.
@@ -32,7 +34,9 @@ def from_pretrained(
     config: Any = None,
     init: Init | str | None = None,
     ignore: str | Sequence[str] = (),
+    adapt: Callable[[nn.Module], nn.Module | None] | None = None,
     dtype: torch.dtype | None = None,
+    disk: bool | Folders | Disks | None = None,
     **options: Any,
 ) -> nn.Module:
     """A wrapped model with the weights of a local Hugging Face folder, or of a safetensors file.
@@ -54,9 +58,19 @@ def from_pretrained(
             parents; what is in the files stays as it is there. Without it, what is missing is an error.
         ignore: a regular expression, or several; tensors of the files are left out if one is found in their
             name.
+        adapt: called with the model before it has values, on the meta device: to freeze parameters, or to
+            add adapters, as ``lambda model: peft.get_peft_model(model, config)`` does. What it returns is
+            wrapped, the model itself for None. Parameters that it adds keep the values that it gives them;
+            those that it adds on the meta device, as peft does, get theirs from ``init``, or from the
+            ``reset_lora_parameters`` of their module.
         dtype: what parameters are computed in, as for `streamer.wrap`: fp32 files give exact fp32 masters to
             bf16 weights. None streams each parameter in the dtype that it has in the files. Buffers of a
             transformers model are in the dtype that its class gives them for ``dtype``.
+        disk: True reads frozen parameters of layers, such as the base of adapters, from the files where they
+            are, for as many layers as ``host_memory`` (or what is free) has no room for: nothing is copied
+            and nothing written, and memory has a ring of a few layers. The files must stay. A layer of which
+            half or more is trained, or which the files have in another layout, is not read in this way. A
+            folder, or several, is what `streamer.wrap` takes for what cannot be read from these files, too.
         options: the other ones of `streamer.wrap`.
 
     A transformers model is in evaluation mode, as that library's ``from_pretrained`` leaves it: call
@@ -77,11 +91,47 @@ def from_pretrained(
     tensors = Tensors(model, stored, ignore)
     if faults := tensors.faults(may_be_missing=initialise is not None):
         raise CheckpointError(f"{path} is not of a {type(model).__name__}; {'; '.join(faults)}")
-    find_layers(model, layers)  # says early what is wrong with the paths
-    reader = _Reader(model, tensors, initialise)
+    if adapt is None:
+        find_layers(model, layers)  # says early what is wrong with the paths
     tensors.take_dtypes(dtype if dtype in DTYPES else None)
     tensors.fill_buffers(model)
-    return wrap(model, layers=layers, init=reader, dtype=dtype, **options)
+    if adapt is not None:
+        model = _adapted(model, adapt, tensors)
+    reader = _Reader(model, tensors, initialise)
+    disks = None if disk is None or disk is False else _with_files(disk, model, tensors)
+    return wrap(model, layers=layers, init=reader, dtype=dtype, disk=disks, **options)
+
+
+def _adapted(model: nn.Module, adapt: Callable[[nn.Module], nn.Module | None], tensors: Tensors) -> nn.Module:
+    """What ``adapt`` makes of ``model``. Raises ValueError for what is no model."""
+    before = {*model.parameters()}
+    adapted = model if (given := adapt(model)) is None else given
+    if not isinstance(adapted, nn.Module):
+        raise ValueError(f"adapt= has returned a {type(adapted).__name__}: let it return the model, or None")
+    for name, param in adapted.named_parameters():
+        if param not in before:
+            tensors.add(name, param)
+    return adapted
+
+
+def _with_files(disk: bool | Folders | Disks, model: nn.Module, tensors: Tensors) -> Disks:
+    """``disk`` with what can be read from the files. Raises ValueError where that is nothing, and nothing
+    else may be used."""
+    frozen = {
+        name: source.stored
+        for name, param in model.named_parameters()
+        if not param.requires_grad and (source := tensors.source(param)) and source.stored is not None
+    }
+    if disk is True and not frozen:
+        raise ValueError(
+            "disk=True reads frozen parameters from the files where they are, and none is frozen: freeze "
+            "some in adapt=, or give disk= a folder, where weights and the optimizer's state can be written"
+        )
+    found = places(frozen.values())
+    stored = {name: found[place.name] for name, place in frozen.items()}
+    if isinstance(disk, Disks):
+        return disk.with_stored(stored)
+    return Disks([] if isinstance(disk, bool) else folders_of(disk), stored=stored)
 
 
 def _resolved(model: nn.Module, init: Init | str | None) -> Init | None:
@@ -103,6 +153,14 @@ def _own_init(model: nn.Module) -> Init:
     return lambda module: getattr(owners[module], OWN_INIT)(module)
 
 
+def _reset_adapters(module: nn.Module) -> None:
+    """Give the LoRA adapters that are in ``module`` itself their first values, as peft does."""
+    reset = getattr(module, "reset_lora_parameters", None)
+    if callable(reset):
+        for name in module.lora_A.keys() | module.lora_embedding_A.keys():  # type: ignore[union-attr,operator]
+            reset(name, True)
+
+
 class _Reader(UnitInit):
     """Gives the parameters of one unit after another their values.
 
@@ -117,6 +175,8 @@ class _Reader(UnitInit):
             self._inits.append((init, {*tensors.missing}))
         if tensors.computed:
             self._inits.append((_own_init(model), tensors.computed))
+        if tensors.added:
+            self._inits.append((init or _reset_adapters, tensors.added))
         if self._inits and hasattr(model, OWN_INIT):
             for tensor in (*model.parameters(), *model.buffers()):
                 if tensors.source(tensor) is not None:

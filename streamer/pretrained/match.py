@@ -18,18 +18,21 @@ from torch import nn
 
 from streamer.checkpoint.tensors import in_a_line
 from streamer.errors import CheckpointError, shortened
+from streamer.model.move_in import exchange
 from streamer.model.units import DTYPES
 from streamer.pretrained.files import Stored
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a tensor of the model comes from: the names of the files, and what reads it, on the CPU."""
+    """Where a tensor of the model comes from: the names of the files, and what reads it, on the CPU; and what
+    is ``stored`` there if that is the tensor as it is."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     files: str
     read: Callable[[], torch.Tensor]
+    stored: Stored | None = None
 
 
 class Tensors:
@@ -60,6 +63,19 @@ class Tensors:
         self.missing = {tensor: name for name, tensor in absent.items() if name in allowed.missing_keys}
         self.computed = {tensor for name, tensor in absent.items() if name not in allowed.missing_keys}
         self._unexpected = [name for name, target in unexpected.items() if target in allowed.unexpected_keys]
+        #: parameters without values that were added since
+        self.added: set[torch.Tensor] = set()
+
+    def add(self, name: str, param: nn.Parameter) -> None:
+        """Know of a parameter that was added to the model under ``name``. Its values, unless it is on the
+        meta device, are those to take, and it goes there."""
+        self._names[param] = [name]
+        if param.is_meta:
+            self.added.add(param)
+            return
+        values = param.detach().clone()
+        exchange(name, param, torch.empty_like(param, device="meta"))
+        self._sources[param] = Source(values.dtype, tuple(values.shape), "adapt=", lambda: values)
 
     def name(self, tensor: torch.Tensor) -> str:
         return self._names[tensor][0]
@@ -209,7 +225,7 @@ def _by_rules(model: Any, stored: Mapping[str, Stored], here: dict[str, torch.Te
 
 def _direct(stored: Stored) -> Source:
     """A tensor as it is in its file."""
-    return Source(stored.dtype, stored.shape, stored.file.name, stored.read)
+    return Source(stored.dtype, stored.shape, stored.file.name, stored.read, stored)
 
 
 @dataclass

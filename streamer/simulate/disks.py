@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
 import torch
 
 from streamer.backends.direct_io import ALIGNMENT
 from streamer.backends.disk import Extent
+from streamer.backends.stored_tensors import StoredTensor
 from streamer.simulate.backend import VirtualBackend
 
 
@@ -35,11 +39,30 @@ class VirtualScratch:
         """There is nothing to close."""
 
 
-class VirtualDisks:
-    """As many disks as are needed."""
+class VirtualReader:
+    """What reads nothing."""
 
-    def __init__(self, backend: VirtualBackend) -> None:
+    def open(self, files: Iterable[Path]) -> None:
+        """Files need not be there."""
+
+    def read(self, wanted: Iterable[tuple[StoredTensor, torch.Tensor]]) -> None:
+        """Never called."""
+        raise AssertionError("nothing is read on the virtual backend")
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+class VirtualDisks:
+    """As many disks as are needed, and what is ``stored`` in files."""
+
+    def __init__(self, backend: VirtualBackend, stored: Mapping[str, StoredTensor]) -> None:
         self._backend = backend
+        self.stored = stored
+
+    def reader(self, between: torch.Tensor) -> VirtualReader:
+        """What reads nothing."""
+        return VirtualReader()
 
     def open(self) -> VirtualScratch:
         """New scratch files."""

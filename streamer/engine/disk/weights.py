@@ -112,7 +112,7 @@ class WeightRing:
             place = self._empty()
             self._held[unit] = place
             disk, buffer = self._disk(unit), self._buffers[place]
-            op = ops.read_weights(unit, place, disk.padded_bytes)
+            op = ops.read_weights(unit, place, disk.read_bytes)
             self._issuer.issue(op, partial(disk.read_all, buffer))
         if (pending := self._pending.pop(unit, None)) is not None:
             self._update(unit, place, pending)
@@ -133,7 +133,7 @@ class WeightRing:
         disk, buffer = self._disk(unit), self._buffers[place]
         weight = buffer[: self._store.shards[unit].layout.nbytes]
         self._state.update(unit, *update, weight=weight, place=place)
-        op = ops.write_weights(unit, place, disk.padded_bytes)
+        op = ops.write_weights(unit, place, disk.written_bytes)
         self._issuer.issue(op, partial(disk.write_all, buffer))
 
     def _disk(self, unit: int) -> WeightsOnDisk:

@@ -43,7 +43,7 @@ from streamer.engine.tensors.samples import Samples
 from streamer.engine.tensors.saved import SavedBytes
 from streamer.engine.tensors.threads import Turns
 from streamer.memory.host import HostShard, HostStore
-from streamer.memory.placement import ON_DISK, REMEDY, beyond, ring_bytes
+from streamer.memory.placement import ON_DISK, REMEDY, beyond, ring_bytes, state_sizes
 from streamer.memory.purposes import ASKED_FOR, SAVED_INPUTS, STATE_RING, Purpose, host_bytes
 from streamer.memory.verdict import Tier, host, require
 
@@ -353,7 +353,7 @@ class Executor:
             return frozenset()
         ring = ring_bytes(layouts, [*purposes, *stays])
         require(ON_DISK, Tier("host_memory", ring, room, REMEDY))
-        return beyond(layouts, purposes, room - ring)
+        return beyond(state_sizes(layouts, purposes), room - ring)
 
     def add_moments(
         self, purposes: Sequence[Purpose], on_disk: Collection[int], in_place_of: Sequence[Purpose]

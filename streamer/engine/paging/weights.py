@@ -57,6 +57,8 @@ class Weights:
         #: by unit, that whose weights on disk the user's code has asked for, and has in memory; whether they
         #: have changed there
         self._brought: dict[int, bool] = {}
+        #: those of them that have weights of the user's where somebody's files have others: they stay
+        self._stays: set[int] = set()
         self._order = Order(range(len(units)))
         #: whether the slots hold what `prefetch` has decided on, for visits as they have come since
         self._is_settled = False
@@ -236,16 +238,20 @@ class Weights:
 
     @as_plain
     def _send_out(self, unit: Unit) -> None:
-        """Write the weights of ``unit`` back to disk if they have changed, and let them go, unless somebody
-        else than the parameters holds their memory."""
+        """Write the weights of ``unit`` back to disk if they have changed, and let them go. Unless somebody
+        else than the parameters holds their memory, or the user has written what is in somebody's files."""
         index = unit.index
         if [each.holders() for each in self._seen[index]] != self._holders[index]:
             return
-        has_changed = self._brought.pop(index)
         self._await_masters(unit)
+        shard, has_changed = self._store.shards[index], self._brought[index]
+        if has_changed and shard.unwritable():
+            self._stays.add(index)
+            return
+        del self._brought[index]
         self._lent.pop(index, None)
         self._hide_out(unit)
-        self._store.shards[index].send_out(write=has_changed)
+        shard.send_out(write=has_changed)
 
     def begin_anew(self) -> None:
         """Take nothing for granted of the ring and of the slots, since something has failed."""
@@ -464,7 +470,7 @@ class Weights:
             self._await_masters(unit)
             self._rebase(unit)
             self._reshard(unit.index)
-        if unit.index in self._brought and unit.index not in self.in_flight:
+        if unit.index in self._brought and unit.index not in self.in_flight and unit.index not in self._stays:
             self.settle_masters(unit)
             self._send_out(unit)
 
@@ -494,6 +500,7 @@ class Weights:
             self._store.shards[unit.index].rebase(slice)
         if unit.index in self._brought:
             self._brought[unit.index] = True
+            self._stays.discard(unit.index)
 
     def _unshard(self, unit: Unit) -> int:
         slot = self.slots.find(unit.index)

@@ -1,0 +1,116 @@
+"""Tensors in files of somebody else's, read where they are: whatever byte a tensor begins at, past the page
+cache, into memory of another dtype if need be.
+
+Direct I/O moves whole blocks to addresses that are multiples of a block, and a tensor in a safetensors file
+begins anywhere. So blocks are read into memory between, and the processor copies what belongs to the tensor.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from streamer.backends.base import Lane, Process
+from streamer.backends.direct_io import ALIGNMENT, StoredFile, System
+from streamer.backends.thread import Worker, run_all
+
+#: The most bytes of a tensor that are read at once, and how many such reads run at the same time.
+BLOCK_BYTES = 8 << 20
+IN_FLIGHT = 4
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """``numel`` elements of ``dtype``, from byte ``offset`` of ``file`` on."""
+
+    file: Path
+    offset: int
+    dtype: torch.dtype
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return self.numel * self.dtype.itemsize
+
+
+def between_bytes(tensors: Iterable[StoredTensor]) -> int:
+    """Bytes of memory between that `StoredTensors` needs to read these."""
+    largest = max((tensor.nbytes for tensor in tensors), default=0)
+    block = -(-min(largest, BLOCK_BYTES) // ALIGNMENT) * ALIGNMENT
+    # a tensor may begin and end inside of a block
+    return IN_FLIGHT * (block + 2 * ALIGNMENT)
+
+
+class StoredTensors:
+    """Reads tensors of files. ``between`` is memory for the reads that are running: `between_bytes` of it,
+    flat uint8, that begin at a multiple of `ALIGNMENT`."""
+
+    def __init__(self, between: torch.Tensor, *, system: System | None = None) -> None:
+        self._system = system or System()
+        self._process = Process()
+        self._lock = threading.Lock()
+        self._files: dict[Path, StoredFile] = {}
+        self._between = deque(between.chunk(IN_FLIGHT))
+        self._workers = [Worker(Lane.HOST, name=f"files-{number}") for number in range(IN_FLIGHT)]
+        #: bytes of tensors that were read
+        self.bytes_read = 0
+        self._finalizer = weakref.finalize(self, Worker.close_all, self._workers)
+        self._finalizer.atexit = False  # a drive that hangs must not keep the process from ending
+
+    def open(self, files: Iterable[Path]) -> None:
+        """Open these files. Raises DiskError for one that cannot be."""
+        for path in files:
+            if path not in self._files:
+                self._files[path] = StoredFile(path, system=self._system)
+
+    def read(self, wanted: Iterable[tuple[StoredTensor, torch.Tensor]]) -> None:
+        """Fill each tensor in memory, contiguous and on the CPU, from the one in a file beside it, rounded to
+        its dtype. Returns when all are there. Several threads may call this.
+
+        Raises DiskError if not all could be read, and RuntimeError in a forked process and once closed.
+        """
+        self._process.check()
+        jobs = []
+        for stored, into in wanted:
+            assert into.is_contiguous() and into.numel() == stored.numel
+            flat, most = into.view(-1), BLOCK_BYTES // stored.dtype.itemsize
+            for start in range(0, stored.numel, most):
+                elements = range(start, min(start + most, stored.numel))
+                jobs.append(partial(self._read, stored, flat, elements))
+        run_all([(self._workers, jobs)])
+
+    def _read(self, stored: StoredTensor, into: torch.Tensor, elements: range) -> None:
+        file, size = self._files[stored.file], stored.dtype.itemsize
+        begin, end = (stored.offset + at * size for at in (elements.start, elements.stop))
+        first = begin - begin % file.alignment
+        whole = -(-(end - first) // file.alignment) * file.alignment
+        between = self._between.pop()
+        try:
+            file.read(between.numpy().data[:whole], first, end - first)
+            found, target = between[begin - first : end - first], into[elements.start : elements.stop]
+            if target.dtype == stored.dtype:
+                # by NumPy, on this thread alone
+                target.view(torch.uint8).numpy()[:] = found.numpy()
+            else:
+                # a view in another dtype begins at a multiple of its size
+                found = found if begin % size == 0 else found.clone()
+                target.copy_(found.view(stored.dtype))
+        finally:
+            self._between.append(between)
+        with self._lock:
+            self.bytes_read += end - begin
+
+    def close(self) -> None:
+        """End the threads and give up the files. May be called again; in a forked process it does nothing."""
+        self._finalizer()
+        if self._process.is_this():
+            for file in self._files.values():
+                file.close()
