@@ -6,6 +6,7 @@ import copy
 import json
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 
 import streamer
 from streamer.backends.base import Lane
+from streamer.engine.paging.handle import wrapped as streamer_wrapped
 from streamer.engine.schedule.op import ROOT, Op, OpKind
 from tests.libraries.test_huggingface import gpt2, llama, loss
 from tests.reference import (
@@ -269,3 +271,33 @@ def test_adapters_after_wrap_are_refused_with_a_way_out() -> None:
         streamer.unwrap(base)
     with streamed(model) as wrapped:
         train(wrapped, streamer.AdamW(wrapped.parameters()), None, steps=1, loss_of=loss)
+
+
+def test_adapters_on_a_base_that_is_read_from_its_files(tmp_path: Path) -> None:
+    """A QLoRA user's flow without quantization: a folder, adapters, less memory than the base takes."""
+    llama(num_hidden_layers=24, hidden_size=64).bfloat16().save_pretrained(tmp_path)
+    config = peft.LoraConfig(target_modules=PROJECTIONS, r=2)
+
+    def made(**options: Any) -> nn.Module:
+        torch.manual_seed(2)
+        return streamer.from_pretrained(
+            tmp_path, adapt=lambda model: peft.get_peft_model(model, config), device="cpu", **options
+        ).train()
+
+    def trained(model: nn.Module) -> Any:
+        params = [param for param in model.parameters() if param.requires_grad]
+        clip = partial(streamer.clip_grad_norm_, model, 1.0)
+        done = train(model, streamer.AdamW(params, lr=1e-2), clip, steps=3, loss_of=loss)
+        streamer.unwrap(model)
+        return done
+
+    in_memory = made()
+    adapters = [param for name, param in in_memory.named_parameters() if "lora_" in name]
+    assert adapters and all(param.requires_grad and param.dtype == torch.float32 for param in adapters)
+    with pytest.raises(MemoryError, match="host_memory needs [0-9]+ bytes") as refused:
+        made(disk=True, host_memory=1)
+    least = int(str(refused.value).split("host_memory needs ")[1].split(" ")[0])
+    in_place = made(disk=True, host_memory=least)
+    shards = streamer_wrapped(in_place).executor.store.shards
+    assert all(shard.is_out for shard in shards[:-1])
+    assert_same(trained(in_place), trained(in_memory))
