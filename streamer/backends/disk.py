@@ -194,19 +194,24 @@ class Scratch:
         return extent
 
     def allocate(self) -> None:
-        """Allocate all extents there are. Raises DiskError, and allocates nothing, where there is no room."""
+        """Allocate all extents there are. Raises DiskError, allocates nothing, and forgets the new extents,
+        where there is no room."""
         self._check_open()
         before = [drive.file.nbytes for drive in self._drives]
-        for drive, asked in self._asked().items():
-            if asked > (free := self._drives[drive].file.free()):
-                raise too_full(self._drives[drive].file.folder, asked, free)
         try:
+            for drive, asked in self._asked().items():
+                if asked > (free := self._drives[drive].file.free()):
+                    raise too_full(self._drives[drive].file.folder, asked, free)
             for one in self._drives:
                 one.file.allocate(one.planned)
         except BaseException:
             for one, nbytes in zip(self._drives, before, strict=True):
+                one.planned = nbytes
                 if one.file.nbytes > nbytes:
                     one.file.shrink(nbytes)
+            for extent in [*self._uses]:
+                if not self._is_allocated(extent):
+                    del self._uses[extent]
             raise
 
     def read(self, extent: Extent, into: torch.Tensor) -> None:
@@ -289,11 +294,15 @@ class Scratch:
         while direction in self._throttle and (left := end - self._clock()) > 0:
             self._sleep(left)
 
+    def _is_allocated(self, extent: Extent) -> bool:
+        ends = ((self._drives[piece.file].file, piece.offset + piece.nbytes) for piece in extent.pieces)
+        return all(end <= file.nbytes for file, end in ends)
+
     def _begin(self, extent: Extent, direction: Direction) -> _Use:
         use = self._uses.get(extent)
         if use is None:
             raise ValueError("this extent is of other scratch files")
-        if any(piece.offset + piece.nbytes > self._drives[piece.file].file.nbytes for piece in extent.pieces):
+        if not self._is_allocated(extent):
             raise RuntimeError("this extent is not allocated: call allocate() first")
         if direction is Direction.READ:
             if use.state is _State.TORN:
@@ -364,6 +373,7 @@ class Disks:
         """``scratch`` makes scratch files in ``folders``, of which there may be none if nothing is to be
         written; ``stored`` are parameters by name. Raises DiskError for a folder that cannot be used."""
         self.folders = folders
+        self.may_write = bool(folders)
         self.stored = stored or {}
         self._scratch = scratch
         if folders:

@@ -66,11 +66,13 @@ class Scratch(Disk, Protocol):
 
 
 class Disks(Protocol):
-    """The folders that `wrap` was given, and frozen parameters that are ``stored`` in files, by name. `open`
+    """The folders that `wrap` was given, if it ``may_write`` anything, and frozen parameters that are
+    ``stored`` in files, by name. `open`
     makes scratch files in the folders, `reader` reads what is stored by way of ``between``, and `buffer` is
     memory that both can read into."""
 
     stored: Mapping[str, StoredTensor]
+    may_write: bool
 
     def open(self) -> Scratch: ...
 
@@ -321,6 +323,8 @@ class HostStore:
         self._allocate = allocate
         self.disks = disks
         self._buffers: dict[str, torch.Tensor] = {}
+        #: by purpose, the shards that have a buffer of their own, which may go to disk later
+        self._apart: dict[str, list[HostShard]] = {}
         self._scratch: dict[str, Scratch] = {}
         self._ring: list[torch.Tensor] | None = None
         self._reader: StoredReader | None = None
@@ -362,33 +366,87 @@ class HostStore:
         shards = [shard for index, shard in enumerate(self.shards) if index not in on_disk]
         for purpose in purposes:
             among = shards if only is None else only
+            if self.can_move and not purpose.pinned:
+                for shard in among:
+                    buffer = self._allocate(purpose.nbytes(shard.layout), pinned=False)
+                    shard.held[purpose.name] = _piece(purpose, buffer, shard)
+                self._apart[purpose.name] = [*among]
+                continue
             nbytes = sum(purpose.nbytes(shard.layout) for shard in among)
             self._deal(purpose, self._allocate(nbytes, pinned=purpose.pinned), among)
 
-    def _reserve(self, purposes: Sequence[Purpose], shards: Sequence[HostShard]) -> Callable[[], None]:
-        """Allocate room on disk; the returned function gives it to ``shards``."""
+    @property
+    def can_move(self) -> bool:
+        """Whether what is in memory may go to disk later."""
+        return self.disks is not None and self.disks.may_write
+
+    def movable(self, shard: HostShard) -> dict[Purpose, int]:
+        """What a shard has in memory that may go to disk, with its bytes."""
+        names = [name for name, shards in self._apart.items() if shard in shards]
+        purposes = [purpose for purpose in ALL_MOMENTS if purpose.name in names and shard.has(purpose)]
+        return {purpose: nbytes for purpose in purposes if (nbytes := purpose.nbytes(shard.layout))}
+
+    def move(self, shards: Sequence[HostShard]) -> None:
+        """Let what is `movable` of ``shards`` go to disk. The caller sees to it that nobody uses it.
+
+        Raises DiskError, and changes nothing, where the disk has no room or fails.
+        """
+        moved = {shard: self.movable(shard) for shard in shards}
+        purposes = [*dict.fromkeys(purpose for movable in moved.values() for purpose in movable)]
+        names = {purpose.name for purpose in purposes}
+        were, scratch = {shard: shard.disk for shard in shards}, self._scratch.get(purposes[0].name)
+        self._reserve(purposes, shards, into=scratch)()
+        try:
+            for shard, movable in moved.items():
+                for purpose in movable:
+                    piece = shard.held[purpose.name]
+                    if shard.disk is not None and not piece.is_meta:
+                        shard.disk.write(purpose, range(piece.numel()), piece)
+        except BaseException:
+            for shard, was in were.items():
+                for purpose in purposes:
+                    if shard.disk is not None:
+                        shard.disk.drop(purpose)
+                shard.disk = was
+            if scratch is None:
+                self._close_unused([self._scratch.pop(name) for name in names][0])
+            raise
+        for shard in shards:
+            for name in names & shard.held.keys():
+                del shard.held[name]
+        for name in names:
+            self._apart[name] = [shard for shard in self._apart[name] if shard not in moved]
+
+    def _reserve(
+        self, purposes: Sequence[Purpose], shards: Sequence[HostShard], *, into: Scratch | None = None
+    ) -> Callable[[], None]:
+        """Allocate room on disk, in new scratch files or more of those given; the returned function gives it
+        to ``shards``."""
         if not shards:
             return lambda: None
         assert self.disks is not None, "no disk was given"
-        scratch = self.disks.open()
+        scratch = into or self.disks.open()
         try:
             number = 0
-            states = []
+            states: dict[HostShard, StateOnDisk] = {}
             for shard in self.shards:
                 chunks = chunks_of(shard.layout, first_number=number)
                 number += len(chunks)
                 if shard in shards:
-                    states.append(shard.disk or StateOnDisk(shard.layout, chunks, self.disks.buffer))
+                    states[shard] = shard.disk or StateOnDisk(shard.layout, chunks, self.disks.buffer)
             places = [
-                (state, purpose, state.extents(purpose, scratch)) for purpose in purposes for state in states
+                (state, purpose, state.extents(purpose, scratch))
+                for purpose in purposes
+                for state in states.values()
             ]
             scratch.allocate()
         except BaseException:
-            scratch.close()
+            if into is None:
+                scratch.close()
             raise
 
         def add() -> None:
-            for shard, state in zip(shards, states, strict=True):
+            for shard, state in states.items():
                 shard.disk = state
             for state, purpose, extents in places:
                 state.add(purpose, scratch, extents)
@@ -436,8 +494,7 @@ class HostStore:
         self._buffers[purpose.name] = buffer
         sizes = [purpose.nbytes(shard.layout) for shard in shards]
         for shard, piece in zip(shards, buffer.split(sizes), strict=True):
-            # .data: a version counter for each shard, which tells whether that shard was written
-            shard.held[purpose.name] = piece.view(purpose.dtype)[: purpose.numel(shard.layout)].data
+            shard.held[purpose.name] = _piece(purpose, piece, shard)
 
     def holds(self, purposes: Iterable[Purpose]) -> bool:
         """Whether there is room for each of ``purposes``, in its dtype."""
@@ -449,6 +506,7 @@ class HostStore:
         assert not any(purpose.pinned for purpose in purposes)
         for purpose in purposes:
             self._buffers.pop(purpose.name, None)
+            self._apart.pop(purpose.name, None)
             for shard in self.shards:
                 shard.held.pop(purpose.name, None)
                 if shard.disk is not None:
@@ -464,6 +522,7 @@ class HostStore:
     def drop_all(self) -> None:
         """Give up every buffer, and what is on disk."""
         self._buffers.clear()
+        self._apart.clear()
         self._ring = None
         for shard in self.shards:
             shard.held.clear()
@@ -517,6 +576,8 @@ class HostStore:
     def bytes_by_purpose(self) -> dict[str, int]:
         """Bytes of host memory allocated, by purpose; purposes that take none are left out."""
         found = Counter({purpose: buffer.numel() for purpose, buffer in self._buffers.items()})
+        for name, shards in self._apart.items():
+            found[name] += sum(shard.held[name].nbytes for shard in shards)
         for shard in self.shards:
             if shard.weights_on_disk is not None:
                 found[WEIGHTS.name] += shard.weights_on_disk.held_bytes
@@ -536,3 +597,8 @@ class HostStore:
             if shard.weights_on_disk is not None:
                 found[WEIGHTS.name] += shard.weights_on_disk.written_bytes
         return dict(+found)
+
+
+def _piece(purpose: Purpose, buffer: torch.Tensor, shard: HostShard) -> torch.Tensor:
+    # .data: a version counter for each shard, which tells whether that shard was written
+    return buffer.view(purpose.dtype)[: purpose.numel(shard.layout)].data

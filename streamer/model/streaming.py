@@ -85,8 +85,9 @@ def stream(
         if options.disk is not None:
             disks, moments = _disks(backend, options.disk), {}
             left = min(room.host, host_limit or room.host)
-            may_write = _may_write(options.disk)
-            planned, on_disk = to_disk(planned, units, root, left, stored=disks.stored, may_write=may_write)
+            planned, on_disk = to_disk(
+                planned, units, root, left, stored=disks.stored, may_write=disks.may_write
+            )
         replace(planned, host={**planned.host, **moments}).check(
             replace(room, host_limit=host_limit), device_remedy=cut.remedy
         )
@@ -137,12 +138,11 @@ def stream(
 
 def _disks(backend: Backend, disk: Folders | Disks) -> HostDisks:
     if isinstance(backend, VirtualBackend):
-        return VirtualDisks(backend, disk.stored if isinstance(disk, Disks) else {})
+        given = disk if isinstance(disk, Disks) else None
+        if given is None:
+            return VirtualDisks(backend, {})
+        return VirtualDisks(backend, given.stored, may_write=given.may_write)
     return disk if isinstance(disk, Disks) else Disks(folders_of(disk))
-
-
-def _may_write(disk: Folders | Disks) -> bool:
-    return not isinstance(disk, Disks) or bool(disk.folders)
 
 
 def _close(backend: Backend, store: HostStore, end_service: Callable[[], None]) -> None:

@@ -211,7 +211,8 @@ class State(dict[str, Any]):
     @staticmethod
     def of(home: Home, state_dtype: torch.dtype, values: Mapping[str, Any] | None = None) -> State:
         """A parameter's state with the moments as they are or, once updates are done, those of ``values``."""
-        state = (StateFromDisk if _is_on_disk(home, state_dtype) else State)(home, state_dtype)
+        kind = StateBesideDisk if home.executor.store.can_move else State
+        state = kind(home, state_dtype)
         if values is not None:
             dict.__setitem__(state, "step", torch.as_tensor(values["step"]).clone())
             for purpose in MOMENTS[state_dtype]:
@@ -242,37 +243,45 @@ class State(dict[str, Any]):
         return dict, (dict(self),)
 
 
-class StateFromDisk(State):
-    """The state of one parameter whose moments are on disk: each is read when it is asked for, into a copy.
+class StateBesideDisk(State):
+    """The state of one parameter whose moments are on disk, or may go there: each is asked for anew.
 
-    What is put in place of a moment is written to disk. A write into a copy would reach nothing, so it is
-    refused when the next update begins.
+    Of what is on disk a copy is shown. What is put in place of a moment is written to disk. A write into a
+    copy, or into what has gone to disk since, would reach nothing: it is refused when the next update begins.
     """
 
     def _begin(self) -> dict[str, torch.Tensor]:
-        self._copies: list[tuple[weakref.ref[torch.Tensor], int]] = []
+        self._seen: list[tuple[weakref.ref[torch.Tensor], int, bool]] = []
         return {}
 
     def check(self) -> None:
-        copies, self._copies = self._copies, []
-        for reference, version in copies:
-            copy = reference()
-            if copy is not None and copy._version != version:
-                raise RuntimeError(
-                    f"a moment of '{self._home.slice.param.name}' was written in place, but it is on disk "
-                    "and optimizer.state shows a copy: assign it (optimizer.state[p]['exp_avg'] = tensor)"
-                )
+        seen, self._seen = self._seen, []
+        on_disk = _is_on_disk(self._home, self._state_dtype)
+        for reference, version, was_copy in seen:
+            if (shown := reference()) is None:
+                continue
+            if shown._version == version or not (was_copy or on_disk):
+                self._seen.append((reference, shown._version, was_copy))
+                continue
+            raise RuntimeError(
+                f"a moment of '{self._home.slice.param.name}' was written in place, but it is on disk "
+                "and optimizer.state shows a copy: assign it (optimizer.state[p]['exp_avg'] = tensor)"
+            )
 
     def __getitem__(self, name: str) -> Any:
         purpose = _purposes(self._state_dtype).get(name)
         if purpose is None:
             return super().__getitem__(name)
         home = self._home
+        shard = home.executor.shard(home.unit)
         home.executor.await_state(home.unit)
-        copy = home.executor.shard(home.unit).part(purpose, home.slice)
-        self._copies = [(ref, version) for ref, version in self._copies if ref() is not None]
-        self._copies.append((weakref.ref(copy), copy._version))
-        return copy
+        shown = shard.part(purpose, home.slice)
+        is_copy = shard.is_on_disk(purpose)
+        if not is_copy:
+            shown = guarded_state(home.executor, home.unit, shown)
+        self._seen = [each for each in self._seen if each[0]() is not None]
+        self._seen.append((weakref.ref(shown), shown._version, is_copy))
+        return shown
 
     # what follows is a dict's, with the moments among the keys
 

@@ -56,9 +56,12 @@ class VirtualReader:
 class VirtualDisks:
     """As many disks as are needed, and what is ``stored`` in files."""
 
-    def __init__(self, backend: VirtualBackend, stored: Mapping[str, StoredTensor]) -> None:
+    def __init__(
+        self, backend: VirtualBackend, stored: Mapping[str, StoredTensor], *, may_write: bool = True
+    ) -> None:
         self._backend = backend
         self.stored = stored
+        self.may_write = may_write
 
     def reader(self, between: torch.Tensor) -> VirtualReader:
         """What reads nothing."""

@@ -327,11 +327,33 @@ class Executor:
         return min(free, max(0, self.host_limit - sum(self.host_bytes().values())))
 
     def host(self, needed: int, remedy: str) -> Tier:
-        """The host's memory, or what `wrap` was told to take of it, for ``needed`` bytes more."""
+        """The host's memory, or what `wrap` was told to take of it, for ``needed`` bytes more. Where there
+        are too few, moments go to disk if they may."""
+        if (lacking := needed - self.host_available()) > 0 and self.store.can_move:
+            self._move_to_disk(lacking)
         free, left = self.backend.host_available(), self.host_available()
         if left == free:
             return host(needed, free, remedy)
         return Tier("host_memory", needed, left, f"{remedy}, or wrap with a larger host_memory")
+
+    def _move_to_disk(self, lacking: int) -> None:
+        """Let moments of the units that are needed last go to disk, ``lacking`` bytes of them, if there are
+        as many. [Note: placement]"""
+        found, freed, held = list[Unit](), 0, self.store.bytes_by_purpose().get(STATE_RING, 0)
+        purposes = {purpose for shard in self.store.shards for purpose in self.store.movable(shard)}
+        layouts = [shard.layout for shard in self.store.shards]
+        ring = ring_bytes(layouts, [*{*purposes, *self.store.on_disk()}])
+        for unit in (*reversed(self.units), self.root):
+            if freed < lacking + max(0, ring - held) and (moved := self.store.movable(self.shard(unit))):
+                found.append(unit)
+                freed += sum(moved.values())
+        if freed < lacking + max(0, ring - held):
+            return
+        self.wait_for_saving()
+        for unit in found:
+            self.await_state(unit)
+        self.store.move([self.shard(unit) for unit in found])
+        self.store.ring()
 
     def disk_bytes(self) -> dict[str, int]:
         """Bytes that the wrapped model holds on disk, by purpose."""

@@ -1,0 +1,185 @@
+"""Moments that were in memory go to disk when something else needs their room: results stay the same."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import streamer
+from streamer.backends.base import Lane
+from streamer.backends.direct_io import System
+from streamer.backends.thread import ThreadBackend
+from streamer.engine.paging.handle import wrapped
+from streamer.errors import DiskError
+from tests.on_disk import Model, copied, disks, loss_of, small_chunks
+from tests.reference import assert_equal
+
+__all__ = ["small_chunks"]
+
+BF16, FP32 = torch.bfloat16, torch.float32
+OPTIONS: dict[str, Any] = {"layers": "layers", "dtype": BF16}
+
+
+def wrap(folder: Path, budget: int, **options: Any) -> nn.Module:
+    backend = ThreadBackend(delays={Lane.DISK_WRITE: lambda: 0.002}, poison=True)
+    options = OPTIONS | {"disk": disks(folder), "backend": backend} | options
+    return streamer.wrap(Model(), host_memory=budget, **options)
+
+
+def held(model: nn.Module) -> int:
+    return sum(wrapped(model).executor.host_bytes().values())
+
+
+def budget_for(state_dtype: Any, **options: Any) -> int:
+    """Bytes of host memory for all that a step takes without accumulation, and for all that one with it takes
+    but half of the moments."""
+    model = streamer.wrap(Model(), device="cpu", **OPTIONS | options)
+    before = held(model)
+    optimizer = streamer.AdamW(model.parameters(), state_dtype=state_dtype)
+    moments = held(model) - before
+    loss_of(model, 0).backward()
+    optimizer.step()
+    once = held(model)
+    for number in (1, 2):
+        loss_of(model, number).backward()
+    twice = held(model)
+    streamer.unwrap(model)
+    assert twice > once
+    # a ring of chunks is needed then
+    return max(once + 40_000, twice - moments // 2)
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    named = dict(model.named_parameters())
+    return {
+        "weights": copied({name: param.data for name, param in named.items()}),
+        "state": {name: copied(dict(optimizer.state[param])) for name, param in named.items()},
+    }
+
+
+def accumulates(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> list[float]:
+    losses = []
+    for part in range(1 + number % 3):
+        loss = loss_of(model, 10 * number + part)
+        loss.backward()
+        losses.append(loss.item())
+    streamer.clip_grad_norm_(model, 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    return losses
+
+
+def run(model: nn.Module, state_dtype: Any, budget: int | None = None) -> dict[str, Any]:
+    optimizer = streamer.AdamW(model.parameters(), lr=1e-2, state_dtype=state_dtype)
+    losses = []
+    for number in range(5):
+        losses.append(accumulates(model, optimizer, number))
+        assert budget is None or held(model) <= budget
+        if number == 2:
+            # a view of memory, or a copy, of what is in either place
+            param = next(model.parameters())
+            optimizer.state[param]["exp_avg"] = optimizer.state[param]["exp_avg"].clone()
+    return {"losses": losses, **state_of(model, optimizer)}
+
+
+@pytest.mark.parametrize("state_dtype", [FP32, BF16, "int8"], ids=str)
+@pytest.mark.parametrize("options", [{}, {"activations": "recompute+offload", "grad_dtype": None}], ids=str)
+def test_accumulation_takes_the_room_of_moments(
+    tmp_path: Path, state_dtype: Any, options: dict[str, Any]
+) -> None:
+    budget = budget_for(state_dtype, **options)
+    plain = streamer.wrap(Model(), device="cpu", **OPTIONS | options)
+    expected = run(plain, state_dtype)
+    streamer.unwrap(plain)
+    model = wrap(tmp_path, budget, **options)
+    executor = wrapped(model).executor
+    assert not executor.disk_bytes()
+    assert_equal(run(model, state_dtype, budget), expected)
+    on_disk = executor.disk_bytes()
+    assert on_disk.keys() >= {"exp_avg", "exp_avg_sq"}
+    assert executor.host_bytes()["exp_avg"] > 0, "no more goes than must"
+    streamer.unwrap(model)
+
+
+def test_with_all_moments_on_disk_what_is_short_is_said(tmp_path: Path) -> None:
+    model = wrap(tmp_path, budget_for("int8"))
+    optimizer = streamer.AdamW(model.parameters(), lr=1e-2, state_dtype="int8")
+    executor = wrapped(model).executor
+    executor.host_limit = held(model) + 1000
+    before = state_of(model, optimizer)
+    loss_of(model, 0).backward()
+    with pytest.raises(MemoryError, match="a second backward before the step .* wrap with grad_dtype=None"):
+        loss_of(model, 1).backward()
+    assert not executor.disk_bytes(), "nothing goes where that does not help"
+    assert_equal(state_of(model, optimizer), before)
+    streamer.unwrap(model)
+
+
+def test_a_checkpoint_that_is_being_written_has_what_it_had(tmp_path: Path) -> None:
+    budget = budget_for(FP32)
+    model = wrap(tmp_path, budget)
+    optimizer = streamer.AdamW(model.parameters(), lr=1e-2)
+    accumulates(model, optimizer, 0)
+    saving = streamer.save(model, optimizer, tmp_path / "checkpoint", step=1, block=False)
+    expected = [accumulates(model, optimizer, number) for number in (1, 2)]
+    saving.result()
+    assert wrapped(model).executor.disk_bytes()
+    streamer.load(model, optimizer, tmp_path / "checkpoint")
+    assert [accumulates(model, optimizer, number) for number in (1, 2)] == expected
+    streamer.unwrap(model)
+
+
+@pytest.mark.parametrize("call", ["allocate", "pwritev"])
+def test_a_disk_that_cannot_take_them_leaves_them_in_memory(tmp_path: Path, call: str) -> None:
+    fails = True
+
+    def failing(real: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(*arguments: Any) -> Any:
+            if fails:
+                number = errno.ENOSPC if call == "allocate" else errno.EIO
+                raise OSError(number, os.strerror(number))
+            return real(*arguments)
+
+        return faulty
+
+    fails = False
+    system = System(**{call: failing(getattr(System(), call))})
+    budget = budget_for(FP32)
+    model = wrap(tmp_path, budget, disk=disks(tmp_path, system=system))
+    optimizer = streamer.AdamW(model.parameters(), lr=1e-2)
+    accumulates(model, optimizer, 0)
+    before, fails = state_of(model, optimizer), True
+    loss_of(model, 7).backward()
+    with pytest.raises(DiskError, match=r"disk=.* (has no room|failed)"):
+        loss_of(model, 8).backward()
+    fails = False
+    assert not wrapped(model).executor.disk_bytes()
+    assert_equal(state_of(model, optimizer), before)
+    optimizer.zero_grad()
+    accumulates(model, optimizer, 1)
+    assert wrapped(model).executor.disk_bytes()
+    streamer.unwrap(model)
+
+
+def test_a_write_into_what_has_gone_to_disk_is_refused(tmp_path: Path) -> None:
+    model = wrap(tmp_path, budget_for(FP32))
+    optimizer = streamer.AdamW(model.parameters(), lr=1e-2)
+    accumulates(model, optimizer, 0)
+    param = [*model.parameters()][-4]
+    shown = optimizer.state[param]["exp_avg"]
+    shown.mul_(0.5)
+    accumulates(model, optimizer, 0)
+    for number in (3, 4):
+        loss_of(model, number).backward()
+    assert wrapped(model).executor.disk_bytes()
+    shown.mul_(0.5)
+    with pytest.raises(RuntimeError, match="was written in place, but it is on disk"):
+        optimizer.step()
+    streamer.unwrap(model)
