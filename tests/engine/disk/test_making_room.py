@@ -18,7 +18,8 @@ from streamer.backends.direct_io import System
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.paging.handle import wrapped
 from streamer.errors import DiskError
-from tests.on_disk import Model, copied, disks, loss_of, small_chunks
+from tests.checkpoint.test_checkpoint import slowed
+from tests.on_disk import VOCAB, Model, copied, disks, loss_of, small_chunks
 from tests.reference import assert_equal
 
 __all__ = ["small_chunks"]
@@ -122,7 +123,36 @@ def test_with_all_moments_on_disk_what_is_short_is_said(tmp_path: Path) -> None:
     streamer.unwrap(model)
 
 
-def test_a_checkpoint_that_is_being_written_has_what_it_had(tmp_path: Path) -> None:
+def test_updates_that_are_running_are_waited_for(tmp_path: Path) -> None:
+    """A larger batch than before has larger inputs to keep, while the layers behind it are updated."""
+
+    def losses(model: nn.Module, budget: int | None) -> dict[str, Any]:
+        optimizer = streamer.AdamW(model.parameters(), lr=1e-2)
+        executor = wrapped(model).executor
+        for number, size in enumerate((1, 1, 64, 64)):
+            if budget is not None and size == 64:
+                executor.host_limit = held(model) + 60_000
+            tokens = torch.randint(VOCAB, (size, 6), generator=torch.Generator().manual_seed(number))
+            model(tokens).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return state_of(model, optimizer)
+
+    options = {"activations": "recompute+offload"}
+    plain = streamer.wrap(Model(), device="cpu", **OPTIONS | options)
+    expected = losses(plain, None)
+    streamer.unwrap(plain)
+    slow = ThreadBackend(delays={Lane.HOST: lambda: 0.03}, poison=True)
+    model = wrap(tmp_path, 1 << 30, backend=slow, **options)
+    assert_equal(losses(model, 1), expected)
+    assert wrapped(model).executor.disk_bytes()
+    streamer.unwrap(model)
+
+
+def test_a_checkpoint_that_is_being_written_has_what_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slowed(monkeypatch, 0.02)
     budget = budget_for(FP32)
     model = wrap(tmp_path, budget)
     optimizer = streamer.AdamW(model.parameters(), lr=1e-2)
@@ -161,6 +191,7 @@ def test_a_disk_that_cannot_take_them_leaves_them_in_memory(tmp_path: Path, call
         loss_of(model, 8).backward()
     fails = False
     assert not wrapped(model).executor.disk_bytes()
+    assert not any(shard.uses_disk for shard in wrapped(model).executor.store.shards)
     assert_equal(state_of(model, optimizer), before)
     optimizer.zero_grad()
     accumulates(model, optimizer, 1)
