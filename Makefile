@@ -1,4 +1,5 @@
 # make demo   train a small GPT on text that every machine has, its layers streamed through two slots
+# make demo-disk   a deeper GPT, three times what its host memory is told to hold: the rest is on disk
 # make test   ruff, mypy and pytest, as .ci/run does
 # make test TORCH=2.15.0   the same with another release of PyTorch, in a virtual environment of its own
 # make test-nullgpu   the tests of CUDA's streams and memory, on tests/nullgpu in place of a GPU
@@ -14,10 +15,14 @@ CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 NULLGPU_TORCH ?= 2.14.1
 NULLGPU := .venv-nullgpu/bin/python
 
-.PHONY: demo test test-nullgpu nullgpu clean
+.PHONY: demo demo-disk test test-nullgpu nullgpu clean
 
 demo: $(VENV)/.demo
 	$(BIN)/streamer train configs/gpt2-demo.toml
+
+demo-disk: $(VENV)/.demo
+	$(BIN)/streamer train configs/gpt2-demo.toml --set 'run.name="demo-disk"' --set run.steps=60 \
+	  --set model.args.n_layer=24 --set 'memory.host="16MB"' --set 'memory.disk="."'
 
 test: $(VENV)/.test
 	$(BIN)/ruff check .

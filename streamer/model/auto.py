@@ -18,6 +18,7 @@ import copy
 import inspect
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -164,15 +165,23 @@ def plan_of(
     batch: Batch,
     options: WrapOptions,
     device_bytes: int = ENOUGH,
+    host_bytes: int | None = None,
 ) -> PlanOf:
     """What plans a choice for ``model``, a `skeleton`, on ``machine`` with room for anything: what fits is
     seen to by whoever chooses. ``options`` are the same for all choices. Layers that are too large for
-    ``device_bytes`` are cut, as `wrap` does."""
+    ``device_bytes`` are cut, as `wrap` does; with ``options.disk``, what ``host_bytes`` have no room for is
+    on disk. What does not fit even so is planned as if all were in host memory."""
     roomy = machine.with_room(device_bytes)
     recollection = Recollection()
 
     def plan(choice: Choice) -> StepPlan:
-        given = replace(options, **choice.options(), device_memory=None)
+        given = replace(options, **choice.options(), device_memory=None, host_memory=None)
+        if options.disk is not None:
+            with suppress(MemoryError):
+                return planned_with(replace(given, host_memory=host_bytes), choice)
+        return planned_with(replace(given, disk=None), choice)
+
+    def planned_with(given: WrapOptions, choice: Choice) -> StepPlan:
         planned = stream(copy.deepcopy(model).train(), VirtualBackend(roomy), given)
         executor = wrapped(planned).executor
         try:
@@ -211,9 +220,10 @@ def choose_options(
         check_init((*units, root), options.init)
     among = Options.of(may_be_auto(options), layers=len(layers), batch=batch.size)
     room = room_of(backend, model.parameters(), limit=options.device_limit)
+    room = replace(room, host_limit=options.host_limit)
     without = skeleton(model)
-    whole = plan_of(without, machine, batch, options)
-    in_parts = plan_of(without, machine, batch, options, room.tensors)
+    whole = plan_of(without, machine, batch, options, host_bytes=room.host_room)
+    in_parts = plan_of(without, machine, batch, options, room.tensors, room.host_room)
     chosen = choose(whole, among, room, in_parts)
     logging.getLogger("streamer").info("chosen: %s", chosen.reason)
     return chosen

@@ -270,8 +270,8 @@ class _ShortList:
     def _lack(self, start: _Start, kept: int) -> int:
         """Bytes that the device lacks, below 0 where it has room. Host memory does not count: layers that are
         kept save some of it."""
-        tiers = self.room.tiers(self._plan_kept(start, kept))
-        return max(tier.needed - tier.available for tier in (tiers if self.room.shared else tiers[:-1]))
+        tiers_of = self.room.tiers if self.room.shared else self.room.device_tiers
+        return max(tier.needed - tier.available for tier in tiers_of(self._plan_kept(start, kept)))
 
     def _has_device(self, start: _Start, kept: int) -> bool:
         return self._lack(start, kept) <= 0

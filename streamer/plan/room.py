@@ -27,6 +27,11 @@ class Room:
     host_limit: int | None = None
 
     @property
+    def host_room(self) -> int:
+        """Bytes of host memory that the model may take."""
+        return self.host if self.host_limit is None else min(self.host, self.host_limit)
+
+    @property
     def tensors(self) -> int:
         """Bytes of the device that there are for tensors."""
         there = self.device - self.context
@@ -35,12 +40,23 @@ class Room:
     def tiers(self, plan: StepPlan, num_slots: int | None = None) -> list[Tier]:
         """What ``plan`` needs beside what there is, with other ``num_slots`` than it was made with if given:
         nothing else depends on how many there are."""
+        device = self.device_tiers(plan, num_slots)
+        return [*device, *self.host_tiers(plan, device[0].needed)]
+
+    def device_tiers(self, plan: StepPlan, num_slots: int | None = None) -> list[Tier]:
+        """Those of `tiers` that are the device's."""
         more = 0 if num_slots is None else _slots_more(plan, num_slots)
-        device = plan.device_needed + more
-        found = [Tier("the device", device, self.device)]
+        found = [Tier("the device", plan.device_needed + more, self.device)]
         if self.budget is not None:
             found.append(Tier("device_memory", plan.allocated + more, self.budget))
-        return [*found, self.host_tier(plan.host_total, device)]
+        return found
+
+    def host_tiers(self, plan: StepPlan, device: int) -> list[Tier]:
+        """Those of `tiers` that are the host's, with ``device`` bytes needed of the device."""
+        found = [self.host_tier(plan.host_total, device)]
+        if self.host_limit is not None:
+            found.append(Tier("host_memory", plan.host_total, self.host_limit))
+        return found
 
     def host_tier(self, needed: int, device: int, remedy: str = "") -> Tier:
         """What is needed of the host, with ``device`` bytes of the device where its memory is the host's."""

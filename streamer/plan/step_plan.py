@@ -11,7 +11,7 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -26,13 +26,14 @@ from streamer.simulate.temporaries import workspace_bytes
 
 @dataclass(frozen=True)
 class Prediction:
-    """One step in seconds: all of it, and by lane how long it works and how long compute waits for it; and
-    the FLOPs that it executes, by PyTorch's formulas."""
+    """One step in seconds: all of it, and by lane how long it works and how long compute waits for it; the
+    FLOPs that it executes, by PyTorch's formulas; and the bytes that each lane moves."""
 
     seconds: float
     flops: int
     busy_seconds: Mapping[Lane, float]
     exposed_seconds: Mapping[Lane, float]
+    moved_bytes: Mapping[Lane, int] = field(default_factory=dict)
 
     @property
     def binding_lane(self) -> Lane:
@@ -57,7 +58,7 @@ def predict_step(executor: Executor, step: Callable[[], object], *, warmup: int 
         for _ in range(warmup):
             step()
         busy, exposed = busy_seconds(), dict(trace.exposed_seconds)
-        before, flops = backend.now(), backend.flops
+        before, flops, moved = backend.now(), backend.flops, dict(backend.moved)
         step()
         after = busy_seconds()
     return Prediction(
@@ -65,6 +66,7 @@ def predict_step(executor: Executor, step: Callable[[], object], *, warmup: int 
         flops=backend.flops - flops,
         busy_seconds={lane: after[lane] - busy[lane] for lane in Lane},
         exposed_seconds={lane: trace.exposed_seconds[lane] - exposed[lane] for lane in Lane},
+        moved_bytes={lane: backend.moved[lane] - moved[lane] for lane in Lane},
     )
 
 
@@ -133,6 +135,7 @@ class StepPlan:
     host_bytes: Mapping[str, int]
     prediction: Prediction
     num_slots: int
+    disk_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def device_total(self) -> int:
@@ -199,4 +202,5 @@ def plan_step(
         executor.host_bytes(),
         prediction,
         len(executor.weights.slots.buffers),
+        executor.disk_bytes(),
     )

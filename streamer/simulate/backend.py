@@ -54,6 +54,8 @@ class VirtualBackend(Backend):
         self.is_computing = False
         #: of all that has run
         self.flops = 0
+        #: bytes that the lanes have moved
+        self.moved = dict.fromkeys(Lane, 0)
         self._recalled = NOTHING
         self._memory: CountsBytes | None = None
         self.caller_seconds = 0.0
@@ -95,6 +97,7 @@ class VirtualBackend(Backend):
 
     def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
         self.let_caller_compute()
+        self.moved[lane] += nbytes
         if lane is not Lane.COMPUTE:
             seconds = nbytes / self.machine.bytes_per_second(lane)
             return self._clock.submit(lane, seconds, waits, self._issued)

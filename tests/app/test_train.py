@@ -259,7 +259,14 @@ def test_a_run_on_disk_ends_as_one_in_memory(
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ('memory.disk="{missing}"', "[memory]: disk={missing}: this process sees no such folder"),
+        ('memory.disk="{missing}"', "[memory]: disk={missing}: this process sees no such folder: make it"),
+        ('memory.disk=["/", "{missing}"]', "[memory]: disk={missing}: this process sees no such folder"),
+        ('memory.disk="{file}"', "[memory]: disk={file} is not a folder: give a folder"),
+        ('memory.disk="/proc"', "[memory]: disk=/proc: this process can make no file there"),
+        ("memory.disk=[]", "memory.disk must be a folder, or an array of folders on different drives"),
+        ('memory.disks="{missing}"', "unknown key 'disks' in [memory]; did you mean 'disk'?"),
+        ('memory.host="48 gib"', "memory.host must be a string of a number and its unit, such as "),
+        ('memory.host="0B"', "[stream] and [memory]: host_memory='0B': give a number and its unit"),
         ('memory.host="1kB"', "the model with what can be on disk there: host_memory needs "),
     ],
 )
@@ -271,10 +278,29 @@ def test_what_cannot_be_on_disk_is_told_in_one_line(
     words: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    missing = tmp_path / "missing"
-    options = [*on_disk, *sets(setting.format(missing=missing))]
-    assert words.format(missing=missing) in refused(capsys, "train", str(config), *options)
+    names = {"missing": tmp_path / "missing", "file": config}
+    options = [*on_disk, *sets(setting.format(**names))]
+    assert words.format(**names) in refused(capsys, "train", str(config), *options)
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_budget_without_a_disk_names_one(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = sets(f'memory.host="{BUDGET}B"', *DEEPER)
+    assert main(["train", str(config), *options]) == 2
+    line, *table = capsys.readouterr().err.splitlines()
+    assert line.startswith("streamer: [stream] and [memory]: not enough memory for the model: ")
+    assert ": give disk= a folder for the optimizer's state, or raise host_memory" in line and table
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.filterwarnings("ignore:no direct I/O")
+def test_a_disk_without_a_budget_is_for_what_is_not_free(config: Path, tmp_path: Path) -> None:
+    assert main(["train", str(config), *sets(f'memory.disk="{tmp_path}"')]) == 0
+    assert (
+        json.loads((tmp_path / "runs" / "tiny" / "summary.json").read_text())["disk_bytes_per_parameter"] == 0
+    )
 
 
 def test_the_overlap_of_an_idle_lane_is_null_in_the_summary_and_one_that_came_late_is_explained(

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from streamer.app.config import Config, ConfigError, load_config
 from streamer.app.plan.planning import PROCESS_BYTES, plan_run, settle, with_options
 from streamer.app.train import train as train_config
 from streamer.backends.base import Lane
+from streamer.backends.disk import Disks, Scratch
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.layer.micro_batches import AmbiguousBatchError
 from streamer.engine.paging.handle import wrapped
@@ -428,6 +430,18 @@ def test_an_example_refuses_a_step_that_does_not_fit_before_anything_is_changed(
     assert [param.data_ptr() for param in model.parameters()] == before
     chosen = wrapped_auto(model, **given)
     assert chosen.choice == ("keep", 2, None) and "no other" not in chosen.reason
+    streamer.unwrap(model)
+
+
+def test_what_host_memory_has_no_room_for_is_planned_on_disk(tmp_path: Path) -> None:
+    model = gpt(8)
+    disk = Disks([tmp_path], partial(Scratch, direct_io="off"))
+    with pytest.raises(MemoryError, match=r"host_memory needs \d+ bytes .* and has 1600000 bytes"):
+        wrapped_auto(model, num_slots=2, host_memory="1.6MB")
+    chosen = wrapped_auto(model, num_slots=2, host_memory="1.6MB", disk=disk)
+    assert chosen.plan.host_total <= 1_600_000
+    streamer.AdamW(model.parameters())
+    assert chosen.plan.disk_bytes == streamer.stats(model).disk_bytes != {}
     streamer.unwrap(model)
 
 

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 import streamer
-from streamer.app.config import Config, ConfigError, StreamConfig
-from streamer.app.run.build import build_optimizer, stream_options, without_values
+from streamer.app.config import Config, ConfigError, MemoryConfig, StreamConfig
+from streamer.app.run.build import build_optimizer, without_values, wrap_options
 from streamer.app.run.loop import TokenLoss, step_on
+from streamer.backends.base import DISKS
 from streamer.backends.select import backend_for
 from streamer.engine.layer.micro_batches import AmbiguousBatchError
 from streamer.engine.paging.handle import wrapped
@@ -25,7 +26,7 @@ from streamer.model.auto import machine_of, one_line
 from streamer.model.layers import find_layers
 from streamer.model.move_in import room_of
 from streamer.model.options import parse_bytes
-from streamer.plan.choice import AUTO, Choice, Chosen, Options, PlanOf, choose, may_be_auto
+from streamer.plan.choice import AUTO, WAITING, Choice, Chosen, Options, PlanOf, choose, may_be_auto
 from streamer.plan.ledger import Ledger
 from streamer.plan.recall import Recollection
 from streamer.plan.room import Room
@@ -48,10 +49,13 @@ def this_machine(stream: StreamConfig) -> tuple[Machine, Room]:
 
 def room_on(machine: Machine, config: Config) -> Room:
     """What there is for a run of ``config`` on ``machine``, beside the process itself."""
-    budget = parse_bytes("device_memory", config.stream.device_memory)
-    context = context_bytes(machine.kind)
     return Room(
-        machine.device_bytes, machine.host_bytes - PROCESS_BYTES, budget, machine.kind == CPU, context
+        machine.device_bytes,
+        machine.host_bytes - PROCESS_BYTES,
+        parse_bytes("device_memory", config.stream.device_memory),
+        machine.kind == CPU,
+        context_bytes(machine.kind),
+        host_limit=parse_bytes("host_memory", config.memory.host),
     )
 
 
@@ -66,6 +70,8 @@ class RunPlan:
     trace: Trace
     #: why the config's device_memory is too small for anything, if it is
     refused: str | None = None
+    #: why it does not fit into host memory with the rest on disk, if it does not: all is planned in memory
+    beyond_disk: str | None = None
 
     @property
     def tokens(self) -> int:
@@ -124,9 +130,28 @@ class RunPlan:
     @property
     def lacking(self) -> Mapping[str, int]:
         """Bytes that there are too few of, by side."""
-        *device, host = self.room.tiers(self.step)
-        found = {"device": max(tier.lacking for tier in device), "host": host.lacking}
+        sides = {
+            "device": self.room.device_tiers(self.step),
+            "host": self.room.host_tiers(self.step, self.device_needed),
+        }
+        found = {side: max(tier.lacking for tier in tiers) for side, tiers in sides.items()}
         return {side: nbytes for side, nbytes in found.items() if nbytes}
+
+    @property
+    def has_disk(self) -> bool:
+        """Whether the config has folders for what host memory has no room for."""
+        return self.config.memory.disk is not None
+
+    @property
+    def on_disk(self) -> int:
+        """Bytes on disk."""
+        return sum(self.step.disk_bytes.values())
+
+    @property
+    def disk_moved(self) -> tuple[int, int]:
+        """Bytes that a step reads from disk, and writes there."""
+        reads, writes = (self.step.prediction.moved_bytes[lane] for lane in DISKS)
+        return reads, writes
 
 
 @uncollected()
@@ -136,12 +161,27 @@ def plan_run(config: Config, machine: Machine, recollection: Recollection | None
 
     Raises ConfigError for a config that cannot be run, and for a model that cannot run without values.
     """
+    options = wrap_options(config)
+    in_memory = options | {"host_memory": None, "disk": None}
+    if config.memory.disk is None:
+        return _plan_with(in_memory, config, machine, recollection)
+    room = max(1, room_on(machine, config).host_room)
+    try:
+        return _plan_with(options | {"host_memory": room}, config, machine, recollection)
+    except MemoryError as error:
+        plan = _plan_with(in_memory, config, machine, recollection)
+        return replace(plan, beyond_disk=str(error).partition("\n")[0])
+
+
+def _plan_with(
+    options: Mapping[str, Any], config: Config, machine: Machine, recollection: Recollection | None
+) -> RunPlan:
+    """A plan with these ``options`` of `streamer.wrap`; MemoryError if their ``host_memory`` is too small."""
     try:
         model = without_values(config.model)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"[model]: {error}") from error
     roomy = machine.with_room()
-    options = stream_options(config.stream)
     refused = None
     try:
         streamer.wrap(model, **options, backend=VirtualBackend(roomy))
@@ -149,7 +189,7 @@ def plan_run(config: Config, machine: Machine, recollection: Recollection | None
         raise ConfigError(f"[stream]: {error}") from error
     except MemoryError as error:
         refused = str(error).partition("\n")[0]
-        streamer.wrap(model, **options | {"device_memory": None}, backend=VirtualBackend(roomy))
+        streamer.wrap(model, **{**options, "device_memory": None}, backend=VirtualBackend(roomy))
     return _plan(config, machine, model, refused, recollection)
 
 
@@ -160,7 +200,10 @@ def _plan(
     refused: str | None,
     recollection: Recollection | None,
 ) -> RunPlan:
-    optimizer = build_optimizer(config.optimizer, model)
+    try:
+        optimizer = build_optimizer(config.optimizer, model)
+    except ConfigError as error:
+        raise error.__cause__ if isinstance(error.__cause__, MemoryError) else error from None
     executor = wrapped(model).executor
     shape = config.data.batch_size, config.data.context
     # on the CPU, as data comes
@@ -254,6 +297,8 @@ def _estimate(small: RunPlan, large: RunPlan) -> int:
         (small.device_needed, large.device_needed, small.machine.device_bytes),
         (small.host_needed, large.host_needed, small.machine.host_bytes),
     ]
+    if small.room.host_limit is not None:
+        sides.append((small.step.host_total, large.step.host_total, small.room.host_limit))
     most = FURTHEST * sizes[1]
     for low, high, room in sides:
         each = (high - low) / (sizes[1] - sizes[0])
@@ -262,6 +307,47 @@ def _estimate(small: RunPlan, large: RunPlan) -> int:
         elif low > room:
             return 0
     return most
+
+
+def waiting_for_disk(plan: RunPlan, plan_of: RunPlanOf) -> float:
+    """How much shorter a step would be with all in host memory, as a share of it.
+
+    Seconds that are exposed by lane do not tell this: an update that waits in its lane behind one that waits
+    for the disk is blamed on its lane.
+    """
+    in_memory = plan_of(replace(plan.config, memory=MemoryConfig()))
+    return 1 - in_memory.step.prediction.seconds / plan.step.prediction.seconds
+
+
+def least_batch_that_hides_disk(plan: RunPlan, plan_of: RunPlanOf) -> RunPlan | None:
+    """``plan`` if its step takes as long as one with all in host memory, else the plan of the smallest larger
+    batch, give or take a tenth, whose step does; None where no batch up to `FURTHEST` times as large does.
+
+    A larger batch computes longer, and moves no more to and from disk.
+    """
+
+    def is_hidden(one: RunPlan) -> bool:
+        return one.beyond_disk is None and waiting_for_disk(one, plan_of) <= WAITING
+
+    def with_size(size: int) -> RunPlan:
+        return plan_of(with_batch(plan.config, size))
+
+    if plan.beyond_disk is not None:
+        return None
+    if is_hidden(plan):
+        return plan
+    low = high = plan.config.data.batch_size
+    while not is_hidden(found := with_size(high := 2 * high)):
+        low = high
+        if high >= FURTHEST * plan.config.data.batch_size:
+            return None
+    while high - low > max(1, high // 10):
+        size = (low + high) // 2
+        if is_hidden(tried := with_size(size)):
+            found, high = tried, size
+        else:
+            low = size
+    return found
 
 
 def settle(
@@ -279,6 +365,7 @@ def settle(
         return config, None
     try:
         machine, room = this_machine(stream) if machine is None else (machine, room_on(machine, config))
+        room = replace(room, host_limit=parse_bytes("host_memory", config.memory.host))
         layers = find_layers(without_values(config.model), stream.layers)
         among = Options.of(asked, layers=len(layers), batch=config.data.batch_size)
         recollection = recollection or Recollection()

@@ -16,10 +16,11 @@ MICRO_BATCHES = 3
 @dataclass(frozen=True)
 class Remedies:
     """Keys of the config (``section.key``) to be changed, and the plan with them, which fits if anything
-    does."""
+    does; and the plan of the config as it is with a disk, where that fits."""
 
     changes: Mapping[str, Any]
     plan: RunPlan
+    on_disk: RunPlan | None
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,15 @@ def find_remedies(plan: RunPlan, plan_of: RunPlanOf) -> Remedies:
         for remedy in reversed(_REMEDIES):
             if remedy.key in changes:
                 best = _milder(remedy, changes, best, plan, plan_of)
-    return Remedies(changes, best)
+    return Remedies(changes, best, _on_disk(plan, plan_of))
+
+
+def _on_disk(plan: RunPlan, plan_of: RunPlanOf) -> RunPlan | None:
+    if plan.fits_host or plan.has_disk:
+        return None
+    # a plan opens no folder
+    tried = _tried(plan, "memory.disk", "a folder", plan_of)
+    return tried if tried is not None and tried.fits else None
 
 
 def _milder(

@@ -7,10 +7,19 @@ from dataclasses import asdict
 from typing import Any
 
 from streamer.app.config import Config, toml_value
-from streamer.app.plan.planning import RunPlan, RunPlanOf, batches, is_furthest, largest_batch
+from streamer.app.plan.planning import (
+    FURTHEST,
+    RunPlan,
+    RunPlanOf,
+    batches,
+    is_furthest,
+    largest_batch,
+    least_batch_that_hides_disk,
+    waiting_for_disk,
+)
 from streamer.app.plan.remedies import Remedies, find_remedies
 from streamer.app.run.run_folder import amount
-from streamer.backends.base import Lane
+from streamer.backends.base import DISKS, Lane
 
 
 def plan_lines(config: Config, plan_of: RunPlanOf) -> Iterator[str]:
@@ -24,6 +33,8 @@ def plan_lines(config: Config, plan_of: RunPlanOf) -> Iterator[str]:
     yield from ledger_lines(plan)
     yield ""
     yield from _lanes(plan)
+    if plan.has_disk:
+        yield from _disk(plan, plan_of)
     yield ""
     yield from _batches(plan, plan_of)
     if not plan.fits:
@@ -41,6 +52,7 @@ def plan_json(config: Config, plan_of: RunPlanOf) -> dict[str, Any]:
         "machine": asdict(plan.machine),
         "parameters": plan.parameters,
         **_figures(plan),
+        **(_beside_disk(plan, plan_of) if plan.has_disk and plan.beyond_disk is None else {}),
         "batches": [_figures(one) for one in table],
         "largest_batch": None
         if largest is None
@@ -48,6 +60,7 @@ def plan_json(config: Config, plan_of: RunPlanOf) -> dict[str, Any]:
         "mend": None
         if found is None or not found.plan.fits
         else {"changes": dict(found.changes), **_figures(found.plan)},
+        "with_disk": None if found is None or found.on_disk is None else _figures(found.on_disk),
     }
 
 
@@ -67,14 +80,46 @@ def _figures(plan: RunPlan) -> dict[str, Any]:
         "host_bytes": dict(plan.host_bytes),
         "host_pinned": plan.host_pinned,
         "host_needed": plan.host_needed,
+        **(_disk_figures(plan) if plan.has_disk else {}),
         "seconds": prediction.seconds,
-        "busy_seconds": {lane.value: prediction.busy_seconds[lane] for lane in Lane},
-        "exposed_seconds": {lane.value: prediction.exposed_seconds[lane] for lane in Lane},
+        "busy_seconds": {lane.value: prediction.busy_seconds[lane] for lane in _shown(plan)},
+        "exposed_seconds": {lane.value: prediction.exposed_seconds[lane] for lane in _shown(plan)},
         "binding_lane": plan.step.prediction.binding_lane.value,
         "tokens_per_second": plan.tokens_per_second,
         "model_flops": plan.model_flops,
         "executed_flops": prediction.flops,
     }
+
+
+def _disk_figures(plan: RunPlan) -> dict[str, Any]:
+    read, written = plan.disk_moved
+    return {
+        "host_memory": plan.room.host_limit,
+        "disk_bytes": dict(plan.step.disk_bytes),
+        "disk_read_bytes": read,
+        "disk_written_bytes": written,
+        "steps_per_1000_tb_written": _steps_per_1000_tb(plan),
+        "beyond_disk": plan.beyond_disk,
+    }
+
+
+def _beside_disk(plan: RunPlan, plan_of: RunPlanOf) -> dict[str, Any]:
+    least = least_batch_that_hides_disk(plan, plan_of)
+    return {
+        "waiting_for_disk": waiting_for_disk(plan, plan_of),
+        "least_batch_that_hides_disk": None if least is None else _figures(least),
+    }
+
+
+def _steps_per_1000_tb(plan: RunPlan) -> int | None:
+    """Steps until 1,000 TB are written. The makers of drives give a drive's endurance in TB written."""
+    _, written = plan.disk_moved
+    return 10**15 // written if written else None
+
+
+def _shown(plan: RunPlan) -> list[Lane]:
+    """The lanes, those of the disk where there is one."""
+    return [lane for lane in Lane if plan.has_disk or lane not in DISKS]
 
 
 def ledger_lines(plan: RunPlan) -> Iterator[str]:
@@ -96,11 +141,21 @@ def ledger_lines(plan: RunPlan) -> Iterator[str]:
     yield from _side("host", plan.host_bytes, plan.parameters)
     if plan.host_pinned:
         yield _line("  of these page-locked", plan.host_pinned, plan.parameters)
+    limit = plan.room.host_limit
+    if limit is not None:
+        total = plan.step.host_total
+        yield (
+            _line("  all of the model", total, plan.parameters)
+            + f" of {amount(limit)} (memory.host): {_verdict(total <= limit)}"
+        )
     also = " (with the device, whose memory it is)" if plan.room.shared else ""
     yield (
         _line("  needed", plan.host_needed, plan.parameters)
-        + f" of {amount(machine.host_bytes)}{also}: {_verdict(plan.fits_host)}"
+        + f" of {amount(machine.host_bytes)}{also}: {_verdict(plan.host_needed <= machine.host_bytes)}"
     )
+    if plan.step.disk_bytes:
+        yield from _side("disk", plan.step.disk_bytes, plan.parameters)
+        yield _line("  needed", plan.on_disk, plan.parameters)
 
 
 def _side(title: str, held: Mapping[str, int], parameters: int) -> Iterator[str]:
@@ -120,7 +175,7 @@ def _verdict(fits: bool) -> str:
 def _lanes(plan: RunPlan) -> Iterator[str]:
     prediction = plan.step.prediction
     yield f"{'lane':10}{'busy s':>10}{'exposed s':>12}{'overlap':>10}"
-    for lane in Lane:
+    for lane in _shown(plan):
         busy, exposed = prediction.busy_seconds[lane], prediction.exposed_seconds[lane]
         is_compute = lane is Lane.COMPUTE
         overlap = "-" if is_compute or not busy else f"{1 - exposed / busy:.1%}"
@@ -133,10 +188,38 @@ def _lanes(plan: RunPlan) -> Iterator[str]:
     )
 
 
-def _batches(plan: RunPlan, plan_of: RunPlanOf) -> Iterator[str]:
+def _disk(plan: RunPlan, plan_of: RunPlanOf) -> Iterator[str]:
+    if plan.beyond_disk is not None:
+        yield f"the disk does not help: {plan.beyond_disk}"
+        return
+    if not plan.on_disk:
+        yield "the disk is not needed: all fits into host memory"
+        return
+    read, written = plan.disk_moved
     yield (
-        f"{'batch':>8}{'tokens':>10}{'slots':>7}{'step s':>10}{'tokens/s':>12}  {'binds':9}{'device':>12}"
-        f"{'host':>12}"
+        f"the disk: {amount(read)} read and {amount(written)} written a step, "
+        f"{_steps_per_1000_tb(plan):,} steps per 1,000 TB written"
+    )
+    least = least_batch_that_hides_disk(plan, plan_of)
+    if least is plan:
+        yield "compute hides the disk: with all in host memory a step would take as long"
+        return
+    told = f"with all in host memory a step would take {waiting_for_disk(plan, plan_of):.1%} less; "
+    if least is None:
+        yield f"{told}no batch up to {FURTHEST} times this one hides the disk"
+    else:
+        size = least.config.data.batch_size
+        yield (
+            f"{told}a batch of {size} ({least.tokens:,} tokens) hides the disk"
+            f"{'' if least.fits else ', but does not fit'}"
+        )
+
+
+def _batches(plan: RunPlan, plan_of: RunPlanOf) -> Iterator[str]:
+    wide = max(9, *(len(lane.value) for lane in _shown(plan)))
+    yield (
+        f"{'batch':>8}{'tokens':>10}{'slots':>7}{'step s':>10}{'tokens/s':>12}  {'binds':{wide}}"
+        f"{'device':>12}{'host':>12}"
     )
     table: list[RunPlan] = []
     for one in batches(plan.config, plan_of):
@@ -145,7 +228,7 @@ def _batches(plan: RunPlan, plan_of: RunPlanOf) -> Iterator[str]:
         yield (
             f"{one.config.data.batch_size:>8}{one.tokens:>10,}{one.step.num_slots:>7}"
             f"{prediction.seconds:>10.3f}{one.tokens_per_second:>12,.0f}  "
-            f"{prediction.binding_lane.value:9}{amount(one.device_needed):>12}{amount(one.host_needed):>12}"
+            f"{prediction.binding_lane.value:{wide}}{amount(one.device_needed):>12}{amount(one.host_needed):>12}"
             f"{'' if one.fits else '  does not fit'}"
         )
     largest = largest_batch(plan, table, plan_of)
@@ -161,12 +244,18 @@ def remedy_line(subject: str, found: Remedies, plan: RunPlan, *, with_speed: boo
     """What would make a plan fit that does not; ``subject`` is what it is called."""
     sets = " ".join(f"--set {key}={toml_value(value)}" for key, value in found.changes.items())
     misfit = f"{subject} does not fit on the {' and the '.join(plan.lacking) or 'device'}"
+    disk = "" if found.on_disk is None else f", or {_with_disk(found.on_disk, with_speed=with_speed)}"
     if not found.plan.fits:
         lacks = " and ".join(f"the {side} lacks {amount(lack)}" for side, lack in found.plan.lacking.items())
         even = f"even with {sets}, " if sets else ""
-        return f"{misfit}; {even}{lacks or found.plan.refused}: take a smaller model, or more memory"
+        return f"{misfit}; {even}{lacks or found.plan.refused}: take a smaller model, or more memory{disk}"
     speed = f", {found.plan.tokens_per_second:,.0f} tokens/s" if with_speed else ""
     return (
         f"{misfit}; it would with {sets}: device {amount(found.plan.device_needed)}, host "
-        f"{amount(found.plan.host_needed)}{speed}"
+        f"{amount(found.plan.host_needed)}{speed}{disk}"
     )
+
+
+def _with_disk(plan: RunPlan, *, with_speed: bool) -> str:
+    speed = f", {plan.tokens_per_second:,.0f} tokens/s" if with_speed else ""
+    return f"set memory.disk to a folder: {amount(plan.on_disk)} would be on disk{speed}"

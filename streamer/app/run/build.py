@@ -18,7 +18,15 @@ import torch
 from torch import nn
 
 import streamer
-from streamer.app.config import FACTORY, Config, ConfigError, ModelConfig, OptimizerConfig, StreamConfig
+from streamer.app.config import (
+    FACTORY,
+    Config,
+    ConfigError,
+    MemoryConfig,
+    ModelConfig,
+    OptimizerConfig,
+    StreamConfig,
+)
 from streamer.app.run.data import TokenData, load_bytes, load_tokenizer, load_tokens
 from streamer.app.run.run_folder import amount
 from streamer.backends.base import Backend
@@ -173,7 +181,8 @@ def build_model(config: Config, *, backend: Backend | None = None) -> nn.Module:
     except DiskError as error:
         raise ConfigError.of("[memory]", error) from error
     except (ValueError, MemoryError) as error:
-        raise ConfigError.of("[stream]", error) from error
+        where = "[stream]" if config.memory == MemoryConfig() else "[stream] and [memory]"
+        raise ConfigError.of(where, error) from error
 
 
 def stream_options(config: StreamConfig) -> dict[str, Any]:

@@ -1,0 +1,219 @@
+"""`streamer plan` of a run with a part of its state on disk: where bytes are, what moves, and what waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import streamer
+from streamer.app.cli import main
+from streamer.app.config import Config, load_config
+from streamer.app.plan.planning import plan_run
+from streamer.app.run.build import build_optimizer, import_factory, wrap_options
+from streamer.app.run.loop import TokenLoss, step_on
+from streamer.backends.base import DISKS, Lane
+from streamer.backends.disk import Disks, Scratch
+from streamer.memory import on_disk
+from streamer.model.options import parse_bytes
+from streamer.simulate.machine import MACHINES
+from tests.app.common import sets
+from tests.app.test_plan_command import SMALL, Light, planned, refused, written
+
+#: Beside the weights, the gradients and the ring, room for the state of some layers.
+BUDGET = "8MB"
+ON_DISK = sets(f'memory.host="{BUDGET}"', 'memory.disk="/nvme"')
+#: Less than the weights and the gradients take.
+LEAST = "5MB"
+IN_BACKWARD = "stream.update='backward'", "optimizer.grad_clip=0"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    text = SMALL.replace("models.gpt2:GPT", f"{Light.__module__}:Light")
+    return written(tmp_path / "small.toml", text.replace("n_layer = 5", "n_layer = 12"))
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Plans on an RTX 4090 with some figures changed."""
+
+    def change(**figures: float) -> None:
+        changed = replace(MACHINES["rtx-4090"], **figures)  # type: ignore[arg-type]
+        monkeypatch.setattr("streamer.app.machine_file.machine", lambda _: changed)
+
+    return change
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    main(["plan", *arguments])
+    return capsys.readouterr().out
+
+
+def bytes_of(text: str) -> int:
+    found = parse_bytes("host_memory", text)
+    assert found is not None
+    return found
+
+
+def test_bytes_by_tier_and_what_a_step_moves(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    in_memory = planned(capsys, config)[1]
+    code, found = planned(capsys, config, *ON_DISK)
+    assert code == 0 and found["fits_host"]
+    assert found["host_memory"] == bytes_of(BUDGET)
+    of_process = found["host_bytes"]["Python and its libraries"]
+    assert sum(found["host_bytes"].values()) - of_process <= bytes_of(BUDGET)
+    moved = sum(found["disk_bytes"].values())
+    assert 0 < moved == found["disk_read_bytes"] == found["disk_written_bytes"]
+    assert found["steps_per_1000_tb_written"] == 10**15 // moved
+    drive = MACHINES["rtx-4090"]
+    rates = drive.disk_read_bytes_per_second, drive.disk_write_bytes_per_second
+    for lane, rate in zip(DISKS, rates, strict=True):
+        assert found["busy_seconds"][lane.value] == pytest.approx(moved / rate)
+    # what is on disk is not in memory, but for padding
+    state = {name: in_memory["host_bytes"][name] for name in ("exp_avg", "exp_avg_sq")}
+    there = {name: found["host_bytes"].get(name, 0) + found["disk_bytes"][name] for name in state}
+    assert all(state[name] <= there[name] < state[name] + 13 * 4096 * 2 for name in state)
+
+
+def moved_by(config: Config, steps: int, folder: Path) -> tuple[int, int]:
+    """Bytes that ``steps`` real steps read from disk and write there, as the scratch files count them."""
+    opened: list[Scratch] = []
+
+    def scratch(folders: Any) -> Scratch:
+        opened.append(Scratch(folders, direct_io="off"))
+        return opened[-1]
+
+    torch.manual_seed(0)
+    assert config.model.factory is not None
+    model = import_factory(config.model.factory)(**config.model.args)
+    streamer.wrap(model, **wrap_options(config) | {"device": "cpu", "disk": Disks([folder], scratch)})
+    optimizer = build_optimizer(config.optimizer, model)
+    tokens = torch.zeros(config.data.batch_size, config.data.context, dtype=torch.long)
+    for _ in range(steps):
+        step_on(config, model, optimizer, TokenLoss(model), tokens, tokens)
+    streamer.synchronize(model)
+    moved = sum(each.bytes_read for each in opened), sum(each.bytes_written for each in opened)
+    streamer.unwrap(model)
+    return moved
+
+
+@pytest.mark.parametrize("chunk", [1 << 23, 1 << 14])
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ['memory.host="{least}"'],
+        ['memory.host="{least}"', 'stream.dtype="bfloat16"', "stream.num_slots=3"],
+        ['memory.host="2.5MB"', 'stream.dtype="bfloat16"', *IN_BACKWARD],
+        ['memory.host="4MB"', 'stream.dtype="bfloat16"', 'optimizer.state_dtype="int8"'],
+    ],
+    ids=["state", "weights", "bf16", "backward", "int8"],
+)
+def test_a_real_step_moves_the_planned_bytes(
+    options: list[str], chunk: int, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_disk, "CHUNK_ELEMENTS", chunk)
+    settings = [ON_DISK[1], *(option.format(least=LEAST) for option in options), 'memory.disk="/nvme"']
+    loaded = load_config(config, settings)
+    plan = plan_run(loaded, MACHINES["rtx-4090"])
+    assert plan.fits and plan.disk_moved[0] and plan.disk_moved[1]
+    # nothing is read in the first step, and what is read early for a step is read in the one before
+    few, many = (moved_by(loaded, steps, tmp_path) for steps in (3, 5))
+    assert tuple(b - a for a, b in zip(few, many, strict=True)) == tuple(2 * each for each in plan.disk_moved)
+
+
+def test_what_is_not_there_is_not_told(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, found = planned(capsys, config)
+    assert not [key for key in found if "disk" in key and found[key] is not None]
+    assert found["busy_seconds"].keys() == {lane.value for lane in Lane if lane not in DISKS}
+    assert "disk" not in printed(capsys, config)
+
+
+def test_a_disk_that_is_not_needed(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(capsys, config, *sets('memory.disk="/nvme"'))
+    assert "\nthe disk is not needed: all fits into host memory\n" in out
+
+
+def test_a_slow_disk_that_no_batch_hides(
+    config: str, capsys: pytest.CaptureFixture[str], machine: Callable[..., None]
+) -> None:
+    machine(disk_read_bytes_per_second=2e7, disk_write_bytes_per_second=1e7)
+    slow = [config, *ON_DISK, *sets("stream.num_slots=2")]
+    _, found = planned(capsys, *slow)
+    in_memory = planned(capsys, config, *sets("stream.num_slots=2"))[1]
+    share = 1 - in_memory["seconds"] / found["seconds"]
+    assert found["binding_lane"] == "disk_write" and share > 0.5
+    assert found["waiting_for_disk"] == pytest.approx(share)
+    assert found["least_batch_that_hides_disk"] is None
+    out = printed(capsys, *slow)
+    assert (
+        f"\nwith all in host memory a step would take {share:.1%} less; no batch up to 16 times this" in out
+    )
+
+
+def test_the_least_batch_that_hides_the_disk(
+    config: str, capsys: pytest.CaptureFixture[str], machine: Callable[..., None]
+) -> None:
+    rates = ("flops_per_second", "fp32_flops_per_second")
+    drive = ("disk_read_bytes_per_second", "disk_write_bytes_per_second")
+    machine(**dict.fromkeys(rates, 5e10), **dict.fromkeys(drive, 1e8))
+    slow = [config, *ON_DISK, *sets("stream.num_slots=2")]
+    _, found = planned(capsys, *slow)
+    assert found["waiting_for_disk"] > 0.01
+    size = found["least_batch_that_hides_disk"]["batch_size"]
+    assert size > found["batch_size"]
+    assert f"; a batch of {size} ({size * 32:,} tokens) hides the disk\n" in printed(capsys, *slow)
+    share = {
+        batch: planned(capsys, *slow, *sets(f"data.batch_size={batch}"))[1]["waiting_for_disk"]
+        for batch in (size * 8 // 10, size)
+    }
+    assert share[size] <= 0.01 < share[size * 8 // 10]
+    hidden = [*slow, *sets(f"data.batch_size={size}")]
+    assert planned(capsys, *hidden)[1]["least_batch_that_hides_disk"]["batch_size"] == size
+    out = printed(capsys, *hidden)
+    assert "\ncompute hides the disk: with all in host memory a step would take as long\n" in out
+
+
+def test_a_budget_without_a_disk_that_would_help(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    limited = [config, *sets(f'memory.host="{BUDGET}"')]
+    code, found = planned(capsys, *limited)
+    assert code == 2 and found["fits_device"] and not found["fits_host"]
+    with_disk = planned(capsys, config, *ON_DISK)[1]
+    assert found["with_disk"]["disk_bytes"] == with_disk["disk_bytes"]
+    amount = f"{sum(with_disk['disk_bytes'].values()) / (1 << 20):.2f} MiB"
+    out = printed(capsys, *limited)
+    assert f"of {bytes_of(BUDGET) / (1 << 20):.2f} MiB (memory.host): DOES NOT FIT" in out
+    assert f"or set memory.disk to a folder: {amount} would be on disk, " in out.splitlines()[-1]
+
+
+def test_a_disk_does_not_help_where_even_the_rings_are_too_much(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = [config, *sets('memory.host="1MB"', 'memory.disk="/nvme"')]
+    code, found = planned(capsys, *small)
+    assert code == 2 and not found["fits_host"] and not found["disk_bytes"]
+    assert "host_memory needs" in found["beyond_disk"]
+    out = printed(capsys, *small)
+    assert "\nthe disk does not help: not enough memory for the model with what can be on disk there: " in out
+    # nor is one named where none was given
+    assert "disk" not in printed(capsys, config, *sets('memory.host="1MB"'))
+
+
+def test_the_machines_memory_limits_what_stays(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a budget, what the machine has."""
+    _, found = planned(capsys, config)
+    least = found["host_needed"] - found["host_bytes"]["exp_avg"] // 2
+    code, found = planned(capsys, config, "--host-memory", f"{least}B", *sets('memory.disk=["/a", "/b"]'))
+    assert code == 0 and found["host_needed"] <= least and found["disk_bytes"]
+
+
+def test_auto_knows_the_budget(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    auto = sets('stream.activations="auto"', "stream.num_slots=2")
+    code, found = planned(capsys, config, *auto, *ON_DISK)
+    assert code == 0 and found["disk_bytes"] and found["chosen"]
+    assert "host_memory needs" in refused(capsys, config, *auto, *sets(f'memory.host="{BUDGET}"'))
