@@ -59,3 +59,48 @@ def _ring(ring: Report) -> list[str]:
         "",
         *table(["", "seconds", "of one after the other", "of the longer of its parts"], rows),
     ]
+
+
+def step_table(report: Report) -> list[str]:
+    """The table of `bench.disk_step`."""
+    rows = [
+        [
+            row["placement"],
+            _rate(row) if "slower" in row else "",
+            f"{row['budget'] / 1e6:.0f} MB" if row["budget"] else "none",
+            f"{row['state_over_budget']:.1f}" if "slower" in row else "",
+            f"{row['bytes_per_parameter']:.1f}" if "moved_bytes" in row else "",
+            spread(row["seconds"]),
+            spread(row["tokens_per_second"], ".0f"),
+            spread(row.get("slower")),
+            f"{row['planned']:.2f}" if "planned" in row else "",
+            spread(row.get("of_planned")),
+            spread(row.get("of_bound")),
+        ]
+        for row in report["placements"]
+    ]
+    heads = [
+        "",
+        "disk, each way",
+        "budget",
+        "state over it",
+        "bytes a parameter",
+        "seconds of a step",
+        "tokens/s",
+        "by host memory",
+        "planned",
+        "of planned",
+        "of the bound",
+    ]
+    return [
+        f"A GPT of {report['parameters'] / 1e6:.1f} million parameters in bf16, {report['layers']} layers of "
+        f"width {report['width']}, {report['tokens_per_step']} tokens a step, {report['rounds']} rounds of "
+        f"{report['steps']} steps; losses are equal to the bit:",
+        "",
+        *table(heads, rows),
+    ]
+
+
+def _rate(row: Report) -> str:
+    rate = row["throttle_bytes_per_second"]
+    return "as it is" if rate is None else f"{rate / 1e6:.0f} MB/s"
