@@ -6,6 +6,7 @@ import json
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -15,7 +16,7 @@ from tqdm import tqdm
 import streamer
 from streamer.app.config import Config
 from streamer.app.plan.command import check_memory
-from streamer.app.plan.planning import settle
+from streamer.app.plan.planning import RunPlan, settle
 from streamer.app.run.build import build_model, build_optimizer, check_fits, load_data, write_pretrained
 from streamer.app.run.loop import Loop
 from streamer.app.run.run_folder import (
@@ -29,6 +30,7 @@ from streamer.app.run.run_folder import (
 )
 from streamer.app.signals import Stop, stopping
 from streamer.engine.paging.handle import wrapped
+from streamer.model.options import parse_bytes
 
 #: Tokens of validation text that the sample at the end continues.
 PROMPT_TOKENS = 64
@@ -57,11 +59,12 @@ def train(config: Config, resume: Path | None = None, *, fall_back: bool = False
     config, chosen = settle(config)
     if chosen is not None:
         print(f"chosen: {chosen.reason}")
-    check_memory(config)
+    plan = check_memory(config)
     torch.manual_seed(config.run.seed)
-    model = build_model(config)
+    model = build_model(_leaving_room(config, plan))
     try:
         optimizer = build_optimizer(config.optimizer, model, skip_nonfinite=config.run.nonfinite == "skip")
+        wrapped(model).executor.host_limit = parse_bytes("host_memory", config.memory.host)
         check_fits(model, data, config.data.context)
         loop = Loop(config, model, optimizer, data)
         if resume is None:
@@ -81,6 +84,15 @@ def train(config: Config, resume: Path | None = None, *, fall_back: bool = False
     finally:
         # unlike unwrap, close does not copy the weights back, for which there may be no memory
         wrapped(model).close()
+
+
+def _leaving_room(config: Config, plan: RunPlan | None) -> Config:
+    """``config`` for a model and an optimizer that leave room in host memory for the layer inputs that wait
+    there in a step, which ``plan`` knows, and have more on disk."""
+    if plan is None or not plan.has_disk or not plan.step.host_for_inputs:
+        return config
+    room = max(1, plan.room.host_room - plan.step.host_for_inputs)
+    return replace(config, memory=replace(config.memory, host=f"{room}B"))
 
 
 def _bar(loop: Loop) -> tqdm[Any]:

@@ -165,7 +165,7 @@ def plan_of(
     batch: Batch,
     options: WrapOptions,
     device_bytes: int = ENOUGH,
-    host_bytes: int | None = None,
+    host_bytes: int = ENOUGH,
 ) -> PlanOf:
     """What plans a choice for ``model``, a `skeleton`, on ``machine`` with room for anything: what fits is
     seen to by whoever chooses. ``options`` are the same for all choices. Layers that are too large for
@@ -178,14 +178,21 @@ def plan_of(
         given = replace(options, **choice.options(), device_memory=None, host_memory=None)
         if options.disk is not None:
             with suppress(MemoryError):
-                return planned_with(replace(given, host_memory=host_bytes), choice)
+                found = planned_with(replace(given, host_memory=host_bytes), choice)
+                if found.host_for_inputs and found.host_total > host_bytes:
+                    room = max(1, host_bytes - found.host_for_inputs)
+                    found = planned_with(replace(given, host_memory=room), choice)
+                return found
         return planned_with(replace(given, disk=None), choice)
 
     def planned_with(given: WrapOptions, choice: Choice) -> StepPlan:
         planned = stream(copy.deepcopy(model).train(), VirtualBackend(roomy), given)
         executor = wrapped(planned).executor
         try:
-            return plan_step(executor, batch.step(planned), recollection, given=batch.tensors)
+            step = batch.step(planned)
+            # the plan shows what steps take beside what has its place by now
+            executor.host_limit = None
+            return plan_step(executor, step, recollection, given=batch.tensors)
         except AmbiguousBatchError:
             raise
         except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError) as error:

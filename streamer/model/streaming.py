@@ -82,9 +82,10 @@ def stream(
         slots = min(slots, len(units))
         planned = ledger(units, root, num_slots=slots, update_in_backward=in_backward)
         disks, on_disk, moments = None, OnDisk(), least_moments(units, root)
+        for_inputs = 0 if chosen is None else chosen.plan.host_for_inputs
         if options.disk is not None:
             disks, moments = _disks(backend, options.disk), {}
-            left = min(room.host, host_limit or room.host)
+            left = min(room.host, host_limit or room.host) - for_inputs
             planned, on_disk = to_disk(
                 planned, units, root, left, stored=disks.stored, may_write=disks.may_write
             )
@@ -115,6 +116,7 @@ def stream(
             sum_in_fp32=options.grad_dtype is not None,
             update_in_backward=in_backward,
             host_limit=host_limit,
+            for_inputs=for_inputs,
         )
         undo.callback(forget, model, executor)
         settle_in(executor)

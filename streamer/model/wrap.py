@@ -112,7 +112,8 @@ def wrap(
             has no room for: the optimizer's state, then weights of layers. The layers that the next forward
             asks for first keep theirs in memory. [Note: placement] Results are those without a disk, to the
             bit. A parameter that is on disk is read when user code touches it, and let go when other layers'
-            are asked for. Files have no name and end with the process; `streamer.save` is what lasts.
+            are asked for. Files have no name and end with the process; `streamer.save` is what lasts. With
+            ``"recompute+offload"`` give ``example`` too, so that room is left for the inputs that wait.
         example: a batch to plan a step with, needed where ``activations``, ``num_slots`` or
             ``micro_batch_size`` is ``"auto"``: a tensor, a tuple of the model's arguments, or a dict of them
             by name. Only its shapes and dtypes count, which should be those of the steps' batches. With it,

@@ -17,6 +17,7 @@ import torch
 
 from streamer.backends.base import Lane, gaps
 from streamer.engine.paging.executor import Executor
+from streamer.memory.purposes import SAVED_INPUTS
 from streamer.plan.measure import Tracker
 from streamer.plan.positions import counted_positions
 from streamer.plan.recall import Recollection, recall_layers
@@ -161,6 +162,11 @@ class StepPlan:
     def host_total(self) -> int:
         """Bytes of host memory at most."""
         return sum(self.host_bytes.values())
+
+    @property
+    def host_for_inputs(self) -> int:
+        """Those of them that are for layer inputs which wait there for backward."""
+        return self.host_bytes.get(SAVED_INPUTS, 0)
 
 
 @contextmanager

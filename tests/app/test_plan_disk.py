@@ -204,6 +204,16 @@ def test_a_disk_does_not_help_where_even_the_rings_are_too_much(
     assert "disk" not in printed(capsys, config, *sets('memory.host="1MB"'))
 
 
+def test_what_is_on_disk_leaves_room_for_layer_inputs_that_wait(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waiting = [config, *ON_DISK, *sets("stream.activations='recompute+offload'")]
+    code, found = planned(capsys, *waiting)
+    assert code == 0 and found["host_bytes"]["saved inputs"] == 12 * 8 * 32 * 64 * 4
+    without = planned(capsys, config, *ON_DISK)[1]
+    assert sum(found["disk_bytes"].values()) > sum(without["disk_bytes"].values())
+
+
 def test_the_machines_memory_limits_what_stays(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Without a budget, what the machine has."""
     _, found = planned(capsys, config)

@@ -256,6 +256,34 @@ def test_a_run_on_disk_ends_as_one_in_memory(
 
 
 @pytest.mark.filterwarnings("ignore:no direct I/O")
+def test_what_is_on_disk_leaves_room_for_layer_inputs_that_wait(
+    config: Path, tmp_path: Path, on_disk: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They come with the first step, when the rest has its place."""
+    losses = []
+    waiting = sets("stream.activations='recompute+offload'", "data.batch_size=32", 'memory.host="850kB"')
+    for name, options in {
+        "memory": sets(*DEEPER, "data.batch_size=32"),
+        "disk": [*on_disk, *waiting],
+    }.items():
+        assert main(["train", str(config), *options, "--set", f'run.name="{name}"']) == 0
+        losses.append([line["loss"] for line in logged(tmp_path / "runs" / name, "loss")])
+    assert losses[0] == losses[1]
+    summary = json.loads((tmp_path / "runs" / "disk" / "summary.json").read_text())
+    assert summary["host_bytes_per_parameter"] * summary["parameters"] <= 850_000
+    assert 'host = "850kB"' in (tmp_path / "runs" / "disk" / "config.toml").read_text()
+    # less than the inputs and the rings take is refused before the run begins
+    less = [*on_disk, *waiting, *sets('memory.host="700kB"', "run.name='less'")]
+    capsys.readouterr()
+    assert main(["train", str(config), *less]) == 2
+    line, *table = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "streamer: this run does not fit on the host; it would with --set data.batch_size="
+    )
+    assert "  saved inputs " in "\n".join(table) and not (tmp_path / "runs" / "less").exists()
+
+
+@pytest.mark.filterwarnings("ignore:no direct I/O")
 @pytest.mark.parametrize(
     ("setting", "words"),
     [

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import streamer
@@ -443,6 +444,41 @@ def test_what_host_memory_has_no_room_for_is_planned_on_disk(tmp_path: Path) -> 
     streamer.AdamW(model.parameters())
     assert chosen.plan.disk_bytes == streamer.stats(model).disk_bytes != {}
     streamer.unwrap(model)
+
+
+def test_what_is_on_disk_leaves_room_for_layer_inputs_that_wait(tmp_path: Path) -> None:
+    """Which the example tells; without one they find no room."""
+    tokens, targets = batch(0)[:, :-1], batch(0)[:, 1:]
+
+    def step(model: nn.Module, optimizer: streamer.AdamW) -> torch.Tensor:
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    given = {
+        "activations": "recompute+offload",
+        "num_slots": 2,
+        "host_memory": "1.5MB",
+        "disk": Disks([tmp_path], partial(Scratch, direct_io="off")),
+    }
+    model = streamer.wrap(gpt(8), layers="transformer.h", device="cpu", **given)
+    with pytest.raises(
+        MemoryError, match="saved inputs .*wrap with example=, a batch, to leave room for them"
+    ):
+        step(model, streamer.AdamW(model.parameters()))
+    streamer.unwrap(model)
+    losses = []
+    for options in (given, {"activations": "recompute"}):
+        model = gpt(8)
+        wrapped_auto(model, **options)
+        optimizer = streamer.AdamW(model.parameters(), lr=1e-2)
+        losses.append(torch.stack([step(model, optimizer) for _ in range(3)]))
+        assert sum(streamer.stats(model).host_bytes.values()) <= 1_500_000 or options is not given
+        assert bool(streamer.stats(model).disk_bytes) == (options is given)
+        streamer.unwrap(model)
+    assert torch.equal(*losses)
 
 
 class Curious(Stack):

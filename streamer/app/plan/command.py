@@ -23,9 +23,9 @@ from streamer.plan.recall import Recollection
 from streamer.simulate.machine import Machine
 
 
-def check_memory(config: Config) -> None:
+def check_memory(config: Config) -> RunPlan | None:
     """Raise ConfigError, with the plan's bytes by owner and what would help, where a step of ``config`` needs
-    more than the device or the host has left.
+    more than the device or the host has left. Returns the plan, None if none was needed.
 
     A model that cannot be planned (its forward asks for values) is let through, which a line says.
     """
@@ -33,24 +33,26 @@ def check_memory(config: Config) -> None:
         machine, _ = this_machine(config.stream)
         model = without_values(config.model)
     except (TypeError, ValueError):
-        return  # which building the model is about to refuse, in better words
+        return None  # which building the model is about to refuse, in better words
     if not isinstance(model, nn.Module):
-        return
+        return None
     parameters = sum(param.numel() for param in model.parameters())
     # tiny runs need no plan: a step makes no more bytes than it has FLOPs, and holds 18 of each parameter
     at_most = parameters * (6 * config.data.batch_size * config.data.context + 18)
-    if at_most < min(machine.device_bytes, machine.host_bytes) / 2:
-        return
+    leaves_room = config.memory.disk is not None and "offload" in str(config.stream.activations)
+    if at_most < min(machine.device_bytes, machine.host_bytes) / 2 and not leaves_room:
+        return None
     try:
         recollection = Recollection()
         plan = plan_run(config, machine, recollection)
     except ConfigError as error:
         print(f"not planned: {error}")
-        return
+        return None
     if not plan.fits:
         found = find_remedies(plan, lambda changed: plan_run(changed, machine, recollection))
         line = remedy_line("this run", found, plan, with_speed=False)
         raise ConfigError(line, table="\n".join(ledger_lines(plan)))
+    return plan
 
 
 def plan(

@@ -167,7 +167,11 @@ def plan_run(config: Config, machine: Machine, recollection: Recollection | None
         return _plan_with(in_memory, config, machine, recollection)
     room = max(1, room_on(machine, config).host_room)
     try:
-        return _plan_with(options | {"host_memory": room}, config, machine, recollection)
+        found = _plan_with(options | {"host_memory": room}, config, machine, recollection)
+        if found.step.host_for_inputs and found.step.host_total > room:
+            room = max(1, room - found.step.host_for_inputs)
+            found = _plan_with(options | {"host_memory": room}, config, machine, recollection)
+        return found
     except MemoryError as error:
         plan = _plan_with(in_memory, config, machine, recollection)
         return replace(plan, beyond_disk=str(error).partition("\n")[0])
@@ -205,6 +209,8 @@ def _plan(
     except ConfigError as error:
         raise error.__cause__ if isinstance(error.__cause__, MemoryError) else error from None
     executor = wrapped(model).executor
+    # the plan shows what steps take beside what has its place by now
+    executor.host_limit = None
     shape = config.data.batch_size, config.data.context
     # on the CPU, as data comes
     tokens = torch.zeros(shape, dtype=torch.long)

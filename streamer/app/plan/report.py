@@ -179,6 +179,8 @@ def _lanes(plan: RunPlan) -> Iterator[str]:
         busy, exposed = prediction.busy_seconds[lane], prediction.exposed_seconds[lane]
         is_compute = lane is Lane.COMPUTE
         overlap = "-" if is_compute or not busy else f"{1 - exposed / busy:.1%}"
+        if exposed > busy:  # compute waited for work that came late, such as an update behind a slow disk
+            overlap = "none"
         yield f"{lane.value:10}{busy:>10.3f}{'-' if is_compute else f'{exposed:.3f}':>12}{overlap:>10}"
     rate = prediction.seconds * 1e12
     yield (

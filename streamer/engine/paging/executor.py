@@ -60,7 +60,8 @@ class Executor:
     ``units`` are the layers, numbered from 0 in the order of their lists, and ``root`` all the rest;
     ``store`` has their shards in the same order, the root's last (so that its index ROOT finds it). There are
     ``num_slots`` weight slots, and more as ``budget`` bytes of device memory leave room for them. Of host
-    memory no more than ``host_limit`` bytes are taken, if that is given.
+    memory no more than ``host_limit`` bytes are taken, if that is given. What could be on disk leaves
+    ``for_inputs`` bytes of them to the layer inputs that will wait there.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Executor:
         sum_in_fp32: bool = True,
         update_in_backward: bool = False,
         host_limit: int | None = None,
+        for_inputs: int = 0,
         hazards: Hazards | None = None,
     ) -> None:
         self.backend = backend
@@ -83,6 +85,7 @@ class Executor:
         self.store = store
         self.sum_in_fp32 = sum_in_fp32
         self.host_limit = host_limit
+        self._for_inputs = for_inputs
         #: which thread may do what. [Note: threads]
         self.turns = Turns()
         self.issuer = Issuer(backend, hazards or Hazards())
@@ -370,6 +373,7 @@ class Executor:
         goes = {purpose.name for purpose in given_up} | {STATE_RING}
         held = store.bytes_by_purpose()
         room = self.host_available() + sum(held[name] for name in goes & held.keys())
+        room -= max(0, self._for_inputs - self.inputs.places.nbytes)
         stays = [purpose for purpose in store.on_disk() if purpose.name not in goes]
         if not stays and sum(host_bytes(layouts, purposes).values()) <= room:
             return frozenset()

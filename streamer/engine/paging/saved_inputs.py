@@ -309,7 +309,11 @@ class InputPager:
         require(
             f"a layer's saved inputs in host memory, beside {self.places.nbytes} bytes of them "
             "(activations='recompute+offload')",
-            self._host(nbytes, "take a smaller batch, or 'recompute' for some of the layers"),
+            self._host(
+                nbytes,
+                "take a smaller batch, or 'recompute' for some of the layers, or, with a disk, wrap with "
+                "example=, a batch, to leave room for them",
+            ),
         )
         return self._issuer.backend.host_buffer(nbytes)
 
