@@ -334,12 +334,14 @@ KILLS = 10
 #: Runs the first line of arguments itself, which loads what takes seconds to load, then forks a process for
 #: each further one, and kills it when it is time.
 ZYGOTE = """
-import json, os, random, signal, sys, time
+import json, os, random, signal, sys, threading, time
 sys.path.insert(0, {home!r})
 import torch, streamer, tqdm
 from streamer.app.cli import main
 torch.set_num_threads(1)
-tqdm.tqdm.monitor_interval = 0  # a thread that may hold tqdm's lock just when a child is forked
+# tqdm's lock is one for all processes: who is killed with it leaves it locked
+tqdm.tqdm.set_lock(threading.RLock())
+tqdm.tqdm.monitor_interval = 0  # a thread that may hold that lock just when a child is forked
 told = os.dup(1)
 os.dup2(2, 1)
 code = main(json.loads(sys.stdin.readline())[1])
