@@ -124,7 +124,8 @@ def may_step(executors: Sequence[Executor], *, skip_nonfinite: bool, found_inf: 
     if not skip_nonfinite and found_inf is None:
         raise NonFiniteError(what, remedy)
     for executor in real:
-        executor.skipped_steps += 1
+        step_too = not finite or executor.landing.keeps_gradients
+        executor.skipped_steps += executor.landing.newly_skipped(step_too=step_too)
     if found_inf is None:
         warn(what + skipped)
     return finite
@@ -291,7 +292,7 @@ class AdamW(torch.optim.Optimizer):
         stretches = unit.layout.stretches(used)
         state_dtype = self.state_dtype  # not self: a queued update shall not keep the optimizer alive
 
-        is_finite: list[bool] = []
+        is_finite, number = list[bool](), landing.number
 
         def update(shard: HostShard, *, gradient: torch.Tensor) -> None:
             if not is_finite:  # of state on disk each chunk comes here
@@ -299,7 +300,7 @@ class AdamW(torch.optim.Optimizer):
                 if not is_finite[0]:
                     for step in steps:
                         step -= 1
-                    landing.not_finite.append(unit.name)
+                    landing.not_finite.append((number, unit.name))
             if is_finite[0]:
                 update_shard(shard, updates, state_dtype, 1.0, seed=unit.index + 1, gradient=gradient)
 

@@ -19,6 +19,7 @@ it before it is measured.
 from __future__ import annotations
 
 import abc
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -57,8 +58,11 @@ class Landing(abc.ABC):
     keeps_gradients: bool
 
     def __init__(self) -> None:
-        #: names of layers whose update was skipped because their gradient was not finite
-        self.not_finite: list[str] = []
+        #: how many steps have been made
+        self.number = 0
+        #: the names of layers whose update was skipped because their gradient was not finite, each with the
+        #: number of steps made when it landed; updates add to them as they run
+        self.not_finite: deque[tuple[int, str]] = deque()
 
     @abc.abstractmethod
     def land(self, unit: Unit, slot: int, used: Sequence[bool], squares: torch.Tensor) -> bool:
@@ -92,8 +96,17 @@ class Landing(abc.ABC):
         return
 
     def next_step(self) -> list[str]:
-        """A step has been made; the names of layers that were not updated since the last one."""
+        """A step has been made; the names of layers that were found not to be updated since the last one."""
         return []
+
+    def newly_skipped(self, *, step_too: bool) -> int:
+        """How many steps were skipped in part, of which that was not known, by what the last `next_step` has
+        told; ``step_too`` is said where its own step was."""
+        return int(step_too)
+
+    def skipped_since(self) -> int:
+        """How many further ones are known since."""
+        return 0
 
     def release(self) -> None:
         """Give up the host buffers that gradients pass through."""

@@ -46,6 +46,10 @@ class UpdateInBackward(Landing):
         self._next = 0
         self._updaters: list[weakref.WeakMethod[Updater]] = []
         self._updated: set[int] = set()
+        #: what `next_step` has told
+        self._told: list[tuple[int, str]] = []
+        #: the numbers of the steps that were skipped, at least in part
+        self._skipped: set[int] = set()
         #: by a parameter of the root, its gradient since the last step
         self._of_root: dict[torch.Tensor, torch.Tensor] = {}
         #: by the `_counter` of a root gradient, its version after autograd's last write
@@ -124,8 +128,21 @@ class UpdateInBackward(Landing):
     def next_step(self) -> list[str]:
         self._forget_root()
         self._updated.clear()
-        skipped, self.not_finite = self.not_finite, []
-        return skipped
+        self.number += 1
+        self._told = []
+        while self.not_finite:
+            self._told.append(self.not_finite.popleft())
+        return [name for _, name in self._told]
+
+    def newly_skipped(self, *, step_too: bool) -> int:
+        # updates that run late tell of steps before the last
+        steps = {number for number, _ in self._told} | ({self.number - 1} if step_too else set())
+        new = steps - self._skipped
+        self._skipped |= new
+        return len(new)
+
+    def skipped_since(self) -> int:
+        return len({number for number, _ in [*self.not_finite]} - self._skipped)
 
 
 def _counter(gradient: torch.Tensor) -> int:

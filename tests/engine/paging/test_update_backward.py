@@ -13,6 +13,7 @@ from torch import nn
 
 import streamer
 from models.gpt2 import GPT
+from streamer.engine.paging.handle import wrapped
 from tests.reference import (
     History,
     assert_parity,
@@ -200,6 +201,25 @@ def test_layers_whose_gradient_is_not_finite_are_left_alone(skip_nonfinite: bool
             language_loss(model, 3).backward()
             optimizer.step()
         assert streamer.stats(model).skipped_steps == int(skip_nonfinite)
+
+
+@pytest.mark.filterwarnings("ignore:the gradient of")
+def test_a_step_whose_updates_come_late_is_skipped_once() -> None:
+    """Some are known when the step is made, those of the first layers after it."""
+    with in_backward(dtype=torch.bfloat16) as model:
+        optimizer = streamer.AdamW(model.parameters(), lr=1e-2, skip_nonfinite=True)
+        for step in range(2):
+            spoiled(model, step, layer=3).backward()
+            landing = wrapped(model).executor.landing
+            streamer.synchronize(model)
+            late = [landing.not_finite.pop() for _ in range(2)]
+            optimizer.step()
+            landing.not_finite.extend(late)
+            assert streamer.stats(model).skipped_steps == step + 1
+            optimizer.zero_grad()
+        language_loss(model, 9).backward()
+        optimizer.step()
+        assert streamer.stats(model).skipped_steps == 2
 
 
 def test_only_what_is_in_no_layer_is_not_finite() -> None:
