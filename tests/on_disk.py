@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import streamer
 from streamer.backends.disk import Disks, Scratch
 from streamer.memory import on_disk
 
@@ -79,6 +82,15 @@ def disks(folder: Path, count: int = 1, **options: Any) -> Disks:
     for each in folders:
         each.mkdir(exist_ok=True)
     return Disks(folders, partial(Scratch, **({"direct_io": "off", "in_flight": 2} | options)))
+
+
+def least_budget(model: nn.Module, **options: Any) -> int:
+    """The least ``host_memory`` that ``model`` can be wrapped with, as the error of too small a one says."""
+    with tempfile.TemporaryDirectory() as folder, pytest.raises(MemoryError) as refused:
+        streamer.wrap(model, host_memory=1, disk=disks(Path(folder)), **options)
+    least = re.search(r"host_memory needs ([0-9]+) bytes", str(refused.value))
+    assert least is not None
+    return int(least[1])
 
 
 def copied(value: Any) -> Any:

@@ -1,0 +1,127 @@
+"""A limit of memory that is set from outside: a process on disk stays inside of it, page cache included."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from streamer.backends.direct_io import ScratchFile, System
+from streamer.backends.host_memory import groups
+
+HOME = Path(__file__).parent.parent.parent.parent
+MIB = 1 << 20
+#: Beside the model: PyTorch's temporaries of a layer, and Python's own.
+BESIDE = 160 * MIB
+BUDGET = 160 * MIB
+
+#: Its argument: the control group, the folder on disk if there is one, and the budget.
+PROGRAM = """
+import json, os, sys
+import torch, streamer
+from torch import nn
+from streamer.backends.host_memory import groups
+from streamer.engine.paging.handle import wrapped
+
+group, folder, budget = json.loads(sys.argv[1])
+torch.manual_seed(0)
+
+def layer(width):
+    return nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
+
+def initialise(module):
+    for param in module.parameters(recurse=False):
+        nn.init.normal_(param, std=0.01)
+
+def train(width, layers, steps, **options):
+    with torch.device("meta"):
+        model = nn.Sequential(*(layer(width) for _ in range(layers)))
+    model = nn.Sequential(model)
+    streamer.wrap(model, layers="0", device="cpu", dtype=torch.bfloat16, init=initialise,
+                  update="backward", **options)
+    optimizer = streamer.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for number in range(steps):
+        x = torch.randn(2, width, generator=torch.Generator().manual_seed(number)).bfloat16()
+        loss = (model(x).float() - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    streamer.synchronize(model)
+    executor = wrapped(model).executor
+    found = sum(executor.host_bytes().values()), sum(executor.disk_bytes().values())
+    wrapped(model).close()
+    return losses, *found
+
+train(32, 2, 2)  # compiles and loads what is needed
+with open(os.path.join(group, "cgroup.procs"), "w") as file:
+    file.write(str(os.getpid()))
+groups.cache_clear()  # no process changes its group in the middle of a run
+options = {} if folder is None else {"host_memory": budget, "disk": folder}
+print(json.dumps(train(640, 20, 2, **options)))
+"""
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """On a file system with direct I/O."""
+    why_not = []
+    for parent in (None, HOME):
+        with tempfile.TemporaryDirectory(dir=parent) as name:
+            file = ScratchFile(name, system=System())
+            file.close()
+            if not file.why_not:
+                yield Path(name)
+                return
+            why_not.append(f"{file}: {file.why_not}")
+    pytest.skip("; ".join(why_not))
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A control group of this process's own, with the limit."""
+    for own in groups(Path("/proc/self")):
+        made = own.folder / f"streamer-test-{os.getpid()}"
+        limit = {1: "memory.limit_in_bytes", 2: "memory.max"}[own.version]
+        try:
+            made.mkdir()
+        except OSError:
+            continue
+        try:
+            (made / limit).write_text(str(BUDGET + BESIDE))
+        except OSError:
+            made.rmdir()
+            continue
+        yield made
+        made.rmdir()
+        return
+    pytest.skip("this process may make no control group with a limit of memory")
+
+
+def run(group: Path, folder: Path | None) -> subprocess.CompletedProcess[str]:
+    given = json.dumps([str(group), folder and str(folder), BUDGET])
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, given],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"PYTHONPATH": str(HOME), "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"},
+    )
+
+
+def test_a_process_on_disk_stays_inside_of_a_limit(group: Path, folder: Path) -> None:
+    on_disk = run(group, folder)
+    assert on_disk.returncode == 0, on_disk.stderr
+    losses, host, disk = json.loads(on_disk.stdout)
+    assert all(0 < loss < 1 for loss in losses)
+    assert host <= BUDGET and disk > 2 * (BUDGET + BESIDE)
+    refused = run(group, None)
+    assert refused.returncode == 1
+    assert "MemoryError: not enough memory for the model: " in refused.stderr

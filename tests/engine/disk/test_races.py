@@ -1,0 +1,122 @@
+"""Optimizer state on disk, and lanes that dawdle: the results are the same, and the waits make it so."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import streamer
+import streamer.engine.paging.executor
+from streamer.backends.base import Lane
+from streamer.backends.thread import Delay, ThreadBackend
+from streamer.engine.paging.handle import wrapped
+from streamer.engine.schedule.hazards import Hazards
+from tests.on_disk import Model, copied, disks, least_budget, loss_of, small_chunks
+from tests.reference import assert_equal, random_delays
+
+__all__ = ["small_chunks"]
+
+STEPS = 3
+DISK = (Lane.DISK_READ, Lane.DISK_WRITE)
+
+
+@cache
+def least(update: str) -> int:
+    return least_budget(Model(), layers="layers", device="cpu", dtype=torch.bfloat16, update=update)
+
+
+def trained(
+    update: str, state_dtype: str, folder: Path | None = None, delays: dict[Lane, Delay] | None = None
+) -> list[dict[str, torch.Tensor]]:
+    """Losses, weights and moments; with a ``folder`` most of the state is on disk, in poisoned buffers."""
+    options: dict[str, Any] = {} if folder is None else {"host_memory": least(update), "disk": disks(folder)}
+    options |= {"layers": "layers", "dtype": torch.bfloat16, "update": update}
+    model = Model()
+    streamer.wrap(model, backend=ThreadBackend(delays=delays, poison=True), **options)
+    try:
+        optimizer = streamer.AdamW(model.parameters(), lr=1e-2, state_dtype=state_dtype)
+        assert folder is None or wrapped(model).executor.disk_bytes()
+        losses = {}
+        for step in range(STEPS):
+            loss = loss_of(model, step)
+            loss.backward()
+            if update == "step":
+                streamer.clip_grad_norm_(model, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[str(step)] = loss.detach()
+        params = dict(model.named_parameters())
+        state = {
+            f"{name} {key}": value
+            for name, param in params.items()
+            for key, value in optimizer.state[param].items()
+        }
+        return [copied(losses), copied({name: param.data for name, param in params.items()}), copied(state)]
+    finally:
+        with warnings.catch_warnings(record=True):  # of what was lost
+            warnings.simplefilter("always")
+            wrapped(model).executor.issuer.forget_failures()
+            streamer.unwrap(model)
+
+
+undisturbed = cache(trained)
+
+
+def always(seconds: float) -> Delay:
+    return lambda: seconds
+
+
+@pytest.mark.parametrize("lanes", [(lane,) for lane in (*DISK, Lane.HOST)] + [DISK], ids=str)
+@pytest.mark.parametrize(("update", "state_dtype"), [("step", "float32"), ("backward", "bfloat16")])
+def test_a_slow_lane_changes_nothing(
+    tmp_path: Path, lanes: tuple[Lane, ...], update: str, state_dtype: str
+) -> None:
+    delays = {lane: always(0.005) for lane in lanes}
+    assert_equal(trained(update, state_dtype, tmp_path, delays), undisturbed(update, state_dtype))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_delays_change_nothing(tmp_path: Path, seed: int) -> None:
+    update = ("step", "backward")[seed % 2]
+    state_dtype = ("float32", "bfloat16", "int8")[seed % 3]
+    actual = trained(update, state_dtype, tmp_path, random_delays(seed))
+    assert_equal(actual, undisturbed(update, state_dtype))
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+@pytest.mark.parametrize(
+    ("dropped", "slow"),
+    [
+        # an update of a buffer that has not been filled; the disk's write of one that was not updated
+        ("read_after_write", Lane.DISK_READ),
+        ("read_after_write", Lane.HOST),
+        # the disk's read into a buffer that is being updated, or written
+        ("write_after_read", Lane.DISK_WRITE),
+    ],
+    ids=str,
+)
+def test_without_either_kind_of_wait_the_result_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dropped: str, slow: Lane, update: str
+) -> None:
+    expected = undisturbed(update, "float32")
+    monkeypatch.setattr(streamer.engine.paging.executor, "Hazards", partial(Hazards, **{dropped: False}))
+    # what is read too early is full of NaN
+    warnings.filterwarnings("ignore", message="(a|the) gradient .*is NaN or infinite")
+    try:
+        actual = trained(update, "float32", tmp_path, {slow: always(0.02)})
+    except (OSError, RuntimeError, ValueError) as error:
+        noticed = (
+            "on disk cannot be right: it (is being (read|written)|was never written)|on disk.* is lost"
+            "|modified by an inplace operation|writes its own weights|gradients were written after"
+            "|were written while its update was reading them|did not do the same when it ran again"
+        )
+        assert re.search(noticed, str(error)), str(error)
+        return
+    with pytest.raises(AssertionError):
+        assert_equal(actual, expected)
