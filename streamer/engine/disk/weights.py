@@ -25,6 +25,7 @@ from streamer.engine.disk.state import ShardUpdate, StatePager
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import Place
+from streamer.engine.schedule.order import Phase
 from streamer.memory.host import HostStore
 from streamer.memory.on_disk import WeightsOnDisk
 
@@ -50,6 +51,12 @@ class WeightRing:
         #: buffers that may be used for others, the one that is free for longest first
         self._free = OrderedDict.fromkeys(range(len(self._buffers)))
         self._pending: dict[int, _Update] = {}
+        #: the phase of the visits in which a unit's weights were last updated
+        self._updated_in: dict[int, Phase] = {}
+
+    def updated_in(self, unit: int) -> Phase | None:
+        """The phase of the visits in which the unit's weights are updated, None if they never were."""
+        return self._updated_in.get(unit)
 
     def is_out(self, unit: int) -> bool:
         """Whether the unit's weights are on disk and nowhere else."""
@@ -81,8 +88,10 @@ class WeightRing:
         assert unit not in self._pending, "what asks for an update has waited for the one before"
         update = _Update(work, nbytes, source)
         if source == ops.gradient(unit):
+            self._updated_in[unit] = Phase.FORWARD
             self._pending[unit] = update
         else:
+            self._updated_in[unit] = Phase.BACKWARD
             self._update(unit, self._hold(unit), update)
 
     def finish(self) -> None:

@@ -109,9 +109,16 @@ class Weights:
         """
         self._fetch_upcoming()
         if self._ring is not None:
-            upcoming = islice(self._order.upcoming(), len(self.slots.buffers) + WEIGHT_BUFFERS)
-            self._ring.fill(i for i in upcoming if i in self._outdated or self.slots.find(i) is None)
+            visits = islice(self._order.upcoming_visits(), len(self.slots.buffers) + WEIGHT_BUFFERS)
+            self._ring.fill(visit.unit for visit in visits if self._passes_ring(visit))
         self._is_settled = True
+
+    def _passes_ring(self, visit: Visit) -> bool:
+        """Whether a visit to come needs its unit's weights in the ring: for the slot, or to be updated."""
+        assert self._ring is not None, "they are on disk"
+        index = visit.unit
+        in_slot = index not in self._outdated and self.slots.find(index) is not None
+        return not in_slot or self._ring.updated_in(index) is visit.phase
 
     def _fetch_upcoming(self) -> None:
         slots, upcoming = self.slots, self._order.upcoming()

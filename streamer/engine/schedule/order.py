@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 
@@ -83,6 +84,11 @@ class Order:
         next use after each of the nearest visits is among them."""
         cycle = self._expected()
         return cycle.thrice[self._position :]
+
+    def upcoming_visits(self) -> Iterator[Visit]:
+        """The visits to come: the rest of this cycle, then a whole one."""
+        visits = self._expected().visits
+        return chain(visits[self._position :], visits)
 
     def _begins_cycle(self, visit: Visit) -> bool:
         if not self._now:
