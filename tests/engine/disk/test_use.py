@@ -258,7 +258,7 @@ class Counting:
 
 
 #: Reads of layers in a step of six that ends in `synchronize`.
-READS = 10
+READS = {"step": 9, "backward": 10}
 
 
 class Matrices(nn.Module):
@@ -321,10 +321,10 @@ def test_a_step_moves_as_many_bytes_as_the_disk_holds(
         assert written == sum(held.values()) + of_weights
         # what was never written is not read; remainders were, by `wrap`
         brought = read - (sum(held.values()) if number else held["remainders"])
-        # Each layer is read twice but for those that are in the ring, or in a slot, when a pass begins; in the
-        # ring is what the pass before has visited last. `synchronize` reads those that wait for an update.
-        if number:
-            assert brought == (READS * one if weights else 0)
+        # Each layer is read twice but for those that are in the ring when a pass begins: what the pass before
+        # has visited last. `synchronize` reads those that wait for an update.
+        if number > 1:
+            assert brought == (READS[update] * one if weights else 0)
     streamer.unwrap(model)
 
 
