@@ -91,7 +91,7 @@ def _leaving_room(config: Config, plan: RunPlan | None) -> Config:
     there in a step, which ``plan`` knows, and have more on disk."""
     if plan is None or not plan.has_disk or not plan.step.host_for_inputs:
         return config
-    room = max(1, plan.room.host_room - plan.step.host_for_inputs)
+    room = max(1, plan.room.host_room() - plan.step.host_for_inputs)
     return replace(config, memory=replace(config.memory, host=f"{room}B"))
 
 

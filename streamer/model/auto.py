@@ -229,8 +229,8 @@ def choose_options(
     room = room_of(backend, model.parameters(), limit=options.device_limit)
     room = replace(room, host_limit=options.host_limit)
     without = skeleton(model)
-    whole = plan_of(without, machine, batch, options, host_bytes=room.host_room)
-    in_parts = plan_of(without, machine, batch, options, room.tensors, room.host_room)
+    whole = plan_of(without, machine, batch, options, host_bytes=room.host_room())
+    in_parts = plan_of(without, machine, batch, options, room.tensors, room.host_room())
     chosen = choose(whole, among, room, in_parts)
     logging.getLogger("streamer").info("chosen: %s", chosen.reason)
     return chosen

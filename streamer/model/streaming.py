@@ -71,7 +71,7 @@ def stream(
         if host_threads is not None and not virtual:
             backend.on_host(partial(native.set_num_threads, host_threads))
         plain_dtypes = {param: param.dtype for param in model.parameters()}
-        room = room_of(backend, plain_dtypes)
+        room = replace(room_of(backend, plain_dtypes), host_limit=host_limit)
         cut = cut_to_fit(model, units, root, dtype, num_slots=slots, available=room.tensors, limit=limit)
         if cut.split and micro_batch_size is not None:
             refuse_micro_batches(cut.split)
@@ -85,13 +85,11 @@ def stream(
         for_inputs = 0 if chosen is None else chosen.plan.host_for_inputs
         if options.disk is not None:
             disks, moments = _disks(backend, options.disk), {}
-            left = min(room.host, host_limit or room.host) - for_inputs
+            left = room.host_room(sum(planned.device.values())) - for_inputs
             planned, on_disk = to_disk(
                 planned, units, root, left, stored=disks.stored, may_write=disks.may_write
             )
-        replace(planned, host={**planned.host, **moments}).check(
-            replace(room, host_limit=host_limit), device_remedy=cut.remedy
-        )
+        replace(planned, host={**planned.host, **moments}).check(room, device_remedy=cut.remedy)
         store = HostStore(
             [unit.layout for unit in (*units, root)],
             backend.host_buffer,

@@ -26,10 +26,11 @@ class Room:
     lockable: int | None = None
     host_limit: int | None = None
 
-    @property
-    def host_room(self) -> int:
-        """Bytes of host memory that the model may take."""
-        return self.host if self.host_limit is None else min(self.host, self.host_limit)
+    def host_room(self, device: int = 0) -> int:
+        """Bytes of host memory that the model may take, beside ``device`` bytes of the device where the
+        device's memory is the host's."""
+        there = max(0, self.host - device * self.shared)
+        return there if self.host_limit is None else min(there, self.host_limit)
 
     @property
     def tensors(self) -> int:

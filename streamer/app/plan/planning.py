@@ -165,7 +165,7 @@ def plan_run(config: Config, machine: Machine, recollection: Recollection | None
     in_memory = options | {"host_memory": None, "disk": None}
     if config.memory.disk is None:
         return _plan_with(in_memory, config, machine, recollection)
-    room = max(1, room_on(machine, config).host_room)
+    room = max(1, room_on(machine, config).host_room())
     try:
         found = _plan_with(options | {"host_memory": room}, config, machine, recollection)
         if found.step.host_for_inputs and found.step.host_total > room:

@@ -26,6 +26,8 @@ from streamer.backends.thread import ThreadBackend
 from streamer.engine.paging.handle import wrapped
 from streamer.errors import DiskError
 from streamer.memory.on_disk import RING, WEIGHT_BUFFERS
+from streamer.simulate.backend import VirtualBackend
+from streamer.simulate.machine import CPU, Machine
 from tests.on_disk import Model, copied, disks, least_budget, loss_of, small_chunks
 from tests.reference import assert_equal
 
@@ -445,3 +447,20 @@ def test_moments_without_room_for_the_ring_are_refused(tmp_path: Path) -> None:
     a_step(model, adamw(model), 0)
     with warnings.catch_warnings():
         streamer.unwrap(model)
+
+
+def test_on_the_cpu_the_device_takes_its_part_of_the_same_memory() -> None:
+    """Without a budget: host memory has room for the model's, or for the device's, and not for both."""
+
+    def bytes_with(host_bytes: int) -> tuple[int, int]:
+        machine = Machine("CPU", 1e12, 1e10, 1e10, 1e10, host_bytes, host_bytes, kind=CPU)
+        with torch.device("meta"):
+            model = Model()
+        streamer.wrap(model, backend=VirtualBackend(machine), disk="/nowhere", **OPTIONS)
+        executor = wrapped(model).executor
+        return sum(executor.host_bytes().values()), sum(executor.device_bytes().values())
+
+    host, device = bytes_with(1 << 40)
+    moments = 8 * sum(param.numel() for param in Model().parameters())
+    there = host + moments + device // 2
+    assert sum(bytes_with(there)) <= there
