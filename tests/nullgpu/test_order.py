@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,9 +16,11 @@ import torch
 
 import streamer
 import streamer.engine.paging.executor
+from streamer.engine.paging.handle import wrapped
 from streamer.engine.schedule.hazards import Hazards
 from tests.nullgpu import device
 from tests.nullgpu.chain import HALVING, WIDTH, Chain
+from tests.on_disk import disks
 
 pytestmark = pytest.mark.cuda_api
 
@@ -36,8 +40,8 @@ def late_copies() -> Iterator[None]:
 
 
 @contextmanager
-def wrapped_chain(**options: Any) -> Iterator[Chain]:
-    model = Chain()
+def wrapped_chain(length: int = 4, **options: Any) -> Iterator[Chain]:
+    model = Chain(length)
     streamer.wrap(model, layers="links", **({"device": "cuda"} | options))
     try:
         yield model
@@ -112,6 +116,32 @@ def test_layers_read_what_the_host_held(activations: str, options: dict[str, Any
     check(activations=activations, **options)
 
 
+@pytest.mark.parametrize("what", ["state", "weights too"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activations": "recompute"},
+        {"activations": "keep", "num_slots": 1},
+        {"activations": "recompute+offload", "num_slots": 3, "dtype": torch.bfloat16},
+        {"activations": "recompute", "update": "backward"},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_layers_read_what_is_on_disk(what: str, options: dict[str, Any], tmp_path: Path) -> None:
+    options = options | {"length": 10, "disk": disks(tmp_path)}
+    with pytest.raises(MemoryError) as refused, wrapped_chain(**options, host_memory=1):
+        pass
+    found = re.search(r"host_memory needs ([0-9]+) bytes", str(refused.value))
+    assert found is not None
+    budget = int(found[1])
+    if what == "state":
+        with wrapped_chain(**options) as model:
+            budget += wrapped(model).executor.host_bytes()["weights"]
+    elif "offload" in options["activations"]:
+        budget += 1 << 20
+    check(**options, host_memory=budget, on_disk=what)
+
+
 @POLICIES
 def test_with_a_scaler(activations: str) -> None:
     check(activations=activations, train=partial(train, scaler=torch.amp.GradScaler("cuda")))
@@ -122,7 +152,7 @@ def test_with_a_loss_in_chunks(activations: str) -> None:
     check(activations=activations, train=partial(train, is_chunked=True))
 
 
-def check(*, train: Any = train, **options: Any) -> None:
+def check(*, train: Any = train, on_disk: str | None = None, **options: Any) -> None:
     place = options.get("device", "cuda:0")
     if torch.device(place).index >= torch.cuda.device_count():
         pytest.skip(f"needs {place}")
@@ -133,6 +163,9 @@ def check(*, train: Any = train, **options: Any) -> None:
     with wrapped_chain(**options) as model:
         taken = train(model, place=place)
         assert model.record.wrong() == []
+        if on_disk is not None:
+            assert ("weights" in streamer.stats(model).disk_bytes) == (on_disk == "weights too")
+            assert streamer.stats(model).disk_bytes["exp_avg"] > 0
         looks = (2 if options["activations"] == "keep" else 3) * 4 // options.get("micro_batch_size", 4)
         assert len(model.record.read) == STEPS * (2 + looks * len(model.links))
         assert [link.weight.detach().cpu().unique().tolist() for link in model.all_links()] == [

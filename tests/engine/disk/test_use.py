@@ -463,3 +463,19 @@ def test_on_the_cpu_the_device_takes_its_part_of_the_same_memory() -> None:
     host, device = bytes_with(1 << 40)
     there = host + device // 2
     assert sum(bytes_with(there)) <= there
+
+
+@pytest.mark.parametrize("room", [0, 100_000, 400_000, 1_000_000])
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_planned_bytes_are_held_bytes(tmp_path: Path, room: int, update: str) -> None:
+    options = OPTIONS | {"device": "cpu", "update": update}
+    budget = least_budget(Model(), **options) + room
+    model = streamer.wrap(Model(), host_memory=budget, disk=disks(tmp_path), **options)
+    executor, planned = wrapped(model).executor, wrapped(model).planned
+    assert executor.host_bytes() == planned.host
+    assert executor.disk_bytes() == planned.disk
+    optimizer = adamw(model)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    assert sum(executor.host_bytes().values()) <= budget
+    streamer.unwrap(model)
