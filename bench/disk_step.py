@@ -12,7 +12,8 @@ or the script fails.
 for this machine as `streamer calibrate` measures it at the start, with the throttle's rates for its disk, and
 a compute rate with which the plan of the step in host memory takes as long as that step. ``bound`` is the
 longer of the step in host memory and of the bytes of a disk lane at its rate: no order of the work can be
-faster. With ``update="step"`` the disk has nothing to do in backward, so no step is as fast as that.
+faster. With ``update="step"`` the disk has nothing to do in backward, with "backward" little in forward, so
+no step on a slow disk is as fast as that.
 ``state_over_budget`` is how many times the budget of host memory the optimizer's state is.
 """
 
@@ -77,7 +78,9 @@ class Placement:
             model = model_of(options)
         where: dict[str, Any] = {} if budget is None else {"host_memory": budget, "disk": disk}
         on: dict[str, Any] = {"backend": backend} if virtual else {"device": "cpu"}
-        self.model = streamer.wrap(model, layers="transformer.h", dtype=torch.bfloat16, **where, **on)
+        self.model = streamer.wrap(
+            model, layers="transformer.h", dtype=torch.bfloat16, update=options.update, **where, **on
+        )
         self.executor = wrapped(self.model).executor
         self.optimizer = streamer.AdamW(self.model.parameters(), lr=1e-4)
         shape = options.batch, options.context + 1
@@ -229,6 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--vocab", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--update", choices=("step", "backward"), default="step")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="in a turn (3)")
     parser.add_argument("--trace", type=Path, help="where the Chrome trace of the first throttled run goes")
@@ -236,7 +240,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     load_before = load_average()
     report = provenance("bench/disk_step.py", load_before=load_before)
-    report |= {name: getattr(options, name) for name in ("layers", "width", "vocab", "batch", "context")}
+    report |= {
+        name: getattr(options, name) for name in ("layers", "width", "vocab", "batch", "context", "update")
+    }
     report |= {"rounds": options.rounds, "steps": options.steps, **measure(options)}
     print("\n".join(step_table(report)))
     write_json(options.json, report)

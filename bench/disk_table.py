@@ -94,8 +94,9 @@ def step_table(report: Report) -> list[str]:
     ]
     return [
         f"A GPT of {report['parameters'] / 1e6:.1f} million parameters in bf16, {report['layers']} layers of "
-        f"width {report['width']}, {report['tokens_per_step']} tokens a step, {report['rounds']} rounds of "
-        f"{report['steps']} steps; losses are equal to the bit:",
+        f'width {report["width"]}, update="{report.get("update", "step")}", '
+        f"{report['tokens_per_step']} tokens a step, "
+        f"{report['rounds']} rounds of {report['steps']} steps; losses are equal to the bit:",
         "",
         *table(heads, rows),
     ]
@@ -104,3 +105,18 @@ def step_table(report: Report) -> list[str]:
 def _rate(row: Report) -> str:
     rate = row["throttle_bytes_per_second"]
     return "as it is" if rate is None else f"{rate / 1e6:.0f} MB/s"
+
+
+def disk_figure(report: Report) -> str:
+    """What `bench.disk_step` has found, in sentences."""
+    slow = [row for row in report["placements"] if row["throttle_bytes_per_second"] is not None]
+    told = [
+        f"{row['slower']['median']:.2f} times as long with {row['placement']} at {_rate(row)} each way "
+        f"(planned: {row['planned']:.2f})"
+        for row in slow
+    ]
+    return (
+        f"A step of {report['parameters'] / 1e6:.0f} million parameters in bf16, of "
+        f"{report['tokens_per_step']} tokens on {report['hardware']['cores']} cores, takes, beside one in "
+        f"host memory, {', '.join(told)}."
+    )

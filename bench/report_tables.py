@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from bench.architectures_report import architectures_table
-from bench.disk_table import disk_table
+from bench.disk_table import disk_table, step_table
 from bench.markdown import Report, number, spread, table
 from bench.plan_table import plan_table
 from bench.plans_table import plans_table
@@ -290,6 +290,7 @@ TABLES: dict[str, Callable[[Report], list[str]]] = {
     "bench/beside_others.py": beside_others,
     "bench/checkpoint.py": checkpoint,
     "bench/disk.py": disk_table,
+    "bench/disk_step.py": step_table,
     "bench/clock.py": clock,
     "bench/depth.py": depth,
     "bench/fits.py": fits,
