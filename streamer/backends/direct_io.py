@@ -15,20 +15,24 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import mmap
 import os
+import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from streamer.backends.base import Process
 from streamer.errors import DiskError
+
+if sys.platform == "linux":
+    import fcntl
 
 #: The least multiple that addresses, offsets and sizes are rounded up to: a page, a block of ext4 and XFS.
 #: Drives may take less (512 bytes), but ext4 then locks the whole file for a write of part of a block.
@@ -91,17 +95,31 @@ def set_direct(fd: int) -> None:
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
 
 
+def _absent(*_: object) -> Any:
+    raise AssertionError("files are not opened where the system lacks this call")
+
+
 @dataclass(frozen=True)
 class System:
     """The calls of the system that a scratch file makes; tests put faults in their place."""
 
     open: Callable[[str, int, int], int] = os.open
-    allocate: Callable[[int, int, int], None] = os.posix_fallocate
-    preadv: Transfer = os.preadv
-    pwritev: Transfer = os.pwritev
+    allocate: Callable[[int, int, int], None] = getattr(os, "posix_fallocate", _absent)
+    preadv: Transfer = getattr(os, "preadv", _absent)
+    pwritev: Transfer = getattr(os, "pwritev", _absent)
     set_direct: Callable[[int], None] = set_direct
     direct_alignment: Callable[[int], int | None] = direct_alignment
     file_system: Callable[[int], int] = file_system
+
+
+def check_system(what: object) -> None:
+    """Raise DiskError, naming ``what`` was asked for, where the system lacks what files are used by here."""
+    if sys.platform != "linux":
+        raise DiskError(
+            f"{what}: reading and writing past the page cache needs Linux, and this is {sys.platform}: go "
+            "without a disk",
+            errno.ENOSYS,
+        )
 
 
 class ScratchFile:
@@ -114,6 +132,7 @@ class ScratchFile:
 
     def __init__(self, folder: str | os.PathLike[str], *, direct: bool = True, system: System) -> None:
         self.folder = Path(folder)
+        check_system(f"disk={self}")
         self._system = system
         # those of Path raise errors of their own where a folder above may not be searched
         if not os.path.exists(folder):
@@ -279,6 +298,7 @@ class StoredFile:
 
     def __init__(self, path: Path, *, system: System) -> None:
         self.path = path
+        check_system(path)
         self._system = system
         try:
             self._fd = system.open(str(path), os.O_RDONLY | os.O_CLOEXEC, 0)

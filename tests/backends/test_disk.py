@@ -1123,3 +1123,33 @@ def test_a_failed_transfer_is_not_slept_over(folder: Path) -> None:
         with pytest.raises(DiskError):
             scratch.write(extent, buffer_of(scratch, 5000, 1))
     assert clock.slept == []
+
+
+ELSEWHERE = """
+import os, sys
+import numba, psutil, torch, tqdm
+sys.platform = "darwin"
+sys.modules["fcntl"] = None
+for name in ("posix_fallocate", "posix_fadvise", "preadv", "pwritev", "O_DIRECT"):
+    delattr(os, name)
+import streamer
+model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(4, 4)))
+try:
+    streamer.wrap(model, layers="0", device="cpu", disk=".")
+except streamer.DiskError as error:
+    print(error)
+streamer.unwrap(streamer.wrap(model, layers="0", device="cpu"))
+"""
+
+
+def test_elsewhere_than_on_linux_all_but_the_disk_works() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", ELSEWHERE],
+        capture_output=True,
+        text=True,
+        cwd=HOME,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    needs = "reading and writing past the page cache needs Linux, and this is darwin: go without a disk"
+    assert done.stdout == f"disk=.: {needs}\n"
