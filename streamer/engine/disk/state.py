@@ -45,13 +45,17 @@ class StatePager:
         *,
         weight: torch.Tensor | None = None,
         place: int | None = None,
+        then: Callable[[], object] | None = None,
     ) -> None:
         """Queue ``work``, which moves ``nbytes`` of host memory, for the shard of ``unit``, from the gradient
-        in ``source``. Its weights, if they are on disk, are ``weight``, in buffer ``place`` of their ring."""
+        in ``source``. Its weights, if they are on disk, are ``weight``, in buffer ``place`` of their ring.
+        ``then`` issues what is to follow the update at once, before the last of the state goes to disk."""
         shard = self._store.shards[unit]
         if shard.disk is None:
             whole = shard if weight is None else Window(shard, {WEIGHTS.name: weight})
             self._issuer.issue(ops.step(unit, source, nbytes, None, place), partial(work, whole))
+            if then is not None:
+                then()
             return
         ring = self._store.ring()
         before: Event | None = None
@@ -64,7 +68,10 @@ class StatePager:
             part = nbytes * (chunk.stop - chunk.start) // shard.layout.state_numel
             step = ops.step(unit, source, part, mine, place)
             run = partial(_run, work, shard.disk, chunk, window, before)
-            before = self._through_ring(unit, shard.disk, chunk, mine, ring[mine], step, run)
+            is_last = chunk is shard.disk.chunks[-1]
+            before = self._through_ring(
+                unit, shard.disk, chunk, mine, ring[mine], step, run, then if is_last else None
+            )
 
     def _through_ring(
         self,
@@ -75,11 +82,14 @@ class StatePager:
         buffer: torch.Tensor,
         step: Op,
         work: Callable[[], None],
+        then: Callable[[], object] | None,
     ) -> Event:
         issue = self._issuer.issue
         on_disk = unit, chunk.number, place, disk.chunk_bytes(chunk)
         issue(ops.read_state(*on_disk), partial(disk.read_chunk, chunk, buffer))
         updated = issue(step, work)
+        if then is not None:
+            then()
         poison = self._issuer.backend.poison
         issue(ops.write_state(*on_disk), partial(_write, disk, chunk, buffer, poison=poison))
         return updated

@@ -141,9 +141,11 @@ class WeightRing:
     def _update(self, unit: int, place: int, update: _Update) -> None:
         disk, buffer = self._disk(unit), self._buffers[place]
         weight = buffer[: self._store.shards[unit].layout.nbytes]
-        self._state.update(unit, *update, weight=weight, place=place)
         op = ops.write_weights(unit, place, disk.written_bytes)
-        self._issuer.issue(op, partial(disk.write_all, buffer))
+        # before the state, which is several times as long: the buffer is wanted for other weights, whose read
+        # keeps those behind it in its lane
+        write = partial(self._issuer.issue, op, partial(disk.write_all, buffer))
+        self._state.update(unit, *update, weight=weight, place=place, then=write)
 
     def _disk(self, unit: int) -> WeightsOnDisk:
         disk = self._store.shards[unit].weights_on_disk
