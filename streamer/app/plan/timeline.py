@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from bisect import bisect_right
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,10 @@ COLOURS = {
     "OFFLOAD_INPUT": ("#e8a0b4", "offload_input: saved input to the host"),
     "STEP": ("#e8a33d", "step: update on the host"),
     "NORM": ("#b47cc7", "norm: for clipping"),
+    "READ_STATE": ("#8c8c3c", "read_state: optimizer state from disk"),
+    "WRITE_STATE": ("#c9c96b", "write_state: to disk"),
+    "READ_WEIGHTS": ("#3c8c8c", "read_weights: from disk"),
+    "WRITE_WEIGHTS": ("#7fd0d0", "write_weights: to disk"),
 }
 WAITING = "#d0d0d0"
 
@@ -35,8 +40,10 @@ def kind_of(name: str) -> str:
 
 def step_bounds(events: list[dict[str, Any]], steps: int) -> tuple[float, float]:
     """From the start of the forward ``steps`` steps before the last whole one, in microseconds."""
-    updates = sorted(event["ts"] for event in events if event["name"] == "rootSTEP")
     forwards = sorted(event["ts"] for event in events if event["name"] == "rootF")
+    # of state on disk each chunk has an update of its own: the first of those between two forwards
+    of_root = sorted(event["ts"] for event in events if event["name"].partition("@")[0] == "rootSTEP")
+    updates = sorted({bisect_right(forwards, ts): ts for ts in reversed(of_root)}.values())
     if len(updates) < steps + 1:
         raise SystemExit(f"the trace holds {len(updates)} steps: {steps + 1} are needed to show {steps}")
     begin = max(ts for ts in forwards if ts < updates[-steps])
@@ -61,8 +68,10 @@ def draw(trace: Path, picture: Path, *, steps: int) -> None:
 def draw_between(trace: Path, picture: Path, begin: float, end: float) -> None:
     """Draw what ``trace`` shows from ``begin`` to ``end``, in microseconds."""
     everything = json.loads(trace.read_text())["traceEvents"]
-    rows = {event["tid"]: event["args"]["name"] for event in everything if event["ph"] == "M"}
-    figure, axes = plt.subplots(figsize=(12, 2.8), layout="constrained")
+    used = {event["tid"] for event in everything if event["ph"] == "X"}
+    named = {event["tid"]: event["args"]["name"] for event in everything if event["ph"] == "M"}
+    rows = {tid: name for tid, name in named.items() if tid in used}
+    figure, axes = plt.subplots(figsize=(12, 1.2 + 0.4 * len(rows)), layout="constrained")
     order = {tid: len(rows) - 1 - row for row, tid in enumerate(rows)}
     seen: set[str] = set()
     for event in boxes(trace):
