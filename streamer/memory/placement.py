@@ -1,4 +1,4 @@
-"""Which units keep their optimizer state in host memory, and which on disk.
+"""Which units keep their optimizer state and their weights in host memory, and which on disk.
 
 [Note: placement]
 A step uses every unit's state once, in the order of the next forward. What was used longest ago is thus what
