@@ -5,6 +5,10 @@ A step uses every unit's state once, in the order of the next forward. What was 
 is used next, so that any memory that keeps the most recent ones would always hold the wrong ones. Instead a
 fixed set of units stays in memory: those that the next forward asks for first, as many as the budget has room
 for. While they are updated the others' state is on its way from disk.
+
+First to go are frozen weights that lie in files anyway, which nobody needs to write; then the optimizer's
+state; then other weights. Where something else needs room later (sums of gradients, saved inputs), moments
+that are in memory go to disk, those that the next forward asks for last before the others.
 """
 
 from __future__ import annotations
