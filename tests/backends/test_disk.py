@@ -466,7 +466,7 @@ def test_what_cannot_be_allocated_changes_nothing(folder: Path, number: int, mes
         other = scratch.extent(SMALL)
         scratch.allocate()
         scratch.write(one, buffer_of(scratch, SMALL, 1))
-        scratch.extent(2 << 20)
+        refused = scratch.extent(2 << 20)
         fails = True
         with pytest.raises(DiskError, match=message) as raised:
             scratch.allocate()
@@ -478,9 +478,13 @@ def test_what_cannot_be_allocated_changes_nothing(folder: Path, number: int, mes
         scratch.read(one, into)
         assert torch.equal(into, buffer_of(scratch, SMALL, 1))
         scratch.write(other, into)
+        # what was refused is forgotten, and others have its place
         fails = False
+        scratch.extent(1 << 20)
         scratch.allocate()
-        assert scratch.allocated_bytes == 2 * SMALL + (2 << 20)
+        assert scratch.allocated_bytes == 2 * SMALL + (1 << 20)
+        with pytest.raises(ValueError, match="of other scratch files"):
+            scratch.write(refused, buffer_of(scratch, 2 << 20))
 
 
 def test_extents_may_be_added_later(folder: Path) -> None:

@@ -18,7 +18,7 @@ from streamer.backends.host_memory import groups
 HOME = Path(__file__).parent.parent.parent.parent
 MIB = 1 << 20
 #: Beside the model: PyTorch's temporaries of a layer, and Python's own.
-BESIDE = 160 * MIB
+BESIDE = 200 * MIB
 BUDGET = 160 * MIB
 
 #: Its argument: the control group, the folder on disk if there is one, and the budget.
@@ -60,7 +60,7 @@ def train(width, layers, steps, **options):
     wrapped(model).close()
     return losses, *found
 
-train(32, 2, 2)  # compiles and loads what is needed
+train(640, 2, 1)  # compiles and loads what is needed
 with open(os.path.join(group, "cgroup.procs"), "w") as file:
     file.write(str(os.getpid()))
 groups.cache_clear()  # no process changes its group in the middle of a run
