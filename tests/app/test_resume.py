@@ -179,7 +179,7 @@ def test_what_a_run_computes_cannot_be_changed_in_the_middle_and_how_it_is_strea
 
 
 @pytest.mark.filterwarnings("ignore:no direct I/O")  # temporary files may be in memory
-@pytest.mark.parametrize("kept", ["state", "weights"])
+@pytest.mark.parametrize("kept", ["weights"])
 def test_a_run_goes_on_from_disk_in_memory_and_back(
     config: Path,
     tmp_path: Path,

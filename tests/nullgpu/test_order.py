@@ -122,7 +122,7 @@ def test_layers_read_what_the_host_held(activations: str, options: dict[str, Any
     [
         {"activations": "recompute"},
         {"activations": "keep", "num_slots": 1},
-        {"activations": "recompute+offload", "num_slots": 3, "dtype": torch.bfloat16},
+        {"activations": "recompute", "num_slots": 3, "dtype": torch.bfloat16},
         {"activations": "recompute", "update": "backward"},
     ],
     ids=lambda options: "-".join(map(str, options.values())),
@@ -137,8 +137,6 @@ def test_layers_read_what_is_on_disk(what: str, options: dict[str, Any], tmp_pat
     if what == "state":
         with wrapped_chain(**options) as model:
             budget += wrapped(model).executor.host_bytes()["weights"]
-    elif "offload" in options["activations"]:
-        budget += 1 << 20
     check(**options, host_memory=budget, on_disk=what)
 
 
