@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,21 @@ import torch
 
 import streamer
 from streamer.app.cli import main
-from streamer.app.config import Config, load_config
-from streamer.app.plan.planning import plan_run
+from streamer.app.config import Config, MemoryConfig, load_config
+from streamer.app.plan import report
+from streamer.app.plan.planning import (
+    least_batch_that_hides_disk,
+    plan_run,
+    waiting_for_disk,
+    with_batch,
+)
 from streamer.app.run.build import build_optimizer, import_factory, wrap_options
 from streamer.app.run.loop import TokenLoss, step_on
 from streamer.backends.base import DISKS, Lane
 from streamer.backends.disk import Disks, Scratch
 from streamer.memory import on_disk
 from streamer.model.options import parse_bytes
+from streamer.plan.choice import WAITING
 from streamer.simulate.machine import MACHINES
 from tests.app.common import sets
 from tests.app.test_plan_command import SMALL, Light, planned, refused, written
@@ -143,39 +151,45 @@ def test_a_slow_disk_that_no_batch_hides(
     config: str, capsys: pytest.CaptureFixture[str], machine: Callable[..., None]
 ) -> None:
     machine(disk_read_bytes_per_second=2e7, disk_write_bytes_per_second=1e7)
-    slow = [config, *ON_DISK, *sets("stream.num_slots=2")]
-    _, found = planned(capsys, *slow)
-    in_memory = planned(capsys, config, *sets("stream.num_slots=2"))[1]
-    share = 1 - in_memory["seconds"] / found["seconds"]
+    settings = *ON_DISK, *sets("stream.num_slots=2")
+    _, found = planned(capsys, config, *settings)
+    slow = load_config(config, settings[1::2])
+    in_memory = plan_run(replace(slow, memory=MemoryConfig()), MACHINES["rtx-4090"])
+    share = 1 - in_memory.step.prediction.seconds / found["seconds"]
     assert found["binding_lane"] == "disk_write" and share > 0.5
     assert found["waiting_for_disk"] == pytest.approx(share)
     assert found["least_batch_that_hides_disk"] is None
-    out = printed(capsys, *slow)
+    out = printed(capsys, config, *settings)
     assert (
         f"\nwith all in host memory a step would take {share:.1%} less; no batch up to 16 times this" in out
     )
 
 
-def test_the_least_batch_that_hides_the_disk(
-    config: str, capsys: pytest.CaptureFixture[str], machine: Callable[..., None]
+def test_the_least_batch_that_hides_the_disk(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = dict.fromkeys(("flops_per_second", "fp32_flops_per_second"), 5e10)
+    drive = dict.fromkeys(("disk_read_bytes_per_second", "disk_write_bytes_per_second"), 1e8)
+    plan_of = partial(plan_run, machine=replace(MACHINES["rtx-4090"], **figures, **drive))
+    settings = *ON_DISK, *sets("stream.num_slots=2")
+    loaded = load_config(config, settings[1::2])
+    hidden = least_batch_that_hides_disk(plan_of(loaded), plan_of)
+    assert hidden is not None
+    size = hidden.config.data.batch_size
+    assert size > loaded.data.batch_size
+    assert waiting_for_disk(plan_of(with_batch(loaded, size)), plan_of) <= WAITING
+    assert waiting_for_disk(plan_of(with_batch(loaded, size * 8 // 10)), plan_of) > WAITING
+    assert least_batch_that_hides_disk(hidden, plan_of) is hidden
+
+
+def test_a_batch_that_hides_the_disk_is_told(
+    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rates = ("flops_per_second", "fp32_flops_per_second")
-    drive = ("disk_read_bytes_per_second", "disk_write_bytes_per_second")
-    machine(**dict.fromkeys(rates, 5e10), **dict.fromkeys(drive, 1e8))
-    slow = [config, *ON_DISK, *sets("stream.num_slots=2")]
-    _, found = planned(capsys, *slow)
-    assert found["waiting_for_disk"] > 0.01
-    size = found["least_batch_that_hides_disk"]["batch_size"]
-    assert size > found["batch_size"]
-    assert f"; a batch of {size} ({size * 32:,} tokens) hides the disk\n" in printed(capsys, *slow)
-    share = {
-        batch: planned(capsys, *slow, *sets(f"data.batch_size={batch}"))[1]["waiting_for_disk"]
-        for batch in (size * 8 // 10, size)
-    }
-    assert share[size] <= 0.01 < share[size * 8 // 10]
-    hidden = [*slow, *sets(f"data.batch_size={size}")]
-    assert planned(capsys, *hidden)[1]["least_batch_that_hides_disk"]["batch_size"] == size
-    out = printed(capsys, *hidden)
+    waiting = [config, *ON_DISK, *sets("stream.num_slots=2")]
+    larger = f"{report.__name__}.least_batch_that_hides_disk"
+    with monkeypatch.context() as patch:
+        patch.setattr(larger, lambda plan, plan_of: plan_of(with_batch(plan.config, 24)))
+        assert "; a batch of 24 (768 tokens) hides the disk\n" in printed(capsys, *waiting)
+    monkeypatch.setattr(larger, lambda plan, plan_of: plan)
+    out = printed(capsys, *waiting)
     assert "\ncompute hides the disk: with all in host memory a step would take as long\n" in out
 
 
