@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from streamer.checkpoint.frozen import LeftOut, differing
 from streamer.checkpoint.manifest import NAME, Manifest
-from streamer.checkpoint.save import BUFFERS, GRADIENTS, KINDS, OPTIMIZER, VALUES, WEIGHTS, check_owns
+from streamer.checkpoint.save import BUFFERS, FROZEN, GRADIENTS, KINDS, OPTIMIZER, VALUES, WEIGHTS, check_owns
 from streamer.checkpoint.tensors import DTYPES, Entry, in_a_line, reading
 from streamer.checkpoint.values import check_random_states, decode, set_random_states
 from streamer.engine.paging.executor import Executor
@@ -61,8 +62,10 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | 
         files = _Files(path, manifest, opened)
         with _laid_out(path):
             values = manifest.values
-            _check_model(files, model, executor)
+            left_out = {name: LeftOut.parsed(value) for name, value in values.get(FROZEN, {}).items()}
+            _check_model(files, left_out, model, executor)
             _check_stored(files, executor)
+            _check_left_out(path, left_out, executor)
             random = files.decoded(values["random"], dict)
             check_random_states(random)
             loaded = Loaded(manifest.step, files.decoded(values["extra"], dict))
@@ -134,7 +137,9 @@ class _Files:
         return given
 
 
-def _check_model(files: _Files, model: nn.Module, executor: Executor) -> None:
+def _check_model(
+    files: _Files, left_out: Mapping[str, LeftOut], model: nn.Module, executor: Executor
+) -> None:
     """Raise CheckpointError, listing what differs, unless the checkpoint is of this model."""
     units = (*executor.units, executor.root)
     shapes: dict[str, object] = {
@@ -142,7 +147,9 @@ def _check_model(files: _Files, model: nn.Module, executor: Executor) -> None:
     }
     buffers: dict[str, object] = {name: tuple(buffer.shape) for name, buffer in model.named_buffers()}
     weights = files.entries(WEIGHTS)
-    differing = _unlike({name: entry.shape for name, entry in weights.items()}, shapes)
+    there = {name: entry.shape for name, entry in weights.items()}
+    there |= {name: frozen.shape for name, frozen in left_out.items()}
+    differing = _unlike(there, shapes)
     differing += _unlike({name: entry.shape for name, entry in files.entries(BUFFERS).items()}, buffers)
     if differing:
         raise CheckpointError(
@@ -175,6 +182,7 @@ def _check_stored(files: _Files, executor: Executor) -> None:
         if (on_disk := executor.shard(unit).weights_on_disk) is not None
         for slice in unit.layout.slices
         if on_disk.is_stored(slice)
+        and slice.param.name in files.names[WEIGHTS]
         and not torch.equal(
             on_disk.read(slice).view(-1).view(torch.uint8),
             files.read(WEIGHTS, slice.param.name).to(slice.dtype).reshape(-1).view(torch.uint8),
@@ -184,6 +192,16 @@ def _check_stored(files: _Files, executor: Executor) -> None:
         raise CheckpointError(
             f"{files.path} has other frozen weights than the files that this model reads them from "
             f"({shortened(differing)}): make the model without disk=True, which takes them into memory"
+        )
+
+
+def _check_left_out(path: Path, left_out: dict[str, LeftOut], executor: Executor) -> None:
+    """Raise CheckpointError unless frozen parameters that the checkpoint leaves out are here as they were."""
+    units = [(unit, executor.shard(unit)) for unit in (*executor.units, executor.root)]
+    if found := differing(left_out, units):
+        raise CheckpointError(
+            f"{path} holds no frozen parameters, and those of this model are not what they were when it was "
+            f"saved ({shortened(found)}): make the model with the weights that it had then"
         )
 
 
@@ -307,8 +325,11 @@ def _load_adamw(files: _Files, optimizer: AdamW, options: list[dict[str, Any]], 
 def _load_weights(files: _Files, executor: Executor) -> None:
     for unit in (*executor.units, executor.root):
         shard = executor.shard(unit)
-        with executor.store.weights_in(shard):
-            for slice in unit.layout.slices:
+        given = [slice for slice in unit.layout.slices if slice.param.name in files.names[WEIGHTS]]
+        if not given:
+            continue
+        with executor.store.weights_in(shard, read=len(given) < len(unit.layout.slices)):
+            for slice in given:
                 values = files.read(WEIGHTS, slice.param.name)
                 executor.backend.on_host(partial(shard.load, slice, values))
         executor.weights.replaced(unit)

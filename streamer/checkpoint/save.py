@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch import nn
 
 from streamer.backends.background import Handover, in_background
 from streamer.backends.base import Backend
+from streamer.checkpoint.frozen import LeftOut, left_out
 from streamer.checkpoint.manifest import Manifest, new_folder
 from streamer.checkpoint.tensors import DTYPES, Entry, Flushing, Piece, file_bytes, write_tensors
 from streamer.checkpoint.values import encode, random_states
@@ -35,6 +36,8 @@ from streamer.version import __version__
 #: Kinds of files: for each unit, and for the whole model. Values are those that are none of the others.
 WEIGHTS, OPTIMIZER, GRADIENTS, BUFFERS, VALUES = "weights", "optimizer", "gradients", "buffers", "values"
 KINDS = (WEIGHTS, OPTIMIZER, GRADIENTS, BUFFERS, VALUES)
+#: What the manifest's values say of parameters that are left out, by their names.
+FROZEN = "frozen"
 #: Upper bounds for the manifest's JSON, for each tensor and for the rest, in the room that is asked for.
 ENTRY_BYTES, MANIFEST_BYTES = 1 << 9, 1 << 16
 
@@ -50,6 +53,7 @@ def save(
     step: int,
     extra: Mapping[str, Any] | None = None,
     block: bool = True,
+    frozen: bool = True,
 ) -> Future[None]:
     """Write a checkpoint of a wrapped model into the new folder ``path``, complete or not at all.
 
@@ -67,6 +71,9 @@ def save(
     ``result()`` raises what went wrong, or else the next `save` does. ``optimizer`` may be one of
     ``torch.optim``, or None.
 
+    ``frozen=False`` leaves out the parameters that are not trained, such as the base of adapters: of each the
+    manifest has the CRC-32, by which `streamer.load` tells whether its model has the same one.
+
     Raises ValueError for what cannot be saved, FileExistsError where there is something at ``path``, and
     OSError, with the path and the bytes that are needed, where it cannot be written; then nothing is left.
     """
@@ -79,7 +86,7 @@ def save(
     executor.synchronize()
     units = [*executor.units, executor.root]
     _check_registered(model, units)
-    content = _content(model, optimizer, executor, dict(extra or {}))
+    content = _content(model, optimizer, executor, dict(extra or {}), frozen=frozen)
     nbytes = content.nbytes(units)
     by_index = {unit.index: unit for unit in units}
     shards = {unit.index: executor.shard(unit) for unit in units}
@@ -94,6 +101,7 @@ def save(
                 def write_unit(index: int, copy: HostShard | None) -> None:
                     shard = copy or shards[index]
                     content.write(folder, content.of_unit(by_index[index], shard, on_host=block))
+                    content.note_left_out(by_index[index], shard)
 
                 handover.read_all(write_unit)
                 content.write(folder, content.files)
@@ -129,6 +137,8 @@ class _Content:
     values: dict[str, Any]
     moments: dict[int, list[Slice]]
     state_dtype: torch.dtype
+    #: whether parameters that are not trained are written too
+    frozen: bool
     entries: dict[str, dict[str, Entry]] = field(default_factory=dict)
     flushing: Flushing = field(default_factory=Flushing)
 
@@ -146,9 +156,15 @@ class _Content:
             for purpose in MOMENTS[self.state_dtype]
         ]
         backend = self.executor.backend if on_host else None
-        weights = [_weight(slice, shard, backend) for slice in unit.layout.slices]
+        written = (slice for slice in unit.layout.slices if self.frozen or slice.param.trainable)
+        weights = [_weight(slice, shard, backend) for slice in written]
         files = {file_name(WEIGHTS, unit): weights, file_name(OPTIMIZER, unit): moments}
         return {name: pieces for name, pieces in files.items() if pieces}
+
+    def note_left_out(self, unit: Unit, shard: HostShard) -> None:
+        """Let the manifest know the parameters of ``unit`` that are not written."""
+        for slice in () if self.frozen else left_out(unit):
+            self.values[FROZEN][slice.param.name] = asdict(LeftOut.of(slice, shard))
 
     def write(self, folder: Path, files: Files) -> None:
         for name, pieces in files.items():
@@ -160,6 +176,8 @@ def _content(
     optimizer: torch.optim.Optimizer | None,
     executor: Executor,
     extra: dict[str, Any],
+    *,
+    frozen: bool,
 ) -> _Content:
     rest: list[Piece] = []
     put = partial(_put, rest)
@@ -174,13 +192,14 @@ def _content(
         "optimizer": _optimizer(optimizer, moments, put),
         "random": encode(random_states(), put),
         "extra": encode(extra, put),
+        FROZEN: {},
     }
     files = {file_name(GRADIENTS, unit): _gradients(unit) for unit in units}
     files[file_name(BUFFERS)] = [Piece.of(name, buffer) for name, buffer in model.named_buffers()]
     files[file_name(VALUES)] = rest
     files = {name: pieces for name, pieces in files.items() if pieces}
     state_dtype = optimizer.state_dtype if isinstance(optimizer, AdamW) else torch.float32
-    return _Content(executor, files, values, moments, state_dtype)
+    return _Content(executor, files, values, moments, state_dtype, frozen)
 
 
 def _check_registered(model: nn.Module, units: Sequence[Unit]) -> None:

@@ -530,13 +530,13 @@ class HostStore:
         self.close_disks()
 
     @contextmanager
-    def weights_in(self, shard: HostShard) -> Iterator[None]:
-        """Inside the block weights of ``shard`` that are on disk are in memory. All of them are to be set
-        there, and are written to disk at its end."""
+    def weights_in(self, shard: HostShard, *, read: bool = False) -> Iterator[None]:
+        """Inside the block weights of ``shard`` that are on disk are in memory; they are written to disk at
+        its end. Without ``read`` all of them are to be set there."""
         if not shard.is_out:
             yield
             return
-        shard.bring_in(self.disk_buffer, read=False)
+        shard.bring_in(self.disk_buffer, read=read)
         whole = False
         try:
             yield

@@ -1,0 +1,74 @@
+"""Frozen parameters that a checkpoint leaves out, such as the base of adapters: it holds their checksums, by
+which `load` tells whether the model has the same values.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+
+from streamer.checkpoint.tensors import DTYPES
+from streamer.engine.paging.unit import Unit
+from streamer.memory.host import HostShard
+from streamer.memory.layout import Slice
+from streamer.memory.on_disk import WeightsOnDisk
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """What a manifest says of a parameter that the checkpoint leaves out: its dtype by the name of the
+    safetensors format, its shape, and the CRC-32 of its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    crc32: int
+
+    @staticmethod
+    def of(slice: Slice, shard: HostShard) -> LeftOut:
+        """Of a frozen parameter of ``shard``, which is read as a whole; once, if it lies in somebody else's
+        file, which stays as it is."""
+        on_disk = shard.weights_on_disk
+        known = {} if on_disk is None or not on_disk.is_stored(slice) else _IN_FILES.setdefault(on_disk, {})
+        if slice not in known:
+            values = shard.weight_of(slice).contiguous()
+            data = values.view(-1).view(torch.uint8).numpy().data
+            known[slice] = LeftOut(DTYPES[slice.dtype], tuple(slice.param.shape), zlib.crc32(data))
+        return known[slice]
+
+    @staticmethod
+    def parsed(value: object) -> LeftOut:
+        """Raises TypeError or ValueError for what is none."""
+        if not isinstance(value, dict) or type(value.get("crc32")) is not int:
+            raise TypeError(f"{value!r} in place of what was left out")
+        return LeftOut(str(value["dtype"]), tuple(map(int, value["shape"])), value["crc32"])
+
+
+#: What is known of parameters in files, for as long as these are read from there.
+_IN_FILES: WeakKeyDictionary[WeightsOnDisk, dict[Slice, LeftOut]] = WeakKeyDictionary()
+
+
+def left_out(unit: Unit) -> Iterator[Slice]:
+    """The parameters of ``unit`` that a checkpoint without frozen ones does not hold."""
+    return (slice for slice in unit.layout.slices if not slice.param.trainable)
+
+
+def differing(expected: dict[str, LeftOut], units: Iterable[tuple[Unit, HostShard]]) -> list[str]:
+    """Those of ``expected``, by name, that are trained here or have other values: the name of each, and what
+    it is."""
+    found = []
+    for unit, shard in units:
+        for slice in unit.layout.slices:
+            there = expected.get(slice.param.name)
+            if there is None:
+                continue
+            if slice.param.trainable:
+                found.append(f"{slice.param.name} (trained here)")
+            elif there.dtype != (here := DTYPES[slice.dtype]):
+                found.append(f"{slice.param.name} ({there.dtype} there, {here} here)")
+            elif there != LeftOut.of(slice, shard):
+                found.append(f"{slice.param.name} (other values)")
+    return found
