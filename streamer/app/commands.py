@@ -131,6 +131,9 @@ def command_line() -> argparse.ArgumentParser:
     export.add_argument(
         "--shard-size", default="5GB", metavar="BYTES", help="of a file; default: %(default)s"
     )
+    export.add_argument(
+        "--merge", action="store_true", help="add the adapters of a run with [lora] to its model"
+    )
     calibrate = commands.add_parser(
         "calibrate",
         parents=[overrides],
@@ -228,7 +231,13 @@ def _plan(arguments: Namespace) -> int:
 def _export(arguments: Namespace) -> int:
     with exiting_on_interrupt():
         from streamer.app.export import export
-    export(arguments.run, arguments.to, dtype=arguments.dtype, shard_size=arguments.shard_size)
+    export(
+        arguments.run,
+        arguments.to,
+        dtype=arguments.dtype,
+        shard_size=arguments.shard_size,
+        merge=arguments.merge,
+    )
     return 0
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 from streamer.config_values import (
+    BETA,
     BETAS,
     COUNT,
     COUNT_OR_0,
@@ -272,6 +273,23 @@ class MemoryConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """``[lora]``: with a ``rank`` above 0 a pretrained model's own weights stay as they are, and low-rank
+    adapters beside its linear layers are trained (Hu et al., 2021), through the peft library.
+
+    What they add is multiplied by ``alpha`` / ``rank`` (``alpha`` / sqrt(``rank``) if ``rank_stabilized``);
+    ``alpha`` is twice the rank if it is not given. ``targets`` are the layers that are adapted: "all-linear",
+    which is all but the head, a regular expression, or the ends of their names.
+    """
+
+    rank: Annotated[int, COUNT_OR_0] = 0
+    alpha: Annotated[float | None, POSITIVE] = None
+    dropout: Annotated[float, BETA] = 0.0
+    targets: Annotated[str | tuple[str, ...], LAYERS] = "all-linear"
+    rank_stabilized: Annotated[bool, FLAG] = False
+
+
+@dataclass(frozen=True)
 class OptimizerConfig:
     """``[optimizer]``: AdamW, clipping (0: none), linear warm-up to lr, then a cosine down to min_lr."""
 
@@ -295,6 +313,7 @@ class Config:
     optimizer: OptimizerConfig
     stream: StreamConfig = field(default_factory=StreamConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
@@ -312,6 +331,12 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
             f"{where}: model.factory is missing: give {FACTORY.words}; or a pretrained model's folder as "
             "model.pretrained (--model)"
         )
+    if config.lora.rank and config.model.pretrained is None:
+        raise ConfigError(
+            f"{where}: [lora] adapts a pretrained model: give its folder as model.pretrained (--model)"
+        )
+    if config.lora != LoraConfig() and not config.lora.rank:
+        raise ConfigError(f"{where}: [lora] without lora.rank does nothing: set it, to 16 say")
     if config.optimizer.min_lr > config.optimizer.lr:
         raise ConfigError(f"{where}: optimizer.min_lr is above optimizer.lr, from which it decays; lower it")
     if config.stream.update == "backward" and config.optimizer.grad_clip:
@@ -324,6 +349,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
 def dump_config(config: Config) -> str:
     """``config`` as TOML that ``load_config`` reads back to an equal one; a None is left out."""
     tables = {item.name: vars(getattr(config, item.name)) for item in fields(config)}
-    if config.memory == MemoryConfig():
-        del tables["memory"]
+    for name, usual in (("memory", MemoryConfig()), ("lora", LoraConfig())):
+        if getattr(config, name) == usual:
+            del tables[name]
     return dump_tables(tables)

@@ -20,10 +20,12 @@ import torch
 from torch import nn
 
 from streamer.app.config import Config, ConfigError, ModelConfig, load_config
+from streamer.app.run.adapters import Merged, add_adapters, write_values
 from streamer.app.run.build import streamed_dtype, without_values
 from streamer.app.run.run_folder import amount
+from streamer.checkpoint.frozen import LeftOut
 from streamer.checkpoint.manifest import NAME, Manifest, checkpoints, new_folder
-from streamer.checkpoint.save import BUFFERS, WEIGHTS
+from streamer.checkpoint.save import BUFFERS, FROZEN, WEIGHTS
 from streamer.checkpoint.tensors import BY_NAME, Flushing, Piece, file_bytes, in_a_line, write_tensors
 from streamer.errors import CheckpointError, shortened
 from streamer.model.options import parse_bytes
@@ -133,6 +135,7 @@ def export(
     *,
     dtype: str | None = None,
     shard_size: int | str = "5GB",
+    merge: bool = False,
 ) -> None:
     """Write the weights of a checkpoint into the new folder ``to``, complete or not at all.
 
@@ -144,6 +147,9 @@ def export(
     or, where there is none, float32. Buffers keep their dtypes. Beside them are ``config.json``, which is the
     model's own where the run's factory makes one of Hugging Face's and else has the factory and its arguments
     in it, and ``README.txt``, which tells how to load it all.
+
+    Of a run with ``[lora]`` the adapters alone are written, as peft does; with ``merge`` the whole
+    model, what the adapters add to its weights added in fp32.
 
     The run's config is looked for two folders above the checkpoint, and the factory called on the meta
     device; without either all weights and buffers of the checkpoint are written, under the names that they
@@ -168,13 +174,38 @@ def export(
     config = _config(checkpoint)
     model = None if config is None else _on_meta(config.model)
     stored = _stored(checkpoint, manifest)
-    names = _names(checkpoint, stored, model)
     dtype = dtype or ("float32" if config is None else streamed_dtype(config, model))
     weights = manifest.files_of(WEIGHTS)  # buffers keep their dtypes
-    pieces = [
-        _piece(stored[there], first, getattr(torch, dtype) if there in weights else stored[there].dtype)
-        for there, (first, *_) in names.items()
-    ]
+    adapts = config is not None and model is not None and bool(config.lora.rank)
+    if merge and not adapts:
+        raise ConfigError(f"--merge adds adapters to a model, and {checkpoint} is not of a run with [lora]")
+    if config is not None and model is not None and adapts:
+        adapters = {name: stored.pop(name) for name in weights}
+        base = str(config.model.pretrained)
+        manifest.check(checkpoint)
+        if not merge:
+            values = {
+                name: tensor.read().to(getattr(torch, dtype), copy=True) for name, tensor in adapters.items()
+            }
+            write_values(add_adapters(model, config.lora), values, base, to)
+            return
+        buffers = [
+            _piece(stored[name], name, stored[name].dtype) for name in stored if name in model.state_dict()
+        ]
+        merged = Merged(model, Path(base), config.lora, adapters)
+        left_out = {name: LeftOut.parsed(value) for name, value in manifest.values[FROZEN].items()}
+        names = {first: [first, *others] for first, *others in merged.names.values()}
+        pieces = [
+            *buffers,
+            *(_merged(merged, left_out, param, getattr(torch, dtype)) for param in merged.names),
+        ]
+        model = _on_meta(config.model)
+    else:
+        names = _names(checkpoint, stored, model)
+        pieces = [
+            _piece(stored[there], first, getattr(torch, dtype) if there in weights else stored[there].dtype)
+            for there, (first, *_) in names.items()
+        ]
     card = Card(
         config=None if config is None else config.model,
         model=model,
@@ -274,6 +305,13 @@ def _names(checkpoint: Path, stored: Mapping[str, Stored], model: nn.Module | No
 
 def _piece(stored: Stored, name: str, dtype: torch.dtype) -> Piece:
     return Piece(name, dtype, stored.shape, partial(_rounded, stored, dtype))
+
+
+def _merged(
+    merged: Merged, left_out: Mapping[str, LeftOut], param: nn.Parameter, dtype: torch.dtype
+) -> Piece:
+    known = left_out[merged.beside[param]]
+    return Piece(merged.names[param][0], dtype, known.shape, partial(merged.read, param, known, dtype))
 
 
 def _rounded(stored: Stored, dtype: torch.dtype) -> torch.Tensor:

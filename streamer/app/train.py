@@ -17,6 +17,7 @@ import streamer
 from streamer.app.config import Config
 from streamer.app.plan.command import check_memory
 from streamer.app.plan.planning import RunPlan, settle
+from streamer.app.run.adapters import write_adapters
 from streamer.app.run.build import build_model, build_optimizer, check_fits, load_data, write_pretrained
 from streamer.app.run.loop import Loop
 from streamer.app.run.run_folder import (
@@ -36,6 +37,8 @@ from streamer.model.options import parse_bytes
 PROMPT_TOKENS = 64
 #: Where a pretrained model is written in the end, in the run's directory.
 PRETRAINED = "model"
+#: Where adapters of one are.
+ADAPTERS = "adapters"
 #: A run that has gone back to a checkpoint this often stops.
 MOST_RETURNS = 10
 
@@ -115,7 +118,9 @@ class _Run:
         self._config = loop.config.run
         self._metrics = metrics
         self._bar = bar
-        self._checkpoints = Checkpoints(directory, keep=self._config.keep)
+        # the base of adapters is in files already
+        frozen = not loop.config.lora.rank
+        self._checkpoints = Checkpoints(directory, keep=self._config.keep, frozen=frozen)
         self._unigram = loop.data.unigram_entropy()
         self._seconds: list[float] = []
 
@@ -228,9 +233,14 @@ def _finish(loop: Loop, directory: Path, seconds: list[float]) -> dict[str, Any]
         print(f"\nA sample, after the first {PROMPT_TOKENS} {loop.data.unit}s of validation text:\n")
         print(loop.sample(PROMPT_TOKENS))
     print(f"\n{summary_table(summary, unit=loop.data.unit)}\n")
-    if loop.config.model.pretrained is not None:
-        free = next(path for path in numbered(directory / PRETRAINED) if not path.exists())
-        write_pretrained(loop.model, loop.data.tokenizer, free)
+    if (base := loop.config.model.pretrained) is not None:
+        adapts = bool(loop.config.lora.rank)
+        name = ADAPTERS if adapts else PRETRAINED
+        free = next(path for path in numbered(directory / name) if not path.exists())
+        if adapts:
+            write_adapters(loop.model, base, free)
+        else:
+            write_pretrained(loop.model, loop.data.tokenizer, free)
     print(f"Written to {directory}: config.toml metrics.jsonl summary.json, and trace.json of the last steps")
     return summary
 
@@ -244,8 +254,12 @@ def _print_beginning(loop: Loop, directory: Path) -> None:
     on_disk = f", {amount(sum(held.disk_bytes.values()))} on disk" if held.disk_bytes else ""
     learnt = f" ({data.count_learnt('train'):,} of them learnt)" if data.targets else ""
     left = f"steps {loop.step + 1} to {config.run.steps}" if loop.step else f"{config.run.steps} steps"
+    parameters = f"{sum(p.numel() for p in model.parameters()):,} parameters"
+    if config.lora.rank:
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        parameters += f" ({trained:,} of them trained)"
     print(
-        f"{config.run.name}: {sum(p.numel() for p in model.parameters()):,} parameters, of which the device "
+        f"{config.run.name}: {parameters}, of which the device "
         f"({device.type}) holds {slots} layers{more} at a time: {amount(held.device_bytes_now)} there, "
         f"{amount(sum(held.host_bytes.values()))} in host memory{on_disk}\n"
         f"data: {data.train.numel():,} {data.unit}s to train on{learnt}, {data.val.numel():,} to validate; "

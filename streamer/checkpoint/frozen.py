@@ -28,15 +28,19 @@ class LeftOut:
     crc32: int
 
     @staticmethod
-    def of(slice: Slice, shard: HostShard) -> LeftOut:
+    def of(values: torch.Tensor) -> LeftOut:
+        """Of a parameter with these values, on the CPU."""
+        data = values.contiguous().view(-1).view(torch.uint8).numpy().data
+        return LeftOut(DTYPES[values.dtype], tuple(values.shape), zlib.crc32(data))
+
+    @staticmethod
+    def held(slice: Slice, shard: HostShard) -> LeftOut:
         """Of a frozen parameter of ``shard``, which is read as a whole; once, if it lies in somebody else's
         file, which stays as it is."""
         on_disk = shard.weights_on_disk
         known = {} if on_disk is None or not on_disk.is_stored(slice) else _IN_FILES.setdefault(on_disk, {})
         if slice not in known:
-            values = shard.weight_of(slice).contiguous()
-            data = values.view(-1).view(torch.uint8).numpy().data
-            known[slice] = LeftOut(DTYPES[slice.dtype], tuple(slice.param.shape), zlib.crc32(data))
+            known[slice] = LeftOut.of(shard.weight_of(slice))
         return known[slice]
 
     @staticmethod
@@ -69,6 +73,6 @@ def differing(expected: dict[str, LeftOut], units: Iterable[tuple[Unit, HostShar
                 found.append(f"{slice.param.name} (trained here)")
             elif there.dtype != (here := DTYPES[slice.dtype]):
                 found.append(f"{slice.param.name} ({there.dtype} there, {here} here)")
-            elif there != LeftOut.of(slice, shard):
+            elif there != LeftOut.held(slice, shard):
                 found.append(f"{slice.param.name} (other values)")
     return found

@@ -164,7 +164,7 @@ class _Content:
     def note_left_out(self, unit: Unit, shard: HostShard) -> None:
         """Let the manifest know the parameters of ``unit`` that are not written."""
         for slice in () if self.frozen else left_out(unit):
-            self.values[FROZEN][slice.param.name] = asdict(LeftOut.of(slice, shard))
+            self.values[FROZEN][slice.param.name] = asdict(LeftOut.held(slice, shard))
 
     def write(self, folder: Path, files: Files) -> None:
         for name, pieces in files.items():

@@ -67,6 +67,11 @@ def _header(file: Path) -> tuple[int, dict[str, Any]]:
         raise CheckpointError(f"{file}: not a whole safetensors file ({in_a_line(error)})") from error
 
 
+def has_weights(path: Path) -> bool:
+    """Whether there are safetensors files in a folder, or the path is one."""
+    return path.is_file() or any(path.glob("*.safetensors"))
+
+
 def stored_tensors(path: Path) -> dict[str, Stored]:
     """The tensors in a folder or in one file by name; only headers are read.
 

@@ -31,7 +31,7 @@ def check_memory(config: Config) -> RunPlan | None:
     """
     try:
         machine, _ = this_machine(config.stream)
-        model = without_values(config.model)
+        model = without_values(config.model, config.lora)
     except (TypeError, ValueError):
         return None  # which building the model is about to refuse, in better words
     if not isinstance(model, nn.Module):

@@ -8,16 +8,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 import streamer
 from streamer.app.config import Config, ConfigError, MemoryConfig, StreamConfig
-from streamer.app.run.build import build_optimizer, without_values, wrap_options
+from streamer.app.run.build import build_optimizer, from_files, without_values, wrap_options
 from streamer.app.run.loop import TokenLoss, step_on
 from streamer.backends.base import DISKS
+from streamer.backends.disk import Disks, Scratch
 from streamer.backends.select import backend_for
 from streamer.engine.layer.micro_batches import AmbiguousBatchError
 from streamer.engine.paging.handle import wrapped
@@ -25,13 +27,15 @@ from streamer.engine.schedule.trace import Trace
 from streamer.model.auto import machine_of, one_line
 from streamer.model.layers import find_layers
 from streamer.model.move_in import room_of
-from streamer.model.options import parse_bytes
+from streamer.model.options import folders_of, parse_bytes
 from streamer.plan.choice import AUTO, WAITING, Choice, Chosen, Options, PlanOf, choose, may_be_auto
 from streamer.plan.ledger import Ledger
 from streamer.plan.recall import Recollection
 from streamer.plan.room import Room
 from streamer.plan.step_plan import StepPlan, context_bytes, plan_step, uncollected
+from streamer.pretrained.files import has_weights
 from streamer.simulate.backend import VirtualBackend
+from streamer.simulate.disks import VirtualScratch
 from streamer.simulate.machine import CPU, Machine
 
 #: Bytes of host memory that Python and its libraries take: a round figure, not a measurement.
@@ -181,20 +185,37 @@ def _plan_with(
     options: Mapping[str, Any], config: Config, machine: Machine, recollection: Recollection | None
 ) -> RunPlan:
     """A plan with these ``options`` of `streamer.wrap`; MemoryError if their ``host_memory`` is too small."""
-    try:
-        model = without_values(config.model)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"[model]: {error}") from error
-    roomy = machine.with_room()
     refused = None
     try:
-        streamer.wrap(model, **options, backend=VirtualBackend(roomy))
-    except ValueError as error:
-        raise ConfigError(f"[stream]: {error}") from error
+        model = _wrapped(options, config, machine)
     except MemoryError as error:
         refused = str(error).partition("\n")[0]
-        streamer.wrap(model, **{**options, "device_memory": None}, backend=VirtualBackend(roomy))
+        model = _wrapped({**options, "device_memory": None}, config, machine)
     return _plan(config, machine, model, refused, recollection)
+
+
+def _wrapped(options: Mapping[str, Any], config: Config, machine: Machine) -> nn.Module:
+    """The config's model on the virtual backend. With a disk what is frozen is where a run would find it: in
+    the files of a pretrained model, if they are there."""
+    backend = VirtualBackend(machine.with_room())
+    folder = config.model.pretrained
+    if options["disk"] is not None and folder is not None and has_weights(Path(folder)):
+        disks = Disks(folders_of(options["disk"]), lambda folders: cast(Scratch, VirtualScratch()))
+        try:
+            return from_files(config.model, config.lora, {**options, "disk": disks, "backend": backend})
+        except ConfigError:
+            raise
+        except (OSError, TypeError, ValueError) as error:
+            raise ConfigError.of("[model] and [stream]", error) from error
+    try:
+        model = without_values(config.model, config.lora)
+    except (TypeError, ValueError) as error:
+        raise error if isinstance(error, ConfigError) else ConfigError(f"[model]: {error}") from error
+    try:
+        wrapped_model: nn.Module = streamer.wrap(model, **options, backend=backend)
+    except ValueError as error:
+        raise ConfigError(f"[stream]: {error}") from error
+    return wrapped_model
 
 
 def _plan(
@@ -372,7 +393,7 @@ def settle(
     try:
         machine, room = this_machine(stream) if machine is None else (machine, room_on(machine, config))
         room = replace(room, host_limit=parse_bytes("host_memory", config.memory.host))
-        layers = find_layers(without_values(config.model), stream.layers)
+        layers = find_layers(without_values(config.model, config.lora), stream.layers)
         among = Options.of(asked, layers=len(layers), batch=config.data.batch_size)
         recollection = recollection or Recollection()
         whole = _plan_of(config, machine, recollection, in_parts=False)

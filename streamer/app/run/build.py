@@ -22,11 +22,13 @@ from streamer.app.config import (
     FACTORY,
     Config,
     ConfigError,
+    LoraConfig,
     MemoryConfig,
     ModelConfig,
     OptimizerConfig,
     StreamConfig,
 )
+from streamer.app.run.adapters import add_adapters
 from streamer.app.run.data import TokenData, load_bytes, load_tokenizer, load_tokens
 from streamer.app.run.run_folder import amount
 from streamer.backends.base import Backend
@@ -65,11 +67,13 @@ def import_factory(spec: str) -> Callable[..., Any]:
 MARGIN_BYTES = 1 << 26
 
 
-def without_values(config: ModelConfig) -> Any:
-    """The config's model with its parameters on the meta device, or what its factory makes there."""
+def without_values(config: ModelConfig, lora: LoraConfig | None = None) -> Any:
+    """The config's model with its parameters on the meta device, or what its factory makes there; with the
+    adapters that ``lora`` asks for."""
     if config.pretrained is not None:
         kind, changed = _class(config)
-        return build(Path(config.pretrained), kind, changed, None)
+        model = build(Path(config.pretrained), kind, changed, None)
+        return add_adapters(model, lora) if lora is not None and lora.rank else model
     assert config.factory is not None
     factory = import_factory(config.factory)
     with torch.device("meta"):
@@ -153,11 +157,10 @@ def build_model(config: Config, *, backend: Backend | None = None) -> nn.Module:
     """
     wanted, options = config.model, {**wrap_options(config), "backend": backend}
     if wanted.pretrained is not None:
-        kind, changed = _class(wanted)
         try:
-            return streamer.from_pretrained(
-                wanted.pretrained, kind, init=wanted.init, config=changed, **options
-            )
+            return from_files(wanted, config.lora, options)
+        except ConfigError:
+            raise
         except DiskError as error:
             raise ConfigError.of("[memory]", error) from error
         except (OSError, TypeError, ValueError, MemoryError) as error:
@@ -183,6 +186,17 @@ def build_model(config: Config, *, backend: Backend | None = None) -> nn.Module:
     except (ValueError, MemoryError) as error:
         where = "[stream]" if config.memory == MemoryConfig() else "[stream] and [memory]"
         raise ConfigError.of(where, error) from error
+
+
+def from_files(config: ModelConfig, lora: LoraConfig, options: Mapping[str, Any]) -> nn.Module:
+    """The pretrained model, wrapped, with the adapters that ``lora`` asks for. Raises what
+    `streamer.from_pretrained` raises for it and for its ``options``."""
+    assert config.pretrained is not None
+    kind, changed = _class(config)
+    adapt = partial(add_adapters, config=lora) if lora.rank else None
+    return streamer.from_pretrained(
+        config.pretrained, kind, init=config.init, config=changed, adapt=adapt, **options
+    )
 
 
 def stream_options(config: StreamConfig) -> dict[str, Any]:

@@ -146,7 +146,9 @@ def _check_config(config: Config, directory: Path) -> None:
     then = load_config(path)
     # what is reported, saved and streamed may change; what is computed may not
     changed = [
-        f"[{name}]" for name in ("model", "data", "optimizer") if getattr(then, name) != getattr(config, name)
+        f"[{name}]"
+        for name in ("model", "lora", "data", "optimizer")
+        if getattr(then, name) != getattr(config, name)
     ]
     if then.run.seed != config.run.seed or then.run.steps != config.run.steps:
         changed.append("run.seed or run.steps")
@@ -155,11 +157,13 @@ def _check_config(config: Config, directory: Path) -> None:
 
 
 class Checkpoints:
-    """The checkpoints of the run in ``directory``; `save` keeps the last ``keep``."""
+    """The checkpoints of the run in ``directory``; `save` keeps the last ``keep``. They hold what is not
+    trained if ``frozen`` says so."""
 
-    def __init__(self, directory: Path, *, keep: int) -> None:
+    def __init__(self, directory: Path, *, keep: int, frozen: bool = True) -> None:
         self.folder = directory / FOLDER
         self._keep = keep
+        self._frozen = frozen
 
     def save(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, *, step: int, extra: dict[str, Any]
@@ -176,7 +180,7 @@ class Checkpoints:
                 path.rename(path.with_name(f".{path.name}.damaged-{time.time_ns()}"))
             else:
                 return path
-        streamer.save(model, optimizer, path, step=step, extra=extra)
+        streamer.save(model, optimizer, path, step=step, extra=extra, frozen=self._frozen)
         prune(self.folder, self._keep)
         return path
 
