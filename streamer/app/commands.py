@@ -24,6 +24,8 @@ examples:
       a Llama, Qwen or other language model in a local Hugging Face folder, on text or JSON lines
   streamer export runs/gpt2-demo --to gpt2-demo-weights
       the weights of its latest checkpoint, for others to load
+  streamer plot runs/gpt2-demo
+      pictures of its losses, learning rate and tokens/s, of its lanes, and of its last steps
   streamer calibrate configs/gpt2-demo.toml --output machine.toml
       how fast this machine is at what a step consists of, in less than a minute
   streamer plan configs/gpt2-10b.toml --machine rtx-4090
@@ -134,6 +136,17 @@ def command_line() -> argparse.ArgumentParser:
     export.add_argument(
         "--merge", action="store_true", help="add the adapters of a run with [lora] to its model"
     )
+    plot = commands.add_parser(
+        "plot",
+        help="draw runs: losses, learning rate, tokens/s, lanes, the timeline of the last steps",
+        description="Draw runs from the files in their folders, also while they train: training.png (losses, "
+        "learning rate, tokens/s; several runs in one picture) and, of one run that has ended, lanes.png "
+        "(seconds by lane) and timeline.png (its last steps).",
+    )
+    plot.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder, such as runs/gpt2-demo")
+    plot.add_argument(
+        "--to", metavar="DIR", help="for the pictures; default: plots in the first run's folder"
+    )
     calibrate = commands.add_parser(
         "calibrate",
         parents=[overrides],
@@ -161,7 +174,7 @@ def command_line() -> argparse.ArgumentParser:
 
 def run(arguments: Namespace) -> int:
     """The exit code of the command that the parser has found; see `streamer.app.cli.main`."""
-    commands = {"train": _train, "export": _export, "calibrate": _calibrate, "plan": _plan}
+    commands = {"train": _train, "export": _export, "calibrate": _calibrate, "plan": _plan, "plot": _plot}
     try:
         code = commands[arguments.command](arguments)
         sys.stdout.flush()
@@ -238,6 +251,16 @@ def _export(arguments: Namespace) -> int:
         shard_size=arguments.shard_size,
         merge=arguments.merge,
     )
+    return 0
+
+
+def _plot(arguments: Namespace) -> int:
+    with exiting_on_interrupt():
+        from streamer.app.plot import plot
+    for picture in plot(
+        list(map(Path, arguments.runs)), None if arguments.to is None else Path(arguments.to)
+    ):
+        print(picture)
     return 0
 
 

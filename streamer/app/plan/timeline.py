@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import tempfile
 from bisect import bisect_right
+from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,11 @@ COLOURS = {
     "WRITE_WEIGHTS": ("#7fd0d0", "write_weights: to disk"),
 }
 WAITING = "#d0d0d0"
+#: Compute's gaps between ops, where it waits for no lane, are shown if they take this share of the picture.
+GAP = 0.0025
+OUTSIDE = "between ops: the loop's own work (loss, data, Python)"
+#: The least share of the picture that an op takes, about a pixel.
+PIXEL = 1 / 1200
 
 
 def kind_of(name: str) -> str:
@@ -38,12 +45,22 @@ def kind_of(name: str) -> str:
     return name.removeprefix("root").lstrip("0123456789").partition("@")[0]
 
 
-def step_bounds(events: list[dict[str, Any]], steps: int) -> tuple[float, float]:
-    """From the start of the forward ``steps`` steps before the last whole one, in microseconds."""
+def _updates(events: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
+    """When forwards began, and when updates did, in microseconds."""
     forwards = sorted(event["ts"] for event in events if event["name"] == "rootF")
     # of state on disk each chunk has an update of its own: the first of those between two forwards
     of_root = sorted(event["ts"] for event in events if event["name"].partition("@")[0] == "rootSTEP")
-    updates = sorted({bisect_right(forwards, ts): ts for ts in reversed(of_root)}.values())
+    return forwards, sorted({bisect_right(forwards, ts): ts for ts in reversed(of_root)}.values())
+
+
+def whole_steps(trace: Path, *, most: int) -> int:
+    """How many of the last steps of ``trace`` can be drawn, ``most`` at most."""
+    return max(0, min(most, len(_updates(boxes(trace))[1]) - 1))
+
+
+def step_bounds(events: list[dict[str, Any]], steps: int) -> tuple[float, float]:
+    """From the start of the forward ``steps`` steps before the last whole one, in microseconds."""
+    forwards, updates = _updates(events)
     if len(updates) < steps + 1:
         raise SystemExit(f"the trace holds {len(updates)} steps: {steps + 1} are needed to show {steps}")
     begin = max(ts for ts in forwards if ts < updates[-steps])
@@ -73,6 +90,8 @@ def draw_between(trace: Path, picture: Path, begin: float, end: float) -> None:
     rows = {tid: name for tid, name in named.items() if tid in used}
     figure, axes = plt.subplots(figsize=(12, 1.2 + 0.4 * len(rows)), layout="constrained")
     order = {tid: len(rows) - 1 - row for row, tid in enumerate(rows)}
+    # microseconds in a unit of the axis
+    unit = 1e6 if end - begin > 5e6 else 1e3
     seen: set[str] = set()
     for event in boxes(trace):
         if event["ts"] + event["dur"] < begin or event["ts"] > end:
@@ -84,23 +103,54 @@ def draw_between(trace: Path, picture: Path, begin: float, end: float) -> None:
         seen.add("waiting" if waiting else kind)
         axes.barh(
             order[event["tid"]],
-            event["dur"] / 1e3,
-            left=(event["ts"] - begin) / 1e3,
+            max(event["dur"], PIXEL * (end - begin)) / unit,
+            left=(event["ts"] - begin) / unit,
             height=0.5 if waiting else 0.8,
             color=WAITING if waiting else COLOURS[kind][0],
             # an edge would hide an op that is shorter than a pixel
             edgecolor="white" if event["dur"] > (end - begin) / 500 else None,
             linewidth=0.3 if event["dur"] > (end - begin) / 500 else 0,
         )
-    axes.set_yticks([order[tid] for tid in rows], list(rows.values()))
-    axes.set_xlim(0, (end - begin) / 1e3)
-    axes.set_xlabel("milliseconds")
+    gaps = [
+        (since, until) for since, until in _gaps(trace, begin, end) if until - since > GAP * (end - begin)
+    ]
+    for since, until in gaps:
+        axes.barh(
+            order[0],
+            (until - since) / unit,
+            left=(since - begin) / unit,
+            height=0.5,
+            facecolor="white",
+            edgecolor=WAITING,
+            hatch="////",
+            linewidth=0.3,
+        )
+    axes.set_yticks([order[tid] for tid in rows], list(rows.values()), fontsize=11)
+    axes.set_xlim(0, (end - begin) / unit)
+    axes.set_xlabel("seconds" if unit > 1e3 else "milliseconds", fontsize=11)
+    axes.tick_params(axis="x", labelsize=11)
     legend = [Patch(color=colour, label=label) for kind, (colour, label) in COLOURS.items() if kind in seen]
     if "waiting" in seen:
         legend.append(Patch(color=WAITING, label="compute waits"))
-    figure.legend(handles=legend, loc="outside upper center", ncols=4, fontsize=8, frameon=False)
+    if gaps:
+        legend.append(Patch(facecolor="white", edgecolor=WAITING, hatch="////", label=OUTSIDE))
+    figure.legend(handles=legend, loc="outside upper center", ncols=3, fontsize=10, frameon=False)
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=130)
+    plt.close(figure)
+
+
+def _gaps(trace: Path, begin: float, end: float) -> Iterator[tuple[float, float]]:
+    """When nothing ran on the lane of compute, and it waited for no other, from ``begin`` to ``end``."""
+    free = begin
+    for event in sorted((e for e in boxes(trace) if e["tid"] == 0), key=itemgetter("ts")):
+        if event["ts"] > end:
+            break
+        if event["ts"] > free:
+            yield free, event["ts"]
+        free = max(free, event["ts"] + event["dur"])
+    if free < end:
+        yield free, end
 
 
 def draw_trace(trace: Trace, picture: Path, *, seconds: float) -> None:
