@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from bench.architectures_report import architectures_table
 from bench.disk_table import disk_table, step_table
 from bench.markdown import Report, number, spread, table
+from bench.model_sizes_table import sizes_table
 from bench.plan_table import plan_table
 from bench.plans_table import plans_table
 from bench.residency_table import residency_table
@@ -296,6 +297,7 @@ TABLES: dict[str, Callable[[Report], list[str]]] = {
     "bench/fits.py": fits,
     "bench/hidden_update.py": hidden_update,
     "bench/host_cost.py": host_cost,
+    "bench/model_sizes.py": sizes_table,
     "bench/moments.py": moments,
     "bench/overlap.py": overlap,
     "bench/plan_time.py": plan_table,
