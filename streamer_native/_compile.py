@@ -8,7 +8,10 @@ blocks of `BLOCK` elements and hands slices to an `inline` function, whose own l
 
 import hashlib
 import logging
-from collections.abc import Callable
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -41,21 +44,69 @@ def _source_fingerprint() -> str:
 _FINGERPRINT = _source_fingerprint()
 
 
+def _writable(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        return False
+    return True
+
+
+def _cache_folder() -> str | None:
+    """Where compiled kernels are kept: NUMBA_CACHE_DIR, or a folder of the user's; None if it cannot be
+    written.
+
+    Numba would keep them beside the sources. But pip leaves a folder in site-packages that holds files which
+    it has not installed, and what is left of a package hides the one that is then installed elsewhere, as an
+    editable install is.
+    """
+    if numba.config.CACHE_DIR:  # type: ignore[attr-defined]
+        folder = Path(numba.config.CACHE_DIR)  # type: ignore[attr-defined]
+    else:
+        users = os.environ.get("XDG_CACHE_HOME", "")
+        try:
+            parent = Path(users) if os.path.isabs(users) else Path.home() / ".cache"
+        except RuntimeError:
+            return None
+        folder = parent / "streamer" / "numba"
+    return str(folder) if _writable(folder) else None
+
+
+def _remove_old_cache(folder: Path) -> None:
+    """Remove what earlier versions have kept beside the sources in ``folder``."""
+    with suppress(OSError):
+        for path in (folder / "__pycache__").glob("*.nb[ic]"):
+            path.unlink()
+
+
+_CACHE_FOLDER = _cache_folder()
+_remove_old_cache(Path(__file__).parent)
+
+
+@contextmanager
+def _kept_in(folder: str) -> Iterator[None]:
+    """Inside the block functions are compiled with a cache in ``folder``, whatever that of others is."""
+    others = numba.config.CACHE_DIR  # type: ignore[attr-defined]
+    numba.config.CACHE_DIR = folder  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        numba.config.CACHE_DIR = others  # type: ignore[attr-defined]
+
+
 def kernel(function: Function) -> Function:
-    """Compile a kernel, cached on disk where Numba finds a directory it can write to.
+    """Compile a kernel, cached on disk where a folder can be written: see `_cache_folder`.
 
     Numba's cache notices an edit to the file that holds the kernel, but not to one whose functions it calls.
     The name of a cache file is made from `__qualname__`, so a fingerprint of the whole package goes in there.
     """
     function.__qualname__ = f"{function.__qualname__}_{_FINGERPRINT}"
     compiled = partial(numba.njit, nogil=True, error_model="numpy")
-    try:
-        return cast(Function, compiled(cache=True)(function))
-    except RuntimeError as error:
-        # A read-only installation with no home directory: compile anew in each process.
-        if "no locator available" not in str(error):
-            raise
+    if _CACHE_FOLDER is None:  # a read-only home: compile anew in each process
         return cast(Function, compiled()(function))
+    with _kept_in(_CACHE_FOLDER):
+        return cast(Function, compiled(cache=True)(function))
 
 
 def inline(function: Function) -> Function:

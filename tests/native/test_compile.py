@@ -174,10 +174,26 @@ def test_a_kernel_is_compiled_once_and_again_when_a_file_it_calls_is_edited(tmp_
     assert compiling.startswith("streamer_native WARNING compiling") and other != sums
 
 
+def test_kernels_are_kept_in_a_folder_of_the_users_and_nothing_beside_the_sources(tmp_path):
+    package = copy_of_the_package(tmp_path)
+    # what earlier versions have left there
+    left = package / "__pycache__" / "reduce.sum_squares-1.py311.1.nbc"
+    left.parent.mkdir()
+    left.touch()
+    users = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "NUMBA_CACHE_DIR": ""}
+    compiling, sums = run_python(SUMS, "float32", folder=tmp_path, **users).splitlines()
+    assert f"It is kept in {tmp_path / 'cache' / 'streamer' / 'numba'}" in compiling
+    assert {path.suffix for path in package.rglob("*.*")} <= {".py", ".pyc", ".typed"}
+    assert run_python(SUMS, "float32", folder=tmp_path, **users) == sums
+    # the setting of the process, by which the user's own functions are cached, is left alone
+    code = "import numba, streamer_native; print([numba.config.CACHE_DIR])"
+    assert run_python(code, folder=tmp_path, **users) == "['']"
+
+
 def test_where_nothing_can_be_cached_kernels_work_and_say_so(tmp_path):
-    # A file where the folder should be keeps out even root, whom no permission would.
-    (copy_of_the_package(tmp_path) / "__pycache__").write_text("")
+    package = copy_of_the_package(tmp_path)
     nowhere = {name: "/proc/nowhere" for name in ("NUMBA_CACHE_DIR", "HOME", "XDG_CACHE_HOME")}
     compiling, sums = run_python(SUMS, "float32", folder=tmp_path, **nowhere).splitlines()
     assert "No cache directory can be written, so every process will do it again" in compiling
     assert sums == "5.0"
+    assert {path.suffix for path in package.rglob("*.*")} <= {".py", ".pyc", ".typed"}
