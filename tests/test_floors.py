@@ -37,6 +37,7 @@ FLOORS = (
     "streamer.deepspeed",
     "streamer",
     "streamer.app.config",
+    "streamer.app.shipped",
     "streamer.app.machine_file",
     "streamer.app.run",
     "streamer.app.plan",

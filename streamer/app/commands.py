@@ -9,6 +9,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
+from streamer.app import shipped
 from streamer.app.config import Config, ConfigError, RunConfig, load_config
 from streamer.app.signals import INTERRUPTED, exiting_on_interrupt
 from streamer.errors import CheckpointError
@@ -53,7 +54,7 @@ def command_line() -> argparse.ArgumentParser:
         help="override a key of the config; the value is TOML",
     )
     config = argparse.ArgumentParser(add_help=False)
-    config.add_argument("config", help="a TOML file, such as configs/gpt2-demo.toml")
+    config.add_argument("config", help="a TOML file, or the name of one that streamer brings: gpt2-demo")
     config.add_argument(
         "--model",
         dest="model.pretrained",
@@ -136,6 +137,13 @@ def command_line() -> argparse.ArgumentParser:
     export.add_argument(
         "--merge", action="store_true", help="add the adapters of a run with [lora] to its model"
     )
+    configs = commands.add_parser(
+        "configs",
+        help="list the configs that streamer brings, or copy one to edit",
+        description="List the configs that streamer brings, or copy one of them into a file of yours.",
+    )
+    configs.add_argument("name", nargs="?", help="of the config to copy")
+    configs.add_argument("--to", metavar="FILE", help="default: NAME.toml in this folder")
     plot = commands.add_parser(
         "plot",
         help="draw runs: losses, learning rate, tokens/s, lanes, the timeline of the last steps",
@@ -174,7 +182,14 @@ def command_line() -> argparse.ArgumentParser:
 
 def run(arguments: Namespace) -> int:
     """The exit code of the command that the parser has found; see `streamer.app.cli.main`."""
-    commands = {"train": _train, "export": _export, "calibrate": _calibrate, "plan": _plan, "plot": _plot}
+    commands = {
+        "train": _train,
+        "export": _export,
+        "calibrate": _calibrate,
+        "plan": _plan,
+        "plot": _plot,
+        "configs": _configs,
+    }
     try:
         code = commands[arguments.command](arguments)
         sys.stdout.flush()
@@ -206,7 +221,7 @@ def _config(arguments: Namespace) -> Config:
             # a number of steps is TOML already; any other value is a string or a list of strings
             text = value if key.startswith("run.") else json.dumps(value, ensure_ascii=False)
             overrides.append(f"{key}={text}")
-    return load_config(arguments.config, overrides)
+    return load_config(shipped.config_path(arguments.config), overrides)
 
 
 def _train(arguments: Namespace) -> int:
@@ -251,6 +266,14 @@ def _export(arguments: Namespace) -> int:
         shard_size=arguments.shard_size,
         merge=arguments.merge,
     )
+    return 0
+
+
+def _configs(arguments: Namespace) -> int:
+    if arguments.name is None:
+        shipped.list_configs()
+    else:
+        shipped.copy_config(arguments.name, None if arguments.to is None else Path(arguments.to))
     return 0
 
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from streamer.app.config import Config, ConfigError, ModelConfig, load_config
 from streamer.app.run.adapters import Merged, add_adapters, write_values
-from streamer.app.run.build import streamed_dtype, without_values
+from streamer.app.run.build import import_factory, streamed_dtype, without_values
 from streamer.app.run.run_folder import amount
 from streamer.checkpoint.frozen import LeftOut
 from streamer.checkpoint.manifest import NAME, Manifest, checkpoints, new_folder
@@ -100,7 +100,9 @@ class Card:
             "    weights |= load_file(path)",
         ]
         if self.config is not None and self.config.factory is not None:
-            module, _, factory = self.config.factory.partition(":")
+            factory = self.config.factory.partition(":")[2]
+            # streamer's own models are elsewhere in an installation than in a checkout
+            module = import_factory(self.config.factory).__module__
             lines[:2] = ["import json", *lines[:2], f"from {module} import {factory}"]
             lines.append('config = json.loads((folder / "config.json").read_text(encoding="utf-8"))')
             if self.tied:

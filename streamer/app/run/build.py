@@ -31,6 +31,7 @@ from streamer.app.config import (
 from streamer.app.run.adapters import add_adapters
 from streamer.app.run.data import TokenData, load_bytes, load_tokenizer, load_tokens
 from streamer.app.run.run_folder import amount
+from streamer.app.shipped import model_module
 from streamer.backends.base import Backend
 from streamer.checkpoint.manifest import new_folder
 from streamer.config_values import nearest
@@ -39,7 +40,8 @@ from streamer.pretrained.architecture import ModelClass, build, is_of_transforme
 
 
 def import_factory(spec: str) -> Callable[..., Any]:
-    """The callable named by ``spec``, ``module:callable``, found with the working directory importable.
+    """The callable named by ``spec``, ``module:callable``, found with the working directory importable, or
+    among streamer's own models.
 
     Raises ConfigError where there is no such module, no such attribute, or it cannot be called. Any other
     exception of the module while it is imported is the module's own, and comes through as it is.
@@ -55,7 +57,10 @@ def import_factory(spec: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if not f"{module_name}.".startswith(f"{error.name}."):
             raise
-        raise ConfigError(f"{spec}: no module {error.name!r} in {os.getcwd()} or installed") from None
+        own = model_module(module_name)
+        if own is None:
+            raise ConfigError(f"{spec}: no module {error.name!r} in {os.getcwd()} or installed") from None
+        module = own
     factory: Callable[..., Any] | None = getattr(module, attribute, None)
     if not callable(factory):
         remedy = nearest(attribute, [name for name, value in vars(module).items() if callable(value)])
