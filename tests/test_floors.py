@@ -38,6 +38,7 @@ FLOORS = (
     "streamer",
     "streamer.app.config",
     "streamer.app.shipped",
+    "streamer.app.signals",
     "streamer.app.machine_file",
     "streamer.app.run",
     "streamer.app.plan",

@@ -232,7 +232,9 @@ def _train(arguments: Namespace) -> int:
     try:
         resume = None
         if arguments.resume is not None:
-            resume = checkpoint_to_resume(config, arguments.resume or None)
+            named = {override.partition("=")[0].strip() for override in arguments.set}
+            named |= {key for key, value in vars(arguments).items() if "." in key and value is not None}
+            resume = checkpoint_to_resume(config, arguments.resume or None, named)
         train(config, resume, fall_back=arguments.fall_back)
     except (StoppedError, OSError) as error:
         return _failed(error, 1)

@@ -195,10 +195,11 @@ class RunConfig:
     """``[run]``: the number of steps, how often the run is validated and saved (in steps), and where its
     files go (``out/name``).
 
-    ``save_every`` 0 saves only when the run is stopped. The last ``keep`` checkpoints are kept.
-    ``save_failure`` says whether a checkpoint that cannot be written stops the run. ``nonfinite`` says what
-    follows a gradient that is NaN or infinite: skip the step, stop, or go back to the last checkpoint and
-    draw other batches from there.
+    ``save_every`` 0 saves only when the run is stopped, and at its end. The last ``keep`` checkpoints are
+    kept. ``save_failure`` says whether a checkpoint that cannot be written stops the run. Where the last one
+    cannot be written, another folder is asked for, or it is tried again for ``save_wait`` minutes.
+    ``nonfinite`` says what follows a gradient that is NaN or infinite: skip the step, stop, or go back to the
+    last checkpoint and draw other batches from there.
     """
 
     name: Annotated[str, FOLDER]
@@ -210,6 +211,7 @@ class RunConfig:
     out: Annotated[str, TEXT] = "runs"
     save_every: Annotated[int, COUNT_OR_0] = 0
     keep: Annotated[int, COUNT] = 2
+    save_wait: Annotated[int, COUNT_OR_0] = 60
     save_failure: Annotated[str, one_of("stop", "warn")] = "stop"
     nonfinite: Annotated[str, one_of("skip", "stop", "back")] = "skip"
 

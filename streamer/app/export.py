@@ -218,7 +218,8 @@ def export(
     nbytes = sum(piece.nbytes for piece in pieces)
     print(f"{checkpoint}: step {manifest.step}, {len(pieces)} tensors, {amount(nbytes)} with {dtype} weights")
     manifest.check(checkpoint)
-    with new_folder(to, nbytes=file_bytes(pieces) + 256 * len(pieces) + MARGIN_BYTES) as folder:
+    nbytes = file_bytes(pieces) + 256 * len(pieces) + MARGIN_BYTES
+    with new_folder(to, nbytes=nbytes, what="weights") as folder:
         files = _write_shards(folder, pieces, limit)
         card.write(folder)
     print(f"Written to {to}: {' ... '.join(dict.fromkeys((files[0], files[-1])))} config.json README.txt")

@@ -17,6 +17,8 @@ class Stop:
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        #: what the first signal is answered with
+        self.answer: Callable[[], str] | None = None
 
 
 @contextmanager
@@ -46,6 +48,9 @@ def stopping() -> Iterator[Stop]:
         stop.signal = signal.Signals(number)
         for each in numbers:
             signal.signal(each, signal.SIG_DFL)
+        if stop.answer is not None:
+            with contextlib.suppress(OSError):  # nobody reads any more
+                os.write(2, f"\n{stop.answer()}\n".encode())
 
     with _handled(note, *numbers):
         yield stop

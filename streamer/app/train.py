@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+from torch import nn
 from tqdm import tqdm
 
 import streamer
@@ -18,18 +20,33 @@ from streamer.app.config import Config
 from streamer.app.plan.command import check_memory
 from streamer.app.plan.planning import RunPlan, settle
 from streamer.app.run.adapters import write_adapters
-from streamer.app.run.build import build_model, build_optimizer, check_fits, load_data, write_pretrained
+from streamer.app.run.build import (
+    build_model,
+    build_optimizer,
+    check_fits,
+    load_data,
+    without_values,
+    write_pretrained,
+)
 from streamer.app.run.loop import Loop
 from streamer.app.run.run_folder import (
+    SUMMARY,
     Checkpoints,
+    Lanes,
     amount,
     forget_after,
+    has_finished,
+    locked,
     numbered,
     run_directory,
     summary_of,
     summary_table,
+    until_written,
+    write_config,
 )
+from streamer.app.run.space import Space, check_space
 from streamer.app.signals import Stop, stopping
+from streamer.checkpoint.manifest import Manifest
 from streamer.engine.paging.handle import wrapped
 from streamer.model.options import parse_bytes
 
@@ -58,14 +75,32 @@ def train(config: Config, resume: Path | None = None, *, fall_back: bool = False
     Raises ConfigError, in one line, for anything in the config that cannot be honoured, StoppedError where a
     gradient is not finite and the config says to stop, and OSError where a checkpoint cannot be written.
     """
+    directory = None if resume is None else resume.parent.parent
+    if resume is not None and has_finished(resume, config):
+        step = Manifest.read(resume).step
+        print(
+            f"{directory} has finished at step {step}: nothing is left to do; for more steps name them, "
+            f"--set run.steps={2 * step} say"
+        )
+        return None
+    with contextlib.nullcontext() if directory is None else locked(directory):
+        return _train(config, resume, directory, fall_back=fall_back)
+
+
+def _train(
+    config: Config, resume: Path | None, directory: Path | None, *, fall_back: bool
+) -> dict[str, Any] | None:
     data = load_data(config)
     config, chosen = settle(config)
     if chosen is not None:
         print(f"chosen: {chosen.reason}")
     plan = check_memory(config)
+    space = _check_space(config, directory)
     torch.manual_seed(config.run.seed)
     model = build_model(_leaving_room(config, plan))
-    try:
+    with contextlib.ExitStack() as ends:
+        # unlike unwrap, close does not copy the weights back, for which there may be no memory
+        ends.callback(wrapped(model).close)
         optimizer = build_optimizer(config.optimizer, model, skip_nonfinite=config.run.nonfinite == "skip")
         wrapped(model).executor.host_limit = parse_bytes("host_memory", config.memory.host)
         check_fits(model, data, config.data.context)
@@ -74,19 +109,30 @@ def train(config: Config, resume: Path | None = None, *, fall_back: bool = False
             # a model that cannot run on this data raises here, before there is a directory
             loop.first_val_loss = loop.validate()
             directory = run_directory(config)
+            ends.enter_context(locked(directory))
         else:
-            directory = resume.parent.parent
+            assert directory is not None
             saved = Checkpoints(directory, keep=config.run.keep)
             loop.go_on_from(saved.load(model, optimizer, resume, fall_back=fall_back))
             forget_after(directory / "metrics.jsonl", loop.step)
-        with stopping() as stop:
-            _print_beginning(loop, directory)
-            with (directory / "metrics.jsonl").open("a") as metrics, _bar(loop) as bar:
-                seconds = _Run(loop, directory, metrics, bar).run(stop)
-            return _finish(loop, directory, seconds) if seconds is not None else None
-    finally:
-        # unlike unwrap, close does not copy the weights back, for which there may be no memory
-        wrapped(model).close()
+            write_config(directory, config)
+            (directory / SUMMARY).unlink(missing_ok=True)
+        stop = ends.enter_context(stopping())
+        _print_beginning(loop, directory, space)
+        with (directory / "metrics.jsonl").open("a") as metrics, _bar(loop) as bar:
+            run = _Run(loop, directory, metrics, bar, stop)
+            has_ended = run.run()
+        return _finish(loop, directory, run) if has_ended else None
+
+
+def _check_space(config: Config, directory: Path | None) -> Space | None:
+    """What the run writes; None for a model that cannot be made without values. Raises ConfigError where
+    there is too little room for it."""
+    try:
+        model = without_values(config.model, config.lora)
+    except (TypeError, ValueError):
+        return None  # which building the model is about to refuse, in better words
+    return check_space(config, model, directory) if isinstance(model, nn.Module) else None
 
 
 def _leaving_room(config: Config, plan: RunPlan | None) -> Config:
@@ -113,20 +159,27 @@ def _bar(loop: Loop) -> tqdm[Any]:
 class _Run:
     """The steps of a run, with the metrics and checkpoints that they leave."""
 
-    def __init__(self, loop: Loop, directory: Path, metrics: TextIO, bar: tqdm[Any]) -> None:
+    def __init__(self, loop: Loop, directory: Path, metrics: TextIO, bar: tqdm[Any], stop: Stop) -> None:
         self._loop = loop
         self._config = loop.config.run
         self._metrics = metrics
         self._bar = bar
+        self.stop = stop
+        stop.answer = self._answer
+        #: seconds of each step
+        self.seconds: list[float] = []
+        #: of the last checkpoint
+        self._seconds_to_save: float | None = None
+        #: what the first step has taken, which compiles
+        self.first = Lanes({}, {})
         # the base of adapters is in files already
         frozen = not loop.config.lora.rank
         self._checkpoints = Checkpoints(directory, keep=self._config.keep, frozen=frozen)
         self._unigram = loop.data.unigram_entropy()
-        self._seconds: list[float] = []
 
-    def run(self, stop: Stop) -> list[float] | None:
-        """Make the steps that are left: the seconds of each, or None if a signal ended the run before."""
-        loop, run = self._loop, self._config
+    def run(self) -> bool:
+        """Make the steps that are left; False if a signal ended the run before."""
+        loop, run, stop = self._loop, self._config, self.stop
         if loop.step == 0:
             self._report_validation()
         while loop.step < run.steps:
@@ -136,14 +189,22 @@ class _Run:
             if loop.step % run.eval_every == 0 or last:
                 loop.validate()
                 self._report_validation()
-            if run.save_every and (loop.step % run.save_every == 0 or last):
+            if last and (run.save_every or loop.config.model.pretrained is None):
+                self._save_last()
+            elif run.save_every and loop.step % run.save_every == 0:
                 self._save()
             if stop.signal is not None and not last:
                 path = self._save()
                 saved = ", but not saved" if path is None else f"; go on with --resume {path}"
                 self._bar.write(f"stopped by {stop.signal.name} after step {loop.step}{saved}")
-                return None
-        return self._seconds
+                return False
+        return True
+
+    def _answer(self) -> str:
+        """What the first Ctrl-C is answered with, at once."""
+        step = "" if not self.seconds else f", some {self.seconds[-1]:.0f} s"
+        save = "" if self._seconds_to_save is None else f", some {self._seconds_to_save:.0f} s"
+        return f"finishing step {self._loop.step + 1}{step}, then saving{save}; Ctrl-C again to stop without"
 
     def _step(self) -> bool:
         """Whether a step was made; False where the run went back to a checkpoint instead."""
@@ -158,11 +219,13 @@ class _Run:
         except (torch.OutOfMemoryError, MemoryError) as error:
             remedy = "; lower stream.micro_batch_size" if isinstance(error, torch.OutOfMemoryError) else ""
             raise StoppedError(f"step {loop.step + 1}: {error}{remedy}") from error
-        self._seconds.append(time.perf_counter() - begun)
+        self.seconds.append(time.perf_counter() - begun)
         stats = streamer.stats(loop.model)
+        if len(self.seconds) == 1:
+            self.first = Lanes(stats.busy_seconds, stats.exposed_seconds)
         if stats.skipped_steps > skipped:
             self._bar.write(f"step {loop.step}: skipped, a gradient was not finite")
-        speed = loop.tokens_per_step / self._seconds[-1]
+        speed = loop.tokens_per_step / self.seconds[-1]
         self._log(
             **measured,
             tokens_per_second=speed,
@@ -194,13 +257,33 @@ class _Run:
     def _save(self) -> Path | None:
         """The checkpoint of this step, or None if it could not be written and need not be."""
         loop = self._loop
+        self._bar.set_postfix_str(f"saving step {loop.step}")
+        begun = time.perf_counter()
         try:
-            return self._checkpoints.save(loop.model, loop.optimizer, step=loop.step, extra=loop.state())
+            path = self._checkpoints.save(loop.model, loop.optimizer, step=loop.step, extra=loop.state())
         except OSError as error:
             if self._config.save_failure == "stop":
                 raise
             self._bar.write(f"step {loop.step}: {error}; going on without")
             return None
+        self._seconds_to_save = time.perf_counter() - begun
+        return path
+
+    def _save_last(self) -> None:
+        """The checkpoint of the last step, which holds what nothing else does."""
+        loop, saved = self._loop, self._checkpoints
+        wanted = saved.path(loop.step)
+        self._bar.set_postfix_str(f"saving step {loop.step}")
+
+        def write(path: Path) -> Path:
+            if path == wanted:
+                return saved.save(loop.model, loop.optimizer, step=loop.step, extra=loop.state())
+            saved.write(loop.model, loop.optimizer, path, step=loop.step, extra=loop.state())
+            return path
+
+        path = until_written(write, wanted, self.stop, minutes=self._config.save_wait)
+        if path != wanted:
+            self._bar.write(f"the last checkpoint is {path}")
 
     def _report_validation(self) -> None:
         loop = self._loop
@@ -216,19 +299,19 @@ class _Run:
         self._metrics.flush()
 
 
-def _finish(loop: Loop, directory: Path, seconds: list[float]) -> dict[str, Any]:
+def _finish(loop: Loop, directory: Path, run: _Run) -> dict[str, Any]:
     """Write the files of a finished run; what ``summary.json`` holds."""
     # the first steps compile the update's kernels
-    steady = seconds[len(seconds) // 10 :]
+    steady = run.seconds[len(run.seconds) // 10 :]
     summary = summary_of(
         loop.model,
+        run.first,
         tokens_per_second=loop.tokens_per_step / statistics.median_high(steady) if steady else 0.0,
         unigram_loss=loop.data.unigram_entropy(),
         first_val_loss=loop.first_val_loss,
         last_val_loss=loop.val_loss,
     )
     streamer.save_trace(loop.model, directory / "trace.json")
-    (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     if loop.config.run.sample_tokens:
         print(f"\nA sample, after the first {PROMPT_TOKENS} {loop.data.unit}s of validation text:\n")
         print(loop.sample(PROMPT_TOKENS))
@@ -237,15 +320,21 @@ def _finish(loop: Loop, directory: Path, seconds: list[float]) -> dict[str, Any]
         adapts = bool(loop.config.lora.rank)
         name = ADAPTERS if adapts else PRETRAINED
         free = next(path for path in numbered(directory / name) if not path.exists())
-        if adapts:
-            write_adapters(loop.model, base, free)
-        else:
-            write_pretrained(loop.model, loop.data.tokenizer, free)
-    print(f"Written to {directory}: config.toml metrics.jsonl summary.json, and trace.json of the last steps")
+
+        def write(folder: Path) -> None:
+            if adapts:
+                write_adapters(loop.model, base, folder)
+            else:
+                write_pretrained(loop.model, loop.data.tokenizer, folder)
+
+        until_written(write, free, run.stop, minutes=loop.config.run.save_wait)
+    # says that the run has finished, so that it comes last
+    (directory / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
+    print(f"Written to {directory}: config.toml metrics.jsonl {SUMMARY}, and trace.json of the last steps")
     return summary
 
 
-def _print_beginning(loop: Loop, directory: Path) -> None:
+def _print_beginning(loop: Loop, directory: Path, space: Space | None) -> None:
     config, model, data = loop.config, loop.model, loop.data
     held = streamer.stats(model)
     device = next(iter(model.parameters())).device
@@ -266,3 +355,5 @@ def _print_beginning(loop: Loop, directory: Path) -> None:
         f"{data.unit} frequencies alone give {data.unigram_entropy():.3f} nats per {data.unit}\n"
         f"{left} of {config.data.batch_size} x {config.data.context} tokens, to {directory}"
     )
+    if space is not None and space.peak:
+        print(f"there {space.line()}")

@@ -123,16 +123,16 @@ _HIDDEN = re.compile(r"\..*\.(?:writing|deleting)-(\d+)")
 
 
 @contextmanager
-def new_folder(path: Path, *, nbytes: int) -> Iterator[Path]:
-    """A folder to write ``nbytes`` into. It becomes ``path`` when the block ends, and is deleted if the block
-    raises.
+def new_folder(path: Path, *, nbytes: int, what: str = "a checkpoint") -> Iterator[Path]:
+    """A folder to write ``nbytes`` of ``what`` into. It becomes ``path`` when the block ends, and is deleted
+    if the block raises.
 
     Raises FileExistsError where ``path`` is there already, and OSError, with the path and the bytes that are
     needed, where it cannot be written.
     """
     if path.exists():
         raise FileExistsError(
-            errno.EEXIST, "there is something already: give each checkpoint a path of its own", str(path)
+            errno.EEXIST, f"there is something already: give {what} a path of its own", str(path)
         )
     beside = path.with_name(f".{path.name}.writing-{os.getpid()}")
     new_parents = [parent for parent in path.parents if not parent.exists()]
@@ -158,7 +158,7 @@ def new_folder(path: Path, *, nbytes: int) -> Iterator[Path]:
             at = "" if error.filename is None else f" ({error.filename})"
             raise OSError(
                 error.errno,
-                f"a checkpoint of {nbytes} bytes could not be written: {error.strerror or error}{at}",
+                f"{what} of {nbytes} bytes could not be written: {error.strerror or error}{at}",
                 str(path),
             ) from error
         raise

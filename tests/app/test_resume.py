@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -17,8 +18,14 @@ import torch
 from safetensors.torch import load_file
 
 from streamer.app.cli import main
+from streamer.app.config import load_config
+from streamer.app.run import run_folder
+from streamer.app.run.build import schedule
 from streamer.app.run.loop import TokenLoss
-from streamer.checkpoint.manifest import checkpoints
+from streamer.app.run.run_folder import locked
+from streamer.checkpoint import save
+from streamer.checkpoint.manifest import Manifest, checkpoints
+from streamer.checkpoint.values import decode
 from tests.app.common import HOME, logged, sets
 
 STEPS = 12
@@ -139,7 +146,9 @@ def test_a_signal_lets_the_step_end_and_says_where_to_go_on(
         stop_at(patch, 5, lambda: os.kill(os.getpid(), number))
         assert train(config) == 0
     (saved,) = [path for path in checkpoints(Path("runs/run/checkpoints")) if path.name == "step-0000005"]
-    assert f"stopped by {number.name} after step 5; go on with --resume {saved}" in capfd.readouterr().out
+    printed = capfd.readouterr()
+    assert f"stopped by {number.name} after step 5; go on with --resume {saved}" in printed.out
+    assert "finishing step 5, some 0 s, then saving, some 0 s; Ctrl-C again to stop without" in printed.err
     assert signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL)
     assert train(config, "--resume", str(saved)) == 0
     assert_same_end(tmp_path / "runs" / "run", undisturbed)
@@ -160,22 +169,71 @@ def test_resume_finds_the_latest_checkpoint(
     assert_same_end(tmp_path / "runs" / "run", undisturbed)
 
 
-def test_what_a_run_computes_cannot_be_changed_in_the_middle_and_how_it_is_streamed_can(
+def test_what_a_run_computes_changes_where_that_is_named_and_how_it_is_streamed_as_one_likes(
     config: Path, tmp_path: Path, undisturbed: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert train(config) == 0
     last = Path("runs/run/checkpoints/step-0000012")
     for change, match in (
-        ("optimizer.lr=1e-3", "made with another [optimizer]: resume it with runs/run/config.toml"),
-        ("data.batch_size=3", "made with another [data]"),
-        ("model.args.n_layer=2", "made with another [model]"),
-        ("run.seed=1", "made with another run.seed or run.steps"),
+        ("model.args={}", "the run was made with model.args = {vocab_size = 256, "),
+        (
+            "optimizer.state_dtype='int8'",
+            'made with optimizer.state_dtype = "float32", not "int8", and can only',
+        ),
+        ("run.seed=1", "made with run.seed = 0, not 1, and can only go on with that"),
     ):
         assert train(config, "--resume", *sets(change)) == 2
         assert match in capfd.readouterr().err
+    config.write_text(CONFIG.replace("steps = 12", "steps = 24"))
+    assert train(config, "--resume") == 2
+    assert (
+        "the run was made with run.steps = 12, and the config has 24: resume it with runs/run/config.toml, "
+        "or name the change on the command line: --set run.steps=..." in capfd.readouterr().err
+    )
+    config.write_text(CONFIG)
+    assert train(config, "--resume") == 0
+    assert "runs/run has finished at step 12: nothing is left to do" in capfd.readouterr().out
+    assert_same_end(tmp_path / "runs" / "run", undisturbed)
     last.rename(tmp_path / "aside")
     assert train(config, "--resume", *sets("stream.num_slots=3", "stream.activations='keep'")) == 0
     assert_same_end(tmp_path / "runs" / "run", undisturbed)
+
+
+def test_a_finished_run_goes_on_for_more_steps_with_another_rate_and_other_data(
+    config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert train(config) == 0
+    changes = sets("run.steps=18", "optimizer.lr=5e-3", "optimizer.weight_decay=0.5")
+    assert train(config, "--resume", *changes, "--data", "a.txt") == 0
+    printed = capfd.readouterr().out
+    assert "run.steps is 18 from here on; it was 12\n" in printed
+    assert 'data.paths is ["a.txt"] from here on; it was ["a.txt", "b.txt"]\n' in printed
+    run = tmp_path / "runs" / "run"
+    assert [line["step"] for line in logged(run, "loss")] == list(range(1, 19))
+    now = load_config(run / "config.toml")
+    assert (now.run.steps, now.optimizer.lr, now.data.paths) == (18, 5e-3, ("a.txt",))
+    factor = schedule(now.optimizer, 18)
+    rates = [line["lr"] for line in logged(run, "loss") if line["step"] > 12]
+    assert rates == [5e-3 * factor(step) for step in range(13, 19)]
+    # what has been made with the changes goes on without naming them again
+    (run / "checkpoints" / "step-0000018").rename(tmp_path / "aside")
+    assert train(run / "config.toml", "--resume", "runs/run") == 0
+    optimizer = Manifest.read(run / "checkpoints" / "step-0000018").values["optimizer"]
+    options = decode(optimizer["groups"][0]["options"], lambda name: torch.empty(0))
+    assert (options["weight_decay"], options["initial_lr"]) == (0.5, 5e-3)
+
+
+def test_a_run_that_another_process_trains_is_left_alone(
+    config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert train(config) == 0
+    with locked(Path("runs/run")):
+        assert train(config, "--resume", "--set", "run.steps=20") == 2
+        error = capfd.readouterr().err
+        assert f"another process ({os.getpid()}) trains in runs/run: wait for it" in error
+        assert train(config) == 0
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["run", "run-2"]
+    assert train(config, "--resume", "runs/run") == 0
 
 
 @pytest.mark.filterwarnings("ignore:no direct I/O")  # temporary files may be in memory
@@ -223,6 +281,8 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_taken_when_asked(
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
+    # as if the process had been killed after that checkpoint
+    Path("runs/run/summary.json").unlink()
     assert train(config, "--resume") == 2
     error = capfd.readouterr().err
     assert "cannot resume: " in error
@@ -250,12 +310,52 @@ def test_a_checkpoint_that_cannot_be_written_stops_the_run_or_not_as_asked(
         error = capfd.readouterr().err
         assert "bytes could not be written: No space left on device" in error
         assert error.rstrip().endswith(": 'runs/run/checkpoints/step-0000003'")
-        assert train(config, *sets("run.save_failure='warn'", "run.name='warned'")) == 0
-        printed = capfd.readouterr().out
-        assert printed.count("could not be written: No space left on device") == 4
-        assert printed.count("; going on without") == 4
+        warned = sets("run.save_failure='warn'", "run.name='warned'", "run.save_wait=0")
+        assert train(config, *warned) == 1
+        printed = capfd.readouterr()
+        assert printed.out.count("could not be written: No space left on device") == 3
+        assert printed.out.count("; going on without") == 3
+        # but not without the last one
+        assert printed.err.rstrip().endswith(": 'runs/warned/checkpoints/step-0000012'")
     assert not (tmp_path / "runs" / "warned" / "checkpoints").exists()
     assert computed(tmp_path / "runs" / "warned") == computed(undisturbed)
+
+
+class Terminal(io.StringIO):
+    """What somebody types."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("typed", [None, "\n", "elsewhere\n"], ids=["waited for", "again", "elsewhere"])
+def test_the_last_weights_are_kept_until_they_are_written(
+    config: Path,
+    tmp_path: Path,
+    undisturbed: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    typed: str | None,
+) -> None:
+    write, tries = save.write_tensors, [*range(2 if typed is None else 1)]
+
+    def sometimes(*args: Any, **options: Any) -> Any:
+        return no_room() if tries and tries.pop() is not None else write(*args, **options)
+
+    monkeypatch.setattr(save, "write_tensors", sometimes)
+    monkeypatch.setattr(run_folder, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(sys, "stdin", io.StringIO() if typed is None else Terminal(typed))
+    assert train(config, *sets("run.save_every=0")) == 0
+    printed = capfd.readouterr()
+    assert printed.err.count("the trained weights are still in memory") == (2 if typed is None else 1)
+    assert printed.err.count("give another folder: ") == (typed is not None)
+    place = Path("runs/run/checkpoints/step-0000012")
+    if typed == "elsewhere\n":
+        assert not place.exists()
+        place = Path("elsewhere/step-0000012")
+        assert f"the last checkpoint is {place}" in printed.out
+    expected = tensors(checkpoints(undisturbed / "checkpoints")[-1])
+    assert all(torch.equal(value, expected[name]) for name, value in tensors(place).items())
 
 
 # A loss that is no number

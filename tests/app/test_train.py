@@ -16,9 +16,10 @@ from streamer.app.config import load_config
 from streamer.app.run.build import build_model, build_optimizer, schedule
 from streamer.app.run.data import IGNORED, TokenData
 from streamer.app.run.loop import Loop
-from streamer.app.run.run_folder import summary_of, summary_table
+from streamer.app.run.run_folder import Lanes, summary_of, summary_table
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
+from streamer.engine.paging.handle import wrapped
 from tests.app.common import HOME, logged, refused, sets
 
 CONFIG = """
@@ -337,7 +338,16 @@ def test_the_overlap_of_an_idle_lane_is_null_in_the_summary_and_one_that_came_la
     trained = dict.fromkeys(("tokens_per_second", "first_val_loss", "last_val_loss", "unigram_loss"), 1.0)
     model = build_model(load_config(config))
     try:
-        summary = summary_of(model, **trained)
+        backend = wrapped(model).executor.backend
+        for lane in (Lane.COMPUTE, Lane.H2D):
+            backend.submit(lane, lambda: None, (), 0).wait()
+        streamer.synchronize(model)
+        busy = streamer.stats(model).busy_seconds
+        summary = summary_of(model, Lanes({}, {}), **trained)
+        # what the first step took, in which kernels are compiled, is left out
+        half = {lane: seconds / 2 for lane, seconds in busy.items()}
+        assert summary_of(model, Lanes(half, {}), **trained)["busy_seconds"] == half
+        assert summary_of(model, Lanes(busy, busy), **trained)["busy_seconds"] == busy, "there is no other"
     finally:
         streamer.unwrap(model)
     assert None in summary["overlap"].values()

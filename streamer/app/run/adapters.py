@@ -77,7 +77,7 @@ def write_values(model: nn.Module, values: Mapping[str, torch.Tensor], base: str
     options = copy.copy(held.peft_config[ADAPTER])
     options.base_model_name_or_path, options.inference_mode = os.path.abspath(base), True
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
-    with new_folder(folder, nbytes=nbytes + MARGIN_BYTES) as hidden, torch.no_grad():
+    with new_folder(folder, nbytes=nbytes + MARGIN_BYTES, what="adapters") as hidden, torch.no_grad():
         save_file(tensors, hidden / WEIGHTS, metadata={"format": "pt"})
         options.save_pretrained(hidden)
         for path in hidden.iterdir():

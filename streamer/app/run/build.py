@@ -142,7 +142,7 @@ def write_pretrained(model: nn.Module, tokenizer: Any, folder: Path) -> None:
         return
     streamer.synchronize(model)
     nbytes = sum(param.nbytes for param in model.parameters())
-    with new_folder(folder, nbytes=nbytes + MARGIN_BYTES) as hidden, torch.no_grad():
+    with new_folder(folder, nbytes=nbytes + MARGIN_BYTES, what="weights") as hidden, torch.no_grad():
         save(hidden)
         if tokenizer is not None:
             tokenizer.save_pretrained(hidden)

@@ -223,10 +223,21 @@ class Loop:
     def go_on_from(self, loaded: streamer.Loaded) -> None:
         """Take over the step and the `state` of a checkpoint."""
         self.step = loaded.step
-        self.rates.load_state_dict(loaded.extra["rates"])
+        self._set_rates()
         self.crops.set_state(loaded.extra["crops"])
         self.first_val_loss, self.val_loss = loaded.extra["first_val_loss"], loaded.extra["val_loss"]
         self.returns = loaded.extra["returns"]
+
+    def _set_rates(self) -> None:
+        """Let the optimizer go on from `step` with the config's hyperparameters, which may be others than
+        those of the checkpoint."""
+        given = self.config.optimizer
+        rate = given.lr * schedule(given, self.config.run.steps)(self.step)
+        for group in self.optimizer.param_groups:
+            changed = {key: getattr(given, key) for key in ("betas", "eps", "weight_decay")}
+            group.update(changed, initial_lr=given.lr, lr=rate)
+        self.rates.last_epoch, self.rates.base_lrs = self.step, [given.lr] * len(self.optimizer.param_groups)
+        self.rates._last_lr = [rate] * len(self.optimizer.param_groups)
 
     def go_back_to(self, loaded: streamer.Loaded) -> None:
         """Take over a checkpoint of this run, and from there draw batches that no earlier try has seen."""

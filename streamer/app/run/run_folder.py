@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
-import math
+import os
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 import streamer
-from streamer.app.config import Config, ConfigError, dump_config, load_config
+from streamer.app.config import Config, ConfigError, dump_config, load_config, toml_value
+from streamer.app.signals import Stop
 from streamer.backends.base import DISKS
 from streamer.checkpoint.manifest import Manifest, checkpoints, prune
 from streamer.errors import CheckpointError
+
+fcntl: Any
+try:
+    fcntl = import_module("fcntl")
+except ImportError:  # Windows
+    fcntl = None
+
+T = TypeVar("T")
+
+#: The file in a run's directory that the process which trains there has locked.
+LOCK = ".lock"
+#: What a run writes last.
+SUMMARY = "summary.json"
+#: Between two tries to write the last weights.
+RETRY_SECONDS = 30.0
 
 
 def numbered(wanted: Path) -> Iterator[Path]:
@@ -36,17 +55,47 @@ def run_directory(config: Config) -> Path:
             with contextlib.suppress(FileExistsError):
                 directory.mkdir()
                 break
-        (directory / "config.toml").write_text(dump_config(config))
+        write_config(directory, config)
     except OSError as error:
         raise ConfigError(f"cannot write to {wanted} ({error.strerror}): set run.out or run.name") from error
     return directory
 
 
-def summary_of(model: nn.Module, **trained: float) -> dict[str, Any]:
+def write_config(directory: Path, config: Config) -> None:
+    """Have ``config`` be that of the run in ``directory``."""
+    beside = directory / ".config.toml"
+    beside.write_text(dump_config(config))
+    beside.replace(directory / "config.toml")
+
+
+def has_finished(checkpoint: Path, config: Config) -> bool:
+    """Whether the run of ``checkpoint`` has made all steps of ``config`` and written all of its files."""
+    done = Manifest.read(checkpoint).step >= config.run.steps
+    return done and (checkpoint.parent.parent / SUMMARY).exists()
+
+
+class Lanes(NamedTuple):
+    """Seconds by lane: busy, and exposed."""
+
+    busy: Mapping[str, float]
+    exposed: Mapping[str, float]
+
+
+def summary_of(model: nn.Module, first: Lanes, **trained: float) -> dict[str, Any]:
     """What ``summary.json`` holds: bytes and seconds by lane of a wrapped model, beside the figures of its
-    training (losses in nats per token). The overlap of an idle lane is None."""
+    training (losses in nats per token).
+
+    Seconds are those of the steps after the ``first``, which compiles, unless there is none. The overlap of
+    an idle lane is None.
+    """
     streamer.synchronize(model)
     stats = streamer.stats(model)
+    busy, exposed = (
+        {lane: max(0.0, seconds - before.get(lane, 0.0)) for lane, seconds in now.items()}
+        for now, before in ((stats.busy_seconds, first.busy), (stats.exposed_seconds, first.exposed))
+    )
+    if not busy["compute"]:
+        busy, exposed = dict(stats.busy_seconds), dict(stats.exposed_seconds)
     params = list(model.parameters())
     parameters = sum(param.numel() for param in params)
     return {
@@ -56,9 +105,9 @@ def summary_of(model: nn.Module, **trained: float) -> dict[str, Any]:
         "host_bytes_per_parameter": sum(stats.host_bytes.values()) / parameters,
         "disk_bytes_per_parameter": sum(stats.disk_bytes.values()) / parameters,
         **trained,
-        "busy_seconds": dict(stats.busy_seconds),
-        "exposed_seconds": dict(stats.exposed_seconds),
-        "overlap": {lane: None if math.isnan(of) else of for lane, of in stats.overlap.items()},
+        "busy_seconds": busy,
+        "exposed_seconds": exposed,
+        "overlap": {lane: 1 - exposed[lane] / busy[lane] if busy[lane] else None for lane in busy},
     }
 
 
@@ -115,11 +164,13 @@ def amount(nbytes: float) -> str:
 FOLDER = "checkpoints"
 
 
-def checkpoint_to_resume(config: Config, given: str | None) -> Path:
+def checkpoint_to_resume(config: Config, given: str | None, named: Collection[str] = ()) -> Path:
     """The checkpoint that ``--resume`` means: ``given`` itself, or the latest one of the run's directory
     ``given``, or of the last run of the config's name.
 
-    Raises ConfigError where there is none, or where the run was made with another config.
+    ``named`` are the keys that the command line has named: those of them that may change, such as
+    ``run.steps``, are what the run goes on with, which a line says. Raises ConfigError where there is no
+    checkpoint, where the run was made with another value of a key that is not named, or that may not change.
     """
     if given is not None:
         path = Path(given)
@@ -134,26 +185,115 @@ def checkpoint_to_resume(config: Config, given: str | None) -> Path:
         raise ConfigError(
             f"{where} holds no complete checkpoint: train with run.save_every, or without --resume"
         )
-    _check_config(config, found[-1].parent.parent)
+    _check_config(config, found[-1].parent.parent, named)
     return found[-1]
 
 
-def _check_config(config: Config, directory: Path) -> None:
-    """Raise ConfigError if ``config`` would compute something else than the run in ``directory``."""
+#: Keys of a run's config that what it has computed so far, or what its checkpoints hold, depends on.
+FIXED = {
+    "model": ("factory", "args", "init", "pretrained"),
+    "lora": ("rank", "alpha", "dropout", "targets", "rank_stabilized"),
+    "data": ("tokenizer",),
+    "optimizer": ("state_dtype",),
+    "run": ("seed",),
+}
+#: Further keys that change what is computed from here on: they are to be named if they change.
+MAY_CHANGE = {
+    "run": ("steps",),
+    "data": ("paths", "val_fraction", "context", "batch_size"),
+    "optimizer": ("lr", "betas", "eps", "weight_decay", "grad_clip", "warmup_steps", "min_lr"),
+}
+
+
+def _check_config(config: Config, directory: Path, named: Collection[str]) -> None:
+    """Raise ConfigError if ``config`` would compute something else than the run in ``directory``, apart from
+    what is ``named``."""
     path = directory / "config.toml"
     if not path.exists():
         return
     then = load_config(path)
-    # what is reported, saved and streamed may change; what is computed may not
-    changed = [
-        f"[{name}]"
-        for name in ("model", "lora", "data", "optimizer")
-        if getattr(then, name) != getattr(config, name)
-    ]
-    if then.run.seed != config.run.seed or then.run.steps != config.run.steps:
-        changed.append("run.seed or run.steps")
-    if changed:
-        raise ConfigError(f"the run was made with another {changed[0]}: resume it with {path}")
+
+    def changed(sections: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str, str]]:
+        for section, keys in sections.items():
+            for key in keys:
+                before, now = (getattr(getattr(c, section), key) for c in (then, config))
+                if before != now:
+                    yield f"{section}.{key}", _shown(before), _shown(now)
+
+    for key, before, now in changed(FIXED):
+        raise ConfigError(
+            f"the run was made with {key} = {before}, not {now}, and can only go on with that: resume it "
+            f"with {path}, or begin another run"
+        )
+    for key, before, now in changed(MAY_CHANGE):
+        if key not in named:
+            raise ConfigError(
+                f"the run was made with {key} = {before}, and the config has {now}: resume it with {path}, "
+                f"or name the change on the command line: --set {key}=..."
+            )
+        print(f"{key} is {now} from here on; it was {before}")
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else toml_value(value)
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Inside the block the run in ``directory`` is this process's alone. Raises ConfigError where another
+    one has it. Where the system has no such locks, nothing is looked after."""
+    if fcntl is None:
+        yield
+        return
+    with (directory / LOCK).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                yield  # a file system without locks
+                return
+            file.seek(0)
+            raise ConfigError(
+                f"another process ({file.read().strip() or 'of unknown number'}) trains in {directory}: wait "
+                "for it, or give this run another run.name"
+            ) from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def until_written(write: Callable[[Path], T], wanted: Path, stop: Stop, *, minutes: int) -> T:
+    """What ``write`` returns for ``wanted``, a path of the last weights of a run. Where it cannot be written
+    the weights, which are nowhere else, are kept in memory: on a terminal another folder is asked for;
+    elsewhere it is tried again for ``minutes``, or until a signal asks for the end.
+
+    Raises the last OSError in the end.
+    """
+    until = time.monotonic() + 60 * minutes
+    while True:
+        try:
+            return write(wanted)
+        except OSError as error:
+            here = sys.stdin is not None and sys.stdin.isatty()
+            if stop.signal is not None or (not here and time.monotonic() >= until):
+                raise
+            print(f"{error}: the trained weights are still in memory", file=sys.stderr, flush=True)
+            if here:
+                wanted = _asked_for(wanted)
+            else:
+                print(
+                    f"tried again every {RETRY_SECONDS:.0f} s for {minutes} minutes",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                time.sleep(RETRY_SECONDS)
+
+
+def _asked_for(wanted: Path) -> Path:
+    print("Make room and press Enter, or give another folder: ", end="", file=sys.stderr, flush=True)
+    answer = sys.stdin.readline().strip()
+    return Path(answer).expanduser() / wanted.name if answer else wanted
 
 
 class Checkpoints:
@@ -172,7 +312,7 @@ class Checkpoints:
 
         A damaged one of the same step is put aside, under a hidden name.
         """
-        path = self.folder / f"step-{step:07d}"
+        path = self.path(step)
         if path.exists():
             try:
                 Manifest.read(path).check(path)
@@ -180,9 +320,25 @@ class Checkpoints:
                 path.rename(path.with_name(f".{path.name}.damaged-{time.time_ns()}"))
             else:
                 return path
-        streamer.save(model, optimizer, path, step=step, extra=extra, frozen=self._frozen)
+        self.write(model, optimizer, path, step=step, extra=extra)
         prune(self.folder, self._keep)
         return path
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of ``step`` is."""
+        return self.folder / f"step-{step:07d}"
+
+    def write(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        path: Path,
+        *,
+        step: int,
+        extra: dict[str, Any],
+    ) -> None:
+        """Write a checkpoint somewhere else."""
+        streamer.save(model, optimizer, path, step=step, extra=extra, frozen=self._frozen)
 
     def latest(self) -> Path | None:
         """The last complete checkpoint."""

@@ -1,0 +1,94 @@
+"""The disk that a run's own files take, known before it begins: checkpoints, and the weights at its end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from streamer.app.config import Config, ConfigError
+from streamer.app.run.run_folder import FOLDER, amount
+from streamer.checkpoint.manifest import checkpoints
+from streamer.memory.purposes import BF16, FP32, MOMENTS
+from streamer.optim.state import parse_state_dtype
+from streamer_native import QUANTUM
+
+
+@dataclass(frozen=True)
+class Space:
+    """Bytes on disk: of one ``checkpoint``, of which there are ``most`` at a time, the one that is being
+    written with them, and of the ``weights`` that a pretrained model's run writes in the end."""
+
+    checkpoint: int
+    most: int
+    weights: int
+
+    @property
+    def peak(self) -> int:
+        """The most that the run's folder holds."""
+        return self.checkpoint * self.most + self.weights
+
+    def line(self) -> str:
+        """What the run writes, in words."""
+        times = f", {self.most} of them at the peak" if self.most > 1 else ""
+        parts = [f"a checkpoint takes {amount(self.checkpoint)}{times}"] if self.most else []
+        parts += [f"the weights in the end {amount(self.weights)}"] if self.weights else []
+        return f"{' and '.join(parts)}: {amount(self.peak)} of disk"
+
+
+def space_of(config: Config, model: nn.Module) -> Space:
+    """What a run of ``config`` writes; ``model`` is its model, values or not.
+
+    A trained parameter takes its fp32 master and its moments as they are held, a frozen one its own dtype;
+    of adapters the base is left out, since it is in files already.
+    """
+    lora, run = bool(config.lora.rank), config.run
+    streamed = None if config.stream.dtype is None else getattr(torch, config.stream.dtype)
+    checkpoint = weights = 0
+    for param in model.parameters():
+        dtype = streamed if streamed is not None and param.is_floating_point() else param.dtype
+        if param.requires_grad:
+            checkpoint += param.numel() * 4 + _moment_bytes(config, param.numel(), dtype)
+        elif not lora:
+            checkpoint += param.numel() * dtype.itemsize
+        if param.requires_grad or not lora:
+            weights += param.numel() * dtype.itemsize
+    pretrained = config.model.pretrained is not None
+    most = run.keep + 1 if run.save_every else 0 if pretrained else 1
+    return Space(checkpoint, min(most, run.steps // max(1, run.save_every) + 1), weights if pretrained else 0)
+
+
+def _moment_bytes(config: Config, numel: int, dtype: torch.dtype) -> int:
+    state = parse_state_dtype(config.optimizer.state_dtype) if dtype is BF16 else FP32
+    first, second, *scales = MOMENTS[state]
+    blocks = -(-numel // QUANTUM)
+    of_scales = sum(scale.dtype.itemsize * blocks for scale in scales)
+    return numel * (first.dtype.itemsize + second.dtype.itemsize) + of_scales
+
+
+def check_space(config: Config, model: nn.Module, folder: Path | None = None) -> Space:
+    """What the run writes into ``folder``, that of a run to go on, or into a new one. Raises ConfigError
+    where its disk has too little room for it."""
+    space = space_of(config, model)
+    there = Path(config.run.out) if folder is None else folder
+    while not there.exists():
+        there = there.parent
+    saved = [] if folder is None else checkpoints(folder / FOLDER)
+    free = shutil.disk_usage(there).free + sum(map(_size, saved))
+    if space.peak > free:
+        others = ["run.out on a larger disk"]
+        if space.most > 2 and space.peak - space.checkpoint * (space.most - 2) <= free:
+            others.append("run.keep=1")
+        raise ConfigError(
+            f"the run's files do not fit: {space.line()}, and {os.path.abspath(there)} has {amount(free)} "
+            f"free: give it {' or '.join(f'--set {other}' if '=' in other else other for other in others)}"
+        )
+    return space
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
