@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import sys
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -50,6 +51,20 @@ def toml_value(value: Any) -> str:
     if isinstance(value, Sequence):
         return "[" + ", ".join(map(toml_value, value)) + "]"
     return str(value.isoformat())  # a date, a time or both
+
+
+def quoted(key: str, value: Any) -> str:
+    """What follows ``--set`` for a key (``section.key``) and its value, to be pasted into a shell."""
+    bare = isinstance(value, str) and BARE.fullmatch(value) and not _is_toml(value)
+    return shlex.quote(f"{key}={value if bare else toml_value(value)}")
+
+
+def _is_toml(text: str) -> bool:
+    try:
+        tomllib.loads(f"value = {text}")
+    except ValueError:
+        return False
+    return True
 
 
 def _pairs(table: Mapping[str, Any]) -> list[str]:
@@ -132,19 +147,23 @@ def read_sections(path: Path, known: Iterable[str], overrides: Sequence[str] = (
         raise ConfigError(f"{path}: tables or arrays are nested too deeply: flatten them") from None
     for override in overrides:
         _override(tables, override)
-    where = " ".join([str(path), *overrides])
     if fault := _unreadable(tables):
-        raise ConfigError(f"{where}: {fault}")
+        raise ConfigError(f"{path}: {fault}")
     for name, table in tables.items():
         if name not in known:
-            raise ConfigError(f"{where}: unknown section [{name}]; {nearest(name, known)}")
+            raise ConfigError(f"{path}: unknown section [{name}]; {nearest(name, known)}")
         if not isinstance(table, dict):
-            raise ConfigError(f"{where}: {name} must be a section: write [{name}] and its keys below")
+            raise ConfigError(f"{path}: {name} must be a section: write [{name}] and its keys below")
     return tables
 
 
+#: A value of an override that is a string though it has no quotes.
+BARE = re.compile(r"\s*[\w./~-][^\n\"'\[\]{}#=]*")
+
+
 def _override(tables: dict[str, Any], override: str) -> None:
-    """Put ``section.key=TOML value`` into ``tables``."""
+    """Put ``section.key=TOML value`` into ``tables``. What is not TOML, such as a word without quotes, which
+    a shell takes away, is a string."""
     name, equals, text = override.partition("=")
     *path, key = map(str.strip, name.split("."))
     if not equals or not path:
@@ -152,8 +171,10 @@ def _override(tables: dict[str, Any], override: str) -> None:
     try:
         (value,) = tomllib.loads(f"value = {text}").values()
     except (ValueError, RecursionError):
-        remedy = f"quote a string: '{name}={toml_value(text)}'"
-        raise ConfigError(f"override {override!r}: not a TOML value; {remedy}") from None
+        if not BARE.fullmatch(text):
+            remedy = f"quote a string: {shlex.quote(f'{name}={toml_value(text)}')}"
+            raise ConfigError(f"override {override!r}: not a TOML value; {remedy}") from None
+        value = text.strip()
     for part in path:
         tables = tables.setdefault(part, {})
         if not isinstance(tables, dict):
@@ -211,9 +232,9 @@ class RunConfig:
     out: Annotated[str, TEXT] = "runs"
     save_every: Annotated[int, COUNT_OR_0] = 0
     keep: Annotated[int, COUNT] = 2
-    save_wait: Annotated[int, COUNT_OR_0] = 60
     save_failure: Annotated[str, one_of("stop", "warn")] = "stop"
     nonfinite: Annotated[str, one_of("skip", "stop", "back")] = "skip"
+    save_wait: Annotated[int, COUNT_OR_0] = 60
 
 
 @dataclass(frozen=True)
@@ -319,12 +340,22 @@ class Config:
 
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
-    """The config in the TOML file ``path``, with ``overrides`` of the form ``section.key=TOML value``.
+    """The config in the TOML file ``path``, with ``overrides`` of the form ``section.key=TOML value``; a
+    string needs no quotes there.
 
     Raises ConfigError, in one line that names the remedy, for a file that cannot be read or is not TOML, an
     unknown or missing section or key, a value of the wrong type or out of range, and a bad override.
     """
-    path, where = Path(path), " ".join([str(path), *overrides])
+    try:
+        return _loaded(Path(path), overrides)
+    except ConfigError as error:
+        if not overrides or str(error).startswith("override "):
+            raise
+        raise ConfigError(f"{error} (with {' '.join(map(shlex.quote, overrides))})") from None
+
+
+def _loaded(path: Path, overrides: Sequence[str]) -> Config:
+    where = str(path)
     known = get_type_hints(Config)
     tables = read_sections(path, known, overrides)
     config = Config(**{name: section(known[name], name, tables.get(name, {}), where) for name in known})

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from streamer.app.config import (
     StreamConfig,
     dump_config,
     load_config,
+    quoted,
 )
 from streamer.app.run.build import import_factory
 from tests.app.common import HOME, error_of
@@ -160,7 +163,7 @@ def test_a_dump_is_the_whole_config(path: Path) -> None:
     assert dump_config(LEAST_CONFIG) == (
         '[run]\nname = "tiny"\nsteps = 10\nseed = 0\neval_every = 100\neval_batches = 8\n'
         'sample_tokens = 256\nout = "runs"\nsave_every = 0\nkeep = 2\nsave_failure = "stop"\n'
-        'nonfinite = "skip"\n\n'
+        'nonfinite = "skip"\nsave_wait = 60\n\n'
         '[model]\nfactory = "models.gpt2:GPT"\nargs = {}\n\n'
         "[data]\ncontext = 8\nbatch_size = 2\npaths = []\nval_fraction = 0.05\n\n"
         "[optimizer]\nlr = 1.0\nbetas = [0.9, 0.95]\neps = 1e-08\nweight_decay = 0.1\ngrad_clip = 1.0\n"
@@ -183,17 +186,58 @@ def test_overrides_replace_what_the_file_says(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "value"),
+    [
+        ("me", "me"),
+        (" runs/2026-11-23 ", "runs/2026-11-23"),
+        ("~/my runs", "~/my runs"),
+        ("10GB", "10GB"),
+        ('"quoted"', "quoted"),
+        ("'it''", None),
+    ],
+)
+def test_a_string_needs_no_quotes(path: Path, given: str, value: str | None) -> None:
+    path.write_text(LEAST)
+    if value is None:
+        assert "not a TOML value; quote a string: " in fault(path, LEAST, f"run.out={given}")
+        return
+    assert load_config(path, [f"run.out={given}"]).run.out == value
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("optimizer.state_dtype", "int8"),
+        ("run.out", 'it\'s \\here; # "so"'),
+        ("run.name", "1.5"),
+        ("stream.activations", ("keep", "recompute")),
+        ("memory.disk", "/a b"),
+        ("model.args", {"n": [1, {"x": "$HOME"}]}),
+        ("optimizer.lr", 1e-5),
+        ("stream.compile", True),
+    ],
+)
+def test_what_is_advised_can_be_pasted_into_a_shell(path: Path, key: str, value: Any) -> None:
+    path.write_text(LEAST)
+    [given] = shlex.split(quoted(key, value))
+    section, name = key.split(".")
+    assert getattr(getattr(load_config(path, [given]), section), name) == value
+
+
+@pytest.mark.parametrize(
     ("override", "message"),
     [
         ("steps=3", "override 'steps=3' must be section.key=value, such as run.steps=100"),
         ("run.steps", "override 'run.steps' must be section.key=value, such as run.steps=100"),
-        ("run.name=me", "override 'run.name=me': not a TOML value; quote a string: 'run.name=\"me\"'"),
+        ("run.name=[me", "override 'run.name=[me': not a TOML value; quote a string: 'run.name=\"[me\"'"),
         ("run.seed=1\nout=2", r"override 'run.seed=1\nout=2': not a TOML value; "
          r"""quote a string: 'run.seed="1\nout=2"'"""),
+        ("run.steps=often", 'c.toml: run.steps must be an integer of 1 or more, not "often" '
+         "(with run.steps=often)"),
         ("run.name.first=1", "override 'run.name.first=1': name is not a table; set name itself"),
-        ("run.steps=0", "c.toml run.steps=0: run.steps must be an integer of 1 or more, not 0"),
-        ("run.step=1", "c.toml run.step=1: unknown key 'step' in [run]; did you mean 'steps'?"),
-        ("rum.steps=1", "c.toml rum.steps=1: unknown section [rum]; did you mean 'run'?"),
+        ("run.steps=0", "c.toml: run.steps must be an integer of 1 or more, not 0 (with run.steps=0)"),
+        ("run.step=1", "c.toml: unknown key 'step' in [run]; did you mean 'steps'? (with run.step=1)"),
+        ("rum.steps=1", "c.toml: unknown section [rum]; did you mean 'run'? (with rum.steps=1)"),
     ],
 )  # fmt: skip
 def test_a_bad_override_is_named(path: Path, override: str, message: str) -> None:

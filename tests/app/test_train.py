@@ -187,10 +187,9 @@ def test_options_stand_for_keys_of_the_config(
     changed = ["run.steps=3", "run.save_every=2", "run.keep=1", f"data.paths=['{tmp_path}/text/a']"]
     assert load_config(tmp_path / "runs" / "tiny" / "config.toml") == load_config(config, changed)
     error = refused(capsys, "train", str(config), "--save-every", "often")
-    assert error.startswith("streamer: override 'run.save_every=often': not a TOML value")
-    assert 'model.pretrained="": model.pretrained must be' in refused(
-        capsys, "train", str(config), "--model", ""
-    )
+    assert 'run.save_every must be an integer of 0 or more, not "often"' in error
+    error = refused(capsys, "train", str(config), "--model", "")
+    assert "tiny.toml: model.pretrained must be a string that is not empty" in error
 
 
 @pytest.mark.parametrize(

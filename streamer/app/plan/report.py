@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from streamer.app.config import Config, toml_value
+from streamer.app.config import Config, quoted
 from streamer.app.plan.planning import (
     FURTHEST,
     RunPlan,
@@ -244,7 +244,7 @@ def _batches(plan: RunPlan, plan_of: RunPlanOf) -> Iterator[str]:
 
 def remedy_line(subject: str, found: Remedies, plan: RunPlan, *, with_speed: bool = True) -> str:
     """What would make a plan fit that does not; ``subject`` is what it is called."""
-    sets = " ".join(f"--set {key}={toml_value(value)}" for key, value in found.changes.items())
+    sets = " ".join(f"--set {quoted(key, value)}" for key, value in found.changes.items())
     misfit = f"{subject} does not fit on the {' and the '.join(plan.lacking) or 'device'}"
     disk = "" if found.on_disk is None else f", or {_with_disk(found.on_disk, with_speed=with_speed)}"
     if not found.plan.fits:
