@@ -364,6 +364,7 @@ def _loaded(path: Path, overrides: Sequence[str]) -> Config:
             f"{where}: model.factory is missing: give {FACTORY.words}; or a pretrained model's folder as "
             "model.pretrained (--model)"
         )
+    _check_batch(config, where)
     if config.lora.rank and config.model.pretrained is None:
         raise ConfigError(
             f"{where}: [lora] adapts a pretrained model: give its folder as model.pretrained (--model)"
@@ -377,6 +378,26 @@ def _loaded(path: Path, overrides: Sequence[str]) -> Config:
             f'{where}: stream.update = "backward" has no norm to clip by: set optimizer.grad_clip = 0'
         )
     return config
+
+
+#: Tokens of a step, and slices of its batch, beyond which a number is a mistake: not even planning them ends.
+MOST_TOKENS, MOST_SLICES = 2**26, 2**14
+
+
+def _check_batch(config: Config, where: str) -> None:
+    """Raise ConfigError for a step that nobody means."""
+    batch, micro = config.data, config.stream.micro_batch_size
+    tokens = batch.batch_size * batch.context
+    if tokens > MOST_TOKENS:
+        raise ConfigError(
+            f"{where}: data.batch_size = {batch.batch_size} sequences of data.context = {batch.context} are "
+            f"{tokens:,} tokens a step, and {MOST_TOKENS:,} is the most: lower one of them"
+        )
+    if isinstance(micro, int) and (slices := -(-batch.batch_size // micro)) > MOST_SLICES:
+        raise ConfigError(
+            f"{where}: stream.micro_batch_size = {micro} cuts data.batch_size = {batch.batch_size} into "
+            f"{slices:,} slices, and {MOST_SLICES:,} are the most: raise the one or lower the other"
+        )
 
 
 def dump_config(config: Config) -> str:

@@ -157,6 +157,10 @@ def test_the_same_run_again_gives_the_same_losses(config: Path, tmp_path: Path) 
     ("settings", "message"),
     [
         (["data.paths=['no/such/file']"], "no/such/file: no such file or folder"),
+        # before data are looked for
+        (["data.batch_size=1000000000", "data.paths=['no']"], "are 16,000,000,000 tokens a step, and 67,"),
+        (["data.context=1000000000", "data.paths=['no']"], "are 4,000,000,000 tokens a step, and 67,108,8"),
+        (["data.batch_size=4000000", "stream.micro_batch_size=2"], "into 2,000,000 slices, and 16,384 are"),
         (["stream.layers='transformer.g'"], "[stream]: layers='transformer.g': there is no such module."),
         (["stream.activations='keeep'"], "[stream]: activations='keeep' is unknown: use one of"),
         (["optimizer.state_dtype='int8'"], "[optimizer]: moments in torch.int8 need bfloat16 parameters"),
