@@ -271,7 +271,9 @@ class DataConfig:
 @dataclass(frozen=True)
 class StreamConfig:
     """``[stream]``: the arguments of ``streamer.wrap`` of the same names. None leaves the choice to ``wrap``.
-    In ``batch_dims`` "none" stands for None, which TOML lacks. "auto" is chosen for the run's own step."""
+    Weights in fp16 files are streamed in bf16 unless ``dtype`` says otherwise; with "float16" the loss is
+    scaled (torch.amp.GradScaler). In ``batch_dims`` "none" stands for None, which TOML lacks. "auto" is
+    chosen for the run's own step."""
 
     layers: Annotated[str | tuple[str, ...] | None, LAYERS] = None
     num_slots: Annotated[int | Literal["auto"] | None, COUNT_OR_AUTO] = None
@@ -377,8 +379,16 @@ def _loaded(path: Path, overrides: Sequence[str]) -> Config:
         raise ConfigError(
             f'{where}: stream.update = "backward" has no norm to clip by: set optimizer.grad_clip = 0'
         )
+    if config.stream.update == "backward" and config.stream.dtype == "float16":
+        raise ConfigError(f"{where}: {FP16_IN_BACKWARD}")
     return config
 
+
+#: What is wrong with updates in backward of weights in fp16.
+FP16_IN_BACKWARD = (
+    'stream.update = "backward" updates layers before it is known whether a gradient in fp16 has overflowed: '
+    'set stream.dtype = "bfloat16", or stream.update = "step"'
+)
 
 #: Tokens of a step, and slices of its batch, beyond which a number is a mistake: not even planning them ends.
 MOST_TOKENS, MOST_SLICES = 2**26, 2**14

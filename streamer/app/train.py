@@ -25,6 +25,7 @@ from streamer.app.run.build import (
     build_optimizer,
     check_fits,
     load_data,
+    settle_fp16,
     without_values,
     write_pretrained,
 )
@@ -91,6 +92,9 @@ def _train(
     config: Config, resume: Path | None, directory: Path | None, *, fall_back: bool
 ) -> dict[str, Any] | None:
     data = load_data(config)
+    config, told = settle_fp16(config)
+    if told is not None:
+        print(told)
     config, chosen = settle(config)
     if chosen is not None:
         print(f"chosen: {chosen.reason}")
@@ -211,6 +215,7 @@ class _Run:
         loop = self._loop
         begun = time.perf_counter()
         skipped = streamer.stats(loop.model).skipped_steps
+        scale = None if loop.scaler is None else loop.scaler.get_scale()
         try:
             measured = loop.train_step()
         except streamer.NonFiniteError as error:
@@ -224,7 +229,12 @@ class _Run:
         if len(self.seconds) == 1:
             self.first = Lanes(stats.busy_seconds, stats.exposed_seconds)
         if stats.skipped_steps > skipped:
-            self._bar.write(f"step {loop.step}: skipped, a gradient was not finite")
+            scaled = (
+                ""
+                if scale is None or loop.scaler is None
+                else (f" with the loss times {scale:,.0f}; from here on it is {loop.scaler.get_scale():,.0f}")
+            )
+            self._bar.write(f"step {loop.step}: skipped, a gradient was not finite{scaled}")
         speed = loop.tokens_per_step / self.seconds[-1]
         self._log(
             **measured,

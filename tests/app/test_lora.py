@@ -79,9 +79,9 @@ def test_it_is_what_peft_trains(place: Path) -> None:
 
         step_on, build = loop.step_on, module.build_model
 
-        def noting(config, model, optimizer, loss_of, tokens, targets):  # type: ignore[no-untyped-def]
+        def noting(config, model, optimizer, loss_of, tokens, targets, scaler):  # type: ignore[no-untyped-def]
             batches.append((tokens, targets))
-            return step_on(config, model, optimizer, loss_of, tokens, targets)
+            return step_on(config, model, optimizer, loss_of, tokens, targets, scaler)
 
         def built(config):  # type: ignore[no-untyped-def]
             model = build(config)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import shutil
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,7 +17,7 @@ import torch.nn.functional as F
 import streamer
 from streamer.app.cli import main
 from streamer.app.config import load_config
-from streamer.app.run.build import build_model, build_optimizer, schedule
+from streamer.app.run.build import build_model, build_optimizer, import_factory, load_data, schedule
 from streamer.app.run.data import IGNORED, TokenData
 from streamer.app.run.loop import Loop
 from streamer.app.run.run_folder import Lanes, summary_of, summary_table
@@ -121,6 +125,66 @@ def test_the_validation_loss_is_the_mean_of_all_tokens_that_are_learnt(config: P
         streamer.unwrap(model)
 
 
+@pytest.fixture
+def in_fp16(config: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Options of a run whose first steps overflow, and whose scale grows again soon."""
+    made = partial(torch.amp.GradScaler, init_scale=2.0**22, growth_interval=3)
+    monkeypatch.setattr(torch.amp, "GradScaler", made)
+    return ["stream.dtype='float16'", "run.steps=14", "run.eval_every=20", "optimizer.grad_clip=0.5"]
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")  # the reference's own, of a first step that is skipped
+def test_fp16_is_trained_as_by_pytorch_with_a_scaler(
+    config: Path, tmp_path: Path, in_fp16: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The reference: a plain model in fp16, torch.optim.AdamW on its fp32 masters, torch.amp.GradScaler."""
+    loaded = load_config(config, in_fp16)
+    torch.manual_seed(loaded.run.seed)
+    masters = import_factory("models.gpt2:GPT")(**loaded.model.args)
+    model = copy.deepcopy(masters).half()
+    given = loaded.optimizer
+    optimizer = torch.optim.AdamW(
+        masters.parameters(), lr=given.lr, betas=given.betas, eps=given.eps, weight_decay=given.weight_decay
+    )
+    rates = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(given, loaded.run.steps))
+    scaler, crops = torch.amp.GradScaler("cpu"), torch.Generator().manual_seed(loaded.run.seed)
+    data, losses, scales = load_data(loaded), [], []
+    for _ in range(loaded.run.steps):
+        tokens, targets = data.batch("train", 4, 16, crops)
+        loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
+        scaler.scale(loss).backward()
+        for master, param in zip(masters.parameters(), model.parameters(), strict=True):
+            assert param.grad is not None
+            master.grad, param.grad = param.grad.float(), None
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(masters.parameters(), given.grad_clip)
+        scaler.step(optimizer)
+        scaler.update()
+        rates.step()
+        with torch.no_grad():
+            for master, param in zip(masters.parameters(), model.parameters(), strict=True):
+                param.copy_(master)
+        losses.append(loss.item())
+        scales.append(scaler.get_scale())
+    falls = sum(now < before for before, now in pairwise([2.0**22, *scales]))
+    assert 1 <= falls < 8 and any(now > before for before, now in pairwise(scales)), scales
+    assert main(["train", str(config), *sets(*in_fp16)]) == 0
+    found = [line["loss"] for line in logged(tmp_path / "runs" / "tiny", "loss")]
+    assert found == pytest.approx(losses, 2e-3)
+    printed = capsys.readouterr().out
+    assert printed.count("skipped, a gradient was not finite with the loss times ") == falls
+    assert "with the loss times 4,194,304; from here on it is 2,097,152" in printed
+
+
+def test_a_run_in_fp16_goes_on_with_its_scale(config: Path, tmp_path: Path, in_fp16: list[str]) -> None:
+    assert main(["train", str(config), *sets(*in_fp16, "run.save_every=8", "run.keep=9")]) == 0
+    run = tmp_path / "runs" / "tiny"
+    losses = [line["loss"] for line in logged(run, "loss")]
+    shutil.rmtree(run / "checkpoints" / "step-0000014")
+    assert main(["train", str(run / "config.toml"), "--resume", str(run)]) == 0
+    assert [line["loss"] for line in logged(run, "loss")] == losses
+
+
 def test_the_learning_rate_rises_and_falls_as_the_config_says(config: Path, tmp_path: Path) -> None:
     options = ["run.steps=12", "optimizer.warmup_steps=4", "optimizer.min_lr=1e-3", "run.eval_every=20"]
     factor = schedule(load_config(config, options).optimizer, 12)
@@ -165,6 +229,10 @@ def test_the_same_run_again_gives_the_same_losses(config: Path, tmp_path: Path) 
         (["stream.activations='keeep'"], "[stream]: activations='keeep' is unknown: use one of"),
         (["optimizer.state_dtype='int8'"], "[optimizer]: moments in torch.int8 need bfloat16 parameters"),
         (["stream.update='backward'"], "set optimizer.grad_clip = 0"),
+        (
+            ["stream.update='backward'", "optimizer.grad_clip=0", "stream.dtype='float16'"],
+            'a gradient in fp16 has overflowed: set stream.dtype = "bfloat16"',
+        ),
         (["stream.host_threads=1000000"], "[stream]: host_threads=1000000: it must be an integer from 1"),
         (["stream.device_memory='much'"], "stream.device_memory must be a string of a number and its unit, "),
         (["stream.compile=1"], "stream.compile must be true or false, not 1"),

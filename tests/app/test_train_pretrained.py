@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from streamer.app.cli import main
+from streamer.app.config import load_config
 from tests import tiny_llama
 from tests.app.common import HOME, logged, refused, sets
 
@@ -63,6 +64,23 @@ def test_a_run_ends_in_a_folder_with_all_weights(place: Path, capsys: pytest.Cap
     assert main(["export", str(run), "--to", "exported"]) == 0
     exported = transformers.AutoModelForCausalLM.from_pretrained("exported").state_dict()
     assert all(torch.equal(value, exported[name]) for name, value in after.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("asked", [False, True])
+def test_weights_in_fp16_are_trained_in_bf16_unless_asked_for(
+    place: Path, asked: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_llama.write(place / "half", dtype=torch.float16)
+    settings = [*SHORT, "run.steps=3", "run.save_every=0", *(["stream.dtype='float16'"] if asked else [])]
+    assert main(command(model="half", settings=settings)) == 0
+    said = "half has fp16 weights: they are streamed in bfloat16, whose range needs no scaling of the loss"
+    assert (said in capsys.readouterr().out) is not asked
+    run = place / "runs" / "hf-finetune"
+    dtype = "float16" if asked else "bfloat16"
+    assert load_config(run / "config.toml").stream.dtype == dtype
+    after = transformers.AutoModelForCausalLM.from_pretrained(run / "model").state_dict()
+    assert {value.dtype for value in after.values()} == {getattr(torch, dtype)}
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -17,7 +17,7 @@ from streamer.app.config import Config, ConfigError, dump_config
 from streamer.app.plan.planning import RunPlan, plan_run, settle, this_machine
 from streamer.app.plan.remedies import find_remedies
 from streamer.app.plan.report import ledger_lines, plan_json, plan_lines, remedy_line
-from streamer.app.run.build import without_values
+from streamer.app.run.build import settle_fp16, without_values
 from streamer.model.options import parse_bytes
 from streamer.plan.recall import Recollection
 from streamer.simulate.machine import Machine
@@ -78,6 +78,9 @@ def plan(
     if timeline is not None:
         _check_timeline(Path(timeline))
     recollection = Recollection()
+    config, told = settle_fp16(config)
+    if told is not None and not as_json:
+        print(f"{told}\n")
     config, chosen = settle(config, machine, recollection)
     plan_of = _remembering(machine, recollection)
     if as_json:

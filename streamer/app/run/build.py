@@ -10,6 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ from streamer.checkpoint.manifest import new_folder
 from streamer.config_values import nearest
 from streamer.errors import DiskError
 from streamer.pretrained.architecture import ModelClass, build, is_of_transformers, transformers_library
+from streamer.pretrained.files import has_weights, stored_tensors
+from streamer.pretrained.match import commonest
 
 
 def import_factory(spec: str) -> Callable[..., Any]:
@@ -91,6 +94,34 @@ def streamed_dtype(config: Config, model: nn.Module | None) -> str:
         return config.stream.dtype
     own = getattr(model, "dtype", None) if config.model.pretrained is not None else None
     return "float32" if own is None else str(own).removeprefix("torch.")
+
+
+def settle_fp16(config: Config) -> tuple[Config, str | None]:
+    """``config`` with the fp16 weights of a pretrained model streamed in bf16, unless ``stream.dtype`` says
+    in what, and the line that says so; None where nothing changes.
+
+    fp16 ends at 65,504 and 6e-8, so that gradients overflow or vanish unless the loss is scaled. bf16 has the
+    range of fp32.
+    """
+    folder = config.model.pretrained
+    if folder is None or config.stream.dtype is not None:
+        return config, None
+    try:
+        if has_weights(Path(folder)):
+            tensors = stored_tensors(Path(folder)).values()
+            dtype = commonest((tensor.dtype, math.prod(tensor.shape)) for tensor in tensors)
+        else:
+            dtype = getattr(without_values(config.model), "dtype", None)
+    except (OSError, TypeError, ValueError):
+        return config, None  # which building the model is about to refuse, in better words
+    if dtype is not torch.float16:
+        return config, None
+    frozen = " (those that are not trained are rounded to it)" if config.lora.rank else ""
+    line = (
+        f"{folder} has fp16 weights: they are streamed in bfloat16{frozen}, whose range needs no scaling of "
+        "the loss; --set stream.dtype=float16 trains in fp16, with torch.amp.GradScaler"
+    )
+    return replace(config, stream=replace(config.stream, dtype="bfloat16")), line
 
 
 def _class(model: ModelConfig) -> tuple[ModelClass | None, Any]:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import streamer
-from streamer.app.config import Config, ConfigError
+from streamer.app.config import FP16_IN_BACKWARD, Config, ConfigError
 from streamer.app.run.build import schedule
 from streamer.app.run.data import IGNORED, TokenData
 
@@ -134,16 +134,23 @@ def step_on(
     loss_of: TokenLoss,
     tokens: torch.Tensor,
     targets: torch.Tensor,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> dict[str, torch.Tensor]:
     """One step on tokens and targets [batch, time]; its loss and, unless layers are updated in backward, the
-    norm of the gradient."""
+    norm of the gradient. With a ``scaler`` the loss is scaled for backward, and a step that overflows is
+    skipped."""
     loss = loss_of(tokens, targets)
-    loss.backward()
+    (loss if scaler is None else scaler.scale(loss)).backward()
     measured = {"loss": loss.detach()}
     if config.stream.update == "step":
         # 0 in the config means no clipping, but the norm is worth a look all the same
-        measured["grad_norm"] = streamer.clip_grad_norm_(model, config.optimizer.grad_clip or math.inf)
-    optimizer.step()
+        most, scale = config.optimizer.grad_clip or math.inf, 1.0 if scaler is None else scaler.get_scale()
+        measured["grad_norm"] = streamer.clip_grad_norm_(model, most, grad_scale=scale)
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+        scaler.update()
     optimizer.zero_grad()
     return measured
 
@@ -161,6 +168,8 @@ class Loop:
     val_loss: float = math.nan
     #: how often the run went back to a checkpoint; seeds the batches drawn from there on
     returns: int = 0
+    #: scales the loss where weights are in fp16
+    scaler: torch.amp.GradScaler | None = field(init=False)
     crops: torch.Generator = field(init=False)
     rates: torch.optim.lr_scheduler.LambdaLR = field(init=False)
     loss: TokenLoss = field(init=False)
@@ -168,6 +177,11 @@ class Loop:
     def __post_init__(self) -> None:
         self.model.train()
         self.loss = TokenLoss(self.model)
+        params = list(self.model.parameters())
+        in_fp16 = any(param.dtype is torch.float16 for param in params)
+        if in_fp16 and self.config.stream.update == "backward":
+            raise ConfigError(FP16_IN_BACKWARD)
+        self.scaler = torch.amp.GradScaler(params[0].device.type) if in_fp16 else None
         self.rates = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, schedule(self.config.optimizer, self.config.run.steps)
         )
@@ -184,7 +198,11 @@ class Loop:
         """The next step, on a batch of the training split; what `step_on` has measured."""
         batch = self.config.data
         tokens, targets = self.data.batch("train", batch.batch_size, batch.context, self.crops)
-        measured = step_on(self.config, self.model, self.optimizer, self.loss, tokens, targets)
+        scaler = self.scaler
+        measured = step_on(self.config, self.model, self.optimizer, self.loss, tokens, targets, scaler)
+        if scaler is not None and self.config.run.nonfinite != "skip" and not measured["loss"].isfinite():
+            # a scaler skips every step that is not finite, of which no scale can make this one finite
+            raise streamer.NonFiniteError("the loss is NaN or infinite", ": nothing was updated")
         self.rates.step()
         self.step += 1
         return {name: value.item() for name, value in measured.items()}
@@ -218,6 +236,7 @@ class Loop:
             "first_val_loss": self.first_val_loss,
             "val_loss": self.val_loss,
             "returns": self.returns,
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
         }
 
     def go_on_from(self, loaded: streamer.Loaded) -> None:
@@ -227,6 +246,8 @@ class Loop:
         self.crops.set_state(loaded.extra["crops"])
         self.first_val_loss, self.val_loss = loaded.extra["first_val_loss"], loaded.extra["val_loss"]
         self.returns = loaded.extra["returns"]
+        if self.scaler is not None and (scaler := loaded.extra.get("scaler")) is not None:
+            self.scaler.load_state_dict(scaler)
 
     def _set_rates(self) -> None:
         """Let the optimizer go on from `step` with the config's hyperparameters, which may be others than
