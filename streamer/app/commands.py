@@ -137,6 +137,9 @@ def command_line() -> argparse.ArgumentParser:
     export.add_argument(
         "--merge", action="store_true", help="add the adapters of a run with [lora] to its model"
     )
+    export.add_argument(
+        "--best", action="store_true", help="the checkpoint of the lowest validation loss (run.keep_best)"
+    )
     configs = commands.add_parser(
         "configs",
         help="list the configs that streamer brings, or copy one to edit",
@@ -267,6 +270,7 @@ def _export(arguments: Namespace) -> int:
         dtype=arguments.dtype,
         shard_size=arguments.shard_size,
         merge=arguments.merge,
+        best=arguments.best,
     )
     return 0
 

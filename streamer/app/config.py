@@ -220,7 +220,10 @@ class RunConfig:
     kept. ``save_failure`` says whether a checkpoint that cannot be written stops the run. Where the last one
     cannot be written, another folder is asked for, or it is tried again for ``save_wait`` minutes.
     ``nonfinite`` says what follows a gradient that is NaN or infinite: skip the step, stop, or go back to the
-    last checkpoint and draw other batches from there.
+    last checkpoint and draw other batches from there. ``keep_best`` also saves after each validation whose
+    loss is the lowest so far, and keeps that checkpoint beside the others. After ``patience`` validations
+    in a row without a lower loss the run ends early (0: it never does). The loss before the first step does
+    not count.
     """
 
     name: Annotated[str, FOLDER]
@@ -235,6 +238,8 @@ class RunConfig:
     save_failure: Annotated[str, one_of("stop", "warn")] = "stop"
     nonfinite: Annotated[str, one_of("skip", "stop", "back")] = "skip"
     save_wait: Annotated[int, COUNT_OR_0] = 60
+    keep_best: Annotated[bool, FLAG] = False
+    patience: Annotated[int, COUNT_OR_0] = 0
 
 
 @dataclass(frozen=True)

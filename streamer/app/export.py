@@ -22,7 +22,7 @@ from torch import nn
 from streamer.app.config import Config, ConfigError, ModelConfig, load_config
 from streamer.app.run.adapters import Merged, add_adapters, write_values
 from streamer.app.run.build import import_factory, streamed_dtype, without_values
-from streamer.app.run.run_folder import amount
+from streamer.app.run.run_folder import amount, best_checkpoint
 from streamer.checkpoint.frozen import LeftOut
 from streamer.checkpoint.manifest import NAME, Manifest, checkpoints, new_folder
 from streamer.checkpoint.save import BUFFERS, FROZEN, WEIGHTS
@@ -138,10 +138,12 @@ def export(
     dtype: str | None = None,
     shard_size: int | str = "5GB",
     merge: bool = False,
+    best: bool = False,
 ) -> None:
     """Write the weights of a checkpoint into the new folder ``to``, complete or not at all.
 
-    ``run`` is a run's directory, whose latest checkpoint is taken, or a checkpoint. The tensors are those of
+    ``run`` is a run's directory, whose latest checkpoint is taken, or with ``best`` that of the lowest
+    validation loss, or a checkpoint. The tensors are those of
     the model's ``state_dict()``, tied ones once under the first of their names, in ``model.safetensors`` or,
     where that would be larger than ``shard_size`` bytes, in several files with an index as Hugging Face lays
     them out. Weights are in ``dtype``: "float32", in which they equal the fp32 masters to the bit, or
@@ -171,7 +173,7 @@ def export(
         limit = parse_bytes("shard_size", shard_size) or sys.maxsize
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    checkpoint = _checkpoint(Path(run))
+    checkpoint = _checkpoint(Path(run), best=best)
     manifest = Manifest.read(checkpoint)
     config = _config(checkpoint)
     model = None if config is None else _on_meta(config.model)
@@ -225,9 +227,13 @@ def export(
     print(f"Written to {to}: {' ... '.join(dict.fromkeys((files[0], files[-1])))} config.json README.txt")
 
 
-def _checkpoint(run: Path) -> Path:
-    if (run / NAME).exists():
+def _checkpoint(run: Path, *, best: bool) -> Path:
+    if (run / NAME).exists() and not best:
         return run
+    if best:
+        if (kept := best_checkpoint(run / CHECKPOINTS)) is None:
+            raise CheckpointError(f"{run} keeps no best checkpoint: train with --set run.keep_best=true")
+        return kept
     if not (found := checkpoints(run / CHECKPOINTS)):
         raise CheckpointError(
             f"{run} is no checkpoint ({NAME} is not in it), and {run / CHECKPOINTS} holds no complete one"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import statistics
 import sys
 import time
@@ -31,10 +32,12 @@ from streamer.app.run.build import (
 )
 from streamer.app.run.loop import Loop
 from streamer.app.run.run_folder import (
+    FOLDER,
     SUMMARY,
     Checkpoints,
     Lanes,
     amount,
+    best_checkpoint,
     forget_after,
     has_finished,
     locked,
@@ -81,7 +84,7 @@ def train(config: Config, resume: Path | None = None, *, fall_back: bool = False
         step = Manifest.read(resume).step
         print(
             f"{directory} has finished at step {step}: nothing is left to do; for more steps name them, "
-            f"--set run.steps={2 * step} say"
+            + ("--set run.patience=0 say" if step < config.run.steps else f"--set run.steps={2 * step} say")
         )
         return None
     with contextlib.nullcontext() if directory is None else locked(directory):
@@ -118,6 +121,7 @@ def _train(
             assert directory is not None
             saved = Checkpoints(directory, keep=config.run.keep)
             loop.go_on_from(saved.load(model, optimizer, resume, fall_back=fall_back))
+            saved.note_best(loop.best_step, loop.best_val_loss)
             forget_after(directory / "metrics.jsonl", loop.step)
             write_config(directory, config)
             (directory / SUMMARY).unlink(missing_ok=True)
@@ -186,17 +190,28 @@ class _Run:
         loop, run, stop = self._loop, self._config, self.stop
         if loop.step == 0:
             self._report_validation()
-        while loop.step < run.steps:
+        while loop.step < run.steps and not loop.ends_early():
             if not self._step():
                 continue
-            last = loop.step == run.steps
-            if loop.step % run.eval_every == 0 or last:
+            is_best = False
+            if loop.step % run.eval_every == 0 or loop.step == run.steps:
                 loop.validate()
-                self._report_validation()
-            if last and (run.save_every or loop.config.model.pretrained is None):
+                is_best = loop.judge()
+                self._report_validation(", the lowest so far" if is_best else "")
+            last = loop.step == run.steps or loop.ends_early()
+            keeps_best = is_best and run.keep_best
+            if last and (run.save_every or keeps_best or loop.config.model.pretrained is None):
                 self._save_last()
-            elif run.save_every and loop.step % run.save_every == 0:
+            elif keeps_best or run.save_every and loop.step % run.save_every == 0:
                 self._save()
+            if keeps_best and self._checkpoints.path(loop.step).exists():
+                self._checkpoints.note_best(loop.step, loop.val_loss)
+                self._checkpoints.prune()
+            if loop.ends_early() and loop.step < run.steps:
+                self._bar.write(
+                    f"ends after step {loop.step}: the last {loop.since_best} validations (run.patience) "
+                    f"have not been below {loop.best_val_loss:.3f}, that of step {loop.best_step}"
+                )
             if stop.signal is not None and not last:
                 path = self._save()
                 saved = ", but not saved" if path is None else f"; go on with --resume {path}"
@@ -295,12 +310,12 @@ class _Run:
         if path != wanted:
             self._bar.write(f"the last checkpoint is {path}")
 
-    def _report_validation(self) -> None:
+    def _report_validation(self, remark: str = "") -> None:
         loop = self._loop
         self._log(val_loss=loop.val_loss)
         self._bar.write(
             f"step {loop.step:5d}: validation loss {loop.val_loss:.3f} ({loop.data.unit} frequencies alone: "
-            f"{self._unigram:.3f})"
+            f"{self._unigram:.3f}){remark}"
         )
 
     def _log(self, **values: float) -> None:
@@ -320,6 +335,7 @@ def _finish(loop: Loop, directory: Path, run: _Run) -> dict[str, Any]:
         unigram_loss=loop.data.unigram_entropy(),
         first_val_loss=loop.first_val_loss,
         last_val_loss=loop.val_loss,
+        **({} if math.isinf(loop.best_val_loss) else {"best_val_loss": loop.best_val_loss}),
     )
     streamer.save_trace(loop.model, directory / "trace.json")
     if loop.config.run.sample_tokens:
@@ -341,6 +357,11 @@ def _finish(loop: Loop, directory: Path, run: _Run) -> dict[str, Any]:
     # says that the run has finished, so that it comes last
     (directory / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
     print(f"Written to {directory}: config.toml metrics.jsonl {SUMMARY}, and trace.json of the last steps")
+    if (best := best_checkpoint(directory / FOLDER)) is not None:
+        print(
+            f"The lowest validation loss, {loop.best_val_loss:.3f}, is that of {best}: streamer export "
+            f"{directory} --best --to DIR writes its weights"
+        )
     return summary
 
 

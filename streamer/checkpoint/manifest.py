@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from math import prod
@@ -188,14 +188,17 @@ def checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Delete all but the ``keep`` latest checkpoints in ``folder``, and what killed processes left there.
+def prune(folder: Path, keep: int, spared: Collection[Path] = ()) -> None:
+    """Delete all but the ``keep`` latest checkpoints in ``folder`` and those that are ``spared``, and what
+    killed processes left there.
 
     Raises ValueError for a ``keep`` below 1.
     """
     if keep < 1:
         raise ValueError(f"keep={keep}: keep one checkpoint or more")
     for path in checkpoints(folder)[:-keep]:
+        if path in spared:
+            continue
         hidden = path.with_name(f".{path.name}.deleting-{os.getpid()}")
         shutil.rmtree(hidden, ignore_errors=True)  # of a process that had the same number
         path.rename(hidden)

@@ -21,7 +21,7 @@ from streamer.app.cli import main
 from streamer.app.config import load_config
 from streamer.app.run import run_folder
 from streamer.app.run.build import schedule
-from streamer.app.run.loop import TokenLoss
+from streamer.app.run.loop import Loop, TokenLoss
 from streamer.app.run.run_folder import locked
 from streamer.checkpoint import save
 from streamer.checkpoint.manifest import Manifest, checkpoints
@@ -234,6 +234,70 @@ def test_a_run_that_another_process_trains_is_left_alone(
         assert train(config) == 0
     assert sorted(path.name for path in Path("runs").iterdir()) == ["run", "run-2"]
     assert train(config, "--resume", "runs/run") == 0
+
+
+#: Validation losses by step: the lowest is that of step 4.
+LOSSES = {0: 1.0, 2: 5.0, 4: 3.0, 6: 4.0, 8: 3.5, 10: 6.0, 12: 2.0}
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Validation finds `LOSSES`."""
+
+    def validate(self: Loop) -> float:
+        self.val_loss = LOSSES[self.step]
+        return self.val_loss
+
+    monkeypatch.setattr(Loop, "validate", validate)
+
+
+BEST = sets("run.eval_every=2", "run.keep=1", "run.keep_best=true", "run.patience=3")
+
+
+@pytest.mark.usefixtures("scripted")
+@pytest.mark.parametrize("save_every", [3, 0])
+def test_the_best_checkpoint_is_kept_and_a_run_that_no_longer_improves_ends(
+    config: Path, capfd: pytest.CaptureFixture[str], save_every: int
+) -> None:
+    assert train(config, *BEST, *sets(f"run.save_every={save_every}")) == 0
+    printed = capfd.readouterr().out
+    assert "ends after step 10: the last 3 validations (run.patience) have not been below 3.000, " in printed
+    assert "The lowest validation loss, 3.000, is that of runs/run/checkpoints/step-0000004: " in printed
+    assert printed.count(", the lowest so far") == 2
+    assert saved_steps() == [4, 10]
+    for to, run in (("best", ["runs/run", "--best"]), ("same", ["runs/run/checkpoints/step-0000004"])):
+        assert main(["export", *run, "--to", to]) == 0
+    best, same = (Path(to, "model.safetensors").read_bytes() for to in ("best", "same"))
+    assert best == same
+    assert train(config, "--resume", *BEST) == 0
+    printed = capfd.readouterr().out
+    assert (
+        "runs/run has finished at step 10: nothing is left to do; for more steps name them, --set" in printed
+    )
+    # with more patience it goes on, and finds a better one
+    assert train(config, "--resume", *BEST, *sets("run.patience=0")) == 0
+    assert saved_steps() == [12]
+    assert json.loads(Path("runs/run/checkpoints/best.json").read_text())["step"] == 12
+
+
+@pytest.mark.usefixtures("scripted")
+def test_a_run_that_goes_on_remembers_its_best_checkpoint_and_its_patience(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        stop_at(patch, 7, lambda: os.kill(os.getpid(), signal.SIGINT))
+        assert train(config, *BEST) == 0
+    assert saved_steps() == [4, 7]
+    assert train(config, "--resume", *BEST) == 0
+    assert saved_steps() == [4, 10]
+
+
+def test_without_a_best_checkpoint_there_is_none_to_export(
+    config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert train(config) == 0
+    assert main(["export", "runs/run", "--best", "--to", "best"]) == 2
+    assert "runs/run keeps no best checkpoint: train with --set run.keep_best=true" in capfd.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore:no direct I/O")  # temporary files may be in memory

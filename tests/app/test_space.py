@@ -62,6 +62,10 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_built(
     config = written(tmp_path, monkeypatch)
     space = space_of(load_config(config), without_values(load_config(config).model))
     assert space.most == 3  # two that are kept, and the one that is being written
+    with_best = load_config(config, ["run.keep_best=true", "run.save_every=0"])
+    assert (
+        space_of(with_best, without_values(with_best.model)).most == 3
+    )  # at two validations, and at the end
 
     def free(nbytes: int) -> None:
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=nbytes))

@@ -166,6 +166,11 @@ class Loop:
     step: int = 0
     first_val_loss: float = math.nan
     val_loss: float = math.nan
+    #: the lowest validation loss after a step, and that step
+    best_val_loss: float = math.inf
+    best_step: int = 0
+    #: validations since then
+    since_best: int = 0
     #: how often the run went back to a checkpoint; seeds the batches drawn from there on
     returns: int = 0
     #: scales the loss where weights are in fp16
@@ -228,6 +233,18 @@ class Loop:
         self.val_loss = sum(map(operator.mul, losses, counts)) / sum(counts)
         return self.val_loss
 
+    def judge(self) -> bool:
+        """Note whether the validation loss is the lowest so far, and return it."""
+        if is_best := self.val_loss < self.best_val_loss:
+            self.best_val_loss, self.best_step, self.since_best = self.val_loss, self.step, 0
+        else:
+            self.since_best += 1
+        return is_best
+
+    def ends_early(self) -> bool:
+        """Whether the loss of validation has not fallen for as long as the config has patience."""
+        return 0 < self.config.run.patience <= self.since_best
+
     def state(self) -> dict[str, Any]:
         """The loop's part of a checkpoint, beside the model and the optimizer that `streamer.save` writes."""
         return {
@@ -235,6 +252,9 @@ class Loop:
             "crops": self.crops.get_state(),
             "first_val_loss": self.first_val_loss,
             "val_loss": self.val_loss,
+            "best_val_loss": self.best_val_loss,
+            "best_step": self.best_step,
+            "since_best": self.since_best,
             "returns": self.returns,
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
         }
@@ -245,6 +265,8 @@ class Loop:
         self._set_rates()
         self.crops.set_state(loaded.extra["crops"])
         self.first_val_loss, self.val_loss = loaded.extra["first_val_loss"], loaded.extra["val_loss"]
+        self.best_val_loss = loaded.extra.get("best_val_loss", math.inf)
+        self.best_step, self.since_best = (loaded.extra.get(key, 0) for key in ("best_step", "since_best"))
         self.returns = loaded.extra["returns"]
         if self.scaler is not None and (scaler := loaded.extra.get("scaler")) is not None:
             self.scaler.load_state_dict(scaler)

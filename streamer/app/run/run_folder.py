@@ -22,6 +22,7 @@ from streamer.app.config import Config, ConfigError, dump_config, load_config, t
 from streamer.app.signals import Stop
 from streamer.backends.base import DISKS
 from streamer.checkpoint.manifest import Manifest, checkpoints, prune
+from streamer.checkpoint.values import decode
 from streamer.errors import CheckpointError
 
 fcntl: Any
@@ -69,8 +70,12 @@ def write_config(directory: Path, config: Config) -> None:
 
 
 def has_finished(checkpoint: Path, config: Config) -> bool:
-    """Whether the run of ``checkpoint`` has made all steps of ``config`` and written all of its files."""
-    done = Manifest.read(checkpoint).step >= config.run.steps
+    """Whether the run of ``checkpoint`` has made all steps of ``config``, or has ended early as that says,
+    and has written all of its files."""
+    manifest = Manifest.read(checkpoint)
+    extra = decode(manifest.values["extra"], lambda name: torch.empty(0))
+    ended_early = 0 < config.run.patience <= extra.get("since_best", 0)
+    done = manifest.step >= config.run.steps or ended_early
     return done and (checkpoint.parent.parent / SUMMARY).exists()
 
 
@@ -162,6 +167,19 @@ def amount(nbytes: float) -> str:
 
 #: Where checkpoints are in a run's directory.
 FOLDER = "checkpoints"
+
+
+#: The file beside the checkpoints that names the one of the lowest validation loss.
+BEST = "best.json"
+
+
+def best_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint in ``folder`` of the lowest validation loss, if one is kept."""
+    try:
+        path = folder / str(json.loads((folder / BEST).read_text())["checkpoint"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return path if path.is_dir() and path.parent == folder else None
 
 
 def checkpoint_to_resume(config: Config, given: str | None, named: Collection[str] = ()) -> Path:
@@ -321,8 +339,22 @@ class Checkpoints:
             else:
                 return path
         self.write(model, optimizer, path, step=step, extra=extra)
-        prune(self.folder, self._keep)
+        self.prune()
         return path
+
+    def prune(self) -> None:
+        """Delete the checkpoints beyond ``keep``, apart from the best one."""
+        prune(self.folder, self._keep, [best] if (best := best_checkpoint(self.folder)) else [])
+
+    def note_best(self, step: int, val_loss: float) -> None:
+        """Have the checkpoint of ``step`` be the best one. Where it is not there, none is."""
+        path, note = self.path(step), self.folder / BEST
+        if not path.exists():
+            note.unlink(missing_ok=True)
+            return
+        beside = note.with_name(f".{BEST}")
+        beside.write_text(json.dumps({"checkpoint": path.name, "step": step, "val_loss": val_loss}) + "\n")
+        beside.replace(note)
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of ``step`` is."""

@@ -58,8 +58,14 @@ def space_of(config: Config, model: nn.Module) -> Space:
         if param.requires_grad or not lora:
             weights += param.numel() * dtype.itemsize
     pretrained = config.model.pretrained is not None
-    most = run.keep + 1 if run.save_every else 0 if pretrained else 1
-    return Space(checkpoint, min(most, run.steps // max(1, run.save_every) + 1), weights if pretrained else 0)
+    if run.save_every or run.keep_best:
+        at_most = (
+            run.steps // every + 1 for every in (run.save_every, run.keep_best * run.eval_every) if every
+        )
+        most = min(run.keep + 1 + run.keep_best, sum(at_most))
+    else:
+        most = 0 if pretrained else 1
+    return Space(checkpoint, most, weights if pretrained else 0)
 
 
 def _moment_bytes(config: Config, numel: int, dtype: torch.dtype) -> int:
