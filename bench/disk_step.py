@@ -46,7 +46,7 @@ from streamer.backends.base import DISKS, Backend
 from streamer.backends.disk import Direction, Disks, Scratch
 from streamer.engine.paging.handle import wrapped
 from streamer.memory.purposes import MASTERING, MOMENTS
-from streamer.plan.step_plan import Prediction, predict_step
+from streamer.planner.step_plan import Prediction, predict_step
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import Machine
 

@@ -23,7 +23,7 @@ from bench.common import RESULTS, load_average, provenance, write_json
 from bench.model_sizes_table import sizes_table
 from streamer.app.config import Config, ConfigError, load_config
 from streamer.app.plan.planning import RunPlan, plan_run
-from streamer.plan.recall import Recollection
+from streamer.planner.recall import Recollection
 from streamer.simulate.machine import Machine, named_machine
 
 MACHINES = ("laptop-8gb", "rtx-4090", "h100-pcie")

@@ -28,7 +28,7 @@ FLOORS = (
     "streamer.engine.disk",
     "streamer.engine.paging",
     "streamer.engine.layer",
-    "streamer.plan",
+    "streamer.planner",
     "streamer.optim",
     "streamer.model",
     "streamer.loss",

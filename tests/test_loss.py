@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from streamer import chunked_cross_entropy
-from streamer.plan.measure import Tracker
+from streamer.planner.measure import Tracker
 
 Loss = Callable[..., torch.Tensor]
 

@@ -35,9 +35,9 @@ from streamer.model.options import WrapOptions
 from streamer.model.streaming import stream
 from streamer.model.units import make_units
 from streamer.optim.adamw import AdamW
-from streamer.plan.choice import Choice, Chosen, Options, PlanOf, choose, may_be_auto
-from streamer.plan.recall import Recollection
-from streamer.plan.step_plan import StepPlan, plan_step
+from streamer.planner.choice import Choice, Chosen, Options, PlanOf, choose, may_be_auto
+from streamer.planner.recall import Recollection
+from streamer.planner.step_plan import StepPlan, plan_step
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import CUDA, ENOUGH, GIB, RTX_4090, Machine, gpu_properties, named_machine
 

@@ -24,8 +24,8 @@ from streamer.backends.host_memory import file_mappings, give_back_freed
 from streamer.engine.paging.unit import Unit
 from streamer.errors import DiskError, shortened, warn
 from streamer.memory.host import HostShard, HostStore
-from streamer.plan.room import Room
-from streamer.plan.step_plan import context_bytes
+from streamer.planner.room import Room
+from streamer.planner.step_plan import context_bytes
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import CPU
 

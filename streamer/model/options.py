@@ -18,7 +18,7 @@ from streamer.memory.layout import Layout
 from streamer.model.layers import Layers
 from streamer.model.move_in import Init
 from streamer.model.units import DTYPES
-from streamer.plan.choice import Number
+from streamer.planner.choice import Number
 
 #: One activation policy for all layers, one for each, or a function that gives one for a layer's index.
 Activations = str | Sequence[str] | Callable[[int], str]

@@ -29,8 +29,8 @@ from streamer.model.options import Folders, WrapOptions, check_dtypes_for_backwa
 from streamer.model.units import cut_to_fit, make_units, refuse_micro_batches
 from streamer.model.unwrap import forget
 from streamer.optim.torch_optimizers import serve_other_optimizers
-from streamer.plan.choice import AUTO, Chosen
-from streamer.plan.ledger import OnDisk, least_moments, ledger, to_disk
+from streamer.planner.choice import AUTO, Chosen
+from streamer.planner.ledger import OnDisk, least_moments, ledger, to_disk
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.disks import VirtualDisks
 

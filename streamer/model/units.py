@@ -24,7 +24,7 @@ from streamer.memory.layout import Layout, Param
 from streamer.memory.slots import num_grad_slots
 from streamer.memory.verdict import amount
 from streamer.model.layers import is_called, parts_of, worth_a_slot
-from streamer.plan.ledger import Ledger, ledger
+from streamer.planner.ledger import Ledger, ledger
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -20,7 +20,7 @@ from streamer.model.layers import Layers
 from streamer.model.move_in import Init
 from streamer.model.options import Activations, Folders, WrapOptions
 from streamer.model.streaming import stream
-from streamer.plan.choice import AUTO, Number, may_be_auto
+from streamer.planner.choice import AUTO, Number, may_be_auto
 from streamer.simulate.machine import Machine
 
 M = TypeVar("M", bound=nn.Module)

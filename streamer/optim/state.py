@@ -17,7 +17,7 @@ from streamer.engine.paging.user_view import guarded_state
 from streamer.memory.layout import num_blocks
 from streamer.memory.purposes import ALL_MOMENTS, BF16, FP32, INT8, MOMENTS, Purpose, host_bytes
 from streamer.memory.verdict import host, require
-from streamer.plan.ledger import Ledger
+from streamer.planner.ledger import Ledger
 from streamer_native import QUANTUM
 
 #: A code of an 8-bit second moment counts steps of this many bits of a float32: [Note: 8-bit moments].

@@ -19,7 +19,7 @@ from bench import plans
 from bench.common import RESULTS
 from streamer.app.cli import main
 from streamer.app.config import load_config
-from streamer.plan.step_plan import BESIDE, WORKING_SET
+from streamer.planner.step_plan import BESIDE, WORKING_SET
 from streamer.simulate.machine import MACHINES
 from tests.app.common import sets
 

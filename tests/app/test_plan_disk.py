@@ -27,7 +27,7 @@ from streamer.backends.base import DISKS, Lane
 from streamer.backends.disk import Disks, Scratch
 from streamer.memory import on_disk
 from streamer.model.options import parse_bytes
-from streamer.plan.choice import WAITING
+from streamer.planner.choice import WAITING
 from streamer.simulate.machine import MACHINES
 from tests.app.common import sets
 from tests.app.test_plan_command import SMALL, Light, planned, refused, written

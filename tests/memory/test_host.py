@@ -21,7 +21,7 @@ from streamer.memory.purposes import (
     WEIGHTS,
     host_bytes,
 )
-from streamer.plan.ledger import Ledger
+from streamer.planner.ledger import Ledger
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = (FP32, BF16, FP16)

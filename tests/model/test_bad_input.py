@@ -24,8 +24,8 @@ from streamer.engine.paging.structure import Structure
 from streamer.memory.verdict import SHARED
 from streamer.model.layers import find_layers
 from streamer.model.options import parse_bytes
-from streamer.plan.ledger import Ledger
-from streamer.plan.room import Room
+from streamer.planner.ledger import Ledger
+from streamer.planner.room import Room
 from tests.reference import assert_parity, assert_trains_alike, attached, train_plain, train_streamed
 
 

@@ -18,8 +18,8 @@ from streamer.app.config import load_config
 from streamer.app.run.build import build_model, build_optimizer
 from streamer.backends.base import Lane
 from streamer.engine.paging.handle import wrapped
-from streamer.plan.measure import Tracker
-from streamer.plan.step_plan import Prediction, predict_step
+from streamer.planner.measure import Tracker
+from streamer.planner.step_plan import Prediction, predict_step
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.cost import FusedAttention, Operations
 from streamer.simulate.machine import GIB, H200, Machine

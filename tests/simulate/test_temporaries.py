@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from streamer.plan.measure import Meter
+from streamer.planner.measure import Meter
 from streamer.simulate.machine import H200, RTX_4090, Machine
 from streamer.simulate.temporaries import workspace_bytes
 

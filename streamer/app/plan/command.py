@@ -19,7 +19,7 @@ from streamer.app.plan.remedies import find_remedies
 from streamer.app.plan.report import ledger_lines, plan_json, plan_lines, remedy_line
 from streamer.app.run.build import settle_fp16, without_values
 from streamer.model.options import parse_bytes
-from streamer.plan.recall import Recollection
+from streamer.planner.recall import Recollection
 from streamer.simulate.machine import Machine
 
 

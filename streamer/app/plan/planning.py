@@ -28,11 +28,11 @@ from streamer.model.auto import machine_of, one_line
 from streamer.model.layers import find_layers
 from streamer.model.move_in import room_of
 from streamer.model.options import folders_of, parse_bytes
-from streamer.plan.choice import AUTO, WAITING, Choice, Chosen, Options, PlanOf, choose, may_be_auto
-from streamer.plan.ledger import Ledger
-from streamer.plan.recall import Recollection
-from streamer.plan.room import Room
-from streamer.plan.step_plan import StepPlan, context_bytes, plan_step, uncollected
+from streamer.planner.choice import AUTO, WAITING, Choice, Chosen, Options, PlanOf, choose, may_be_auto
+from streamer.planner.ledger import Ledger
+from streamer.planner.recall import Recollection
+from streamer.planner.room import Room
+from streamer.planner.step_plan import StepPlan, context_bytes, plan_step, uncollected
 from streamer.pretrained.files import has_weights
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.disks import VirtualScratch

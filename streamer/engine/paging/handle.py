@@ -52,7 +52,7 @@ class Wrapped:
     plain_dtypes: dict[nn.Parameter, torch.dtype]
     take_off: Callable[[], None]
     close: Callable[[], object]
-    #: what was chosen for "auto": a `streamer.plan.choice.Chosen`
+    #: what was chosen for "auto": a `streamer.planner.choice.Chosen`
     chosen: object = None
 
 

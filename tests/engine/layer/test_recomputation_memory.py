@@ -14,7 +14,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from streamer.engine.layer.recompute import Owners
-from streamer.plan.measure import Tracker
+from streamer.planner.measure import Tracker
 from tests.engine.layer.test_recomputation import (
     OFFLOADED_OR_NOT,
     Forward,

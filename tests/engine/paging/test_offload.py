@@ -18,7 +18,7 @@ from streamer.backends.thread import ThreadBackend
 from streamer.engine.paging.handle import wrapped
 from streamer.engine.paging.saved_inputs import OUTGOING, HostPlaces
 from streamer.engine.schedule.op import OpKind
-from streamer.plan.measure import Tracker
+from streamer.planner.measure import Tracker
 from tests.engine.layer.test_micro_batches import WIDTH, Layer
 from tests.reference import (
     VOCAB,

@@ -14,7 +14,7 @@ of two is tried only where nothing fits with two, and layers in parts only where
 The fastest of the list that fits is chosen. Steps whose predicted seconds agree in three digits count as
 equally fast: the one with the fewest micro-batches is chosen, of these the one that takes least memory. An
 exhaustive search over all combinations finds steps that are 1 % shorter on average
-(`tests/plan/test_choosing.py`).
+(`tests/planner/test_choosing.py`).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from tqdm import tqdm
 from streamer.backends.base import Lane
 from streamer.engine.layer.micro_batches import AmbiguousBatchError
 from streamer.memory.verdict import lacks, verdict
-from streamer.plan.room import Room, buffers
-from streamer.plan.step_plan import StepPlan
+from streamer.planner.room import Room, buffers
+from streamer.planner.step_plan import StepPlan
 
 AUTO: Literal["auto"] = "auto"
 #: A number that `streamer.wrap` may be told to choose.

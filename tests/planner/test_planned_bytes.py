@@ -21,7 +21,7 @@ from streamer.backends.thread import ThreadBackend
 from streamer.engine.paging.handle import wrapped
 from streamer.memory.purposes import MOMENTS, SAVED_INPUTS, SUMS, host_bytes
 from streamer.optim.state import parse_state_dtype
-from streamer.plan.ledger import least_moments
+from streamer.planner.ledger import least_moments
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import GIB, Machine
 

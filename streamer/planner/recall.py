@@ -31,8 +31,8 @@ from streamer.engine.paging.norms import sum_squares
 from streamer.engine.paging.unit import Unit
 from streamer.engine.tensors.nested import Rebuild, Tensors, constants
 from streamer.engine.tensors.saved import storages
-from streamer.plan.alike import Kind, Numbers, OutputKinds, structure_of
-from streamer.plan.measure import Measured, Meter, Tracker
+from streamer.planner.alike import Kind, Numbers, OutputKinds, structure_of
+from streamer.planner.measure import Measured, Meter, Tracker
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import Machine
 from streamer.torch_private import storage_id

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from streamer.memory.slots import GRAD_SLOTS, WEIGHT_SLOTS, num_grad_slots
 from streamer.memory.verdict import SHARED, Tier
-from streamer.plan.step_plan import BESIDE, SAVED, WORKING_SET, StepPlan
+from streamer.planner.step_plan import BESIDE, SAVED, WORKING_SET, StepPlan
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from streamer.backends.base import PIECE_BYTES, Backend
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.handle import wrapped
-from streamer.plan.measure import Tracker
-from streamer.plan.recall import Recollection, recall_layers
-from streamer.plan.step_plan import (
+from streamer.planner.measure import Tracker
+from streamer.planner.recall import Recollection, recall_layers
+from streamer.planner.step_plan import (
     BESIDE,
     GAPS,
     SAVED,

@@ -32,10 +32,10 @@ from streamer.memory.verdict import SHARED, lacks
 from streamer.model.auto import Batch, plan_of, skeleton
 from streamer.model.move_in import room_of
 from streamer.model.options import WrapOptions
-from streamer.plan.choice import Choice, Chosen, Options, choose, sizes_below
-from streamer.plan.measure import Tracker
-from streamer.plan.room import Room
-from streamer.plan.step_plan import CONTEXT, GAPS, WORKING_SET, Prediction, StepPlan, context_bytes
+from streamer.planner.choice import Choice, Chosen, Options, choose, sizes_below
+from streamer.planner.measure import Tracker
+from streamer.planner.room import Room
+from streamer.planner.step_plan import CONTEXT, GAPS, WORKING_SET, Prediction, StepPlan, context_bytes
 from streamer.simulate.machine import Machine
 from tests.reference import VOCAB, assert_parity, batch, train, train_plain
 

@@ -18,9 +18,9 @@ import torch
 from streamer.backends.base import Lane, gaps
 from streamer.engine.paging.executor import Executor
 from streamer.memory.purposes import SAVED_INPUTS
-from streamer.plan.measure import Tracker
-from streamer.plan.positions import counted_positions
-from streamer.plan.recall import Recollection, recall_layers
+from streamer.planner.measure import Tracker
+from streamer.planner.positions import counted_positions
+from streamer.planner.recall import Recollection, recall_layers
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.temporaries import workspace_bytes
 

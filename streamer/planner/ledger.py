@@ -43,7 +43,7 @@ from streamer.memory.slots import (
     num_grad_slots,
 )
 from streamer.memory.verdict import Tier, require
-from streamer.plan.room import Room
+from streamer.planner.room import Room
 
 
 def byte_table(sections: Mapping[str, Mapping[str, int]]) -> str:
