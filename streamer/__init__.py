@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from streamer.errors import DiskError as DiskError
     from streamer.loss import chunked_cross_entropy as chunked_cross_entropy
     from streamer.model.auto import chosen as chosen
+    from streamer.model.plan import Plan as Plan
+    from streamer.model.plan import plan as plan
     from streamer.model.stats import Stats as Stats
     from streamer.model.stats import save_trace as save_trace
     from streamer.model.stats import stats as stats
@@ -33,6 +35,7 @@ __all__ = [
     "DiskError",
     "Loaded",
     "NonFiniteError",
+    "Plan",
     "Stats",
     "__version__",
     "chosen",
@@ -41,6 +44,7 @@ __all__ = [
     "from_deepspeed_config",
     "from_pretrained",
     "load",
+    "plan",
     "save",
     "save_trace",
     "stats",
@@ -58,6 +62,7 @@ _HOMES = {
     "DiskError": "streamer.errors",
     "Loaded": "streamer.checkpoint.load",
     "NonFiniteError": "streamer.optim.adamw",
+    "Plan": "streamer.model.plan",
     "Stats": "streamer.model.stats",
     "chosen": "streamer.model.auto",
     "chunked_cross_entropy": "streamer.loss",
@@ -65,6 +70,7 @@ _HOMES = {
     "from_deepspeed_config": "streamer.deepspeed.config",
     "from_pretrained": "streamer.pretrained.load",
     "load": "streamer.checkpoint.load",
+    "plan": "streamer.model.plan",
     "save": "streamer.checkpoint.save",
     "save_trace": "streamer.model.stats",
     "stats": "streamer.model.stats",

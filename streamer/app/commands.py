@@ -31,6 +31,8 @@ examples:
       how fast this machine is at what a step consists of, in less than a minute
   streamer plan configs/gpt2-10b.toml --machine rtx-4090
       bytes and seconds of a step, on any machine, before anything is allocated
+  streamer plan DIR/config.json --machines all --batch-sizes 4,16,64
+      a table for a Hugging Face model, of which config.json is enough
 """
 
 
@@ -54,7 +56,11 @@ def command_line() -> argparse.ArgumentParser:
         help="override a key of the config; the value is TOML",
     )
     config = argparse.ArgumentParser(add_help=False)
-    config.add_argument("config", help="a TOML file, or the name of one that streamer brings: gpt2-demo")
+    config.add_argument(
+        "config",
+        help="a TOML file, the name of one that streamer brings (gpt2-demo), or a Hugging Face folder or its "
+        "config.json, for hf-finetune with that model",
+    )
     config.add_argument(
         "--model",
         dest="model.pretrained",
@@ -116,6 +122,10 @@ def command_line() -> argparse.ArgumentParser:
         help="stream.device_memory, such as 16GiB",
     )
     plan.add_argument("--host-memory", metavar="BYTES", help="of the machine, such as 128GiB")
+    plan.add_argument(
+        "--machines", metavar="NAME,...", help='a table of these machines; "all" are those that have names'
+    )
+    plan.add_argument("--batch-sizes", metavar="N,...", help="a table of these batch sizes")
     plan.add_argument("--json", action="store_true", help="print JSON, for programs")
     plan.add_argument("--timeline", metavar="FILE", help="draw the predicted step as a PNG")
     export = commands.add_parser(
@@ -224,7 +234,12 @@ def _config(arguments: Namespace) -> Config:
             # a number of steps is TOML already; any other value is a string or a list of strings
             text = value if key.startswith("run.") else json.dumps(value, ensure_ascii=False)
             overrides.append(f"{key}={text}")
-    return load_config(shipped.config_path(arguments.config), overrides)
+    given = arguments.config
+    if (folder := shipped.pretrained_folder(given)) is not None:
+        # a model in place of a config: streamer's own for fine-tuning
+        overrides.insert(0, f"model.pretrained={json.dumps(str(folder), ensure_ascii=False)}")
+        given = "hf-finetune"
+    return load_config(shipped.config_path(given), overrides)
 
 
 def _train(arguments: Namespace) -> int:
@@ -250,7 +265,13 @@ def _train(arguments: Namespace) -> int:
 def _plan(arguments: Namespace) -> int:
     config = _config(arguments)
     with exiting_on_interrupt():
-        from streamer.app.plan.command import plan
+        from streamer.app.plan.command import plan, plan_table
+    if arguments.machines is not None or arguments.batch_sizes is not None:
+        if arguments.timeline is not None:
+            raise ConfigError("--timeline is of one plan: leave --machines and --batch-sizes out")
+        machines = (arguments.machines or arguments.machine).split(",")
+        sizes = (arguments.batch_sizes or str(config.data.batch_size)).split(",")
+        return 0 if plan_table(config, machines, sizes, as_json=arguments.json) else 2
     fits = plan(
         config,
         arguments.machine,

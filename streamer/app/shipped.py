@@ -26,11 +26,18 @@ def config_files() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder("configs").glob("*.toml"))}
 
 
+def pretrained_folder(given: str) -> Path | None:
+    """The Hugging Face folder that ``given``, itself or its ``config.json``, is; None for anything else."""
+    path = Path(given)
+    folder = path.parent if path.name == "config.json" else path
+    return folder if (folder / "config.json").is_file() else None
+
+
 def config_path(given: str) -> Path:
     """The config that is meant: the file ``given`` or, where there is none, streamer's own of that name, such
     as ``gpt2-demo`` or ``configs/gpt2-demo.toml``."""
     path = Path(given)
-    if path.exists() or path.parent not in (Path(), Path("configs")) or path.suffix not in ("", ".toml"):
+    if path.exists() or path.parent not in (Path(), Path("configs")):
         return path
     return config_files().get(path.name.removesuffix(".toml"), path)
 

@@ -8,8 +8,10 @@ only if the graph has these kernels.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from streamer.errors import warn
 from streamer.simulate.machine import CUDA, Machine
 
 _aten = torch.ops.aten
@@ -168,7 +171,32 @@ _OVERWRITING = {_aten.copy_, _aten.fill_, _aten.zero_, _aten.normal_, _aten.unif
 _GATHERING = {_aten.embedding, _aten.index_select, _aten.gather, _aten.index, _aten.nll_loss_forward}
 
 
-_FORMULAS = {**flop_registry, **_ATTENTION}
+def _grouped_flops(left: Any, right: Any, *_: Any, out_val: Any, **__: Any) -> int:
+    """Of products of groups of rows, or of columns, with a matrix each: a row meets its own group's alone."""
+    if left.dim() == right.dim() == 2:  # groups of the inner dimension, each with a product of its own
+        return 2 * int(left.numel()) * int(right.shape[1])
+    return 2 * int(out_val.numel()) * int(left.shape[-1])
+
+
+#: Products of mixtures of experts, of which PyTorch has no formula.
+_GROUPED = {
+    getattr(_aten, name): _grouped_flops
+    for name in ("_grouped_mm", "_scaled_grouped_mm")
+    if hasattr(_aten, name)
+}
+
+_FORMULAS = {**_GROUPED, **flop_registry, **_ATTENTION}
+
+#: Names of operations whose FLOPs are worth to be counted.
+_PRODUCT = re.compile(r"(^|_)(mm|bmm|addmm|addbmm|baddbmm|matmul|linear|conv\w*|attention|lstm|gru|rnn)(_|$)")
+
+
+@cache
+def _tell_uncounted(packet: Any) -> None:
+    """Say once that a product costs nothing in plans."""
+    name = str(packet)
+    if _PRODUCT.search(name.rpartition(".")[2]):
+        warn(f"{name} has no formula for its FLOPs: plans count its bytes and no arithmetic")
 
 
 @dataclass(frozen=True)
@@ -247,7 +275,10 @@ class Operations(TorchDispatchMode):
 
 def _operation_flops(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
     formula = _FORMULAS.get(packet)
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+    if formula is None:
+        _tell_uncounted(packet)
+        return 0
+    return int(formula(*args, **kwargs, out_val=result))
 
 
 def _rate(machine: Machine, packet: Any, args: Any) -> float:

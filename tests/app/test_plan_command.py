@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,7 +19,7 @@ from torch import nn
 from bench import plans
 from bench.common import RESULTS
 from streamer.app.cli import main
-from streamer.app.config import load_config
+from streamer.app.config import load_config, quoted
 from streamer.planner.step_plan import BESIDE, WORKING_SET
 from streamer.simulate.machine import MACHINES
 from tests.app.common import sets
@@ -138,11 +139,91 @@ def test_the_plan_as_people_read_it(gpt: str, capsys: pytest.CaptureFixture[str]
         "exp_avg_sq",
         "of these page-locked",
         "of 24.00 GiB: fits",
-        "TFLOP/s by 6 FLOP per parameter and token",
+        "TFLOP/s of the model's own (MFU ",
+        "steps take ",
+        "a checkpoint takes ",
         "largest batch that fits",
     ):
         assert words in out
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of the library
+def test_experts_cost_what_the_tokens_take_that_meet_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
+    options = sets(
+        "stream.dtype=bfloat16", "data.context=32", "data.batch_size=64", "stream.micro_batch_size=64"
+    )
+    # a folder, or the file alone, in place of a config
+    rows = [planned(capsys, str(path), *options)[1] for path in (tmp_path, tmp_path / "config.json")]
+    assert rows[0] == rows[1]
+    attention, norms, router, ends = 4 * 64 * 64, 2 * 64, 4 * 64, 2 * 128 * 64 + 64
+    expert = 3 * 64 * 128
+    met = 2 * (attention + norms + router + 2 * expert) + ends
+    assert rows[0]["parameters"] == 2 * (attention + norms + router + 4 * expert) + ends
+    tokens = 64 * 32
+    assert rows[0]["model_flops"] == 6 * met * tokens
+    # forward, forward again, backward; no product for embeddings, and the products of attention on top
+    products = 2 * (attention + router + 2 * expert) + 128 * 64
+    attended = 2 * 2 * 32 * 64 * 4  # layers, scores and values, keys, width; forward twice and backward
+    assert rows[0]["executed_flops"] == pytest.approx((8 * products + attended) * tokens, rel=0.1)
+
+
+def test_a_table_of_machines_and_batch_sizes(gpt: str, capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = [gpt, "--machines", "rtx-4090,h100-pcie", "--batch-sizes", "4,8"]
+    code, rows = planned(capsys, *chosen)
+    assert code == 0
+    assert [(row["machine"], row["batch_size"]) for row in rows] == [
+        ("rtx-4090", 4), ("rtx-4090", 8), ("h100-pcie", 4), ("h100-pcie", 8),
+    ]  # fmt: skip
+    for name, row in (("rtx-4090", rows[1]), ("h100-pcie", rows[3])):
+        alone = planned(capsys, gpt, "--machine", name)[1]
+        assert all(alone[key] == value for key, value in row.items() if key != "machine")
+    assert main(["plan", *chosen]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split()[:2] == ["machine", "batch"] and [line.split()[:2] for line in lines] == [
+        ["rtx-4090", "4"], ["rtx-4090", "8"], ["h100-pcie", "4"], ["h100-pcie", "8"],
+    ]  # fmt: skip
+    assert "'many' is no batch size" in refused(capsys, gpt, "--batch-sizes", "many")
+    assert "there is no machine 'abacus'" in refused(capsys, gpt, "--machines", "abacus")
+    assert "leave --machines" in refused(capsys, gpt, "--machines", "all", "--timeline", "x.png")
+
+
+def test_what_would_be_faster_is_planned(gpt: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = planned(capsys, gpt)
+    assert code == 0 and found["faster"], "twice the batch, at least"
+    speeds = [one["tokens_per_second"] for one in found["faster"]]
+    assert speeds == sorted(speeds, reverse=True) and speeds[-1] > 1.05 * found["tokens_per_second"]
+    assert all(one["fits"] for one in found["faster"])
+    best = found["faster"][0]
+    changed = [part for key, value in best["changes"].items() for part in ("--set", quoted(key, value))]
+    again = planned(capsys, gpt, *[shlex.split(part)[0] for part in changed])[1]
+    assert again["tokens_per_second"] == best["tokens_per_second"]
+    assert main(["plan", gpt]) == 0
+    told = capsys.readouterr().out
+    assert (
+        told.count("\nfaster: --set ") == len(speeds)
+        and " are not used: take a larger data.batch_size" in told
+    )
+    assert found["hours"] == pytest.approx(found["seconds"] / 3600)
+    assert 0 < found["mfu"] < 1
+    assert found["files"]["checkpoint"] == 12 * found["parameters"]
 
 
 def test_figures_for_programs(gpt: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -281,7 +362,7 @@ def test_a_model_that_wants_values_is_told_which_operation(
 LARGE = """
 import json, re, sys
 from dataclasses import replace
-from streamer.app.config import load_config
+from streamer.app.config import load_config, quoted
 from streamer.app.plan.planning import plan_run
 from streamer.simulate.machine import MACHINES
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -135,6 +136,38 @@ def seconds(made: Machine, work: object) -> float:
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "by_hand"),
+    [
+        # 16 rows in 4 groups, each of which meets a matrix of its own
+        ((16, 8), (4, 8, 32), 16 * 2 * 8 * 32),
+        # the gradient of the 4 matrices: groups of the inner dimension
+        ((8, 16), (16, 32), 2 * 8 * 16 * 32),
+        ((4, 16, 8), (8, 32), 2 * 16 * 32 * 8),
+        ((4, 16, 8), (4, 8, 32), 4 * 2 * 16 * 8 * 32),
+    ],
+)
+def test_products_of_experts_count_the_rows_that_each_meets(
+    left: tuple[int, ...], right: tuple[int, ...], by_hand: int
+) -> None:
+    offsets = None if len(left) == len(right) == 3 else meta(4, dtype=torch.int32)
+    with Operations() as counter:
+        torch._grouped_mm(meta(*left, dtype=torch.bfloat16), meta(*right, dtype=torch.bfloat16), offs=offsets)
+    assert counter.flops == by_hand
+
+
+def test_a_product_without_a_formula_is_named_once() -> None:
+    library = torch.library.Library("streamer_test", "DEF")
+    library.define("my_mm(Tensor a, Tensor b) -> Tensor")
+    library.impl("my_mm", lambda a, b: a.new_empty(a.shape[0], b.shape[1]), "Meta")
+    with pytest.warns(UserWarning, match=r"streamer_test\.my_mm has no formula for its FLOPs"), Operations():
+        torch.ops.streamer_test.my_mm(meta(2, 3), meta(3, 4))
+    with warnings.catch_warnings(), Operations() as counter:
+        warnings.simplefilter("error")
+        torch.ops.streamer_test.my_mm(meta(2, 3), meta(3, 4))
+    assert counter.flops == 0
 
 
 def test_operations_take_the_time_of_what_they_read_and_write() -> None:

@@ -5,7 +5,7 @@ asks the same before it begins.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,13 +14,20 @@ from torch import nn
 
 from streamer.app import machine_file
 from streamer.app.config import Config, ConfigError, dump_config
-from streamer.app.plan.planning import RunPlan, plan_run, settle, this_machine
+from streamer.app.plan.planning import RunPlan, plan_run, settle, this_machine, with_options
 from streamer.app.plan.remedies import find_remedies
-from streamer.app.plan.report import ledger_lines, plan_json, plan_lines, remedy_line
+from streamer.app.plan.report import (
+    figures,
+    ledger_lines,
+    plan_json,
+    plan_lines,
+    remedy_line,
+    table_lines,
+)
 from streamer.app.run.build import settle_fp16, without_values
 from streamer.model.options import parse_bytes
 from streamer.planner.recall import Recollection
-from streamer.simulate.machine import Machine
+from streamer.simulate.machine import MACHINES, Machine
 
 
 def check_memory(config: Config) -> RunPlan | None:
@@ -97,6 +104,34 @@ def plan(
     if timeline is not None:
         _draw(planned, Path(timeline))
     return planned.fits
+
+
+def plan_table(config: Config, machines: Sequence[str], sizes: Sequence[str], *, as_json: bool) -> bool:
+    """Print a row for each machine and batch size; whether all fit. Raises ConfigError for what is no name of
+    a machine, or no size."""
+    names = [*MACHINES] if [*machines] == ["all"] else machines
+    there = {name: machine_file.machine(name) for name in names}
+    config, _ = settle_fp16(config)
+    batches = [_batch_size(size) for size in sizes]
+    rows = []
+    for name, machine in there.items():
+        recollection = Recollection()
+        for batch in batches:
+            of_row, _ = settle(with_options(config, data={"batch_size": batch}), machine, recollection)
+            planned = plan_run(of_row, machine, recollection)
+            rows.append({"machine": name, **figures(planned)})
+            if not as_json:
+                for line in table_lines(name, planned, first=len(rows) == 1, width=max(map(len, there))):
+                    print(line, flush=True)
+    if as_json:
+        print(json.dumps(rows, indent=2))
+    return all(row["fits"] for row in rows)
+
+
+def _batch_size(text: str) -> int:
+    if not text.strip().isdigit() or not int(text):
+        raise ConfigError(f"--batch-sizes: {text!r} is no batch size: give numbers of 1 or more, as 4,16,64")
+    return int(text)
 
 
 def _remembering(machine: Machine, recollection: Recollection) -> Callable[[Config], RunPlan]:

@@ -17,7 +17,9 @@ from torch import nn
 import streamer
 from streamer.app.config import Config, ConfigError, MemoryConfig, StreamConfig
 from streamer.app.run.build import build_optimizer, from_files, without_values, wrap_options
+from streamer.app.run.flops import model_flops_per_token
 from streamer.app.run.loop import TokenLoss, step_on
+from streamer.app.run.space import Space, space_of
 from streamer.backends.base import DISKS
 from streamer.backends.disk import Disks, Scratch
 from streamer.backends.select import backend_for
@@ -76,6 +78,10 @@ class RunPlan:
     refused: str | None = None
     #: why it does not fit into host memory with the rest on disk, if it does not: all is planned in memory
     beyond_disk: str | None = None
+    #: of the model for a token, by its size alone
+    flops_per_token: float = 0.0
+    #: what the run's own files take of a disk
+    space: Space | None = None
 
     @property
     def tokens(self) -> int:
@@ -87,9 +93,20 @@ class RunPlan:
         return self.tokens / self.step.prediction.seconds
 
     @property
-    def model_flops(self) -> int:
-        """FLOPs of a step as usually counted, 6 per parameter and token (Kaplan et al., 2020, 2.1)."""
-        return 6 * self.parameters * self.tokens
+    def model_flops(self) -> float:
+        """FLOPs of a step as usually counted: see `model_flops_per_token`."""
+        return self.flops_per_token * self.tokens
+
+    @property
+    def mfu(self) -> float:
+        """The share of the machine's FLOP/s that `model_flops` are: model FLOPs utilization (Chowdhery et
+        al., 2022, arXiv:2204.02311, appendix B)."""
+        return self.model_flops / (self.step.prediction.seconds * self.machine.flops_per_second)
+
+    @property
+    def hours(self) -> float:
+        """Of all steps of the run, without validation."""
+        return self.config.run.steps * self.step.prediction.seconds / 3600
 
     @cached_property
     def room(self) -> Room:
@@ -244,7 +261,16 @@ def _plan(
     except (ValueError, IndexError, TypeError) as error:
         raise ConfigError(f"the model cannot run on {shape} tokens: {error}") from error
     parameters = sum(param.numel() for param in model.parameters())
-    return RunPlan(config, machine, plan, parameters, executor.issuer.trace, refused)
+    return RunPlan(
+        config,
+        machine,
+        plan,
+        parameters,
+        executor.issuer.trace,
+        refused,
+        flops_per_token=model_flops_per_token(model),
+        space=space_of(config, model),
+    )
 
 
 def _without_values(error: Exception) -> str:

@@ -17,9 +17,10 @@ from streamer.app.plan.planning import (
     least_batch_that_hides_disk,
     waiting_for_disk,
 )
-from streamer.app.plan.remedies import Remedies, find_remedies
+from streamer.app.plan.remedies import Faster, Remedies, faster, find_remedies
 from streamer.app.run.run_folder import amount
 from streamer.backends.base import DISKS, Lane
+from streamer.simulate.machine import CUDA
 
 
 def plan_lines(config: Config, plan_of: RunPlanOf) -> Iterator[str]:
@@ -37,9 +38,13 @@ def plan_lines(config: Config, plan_of: RunPlanOf) -> Iterator[str]:
         yield from _disk(plan, plan_of)
     yield ""
     yield from _batches(plan, plan_of)
+    yield ""
     if not plan.fits:
-        yield ""
         yield remedy_line("it", find_remedies(plan, plan_of), plan)
+        return
+    yield from _idle(plan)
+    for found in faster(plan, plan_of):
+        yield _faster_line(found, plan)
 
 
 def plan_json(config: Config, plan_of: RunPlanOf) -> dict[str, Any]:
@@ -51,20 +56,25 @@ def plan_json(config: Config, plan_of: RunPlanOf) -> dict[str, Any]:
     return {
         "machine": asdict(plan.machine),
         "parameters": plan.parameters,
-        **_figures(plan),
+        **figures(plan),
         **(_beside_disk(plan, plan_of) if plan.has_disk and plan.beyond_disk is None else {}),
-        "batches": [_figures(one) for one in table],
+        "batches": [figures(one) for one in table],
         "largest_batch": None
         if largest is None
-        else {**_figures(largest), "or_more": is_furthest(largest, table)},
+        else {**figures(largest), "or_more": is_furthest(largest, table)},
         "mend": None
         if found is None or not found.plan.fits
-        else {"changes": dict(found.changes), **_figures(found.plan)},
-        "with_disk": None if found is None or found.on_disk is None else _figures(found.on_disk),
+        else {"changes": dict(found.changes), **figures(found.plan)},
+        "faster": [
+            {"changes": dict(one.changes), **figures(one.plan)}
+            for one in (faster(plan, plan_of) if plan.fits else ())
+        ],
+        "with_disk": None if found is None or found.on_disk is None else figures(found.on_disk),
     }
 
 
-def _figures(plan: RunPlan) -> dict[str, Any]:
+def figures(plan: RunPlan) -> dict[str, Any]:
+    """A plan's bytes, seconds and FLOPs."""
     step, prediction = plan.step, plan.step.prediction
     return {
         "batch_size": plan.config.data.batch_size,
@@ -87,6 +97,9 @@ def _figures(plan: RunPlan) -> dict[str, Any]:
         "binding_lane": plan.step.prediction.binding_lane.value,
         "tokens_per_second": plan.tokens_per_second,
         "model_flops": plan.model_flops,
+        "mfu": plan.mfu,
+        "hours": plan.hours,
+        "files": None if plan.space is None else {**vars(plan.space), "peak": plan.space.peak},
         "executed_flops": prediction.flops,
     }
 
@@ -107,7 +120,7 @@ def _beside_disk(plan: RunPlan, plan_of: RunPlanOf) -> dict[str, Any]:
     least = least_batch_that_hides_disk(plan, plan_of)
     return {
         "waiting_for_disk": waiting_for_disk(plan, plan_of),
-        "least_batch_that_hides_disk": None if least is None else _figures(least),
+        "least_batch_that_hides_disk": None if least is None else figures(least),
     }
 
 
@@ -185,9 +198,32 @@ def _lanes(plan: RunPlan) -> Iterator[str]:
     rate = prediction.seconds * 1e12
     yield (
         f"step {prediction.seconds:.3f} s, {prediction.binding_lane.value} binds: "
-        f"{plan.tokens_per_second:,.0f} tokens/s, {plan.model_flops / rate:.3g} TFLOP/s by 6 FLOP per "
-        f"parameter and token, {prediction.flops / rate:.3g} as executed"
+        f"{plan.tokens_per_second:,.0f} tokens/s, {plan.model_flops / rate:.3g} TFLOP/s of the model's own "
+        f"(MFU {plan.mfu:.1%}), {prediction.flops / rate:.3g} as executed"
     )
+    yield f"{plan.config.run.steps:,} steps take {_time(plan.hours)}, without validation"
+    if plan.space is not None and plan.space.peak:
+        yield f"in {plan.config.run.out} {plan.space.line()}"
+
+
+def _time(hours: float) -> str:
+    return f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.1f} minutes"
+
+
+def _idle(plan: RunPlan) -> Iterator[str]:
+    """Where half of a GPU or more is not used: that it is."""
+    unused = plan.machine.device_bytes - plan.device_needed
+    if plan.machine.kind == CUDA and 2 * unused >= plan.machine.device_bytes:
+        yield (
+            f"{amount(unused)} of the GPU's {amount(plan.machine.device_bytes)} are not used: take a larger "
+            "data.batch_size, or stream.device_memory, with which more layers stay there"
+        )
+
+
+def _faster_line(found: Faster, plan: RunPlan) -> str:
+    sets = " ".join(f"--set {quoted(key, value)}" for key, value in found.changes.items())
+    before, after = plan.tokens_per_second, found.plan.tokens_per_second
+    return f"faster: {sets}: {after:,.0f} tokens/s in place of {before:,.0f}{found.but}"
 
 
 def _disk(plan: RunPlan, plan_of: RunPlanOf) -> Iterator[str]:
@@ -240,6 +276,23 @@ def _batches(plan: RunPlan, plan_of: RunPlanOf) -> Iterator[str]:
         slots = "" if plan.config.stream.num_slots else " (with two slots)"
         more = " or more" if is_furthest(largest, table) else ""
         yield f"largest batch that fits{slots}: {largest.config.data.batch_size}{more}"
+
+
+def table_lines(name: str, plan: RunPlan, *, first: bool, width: int) -> Iterator[str]:
+    """A row of a table of machines and batch sizes, after its head if it is the ``first``."""
+    if first:
+        yield (
+            f"{'machine':{width}}{'batch':>8}{'device':>12}{'host':>12}{'disk':>12}{'step s':>10}"
+            f"{'tokens/s':>12}{'MFU':>8}  binds"
+        )
+    prediction = plan.step.prediction
+    fits = "" if plan.fits else ", does not fit"
+    yield (
+        f"{name:{width}}{plan.config.data.batch_size:>8}{amount(plan.device_needed):>12}"
+        f"{amount(plan.host_needed):>12}{amount(plan.on_disk) if plan.on_disk else '-':>12}"
+        f"{prediction.seconds:>10.3f}{plan.tokens_per_second:>12,.0f}{plan.mfu:>8.1%}  "
+        f"{prediction.binding_lane.value}{fits}"
+    )
 
 
 def remedy_line(subject: str, found: Remedies, plan: RunPlan, *, with_speed: bool = True) -> str:
