@@ -34,10 +34,7 @@ def sizes_table(report: Report) -> list[str]:
 
 def _cells(plan: Mapping[str, Any]) -> list[str]:
     if not plan["fits"]:
-        lacking = ", ".join(
-            f"{nbytes / GIB:.1f} GiB of the {side}" for side, nbytes in plan["lacking"].items()
-        )
-        return ["does not fit" + (f": lacks {lacking}" if lacking else ""), "", "", "", ""]
+        return ["does not fit", "", "", "", ""]
     return [
         f"{plan['device_needed'] / GIB:.1f}",
         f"{plan['host_needed'] / GIB:.1f}",
