@@ -72,6 +72,11 @@ def _pairs(table: Mapping[str, Any]) -> list[str]:
     return [f"{keys[key]} = {toml_value(value)}" for key, value in table.items() if value is not None]
 
 
+def _is_message(value: Any) -> bool:
+    """Whether it is a message of a chat."""
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+
+
 TEXT = string("a string that is not empty", r"(?s).+")
 FOLDER = string("a string that can name a folder", r"\w[\w.+-]*")
 FACTORY = string('a module and a callable in it, such as "models.gpt2:GPT"', r"\w[\w.]*:\w+")
@@ -90,6 +95,15 @@ BATCH_DIMS = Kind(
     lambda value: TABLE.accepts(value) and all(type(x) is int or x == "none" for x in value.values()),
 )
 METHOD = string("a string that can name a method", r"[A-Za-z_]\w*")
+MESSAGES = Kind(
+    "an array of messages",
+    lambda value: isinstance(value, list) and bool(value) and all(map(_is_message, value)),
+)
+PROMPTS = array(
+    'an array of texts, none empty, and of chats: [{role = "user", content = "Hello"}]',
+    either("a text or a chat", TEXT, MESSAGES),
+    sizes=range(sys.maxsize),
+)
 BYTES = string('a string of a number and its unit, such as "16GiB"', r"\d+(\.\d+)?\s*(k|[KMGT]i?)?B")
 
 #: The deepest nesting of tables and arrays that is read, far below Python's recursion limit.
@@ -320,6 +334,25 @@ class LoraConfig:
 
 
 @dataclass(frozen=True)
+class SampleConfig:
+    """``[sample]``: what the model writes after each of ``prompts``, ``every`` so many steps (0: only at the
+    end), into the run's ``samples.jsonl`` and the terminal.
+
+    A prompt is a text or a chat, an array of messages such as ``{role = "user", content = "Hello"}``, put
+    into the tokenizer's template; with ``chat`` a text is what a user says. ``tokens`` is the most that is
+    written, ``temperature`` divides the logits (0: always the most likely token), and a token is drawn from
+    the ``top_k`` most likely ones (0: from all).
+    """
+
+    prompts: Annotated[tuple[Any, ...], PROMPTS] = ()
+    chat: Annotated[bool, FLAG] = False
+    every: Annotated[int, COUNT_OR_0] = 0
+    tokens: Annotated[int, COUNT] = 64
+    temperature: Annotated[float, NOT_NEGATIVE] = 0.8
+    top_k: Annotated[int, COUNT_OR_0] = 0
+
+
+@dataclass(frozen=True)
 class OptimizerConfig:
     """``[optimizer]``: AdamW, clipping (0: none), linear warm-up to lr, then a cosine down to min_lr."""
 
@@ -344,6 +377,7 @@ class Config:
     stream: StreamConfig = field(default_factory=StreamConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
 
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
@@ -378,6 +412,8 @@ def _loaded(path: Path, overrides: Sequence[str]) -> Config:
         )
     if config.lora != LoraConfig() and not config.lora.rank:
         raise ConfigError(f"{where}: [lora] without lora.rank does nothing: set it, to 16 say")
+    if config.sample != SampleConfig() and not config.sample.prompts:
+        raise ConfigError(f"{where}: [sample] without sample.prompts does nothing: give some")
     if config.optimizer.min_lr > config.optimizer.lr:
         raise ConfigError(f"{where}: optimizer.min_lr is above optimizer.lr, from which it decays; lower it")
     if config.stream.update == "backward" and config.optimizer.grad_clip:
@@ -418,7 +454,7 @@ def _check_batch(config: Config, where: str) -> None:
 def dump_config(config: Config) -> str:
     """``config`` as TOML that ``load_config`` reads back to an equal one; a None is left out."""
     tables = {item.name: vars(getattr(config, item.name)) for item in fields(config)}
-    for name, usual in (("memory", MemoryConfig()), ("lora", LoraConfig())):
+    for name, usual in (("memory", MemoryConfig()), ("lora", LoraConfig()), ("sample", SampleConfig())):
         if getattr(config, name) == usual:
             del tables[name]
     return dump_tables(tables)

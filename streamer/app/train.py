@@ -60,6 +60,8 @@ PROMPT_TOKENS = 64
 PRETRAINED = "model"
 #: Where adapters of one are.
 ADAPTERS = "adapters"
+#: What the model has written on its way, a line for each prompt and time.
+SAMPLES = "samples.jsonl"
 #: A run that has gone back to a checkpoint this often stops.
 MOST_RETURNS = 10
 
@@ -122,7 +124,8 @@ def _train(
             saved = Checkpoints(directory, keep=config.run.keep)
             loop.go_on_from(saved.load(model, optimizer, resume, fall_back=fall_back))
             saved.note_best(loop.best_step, loop.best_val_loss)
-            forget_after(directory / "metrics.jsonl", loop.step)
+            for lines in (directory / "metrics.jsonl", directory / SAMPLES):
+                forget_after(lines, loop.step)
             write_config(directory, config)
             (directory / SUMMARY).unlink(missing_ok=True)
         stop = ends.enter_context(stopping())
@@ -170,6 +173,7 @@ class _Run:
     def __init__(self, loop: Loop, directory: Path, metrics: TextIO, bar: tqdm[Any], stop: Stop) -> None:
         self._loop = loop
         self._config = loop.config.run
+        self._directory = directory
         self._metrics = metrics
         self._bar = bar
         self.stop = stop
@@ -212,6 +216,9 @@ class _Run:
                     f"ends after step {loop.step}: the last {loop.since_best} validations (run.patience) "
                     f"have not been below {loop.best_val_loss:.3f}, that of step {loop.best_step}"
                 )
+            every = loop.config.sample.every
+            if last or (every and loop.step % every == 0 and stop.signal is None):
+                self._sample()
             if stop.signal is not None and not last:
                 path = self._save()
                 saved = ", but not saved" if path is None else f"; go on with --resume {path}"
@@ -275,7 +282,8 @@ class _Run:
         loop.optimizer.zero_grad()
         loop.go_back_to(self._checkpoints.load(loop.model, loop.optimizer, latest, fall_back=False))
         self._metrics.flush()
-        forget_after(Path(self._metrics.name), loop.step)
+        for lines in (Path(self._metrics.name), self._directory / SAMPLES):
+            forget_after(lines, loop.step)
         self._bar.write(f"{what}; back to step {loop.step}, and on with other batches")
         self._bar.n = loop.step
 
@@ -317,6 +325,17 @@ class _Run:
             f"step {loop.step:5d}: validation loss {loop.val_loss:.3f} ({loop.data.unit} frequencies alone: "
             f"{self._unigram:.3f}){remark}"
         )
+
+    def _sample(self) -> None:
+        """Write what the model makes of the prompts of ``[sample]``."""
+        loop = self._loop
+        if not loop.prompts:
+            return
+        with (self._directory / SAMPLES).open("a", encoding="utf-8") as file:
+            for prompt, text in zip(loop.prompts, loop.samples(), strict=True):
+                line = {"step": loop.step, "prompt": prompt.text, "text": text}
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                self._bar.write(f"step {loop.step:5d}: after {prompt.text!r}: {text}")
 
     def _log(self, **values: float) -> None:
         rate = self._loop.rates.get_last_lr()[0]

@@ -337,7 +337,7 @@ FACTORY = 'a module and a callable in it, such as "models.gpt2:GPT"'
         (f"{LEAST}[optimiser]\nlr = 1\n", "unknown section [optimiser]; did you mean 'optimizer'?"),
         (
             f"{LEAST}[wandb]\n",
-            "unknown section [wandb]; there are: run, model, data, optimizer, stream, memory, lora",
+            "unknown section [wandb]; there are: run, model, data, optimizer, stream, memory, lora, sample",
         ),
         (f"stream = 2\n{LEAST}", "stream must be a section: write [stream] and its keys below"),
         ("[run]\nname = tiny\n", "not TOML in UTF-8, correct it there: Invalid value (at line 2, column 8)"),

@@ -21,6 +21,7 @@ from streamer.app.run.build import build_model, build_optimizer, import_factory,
 from streamer.app.run.data import IGNORED, TokenData
 from streamer.app.run.loop import Loop
 from streamer.app.run.run_folder import Lanes, summary_of, summary_table
+from streamer.app.run.samples import continue_texts
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.paging.handle import wrapped
@@ -185,6 +186,49 @@ def test_a_run_in_fp16_goes_on_with_its_scale(config: Path, tmp_path: Path, in_f
     assert [line["loss"] for line in logged(run, "loss")] == losses
 
 
+def test_texts_are_written_after_prompts_and_training_does_not_see_it(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dropout = "model.args.dropout=0.2"
+    given = ["sample.prompts=['to be', 'that is the question, to']", "sample.every=4", "sample.tokens=5"]
+    assert main(["train", str(config), *sets(dropout)]) == 0
+    assert main(["train", str(config), *sets(dropout, "run.save_every=4", *given)]) == 0
+    plain, run = tmp_path / "runs" / "tiny", tmp_path / "runs" / "tiny-2"
+    losses = [[line["loss"] for line in logged(folder, "loss")] for folder in (plain, run)]
+    assert losses[0] == losses[1]
+    written = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    prompts = ["to be", "that is the question, to"]
+    assert [(line["step"], line["prompt"]) for line in written] == [(n, p) for n in (4, 6) for p in prompts]
+    assert all(line["text"] for line in written) and not (plain / "samples.jsonl").exists()
+    assert f"step     4: after 'to be': {written[0]['text']}" in capsys.readouterr().out
+    # a run that goes on writes the same again
+    shutil.rmtree(run / "checkpoints" / "step-0000006")
+    assert main(["train", str(run / "config.toml"), "--resume", str(run)]) == 0
+    assert [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()] == written
+
+
+def test_what_is_drawn_comes_from_the_most_likely_tokens(config: Path) -> None:
+    """Each text is that of a plain model which sees it alone."""
+    torch.manual_seed(0)
+    model = import_factory("models.gpt2:GPT")(**load_config(config).model.args)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(8)  # probabilities that differ
+    texts = [[7], [1, 2, 3, 4], [9] * 20]
+    written = continue_texts(model, texts, tokens=6, context=16, temperature=0.5, top_k=3, seed=5)
+    assert model.training
+    model.eval()
+    for text, found in zip(texts, written, strict=True):
+        draws, expected = torch.Generator().manual_seed(5), [*text]
+        for _ in range(6):
+            with torch.no_grad():
+                logits = model(torch.tensor([expected[-16:]]))[0, -1]
+            values, tokens = logits.topk(3)
+            odds = torch.zeros(256).scatter(0, tokens, torch.softmax(values / 0.5, 0))
+            expected.append(int(torch.multinomial(odds, 1, generator=draws)))
+        assert found == expected[len(text) :]
+
+
 def test_the_learning_rate_rises_and_falls_as_the_config_says(config: Path, tmp_path: Path) -> None:
     options = ["run.steps=12", "optimizer.warmup_steps=4", "optimizer.min_lr=1e-3", "run.eval_every=20"]
     factor = schedule(load_config(config, options).optimizer, 12)
@@ -235,6 +279,9 @@ def test_the_same_run_again_gives_the_same_losses(config: Path, tmp_path: Path) 
         ),
         (["stream.host_threads=1000000"], "[stream]: host_threads=1000000: it must be an integer from 1"),
         (["stream.device_memory='much'"], "stream.device_memory must be a string of a number and its unit, "),
+        (["sample.prompts=[[]]"], "sample.prompts must be an array of texts, none empty, and of chats: [{r"),
+        (["sample.tokens=3"], "[sample] without sample.prompts does nothing: give some"),
+        (["sample.prompts=['a']", "sample.chat=true"], "the tokenizer has no template for chats: give texts"),
         (["stream.compile=1"], "stream.compile must be true or false, not 1"),
         (["model.init='initialise'"], "model.init = 'initialise': GPT has no such method"),
         (["model.args.n_layers=3"], "model.factory models.gpt2:GPT with these args: "),

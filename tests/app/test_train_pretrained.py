@@ -84,6 +84,33 @@ def test_weights_in_fp16_are_trained_in_bf16_unless_asked_for(
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_samples_are_what_the_library_generates(place: Path) -> None:
+    """The most likely tokens, after texts and chats of different lengths, until the end of the text."""
+    chat = "[{role='system', content='one'}, {role='user', content='two'}]"
+    prompts = f"sample.prompts=['what follows', {chat}, 'what follows one? two']"
+    settings = [*SHORT, "stream.dtype='float32'", prompts, "sample.temperature=0", "sample.tokens=12"]
+    settings += ["run.steps=1", "optimizer.lr=1e-3"]
+    assert main(command(settings=settings)) == 0
+    run = place / "runs" / "hf-finetune"
+    lines = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["prompt"]) for line in lines] == [
+        (1, "what follows"), (1, "two"), (1, "what follows one? two")
+    ]  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32)
+    words = transformers.AutoTokenizer.from_pretrained(run / "model")
+    texts = ["what follows", "<|system|>one\n<|user|>two\n<|assistant|>", "what follows one? two"]
+    for text, line in zip(texts, lines, strict=True):
+        given = words(text, return_tensors="pt")["input_ids"]
+        ends = [words.eos_token_id, model.generation_config.eos_token_id]
+        found = model.generate(
+            given, do_sample=False, max_length=None, max_new_tokens=12, eos_token_id=ends, pad_token_id=0
+        )
+        made = found[0, given.shape[1] :].tolist()
+        assert line["text"] == words.decode(made[:-1] if made[-1] in ends else made)
+    assert len({line["text"] for line in lines}) == 3
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_parts_of_a_batch_add_up_to_the_whole(place: Path) -> None:
     for name, micro in (("whole", 16), ("parts", 3)):
         settings = [

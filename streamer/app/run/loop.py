@@ -7,6 +7,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ import streamer
 from streamer.app.config import FP16_IN_BACKWARD, Config, ConfigError
 from streamer.app.run.build import schedule
 from streamer.app.run.data import IGNORED, TokenData
+from streamer.app.run.samples import Prompt, continue_texts, end_tokens, logits_of, read_prompts
 
 
 def count_learnt(targets: torch.Tensor) -> int:
@@ -59,19 +61,13 @@ class TokenLoss:
                 return self._parts.loss(hidden, targets)
             print(f"{type(self._model).__name__} does more than multiply by its head: all logits are held")
             self._parts = None
-        all_logits = _logits(self._model(tokens))
+        all_logits = logits_of(self._model(tokens))
         return F.cross_entropy(
             all_logits.flatten(0, 1).float(),
             targets.flatten().to(all_logits.device),
             ignore_index=IGNORED,
             reduction="sum",
         )
-
-
-def _logits(result: Any) -> torch.Tensor:
-    """The logits of a model that returns them, or an object that has them."""
-    logits: torch.Tensor = getattr(result, "logits", result)
-    return logits
 
 
 @dataclass(frozen=True)
@@ -173,6 +169,8 @@ class Loop:
     since_best: int = 0
     #: how often the run went back to a checkpoint; seeds the batches drawn from there on
     returns: int = 0
+    #: of ``[sample]``
+    prompts: list[Prompt] = field(init=False)
     #: scales the loss where weights are in fp16
     scaler: torch.amp.GradScaler | None = field(init=False)
     crops: torch.Generator = field(init=False)
@@ -182,6 +180,7 @@ class Loop:
     def __post_init__(self) -> None:
         self.model.train()
         self.loss = TokenLoss(self.model)
+        self.prompts = read_prompts(self.config.sample, self.data)
         params = list(self.model.parameters())
         in_fp16 = any(param.dtype is torch.float16 for param in params)
         if in_fp16 and self.config.stream.update == "backward":
@@ -289,16 +288,34 @@ class Loop:
         self.returns = returns
         self._draw_anew()
 
-    @torch.no_grad()
     def sample(self, prompt_tokens: int) -> str:
-        """Text that the streamed model writes, token by token, after the first ``prompt_tokens`` of
-        validation text."""
-        self.model.eval()
-        draws = torch.Generator().manual_seed(self.config.run.seed)
-        text = self.data.val[:prompt_tokens].long()[None]
-        for _ in range(self.config.run.sample_tokens):
-            logits = _logits(self.model(text[:, -self.config.data.context :]))[:, -1].float().cpu()
-            drawn = torch.multinomial(torch.softmax(logits / 0.8, -1), 1, generator=draws)
-            text = torch.cat([text, drawn], dim=1)
-        self.model.train()
-        return self.data.decode(text[0].tolist())
+        """Text that the streamed model writes after the first ``prompt_tokens`` of validation text."""
+        text = self.data.val[:prompt_tokens].tolist()
+        (more,) = self._continue([text], tokens=self.config.run.sample_tokens, temperature=0.8)
+        return self.data.decode(text + more)
+
+    def samples(self) -> list[str]:
+        """What the model writes after each of the `prompts`."""
+        given = self.config.sample
+        written = self._continue(
+            [prompt.tokens for prompt in self.prompts],
+            tokens=given.tokens,
+            temperature=given.temperature,
+            top_k=given.top_k,
+            ends=end_tokens(self.model, self.data.tokenizer),
+        )
+        return [self.data.decode(tokens) for tokens in written]
+
+    def _continue(self, texts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
+        stream, run = self.config.stream, self.config.run
+        # no more at a time than a layer runs at a time: such a batch is not cut
+        at_once = stream.micro_batch_size if isinstance(stream.micro_batch_size, int) else len(texts)
+        written = []
+        for first in range(0, len(texts), at_once):
+            some = texts[first : first + at_once]
+            context = self.config.data.context
+            # with torch.compile another length would be compiled again
+            written += continue_texts(
+                self.model, some, context=context, seed=run.seed, padded=stream.compile, **options
+            )
+        return written

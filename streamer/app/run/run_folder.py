@@ -393,14 +393,16 @@ class Checkpoints:
         raise ConfigError(f"cannot resume: {damaged[0]}{remedy}")
 
 
-def forget_after(metrics: Path, step: int) -> None:
-    """Drop the lines of ``metrics.jsonl`` beyond ``step``, which will be written again, and an incomplete
-    last line."""
+def forget_after(lines: Path, step: int) -> None:
+    """Drop the lines of a file, such as ``metrics.jsonl``, beyond ``step``, which will be written again, and
+    an incomplete last line."""
+    if not lines.exists():
+        return
     kept = []
-    for line in metrics.read_text().splitlines() if metrics.exists() else ():
+    for line in lines.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             if json.loads(line)["step"] <= step:
                 kept.append(line)
         except ValueError:
             continue  # the process was killed while it wrote this line
-    metrics.write_text("".join(f"{line}\n" for line in kept))
+    lines.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
