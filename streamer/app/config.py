@@ -95,6 +95,7 @@ BATCH_DIMS = Kind(
     lambda value: TABLE.accepts(value) and all(type(x) is int or x == "none" for x in value.values()),
 )
 METHOD = string("a string that can name a method", r"[A-Za-z_]\w*")
+REPORTS = array('an array of "tensorboard", "wandb" or both', one_of("tensorboard", "wandb"), sizes=range(3))
 MESSAGES = Kind(
     "an array of messages",
     lambda value: isinstance(value, list) and bool(value) and all(map(_is_message, value)),
@@ -237,7 +238,7 @@ class RunConfig:
     last checkpoint and draw other batches from there. ``keep_best`` also saves after each validation whose
     loss is the lowest so far, and keeps that checkpoint beside the others. After ``patience`` validations
     in a row without a lower loss the run ends early (0: it never does). The loss before the first step does
-    not count.
+    not count. ``report`` names what else gets the values of ``metrics.jsonl``: TensorBoard, Weights & Biases.
     """
 
     name: Annotated[str, FOLDER]
@@ -254,6 +255,7 @@ class RunConfig:
     save_wait: Annotated[int, COUNT_OR_0] = 60
     keep_best: Annotated[bool, FLAG] = False
     patience: Annotated[int, COUNT_OR_0] = 0
+    report: Annotated[tuple[str, ...], REPORTS] = ()
 
 
 @dataclass(frozen=True)

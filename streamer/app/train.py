@@ -8,6 +8,7 @@ import math
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -31,6 +32,7 @@ from streamer.app.run.build import (
     write_pretrained,
 )
 from streamer.app.run.loop import Loop
+from streamer.app.run.reports import Report, check_reports, open_reports
 from streamer.app.run.run_folder import (
     FOLDER,
     SUMMARY,
@@ -89,6 +91,7 @@ def train(config: Config, resume: Path | None = None, *, fall_back: bool = False
             + ("--set run.patience=0 say" if step < config.run.steps else f"--set run.steps={2 * step} say")
         )
         return None
+    check_reports(config.run.report)
     with contextlib.nullcontext() if directory is None else locked(directory):
         return _train(config, resume, directory, fall_back=fall_back)
 
@@ -123,15 +126,19 @@ def _train(
             assert directory is not None
             saved = Checkpoints(directory, keep=config.run.keep)
             loop.go_on_from(saved.load(model, optimizer, resume, fall_back=fall_back))
-            saved.note_best(loop.best_step, loop.best_val_loss)
+            if config.run.keep_best:
+                saved.note_best(loop.best_step, loop.best_val_loss)
             for lines in (directory / "metrics.jsonl", directory / SAMPLES):
                 forget_after(lines, loop.step)
             write_config(directory, config)
             (directory / SUMMARY).unlink(missing_ok=True)
+        reports = open_reports(config, directory, loop.step)
+        for report in reports:
+            ends.callback(report.close)
         stop = ends.enter_context(stopping())
         _print_beginning(loop, directory, space)
         with (directory / "metrics.jsonl").open("a") as metrics, _bar(loop) as bar:
-            run = _Run(loop, directory, metrics, bar, stop)
+            run = _Run(loop, directory, metrics, bar, stop, reports)
             has_ended = run.run()
         return _finish(loop, directory, run) if has_ended else None
 
@@ -170,8 +177,17 @@ def _bar(loop: Loop) -> tqdm[Any]:
 class _Run:
     """The steps of a run, with the metrics and checkpoints that they leave."""
 
-    def __init__(self, loop: Loop, directory: Path, metrics: TextIO, bar: tqdm[Any], stop: Stop) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        directory: Path,
+        metrics: TextIO,
+        bar: tqdm[Any],
+        stop: Stop,
+        reports: Sequence[Report],
+    ) -> None:
         self._loop = loop
+        self._reports = reports
         self._config = loop.config.run
         self._directory = directory
         self._metrics = metrics
@@ -338,9 +354,12 @@ class _Run:
                 self._bar.write(f"step {loop.step:5d}: after {prompt.text!r}: {text}")
 
     def _log(self, **values: float) -> None:
-        rate = self._loop.rates.get_last_lr()[0]
-        self._metrics.write(json.dumps({"step": self._loop.step, "lr": rate, **values}) + "\n")
+        rate = float(self._loop.rates.get_last_lr()[0])
+        values = {"lr": rate, **values}
+        self._metrics.write(json.dumps({"step": self._loop.step, **values}) + "\n")
         self._metrics.flush()
+        for report in self._reports:
+            report.log(self._loop.step, values)
 
 
 def _finish(loop: Loop, directory: Path, run: _Run) -> dict[str, Any]:
@@ -376,7 +395,7 @@ def _finish(loop: Loop, directory: Path, run: _Run) -> dict[str, Any]:
     # says that the run has finished, so that it comes last
     (directory / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
     print(f"Written to {directory}: config.toml metrics.jsonl {SUMMARY}, and trace.json of the last steps")
-    if (best := best_checkpoint(directory / FOLDER)) is not None:
+    if loop.config.run.keep_best and (best := best_checkpoint(directory / FOLDER)) is not None:
         print(
             f"The lowest validation loss, {loop.best_val_loss:.3f}, is that of {best}: streamer export "
             f"{directory} --best --to DIR writes its weights"

@@ -6,9 +6,13 @@ import copy
 import json
 import math
 import shutil
+import sys
+from collections import defaultdict
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -205,6 +209,83 @@ def test_texts_are_written_after_prompts_and_training_does_not_see_it(
     shutil.rmtree(run / "checkpoints" / "step-0000006")
     assert main(["train", str(run / "config.toml"), "--resume", str(run)]) == 0
     assert [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()] == written
+
+
+class Notes:
+    """In place of TensorBoard's writer and of a run of wandb: what they are given, by step."""
+
+    def __init__(self, *where: str, **options: Any) -> None:
+        self.where, self.options, self.ended = where, options, False
+        self.values: dict[int, dict[str, float]] = defaultdict(dict)
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.values[step][name] = value
+
+    def log(self, values: dict[str, float]) -> None:
+        self.values[int(values["step"])].update(values)
+
+    def flush(self) -> None: ...
+
+    def define_metric(self, name: str, *, step_metric: str) -> None:
+        assert (name, step_metric) == ("*", "step")
+
+    def close(self) -> None:
+        self.ended = True
+
+    finish = close
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "attribute"),
+    [("tensorboard", "torch.utils.tensorboard", "SummaryWriter"), ("wandb", "wandb", "init")],
+)
+def test_other_reports_get_the_values_of_metrics(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str, attribute: str
+) -> None:
+    made: list[Notes] = []
+
+    def make(*where: str, **options: Any) -> Notes:
+        made.append(Notes(*where, **options))
+        return made[-1]
+
+    library = ModuleType(module)
+    setattr(library, attribute, make)
+    monkeypatch.setitem(sys.modules, module, library)
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    report = f"run.report=['{name}']"
+    assert main(["train", str(config), *sets(report, "run.save_every=3")]) == 0
+    run = tmp_path / "runs" / "tiny"
+    expected: dict[int, dict[str, float]] = defaultdict(dict)
+    for line in logged(run):
+        expected[line["step"]].update(line)
+    shutil.rmtree(run / "checkpoints" / "step-0000006")
+    assert main(["train", str(config), "--resume", str(run), *sets(report, "run.save_every=3")]) == 0
+    first, again = made
+    assert first.ended and again.ended
+    assert {step: {"step": step, **values} for step, values in first.values.items()} == expected
+    assert [*again.values] == [4, 5, 6] and not (run / "checkpoints" / "best.json").exists()
+    if name == "tensorboard":
+        assert first.where == again.where == (str(run / "tensorboard"),)
+        assert (first.options["purge_step"], again.options["purge_step"]) == (None, 4)
+    else:
+        assert first.options["id"] == again.options["id"] and first.options["project"] == "streamer"
+        assert first.options["config"]["run"]["steps"] == 6
+
+
+@pytest.mark.parametrize(("name", "module"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
+def test_a_report_whose_library_is_missing_is_refused_before_the_run(
+    config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    module: str,
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    error = refused(capsys, "train", str(config), *sets(f"run.report=['{name}']", "data.paths=['no']"))
+    assert f"run.report: {name} cannot be imported (" in error
+    assert error.endswith(f": pip install 'streamer[{name}]'")
+    assert not (tmp_path / "runs").exists()
 
 
 def test_what_is_drawn_comes_from_the_most_likely_tokens(config: Path) -> None:
