@@ -232,8 +232,9 @@ class RunConfig:
     files go (``out/name``).
 
     ``save_every`` 0 saves only when the run is stopped, and at its end. The last ``keep`` checkpoints are
-    kept. ``save_failure`` says whether a checkpoint that cannot be written stops the run. Where the last one
-    cannot be written, another folder is asked for, or it is tried again for ``save_wait`` minutes.
+    kept. ``save_failure`` says whether a checkpoint that cannot be written stops the run. Before it does, and
+    at the end, another folder is asked for on a terminal; elsewhere it is tried again for ``save_wait``
+    minutes, and then in the folder for temporary files.
     ``nonfinite`` says what follows a gradient that is NaN or infinite: skip the step, stop, or go back to the
     last checkpoint and draw other batches from there. ``keep_best`` also saves after each validation whose
     loss is the lowest so far, and keeps that checkpoint beside the others. After ``patience`` validations

@@ -8,7 +8,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -138,7 +138,7 @@ def _train(
         stop = ends.enter_context(stopping())
         _print_beginning(loop, directory, space)
         with (directory / "metrics.jsonl").open("a") as metrics, _bar(loop) as bar:
-            run = _Run(loop, directory, metrics, bar, stop, reports)
+            run = _Run(loop, directory, metrics, bar, stop, reports, space)
             has_ended = run.run()
         return _finish(loop, directory, run) if has_ended else None
 
@@ -185,6 +185,7 @@ class _Run:
         bar: tqdm[Any],
         stop: Stop,
         reports: Sequence[Report],
+        space: Space | None,
     ) -> None:
         self._loop = loop
         self._reports = reports
@@ -196,14 +197,18 @@ class _Run:
         stop.answer = self._answer
         #: seconds of each step
         self.seconds: list[float] = []
-        #: of the last checkpoint
-        self._seconds_to_save: float | None = None
+        #: what saving takes, as far as it is known: bytes, and then the seconds of the last checkpoint
+        self._to_save = "" if space is None else f" {amount(space.checkpoint)}"
+        #: what is being done, if it is not a step
+        self._doing = ""
         #: what the first step has taken, which compiles
         self.first = Lanes({}, {})
         # the base of adapters is in files already
         frozen = not loop.config.lora.rank
         self._checkpoints = Checkpoints(directory, keep=self._config.keep, frozen=frozen)
         self._unigram = loop.data.unigram_entropy()
+        #: what the bar tells of the last step
+        self._shown = ""
 
     def run(self) -> bool:
         """Make the steps that are left; False if a signal ended the run before."""
@@ -215,15 +220,16 @@ class _Run:
                 continue
             is_best = False
             if loop.step % run.eval_every == 0 or loop.step == run.steps:
-                loop.validate()
+                with self.doing("the validation"):
+                    loop.validate()
                 is_best = loop.judge()
                 self._report_validation(", the lowest so far" if is_best else "")
             last = loop.step == run.steps or loop.ends_early()
             keeps_best = is_best and run.keep_best
-            if last and (run.save_every or keeps_best or loop.config.model.pretrained is None):
-                self._save_last()
-            elif keeps_best or run.save_every and loop.step % run.save_every == 0:
-                self._save()
+            # a pretrained model is also written as a whole in the end
+            needs_last = last and (run.save_every > 0 or loop.config.model.pretrained is None)
+            if needs_last or keeps_best or run.save_every and loop.step % run.save_every == 0:
+                self._save(is_needed=needs_last)
             if keeps_best and self._checkpoints.path(loop.step).exists():
                 self._checkpoints.note_best(loop.step, loop.val_loss)
                 self._checkpoints.prune()
@@ -236,17 +242,29 @@ class _Run:
             if last or (every and loop.step % every == 0 and stop.signal is None):
                 self._sample()
             if stop.signal is not None and not last:
-                path = self._save()
-                saved = ", but not saved" if path is None else f"; go on with --resume {path}"
-                self._bar.write(f"stopped by {stop.signal.name} after step {loop.step}{saved}")
+                path = self._save(is_needed=True)
+                resume = f"; go on with --resume {path}"
+                self._bar.write(f"stopped by {stop.signal.name} after step {loop.step}{resume}")
                 return False
         return True
 
     def _answer(self) -> str:
         """What the first Ctrl-C is answered with, at once."""
-        step = "" if not self.seconds else f", some {self.seconds[-1]:.0f} s"
-        save = "" if self._seconds_to_save is None else f", some {self._seconds_to_save:.0f} s"
-        return f"finishing step {self._loop.step + 1}{step}, then saving{save}; Ctrl-C again to stop without"
+        again = "Ctrl-C again to stop without"
+        if self._doing.startswith(("saving", "writing")):
+            return f"{self._doing}; {again}"
+        seconds = f", some {self.seconds[-1]:.0f} s" if self.seconds else ""
+        what = self._doing or f"step {self._loop.step + 1}{seconds}"
+        return f"finishing {what}, then saving{self._to_save}; {again}"
+
+    @contextlib.contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Inside the block the run does ``what``, of which a signal's answer tells."""
+        self._doing = what
+        try:
+            yield
+        finally:
+            self._doing = ""
 
     def _step(self) -> bool:
         """Whether a step was made; False where the run went back to a checkpoint instead."""
@@ -281,9 +299,8 @@ class _Run:
             device_bytes_peak=stats.device_bytes_peak,
         )
         held = f"device {amount(stats.device_bytes_now)}, peak {amount(stats.device_bytes_peak)}"
-        self._bar.set_postfix_str(
-            f"loss {measured['loss']:.3f}, {speed:,.0f} tokens/s, {held}", refresh=False
-        )
+        self._shown = f"loss {measured['loss']:.3f}, {speed:,.0f} tokens/s, {held}"
+        self._bar.set_postfix_str(self._shown, refresh=False)
         self._bar.update()
         return True
 
@@ -303,26 +320,11 @@ class _Run:
         self._bar.write(f"{what}; back to step {loop.step}, and on with other batches")
         self._bar.n = loop.step
 
-    def _save(self) -> Path | None:
-        """The checkpoint of this step, or None if it could not be written and need not be."""
-        loop = self._loop
-        self._bar.set_postfix_str(f"saving step {loop.step}")
-        begun = time.perf_counter()
-        try:
-            path = self._checkpoints.save(loop.model, loop.optimizer, step=loop.step, extra=loop.state())
-        except OSError as error:
-            if self._config.save_failure == "stop":
-                raise
-            self._bar.write(f"step {loop.step}: {error}; going on without")
-            return None
-        self._seconds_to_save = time.perf_counter() - begun
-        return path
-
-    def _save_last(self) -> None:
-        """The checkpoint of the last step, which holds what nothing else does."""
-        loop, saved = self._loop, self._checkpoints
+    def _save(self, *, is_needed: bool) -> Path | None:
+        """The checkpoint of this step, or None if it could not be written and need not be. One that
+        ``is_needed`` holds what is nowhere else."""
+        loop, saved, run = self._loop, self._checkpoints, self._config
         wanted = saved.path(loop.step)
-        self._bar.set_postfix_str(f"saving step {loop.step}")
 
         def write(path: Path) -> Path:
             if path == wanted:
@@ -330,9 +332,25 @@ class _Run:
             saved.write(loop.model, loop.optimizer, path, step=loop.step, extra=loop.state())
             return path
 
-        path = until_written(write, wanted, self.stop, minutes=self._config.save_wait)
+        what, begun = f"saving step {loop.step}{self._to_save}", time.perf_counter()
+        self._bar.set_postfix_str(what)
+        try:
+            with self.doing(what):
+                if is_needed or run.save_failure == "stop":
+                    path = until_written(write, wanted, self._directory, self.stop, minutes=run.save_wait)
+                else:
+                    path = write(wanted)
+        except OSError as error:
+            if is_needed or run.save_failure == "stop":
+                raise
+            self._bar.write(f"step {loop.step}: {error}; going on without")
+            return None
+        finally:
+            self._bar.set_postfix_str(self._shown, refresh=False)
         if path != wanted:
-            self._bar.write(f"the last checkpoint is {path}")
+            self._bar.write(f"the checkpoint of step {loop.step} is {path}")
+        self._to_save = f", some {time.perf_counter() - begun:.0f} s"
+        return path
 
     def _report_validation(self, remark: str = "") -> None:
         loop = self._loop
@@ -347,7 +365,7 @@ class _Run:
         loop = self._loop
         if not loop.prompts:
             return
-        with (self._directory / SAMPLES).open("a", encoding="utf-8") as file:
+        with self.doing("the samples"), (self._directory / SAMPLES).open("a", encoding="utf-8") as file:
             for prompt, text in zip(loop.prompts, loop.samples(), strict=True):
                 line = {"step": loop.step, "prompt": prompt.text, "text": text}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
@@ -391,7 +409,8 @@ def _finish(loop: Loop, directory: Path, run: _Run) -> dict[str, Any]:
             else:
                 write_pretrained(loop.model, loop.data.tokenizer, folder)
 
-        until_written(write, free, run.stop, minutes=loop.config.run.save_wait)
+        with run.doing("writing the weights"):
+            until_written(write, free, directory, run.stop, minutes=loop.config.run.save_wait)
     # says that the run has finished, so that it comes last
     (directory / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
     print(f"Written to {directory}: config.toml metrics.jsonl {SUMMARY}, and trace.json of the last steps")

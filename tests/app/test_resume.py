@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -175,7 +176,8 @@ def test_what_a_run_computes_changes_where_that_is_named_and_how_it_is_streamed_
     assert train(config) == 0
     last = Path("runs/run/checkpoints/step-0000012")
     for change, match in (
-        ("model.args={}", "the run was made with model.args = {vocab_size = 256, "),
+        ("model.args.n_layer=2", "the run was made with model.args.n_layer = 3, not 2, and can only go on w"),
+        ("model.args={}", "the run was made with model.args.vocab_size = 256, not none, and can only go on "),
         (
             "optimizer.state_dtype='int8'",
             'made with optimizer.state_dtype = "float32", not "int8", and can only',
@@ -370,7 +372,7 @@ def test_a_checkpoint_that_cannot_be_written_stops_the_run_or_not_as_asked(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("streamer.checkpoint.save.write_tensors", no_room)
-        assert train(config) == 1
+        assert train(config, *sets("run.save_wait=0")) == 1
         error = capfd.readouterr().err
         assert "bytes could not be written: No space left on device" in error
         assert error.rstrip().endswith(": 'runs/run/checkpoints/step-0000003'")
@@ -417,9 +419,50 @@ def test_the_last_weights_are_kept_until_they_are_written(
     if typed == "elsewhere\n":
         assert not place.exists()
         place = Path("elsewhere/step-0000012")
-        assert f"the last checkpoint is {place}" in printed.out
+        assert f"the checkpoint of step 12 is {place}" in printed.out
     expected = tensors(checkpoints(undisturbed / "checkpoints")[-1])
     assert all(torch.equal(value, expected[name]) for name, value in tensors(place).items())
+
+
+@pytest.mark.parametrize("save_every", [0, 5])
+def test_weights_that_have_no_place_are_written_to_the_folder_for_temporary_files(
+    config: Path,
+    tmp_path: Path,
+    undisturbed: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    save_every: int,
+) -> None:
+    """Which is then a run that can go on, and that can be exported."""
+    write = save.write_tensors
+
+    def elsewhere(path: Path, *args: Any, **options: Any) -> Any:
+        return write(path, *args, **options) if "temporary" in str(path) else no_room()
+
+    last, rescued = f"step-{save_every or STEPS:07d}", tmp_path / "temporary" / "streamer-run"
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+        patch.setattr(save, "write_tensors", elsewhere)
+        assert train(config, *sets(f"run.save_every={save_every}", "run.save_wait=0")) == 1
+    error = capfd.readouterr().err.rstrip()
+    assert f"THE TRAINED WEIGHTS ARE IN {rescued}, move them away from there: 'runs/run/" in error
+    if not save_every:
+        mine, theirs = (tensors(run / "checkpoints" / last) for run in (rescued, undisturbed))
+        assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
+    else:
+        assert train(rescued / "config.toml", "--resume", str(rescued)) == 0
+    assert main(["export", str(rescued), "--to", "weights"]) == 0
+
+
+def test_checkpoints_that_were_made_with_other_settings_are_not_taken_for_those_of_a_run_that_goes_on(
+    config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They were kept in place of those that were to be written."""
+    assert train(config) == 0
+    earlier = "runs/run/checkpoints/step-0000009"
+    assert train(config, "--resume", earlier, *sets("optimizer.lr=1e-3")) == 2
+    error = capfd.readouterr().err
+    assert f"runs/run/checkpoints/step-0000012 is later than {earlier} and was made without these" in error
 
 
 # A loss that is no number

@@ -7,7 +7,10 @@ import errno
 import itertools
 import json
 import os
+import shutil
+import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib import import_module
@@ -203,8 +206,14 @@ def checkpoint_to_resume(config: Config, given: str | None, named: Collection[st
         raise ConfigError(
             f"{where} holds no complete checkpoint: train with run.save_every, or without --resume"
         )
-    _check_config(config, found[-1].parent.parent, named)
-    return found[-1]
+    wanted = found[-1]
+    others = checkpoints(wanted.parent)
+    if _check_config(config, wanted.parent.parent, named) and wanted in others[:-1]:
+        raise ConfigError(
+            f"{others[-1]} is later than {wanted} and was made without these changes: resume the run from "
+            "there, or move it away"
+        )
+    return wanted
 
 
 #: Keys of a run's config that what it has computed so far, or what its checkpoints hold, depends on.
@@ -223,20 +232,19 @@ MAY_CHANGE = {
 }
 
 
-def _check_config(config: Config, directory: Path, named: Collection[str]) -> None:
-    """Raise ConfigError if ``config`` would compute something else than the run in ``directory``, apart from
-    what is ``named``."""
+def _check_config(config: Config, directory: Path, named: Collection[str]) -> bool:
+    """Whether what is ``named`` lets ``config`` compute something else than the run in ``directory``. Raises
+    ConfigError if what is not does."""
     path = directory / "config.toml"
     if not path.exists():
-        return
+        return False
     then = load_config(path)
 
     def changed(sections: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str, str]]:
         for section, keys in sections.items():
             for key in keys:
                 before, now = (getattr(getattr(c, section), key) for c in (then, config))
-                if before != now:
-                    yield f"{section}.{key}", _shown(before), _shown(now)
+                yield from _differing(f"{section}.{key}", before, now)
 
     for key, before, now in changed(FIXED):
         raise ConfigError(
@@ -250,6 +258,16 @@ def _check_config(config: Config, directory: Path, named: Collection[str]) -> No
                 f"or name the change on the command line: --set {key}=..."
             )
         print(f"{key} is {now} from here on; it was {before}")
+    return any(changed(MAY_CHANGE))
+
+
+def _differing(key: str, before: Any, now: Any) -> Iterator[tuple[str, str, str]]:
+    """The keys, in tables each key of their own, whose values differ, with both values."""
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        for inner in dict.fromkeys((*before, *now)):
+            yield from _differing(f"{key}.{inner}", before.get(inner), now.get(inner))
+    elif before != now:
+        yield key, _shown(before), _shown(now)
 
 
 def _shown(value: Any) -> str:
@@ -281,31 +299,51 @@ def locked(directory: Path) -> Iterator[None]:
         yield
 
 
-def until_written(write: Callable[[Path], T], wanted: Path, stop: Stop, *, minutes: int) -> T:
-    """What ``write`` returns for ``wanted``, a path of the last weights of a run. Where it cannot be written
-    the weights, which are nowhere else, are kept in memory: on a terminal another folder is asked for;
-    elsewhere it is tried again for ``minutes``, or until a signal asks for the end.
+def until_written(
+    write: Callable[[Path], T], wanted: Path, directory: Path, stop: Stop, *, minutes: int
+) -> T:
+    """What ``write`` returns for ``wanted``, a path of weights in the ``directory`` of a run that are nowhere
+    else. Where it cannot be written they are kept in memory: on a terminal another folder is asked for;
+    elsewhere it is tried again for ``minutes``, or until a signal asks for the end, and then once more in the
+    system's folder for temporary files.
 
-    Raises the last OSError in the end.
+    Raises the last OSError in the end, which says where the weights are if they are in that folder.
     """
-    until = time.monotonic() + 60 * minutes
+    until, place = time.monotonic() + 60 * minutes, wanted
     while True:
         try:
-            return write(wanted)
+            return write(place)
         except OSError as error:
-            here = sys.stdin is not None and sys.stdin.isatty()
-            if stop.signal is not None or (not here and time.monotonic() >= until):
-                raise
+            here = sys.stdin is not None and sys.stdin.isatty() and stop.signal is not signal.SIGTERM
+            if not here and (stop.signal is not None or time.monotonic() >= until):
+                raise _written_elsewhere(write, wanted, directory, error) from error
             print(f"{error}: the trained weights are still in memory", file=sys.stderr, flush=True)
             if here:
-                wanted = _asked_for(wanted)
+                place = _asked_for(wanted)
             else:
                 print(
                     f"tried again every {RETRY_SECONDS:.0f} s for {minutes} minutes",
                     file=sys.stderr,
                     flush=True,
                 )
-                time.sleep(RETRY_SECONDS)
+                again = time.monotonic() + RETRY_SECONDS
+                while stop.signal is None and time.monotonic() < again:
+                    time.sleep(0.2)
+
+
+def _written_elsewhere(
+    write: Callable[[Path], object], wanted: Path, directory: Path, error: OSError
+) -> OSError:
+    """``error``, which says where the weights have been written after all, if they could be."""
+    beside = Path(tempfile.gettempdir()) / f"streamer-{directory.name}"
+    folder = next(path for path in numbered(beside) if not path.exists())
+    try:
+        write(folder / wanted.relative_to(directory))
+        shutil.copy(directory / "config.toml", folder)  # so that the folder is a run's
+    except OSError:
+        return error
+    told = f"{error.strerror}; THE TRAINED WEIGHTS ARE IN {folder}, move them away from there"
+    return OSError(error.errno, told, error.filename)
 
 
 def _asked_for(wanted: Path) -> Path:
