@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,3 +31,11 @@ def spread(values: Mapping[str, float] | None, form: str = ".2f", unit: float = 
     if lower is None or median is None or upper is None:
         return "no number"
     return f"{median * unit:{form}} ({lower * unit:{form}} to {upper * unit:{form}})"
+
+
+def share(part: float | None) -> str:
+    """The overlap of a lane in percent; nothing for one that was idle (None or NaN), and no percentage where
+    compute waited for longer than the lane worked."""
+    if part is None or math.isnan(part):
+        return ""
+    return f"{part:.1%}" if part >= 0 else "none"

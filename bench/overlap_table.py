@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.by_layer import FOR_BACKWARD, FOR_FORWARD, GRADIENT, UNUSED
+from bench.markdown import share
 
 #: Layers that are shown one by one; of more, those at either end and a summary of all.
 MOST_ROWS, ROWS_AT_EITHER_END = 12, 3
@@ -142,10 +143,10 @@ def _lanes(every: Row) -> list[str]:
     """A row per lane, and what is left of a step."""
     lines = [f"{'lane':8}{'busy ms':>10}{'exposed ms':>12}{'overlap':>10}{'MB':>10}   per step"]
     for lane, busy in every["busy_seconds"].items():
-        moved, share = every["bytes_per_step"].get(lane), every["overlap"].get(lane)
+        moved, overlap = every["bytes_per_step"].get(lane), share(every["overlap"].get(lane))
         lines.append(
             f"{lane:8}{figure(busy * 1e3):>10}{figure(every['exposed_seconds'][lane] * 1e3):>12}"
-            f"{'-' if share is None or math.isnan(share) else f'{share:.1%}':>10}"
+            f"{overlap or '-':>10}"
             f"{figure(None if moved is None else moved / 1e6):>10}"
         )
     other = figure(every["other_seconds"] * 1e3)
@@ -157,7 +158,7 @@ def _conclusion(every: Row) -> list[str]:
     mean, exposed = every["mean_step_seconds"] * 1e3, every["exposed_transfer_of_step"]
     return [
         f"a step takes {median:.2f} ms ({lower:.2f}-{upper:.2f}), {mean:.2f} on average; copies are exposed "
-        f"for {exposed:.2%} of it, {every['transfer_overlap']:.1%} of their time is overlapped",
+        f"for {exposed:.2%} of it, {share(every['transfer_overlap']) or 'none'} of their time is overlapped",
         f"{every['tokens_per_second']:,.0f} tokens/s, {every['flops_per_second'] / 1e12:.3g} TFLOP/s at "
         "6 FLOP per parameter and token",
     ]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from bench.architectures_report import architectures_table
 from bench.disk_table import disk_table, step_table
-from bench.markdown import Report, number, spread, table
+from bench.markdown import Report, number, share, spread, table
 from bench.model_sizes_table import sizes_table
 from bench.plan_table import plan_table
 from bench.plans_table import plans_table
@@ -101,7 +101,7 @@ def overlap(report: Report) -> list[str]:
             lane,
             f"{totals['busy_seconds'][lane] * 1e3:.1f}",
             f"{totals['exposed_seconds'][lane] * 1e3:.1f}",
-            "" if totals["overlap"][lane] is None else f"{totals['overlap'][lane]:.1%}",
+            share(totals["overlap"][lane]),
         ]
         for lane in ("h2d", "d2h", "host")
     ]

@@ -235,6 +235,12 @@ def _checkpoint(run: Path, *, best: bool) -> Path:
             raise CheckpointError(f"{run} keeps no best checkpoint: train with --set run.keep_best=true")
         return kept
     if not (found := checkpoints(run / CHECKPOINTS)):
+        # what a run of a pretrained model writes in the end
+        if written := [run / name for name in ("model", "adapters") if (run / name).is_dir()]:
+            raise CheckpointError(
+                f"{run} has no checkpoint to export (run.save_every = 0): its weights are in {written[0]}, "
+                "for others to load"
+            )
         raise CheckpointError(
             f"{run} is no checkpoint ({NAME} is not in it), and {run / CHECKPOINTS} holds no complete one"
         )

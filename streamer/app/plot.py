@@ -170,7 +170,7 @@ def _lanes(summary: dict[str, Any], picture: Path) -> Path:
         label="exposed: compute waited for it",
     )  # fmt: skip
     axes.set_yticks(list(places), lanes, fontsize=12)
-    axes.set_xlabel("seconds in the whole run", fontsize=12)
+    axes.set_xlabel("seconds in the run after its first step", fontsize=12)
     axes.tick_params(axis="x", labelsize=11)
     axes.grid(axis="x", alpha=0.25)
     figure.legend(loc="outside upper center", ncols=2, fontsize=11, frameon=False)

@@ -81,6 +81,8 @@ def test_weights_in_fp16_are_trained_in_bf16_unless_asked_for(
     assert load_config(run / "config.toml").stream.dtype == dtype
     after = transformers.AutoModelForCausalLM.from_pretrained(run / "model").state_dict()
     assert {value.dtype for value in after.values()} == {getattr(torch, dtype)}
+    told = "runs/hf-finetune has no checkpoint to export (run.save_every = 0): its weights are in runs/hf-f"
+    assert told in refused(capsys, "export", "runs/hf-finetune", "--to", "exported")
 
 
 @pytest.mark.filterwarnings("ignore")

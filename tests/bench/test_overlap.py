@@ -27,6 +27,7 @@ from bench.by_layer import (
     step_seconds,
     totals,
 )
+from bench.markdown import share
 from bench.overlap_table import COLUMNS, figure, table
 from bench.raw_copies import RawCopies
 from streamer.app.config import load_config
@@ -369,3 +370,10 @@ def test_a_step_that_was_skipped_is_no_step(tmp_path: Path) -> None:
         pytest.raises(RuntimeError, match="a step was skipped"),
     ):
         overlap.measure(config, ThreadBackend(), steps=2, warmup=1, trace=tmp_path / "trace.json")
+
+
+@pytest.mark.parametrize(
+    ("part", "words"), [(0.5, "50.0%"), (0.0, "0.0%"), (-0.2, "none"), (None, ""), (math.nan, "")]
+)
+def test_an_overlap_below_zero_is_no_percentage(part: float | None, words: str) -> None:
+    assert share(part) == words
