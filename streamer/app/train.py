@@ -199,7 +199,7 @@ class _Run:
         self.seconds: list[float] = []
         #: what saving takes, as far as it is known: bytes, and then the seconds of the last checkpoint
         self._to_save = "" if space is None else f" {amount(space.checkpoint)}"
-        #: what is being done, if it is not a step
+        #: what is being done
         self._doing = ""
         #: what the first step has taken, which compiles
         self.first = Lanes({}, {})
@@ -253,8 +253,7 @@ class _Run:
         again = "Ctrl-C again to stop without"
         if self._doing.startswith(("saving", "writing")):
             return f"{self._doing}; {again}"
-        seconds = f", some {self.seconds[-1]:.0f} s" if self.seconds else ""
-        what = self._doing or f"step {self._loop.step + 1}{seconds}"
+        what = self._doing or f"what follows step {self._loop.step}"
         return f"finishing {what}, then saving{self._to_save}; {again}"
 
     @contextlib.contextmanager
@@ -273,7 +272,9 @@ class _Run:
         skipped = streamer.stats(loop.model).skipped_steps
         scale = None if loop.scaler is None else loop.scaler.get_scale()
         try:
-            measured = loop.train_step()
+            seconds = f", some {self.seconds[-1]:.0f} s" if self.seconds else ""
+            with self.doing(f"step {loop.step + 1}{seconds}"):
+                measured = loop.train_step()
         except streamer.NonFiniteError as error:
             self._return(error)
             return False
