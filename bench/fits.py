@@ -37,8 +37,8 @@ from bench.fits_report import failures, print_report
 from bench.no_values import add_option, go_on_without_values
 from bench.raw_copies import RawCopies
 from streamer.app.config import Config, ConfigError, load_config
+from streamer.app.data.load import load_bytes
 from streamer.app.run.build import build_model, build_optimizer
-from streamer.app.run.data import load_bytes
 from streamer.app.run.loop import Loop
 from streamer.backends.base import Lane
 from streamer.engine.paging.executor import Executor

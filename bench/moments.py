@@ -49,7 +49,8 @@ import streamer
 from bench import roundings
 from bench.common import RESULTS, load_average, mean_and_std, provenance, write_json
 from models.gpt2 import GPT
-from streamer.app.run.data import VOCAB_SIZE, load_bytes
+from streamer.app.data.load import load_bytes
+from streamer.app.data.splits import VOCAB_SIZE
 
 CONTEXT, BATCH_SIZE = 64, 16
 MODEL = {"n_layer": 4, "n_head": 4, "n_embd": 96}

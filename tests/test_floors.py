@@ -40,6 +40,7 @@ FLOORS = (
     "streamer.app.shipped",
     "streamer.app.signals",
     "streamer.app.machine_file",
+    "streamer.app.data",
     "streamer.app.run",
     "streamer.app.plan",
     "streamer.app.calibrate",

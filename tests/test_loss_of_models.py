@@ -22,7 +22,7 @@ from transformers import (
 import streamer
 from models.gpt2 import GPT
 from streamer import chunked_cross_entropy
-from streamer.app.run.data import IGNORED
+from streamer.app.data.splits import IGNORED
 from streamer.app.run.loop import TokenLoss
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend

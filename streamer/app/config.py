@@ -228,8 +228,8 @@ def section(
 
 @dataclass(frozen=True)
 class RunConfig:
-    """``[run]``: the number of steps, how often the run is validated and saved (in steps), and where its
-    files go (``out/name``).
+    """``[run]``: the number of ``steps``, or of ``epochs`` (with both, what ends first), how often the run is
+    validated and saved (in steps), and where its files go (``out/name``).
 
     ``save_every`` 0 saves only when the run is stopped, and at its end. The last ``keep`` checkpoints are
     kept. ``save_failure`` says whether a checkpoint that cannot be written stops the run. Before it does, and
@@ -243,7 +243,7 @@ class RunConfig:
     """
 
     name: Annotated[str, FOLDER]
-    steps: Annotated[int, COUNT]
+    steps: Annotated[int, COUNT_OR_0] = 0
     seed: Annotated[int, COUNT_OR_0] = 0
     eval_every: Annotated[int, COUNT] = 100
     eval_batches: Annotated[int, COUNT] = 8
@@ -257,6 +257,7 @@ class RunConfig:
     keep_best: Annotated[bool, FLAG] = False
     patience: Annotated[int, COUNT_OR_0] = 0
     report: Annotated[tuple[str, ...], REPORTS] = ()
+    epochs: Annotated[int, COUNT_OR_0] = 0
 
 
 @dataclass(frozen=True)
@@ -281,6 +282,9 @@ class DataConfig:
     """``[data]``: text files and directories (none: the Python standard library), and the batches.
 
     A token is a byte. With ``tokenizer``, a folder, or with a pretrained model it is a token of theirs.
+    ``val_fraction`` of the data is for validation, or all that is at ``val_paths``. Tokens of large data are
+    kept in the folder ``cache`` (a folder of the user's if it is not given). With ``packing`` short
+    conversations share a row, and none sees another.
     """
 
     context: Annotated[int, COUNT]  # tokens in a sequence
@@ -288,6 +292,9 @@ class DataConfig:
     tokenizer: Annotated[str | None, TEXT] = None
     paths: Annotated[tuple[str, ...], TEXTS] = ()
     val_fraction: Annotated[float, FRACTION] = 0.05  # of the bytes, held out
+    val_paths: Annotated[tuple[str, ...], TEXTS] = ()
+    cache: Annotated[str | None, TEXT] = None
+    packing: Annotated[bool, FLAG] = True
 
 
 @dataclass(frozen=True)
@@ -403,6 +410,8 @@ def _loaded(path: Path, overrides: Sequence[str]) -> Config:
     known = get_type_hints(Config)
     tables = read_sections(path, known, overrides)
     config = Config(**{name: section(known[name], name, tables.get(name, {}), where) for name in known})
+    if not config.run.steps and not config.run.epochs:
+        raise ConfigError(f"{where}: run.steps is missing: give an integer of 1 or more, or run.epochs")
     if config.model.factory is None and config.model.pretrained is None:
         raise ConfigError(
             f"{where}: model.factory is missing: give {FACTORY.words}; or a pretrained model's folder as "

@@ -19,6 +19,9 @@ from tqdm import tqdm
 
 import streamer
 from streamer.app.config import Config
+from streamer.app.data.load import check_data, load_data
+from streamer.app.data.rows import Rows
+from streamer.app.data.splits import TokenData
 from streamer.app.plan.command import check_memory
 from streamer.app.plan.planning import RunPlan, settle
 from streamer.app.run.adapters import write_adapters
@@ -26,12 +29,11 @@ from streamer.app.run.build import (
     build_model,
     build_optimizer,
     check_fits,
-    load_data,
     settle_fp16,
     without_values,
     write_pretrained,
 )
-from streamer.app.run.loop import Loop
+from streamer.app.run.loop import Loop, packs
 from streamer.app.run.reports import Report, check_reports, open_reports
 from streamer.app.run.run_folder import (
     FOLDER,
@@ -99,7 +101,7 @@ def train(config: Config, resume: Path | None = None, *, fall_back: bool = False
 def _train(
     config: Config, resume: Path | None, directory: Path | None, *, fall_back: bool
 ) -> dict[str, Any] | None:
-    data = load_data(config)
+    check_data(config)
     config, told = settle_fp16(config)
     if told is not None:
         print(told)
@@ -108,6 +110,10 @@ def _train(
         print(f"chosen: {chosen.reason}")
     plan = check_memory(config)
     space = _check_space(config, directory)
+    data = load_data(config)
+    rows = _rows(config, data)
+    asked = config
+    config = _with_steps(asked, rows)
     torch.manual_seed(config.run.seed)
     model = build_model(_leaving_room(config, plan))
     with contextlib.ExitStack() as ends:
@@ -116,11 +122,15 @@ def _train(
         optimizer = build_optimizer(config.optimizer, model, skip_nonfinite=config.run.nonfinite == "skip")
         wrapped(model).executor.host_limit = parse_bytes("host_memory", config.memory.host)
         check_fits(model, data, config.data.context)
-        loop = Loop(config, model, optimizer, data)
+        if rows is not None and rows.packing and not packs(model, data.vocab_size):
+            print(f"{type(model).__name__} does not keep the texts of a row apart: each has a row of its own")
+            rows = replace(rows, packing=False)
+            config = _with_steps(asked, rows)
+        loop = Loop(config, model, optimizer, data, rows)
         if resume is None:
             # a model that cannot run on this data raises here, before there is a directory
             loop.first_val_loss = loop.validate()
-            directory = run_directory(config)
+            directory = run_directory(asked)
             ends.enter_context(locked(directory))
         else:
             assert directory is not None
@@ -130,7 +140,7 @@ def _train(
                 saved.note_best(loop.best_step, loop.best_val_loss)
             for lines in (directory / "metrics.jsonl", directory / SAMPLES):
                 forget_after(lines, loop.step)
-            write_config(directory, config)
+            write_config(directory, asked)
             (directory / SUMMARY).unlink(missing_ok=True)
         reports = open_reports(config, directory, loop.step)
         for report in reports:
@@ -141,6 +151,27 @@ def _train(
             run = _Run(loop, directory, metrics, bar, stop, reports, space)
             has_ended = run.run()
         return _finish(loop, directory, run) if has_ended else None
+
+
+def _rows(config: Config, data: TokenData) -> Rows | None:
+    """Whole conversations in rows, or windows of a text for epochs; None for crops at random."""
+    if not data.targets and not config.run.epochs:
+        return None
+    given = config.data
+    return Rows(data, given.context, given.batch_size, given.packing, config.run.seed)
+
+
+def _with_steps(config: Config, rows: Rows | None) -> Config:
+    """``config`` with the steps that its epochs are, unless its own end the run before."""
+    run = config.run
+    if rows is None or not run.epochs:
+        return config
+    steps = rows.steps(run.epochs)
+    epochs = f"{run.epochs} epoch{'s' if run.epochs > 1 else ''}"
+    if run.steps and run.steps < steps:
+        print(f"{epochs} are {steps:,} steps, and run.steps = {run.steps:,} ends the run before")
+        return config
+    return replace(config, run=replace(run, steps=steps))
 
 
 def _check_space(config: Config, directory: Path | None) -> Space | None:
@@ -433,6 +464,12 @@ def _print_beginning(loop: Loop, directory: Path, space: Space | None) -> None:
     learnt = f" ({data.count_learnt('train'):,} of them learnt)" if data.targets else ""
     left = f"steps {loop.step + 1} to {config.run.steps}" if loop.step else f"{config.run.steps} steps"
     parameters = f"{sum(p.numel() for p in model.parameters()):,} parameters"
+    if loop.rows is not None and loop.rows.has_documents:
+        epoch = loop.rows.steps(1)
+        cut = f"; {loop.rows.cut:,} are longer than a row and cut" if loop.rows.cut else ""
+        documents = len(data.documents["train"]) - 1
+        packed = "several to a row" if loop.rows.packing else "one to a row"
+        print(f"data: {documents:,} whole conversations, {packed}, {epoch:,} steps an epoch{cut}")
     if config.lora.rank:
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         parameters += f" ({trained:,} of them trained)"
@@ -440,6 +477,7 @@ def _print_beginning(loop: Loop, directory: Path, space: Space | None) -> None:
         f"{config.run.name}: {parameters}, of which the device "
         f"({device.type}) holds {slots} layers{more} at a time: {amount(held.device_bytes_now)} there, "
         f"{amount(sum(held.host_bytes.values()))} in host memory{on_disk}\n"
+        f"data: {data.sources}\n"
         f"data: {data.train.numel():,} {data.unit}s to train on{learnt}, {data.val.numel():,} to validate; "
         f"{data.unit} frequencies alone give {data.unigram_entropy():.3f} nats per {data.unit}\n"
         f"{left} of {config.data.batch_size} x {config.data.context} tokens, to {directory}"

@@ -164,9 +164,10 @@ def test_a_dump_is_the_whole_config(path: Path) -> None:
         '[run]\nname = "tiny"\nsteps = 10\nseed = 0\neval_every = 100\neval_batches = 8\n'
         'sample_tokens = 256\nout = "runs"\nsave_every = 0\nkeep = 2\nsave_failure = "stop"\n'
         'nonfinite = "skip"\nsave_wait = 60\nkeep_best = false\n'
-        "patience = 0\nreport = []\n\n"
+        "patience = 0\nreport = []\nepochs = 0\n\n"
         '[model]\nfactory = "models.gpt2:GPT"\nargs = {}\n\n'
-        "[data]\ncontext = 8\nbatch_size = 2\npaths = []\nval_fraction = 0.05\n\n"
+        "[data]\ncontext = 8\nbatch_size = 2\npaths = []\nval_fraction = 0.05\nval_paths = []\n"
+        "packing = true\n\n"
         "[optimizer]\nlr = 1.0\nbetas = [0.9, 0.95]\neps = 1e-08\nweight_decay = 0.1\ngrad_clip = 1.0\n"
         'state_dtype = "float32"\n'
         "warmup_steps = 0\nmin_lr = 0.0\n\n"
@@ -233,10 +234,11 @@ def test_what_is_advised_can_be_pasted_into_a_shell(path: Path, key: str, value:
         ("run.name=[me", "override 'run.name=[me': not a TOML value; quote a string: 'run.name=\"[me\"'"),
         ("run.seed=1\nout=2", r"override 'run.seed=1\nout=2': not a TOML value; "
          r"""quote a string: 'run.seed="1\nout=2"'"""),
-        ("run.steps=often", 'c.toml: run.steps must be an integer of 1 or more, not "often" '
+        ("run.steps=often", 'c.toml: run.steps must be an integer of 0 or more, not "often" '
          "(with run.steps=often)"),
         ("run.name.first=1", "override 'run.name.first=1': name is not a table; set name itself"),
-        ("run.steps=0", "c.toml: run.steps must be an integer of 1 or more, not 0 (with run.steps=0)"),
+        ("run.steps=0", "c.toml: run.steps is missing: give an integer of 1 or more, or run.epochs "
+         "(with run.steps=0)"),
         ("run.step=1", "c.toml: unknown key 'step' in [run]; did you mean 'steps'? (with run.step=1)"),
         ("rum.steps=1", "c.toml: unknown section [rum]; did you mean 'run'? (with rum.steps=1)"),
     ],
@@ -248,11 +250,11 @@ def test_a_bad_override_is_named(path: Path, override: str, message: str) -> Non
 #: By what a key must be: keys and values that are not.
 WRONG = {
     "an integer of 1 or more": [
-        *(f"run.steps = {value}" for value in ("true", "10.0", '"10"', "0")),
         *("run.eval_every = 0", "run.eval_batches = 0", "run.keep = 0"),
         *("data.context = 0", "data.batch_size = 0", "stream.host_threads = 0"),
     ],
     "an integer of 0 or more": [
+        *(f"run.steps = {value}" for value in ("true", "10.0", '"10"', "-1")),
         *("run.seed = false", "run.seed = -1", "run.sample_tokens = -1", "run.save_every = -1"),
         "optimizer.warmup_steps = -1",
     ],
@@ -325,7 +327,10 @@ FACTORY = 'a module and a callable in it, such as "models.gpt2:GPT"'
         ),
         (with_line("stream.slots = 2"), "unknown key 'slots' in [stream]; did you mean 'num_slots'?"),
         (LEAST.replace('name = "tiny"\n', ""), "run.name is missing: give a string that can name a folder"),
-        (LEAST.replace("steps = 10\n", ""), "run.steps is missing: give an integer of 1 or more"),
+        (
+            LEAST.replace("steps = 10\n", ""),
+            "run.steps is missing: give an integer of 1 or more, or run.epochs",
+        ),
         (
             LEAST.replace('factory = "models.gpt2:GPT"\n', ""),
             f"model.factory is missing: give {FACTORY}; or a pretrained model's folder as model.pretrained "

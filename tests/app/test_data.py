@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from streamer.app.run.data import TokenData, find_files, load_bytes
+from streamer.app.data.files import find_files
+from streamer.app.data.load import load_bytes
+from streamer.app.data.splits import TokenData
 from tests.app.common import error_of
 
 

@@ -13,8 +13,9 @@ import transformers
 
 from streamer.app.cli import main
 from streamer.app.config import load_config
+from streamer.app.data.load import load_tokenizer, load_tokens
+from streamer.app.data.rows import Rows
 from streamer.app.plan.planning import plan_run
-from streamer.app.run.data import load_tokenizer, load_tokens
 from streamer.checkpoint.manifest import Manifest
 from streamer.simulate.machine import MACHINES
 from tests import tiny_llama
@@ -59,9 +60,9 @@ def test_adapters_are_trained_and_written_as_peft_reads_them(
     assert all(torch.equal(plain[name], value) for name, value in before.items())
     # the loss that validation has found, by the library's own model
     data = load_tokens(("data.jsonl",), load_tokenizer("llama"), val_fraction=0.05)
-    ((tokens, targets),) = data.val_batches(1, 16, 16)
+    ((tokens, targets, positions),) = Rows(data, 16, 16, True, 0).val_batches(1)
     with torch.no_grad():
-        logits = model(tokens).logits.float()
+        logits = model(tokens, position_ids=positions, use_cache=False).logits.float()
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
     found = json.loads((RUN / "summary.json").read_text())["last_val_loss"]
     assert loss.item() == pytest.approx(found, rel=2e-3)
@@ -71,7 +72,9 @@ def test_it_is_what_peft_trains(place: Path) -> None:
     """In fp32: PyTorch's own AdamW on the library's own model, from the same first values."""
     tiny_llama.write(place / "fp32", dtype=torch.float32)
     settings = [*LORA, "run.steps=3", "optimizer.warmup_steps=0", "optimizer.min_lr=1e-2", "run.eval_every=1"]
-    batches: list[tuple[torch.Tensor, torch.Tensor]] = []
+    # with another seed a gradient is so small that Adam makes a step of its rounding
+    settings += ["run.seed=1"]
+    batches: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     first: dict[str, torch.Tensor] = {}
     with pytest.MonkeyPatch.context() as patch:
         from streamer.app import train as module
@@ -79,9 +82,10 @@ def test_it_is_what_peft_trains(place: Path) -> None:
 
         step_on, build = loop.step_on, module.build_model
 
-        def noting(config, model, optimizer, loss_of, tokens, targets, scaler):  # type: ignore[no-untyped-def]
-            batches.append((tokens, targets))
-            return step_on(config, model, optimizer, loss_of, tokens, targets, scaler)
+        def noting(*given):  # type: ignore[no-untyped-def]
+            tokens, targets, _, positions = given[4:]
+            batches.append((tokens, targets, positions))
+            return step_on(*given)
 
         def built(config):  # type: ignore[no-untyped-def]
             model = build(config)
@@ -101,8 +105,8 @@ def test_it_is_what_peft_trains(place: Path) -> None:
             param.copy_(first[name])
     optimizer = torch.optim.AdamW(adapters.values(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     expected = []
-    for tokens, targets in batches:
-        logits = model(tokens).logits
+    for tokens, targets, positions in batches:
+        logits = model(tokens, position_ids=positions, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(adapters.values(), 1.0)

@@ -441,7 +441,8 @@ def test_weights_that_have_no_place_are_written_to_the_folder_for_temporary_file
 
     last, rescued = f"step-{save_every or STEPS:07d}", tmp_path / "temporary" / "streamer-run"
     with monkeypatch.context() as patch:
-        patch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+        rescued.parent.mkdir()
+        patch.setattr(tempfile, "tempdir", str(rescued.parent))
         patch.setattr(save, "write_tensors", elsewhere)
         assert train(config, *sets(f"run.save_every={save_every}", "run.save_wait=0")) == 1
     error = capfd.readouterr().err.rstrip()
@@ -654,7 +655,7 @@ def test_a_second_ctrl_c_ends_the_process_at_once(config: Path) -> None:
 @pytest.mark.parametrize(
     "place",
     [
-        "streamer.app.run.data.TokenData.batch",
+        "streamer.app.data.splits.TokenData.batch",
         "streamer.backends.thread.ThreadBackend.copy",
         "models.gpt2.MLP.forward",
     ],

@@ -14,7 +14,8 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from streamer.app.config import ConfigError
-from streamer.app.run.data import IGNORED, Split, load_tokenizer, load_tokens
+from streamer.app.data.load import load_tokenizer, load_tokens
+from streamer.app.data.splits import IGNORED, Split
 from tests import tiny_llama
 from tests.app.common import error_of
 
@@ -36,7 +37,8 @@ def load(folder: Path, *lines: Any) -> tuple[str, str]:
     path.write_text("\n\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
     data = load_tokens([path], TOKENIZER, val_fraction=1e-6)
     assert (data.unit, data.vocab_size) == ("token", len(TOKENIZER))
-    return learnt(data.train, data.targets["train"]), learnt(data.val, data.targets["val"])
+    of_all = {"train": data.train, "val": data.val} | data.targets
+    return learnt(data.train, of_all["train"]), learnt(data.val, of_all["val"])
 
 
 CHAT = [
@@ -107,7 +109,10 @@ def test_a_line_of_another_form_is_named(tmp_path: Path, line: Any, message: str
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{% for m in messages %}{{ m.content }}{{ loop.last }}{% endfor %}", "otherwise when others follow"),
+        (
+            "{% for m in messages %}{{ m.content }}{{ loop.last }}{% endfor %}",
+            "otherwise when the answer follows",
+        ),
         ("{{ raise_exception('no') }}", "data.jsonl:1: the tokenizer's chat template: no"),
         (None, "data.jsonl:1: the tokenizer has no chat template: give prompt and completion"),
     ],

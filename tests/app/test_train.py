@@ -21,8 +21,9 @@ import torch.nn.functional as F
 import streamer
 from streamer.app.cli import main
 from streamer.app.config import load_config
-from streamer.app.run.build import build_model, build_optimizer, import_factory, load_data, schedule
-from streamer.app.run.data import IGNORED, TokenData
+from streamer.app.data.load import load_data
+from streamer.app.data.splits import IGNORED, TokenData
+from streamer.app.run.build import build_model, build_optimizer, import_factory, schedule
 from streamer.app.run.loop import Loop
 from streamer.app.run.run_folder import Lanes, summary_of, summary_table
 from streamer.app.run.samples import continue_texts

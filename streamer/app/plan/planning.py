@@ -4,6 +4,7 @@ for other batches, and for the options that it leaves to be chosen.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -16,7 +17,13 @@ from torch import nn
 
 import streamer
 from streamer.app.config import Config, ConfigError, MemoryConfig, StreamConfig
-from streamer.app.run.build import build_optimizer, from_files, without_values, wrap_options
+from streamer.app.run.build import (
+    build_optimizer,
+    from_files,
+    has_packed_rows,
+    without_values,
+    wrap_options,
+)
 from streamer.app.run.flops import model_flops_per_token
 from streamer.app.run.loop import TokenLoss, step_on
 from streamer.app.run.space import Space, space_of
@@ -252,8 +259,11 @@ def _plan(
     shape = config.data.batch_size, config.data.context
     # on the CPU, as data comes
     tokens = torch.zeros(shape, dtype=torch.long)
+    # rows of several conversations: attention then has a mask
+    takes = "position_ids" in inspect.signature(model.forward).parameters
+    positions = [torch.arange(shape[1]).expand(shape)] if has_packed_rows(config) and takes else []
     model.train()
-    step = partial(step_on, config, model, optimizer, TokenLoss(model), tokens, tokens)
+    step = partial(step_on, config, model, optimizer, TokenLoss(model), tokens, tokens, None, *positions)
     try:
         plan = plan_step(executor, step, recollection)
     except (NotImplementedError, RuntimeError) as error:

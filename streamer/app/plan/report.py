@@ -201,7 +201,8 @@ def _lanes(plan: RunPlan) -> Iterator[str]:
         f"{plan.tokens_per_second:,.0f} tokens/s, {plan.model_flops / rate:.3g} TFLOP/s of the model's own "
         f"(MFU {plan.mfu:.1%}), {prediction.flops / rate:.3g} as executed"
     )
-    yield f"{plan.config.run.steps:,} steps take {_time(plan.hours)}, without validation"
+    if plan.config.run.steps:
+        yield f"{plan.config.run.steps:,} steps take {_time(plan.hours)}, without validation"
     if plan.space is not None and plan.space.peak:
         yield f"in {plan.config.run.out} {plan.space.line()}"
 

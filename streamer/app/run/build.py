@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,14 +30,16 @@ from streamer.app.config import (
     OptimizerConfig,
     StreamConfig,
 )
+from streamer.app.data.documents import JSON_LINES
+from streamer.app.data.splits import TokenData
 from streamer.app.run.adapters import add_adapters
-from streamer.app.run.data import TokenData, load_bytes, load_tokenizer, load_tokens
 from streamer.app.run.run_folder import amount
 from streamer.app.shipped import model_module
 from streamer.backends.base import Backend
 from streamer.checkpoint.manifest import new_folder
 from streamer.config_values import nearest
 from streamer.errors import DiskError
+from streamer.model.layers import find_layers
 from streamer.pretrained.architecture import ModelClass, build, is_of_transformers, transformers_library
 from streamer.pretrained.files import has_weights, stored_tensors
 from streamer.pretrained.match import commonest
@@ -247,16 +250,32 @@ def stream_options(config: StreamConfig) -> dict[str, Any]:
 def wrap_options(config: Config) -> dict[str, Any]:
     """Keyword arguments of `streamer.wrap`, those of ``[memory]`` with them."""
     memory = config.memory
-    return stream_options(config.stream) | {"host_memory": memory.host, "disk": memory.disk}
+    options = stream_options(config.stream) | {"host_memory": memory.host, "disk": memory.disk}
+    if has_packed_rows(config) and options["micro_batch_size"] is not None and options["batch_dims"] is None:
+        options["batch_dims"] = _dims_of_rows(config.model, config.stream.layers)
+    return options
 
 
-def load_data(config: Config) -> TokenData:
-    """The config's data, in bytes or in the tokens of a tokenizer. Raises ConfigError for what is wrong."""
-    tokenizer = config.data.tokenizer or config.model.pretrained
-    if tokenizer is None:
-        return load_bytes(config.data.paths, val_fraction=config.data.val_fraction)
-    # before the text is read, so that a wrong folder is refused at once
-    return load_tokens(config.data.paths, load_tokenizer(tokenizer), val_fraction=config.data.val_fraction)
+def has_packed_rows(config: Config) -> bool:
+    """Whether the rows of a batch may hold several conversations, which models of transformers keep apart by
+    a mask."""
+    documents = any(path.lower().endswith(JSON_LINES) for path in config.data.paths)
+    return config.model.pretrained is not None and config.data.packing and documents
+
+
+#: Arguments of layers of transformers that have a row of the batch each, where rows differ.
+OF_ROWS = ("attention_mask", "position_ids", "position_embeddings")
+
+
+def _dims_of_rows(model: ModelConfig, layers: str | Sequence[str] | None) -> dict[str, int]:
+    """`streamer.wrap`'s ``batch_dims`` for packed rows: a mask has a row for each of them, however long it
+    is."""
+    try:
+        found = find_layers(without_values(model), layers)
+    except (TypeError, ValueError):
+        return {}  # which wrapping the model is about to refuse, in better words
+    taken = [inspect.signature(layer.forward).parameters.keys() for _, layer in found]
+    return {name: 0 for name in OF_ROWS if all(name in names for names in taken)}
 
 
 #: Keys of ``[optimizer]`` that are arguments of `streamer.AdamW`.

@@ -17,8 +17,9 @@ from torch import nn
 
 import streamer
 from streamer.app.config import FP16_IN_BACKWARD, Config, ConfigError
+from streamer.app.data.rows import RowBatch, Rows
+from streamer.app.data.splits import IGNORED, TokenData
 from streamer.app.run.build import schedule
-from streamer.app.run.data import IGNORED, TokenData
 from streamer.app.run.samples import Prompt, continue_texts, end_tokens, logits_of, read_prompts
 
 
@@ -45,29 +46,68 @@ class TokenLoss:
         self._parts = _parts(model) if "logits_to_keep" in takes and not self._by_model else None
         self._parts_are_checked = False
 
-    def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return self._sum(tokens, targets) / count_learnt(targets)
+    def __call__(
+        self, tokens: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """With ``positions``, which begin anew with each text of a row, no text sees another: see
+        `packs`."""
+        return self._sum(tokens, targets, positions) / count_learnt(targets)
 
-    def _sum(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def _sum(
+        self, tokens: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor | None
+    ) -> torch.Tensor:
         if self._by_model:
             of_model: torch.Tensor = self._model(
                 tokens, loss_of=lambda hidden, weight: _chunked(hidden, weight, targets)
             )
             return of_model
         if self._parts is not None:
-            hidden, logits = self._parts.run(self._model, tokens)
+            hidden, logits = self._parts.run(self._model, tokens, **_packed(positions))
             if self._parts_are_checked or self._parts.are_all(hidden, logits):
                 self._parts_are_checked = True
                 return self._parts.loss(hidden, targets)
             print(f"{type(self._model).__name__} does more than multiply by its head: all logits are held")
             self._parts = None
-        all_logits = logits_of(self._model(tokens))
+        all_logits = logits_of(self._model(tokens, **_packed(positions)))
         return F.cross_entropy(
             all_logits.flatten(0, 1).float(),
             targets.flatten().to(all_logits.device),
             ignore_index=IGNORED,
             reduction="sum",
         )
+
+
+def _packed(positions: torch.Tensor | None) -> dict[str, Any]:
+    """Arguments of a model of transformers for rows of several texts. With a cache of keys and values, which
+    is its default, it takes no notice of where texts begin."""
+    return {} if positions is None else {"position_ids": positions, "use_cache": False}
+
+
+@torch.no_grad()
+def packs(model: nn.Module, vocabulary: int) -> bool:
+    """Whether the model keeps the texts of a row apart by their positions: seen by comparing the logits of a
+    text alone with those of the same text behind another. Costs two forwards of some tokens."""
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return False
+    was_training = model.training
+    model.eval()
+    try:
+        tokens = torch.arange(1, PROBE + 1)[None] % max(2, min(vocabulary, 97))
+        behind = torch.cat([tokens.flip(1), tokens], dim=1)
+        positions = torch.arange(PROBE).repeat(2)[None]
+        alone = logits_of(model(tokens, use_cache=False)).float()
+        packed = logits_of(model(behind, **_packed(positions))).float()[:, PROBE:]
+        # rounding differs; a text that sees the other one differs in most of its logits by much more
+        scale = float(alone.abs().max()) or 1.0
+        return bool((packed - alone).abs().max() < PROBE_TOLERANCE * scale)
+    except (TypeError, ValueError, NotImplementedError):
+        return False
+    finally:
+        model.train(was_training)
+
+
+#: Tokens of each of the two texts by which `packs` sees that, and how much their logits may differ by.
+PROBE, PROBE_TOLERANCE = 6, 0.02
 
 
 @dataclass(frozen=True)
@@ -78,13 +118,15 @@ class _Parts:
     head: nn.Linear
     softcap: float | None
 
-    def run(self, model: nn.Module, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(
+        self, model: nn.Module, tokens: torch.Tensor, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The hidden states [batch, time, width], and the last token's logits [batch, 1, vocabulary]."""
         results: list[Any] = []
         handle = self.base.register_forward_hook(lambda module, given, result: results.append(result))
         try:
             # the model itself is called, for all that is done around its forward
-            logits: torch.Tensor = model(tokens, logits_to_keep=1).logits
+            logits: torch.Tensor = model(tokens, logits_to_keep=1, **options).logits
         finally:
             handle.remove()
         return results.pop().last_hidden_state, logits
@@ -123,6 +165,10 @@ def _chunked(
     )
 
 
+def _without_none(batch: RowBatch) -> tuple[torch.Tensor, ...]:
+    return tuple(part for part in batch if part is not None)
+
+
 def step_on(
     config: Config,
     model: nn.Module,
@@ -131,11 +177,12 @@ def step_on(
     tokens: torch.Tensor,
     targets: torch.Tensor,
     scaler: torch.amp.GradScaler | None = None,
+    *positions: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
-    """One step on tokens and targets [batch, time]; its loss and, unless layers are updated in backward, the
-    norm of the gradient. With a ``scaler`` the loss is scaled for backward, and a step that overflows is
-    skipped."""
-    loss = loss_of(tokens, targets)
+    """One step on tokens and targets [batch, time], perhaps with the tokens' positions; its loss and, unless
+    layers are updated in backward, the norm of the gradient. With a ``scaler`` the loss is scaled for
+    backward, and a step that overflows is skipped."""
+    loss = loss_of(tokens, targets, *positions)
     (loss if scaler is None else scaler.scale(loss)).backward()
     measured = {"loss": loss.detach()}
     if config.stream.update == "step":
@@ -159,6 +206,8 @@ class Loop:
     model: nn.Module
     optimizer: streamer.AdamW
     data: TokenData
+    #: whole conversations, or windows of a text; None where batches are crops at random
+    rows: Rows | None = None
     step: int = 0
     first_val_loss: float = math.nan
     val_loss: float = math.nan
@@ -200,16 +249,31 @@ class Loop:
 
     def train_step(self) -> dict[str, float]:
         """The next step, on a batch of the training split; what `step_on` has measured."""
-        batch = self.config.data
-        tokens, targets = self.data.batch("train", batch.batch_size, batch.context, self.crops)
+        tokens, targets, *positions = self._batch()
         scaler = self.scaler
-        measured = step_on(self.config, self.model, self.optimizer, self.loss, tokens, targets, scaler)
+        measured = step_on(
+            self.config, self.model, self.optimizer, self.loss, tokens, targets, scaler, *positions
+        )
         if scaler is not None and self.config.run.nonfinite != "skip" and not measured["loss"].isfinite():
             # a scaler skips every step that is not finite, of which no scale can make this one finite
             raise streamer.NonFiniteError("the loss is NaN or infinite", ": nothing was updated")
         self.rates.step()
         self.step += 1
         return {name: value.item() for name, value in measured.items()}
+
+    def _batch(self) -> tuple[torch.Tensor, ...]:
+        """The next batch: tokens, targets and, of packed rows, positions."""
+        given = self.config.data
+        if self.rows is None:
+            return self.data.batch("train", given.batch_size, given.context, self.crops)
+        # a run that went back goes on with other batches
+        return _without_none(self.rows.batch(self.step + self.returns * self.config.run.steps))
+
+    def _val_batches(self) -> list[tuple[torch.Tensor, ...]]:
+        run, given = self.config.run, self.config.data
+        if self.rows is not None:
+            return [_without_none(batch) for batch in self.rows.val_batches(run.eval_batches)]
+        return [*self.data.val_batches(run.eval_batches, given.batch_size, given.context)]
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -218,17 +282,17 @@ class Loop:
         Raises ConfigError where the model cannot take the data's tokens in sequences of ``data.context``.
         """
         self.model.eval()
-        run, batch = self.config.run, self.config.data
-        batches = self.data.val_batches(run.eval_batches, batch.batch_size, batch.context)
+        batch = self.config.data
+        batches = self._val_batches()
         try:
-            losses = [self.loss(tokens, targets).item() for tokens, targets in batches]
+            losses = [self.loss(*one).item() for one in batches]
         except (ValueError, IndexError) as error:
             raise ConfigError(
                 f"the model cannot run on sequences of data.context = {batch.context} {self.data.unit}s "
                 f"(tokens 0 to {self.data.vocab_size - 1}): {error}; correct model.args or data.context"
             ) from error
         self.model.train()
-        counts = [count_learnt(targets) for _, targets in batches]  # each has something to learn
+        counts = [count_learnt(one[1]) for one in batches]  # each has something to learn
         self.val_loss = sum(map(operator.mul, losses, counts)) / sum(counts)
         return self.val_loss
 
@@ -255,8 +319,14 @@ class Loop:
             "best_step": self.best_step,
             "since_best": self.since_best,
             "returns": self.returns,
+            "epochs": self.config.run.epochs,
+            "steps_of_epochs": self._steps_of_epochs(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
         }
+
+    def _steps_of_epochs(self) -> int:
+        epochs = self.config.run.epochs
+        return self.rows.steps(epochs) if self.rows is not None and epochs else 0
 
     def go_on_from(self, loaded: streamer.Loaded) -> None:
         """Take over the step and the `state` of a checkpoint."""

@@ -78,7 +78,10 @@ def has_finished(checkpoint: Path, config: Config) -> bool:
     manifest = Manifest.read(checkpoint)
     extra = decode(manifest.values["extra"], lambda name: torch.empty(0))
     ended_early = 0 < config.run.patience <= extra.get("since_best", 0)
-    done = manifest.step >= config.run.steps or ended_early
+    # of epochs it is known how many steps they were
+    of_epochs = extra.get("steps_of_epochs", 0) if extra.get("epochs") == config.run.epochs else 0
+    ends = [steps for steps in (config.run.steps, of_epochs) if steps]
+    done = bool(ends) and manifest.step >= min(ends) or ended_early
     return done and (checkpoint.parent.parent / SUMMARY).exists()
 
 
@@ -226,7 +229,7 @@ FIXED = {
 }
 #: Further keys that change what is computed from here on: they are to be named if they change.
 MAY_CHANGE = {
-    "run": ("steps",),
+    "run": ("steps", "epochs"),
     "data": ("paths", "val_fraction", "context", "batch_size"),
     "optimizer": ("lr", "betas", "eps", "weight_decay", "grad_clip", "warmup_steps", "min_lr"),
 }

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from streamer.app.config import ConfigError, SampleConfig
-from streamer.app.run.data import TokenData
+from streamer.app.data.splits import TokenData
 
 
 def logits_of(result: Any) -> torch.Tensor:

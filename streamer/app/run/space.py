@@ -37,7 +37,7 @@ class Space:
         times = f", {self.most} of them at the peak" if self.most > 1 else ""
         parts = [f"a checkpoint takes {amount(self.checkpoint)}{times}"] if self.most else []
         parts += [f"the weights in the end {amount(self.weights)}"] if self.weights else []
-        return f"{' and '.join(parts)}: {amount(self.peak)} of disk"
+        return f"{' and '.join(parts)}: {amount(self.peak)} in all"
 
 
 def space_of(config: Config, model: nn.Module) -> Space:
@@ -62,7 +62,9 @@ def space_of(config: Config, model: nn.Module) -> Space:
         at_most = (
             run.steps // every + 1 for every in (run.save_every, run.keep_best * run.eval_every) if every
         )
-        most = min(run.keep + 1 + run.keep_best, sum(at_most))
+        most = run.keep + 1 + run.keep_best
+        # of epochs nobody knows yet how many steps they are
+        most = min(most, sum(at_most)) if run.steps else most
     else:
         most = 0 if pretrained else 1
     return Space(checkpoint, most, weights if pretrained else 0)
