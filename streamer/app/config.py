@@ -89,6 +89,7 @@ FOLDERS = either(
 )
 LAYERS = either("a string or an array of strings, none empty", TEXT, TEXTS)
 ACTIVATIONS = either("a string, or an array of one for each layer", TEXT, TEXTS)
+STEPS = either("a number of steps, or a share of them in (0, 1)", COUNT_OR_0, FRACTION)
 COUNT_OR_AUTO = either('an integer of 1 or more, or "auto"', COUNT, one_of("auto"))
 BATCH_DIMS = Kind(
     'a table from names of arguments to integers, or "none"',
@@ -282,8 +283,10 @@ class DataConfig:
     """``[data]``: text files and directories (none: the Python standard library), and the batches.
 
     A token is a byte. With ``tokenizer``, a folder, or with a pretrained model it is a token of theirs.
-    ``val_fraction`` of the data is for validation, or all that is at ``val_paths``. Tokens of large data are
-    kept in the folder ``cache`` (a folder of the user's if it is not given). With ``packing`` short
+    A step learns from ``batch_size`` sequences. It takes them in ``accumulate`` passes, each a forward and a
+    backward of its own, and updates once: as ``micro_batch_size`` that changes what a step takes, not what it
+    learns. ``val_fraction`` of the data is for validation, or all that is at ``val_paths``. Tokens of large
+    data are kept in the folder ``cache`` (a folder of the user's if it is not given). With ``packing`` short
     conversations share a row, and none sees another.
     """
 
@@ -295,6 +298,12 @@ class DataConfig:
     val_paths: Annotated[tuple[str, ...], TEXTS] = ()
     cache: Annotated[str | None, TEXT] = None
     packing: Annotated[bool, FLAG] = True
+    accumulate: Annotated[int, COUNT] = 1
+
+    @property
+    def pass_size(self) -> int:
+        """Sequences of a pass."""
+        return -(-self.batch_size // self.accumulate)
 
 
 @dataclass(frozen=True)
@@ -364,7 +373,10 @@ class SampleConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """``[optimizer]``: AdamW, clipping (0: none), linear warm-up to lr, then a cosine down to min_lr."""
+    """``[optimizer]``: AdamW, clipping (0: none), and a learning rate that rises in a line to ``lr`` during
+    ``warmup_steps`` and from there goes on as ``schedule`` says: "cosine" and "linear" fall to ``min_lr`` at
+    the run's end, "constant" stays, "wsd" stays and falls in a line during the last ``decay_steps`` (a tenth
+    of the run if it is not given). Both numbers of steps may be shares of the run's, such as 0.1."""
 
     lr: Annotated[float, POSITIVE]
     betas: Annotated[tuple[float, float], BETAS] = (0.9, 0.95)
@@ -372,8 +384,10 @@ class OptimizerConfig:
     weight_decay: Annotated[float, NOT_NEGATIVE] = 0.1
     grad_clip: Annotated[float, NOT_NEGATIVE] = 1.0
     state_dtype: Annotated[str, one_of("float32", "bfloat16", "int8")] = "float32"
-    warmup_steps: Annotated[int, COUNT_OR_0] = 0
+    warmup_steps: Annotated[int | float, STEPS] = 0
     min_lr: Annotated[float, NOT_NEGATIVE] = 0.0
+    schedule: Annotated[str, one_of("cosine", "linear", "constant", "wsd")] = "cosine"
+    decay_steps: Annotated[int | float | None, STEPS] = None
 
 
 @dataclass(frozen=True)
@@ -426,8 +440,9 @@ def _loaded(path: Path, overrides: Sequence[str]) -> Config:
         raise ConfigError(f"{where}: [lora] without lora.rank does nothing: set it, to 16 say")
     if config.sample != SampleConfig() and not config.sample.prompts:
         raise ConfigError(f"{where}: [sample] without sample.prompts does nothing: give some")
-    if config.optimizer.min_lr > config.optimizer.lr:
-        raise ConfigError(f"{where}: optimizer.min_lr is above optimizer.lr, from which it decays; lower it")
+    _check_schedule(config.optimizer, where)
+    if config.run.steps and not config.run.epochs:
+        check_steps(config.optimizer, config.run.steps, f"{where}: ")
     if config.stream.update == "backward" and config.optimizer.grad_clip:
         raise ConfigError(
             f'{where}: stream.update = "backward" has no norm to clip by: set optimizer.grad_clip = 0'
@@ -435,6 +450,43 @@ def _loaded(path: Path, overrides: Sequence[str]) -> Config:
     if config.stream.update == "backward" and config.stream.dtype == "float16":
         raise ConfigError(f"{where}: {FP16_IN_BACKWARD}")
     return config
+
+
+def steps_of(given: float, steps: int) -> int:
+    """A number of steps that may be given as a share of a run's ``steps``."""
+    return round(given * steps) if isinstance(given, float) else given
+
+
+def _check_schedule(given: OptimizerConfig, where: str) -> None:
+    """Raise ConfigError for keys that contradict each other."""
+    if given.min_lr > given.lr:
+        raise ConfigError(f"{where}: optimizer.min_lr is above optimizer.lr, from which it decays; lower it")
+    if given.min_lr and given.schedule == "constant":
+        raise ConfigError(
+            f'{where}: optimizer.schedule = "constant" never falls to optimizer.min_lr = {given.min_lr:g}: '
+            "set that to 0, or take another schedule"
+        )
+    if given.decay_steps is not None and given.schedule != "wsd":
+        raise ConfigError(
+            f'{where}: optimizer.decay_steps is of optimizer.schedule = "wsd" and does nothing with '
+            f'"{given.schedule}": leave it out'
+        )
+
+
+def check_steps(given: OptimizerConfig, steps: int, where: str = "") -> None:
+    """Raise ConfigError where a run of so many ``steps`` ends before its warm-up does, or where its decay
+    begins before that."""
+    warmup = steps_of(given.warmup_steps, steps)
+    if warmup and warmup >= steps:
+        raise ConfigError(
+            f"{where}optimizer.warmup_steps = {given.warmup_steps} does not end within the run's {steps} "
+            "steps: lower it, to a share of them such as 0.1 say"
+        )
+    if given.decay_steps is not None and warmup + steps_of(given.decay_steps, steps) > steps:
+        raise ConfigError(
+            f"{where}optimizer.warmup_steps = {given.warmup_steps} and optimizer.decay_steps = "
+            f"{given.decay_steps} are together more than the run's {steps} steps: lower one of them"
+        )
 
 
 #: What is wrong with updates in backward of weights in fp16.
@@ -455,6 +507,16 @@ def _check_batch(config: Config, where: str) -> None:
         raise ConfigError(
             f"{where}: data.batch_size = {batch.batch_size} sequences of data.context = {batch.context} are "
             f"{tokens:,} tokens a step, and {MOST_TOKENS:,} is the most: lower one of them"
+        )
+    if batch.accumulate > batch.batch_size:
+        raise ConfigError(
+            f"{where}: data.accumulate = {batch.accumulate} passes are more than the sequences of a step, "
+            f"data.batch_size = {batch.batch_size}: lower the one or raise the other"
+        )
+    if batch.accumulate > 1 and config.stream.update == "backward":
+        raise ConfigError(
+            f"{where}: data.accumulate = {batch.accumulate} adds up gradients, and stream.update = "
+            '"backward" keeps none: use stream.micro_batch_size in its place'
         )
     if isinstance(micro, int) and (slices := -(-batch.batch_size // micro)) > MOST_SLICES:
         raise ConfigError(

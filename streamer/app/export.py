@@ -21,6 +21,7 @@ from torch import nn
 
 from streamer.app.config import Config, ConfigError, ModelConfig, load_config
 from streamer.app.run.adapters import Merged, add_adapters, write_values
+from streamer.app.run.beside import bytes_beside, copy_beside, files_beside
 from streamer.app.run.build import import_factory, streamed_dtype, without_values
 from streamer.app.run.run_folder import amount, best_checkpoint
 from streamer.checkpoint.frozen import LeftOut
@@ -185,18 +186,17 @@ def export(
         raise ConfigError(f"--merge adds adapters to a model, and {checkpoint} is not of a run with [lora]")
     if config is not None and model is not None and adapts:
         adapters = {name: stored.pop(name) for name in weights}
-        base = str(config.model.pretrained)
         manifest.check(checkpoint)
         if not merge:
             values = {
                 name: tensor.read().to(getattr(torch, dtype), copy=True) for name, tensor in adapters.items()
             }
-            write_values(add_adapters(model, config.lora), values, base, to)
+            write_values(add_adapters(model, config.lora), values, config, to)
             return
         buffers = [
             _piece(stored[name], name, stored[name].dtype) for name in stored if name in model.state_dict()
         ]
-        merged = Merged(model, Path(base), config.lora, adapters)
+        merged = Merged(model, Path(str(config.model.pretrained)), config.lora, adapters)
         left_out = {name: LeftOut.parsed(value) for name, value in manifest.values[FROZEN].items()}
         names = {first: [first, *others] for first, *others in merged.names.values()}
         pieces = [
@@ -220,11 +220,13 @@ def export(
     nbytes = sum(piece.nbytes for piece in pieces)
     print(f"{checkpoint}: step {manifest.step}, {len(pieces)} tensors, {amount(nbytes)} with {dtype} weights")
     manifest.check(checkpoint)
-    nbytes = file_bytes(pieces) + 256 * len(pieces) + MARGIN_BYTES
+    beside = [] if config is None else files_beside(config)
+    nbytes = file_bytes(pieces) + 256 * len(pieces) + bytes_beside(beside) + MARGIN_BYTES
     with new_folder(to, nbytes=nbytes, what="weights") as folder:
         files = _write_shards(folder, pieces, limit)
         card.write(folder)
-    print(f"Written to {to}: {' ... '.join(dict.fromkeys((files[0], files[-1])))} config.json README.txt")
+        others = [MODEL_CONFIG, README, *copy_beside(beside, folder)]
+    print(f"Written to {to}: {' ... '.join(dict.fromkeys((files[0], files[-1])))} {' '.join(others)}")
 
 
 def _checkpoint(run: Path, *, best: bool) -> Path:

@@ -18,7 +18,7 @@ from torch import nn
 from tqdm import tqdm
 
 import streamer
-from streamer.app.config import Config
+from streamer.app.config import Config, check_steps
 from streamer.app.data.load import check_data, load_data
 from streamer.app.data.rows import Rows
 from streamer.app.data.splits import TokenData
@@ -170,7 +170,8 @@ def _with_steps(config: Config, rows: Rows | None) -> Config:
     epochs = f"{run.epochs} epoch{'s' if run.epochs > 1 else ''}"
     if run.steps and run.steps < steps:
         print(f"{epochs} are {steps:,} steps, and run.steps = {run.steps:,} ends the run before")
-        return config
+        steps = run.steps
+    check_steps(config.optimizer, steps)
     return replace(config, run=replace(run, steps=steps))
 
 
@@ -185,11 +186,11 @@ def _check_space(config: Config, directory: Path | None) -> Space | None:
 
 
 def _leaving_room(config: Config, plan: RunPlan | None) -> Config:
-    """``config`` for a model and an optimizer that leave room in host memory for the layer inputs that wait
-    there in a step, which ``plan`` knows, and have more on disk."""
-    if plan is None or not plan.has_disk or not plan.step.host_for_inputs:
+    """``config`` for a model and an optimizer that leave room in host memory for what a step takes there
+    besides, which ``plan`` knows, and have more on disk."""
+    if plan is None or not plan.has_disk or not plan.step.host_beside:
         return config
-    room = max(1, plan.room.host_room() - plan.step.host_for_inputs)
+    room = max(1, plan.room.host_room() - plan.step.host_beside)
     return replace(config, memory=replace(config.memory, host=f"{room}B"))
 
 
@@ -430,16 +431,16 @@ def _finish(loop: Loop, directory: Path, run: _Run) -> dict[str, Any]:
         print(f"\nA sample, after the first {PROMPT_TOKENS} {loop.data.unit}s of validation text:\n")
         print(loop.sample(PROMPT_TOKENS))
     print(f"\n{summary_table(summary, unit=loop.data.unit)}\n")
-    if (base := loop.config.model.pretrained) is not None:
+    if loop.config.model.pretrained is not None:
         adapts = bool(loop.config.lora.rank)
         name = ADAPTERS if adapts else PRETRAINED
         free = next(path for path in numbered(directory / name) if not path.exists())
 
         def write(folder: Path) -> None:
             if adapts:
-                write_adapters(loop.model, base, folder)
+                write_adapters(loop.model, loop.config, folder)
             else:
-                write_pretrained(loop.model, loop.data.tokenizer, folder)
+                write_pretrained(loop.model, loop.config, folder)
 
         with run.doing("writing the weights"):
             until_written(write, free, directory, run.stop, minutes=loop.config.run.save_wait)

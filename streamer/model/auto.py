@@ -179,8 +179,8 @@ def plan_of(
         if options.disk is not None:
             with suppress(MemoryError):
                 found = planned_with(replace(given, host_memory=host_bytes), choice)
-                if found.host_for_inputs and found.host_total > host_bytes:
-                    room = max(1, host_bytes - found.host_for_inputs)
+                if found.host_beside and found.host_total > host_bytes:
+                    room = max(1, host_bytes - found.host_beside)
                     found = planned_with(replace(given, host_memory=room), choice)
                 return found
         return planned_with(replace(given, disk=None), choice)

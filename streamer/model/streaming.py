@@ -82,7 +82,7 @@ def stream(
         slots = min(slots, len(units))
         planned = ledger(units, root, num_slots=slots, update_in_backward=in_backward)
         disks, on_disk, moments = None, OnDisk(), least_moments(units, root)
-        for_inputs = 0 if chosen is None else chosen.plan.host_for_inputs
+        for_inputs = 0 if chosen is None else chosen.plan.host_beside
         if options.disk is not None:
             disks, moments = _disks(backend, options.disk), {}
             left = room.host_room(sum(planned.device.values())) - for_inputs

@@ -17,7 +17,6 @@ import torch
 
 from streamer.backends.base import Lane, gaps
 from streamer.engine.paging.executor import Executor
-from streamer.memory.purposes import SAVED_INPUTS
 from streamer.planner.measure import Tracker
 from streamer.planner.positions import counted_positions
 from streamer.planner.recall import Recollection, recall_layers
@@ -137,6 +136,9 @@ class StepPlan:
     prediction: Prediction
     num_slots: int
     disk_bytes: Mapping[str, int] = field(default_factory=dict)
+    #: bytes of host memory that the step takes beside what has its place before: layer inputs that wait
+    #: there, and the sums of several backwards
+    host_beside: int = 0
 
     @property
     def device_total(self) -> int:
@@ -162,11 +164,6 @@ class StepPlan:
     def host_total(self) -> int:
         """Bytes of host memory at most."""
         return sum(self.host_bytes.values())
-
-    @property
-    def host_for_inputs(self) -> int:
-        """Those of them that are for layer inputs which wait there for backward."""
-        return self.host_bytes.get(SAVED_INPUTS, 0)
 
 
 @contextmanager
@@ -196,6 +193,7 @@ def plan_step(
     backend = executor.backend
     assert isinstance(backend, VirtualBackend), "elsewhere a step would have to be run"
     tracker = StepTracker(executor)
+    before = sum(executor.host_bytes().values())
     recall_layers(executor, tracker, Recollection() if recollection is None else recollection)
     with backend.counting_memory(tracker), counted_positions(given):
         # a step to learn the order, and one more where slots are added at its end
@@ -209,4 +207,5 @@ def plan_step(
         prediction,
         len(executor.weights.slots.buffers),
         executor.disk_bytes(),
+        sum(executor.host_bytes().values()) - before,
     )

@@ -167,10 +167,10 @@ def test_a_dump_is_the_whole_config(path: Path) -> None:
         "patience = 0\nreport = []\nepochs = 0\n\n"
         '[model]\nfactory = "models.gpt2:GPT"\nargs = {}\n\n'
         "[data]\ncontext = 8\nbatch_size = 2\npaths = []\nval_fraction = 0.05\nval_paths = []\n"
-        "packing = true\n\n"
+        "packing = true\naccumulate = 1\n\n"
         "[optimizer]\nlr = 1.0\nbetas = [0.9, 0.95]\neps = 1e-08\nweight_decay = 0.1\ngrad_clip = 1.0\n"
         'state_dtype = "float32"\n'
-        "warmup_steps = 0\nmin_lr = 0.0\n\n"
+        'warmup_steps = 0\nmin_lr = 0.0\nschedule = "cosine"\n\n'
         '[stream]\nactivations = "recompute"\nupdate = "step"\ncompile = false\n'
     )
 
@@ -251,12 +251,14 @@ def test_a_bad_override_is_named(path: Path, override: str, message: str) -> Non
 WRONG = {
     "an integer of 1 or more": [
         *("run.eval_every = 0", "run.eval_batches = 0", "run.keep = 0"),
-        *("data.context = 0", "data.batch_size = 0", "stream.host_threads = 0"),
+        *("data.context = 0", "data.batch_size = 0", "stream.host_threads = 0", "data.accumulate = 0"),
     ],
     "an integer of 0 or more": [
         *(f"run.steps = {value}" for value in ("true", "10.0", '"10"', "-1")),
         *("run.seed = false", "run.seed = -1", "run.sample_tokens = -1", "run.save_every = -1"),
-        "optimizer.warmup_steps = -1",
+    ],
+    "a number of steps, or a share of them in (0, 1)": [
+        *("optimizer.warmup_steps = -1", "optimizer.warmup_steps = 1.5", "optimizer.decay_steps = true"),
     ],
     'an integer of 1 or more, or "auto"': ["stream.num_slots = 0", 'stream.micro_batch_size = "all"'],
     "a string that is not empty": ["run.out = 1", 'run.out = ""', "stream.device = 0"],
@@ -289,6 +291,7 @@ WRONG = {
         *("optimizer.weight_decay = -1", "optimizer.grad_clip = -1", "optimizer.grad_clip = inf"),
         "optimizer.min_lr = -1",
     ],
+    '"cosine", "linear", "constant" or "wsd"': ['optimizer.schedule = "cosinus"'],
     "a number in (0, 1)": ["data.val_fraction = 0", "data.val_fraction = 1.0"],
     "an array of two numbers in [0, 1)": [
         *(f"optimizer.betas = {value}" for value in ("0.9", "[0.9, true]", "[0.9, 1]", "[0.9]")),
@@ -323,7 +326,7 @@ FACTORY = 'a module and a callable in it, such as "models.gpt2:GPT"'
         (
             with_line("optimizer.learning_rate = 1"),
             "unknown key 'learning_rate' in [optimizer]; there are: lr, betas, eps, weight_decay, grad_clip, "
-            "state_dtype, warmup_steps, min_lr",
+            "state_dtype, warmup_steps, min_lr, schedule, decay_steps",
         ),
         (with_line("stream.slots = 2"), "unknown key 'slots' in [stream]; did you mean 'num_slots'?"),
         (LEAST.replace('name = "tiny"\n', ""), "run.name is missing: give a string that can name a folder"),
@@ -421,3 +424,36 @@ def test_a_config_of_the_project_builds_its_model(file: Path, monkeypatch: pytes
         model = import_factory(config.model.factory)(**config.model.args)
     assert isinstance(model.get_submodule(config.stream.layers), torch.nn.ModuleList)
     assert model(torch.zeros(1, config.data.context, dtype=torch.long, device="meta")).dim() == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["optimizer.warmup_steps=10"],
+            "warmup_steps = 10 does not end within the run's 10 steps: lower it, to",
+        ),
+        (
+            ["optimizer.schedule=constant", "optimizer.min_lr=0.1"],
+            'optimizer.schedule = "constant" never falls to optimizer.min_lr = 0.1: set that to 0',
+        ),
+        (
+            ["optimizer.decay_steps=3"],
+            'optimizer.decay_steps is of optimizer.schedule = "wsd" and does nothing with "cosine": leave it',
+        ),
+        (
+            ["optimizer.schedule=wsd", "optimizer.warmup_steps=0.5", "optimizer.decay_steps=6"],
+            "warmup_steps = 0.5 and optimizer.decay_steps = 6 are together more than the run's 10 steps",
+        ),
+        (
+            ["data.accumulate=3"],
+            "data.accumulate = 3 passes are more than the sequences of a step, data.batch_size = 2: ",
+        ),
+        (
+            ["data.accumulate=2", "stream.update=backward", "optimizer.grad_clip=0"],
+            'data.accumulate = 2 adds up gradients, and stream.update = "backward" keeps none: use stream.',
+        ),
+    ],
+)
+def test_what_contradicts_is_named(path: Path, overrides: list[str], message: str) -> None:
+    assert message in fault(path, LEAST, *overrides)

@@ -83,8 +83,7 @@ def test_it_is_what_peft_trains(place: Path) -> None:
         step_on, build = loop.step_on, module.build_model
 
         def noting(*given):  # type: ignore[no-untyped-def]
-            tokens, targets, _, positions = given[4:]
-            batches.append((tokens, targets, positions))
+            batches.append(given[4])
             return step_on(*given)
 
         def built(config):  # type: ignore[no-untyped-def]
@@ -177,6 +176,26 @@ def test_exported_as_they_are(run: Path) -> None:
     assert all(
         torch.equal(value, of_run[name]) for name, value in adapted(Path("exported")).state_dict().items()
     )
+
+
+@pytest.mark.parametrize("adapts", [True, False])
+def test_what_weights_are_used_with_is_beside_them(place: Path, adapts: bool) -> None:
+    """Tokenizer, template of chats, how to generate, licence: in the run's folder and in each export."""
+    drawn = json.dumps({"do_sample": True, "temperature": 0.3, "top_k": 7})
+    Path("llama/generation_config.json").write_text(drawn)
+    Path("llama/LICENSE.txt").write_text("as you like")
+    assert main(command(settings=LORA if adapts else SHORT)) == 0
+    folders = [RUN / "adapters" if adapts else RUN / "model", Path("exported")]
+    assert main(["export", str(RUN), "--to", "exported"]) == 0
+    if adapts:
+        folders.append(Path("merged"))
+        assert main(["export", str(RUN), "--to", "merged", "--merge"]) == 0
+    for folder in folders:
+        words = transformers.AutoTokenizer.from_pretrained(folder)
+        assert words.chat_template == tiny_llama.CHAT
+        assert words("what follows?") == transformers.AutoTokenizer.from_pretrained("llama")("what follows?")
+        assert transformers.GenerationConfig.from_pretrained(folder).top_k == 7
+        assert (folder / "LICENSE.txt").read_text() == "as you like"
 
 
 def test_another_base_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -103,7 +103,7 @@ def moved_by(config: Config, steps: int, folder: Path) -> tuple[int, int]:
     optimizer = build_optimizer(config.optimizer, model)
     tokens = torch.zeros(config.data.batch_size, config.data.context, dtype=torch.long)
     for _ in range(steps):
-        step_on(config, model, optimizer, TokenLoss(model), tokens, tokens)
+        step_on(config, model, optimizer, TokenLoss(model), (tokens, tokens))
     streamer.synchronize(model)
     moved = sum(each.bytes_read for each in opened), sum(each.bytes_written for each in opened)
     streamer.unwrap(model)
@@ -119,8 +119,9 @@ def moved_by(config: Config, steps: int, folder: Path) -> tuple[int, int]:
         ['memory.host="{least}"', 'stream.dtype="bfloat16"', "stream.num_slots=3"],
         ['memory.host="2.5MB"', 'stream.dtype="bfloat16"', *IN_BACKWARD],
         ['memory.host="4MB"', 'stream.dtype="bfloat16"', 'optimizer.state_dtype="int8"'],
+        ["data.accumulate=2"],
     ],
-    ids=["state", "weights", "bf16", "backward", "int8"],
+    ids=["state", "weights", "bf16", "backward", "int8", "passes"],
 )
 def test_a_real_step_moves_the_planned_bytes(
     options: list[str], chunk: int, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -21,9 +21,9 @@ from safetensors.torch import load_file
 from streamer.app.cli import main
 from streamer.app.config import load_config
 from streamer.app.run import run_folder
-from streamer.app.run.build import schedule
 from streamer.app.run.loop import Loop, TokenLoss
 from streamer.app.run.run_folder import locked
+from streamer.app.run.schedule import schedule
 from streamer.checkpoint import save
 from streamer.checkpoint.manifest import Manifest, checkpoints
 from streamer.checkpoint.values import decode
@@ -474,8 +474,8 @@ def nan_at(monkeypatch: pytest.MonkeyPatch, *calls: int) -> list[list[int]]:
     plain = TokenLoss.__call__
     drawn: list[list[int]] = []
 
-    def sometimes(self: TokenLoss, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss = plain(self, tokens, targets)
+    def sometimes(self: TokenLoss, tokens: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
+        loss = plain(self, tokens, *others, **options)
         if torch.is_grad_enabled():
             drawn.append(tokens.flatten().tolist())
             if len(drawn) in calls:

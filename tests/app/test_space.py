@@ -17,6 +17,8 @@ from tests import tiny_llama
 from tests.app.common import refused, sets
 from tests.app.test_resume import written
 
+NO_WARMUP = ["optimizer.warmup_steps=0"]
+
 
 def size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
@@ -44,7 +46,14 @@ def test_what_is_told_is_what_is_written(
     config.write_text(
         "\n".join(line for line in text.splitlines() if line.split(" = ")[0] not in ("args", "layers"))
     )
-    given = ["run.steps=2", "run.save_every=1", "run.keep=1", "data.context=8", *options]
+    given = [
+        "run.steps=2",
+        "optimizer.warmup_steps=0",
+        "run.save_every=1",
+        "run.keep=1",
+        "data.context=8",
+        *options,
+    ]
     assert main(["train", str(config), *sets(*given)]) == 0
     run = tmp_path / "runs" / "run"
     loaded = load_config(config, given)
@@ -88,6 +97,6 @@ def test_final_weights_are_there_without_any_checkpoint_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = written(tmp_path, monkeypatch)
-    assert main(["train", str(config), *sets("run.save_every=0", "run.steps=2")]) == 0
+    assert main(["train", str(config), *sets("run.save_every=0", "run.steps=2", *NO_WARMUP)]) == 0
     assert main(["export", "runs/run", "--to", "weights"]) == 0
     assert (tmp_path / "weights" / "model.safetensors").exists()

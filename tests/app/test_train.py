@@ -17,16 +17,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 
 import streamer
+from models.gpt2 import GPT
 from streamer.app.cli import main
-from streamer.app.config import load_config
+from streamer.app.config import OptimizerConfig, load_config
 from streamer.app.data.load import load_data
 from streamer.app.data.splits import IGNORED, TokenData
-from streamer.app.run.build import build_model, build_optimizer, import_factory, schedule
-from streamer.app.run.loop import Loop
+from streamer.app.run.build import build_model, build_optimizer, import_factory
+from streamer.app.run.loop import Loop, TokenLoss, step_on
 from streamer.app.run.run_folder import Lanes, summary_of, summary_table
 from streamer.app.run.samples import continue_texts
+from streamer.app.run.schedule import schedule
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.paging.handle import wrapped
@@ -324,6 +327,76 @@ def test_the_learning_rate_rises_and_falls_as_the_config_says(config: Path, tmp_
     assert rates == pytest.approx([0.01 * rate for rate in expected[1:]])
 
 
+@pytest.mark.parametrize(
+    ("shape", "library", "options"),
+    [
+        ("linear", "linear", {}),
+        ("cosine", "cosine", {}),
+        ("constant", "constant_with_warmup", {}),
+        ("wsd", "warmup_stable_decay", {"num_decay_steps": 5, "decay_type": "linear"}),
+        ("wsd", "warmup_stable_decay", {"num_decay_steps": 25, "decay_type": "linear"}),
+    ],
+)
+def test_schedules_are_those_of_transformers(shape: str, library: str, options: dict[str, Any]) -> None:
+    """After the warm-up, in which the first step of theirs has a rate of 0."""
+    given = OptimizerConfig(
+        1e-3,
+        schedule=shape,
+        warmup_steps=0.1,
+        decay_steps=0.5 if options.get("num_decay_steps") == 25 else None,
+        min_lr=1e-4 if shape == "wsd" else 0.0,
+    )
+    factor = schedule(given, 50)
+    if shape == "wsd":
+        options = {**options, "min_lr_ratio": 0.1}
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+    rates = transformers.get_scheduler(
+        library, optimizer, num_warmup_steps=5, num_training_steps=50, scheduler_specific_kwargs=options
+    )
+    for step in range(50):
+        expected = (step + 1) / 5 if step < 5 else rates.get_last_lr()[0] / 1e-3
+        assert factor(step) == pytest.approx(expected, rel=1e-12), step
+        optimizer.step()
+        rates.step()
+
+
+@pytest.mark.parametrize("accumulate", [2, 3, 4])
+@pytest.mark.parametrize("micro", [None, 1])
+def test_a_batch_in_several_passes_is_the_same_batch(
+    config: Path, tmp_path: Path, accumulate: int, micro: int | None
+) -> None:
+    """Also where passes differ in how many of their tokens are learnt."""
+    in_passes = [f"data.accumulate={accumulate}", *([f"stream.micro_batch_size={micro}"] if micro else [])]
+    for name, options in (("whole", []), ("passes", in_passes)):
+        assert main(["train", str(config), *sets(f"run.name={name}", *options)]) == 0
+    whole, parts = (logged(tmp_path / "runs" / name, "loss") for name in ("whole", "passes"))
+    for key in ("loss", "grad_norm"):
+        assert [line[key] for line in parts] == pytest.approx([line[key] for line in whole], rel=2e-4), key
+
+
+def test_passes_share_one_mean() -> None:
+    """A pass with little to learn weighs as little as it has, unlike in a mean of the passes' means."""
+    torch.manual_seed(0)
+    plain = GPT(vocab_size=256, block_size=16, n_layer=2, n_head=2, n_embd=16)
+    model = streamer.wrap(copy.deepcopy(plain), layers="transformer.h", device="cpu")
+    tokens, targets = torch.randint(256, (2, 4, 16)).unbind()
+    targets[0, 1:] = targets[2] = IGNORED
+    given = load_config(
+        HOME / "configs/gpt2-demo.toml",
+        ["data.batch_size=4", "data.accumulate=3", "optimizer.grad_clip=0", "optimizer.weight_decay=0.0"],
+    )
+    optimizer = build_optimizer(given.optimizer, model)
+    measured = step_on(given, model, optimizer, TokenLoss(model), (tokens, targets))
+    loss = torch.nn.functional.cross_entropy(
+        plain(tokens).flatten(0, 1), targets.flatten(), ignore_index=IGNORED
+    )
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
+    assert measured["loss"].item() == pytest.approx(loss.item(), rel=1e-6)
+    assert measured["grad_norm"].item() == pytest.approx(norm.item(), rel=1e-5)
+    streamer.unwrap(model)
+
+
 def test_the_optimizer_is_that_of_the_config(config: Path) -> None:
     options = {"lr": 0.03, "betas": [0.7, 0.8], "eps": 1e-4, "weight_decay": 0.3}
     loaded = load_config(config, [f"optimizer.{name}={value}" for name, value in options.items()])
@@ -479,7 +552,7 @@ def test_what_is_on_disk_leaves_room_for_layer_inputs_that_wait(
     assert main(["train", str(config), *less]) == 2
     line, *table = capsys.readouterr().err.splitlines()
     assert line.startswith(
-        "streamer: this run does not fit on the host; it would with --set data.batch_size="
+        "streamer: this run does not fit on the host; it would with --set data.accumulate="
     )
     assert "  saved inputs " in "\n".join(table) and not (tmp_path / "runs" / "less").exists()
 

@@ -196,8 +196,8 @@ def plan_run(config: Config, machine: Machine, recollection: Recollection | None
     room = max(1, room_on(machine, config).host_room())
     try:
         found = _plan_with(options | {"host_memory": room}, config, machine, recollection)
-        if found.step.host_for_inputs and found.step.host_total > room:
-            room = max(1, room - found.step.host_for_inputs)
+        if found.step.host_beside and found.step.host_total > room:
+            room = max(1, room - found.step.host_beside)
             found = _plan_with(options | {"host_memory": room}, config, machine, recollection)
         return found
     except MemoryError as error:
@@ -263,7 +263,7 @@ def _plan(
     takes = "position_ids" in inspect.signature(model.forward).parameters
     positions = [torch.arange(shape[1]).expand(shape)] if has_packed_rows(config) and takes else []
     model.train()
-    step = partial(step_on, config, model, optimizer, TokenLoss(model), tokens, tokens, None, *positions)
+    step = partial(step_on, config, model, optimizer, TokenLoss(model), (tokens, tokens, *positions))
     try:
         plan = plan_step(executor, step, recollection)
     except (NotImplementedError, RuntimeError) as error:
@@ -430,7 +430,7 @@ def settle(
         machine, room = this_machine(stream) if machine is None else (machine, room_on(machine, config))
         room = replace(room, host_limit=parse_bytes("host_memory", config.memory.host))
         layers = find_layers(without_values(config.model, config.lora), stream.layers)
-        among = Options.of(asked, layers=len(layers), batch=config.data.batch_size)
+        among = Options.of(asked, layers=len(layers), batch=config.data.pass_size)
         recollection = recollection or Recollection()
         whole = _plan_of(config, machine, recollection, in_parts=False)
         in_parts = None if room.budget is None else _plan_of(config, machine, recollection, in_parts=True)

@@ -55,9 +55,12 @@ def faster(plan: RunPlan, plan_of: RunPlanOf) -> list[Faster]:
 
 def _changes(plan: RunPlan) -> Iterator[tuple[Mapping[str, Any], str]]:
     config, machine = plan.config, plan.machine
+    in_one_pass = {} if config.data.accumulate == 1 else {"data.accumulate": 1}
     if config.stream.update == "step":
-        changes = {"stream.update": "backward", "optimizer.grad_clip": 0.0}
+        changes = {"stream.update": "backward", "optimizer.grad_clip": 0.0, **in_one_pass}
         yield changes, ", but without clipping"
+    if in_one_pass:
+        yield in_one_pass, ""
     # only where slots are not given are there more of them
     if config.stream.device_memory is None and config.stream.num_slots is None and not plan.room.shared:
         yield {"stream.device_memory": f"{int(SHARE_OF_DEVICE * machine.device_bytes) >> 20}MiB"}, ""
@@ -170,6 +173,13 @@ def _activations(plan: RunPlan) -> Iterator[str]:
         yield "recompute+offload"
 
 
+def _passes(plan: RunPlan) -> Iterator[int]:
+    passes = plan.config.data.accumulate
+    while plan.config.stream.update == "step" and passes < plan.config.data.batch_size:
+        passes = min(2 * passes, plan.config.data.batch_size)
+        yield passes
+
+
 def _batches(plan: RunPlan) -> Iterator[int]:
     size = plan.config.data.batch_size
     while size > 1:
@@ -191,6 +201,7 @@ _REMEDIES = (
     _Remedy("stream.device_memory", helps_device=True, helps_host=False, values=_budgets),
     _Remedy("stream.micro_batch_size", helps_device=True, helps_host=False, values=_micro_batches),
     _Remedy("stream.activations", helps_device=True, helps_host=False, values=_activations),
+    _Remedy("data.accumulate", helps_device=True, helps_host=True, values=_passes),
     _Remedy("data.batch_size", helps_device=True, helps_host=True, values=_batches),
     _Remedy("optimizer.state_dtype", helps_device=False, helps_host=True, values=_moments),
     _Remedy("stream.num_slots", helps_device=True, helps_host=False, values=_slots),

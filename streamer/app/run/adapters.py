@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import streamer
-from streamer.app.config import ConfigError, LoraConfig
+from streamer.app.config import Config, ConfigError, LoraConfig
+from streamer.app.run.beside import bytes_beside, copy_beside, files_beside
 from streamer.app.run.run_folder import amount
 from streamer.checkpoint.frozen import LeftOut
 from streamer.checkpoint.manifest import new_folder
@@ -60,16 +61,17 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> nn.Module:
     return adapted
 
 
-def write_adapters(model: nn.Module, base: str, folder: Path) -> None:
-    """Write the adapters of the wrapped ``model``, whose weights without them are in the folder ``base``, as
-    peft does; complete, or not at all."""
+def write_adapters(model: nn.Module, config: Config, folder: Path) -> None:
+    """Write the adapters of the wrapped ``model`` of a run of ``config`` as peft does, the tokenizer beside
+    them; complete, or not at all."""
     streamer.synchronize(model)
     trained = {name: param.detach().cpu() for name, param in model.named_parameters() if param.requires_grad}
-    write_values(model, trained, base, folder)
+    write_values(model, trained, config, folder)
 
 
-def write_values(model: nn.Module, values: Mapping[str, torch.Tensor], base: str, folder: Path) -> None:
+def write_values(model: nn.Module, values: Mapping[str, torch.Tensor], config: Config, folder: Path) -> None:
     """`write_adapters` for adapters of ``model`` with these ``values``, by name."""
+    base, beside = str(config.model.pretrained), files_beside(config)
     peft, held = library(), cast(Any, model)
     # not "auto", which asks a hub on the network
     found = peft.get_peft_model_state_dict(model, dict(values), save_embedding_layers=False)
@@ -77,9 +79,11 @@ def write_values(model: nn.Module, values: Mapping[str, torch.Tensor], base: str
     options = copy.copy(held.peft_config[ADAPTER])
     options.base_model_name_or_path, options.inference_mode = os.path.abspath(base), True
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
-    with new_folder(folder, nbytes=nbytes + MARGIN_BYTES, what="adapters") as hidden, torch.no_grad():
+    needed = nbytes + bytes_beside(beside) + MARGIN_BYTES
+    with new_folder(folder, nbytes=needed, what="adapters") as hidden, torch.no_grad():
         save_file(tensors, hidden / WEIGHTS, metadata={"format": "pt"})
         options.save_pretrained(hidden)
+        copy_beside(beside, hidden)
         for path in hidden.iterdir():
             with path.open("rb+") as file:
                 os.fsync(file.fileno())

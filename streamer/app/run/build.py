@@ -1,5 +1,5 @@
-"""What a run is made of, by its config: the data, the wrapped model (of the user's function, or pretrained),
-the optimizer and the learning rates.
+"""What a run is made of, by its config: the wrapped model (of the user's function, or pretrained) and the
+optimizer.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from streamer.app.config import (
 from streamer.app.data.documents import JSON_LINES
 from streamer.app.data.splits import TokenData
 from streamer.app.run.adapters import add_adapters
+from streamer.app.run.beside import bytes_beside, copy_beside, files_beside
 from streamer.app.run.run_folder import amount
 from streamer.app.shipped import model_module
 from streamer.backends.base import Backend
@@ -167,19 +168,19 @@ def check_fits(model: nn.Module, data: TokenData, context: int) -> None:
         )
 
 
-def write_pretrained(model: nn.Module, tokenizer: Any, folder: Path) -> None:
-    """Write the whole model and its tokenizer as Hugging Face does; complete, or not at all. For a model
-    without ``save_pretrained`` a printed line names `streamer export` instead."""
+def write_pretrained(model: nn.Module, config: Config, folder: Path) -> None:
+    """Write the whole model of a run of ``config`` as Hugging Face does, with what it is used with; complete,
+    or not at all. For a model without ``save_pretrained`` a printed line names `streamer export` instead."""
     save = getattr(model, "save_pretrained", None)
     if not callable(save):
         print(f"{type(model).__name__} is not of transformers: streamer export writes its weights")
         return
     streamer.synchronize(model)
-    nbytes = sum(param.nbytes for param in model.parameters())
-    with new_folder(folder, nbytes=nbytes + MARGIN_BYTES, what="weights") as hidden, torch.no_grad():
+    nbytes, beside = sum(param.nbytes for param in model.parameters()), files_beside(config)
+    needed = nbytes + bytes_beside(beside) + MARGIN_BYTES
+    with new_folder(folder, nbytes=needed, what="weights") as hidden, torch.no_grad():
         save(hidden)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(hidden)
+        copy_beside(beside, hidden)
         for path in hidden.iterdir():
             with path.open("rb+") as file:
                 os.fsync(file.fileno())
@@ -296,16 +297,3 @@ def build_optimizer(
         raise ConfigError.of("[memory]", error) from error
     except (ValueError, MemoryError) as error:
         raise ConfigError.of("[optimizer]", error) from error
-
-
-def schedule(optimizer: OptimizerConfig, steps: int) -> Callable[[int], float]:
-    """The learning rate as a factor of ``lr``: linear warm-up, then a cosine to ``min_lr`` at ``steps``."""
-
-    def factor(step: int) -> float:
-        if step < optimizer.warmup_steps:
-            return (step + 1) / optimizer.warmup_steps
-        progress = (step - optimizer.warmup_steps) / max(1, steps - optimizer.warmup_steps)
-        least = optimizer.min_lr / optimizer.lr
-        return least + (1 - least) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
-
-    return factor

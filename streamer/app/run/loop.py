@@ -4,6 +4,7 @@ holds. The loss takes all logits at once only where the model offers no other wa
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import operator
@@ -19,8 +20,8 @@ import streamer
 from streamer.app.config import FP16_IN_BACKWARD, Config, ConfigError
 from streamer.app.data.rows import RowBatch, Rows
 from streamer.app.data.splits import IGNORED, TokenData
-from streamer.app.run.build import schedule
 from streamer.app.run.samples import Prompt, continue_texts, end_tokens, logits_of, read_prompts
+from streamer.app.run.schedule import schedule
 
 
 def count_learnt(targets: torch.Tensor) -> int:
@@ -47,11 +48,16 @@ class TokenLoss:
         self._parts_are_checked = False
 
     def __call__(
-        self, tokens: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor | None = None
+        self,
+        tokens: torch.Tensor,
+        targets: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        *,
+        learnt: int | None = None,
     ) -> torch.Tensor:
-        """With ``positions``, which begin anew with each text of a row, no text sees another: see
-        `packs`."""
-        return self._sum(tokens, targets, positions) / count_learnt(targets)
+        """With ``positions``, which begin anew with each text of a row, no text sees another: see `packs`.
+        ``learnt`` is the number of tokens that the mean is over, if they are a part of a batch."""
+        return self._sum(tokens, targets, positions) / (count_learnt(targets) if learnt is None else learnt)
 
     def _sum(
         self, tokens: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor | None
@@ -165,8 +171,17 @@ def _chunked(
     )
 
 
-def _without_none(batch: RowBatch) -> tuple[torch.Tensor, ...]:
+#: Tokens, targets and, of rows of several texts, positions, each [batch, time].
+Batch = tuple[torch.Tensor, ...]
+
+
+def _without_none(batch: RowBatch) -> Batch:
     return tuple(part for part in batch if part is not None)
+
+
+def passes(batch: Batch, size: int) -> list[Batch]:
+    """``batch`` in parts of ``size`` sequences, the last of which may have fewer."""
+    return [*zip(*(part.split(size) for part in batch), strict=True)]
 
 
 def step_on(
@@ -174,17 +189,22 @@ def step_on(
     model: nn.Module,
     optimizer: streamer.AdamW,
     loss_of: TokenLoss,
-    tokens: torch.Tensor,
-    targets: torch.Tensor,
+    batch: Batch,
     scaler: torch.amp.GradScaler | None = None,
-    *positions: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
-    """One step on tokens and targets [batch, time], perhaps with the tokens' positions; its loss and, unless
-    layers are updated in backward, the norm of the gradient. With a ``scaler`` the loss is scaled for
-    backward, and a step that overflows is skipped."""
-    loss = loss_of(tokens, targets, *positions)
-    (loss if scaler is None else scaler.scale(loss)).backward()
-    measured = {"loss": loss.detach()}
+    """One step on a batch; its loss and, unless layers are updated in backward, the norm of the gradient.
+    With a ``scaler`` the loss is scaled for backward, and a step that overflows is skipped.
+
+    The loss is the mean over all tokens of the batch that are learnt, however many passes it is taken in and
+    however they are spread over these.
+    """
+    learnt = count_learnt(batch[1])
+    losses = []
+    for part in passes(batch, config.data.pass_size):
+        loss = loss_of(*part, learnt=learnt)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        losses.append(loss.detach())
+    measured = {"loss": functools.reduce(operator.add, losses)}
     if config.stream.update == "step":
         # 0 in the config means no clipping, but the norm is worth a look all the same
         most, scale = config.optimizer.grad_clip or math.inf, 1.0 if scaler is None else scaler.get_scale()
@@ -249,11 +269,8 @@ class Loop:
 
     def train_step(self) -> dict[str, float]:
         """The next step, on a batch of the training split; what `step_on` has measured."""
-        tokens, targets, *positions = self._batch()
         scaler = self.scaler
-        measured = step_on(
-            self.config, self.model, self.optimizer, self.loss, tokens, targets, scaler, *positions
-        )
+        measured = step_on(self.config, self.model, self.optimizer, self.loss, self._batch(), scaler)
         if scaler is not None and self.config.run.nonfinite != "skip" and not measured["loss"].isfinite():
             # a scaler skips every step that is not finite, of which no scale can make this one finite
             raise streamer.NonFiniteError("the loss is NaN or infinite", ": nothing was updated")
@@ -261,19 +278,21 @@ class Loop:
         self.step += 1
         return {name: value.item() for name, value in measured.items()}
 
-    def _batch(self) -> tuple[torch.Tensor, ...]:
-        """The next batch: tokens, targets and, of packed rows, positions."""
+    def _batch(self) -> Batch:
+        """The next batch."""
         given = self.config.data
         if self.rows is None:
             return self.data.batch("train", given.batch_size, given.context, self.crops)
         # a run that went back goes on with other batches
         return _without_none(self.rows.batch(self.step + self.returns * self.config.run.steps))
 
-    def _val_batches(self) -> list[tuple[torch.Tensor, ...]]:
+    def _val_batches(self) -> list[Batch]:
         run, given = self.config.run, self.config.data
         if self.rows is not None:
-            return [_without_none(batch) for batch in self.rows.val_batches(run.eval_batches)]
-        return [*self.data.val_batches(run.eval_batches, given.batch_size, given.context)]
+            batches: list[Batch] = [_without_none(one) for one in self.rows.val_batches(run.eval_batches)]
+        else:
+            batches = [*self.data.val_batches(run.eval_batches, given.batch_size, given.context)]
+        return [part for batch in batches for part in passes(batch, given.pass_size)]
 
     @torch.no_grad()
     def validate(self) -> float:

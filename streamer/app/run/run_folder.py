@@ -230,8 +230,18 @@ FIXED = {
 #: Further keys that change what is computed from here on: they are to be named if they change.
 MAY_CHANGE = {
     "run": ("steps", "epochs"),
-    "data": ("paths", "val_fraction", "context", "batch_size"),
-    "optimizer": ("lr", "betas", "eps", "weight_decay", "grad_clip", "warmup_steps", "min_lr"),
+    "data": ("paths", "val_paths", "val_fraction", "context", "batch_size", "packing"),
+    "optimizer": (
+        "lr",
+        "betas",
+        "eps",
+        "weight_decay",
+        "grad_clip",
+        "schedule",
+        "warmup_steps",
+        "decay_steps",
+        "min_lr",
+    ),
 }
 
 
