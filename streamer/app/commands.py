@@ -23,6 +23,8 @@ examples:
       the same model on your own text, for longer
   streamer train configs/hf-finetune.toml --model DIR --data FILE.jsonl
       a Llama, Qwen or other language model in a local Hugging Face folder, on text or JSON lines
+  streamer data configs/hf-finetune.toml --model DIR --data FILE.jsonl --show 5
+      what of the data is learnt, and what is cut
   streamer export runs/gpt2-demo --to gpt2-demo-weights
       the weights of its latest checkpoint, for others to load
   streamer plot runs/gpt2-demo
@@ -67,20 +69,21 @@ def command_line() -> argparse.ArgumentParser:
         metavar="DIR",
         help="a Hugging Face folder with the model and tokenizer to go on from",
     )
-    train = commands.add_parser(
-        "train",
-        parents=[config, overrides],
-        help="train the model of a config, its layers streamed",
-        description="Train the model of a config with its layers streamed from host memory.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    train.add_argument(
+    paths = argparse.ArgumentParser(add_help=False)
+    paths.add_argument(
         "--data",
         dest="data.paths",
         nargs="+",
         metavar="PATH",
         help="text or JSON lines, or directories of them, to train on",
+    )
+    train = commands.add_parser(
+        "train",
+        parents=[config, paths, overrides],
+        help="train the model of a config, its layers streamed",
+        description="Train the model of a config with its layers streamed from host memory.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     train.add_argument(
         "--save-every", dest="run.save_every", metavar="N", help="save a checkpoint every N steps"
@@ -100,6 +103,16 @@ def command_line() -> argparse.ArgumentParser:
     )
     train.add_argument(
         "--fall-back", action="store_true", help="where that checkpoint is damaged, go on from the one before"
+    )
+    data = commands.add_parser(
+        "data",
+        parents=[config, paths, overrides],
+        help="look at the data of a run, and at what of it is learnt",
+        description="Tell what the data of a config's run is made of (how many texts, how long, what is "
+        "cut), and show the first texts with what is learnt marked. Reads only the tokenizer of a model.",
+    )
+    data.add_argument(
+        "--show", type=_count, default=3, metavar="N", help="texts to show; default: %(default)s"
     )
     plan = commands.add_parser(
         "plan",
@@ -190,6 +203,12 @@ def command_line() -> argparse.ArgumentParser:
     return parser
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of texts")
+    return int(text)
+
+
 # A command imports its module, and torch and numba with it, only after its config has been read.
 
 
@@ -199,6 +218,7 @@ def run(arguments: Namespace) -> int:
         "train": _train,
         "export": _export,
         "calibrate": _calibrate,
+        "data": _data,
         "plan": _plan,
         "plot": _plot,
         "configs": _configs,
@@ -280,6 +300,14 @@ def _plan(arguments: Namespace) -> int:
         timeline=arguments.timeline,
     )
     return 0 if fits else 2
+
+
+def _data(arguments: Namespace) -> int:
+    config = _config(arguments)
+    with exiting_on_interrupt():
+        from streamer.app.data.show import show_data
+    show_data(config, arguments.show)
+    return 0
 
 
 def _export(arguments: Namespace) -> int:

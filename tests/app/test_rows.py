@@ -15,6 +15,7 @@ from streamer.app.cli import main
 from streamer.app.data.documents import Words, of_item
 from streamer.app.data.load import load_tokens
 from streamer.app.data.rows import Rows
+from streamer.app.data.show import marked
 from streamer.app.data.splits import IGNORED, TokenData
 from streamer.app.run.loop import TokenLoss, packs
 from tests import tiny_llama
@@ -329,3 +330,63 @@ def test_a_pretrained_model_learns_nothing_by_accident(
         capsys, "train", str(config)
     )
     assert not (config.parent / "runs").exists()
+
+
+def test_data_is_shown_with_what_is_learnt(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", str(config), "--show", "100", *sets("data.context=48")]) == 0
+    out = capsys.readouterr().out
+    data = load_tokens(["data.jsonl"], tiny_llama.tokenizer(), val_fraction=0.05, val_paths=["val.jsonl"])
+    rows = Rows(data, 48, 4, True, 0)
+    lengths = sorted(len(each) for each in conversations(data))
+    assert (
+        f"train: 60 conversations of {sum(lengths):,} tokens, {data.count_learnt('train')} of them learnt; "
+        f"half have up to {lengths[30]} tokens, nine of ten up to {lengths[54]}, the longest {lengths[-1]}\n"
+    ) in out
+    assert "val: 20 conversations of " in out
+    assert f"an epoch is {rows.steps(1)} steps of 4 x 48 tokens\n" in out
+    # in the order of the run's first epoch, each as the model gets it
+    batches = [rows.batch(step) for step in range(rows.steps(1))]
+    expected = [
+        TOKENIZER.decode(x).removesuffix("</s>") for batch in batches for x, _ in texts(batch)
+    ]  # fmt: skip
+    blocks = out.split("\n--- ")[1:]
+    assert len(blocks) == 60
+    for block, text in zip(blocks, expected, strict=True):
+        shown = block.partition("\n")[2]
+        before, _, learnt = shown.partition("⟦")
+        number = int(before.partition("after ")[2].partition("?")[0])
+        assert before == f"<|user|>after {number}?\n<|assistant|>"
+        assert learnt == f"{number + 1}\n</s>⟧\n"
+        assert text == before + learnt.removesuffix("</s>⟧\n")
+    # what a row has no room for
+    narrow = ["data.context=29", "data.packing=false", "data.val_paths=['data.jsonl']"]
+    assert main(["data", str(config), "--show", "1", *sets(*narrow)]) == 0
+    out = capsys.readouterr().out
+    cut = Rows(data, 29, 4, False, 0)
+    assert (cut.left_out, cut.cut) == (50, 60)
+    assert f"data.context = 29 cuts the ends of {cut.cut} conversations to train on\n" in out
+    assert f"{cut.left_out} are left out: nothing of them is learnt before they are cut\n" in out
+    assert "more that data.context = 29 cuts\n" in out and "one to a row: rows are full to 100%" in out
+
+
+@pytest.mark.parametrize("more", [[], ["run.steps=0", "run.epochs=1"]])
+def test_text_is_shown_as_it_is_drawn(
+    more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("to be or not to be, that is the question\n" * 9)
+    command = ["data", "gpt2-demo", "--data", str(tmp_path), "--show", "2", *sets("data.batch_size=1", *more)]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert "all of them are learnt\n" in out and out.count("65 bytes, 64 of them learnt") == 2
+    assert out.count("⟦") == out.count("⟧") == 3
+    assert refused(capsys, "data", "gpt2-demo", "--data", str(tmp_path / "none"))
+
+
+def test_marks_are_around_what_is_learnt() -> None:
+    tokens = TOKENIZER("what follows one? two")["input_ids"]
+    learnt = [place % 5 > 2 for place in range(len(tokens))]
+    shown = marked(tokens, learnt, TOKENIZER.decode, "[]")
+    assert shown.replace("[", "").replace("]", "") == "what follows one? two"
+    parts = [part.partition("]")[0] for part in shown.split("[")[1:]]
+    groups = [tokens[at + 3 : at + 5] for at in range(0, len(tokens), 5)]
+    assert parts == [TOKENIZER.decode(group) for group in groups if group]

@@ -7,7 +7,8 @@ begin anew with each, by which models of transformers know where one ends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -80,6 +81,28 @@ class Rows:
     def cut(self) -> int:
         """Documents to train on that are longer than a row."""
         return int((self._lengths("train") > self.context).sum()) if self.has_documents else 0
+
+    @property
+    def left_out(self) -> int:
+        """Documents to train on of which a row would have nothing that is learnt."""
+        return len(self._lengths("train")) - len(self._pieces("train")) if self.has_documents else 0
+
+    @property
+    def fullness(self) -> float:
+        """The share of the first epoch's rows that documents take."""
+        rows = self._rows("train", 0)
+        return sum(length for row in rows for _, length in row) / (len(rows) * self.context)
+
+    def first(self, count: int) -> Iterator[tuple[int, int, int]]:
+        """The first parts of the first epoch: where each begins among the tokens to train on, the targets
+        that it has in its row, and those that it has in all."""
+        parts = (part for row in self._rows("train", 0) for part in row)
+        ends = self.data.documents["train"].numpy() if self.has_documents else None
+        for begin, length in itertools.islice(parts, count):
+            whole = length
+            if ends is not None:
+                whole = int(ends[np.searchsorted(ends, begin, side="right")]) - begin - 1
+            yield begin, length, whole
 
     @property
     def has_documents(self) -> bool:
