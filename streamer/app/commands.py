@@ -11,6 +11,7 @@ from pathlib import Path
 
 from streamer.app import shipped
 from streamer.app.config import Config, ConfigError, RunConfig, load_config
+from streamer.app.reference import reference
 from streamer.app.signals import INTERRUPTED, exiting_on_interrupt
 from streamer.errors import CheckpointError
 from streamer.version import __version__
@@ -170,6 +171,9 @@ def command_line() -> argparse.ArgumentParser:
     )
     configs.add_argument("name", nargs="?", help="of the config to copy")
     configs.add_argument("--to", metavar="FILE", help="default: NAME.toml in this folder")
+    configs.add_argument(
+        "--keys", action="store_true", help="print all keys that a config can have: default, values, effect"
+    )
     plot = commands.add_parser(
         "plot",
         help="draw runs: losses, learning rate, tokens/s, lanes, the timeline of the last steps",
@@ -325,7 +329,9 @@ def _export(arguments: Namespace) -> int:
 
 
 def _configs(arguments: Namespace) -> int:
-    if arguments.name is None:
+    if arguments.keys:
+        print(reference(), end="")
+    elif arguments.name is None:
         shipped.list_configs()
     else:
         shipped.copy_config(arguments.name, None if arguments.to is None else Path(arguments.to))

@@ -229,76 +229,129 @@ def section(
 
 @dataclass(frozen=True)
 class RunConfig:
-    """``[run]``: the number of ``steps``, or of ``epochs`` (with both, what ends first), how often the run is
-    validated and saved (in steps), and where its files go (``out/name``).
+    """``[run]``: how long the run is, how often it is validated and saved, and where its files go."""
 
-    ``save_every`` 0 saves only when the run is stopped, and at its end. The last ``keep`` checkpoints are
-    kept. ``save_failure`` says whether a checkpoint that cannot be written stops the run. Before it does, and
-    at the end, another folder is asked for on a terminal; elsewhere it is tried again for ``save_wait``
-    minutes, and then in the folder for temporary files.
-    ``nonfinite`` says what follows a gradient that is NaN or infinite: skip the step, stop, or go back to the
-    last checkpoint and draw other batches from there. ``keep_best`` also saves after each validation whose
-    loss is the lowest so far, and keeps that checkpoint beside the others. After ``patience`` validations
-    in a row without a lower loss the run ends early (0: it never does). The loss before the first step does
-    not count. ``report`` names what else gets the values of ``metrics.jsonl``: TensorBoard, Weights & Biases.
-    """
-
-    name: Annotated[str, FOLDER]
-    steps: Annotated[int, COUNT_OR_0] = 0
-    seed: Annotated[int, COUNT_OR_0] = 0
-    eval_every: Annotated[int, COUNT] = 100
-    eval_batches: Annotated[int, COUNT] = 8
-    sample_tokens: Annotated[int, COUNT_OR_0] = 256
-    out: Annotated[str, TEXT] = "runs"
-    save_every: Annotated[int, COUNT_OR_0] = 0
-    keep: Annotated[int, COUNT] = 2
-    save_failure: Annotated[str, one_of("stop", "warn")] = "stop"
-    nonfinite: Annotated[str, one_of("skip", "stop", "back")] = "skip"
-    save_wait: Annotated[int, COUNT_OR_0] = 60
-    keep_best: Annotated[bool, FLAG] = False
-    patience: Annotated[int, COUNT_OR_0] = 0
-    report: Annotated[tuple[str, ...], REPORTS] = ()
-    epochs: Annotated[int, COUNT_OR_0] = 0
+    name: Annotated[str, FOLDER, "of the run's folder in `out`; `NAME-2` and so on where that is taken"]
+    steps: Annotated[
+        int, COUNT_OR_0, "updates; 0 leaves it to `epochs`. With both, what ends first ends the run"
+    ] = 0
+    seed: Annotated[int, COUNT_OR_0, "of the first values of a model, of batches and of samples"] = 0
+    eval_every: Annotated[int, COUNT, "steps from one validation to the next"] = 100
+    eval_batches: Annotated[int, COUNT, "batches of a validation, spaced evenly over its data"] = 8
+    sample_tokens: Annotated[
+        int,
+        COUNT_OR_0,
+        "tokens that the model writes at the end, after the beginning of the validation text; 0: none",
+    ] = 256
+    out: Annotated[str, TEXT, "the folder that runs' folders are in"] = "runs"
+    save_every: Annotated[
+        int,
+        COUNT_OR_0,
+        "steps from one checkpoint to the next; 0: only when the run is stopped, and at its end",
+    ] = 0
+    keep: Annotated[int, COUNT, "checkpoints that are kept: the last ones"] = 2
+    save_failure: Annotated[
+        str,
+        one_of("stop", "warn"),
+        'what a checkpoint that cannot be written does: "stop" the run, or "warn" and go on. '
+        "Before it stops, and at the end, another folder is asked for on a terminal",
+    ] = "stop"
+    nonfinite: Annotated[
+        str,
+        one_of("skip", "stop", "back"),
+        'what follows a gradient that is NaN or infinite: "skip" the step, "stop", or go "back" '
+        "to the last checkpoint and draw other batches from there",
+    ] = "skip"
+    save_wait: Annotated[
+        int,
+        COUNT_OR_0,
+        "minutes for which writing is tried again where there is no terminal; then the folder for "
+        "temporary files is taken",
+    ] = 60
+    keep_best: Annotated[
+        bool,
+        FLAG,
+        "also save after each validation whose loss is the lowest so far, and keep that "
+        "checkpoint beside the others",
+    ] = False
+    patience: Annotated[
+        int,
+        COUNT_OR_0,
+        "validations in a row without a lower loss after which the run ends early; 0: it never "
+        "does. The one before the first step does not count",
+    ] = 0
+    report: Annotated[
+        tuple[str, ...],
+        REPORTS,
+        "what else gets the values of `metrics.jsonl`: TensorBoard, Weights & Biases",
+    ] = ()
+    epochs: Annotated[
+        int,
+        COUNT_OR_0,
+        "how often the run goes through all of its data, in a new order each time; 0 leaves it to `steps`",
+    ] = 0
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """``[model]``: the factory ``module:callable`` and the keyword arguments it is called with, or the folder
-    of a pretrained model.
+    """``[model]``: a function of the user's that makes the model, or the folder of a pretrained one."""
 
-    ``init`` names the model's method that initialises one of its modules. With ``init`` the model is built
-    without values and initialised a layer at a time: see ``streamer.wrap(init=...)``. With ``pretrained``
-    (see ``streamer.from_pretrained``) ``factory`` is the class, if it is not that of the folder's config,
-    ``args`` change that config, and ``init`` initialises what is not in the files.
-    """
-
-    factory: Annotated[str | None, FACTORY] = None
-    args: Annotated[dict[str, Any], TABLE] = field(default_factory=dict)
-    init: Annotated[str | None, METHOD] = None
-    pretrained: Annotated[str | None, TEXT] = None
+    factory: Annotated[
+        str | None,
+        FACTORY,
+        "what makes the model; with `pretrained` its class, if it is not that of the folder's config",
+    ] = None
+    args: Annotated[
+        dict[str, Any],
+        TABLE,
+        "keyword arguments of `factory`; with `pretrained` changes of the folder's config",
+    ] = field(default_factory=dict)
+    init: Annotated[
+        str | None,
+        METHOD,
+        "the method that initialises one module of the model. With it the model is built without "
+        "values and initialised a layer at a time (`streamer.wrap(init=...)`); with `pretrained` "
+        "it initialises what is not in the files",
+    ] = None
+    pretrained: Annotated[
+        str | None, TEXT, "a Hugging Face folder with the model, and its tokenizer, to go on from (`--model`)"
+    ] = None
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """``[data]``: text files and directories (none: the Python standard library), and the batches.
+    """``[data]``: what is learnt from, and in which batches. A token is a byte, or one of a tokenizer's."""
 
-    A token is a byte. With ``tokenizer``, a folder, or with a pretrained model it is a token of theirs.
-    A step learns from ``batch_size`` sequences. It takes them in ``accumulate`` passes, each a forward and a
-    backward of its own, and updates once: as ``micro_batch_size`` that changes what a step takes, not what it
-    learns. ``val_fraction`` of the data is for validation, or all that is at ``val_paths``. Tokens of large
-    data are kept in the folder ``cache`` (a folder of the user's if it is not given). With ``packing`` short
-    conversations share a row, and none sees another.
-    """
-
-    context: Annotated[int, COUNT]  # tokens in a sequence
-    batch_size: Annotated[int, COUNT]
-    tokenizer: Annotated[str | None, TEXT] = None
-    paths: Annotated[tuple[str, ...], TEXTS] = ()
-    val_fraction: Annotated[float, FRACTION] = 0.05  # of the bytes, held out
-    val_paths: Annotated[tuple[str, ...], TEXTS] = ()
-    cache: Annotated[str | None, TEXT] = None
-    packing: Annotated[bool, FLAG] = True
-    accumulate: Annotated[int, COUNT] = 1
+    context: Annotated[int, COUNT, "tokens in a sequence"]
+    batch_size: Annotated[int, COUNT, "sequences that a step learns from"]
+    tokenizer: Annotated[
+        str | None,
+        TEXT,
+        "a folder with a tokenizer; with a pretrained model it is the model's if this is not given",
+    ] = None
+    paths: Annotated[
+        tuple[str, ...],
+        TEXTS,
+        "text, JSON lines, files of tokens (`.bin`, `.npy`), or folders of them (`--data`); none: "
+        "the Python standard library, and for a pretrained model nothing, which is refused",
+    ] = ()
+    val_fraction: Annotated[float, FRACTION, "the share of the data that is for validation"] = 0.05
+    val_paths: Annotated[tuple[str, ...], TEXTS, "data for validation, in place of a share"] = ()
+    cache: Annotated[
+        str | None,
+        TEXT,
+        "the folder where tokens of large data are kept; one in the user's cache if it is not given",
+    ] = None
+    packing: Annotated[
+        bool, FLAG, "put several short conversations into a row, none of which sees another"
+    ] = True
+    accumulate: Annotated[
+        int,
+        COUNT,
+        "passes, each a forward and a backward of its own, in which a step takes its sequences "
+        "before it updates once. Changes what a step takes, not what it learns; "
+        "`stream.micro_batch_size` does so at less cost where layers can be cut",
+    ] = 1
 
     @property
     def pass_size(self) -> int:
@@ -308,86 +361,150 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class StreamConfig:
-    """``[stream]``: the arguments of ``streamer.wrap`` of the same names. None leaves the choice to ``wrap``.
-    Weights in fp16 files are streamed in bf16 unless ``dtype`` says otherwise; with "float16" the loss is
-    scaled (torch.amp.GradScaler). In ``batch_dims`` "none" stands for None, which TOML lacks. "auto" is
-    chosen for the run's own step."""
+    """``[stream]``: the arguments of ``streamer.wrap`` of the same names. What is not given is left to
+    ``wrap``. "auto" is chosen for the run's own step."""
 
-    layers: Annotated[str | tuple[str, ...] | None, LAYERS] = None
-    num_slots: Annotated[int | Literal["auto"] | None, COUNT_OR_AUTO] = None
-    activations: Annotated[str | tuple[str, ...], ACTIVATIONS] = "recompute"
-    micro_batch_size: Annotated[int | Literal["auto"] | None, COUNT_OR_AUTO] = None
-    batch_dims: Annotated[dict[str, int | str] | None, BATCH_DIMS] = None
-    update: Annotated[str, one_of("step", "backward")] = "step"
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, DTYPE] = None
-    device: Annotated[str | None, TEXT] = None
-    host_threads: Annotated[int | None, COUNT] = None
-    compile: Annotated[bool, FLAG] = False
-    device_memory: Annotated[str | None, BYTES] = None
+    layers: Annotated[
+        str | tuple[str, ...] | None,
+        LAYERS,
+        "the name of the layers' list in the model, or several; found if it is not given",
+    ] = None
+    num_slots: Annotated[
+        int | Literal["auto"] | None,
+        COUNT_OR_AUTO,
+        "layers whose weights are on the device at a time; if it is not given two, and more where "
+        "`device_memory` leaves room",
+    ] = None
+    activations: Annotated[
+        str | tuple[str, ...],
+        ACTIVATIONS,
+        'what is kept from forward to backward: "recompute" (each layer\'s input), '
+        '"recompute+offload" (that in host memory), "keep" (all that autograd saves)',
+    ] = "recompute"
+    micro_batch_size: Annotated[
+        int | Literal["auto"] | None,
+        COUNT_OR_AUTO,
+        "sequences that a layer runs at a time while its weights are on the device; all of them "
+        "if it is not given",
+    ] = None
+    batch_dims: Annotated[
+        dict[str, int | str] | None,
+        BATCH_DIMS,
+        "the dimension of the batch in arguments of layers, by their names, where it cannot be "
+        'told; "none": such an argument is not cut',
+    ] = None
+    update: Annotated[
+        str,
+        one_of("step", "backward"),
+        'update all layers in the "step", or each in "backward" as soon as it has its gradient, '
+        "of which only a few are held then. That allows no clipping",
+    ] = "step"
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        DTYPE,
+        "of weights on the device; the masters that are updated are exact fp32. If it is not "
+        "given that of the model; fp16 files are streamed in bf16. With float16 the loss is "
+        "scaled",
+    ] = None
+    device: Annotated[str | None, TEXT, '"cuda", "cuda:1" or "cpu"; CUDA where there is one'] = None
+    host_threads: Annotated[
+        int | None,
+        COUNT,
+        "threads of the update on the host; as many as there are cores, but for one, if it is not given",
+    ] = None
+    compile: Annotated[bool, FLAG, "put layers through torch.compile"] = False
+    device_memory: Annotated[str | None, BYTES, "the most that the run may take of a GPU, such as 16GiB"] = (
+        None
+    )
 
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """``[memory]``: arguments of ``streamer.wrap``: ``host_memory``, the most that the model may take of host
-    memory (None: what is free), and ``disk``, folders for what that has no room for (None: no disk)."""
+    """``[memory]``: what the model may take of host memory, and disk for the rest."""
 
-    host: Annotated[str | None, BYTES] = None
-    disk: Annotated[str | tuple[str, ...] | None, FOLDERS] = None
+    host: Annotated[
+        str | None,
+        BYTES,
+        "the most that the model may take of host memory, such as 48GiB; what is free if it is not given",
+    ] = None
+    disk: Annotated[
+        str | tuple[str, ...] | None,
+        FOLDERS,
+        "a folder, or several on different drives, for what host memory has no room for",
+    ] = None
 
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """``[lora]``: with a ``rank`` above 0 a pretrained model's own weights stay as they are, and low-rank
-    adapters beside its linear layers are trained (Hu et al., 2021), through the peft library.
+    """``[lora]``: with a ``rank`` a pretrained model's own weights stay as they are, and low-rank adapters
+    beside its linear layers are trained (Hu et al., 2021, arXiv:2106.09685), through the peft library."""
 
-    What they add is multiplied by ``alpha`` / ``rank`` (``alpha`` / sqrt(``rank``) if ``rank_stabilized``);
-    ``alpha`` is twice the rank if it is not given. ``targets`` are the layers that are adapted: "all-linear",
-    which is all but the head, a regular expression, or the ends of their names.
-    """
-
-    rank: Annotated[int, COUNT_OR_0] = 0
-    alpha: Annotated[float | None, POSITIVE] = None
-    dropout: Annotated[float, BETA] = 0.0
-    targets: Annotated[str | tuple[str, ...], LAYERS] = "all-linear"
-    rank_stabilized: Annotated[bool, FLAG] = False
+    rank: Annotated[int, COUNT_OR_0, "of the adapters; 0: there are none, and the whole model is trained"] = 0
+    alpha: Annotated[
+        float | None,
+        POSITIVE,
+        "what adapters add is multiplied by `alpha` / `rank`; twice the rank if it is not given",
+    ] = None
+    dropout: Annotated[float, BETA, "of the adapters' inputs"] = 0.0
+    targets: Annotated[
+        str | tuple[str, ...],
+        LAYERS,
+        'the layers that are adapted: "all-linear" (all but the head), a regular expression, or '
+        "the ends of their names",
+    ] = "all-linear"
+    rank_stabilized: Annotated[bool, FLAG, "multiply by `alpha` / sqrt(`rank`)"] = False
 
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """``[sample]``: what the model writes after each of ``prompts``, ``every`` so many steps (0: only at the
-    end), into the run's ``samples.jsonl`` and the terminal.
+    """``[sample]``: what the model writes after prompts, to ``samples.jsonl`` and the terminal."""
 
-    A prompt is a text or a chat, an array of messages such as ``{role = "user", content = "Hello"}``, put
-    into the tokenizer's template; with ``chat`` a text is what a user says. ``tokens`` is the most that is
-    written, ``temperature`` divides the logits (0: always the most likely token), and a token is drawn from
-    the ``top_k`` most likely ones (0: from all).
-    """
-
-    prompts: Annotated[tuple[Any, ...], PROMPTS] = ()
-    chat: Annotated[bool, FLAG] = False
-    every: Annotated[int, COUNT_OR_0] = 0
-    tokens: Annotated[int, COUNT] = 64
-    temperature: Annotated[float, NOT_NEGATIVE] = 0.8
-    top_k: Annotated[int, COUNT_OR_0] = 0
+    prompts: Annotated[
+        tuple[Any, ...], PROMPTS, "texts, and chats, which are put into the tokenizer's template"
+    ] = ()
+    chat: Annotated[bool, FLAG, "a text is what a user says in a chat"] = False
+    every: Annotated[int, COUNT_OR_0, "steps from one time to the next; 0: only at the end"] = 0
+    tokens: Annotated[int, COUNT, "the most that is written after a prompt"] = 64
+    temperature: Annotated[float, NOT_NEGATIVE, "divides the logits; 0: always the most likely token"] = 0.8
+    top_k: Annotated[int, COUNT_OR_0, "a token is drawn from so many most likely ones; 0: from all"] = 0
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """``[optimizer]``: AdamW, clipping (0: none), and a learning rate that rises in a line to ``lr`` during
-    ``warmup_steps`` and from there goes on as ``schedule`` says: "cosine" and "linear" fall to ``min_lr`` at
-    the run's end, "constant" stays, "wsd" stays and falls in a line during the last ``decay_steps`` (a tenth
-    of the run if it is not given). Both numbers of steps may be shares of the run's, such as 0.1."""
+    """``[optimizer]``: AdamW, clipping, and how the learning rate moves."""
 
-    lr: Annotated[float, POSITIVE]
-    betas: Annotated[tuple[float, float], BETAS] = (0.9, 0.95)
-    eps: Annotated[float, POSITIVE] = 1e-8
-    weight_decay: Annotated[float, NOT_NEGATIVE] = 0.1
-    grad_clip: Annotated[float, NOT_NEGATIVE] = 1.0
-    state_dtype: Annotated[str, one_of("float32", "bfloat16", "int8")] = "float32"
-    warmup_steps: Annotated[int | float, STEPS] = 0
-    min_lr: Annotated[float, NOT_NEGATIVE] = 0.0
-    schedule: Annotated[str, one_of("cosine", "linear", "constant", "wsd")] = "cosine"
-    decay_steps: Annotated[int | float | None, STEPS] = None
+    lr: Annotated[float, POSITIVE, "the learning rate after the warm-up"]
+    betas: Annotated[tuple[float, float], BETAS, "of the averages of gradients and of their squares"] = (
+        0.9,
+        0.95,
+    )
+    eps: Annotated[float, POSITIVE, "added to the root of the squares"] = 1e-8
+    weight_decay: Annotated[float, NOT_NEGATIVE, "decoupled from the gradient, as AdamW's is"] = 0.1
+    grad_clip: Annotated[
+        float, NOT_NEGATIVE, "the norm that all gradients together are clipped to; 0: none"
+    ] = 1.0
+    state_dtype: Annotated[
+        str,
+        one_of("float32", "bfloat16", "int8"),
+        "of the moments, with bf16 weights: 8, 4 or 2 bytes a parameter",
+    ] = "float32"
+    warmup_steps: Annotated[
+        int | float,
+        STEPS,
+        "steps in which the rate rises in a line to `lr`, or their share of the run, such as 0.1",
+    ] = 0
+    min_lr: Annotated[float, NOT_NEGATIVE, "where the rate falls to"] = 0.0
+    schedule: Annotated[
+        str,
+        one_of("cosine", "linear", "constant", "wsd"),
+        'after the warm-up "cosine" and "linear" fall until the run\'s end, "constant" stays, '
+        '"wsd" stays and falls in a line in the end',
+    ] = "cosine"
+    decay_steps: Annotated[
+        int | float | None,
+        STEPS,
+        'steps of that fall of "wsd", or their share of the run; a tenth of it if it is not given',
+    ] = None
 
 
 @dataclass(frozen=True)

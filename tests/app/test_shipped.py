@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import fields
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 from setuptools import find_packages
 
 from streamer.app import shipped
 from streamer.app.cli import main
-from streamer.app.config import load_config
+from streamer.app.config import Config, load_config
 from streamer.app.run.build import import_factory
 from tests.app.common import HOME, refused
 
@@ -65,3 +67,17 @@ def test_its_model_is_found_there_too(tmp_path: Path, monkeypatch: pytest.Monkey
     for name in ("models", "models.gpt2"):
         monkeypatch.delitem(__import__("sys").modules, name, raising=False)
     assert import_factory("models.gpt2:GPT").__name__ == "GPT"
+
+
+def test_all_keys_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """configs/README.md is made of the code: `streamer configs --keys > configs/README.md`."""
+    assert main(["configs", "--keys"]) == 0
+    printed = capsys.readouterr().out
+    assert printed == (HOME / "configs" / "README.md").read_text()
+    for section in fields(Config):
+        _, _, table = printed.partition(f"## [{section.name}]\n")
+        lines = table.partition("\n## ")[0].splitlines()
+        rows = [line.split(" | ") for line in lines if line.startswith("| `")]
+        keys = fields(get_type_hints(Config)[section.name])
+        assert [row[0] for row in rows] == [f"| `{key.name}`" for key in keys]
+        assert all(len(row) == 4 and len(row[3]) > 10 for row in rows)
