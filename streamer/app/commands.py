@@ -117,7 +117,7 @@ def command_line() -> argparse.ArgumentParser:
     )
     plan = commands.add_parser(
         "plan",
-        parents=[config, overrides],
+        parents=[config, paths, overrides],
         help="bytes and seconds of a run, before anything is allocated",
         description="Tell what a step of a config's run takes on a machine: bytes by owner, seconds by lane, "
         "how both move with the batch, and what would make it fit. Allocates nothing. Exit code 2: it does "

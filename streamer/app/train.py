@@ -42,6 +42,7 @@ from streamer.app.run.run_folder import (
     Lanes,
     amount,
     best_checkpoint,
+    ended_early,
     forget_after,
     has_finished,
     locked,
@@ -90,12 +91,22 @@ def train(config: Config, resume: Path | None = None, *, fall_back: bool = False
         step = Manifest.read(resume).step
         print(
             f"{directory} has finished at step {step}: nothing is left to do; for more steps name them, "
-            + ("--set run.patience=0 say" if step < config.run.steps else f"--set run.steps={2 * step} say")
+            f"--set {_what_ended(resume, config)} say"
         )
         return None
     check_reports(config.run.report)
     with contextlib.nullcontext() if directory is None else locked(directory):
         return _train(config, resume, directory, fall_back=fall_back)
+
+
+def _what_ended(checkpoint: Path, config: Config) -> str:
+    """The key, with a value, that lets the finished run of ``checkpoint`` go on."""
+    run = config.run
+    if ended_early(checkpoint, config):
+        return "run.patience=0"
+    if run.epochs and not (run.steps and Manifest.read(checkpoint).step >= run.steps):
+        return f"run.epochs={2 * run.epochs}"
+    return f"run.steps={2 * run.steps}"
 
 
 def _train(

@@ -27,8 +27,9 @@ SUMMARY = {
 }
 
 
-def a_run(folder: Path, *, steps: int = 30, ended: bool = True) -> Path:
-    """A run's folder with a line for each step, one of validation for each tenth, and part of one more."""
+def a_run(folder: Path, *, steps: int = 30, ended: bool = True, trained: str = "root") -> Path:
+    """A run's folder with a line for each step, one of validation for each tenth, and part of one more;
+    ``trained`` is what its trace has updates of."""
     folder.mkdir()
     lines = []
     for step in range(steps + 1):
@@ -40,11 +41,11 @@ def a_run(folder: Path, *, steps: int = 30, ended: bool = True) -> Path:
     (folder / "metrics.jsonl").write_text(text + '{"step": 3')
     if ended:
         (folder / "summary.json").write_text(json.dumps(SUMMARY))
-        (folder / "trace.json").write_text(json.dumps({"traceEvents": list(events())}))
+        (folder / "trace.json").write_text(json.dumps({"traceEvents": list(events(trained))}))
     return folder
 
 
-def events() -> Iterator[dict[str, Any]]:
+def events(trained: str) -> Iterator[dict[str, Any]]:
     """Four steps of one millisecond: forward, a wait, backward; then nothing for a fifth of it."""
     for tid, name in enumerate(("COMPUTE", "HOST")):
         yield {"ph": "M", "name": "thread_name", "tid": tid, "args": {"name": name}}
@@ -57,7 +58,8 @@ def events() -> Iterator[dict[str, Any]]:
         yield box(0, "rootF", begin, 300)
         yield box(0, "0UNSHARD", begin + 300, 100, exposed="h2d")
         yield box(0, "rootB", begin + 400, 400)
-        yield box(1, "rootSTEP", begin + 800, 150)
+        yield box(1, f"{trained}STEP", begin + 800, 150)
+        yield box(1, "10STEP", begin + 800, 150)
 
 
 @pytest.fixture
@@ -99,8 +101,11 @@ def test_a_run_is_drawn_from_its_files(
     assert busy == [3.0, 1.0, 2.0, 4.0] and waited == [0.25, 0.0, 0.5, 0.0]
 
 
-def test_the_timeline_labels_every_gap_of_compute(tmp_path: Path, drawn: dict[str, Any]) -> None:
-    run = a_run(tmp_path / "one")
+@pytest.mark.parametrize("trained", ["root", "9"])
+def test_the_timeline_labels_every_gap_of_compute(
+    trained: str, tmp_path: Path, drawn: dict[str, Any]
+) -> None:
+    run = a_run(tmp_path / "one", trained=trained)
     plot([run])
     [axes] = drawn["timeline.png"].axes
     row = max(bar.get_y() + bar.get_height() / 2 for bar in axes.patches)

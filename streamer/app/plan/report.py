@@ -201,8 +201,10 @@ def _lanes(plan: RunPlan) -> Iterator[str]:
         f"{plan.tokens_per_second:,.0f} tokens/s, {plan.model_flops / rate:.3g} TFLOP/s of the model's own "
         f"(MFU {plan.mfu:.1%}), {prediction.flops / rate:.3g} as executed"
     )
-    if plan.config.run.steps:
-        yield f"{plan.config.run.steps:,} steps take {_time(plan.hours)}, without validation"
+    run = plan.config.run
+    if run.steps:
+        fewer = f" ({run.epochs} epochs of the data may be fewer)" if run.epochs else ""
+        yield f"{run.steps:,} steps{fewer} take {_time(plan.hours)}, without validation"
     if plan.space is not None and plan.space.peak:
         yield f"in {plan.config.run.out} {plan.space.line()}"
 

@@ -48,9 +48,14 @@ def kind_of(name: str) -> str:
 def _updates(events: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
     """When forwards began, and when updates did, in microseconds."""
     forwards = sorted(event["ts"] for event in events if event["name"] == "rootF")
+    begun: dict[str, list[float]] = {}
+    for event in events:
+        if kind_of(event["name"]) == "STEP":
+            begun.setdefault(event["name"].partition("STEP")[0], []).append(event["ts"])
+    # the root's, or, where nothing of it is trained, those of the first layer that is
+    of_one = sorted(begun.get("root") or begun[min(begun, key=int)] if begun else [])
     # of state on disk each chunk has an update of its own: the first of those between two forwards
-    of_root = sorted(event["ts"] for event in events if event["name"].partition("@")[0] == "rootSTEP")
-    return forwards, sorted({bisect_right(forwards, ts): ts for ts in reversed(of_root)}.values())
+    return forwards, sorted({bisect_right(forwards, ts): ts for ts in reversed(of_one)}.values())
 
 
 def whole_steps(trace: Path, *, most: int) -> int:

@@ -76,13 +76,25 @@ def has_finished(checkpoint: Path, config: Config) -> bool:
     """Whether the run of ``checkpoint`` has made all steps of ``config``, or has ended early as that says,
     and has written all of its files."""
     manifest = Manifest.read(checkpoint)
-    extra = decode(manifest.values["extra"], lambda name: torch.empty(0))
-    ended_early = 0 < config.run.patience <= extra.get("since_best", 0)
+    extra = _extra(manifest)
     # of epochs it is known how many steps they were
     of_epochs = extra.get("steps_of_epochs", 0) if extra.get("epochs") == config.run.epochs else 0
     ends = [steps for steps in (config.run.steps, of_epochs) if steps]
-    done = bool(ends) and manifest.step >= min(ends) or ended_early
+    done = bool(ends) and manifest.step >= min(ends) or ended_early(checkpoint, config)
     return done and (checkpoint.parent.parent / SUMMARY).exists()
+
+
+def ended_early(checkpoint: Path, config: Config) -> bool:
+    """Whether the validation loss of the run of ``checkpoint`` has not fallen for as long as ``config`` has
+    patience."""
+    since_best: int = _extra(Manifest.read(checkpoint)).get("since_best", 0)
+    return 0 < config.run.patience <= since_best
+
+
+def _extra(manifest: Manifest) -> dict[str, Any]:
+    """The loop's part of a checkpoint, its tensors empty."""
+    extra: dict[str, Any] = decode(manifest.values["extra"], lambda name: torch.empty(0))
+    return extra
 
 
 class Lanes(NamedTuple):

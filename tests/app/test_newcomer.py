@@ -1,0 +1,202 @@
+"""What a newcomer does, from a wheel and outside of any checkout: fine-tune a chat model on a JSONL file of
+their own, in full and with adapters, lose the machine on the way, go on, look at it, load it elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+
+from tests import tiny_llama
+from tests.app.common import HOME, sets
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # the libraries' own
+    pytest.mark.skipif(os.name != "posix", reason="kills a process as Linux does"),
+]
+STEPS_A_SAVE = 5
+SETTINGS = [
+    *("run.epochs=2", f"run.save_every={STEPS_A_SAVE}", "run.eval_every=20", "run.eval_batches=100"),
+    *("data.context=64", "data.batch_size=2", 'data.val_paths=["val.jsonl"]', "stream.device=cpu"),
+    *('sample.prompts=["after 3?"]', "sample.chat=true", "sample.temperature=0", "sample.tokens=8"),
+    *("stream.micro_batch_size=1", "optimizer.lr=1e-2", "data.packing=false"),
+]
+
+
+def chat(number: int) -> list[dict[str, str]]:
+    return [
+        {"role": "user", "content": f"after {number}?"},
+        {"role": "assistant", "content": f"{number + 1}"},
+    ]
+
+
+class Place:
+    """A virtual environment with streamer's wheel, and a folder with a model and data to work in."""
+
+    def __init__(self, root: Path) -> None:
+        self.sources, self.work, self._env = root / "sources", root / "work", root / "env"
+        left_out = shutil.ignore_patterns(".*", "runs", "build", "*.egg-info", "__pycache__")
+        shutil.copytree(HOME, self.sources, ignore=left_out)
+        self._pip("wheel", "--wheel-dir", str(root / "wheels"), str(self.sources))
+        [self._wheel] = (root / "wheels").glob("streamer-*.whl")
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", self._env], check=True)
+        self._bin = self._env / "bin"
+        [site] = self._env.glob("lib/python*/site-packages")
+        self.installed = site / "streamer_native"
+        # the libraries, but not this checkout's own installation, of which a file there tells
+        libraries = {Path(str(find_spec(name).origin)).parents[1] for name in ("torch", "peft", "matplotlib")}  # type: ignore[union-attr]
+        (site / "libraries.pth").write_text("".join(f"{path}\n" for path in libraries))
+        self.work.mkdir()
+        tiny_llama.write(self.work / "llama")
+        for name, numbers in (("train", range(60)), ("val", range(60, 70))):
+            lines = [json.dumps({"messages": chat(number)}) for number in numbers]
+            (self.work / f"{name}.jsonl").write_text("\n".join(lines))
+        usual = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "NUMBA"))}
+        self.environment = usual | {"XDG_CACHE_HOME": str(root / "cache"), "CUDA_VISIBLE_DEVICES": ""}
+
+    def _pip(self, *arguments: str) -> None:
+        options = [
+            "--no-deps",
+            "--no-build-isolation",
+            "--no-index",
+            "--quiet",
+            "--disable-pip-version-check",
+        ]
+        subprocess.run([sys.executable, "-m", "pip", *arguments[:1], *options, *arguments[1:]], check=True)
+
+    def install(self, *what: str) -> None:
+        python = str(self._bin / "python")
+        command = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "--quiet"]
+        options = ["--no-deps", "--no-index", "--no-build-isolation", "--force-reinstall"]
+        subprocess.run([*command, "install", *options, *(what or [str(self._wheel)])], check=True)
+
+    def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [str(self._bin / "streamer"), *arguments],
+            cwd=self.work,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            **options,
+        )
+
+    def streamer(self, *arguments: str) -> str:
+        """What the command prints; it has to succeed."""
+        process = self.start(*arguments)
+        printed, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, printed
+        return printed
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    found = Place(tmp_path_factory.mktemp("newcomer"))
+    found.install()
+    return found
+
+
+def validation_loss(model: Any, words: Any) -> float:
+    """Of the answers in val.jsonl and the token that ends them, by transformers alone."""
+    total, count = 0.0, 0
+    for number in range(60, 70):
+        text = words.apply_chat_template(chat(number), tokenize=False) + words.eos_token
+        encoded = words(text, return_offsets_mapping=True)
+        begins = text.index("<|assistant|>") + len("<|assistant|>")
+        labels = [
+            token if begin >= begins else -100
+            for token, (begin, _) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        ]
+        logits = model(torch.tensor([encoded["input_ids"]])).logits[0, :-1].float()
+        target = torch.tensor(labels[1:])
+        total += torch.nn.functional.cross_entropy(logits, target, ignore_index=-100, reduction="sum").item()
+        count += int((target != -100).sum())
+    return total / count
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
+def test_a_folder_becomes_a_trained_model(place: Place, adapters: bool) -> None:
+    name = "lora" if adapters else "full"
+    more = ["lora.rank=4"] if adapters else []
+    settings = sets(*SETTINGS, *more, f"run.name={name}")
+    command = ["hf-finetune", "--model", "llama", "--data", "train.jsonl", *settings]
+    if not adapters:
+        shown = place.streamer("data", *command, "--show", "1")
+        assert "train: 60 conversations of " in shown and "⟦" in shown
+        assert ": fits" in place.streamer("plan", *command)
+
+    run = place.work / "runs" / name
+    process = place.start("train", *command, start_new_session=True)
+    third = run / "checkpoints" / f"step-{3 * STEPS_A_SAVE:07d}"
+    while not third.exists():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.002)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert not (run / "summary.json").exists(), "it was to be killed before its end"
+    printed = place.streamer("train", *command, "--resume")
+    if not adapters:
+        again = place.streamer("train", *command, "--resume")
+        assert (
+            "has finished at step 60: nothing is left to do; for more steps name them, --set run.ep" in again
+        )
+
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert [line["step"] for line in lines if "loss" in line] == [*range(1, 61)], "two epochs of 30 steps"
+    assert sum(losses[-10:]) < sum(losses[:10])
+    summary = json.loads((run / "summary.json").read_text())
+    assert "tokens/s" in printed and summary["last_val_loss"] < summary["first_val_loss"]
+
+    assert "training.png" in place.streamer("plot", f"runs/{name}")
+    pictures = {path.name: path.stat().st_size for path in (run / "plots").iterdir()}
+    assert {"training.png", "lanes.png", "timeline.png"} <= pictures.keys() and min(pictures.values()) > 5000
+
+    out = place.work / f"{name}-out"
+    merge = ["--merge"] if adapters else []
+    place.streamer("export", f"runs/{name}", "--to", out.name, *merge)
+    words = transformers.AutoTokenizer.from_pretrained(out)
+    exported = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+    if adapters:
+        of_run: Any = peft.AutoPeftModelForCausalLM.from_pretrained(run / "adapters").eval()
+    else:
+        of_run = transformers.AutoModelForCausalLM.from_pretrained(run / "model").eval()
+    with torch.no_grad():
+        for model in (of_run, exported):
+            assert validation_loss(model, words) == pytest.approx(summary["last_val_loss"], rel=1e-4)
+    [sample] = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    asked = words.apply_chat_template(
+        chat(3)[:1], add_generation_prompt=True, return_tensors="pt", return_dict=False
+    )
+    found = exported.generate(asked, do_sample=False, max_new_tokens=8, max_length=None, eos_token_id=1)
+    assert words.eos_token_id == 1
+    assert sample["text"] == words.decode(found[0, asked.shape[1] :], skip_special_tokens=True)
+
+
+def test_an_editable_installation_after_a_wheel(place: Place) -> None:
+    """Compiled kernels kept a folder alive in the place of the wheel, which hid the package."""
+    small = [
+        "gpt2-demo",
+        "--data",
+        "train.jsonl",
+        *sets("run.steps=2", "run.eval_batches=1", "run.sample_tokens=0"),
+    ]
+    sized = sets("model.args.n_layer=1", "model.args.n_embd=16", "model.args.n_head=1", "stream.device=cpu")
+    place.streamer("train", *small, *sized)
+    assert place.installed.exists()
+    place.install("--editable", str(place.sources))
+    assert not place.installed.exists()
+    assert "parameters  " in place.streamer("train", *small, *sized)
