@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from bench.architectures_report import architectures_table
+from bench.data_table import data_table
 from bench.disk_table import disk_table, step_table
 from bench.markdown import Report, number, share, spread, table
 from bench.model_sizes_table import sizes_table
@@ -290,6 +291,7 @@ TABLES: dict[str, Callable[[Report], list[str]]] = {
     "bench/architectures.py": architectures_table,
     "bench/beside_others.py": beside_others,
     "bench/checkpoint.py": checkpoint,
+    "bench/data.py": data_table,
     "bench/disk.py": disk_table,
     "bench/disk_step.py": step_table,
     "bench/clock.py": clock,

@@ -33,6 +33,7 @@ from streamer.app.run.build import (
     without_values,
     write_pretrained,
 )
+from streamer.app.run.flops import model_flops_per_token, peak_of
 from streamer.app.run.loop import Loop, packs
 from streamer.app.run.reports import Report, check_reports, open_reports
 from streamer.app.run.run_folder import (
@@ -250,6 +251,10 @@ class _Run:
         frozen = not loop.config.lora.rank
         self._checkpoints = Checkpoints(directory, keep=self._config.keep, frozen=frozen)
         self._unigram = loop.data.unigram_entropy()
+        #: seconds that a step's arithmetic takes at the GPU's peak; None where that is not known
+        self._at_peak = None
+        if (peak := peak_of(loop.model)) is not None:
+            self._at_peak = model_flops_per_token(loop.model) * loop.tokens_per_step / peak
         #: what the bar tells of the last step
         self._shown = ""
 
@@ -336,14 +341,17 @@ class _Run:
             )
             self._bar.write(f"step {loop.step}: skipped, a gradient was not finite{scaled}")
         speed = loop.tokens_per_step / self.seconds[-1]
+        used = {} if self._at_peak is None else {"mfu": self._at_peak / self.seconds[-1]}
         self._log(
             **measured,
+            **used,
             tokens_per_second=speed,
             device_bytes=stats.device_bytes_now,
             device_bytes_peak=stats.device_bytes_peak,
         )
         held = f"device {amount(stats.device_bytes_now)}, peak {amount(stats.device_bytes_peak)}"
-        self._shown = f"loss {measured['loss']:.3f}, {speed:,.0f} tokens/s, {held}"
+        share = "".join(f", MFU {value:.1%}" for value in used.values())
+        self._shown = f"loss {measured['loss']:.3f}, {speed:,.0f} tokens/s{share}, {held}"
         self._bar.set_postfix_str(self._shown, refresh=False)
         self._bar.update()
         return True

@@ -296,6 +296,32 @@ MACHINES = {
 }
 
 
+#: The same by the name that a driver has for the GPU.
+BY_GPU = {
+    "NVIDIA GeForce RTX 3090": RTX_3090,
+    "NVIDIA GeForce RTX 4090": RTX_4090,
+    "NVIDIA GeForce RTX 5090": RTX_5090,
+    "NVIDIA GeForce RTX 4060 Laptop GPU": LAPTOP_8GB,
+    "NVIDIA A100-PCIE-40GB": A100_40GB,
+    "NVIDIA A100-SXM4-40GB": A100_40GB,
+    "NVIDIA A100 80GB PCIe": A100_PCIE_4,
+    "NVIDIA A100-SXM4-80GB": A100_PCIE_4,
+    "NVIDIA H100 PCIe": H100_PCIE_5,
+    "NVIDIA H100 80GB HBM3": H100_SXM,
+    "NVIDIA H200": H200,
+    "NVIDIA GH200 480GB": GH200,
+}
+
+
+def peak_flops(gpu: str, dtype: torch.dtype) -> float | None:
+    """FLOP/s of products in ``dtype`` by the data sheet of the GPU that its driver calls so; None for one of
+    which none is known here."""
+    machine = BY_GPU.get(gpu)
+    if machine is None:
+        return None
+    return machine.fp32_flops_per_second if dtype is torch.float32 else machine.flops_per_second
+
+
 def named_machine(name: str) -> Machine:
     """The machine of a name in `MACHINES`. Raises ValueError, listing them, for one that is not there."""
     if name not in MACHINES:

@@ -33,6 +33,7 @@ from streamer.app.run.schedule import schedule
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.paging.handle import wrapped
+from streamer.simulate.machine import BY_GPU, MACHINES, peak_flops
 from tests.app.common import HOME, logged, refused, sets
 
 CONFIG = """
@@ -395,6 +396,24 @@ def test_passes_share_one_mean() -> None:
     assert measured["loss"].item() == pytest.approx(loss.item(), rel=1e-6)
     assert measured["grad_norm"].item() == pytest.approx(norm.item(), rel=1e-5)
     streamer.unwrap(model)
+
+
+def test_a_step_tells_its_share_of_the_peak_of_a_gpu_that_is_known(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert peak_flops("NVIDIA GeForce RTX 4090", torch.bfloat16) == 165.2e12
+    assert peak_flops("NVIDIA GeForce RTX 4090", torch.float32) == 82.6e12
+    assert peak_flops("Another GPU", torch.float32) is None
+    assert {id(machine) for machine in BY_GPU.values()} <= {id(machine) for machine in MACHINES.values()}
+    assert main(["train", str(config), "--set", "run.name=cpu"]) == 0
+    assert not logged(tmp_path / "runs" / "cpu", "mfu")
+    monkeypatch.setattr("streamer.app.train.peak_of", lambda model: 1e12)
+    assert main(["train", str(config)]) == 0
+    lines = logged(tmp_path / "runs" / "tiny", "mfu")
+    parameters = json.loads((tmp_path / "runs" / "tiny" / "summary.json").read_text())["parameters"]
+    assert len(lines) == 6
+    for line in lines:
+        assert line["mfu"] == pytest.approx(6 * parameters * line["tokens_per_second"] / 1e12)
 
 
 def test_the_optimizer_is_that_of_the_config(config: Path) -> None:

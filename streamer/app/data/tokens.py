@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -18,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +34,8 @@ from streamer.app.data.splits import IGNORED, Split
 FORMAT = 1
 #: Characters of a text that are made tokens of at a time, and of those before them that are seen again.
 PIECE, OVERLAP = 1 << 17, 1 << 9
+#: Pieces that are made tokens of side by side: some 20 MB of memory each.
+AT_ONCE = min(8, os.cpu_count() or 1)
 #: Documents, and characters of them, that are given to the tokenizer at a time.
 MOST_DOCUMENTS, MOST_CHARACTERS = 512, 1 << 20
 #: Bytes of input after which what is written is noted, so that a killed process loses no more.
@@ -91,17 +94,20 @@ def _with_end(document: Document, ids: Sequence[int], offsets: Any, words: Words
     return Encoded(tokens, np.where(learnt, tokens, np.int32(IGNORED)).astype(np.int32))
 
 
-def encode_text(path: Path, words: Words, told: Callable[[bytes], None]) -> Iterator[np.ndarray]:
-    """The tokens of a text file, a piece at a time, as of the whole text at once; ``told`` gets the bytes of
-    each piece.
+@dataclass(frozen=True)
+class _Window:
+    """A piece of a text, its ``new`` last characters, behind the last characters of the piece before, whose
+    window it begins ``shift`` characters into."""
 
-    A piece is made tokens of with some of the text before it, and goes on from where tokens of both begin at
-    the same character.
-    """
-    tokenizer, decoder = words.tokenizer, codecs.getincrementaldecoder("utf-8-sig")()
-    kept = np.empty(0, dtype=np.int32)  # tokens that may still change, and where they begin in ``text``
-    begins = np.empty(0, dtype=np.int64)
-    text, is_first = "", True
+    text: str
+    new: int
+    shift: int
+    is_last: bool
+
+
+def _windows(path: Path, told: Callable[[bytes], None]) -> Iterator[_Window]:
+    """The pieces of a text file; ``told`` gets the bytes of each."""
+    decoder, text = codecs.getincrementaldecoder("utf-8-sig")(), ""
     with path.open("rb") as file:
         while True:
             place = file.tell() - len(decoder.getstate()[0])
@@ -112,42 +118,68 @@ def encode_text(path: Path, words: Words, told: Callable[[bytes], None]) -> Iter
                 wrong = place + error.start
                 raise ConfigError(f"{path}: not UTF-8 ({error.reason} at byte {wrong}); convert it") from None
             told(part)
-            # what is kept begins in the last characters of ``text``, which are seen again
-            cut = max(0, len(text) - OVERLAP)
-            before, text = begins - cut, text[cut:] + more
-            encoded = tokenizer(
-                text,
-                add_special_tokens=is_first,
-                return_offsets_mapping=True,
-                return_attention_mask=False,
-                verbose=False,
-            )
-            ids = np.array(encoded["input_ids"], dtype=np.int32)
-            at = np.array([begin for begin, _ in encoded["offset_mapping"]], dtype=np.int64)
-            if (
-                is_first
-                and len(ids) > 1
-                and ids[-1] == tokenizer.eos_token_id
-                and not encoded["offset_mapping"][-1][1]
-            ):
-                ids, at = ids[:-1], at[:-1]  # some tokenizers end each text that they are given
-            if not is_first:
-                middle = (len(text) - len(more)) // 2
-                common = np.intersect1d(before[before >= middle], at)
+            shift = max(0, len(text) - OVERLAP)
+            text = text[shift:] + more
+            yield _Window(text, len(more), shift, is_last=not part)
+            if not part:
+                return
+
+
+def _encode_windows(windows: Sequence[_Window], words: Words, *, is_first: bool) -> Iterator[_Placed]:
+    """The tokens of each window. A fast tokenizer makes them on as many cores as there are windows."""
+    encoded = words.tokenizer(
+        [window.text for window in windows],
+        add_special_tokens=is_first,
+        return_offsets_mapping=True,
+        return_attention_mask=False,
+        verbose=False,
+    )
+    for ids, offsets in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        if is_first and len(ids) > 1 and ids[-1] == words.tokenizer.eos_token_id and not offsets[-1][1]:
+            ids, offsets = ids[:-1], offsets[:-1]  # some tokenizers end each text that they are given
+        begins = np.array([begin for begin, _ in offsets], dtype=np.int64)
+        yield _Placed(np.array(ids, dtype=np.int32), begins)
+
+
+class _Placed(NamedTuple):
+    """Tokens, and where in their window each begins."""
+
+    ids: np.ndarray
+    begins: np.ndarray
+
+    def where(self, chosen: np.ndarray) -> _Placed:
+        return _Placed(self.ids[chosen], self.begins[chosen])
+
+
+def encode_text(path: Path, words: Words, told: Callable[[bytes], None]) -> Iterator[np.ndarray]:
+    """The tokens of a text file, a piece at a time, as of the whole text at once; ``told`` gets the bytes of
+    each piece.
+
+    A piece is made tokens of with some of the text before it, and goes on from where tokens of both begin at
+    the same character.
+    """
+    windows = _windows(path, told)
+    kept: _Placed | None = None  # tokens of the window before that may still change
+    # what a tokenizer writes before a text it writes once
+    while some := [*itertools.islice(windows, 1 if kept is None else AT_ONCE)]:
+        for window, found in zip(some, _encode_windows(some, words, is_first=kept is None), strict=True):
+            if kept is not None:
+                before = kept.begins - window.shift
+                middle = (len(window.text) - window.new) // 2
+                common = np.intersect1d(before[before >= middle], found.begins)
                 if not len(common):
                     raise ConfigError(
                         f"{path}: a token of more than {OVERLAP // 2} characters: shorten its lines"
                     )
-                yield kept[before < common[0]]
-                ids, at = ids[at >= common[0]], at[at >= common[0]]
-            is_first = False
-            if not part:
-                yield _ended(ids, tokenizer)
+                yield kept.ids[before < common[0]]
+                found = found.where(found.begins >= common[0])
+            if window.is_last:
+                yield _ended(found.ids, words.tokenizer)
                 return
             # those of the last characters may belong to a longer token
-            stays = at < len(text) - OVERLAP
-            yield ids[stays]
-            kept, begins = ids[~stays], at[~stays]
+            stays = found.begins < len(window.text) - OVERLAP
+            yield found.ids[stays]
+            kept = found.where(~stays)
 
 
 def _ended(tokens: np.ndarray, tokenizer: Any) -> np.ndarray:

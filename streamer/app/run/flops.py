@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
+
+from streamer.simulate.machine import peak_flops
 
 #: FLOPs of a parameter and a token: forward, and in backward the gradient of what goes in. The third
 #: product, of the parameter's own gradient, is for what is trained.
@@ -27,6 +30,15 @@ def model_flops_per_token(model: nn.Module) -> float:
         met = share if _is_of_experts(name, param, config) else 1.0
         flops += met * param.numel() * (TRAINED if param.requires_grad else FROZEN)
     return flops
+
+
+def peak_of(model: nn.Module) -> float | None:
+    """FLOP/s of the GPU that ``model`` computes on, by its data sheet; None for any other device."""
+    params = [*model.parameters()]
+    if params[0].device.type != "cuda":
+        return None
+    largest = max(params, key=nn.Parameter.numel)
+    return peak_flops(torch.cuda.get_device_name(params[0].device), largest.dtype)
 
 
 def _number(config: Any, names: tuple[str, ...]) -> int | None:
