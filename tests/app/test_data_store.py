@@ -53,7 +53,9 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(
     monkeypatch.setattr(store, "PIECE", piece)
     path = tmp_path / "a.txt"
     path.write_text(TEXT, encoding="utf-8-sig")
-    found = np.concatenate([*store.encode_text(path, Words.of(words), lambda part: None)])
+    found = np.concatenate(
+        [tokens for tokens, _ in store.encode_text(path, Words.of(words), lambda part: None)]
+    )
     whole = words(TEXT)["input_ids"]
     end = words.eos_token_id
     assert found.tolist() == whole + [end] * (whole[-1] != end)
@@ -120,6 +122,66 @@ def test_what_was_killed_goes_on_where_it_was(
     assert loaded(chats, cache) == expected
     # no document that was noted is made again
     assert sum(calls[before:]) == 2000 - 100 * after
+
+
+@pytest.mark.parametrize("words", [TOKENIZER, metaspace()], ids=["bytes", "metaspace"])
+@pytest.mark.parametrize("calls", [3, 13, 30, 55])
+def test_a_text_that_was_killed_goes_on_in_its_middle(
+    words: Any, calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("KEPT", 1), ("NOTED", 3 << 10), ("PIECE", 1 << 10), ("AT_ONCE", 2)):
+        monkeypatch.setattr(store, name, value)
+    paths = [tmp_path / name for name in ("a.txt", "b.txt", "c.txt")]
+    for path in paths:
+        path.write_text(TEXT + path.name, encoding="utf-8-sig")
+
+    def tokens(cache: str) -> list[list[int]]:
+        data = load_tokens(paths, words, val_fraction=0.3, cache=str(tmp_path / cache))
+        return [data.train.tolist(), data.val.tolist(), *(each.tolist() for each in data.documents.values())]
+
+    expected = tokens("undisturbed")
+    encode, made = store._encode_windows, []
+
+    def sometimes(windows: Any, *given: Any, **options: Any) -> Any:
+        made.append(len(windows))
+        if len(made) == calls:
+            raise KeyboardInterrupt
+        return encode(windows, *given, **options)
+
+    monkeypatch.setattr(store, "_encode_windows", sometimes)
+    with pytest.raises(KeyboardInterrupt):
+        tokens("cache")
+    before = sum(made[:-1])
+    made.clear()
+    made += [0] * calls
+    assert tokens("cache") == expected
+    [whole] = {sum(-(-path.stat().st_size // 1024) + 1 for path in paths)}
+    assert before + sum(made) <= whole + 8, "what was noted is not made again"
+
+
+def test_what_was_noted_and_lost_is_made_again(
+    chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a loss of power: files may be shorter than what is known of them."""
+    expected = loaded(chats, tmp_path)
+    for name, value in (("KEPT", 1), ("NOTED", 1 << 8), ("MOST_DOCUMENTS", 100)):
+        monkeypatch.setattr(store, name, value)
+    cache, encode, calls = tmp_path / "cache", store.encode, []
+
+    def sometimes(documents: Any, words: Any) -> Any:
+        calls.append(len(documents))
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return encode(documents, words)
+
+    monkeypatch.setattr(store, "encode", sometimes)
+    with pytest.raises(KeyboardInterrupt):
+        loaded(chats, cache)
+    [partial] = cache.iterdir()
+    for name in ("tokens", "targets"):
+        with (partial / name).open("r+b") as file:
+            file.truncate(100)
+    assert loaded(chats, cache) == expected
 
 
 def test_a_cache_that_cannot_be_written_is_named(

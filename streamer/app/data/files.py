@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import sysconfig
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -77,11 +78,12 @@ def read_bytes(path: Path, size: int = -1) -> bytes:
         _unreadable(error)
 
 
-def read_parts(path: Path, size: int) -> Iterator[bytes]:
-    """A file's bytes, ``size`` of them at a time. Raises ConfigError where it cannot be read."""
+def read_parts(path: Path, size: int, end: int = sys.maxsize) -> Iterator[bytes]:
+    """A file's bytes before ``end``, ``size`` of them at a time. Raises ConfigError where it cannot be
+    read."""
     try:
         with path.open("rb") as file:
-            while part := file.read(size):
+            while part := file.read(min(size, end - file.tell())):
                 yield part
     except OSError as error:
         error.filename = path

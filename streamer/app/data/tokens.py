@@ -94,21 +94,32 @@ def _with_end(document: Document, ids: Sequence[int], offsets: Any, words: Words
     return Encoded(tokens, np.where(learnt, tokens, np.int32(IGNORED)).astype(np.int32))
 
 
-@dataclass(frozen=True)
-class _Window:
-    """A piece of a text, its ``new`` last characters, behind the last characters of the piece before, whose
-    window it begins ``shift`` characters into."""
+class Tail(NamedTuple):
+    """Where a text has been made tokens of: the byte to go on from, the last characters before it, and the
+    tokens of these, which may still change, with where in them each begins."""
+
+    place: int
+    text: str
+    ids: list[int]
+    begins: list[int]
+
+
+class _Window(NamedTuple):
+    """A piece of a text, its ``new`` last characters, behind the last characters of the piece before; after
+    it the text goes on at the byte ``place``."""
 
     text: str
     new: int
-    shift: int
+    place: int
     is_last: bool
 
 
-def _windows(path: Path, told: Callable[[bytes], None]) -> Iterator[_Window]:
-    """The pieces of a text file; ``told`` gets the bytes of each."""
-    decoder, text = codecs.getincrementaldecoder("utf-8-sig")(), ""
+def _windows(path: Path, told: Callable[[bytes], None], after: Tail | None) -> Iterator[_Window]:
+    """The pieces of a text file, from ``after`` on; ``told`` gets the bytes of each."""
+    text, begin = ("", 0) if after is None else (after.text, after.place)
+    decoder = codecs.getincrementaldecoder("utf-8" if begin else "utf-8-sig")()
     with path.open("rb") as file:
+        file.seek(begin)
         while True:
             place = file.tell() - len(decoder.getstate()[0])
             part = file.read(PIECE)
@@ -118,11 +129,20 @@ def _windows(path: Path, told: Callable[[bytes], None]) -> Iterator[_Window]:
                 wrong = place + error.start
                 raise ConfigError(f"{path}: not UTF-8 ({error.reason} at byte {wrong}); convert it") from None
             told(part)
-            shift = max(0, len(text) - OVERLAP)
-            text = text[shift:] + more
-            yield _Window(text, len(more), shift, is_last=not part)
+            text = text[-OVERLAP:] + more
+            yield _Window(text, len(more), file.tell() - len(decoder.getstate()[0]), is_last=not part)
             if not part:
                 return
+
+
+class _Placed(NamedTuple):
+    """Tokens, and where in their window each begins."""
+
+    ids: np.ndarray
+    begins: np.ndarray
+
+    def where(self, chosen: np.ndarray) -> _Placed:
+        return _Placed(self.ids[chosen], self.begins[chosen])
 
 
 def _encode_windows(windows: Sequence[_Window], words: Words, *, is_first: bool) -> Iterator[_Placed]:
@@ -141,45 +161,44 @@ def _encode_windows(windows: Sequence[_Window], words: Words, *, is_first: bool)
         yield _Placed(np.array(ids, dtype=np.int32), begins)
 
 
-class _Placed(NamedTuple):
-    """Tokens, and where in their window each begins."""
-
-    ids: np.ndarray
-    begins: np.ndarray
-
-    def where(self, chosen: np.ndarray) -> _Placed:
-        return _Placed(self.ids[chosen], self.begins[chosen])
-
-
-def encode_text(path: Path, words: Words, told: Callable[[bytes], None]) -> Iterator[np.ndarray]:
-    """The tokens of a text file, a piece at a time, as of the whole text at once; ``told`` gets the bytes of
-    each piece.
+def encode_text(
+    path: Path, words: Words, told: Callable[[bytes], None], after: Tail | None = None
+) -> Iterator[tuple[np.ndarray, Tail]]:
+    """The tokens of a text file, a piece at a time, as of the whole text at once, with where to go on
+    ``after`` each; ``told`` gets the bytes of each piece.
 
     A piece is made tokens of with some of the text before it, and goes on from where tokens of both begin at
     the same character.
     """
-    windows = _windows(path, told)
-    kept: _Placed | None = None  # tokens of the window before that may still change
+    windows, tail = _windows(path, told, after), after
     # what a tokenizer writes before a text it writes once
-    while some := [*itertools.islice(windows, 1 if kept is None else AT_ONCE)]:
-        for window, found in zip(some, _encode_windows(some, words, is_first=kept is None), strict=True):
-            if kept is not None:
-                before = kept.begins - window.shift
+    while some := [*itertools.islice(windows, 1 if tail is None else AT_ONCE)]:
+        for window, found in zip(some, _encode_windows(some, words, is_first=tail is None), strict=True):
+            begun = np.empty(0, dtype=np.int32)
+            if tail is not None:
+                ids, begins = np.array(tail.ids, dtype=np.int32), np.array(tail.begins, dtype=np.int64)
                 middle = (len(window.text) - window.new) // 2
-                common = np.intersect1d(before[before >= middle], found.begins)
+                common = np.intersect1d(begins[begins >= middle], found.begins)
                 if not len(common):
                     raise ConfigError(
                         f"{path}: a token of more than {OVERLAP // 2} characters: shorten its lines"
                     )
-                yield kept.ids[before < common[0]]
-                found = found.where(found.begins >= common[0])
-            if window.is_last:
-                yield _ended(found.ids, words.tokenizer)
-                return
+                begun, found = ids[begins < common[0]], found.where(found.begins >= common[0])
             # those of the last characters may belong to a longer token
-            stays = found.begins < len(window.text) - OVERLAP
-            yield found.ids[stays]
-            kept = found.where(~stays)
+            first_seen_again = max(0, len(window.text) - OVERLAP)
+            stays = found.begins < (len(window.text) - OVERLAP)
+            if window.is_last:
+                tail = Tail(window.place, "", [], [])
+                yield np.append(begun, _ended(found.ids, words.tokenizer)), tail
+                return
+            changes = found.where(~stays)
+            tail = Tail(
+                window.place,
+                window.text[-OVERLAP:],
+                changes.ids.tolist(),
+                (changes.begins - first_seen_again).tolist(),
+            )
+            yield np.append(begun, found.ids[stays]), tail
 
 
 def _ended(tokens: np.ndarray, tokenizer: Any) -> np.ndarray:
@@ -220,14 +239,18 @@ class _Raw:
         #: the source that is read, the byte of it to go on from, documents, and the first for validation only
         self.source = self.place = self.documents = self.tokens = 0
         self.val_from: int | None = None
+        #: tokens of the document that is being written, and where its text goes on
+        self.partial = 0
+        self.tail: list[Any] | None = None
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(OSError, ValueError, KeyError):
-            vars(self).update(json.loads((folder / PROGRESS).read_text()))
-        width = np.dtype(dtype).itemsize
-        widths = {TOKENS: width * self.tokens, SIZES: 8 * self.documents, DIGESTS: 32 * self.documents}
-        widths |= {TARGETS: 4 * self.tokens} if has_targets else {}
+            noted = json.loads((folder / PROGRESS).read_text())
+            # after a machine has lost its power, what is noted may be there without the files
+            if all((folder / name).stat().st_size >= nbytes for name, nbytes in noted.pop("sizes").items()):
+                vars(self).update(noted)
+        self._has_targets = has_targets
         self._files: dict[str, BinaryIO] = {}
-        for name, nbytes in widths.items():
+        for name, nbytes in self._sizes().items():
             self._files[name] = (folder / name).open("r+b" if (folder / name).exists() else "w+b")
             self._files[name].truncate(nbytes)
             self._files[name].seek(nbytes)
@@ -245,12 +268,22 @@ class _Raw:
         self.documents += 1
         self.tokens += size
 
-    def note(self, source: int, place: int) -> None:
-        """All before ``place`` of this source is written."""
-        self.source, self.place = source, place
+    def _sizes(self) -> dict[str, int]:
+        """Bytes of the files as far as they are noted."""
+        tokens = self.tokens + self.partial
+        sizes = {TOKENS: np.dtype(self.dtype).itemsize * tokens, SIZES: 8 * self.documents}
+        sizes |= {DIGESTS: 32 * self.documents}
+        return sizes | ({TARGETS: 4 * tokens} if self._has_targets else {})
+
+    def note(self, source: int, place: int, *, partial: int = 0, tail: Tail | None = None) -> None:
+        """All before ``place`` of this source is written; of its text ``partial`` tokens, and it goes on from
+        ``tail``."""
+        self.source, self.place, self.partial = source, place, partial
+        self.tail = None if tail is None else [*tail]
         for file in self._files.values():
             file.flush()
-        known = {key: value for key, value in vars(self).items() if type(value) in (int, type(None))}
+        names = ("source", "place", "documents", "tokens", "val_from", "partial", "tail")
+        known = {name: getattr(self, name) for name in names} | {"sizes": self._sizes()}
         beside = self.folder / f".{PROGRESS}"
         beside.write_text(json.dumps(known))
         beside.replace(self.folder / PROGRESS)
@@ -275,7 +308,7 @@ def _read_all(
         elif words is not None and path.suffix.lower() in JSON_LINES:
             _read_documents(raw, path, number, begin, words, bar)
         elif words is not None:
-            _read_text(raw, path, words, bar)
+            _read_text(raw, path, number, words, bar)
         else:
             _copy_bytes(raw, path, names[number], bar)
         raw.note(number + 1, 0)
@@ -304,16 +337,25 @@ def _copy_bytes(raw: _Raw, path: Path, name: bytes, bar: tqdm[Any]) -> None:
     raw.end(size, hashlib.sha256(name).digest())
 
 
-def _read_text(raw: _Raw, path: Path, words: Words, bar: tqdm[Any]) -> None:
-    digest, size = hashlib.sha256(), 0
+def _read_text(raw: _Raw, path: Path, number: int, words: Words, bar: tqdm[Any]) -> None:
+    digest, size, after = hashlib.sha256(), 0, None
 
     def told(part: bytes) -> None:
         digest.update(part)
         bar.update(len(part))
 
-    for tokens in encode_text(path, words, told):
+    if raw.tail is not None:
+        after, size = Tail(*raw.tail), raw.partial
+        for part in read_parts(path, NOTED, after.place):
+            told(part)
+    noted = 0 if after is None else after.place
+    for tokens, tail in encode_text(path, words, told, after):
         raw.add(tokens, None)
         size += len(tokens)
+        if tail.place - noted >= NOTED:
+            raw.note(number, 0, partial=size, tail=tail)
+            noted = tail.place
+    raw.partial, raw.tail = 0, None
     raw.end(size, digest.digest())
 
 
