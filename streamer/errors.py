@@ -1,4 +1,4 @@
-"""What is raised for checkpoints and disks that cannot be used, and how warnings are given."""
+"""What is raised for checkpoints and disks that cannot be used, how warnings are given; bytes in words."""
 
 from __future__ import annotations
 
@@ -29,6 +29,21 @@ def shortened(names: Sequence[str], most: int = 10) -> str:
     """``names`` in a line, the first of them if there are many."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def amount(nbytes: float) -> str:
+    """Bytes in the largest binary unit that leaves a figure of 1 or more."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.2f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.2f} TiB"
+
+
+def exact_amount(nbytes: int) -> str:
+    """Bytes to the byte, and in a unit that can be read where they are many."""
+    told = f"{nbytes} byte{'s' * (nbytes != 1)}"
+    return told if nbytes < 1 << 20 else f"{told} ({amount(nbytes)})"
 
 
 def warn(message: str) -> None:

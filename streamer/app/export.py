@@ -23,12 +23,12 @@ from streamer.app.config import Config, ConfigError, ModelConfig, load_config
 from streamer.app.run.adapters import Merged, add_adapters, write_values
 from streamer.app.run.beside import bytes_beside, copy_beside, files_beside
 from streamer.app.run.build import import_factory, streamed_dtype, without_values
-from streamer.app.run.run_folder import amount, best_checkpoint
+from streamer.app.run.run_folder import best_checkpoint
 from streamer.checkpoint.frozen import LeftOut
 from streamer.checkpoint.manifest import NAME, Manifest, checkpoints, new_folder
 from streamer.checkpoint.save import BUFFERS, FROZEN, WEIGHTS
 from streamer.checkpoint.tensors import BY_NAME, Flushing, Piece, file_bytes, in_a_line, write_tensors
-from streamer.errors import CheckpointError, shortened
+from streamer.errors import CheckpointError, amount, shortened
 from streamer.model.options import parse_bytes
 from streamer.pretrained.files import INDEX, SINGLE, Stored
 from streamer.version import __version__

@@ -41,7 +41,6 @@ from streamer.app.run.run_folder import (
     SUMMARY,
     Checkpoints,
     Lanes,
-    amount,
     best_checkpoint,
     ended_early,
     forget_after,
@@ -58,6 +57,7 @@ from streamer.app.run.space import Space, check_space
 from streamer.app.signals import Stop, stopping
 from streamer.checkpoint.manifest import Manifest
 from streamer.engine.paging.handle import wrapped
+from streamer.errors import amount
 from streamer.model.options import parse_bytes
 
 #: Tokens of validation text that the sample at the end continues.

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from streamer.backends.base import Process
-from streamer.errors import DiskError
+from streamer.errors import DiskError, exact_amount
 
 if sys.platform == "linux":
     import fcntl
@@ -388,14 +388,10 @@ def _move(
 def too_full(folder: Path, asked: int, free: int, number: int | None = errno.ENOSPC) -> DiskError:
     """The error for a folder without room for ``asked`` bytes more."""
     return DiskError(
-        f"disk={folder} has no room: {_amount(asked)} are asked of it and {_amount(free)} are free: free "
-        "space, or give folders on further drives, which take their share",
+        f"disk={folder} has no room: {exact_amount(asked)} are asked of it and {exact_amount(free)} are "
+        "free: free space, or give folders on further drives, which take their share",
         number,
     )
-
-
-def _amount(nbytes: int) -> str:
-    return f"{nbytes} bytes" if nbytes < 1 << 20 else f"{nbytes} bytes ({nbytes / (1 << 30):.2f} GiB)"
 
 
 def _address(mapping: mmap.mmap) -> int:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from streamer.errors import exact_amount
+
 #: Said of the host where it stands in for the device: what it needs has the device's bytes in it.
 SHARED = " (whose memory is the device's too)"
 
@@ -27,8 +29,8 @@ class Tier:
         return max(0, self.needed - self.available)
 
     def __str__(self) -> str:
-        short = f" ({amount(self.lacking)} too few)" if self.lacking else ""
-        return f"{self.name} needs {amount(self.needed)} and has {amount(self.available)}{short}"
+        short = f" ({exact_amount(self.lacking)} too few)" if self.lacking else ""
+        return f"{self.name} needs {exact_amount(self.needed)} and has {exact_amount(self.available)}{short}"
 
 
 def host(needed: int, available: int, remedy: str = "") -> Tier:
@@ -56,10 +58,4 @@ def require(what: str, *tiers: Tier, details: Callable[[], str] | None = None) -
 
 def lacks(tiers: Iterable[Tier]) -> str:
     """The tiers that are short, each with how many bytes it lacks."""
-    return " and ".join(f"{tier.name} lacks {amount(tier.lacking)}" for tier in tiers if tier.lacking)
-
-
-def amount(nbytes: int) -> str:
-    """Bytes as an error tells them."""
-    told = f"{nbytes} byte{'s' * (nbytes != 1)}"
-    return told if nbytes < 1 << 20 else f"{told} ({nbytes / (1 << 30):.2f} GiB)"
+    return " and ".join(f"{tier.name} lacks {exact_amount(tier.lacking)}" for tier in tiers if tier.lacking)

@@ -20,9 +20,9 @@ from torch.nn.utils import parametrize
 from streamer.engine.layer.outside_access import Split
 from streamer.engine.paging.unit import Unit
 from streamer.engine.schedule.op import ROOT
+from streamer.errors import exact_amount
 from streamer.memory.layout import Layout, Param
 from streamer.memory.slots import num_grad_slots
-from streamer.memory.verdict import amount
 from streamer.model.layers import is_called, parts_of, worth_a_slot
 from streamer.planner.ledger import Ledger, ledger
 
@@ -257,18 +257,18 @@ def _remedy(ways: Sequence[Units], best: Units, *, num_slots: int, available: in
         if any(way.device_bytes(count) <= available for way in ways)
     ]
     needed = best.device_bytes(num_slots)
-    figure = amount(needed) if limit is None else f"device_memory={needed + limit - available}"
+    figure = exact_amount(needed) if limit is None else f"device_memory={needed + limit - available}"
     would_do = f"{figure} would do{f', or lower num_slots to {fewer[0]}' if fewer else ''}"
     beside = best.ledger(num_slots).beside_slots
     if beside >= available:
-        return f"what is in no layer takes {amount(beside)} alone; {would_do}"
+        return f"what is in no layer takes {exact_amount(beside)} alone; {would_do}"
     most = max(unit.layout.nbytes for unit in best.units)
     obstacles = {unit.name: _obstacle(unit) for unit in best.units if unit.layout.nbytes == most}
     name = next((name for name, obstacle in obstacles.items() if obstacle), next(iter(obstacles)))
     reason = obstacles[name] or "its parts would take more"
     return (
-        f"'{name}' takes {amount(most)}, a slot may take "
-        f"{amount(_allowed(best, num_slots, available - beside))}, and it cannot be streamed in parts "
+        f"'{name}' takes {exact_amount(most)}, a slot may take "
+        f"{exact_amount(_allowed(best, num_slots, available - beside))}, and it cannot be streamed in parts "
         f"({reason}); {would_do}"
     )
 

@@ -18,8 +18,8 @@ from streamer.app.plan.planning import (
     waiting_for_disk,
 )
 from streamer.app.plan.remedies import Faster, Remedies, faster, find_remedies
-from streamer.app.run.run_folder import amount
 from streamer.backends.base import DISKS, Lane
+from streamer.errors import amount
 from streamer.simulate.machine import CUDA
 
 

@@ -18,11 +18,10 @@ from torch import nn
 import streamer
 from streamer.app.config import Config, ConfigError, LoraConfig
 from streamer.app.run.beside import bytes_beside, copy_beside, files_beside
-from streamer.app.run.run_folder import amount
 from streamer.checkpoint.frozen import LeftOut
 from streamer.checkpoint.manifest import new_folder
 from streamer.checkpoint.tensors import BY_NAME
-from streamer.errors import CheckpointError, shortened
+from streamer.errors import CheckpointError, amount, shortened
 from streamer.pretrained.files import Stored, stored_tensors
 from streamer.pretrained.match import Tensors
 

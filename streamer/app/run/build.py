@@ -34,12 +34,11 @@ from streamer.app.data.documents import JSON_LINES
 from streamer.app.data.splits import TokenData
 from streamer.app.run.adapters import add_adapters
 from streamer.app.run.beside import bytes_beside, copy_beside, files_beside
-from streamer.app.run.run_folder import amount
 from streamer.app.shipped import model_module
 from streamer.backends.base import Backend
 from streamer.checkpoint.manifest import new_folder
 from streamer.config_values import nearest
-from streamer.errors import DiskError
+from streamer.errors import DiskError, amount
 from streamer.model.layers import find_layers
 from streamer.pretrained.architecture import ModelClass, build, is_of_transformers, transformers_library
 from streamer.pretrained.files import has_weights, stored_tensors

@@ -26,7 +26,7 @@ from streamer.app.signals import Stop
 from streamer.backends.base import DISKS
 from streamer.checkpoint.manifest import Manifest, checkpoints, prune
 from streamer.checkpoint.values import decode
-from streamer.errors import CheckpointError
+from streamer.errors import CheckpointError, amount
 
 fcntl: Any
 try:
@@ -172,15 +172,6 @@ def summary_table(summary: Mapping[str, Any], *, unit: str = "byte") -> str:
             "processes, or too few cores"
         )
     return "\n".join(lines)
-
-
-def amount(nbytes: float) -> str:
-    """Bytes in the largest binary unit that leaves a figure of 1 or more."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.2f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.2f} TiB"
 
 
 #: Where checkpoints are in a run's directory.

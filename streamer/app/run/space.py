@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from streamer.app.config import Config, ConfigError
-from streamer.app.run.run_folder import FOLDER, amount
+from streamer.app.run.run_folder import FOLDER
 from streamer.checkpoint.manifest import checkpoints
+from streamer.errors import amount
 from streamer.memory.purposes import BF16, FP32, MOMENTS
 from streamer.optim.state import parse_state_dtype
 from streamer_native import QUANTUM
