@@ -11,6 +11,7 @@ from pathlib import Path
 
 from streamer.app import shipped
 from streamer.app.config import Config, ConfigError, RunConfig, load_config
+from streamer.app.output import outliving_readers
 from streamer.app.reference import reference
 from streamer.app.signals import INTERRUPTED, exiting_on_interrupt
 from streamer.errors import CheckpointError
@@ -277,7 +278,8 @@ def _train(arguments: Namespace) -> int:
             named = {override.partition("=")[0].strip() for override in arguments.set}
             named |= {key for key, value in vars(arguments).items() if "." in key and value is not None}
             resume = checkpoint_to_resume(config, arguments.resume or None, named)
-        train(config, resume, fall_back=arguments.fall_back)
+        with outliving_readers():
+            train(config, resume, fall_back=arguments.fall_back)
     except (StoppedError, OSError) as error:
         return _failed(error, 1)
     except KeyboardInterrupt:

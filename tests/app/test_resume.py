@@ -640,6 +640,28 @@ main(["train", "run.toml"])
 """
 
 
+@pytest.mark.parametrize("ends", [False, True], ids=["goes on", "Ctrl-C"])
+def test_a_run_outlives_its_readers(config: Path, monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
+    """`tee` ends at Ctrl-C before the run has saved."""
+    reads, writes = os.pipe()
+    with os.fdopen(writes, "w", buffering=1) as log, monkeypatch.context() as patch:
+        for name in ("stdout", "stderr"):
+            patch.setattr(sys, name, log)
+
+        def leave() -> None:
+            os.close(reads)
+            if ends:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        stop_at(patch, 7, leave)
+        assert train(config, *sets("run.save_every=0", "run.eval_every=1")) == 0
+    run = Path("runs/run")
+    [saved] = checkpoints(run / "checkpoints")
+    assert logged(run, "loss")[-1]["step"] == Manifest.read(saved).step
+    assert (run / "summary.json").exists() == (not ends)
+    assert (Manifest.read(saved).step == STEPS) == (not ends)
+
+
 def test_a_second_ctrl_c_ends_the_process_at_once(config: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", ENDLESS.format(home=str(HOME))], stdout=subprocess.PIPE, text=True
