@@ -1,4 +1,6 @@
-"""Ctrl-C and SIGTERM: at once while nothing has begun, politely in a run, whose step is finished first."""
+"""Ctrl-C, SIGTERM and a lost terminal: at once while nothing has begun, politely in a run, whose step is
+finished first.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +40,14 @@ def _handled(handler: Callable[[int, FrameType | None], None], *numbers: signal.
 
 @contextmanager
 def stopping() -> Iterator[Stop]:
-    """Inside the block the first SIGINT or SIGTERM only sets the `Stop` that this gives. A second signal ends
-    the process at once, by the system's default. Other threads than the main one get a `Stop` that stays
-    unset."""
+    """Inside the block the first SIGINT, SIGTERM or SIGHUP (the terminal is gone) only sets the `Stop` that
+    this gives. A second signal ends the process at once, by the system's default. Other threads than the main
+    one get a `Stop` that stays unset."""
     stop = Stop()
-    numbers = signal.SIGINT, signal.SIGTERM
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    # nohup ignores it
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        numbers.append(signal.SIGHUP)
 
     def note(number: int, frame: FrameType | None) -> None:
         stop.signal = signal.Signals(number)

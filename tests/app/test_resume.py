@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,7 @@ def trouble(*_: Any, **__: Any) -> None:
     raise Trouble("on purpose")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=str)
 def test_a_signal_lets_the_step_end_and_says_where_to_go_on(
     config: Path,
     tmp_path: Path,
@@ -142,7 +143,11 @@ def test_a_signal_lets_the_step_end_and_says_where_to_go_on(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     number: signal.Signals,
+    request: pytest.FixtureRequest,
 ) -> None:
+    if signal.getsignal(number) is signal.SIG_IGN:  # as nohup has it
+        request.addfinalizer(partial(signal.signal, number, signal.SIG_IGN))
+        signal.signal(number, signal.SIG_DFL)
     with monkeypatch.context() as patch:
         stop_at(patch, 5, lambda: os.kill(os.getpid(), number))
         assert train(config) == 0
