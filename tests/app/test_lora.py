@@ -230,3 +230,16 @@ def test_mistakes_end_in_one_line(
 def test_adapters_are_of_a_pretrained_model(capsys: pytest.CaptureFixture[str]) -> None:
     error = refused(capsys, "plan", str(Path(CONFIG).parent / "gpt2-demo.toml"), *sets("lora.rank=4"))
     assert "[lora] adapts a pretrained model: give its folder as model.pretrained (--model)" in error
+
+
+def test_experts_are_refused_before_anything_is_loaded(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_llama.tokenizer().save_pretrained("mixtral")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.MixtralConfig(vocab_size=300, num_key_value_heads=2, num_local_experts=4, **sizes)
+    transformers.MixtralForCausalLM(config).save_pretrained("mixtral")
+    told = refused(capsys, *command(model="mixtral", settings=LORA))
+    assert "[lora] would adapt model.layers.0.mlp.gate and 5 more, which peft writes in each forward" in told
+    targets = [*LORA, "run.steps=2", 'lora.targets=["q_proj", "k_proj", "v_proj", "o_proj"]']
+    assert main(command(model="mixtral", settings=targets)) == 0

@@ -57,6 +57,14 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> nn.Module:
         adapted: nn.Module = peft.inject_adapter_in_model(options, model)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"[lora]: {' '.join(str(error).split())}") from error
+    # peft adapts parameters that are no layer's own, such as stacked experts, by writing them in each forward
+    of_parameters = getattr(peft.tuners.lora.layer, "ParamWrapper", ())
+    if written := [name for name, module in adapted.named_modules() if isinstance(module, of_parameters)]:
+        raise ConfigError(
+            f"[lora] would adapt {shortened(written, 1)}, which peft writes in each forward, and streamed "
+            "weights may not be written there: name the layers beside them, as in --set "
+            '\'lora.targets=["q_proj", "k_proj", "v_proj", "o_proj"]\''
+        )
     return adapted
 
 
