@@ -1,6 +1,6 @@
 """How long does it take to make tokens of text and of chats, and in how much memory?
 
-    python -m bench.data --megabytes 20 1000    # three quarters of an hour on two cores
+    python -m bench.data --megabytes 20 1000    # some 25 minutes on two cores
 
 Each measurement is a process of its own, in which nothing else happens: *streamer* makes tokens as a run's
 first start does, into files that are mapped; *again* is a later start, which finds them; *plain* reads the
