@@ -228,7 +228,8 @@ def _chat(where: str, given: Any, tools: Any, words: Words) -> list[Document]:
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before, after = written(index, add_generation_prompt=True), written(index + 1)
+        before = written(index, add_generation_prompt=True)
+        after = text if index + 1 == len(messages) else written(index + 1)
         if not after.startswith(before):
             raise ConfigError(
                 f"{where}: the tokenizer's chat template writes what comes before an answer otherwise when "
