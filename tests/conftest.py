@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import shutil
+import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -25,6 +26,11 @@ for devices in (torch.cuda, torch.xpu, torch.mtia):
     if not devices.is_available():
         # `torch.manual_seed` would keep every seed for when there are any, each with the stack as a text
         devices.manual_seed_all = lambda seed: None
+
+# a shell has them ignored by what it starts in the background, and nohup too: tests send them
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 #: Files in memory, whose flushing costs nothing, and the bytes that have to be free there.
 MEMORY, ROOM = Path("/dev/shm"), 2 << 30

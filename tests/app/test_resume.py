@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,11 +142,7 @@ def test_a_signal_lets_the_step_end_and_says_where_to_go_on(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     number: signal.Signals,
-    request: pytest.FixtureRequest,
 ) -> None:
-    if signal.getsignal(number) is signal.SIG_IGN:  # as nohup has it
-        request.addfinalizer(partial(signal.signal, number, signal.SIG_IGN))
-        signal.signal(number, signal.SIG_DFL)
     with monkeypatch.context() as patch:
         stop_at(patch, 5, lambda: os.kill(os.getpid(), number))
         assert train(config) == 0
