@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from streamer.app.data import tokens as store
 from streamer.app.data.documents import Words
 from streamer.app.data.load import load_bytes, load_tokens
 from tests import tiny_llama
-from tests.app.common import error_of
+from tests.app.common import HOME, error_of
 
 TOKENIZER = tiny_llama.tokenizer()
 #: Long words and long runs of the same characters, of one to four bytes each, in lines of all lengths.
@@ -95,7 +98,7 @@ def test_tokens_are_kept_and_found_again(
     with monkeypatch.context() as patch:
         patch.setattr(TOKENIZER, "chat_template", tiny_llama.CHAT + " ")
         loaded(chats, cache)
-    assert len([*cache.iterdir()]) == 3
+    assert len([*cache.glob("[!.]*")]) == 3
     assert not [*cache.glob("*.partial")]
 
 
@@ -117,7 +120,7 @@ def test_what_was_killed_goes_on_where_it_was(
     monkeypatch.setattr(store, "encode", sometimes)
     with pytest.raises(KeyboardInterrupt):
         loaded(chats, cache)
-    assert [path.suffix for path in cache.iterdir()] == [".partial"], "nothing looks done"
+    assert [path.suffix for path in cache.glob("[!.]*")] == [".partial"], "nothing looks done"
     before = len(calls)
     assert loaded(chats, cache) == expected
     # no document that was noted is made again
@@ -177,7 +180,7 @@ def test_what_was_noted_and_lost_is_made_again(
     monkeypatch.setattr(store, "encode", sometimes)
     with pytest.raises(KeyboardInterrupt):
         loaded(chats, cache)
-    [partial] = cache.iterdir()
+    [partial] = cache.glob("[!.]*")
     for name in ("tokens", "targets"):
         with (partial / name).open("r+b") as file:
             file.truncate(100)
@@ -238,3 +241,75 @@ def test_what_are_no_tokens_is_named(tmp_path: Path, name: str, content: Any, me
     else:
         np.save(tmp_path / name, content)
     assert message in error_of(load_bytes, [tmp_path / name])
+
+
+def test_validation_data_that_was_killed_stays_validation_data(
+    chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("KEPT", 1), ("NOTED", 1 << 8), ("MOST_DOCUMENTS", 100)):
+        monkeypatch.setattr(store, name, value)
+    own = tmp_path / "own.jsonl"
+    own.write_text("".join(json.dumps({"text": f"only {n}"}) + "\n" for n in range(30)))
+
+    def made(cache: str) -> tuple[int, int]:
+        data = load_tokens([own], TOKENIZER, val_fraction=0.1, val_paths=[chats], cache=str(tmp_path / cache))
+        return len(data.documents["train"]) - 1, len(data.documents["val"]) - 1
+
+    assert made("undisturbed") == (30, 2000)
+    encode, calls = store.encode, []
+
+    def sometimes(documents: Any, words: Any) -> Any:
+        calls.append(len(documents))
+        if len(calls) == 8:
+            raise KeyboardInterrupt
+        return encode(documents, words)
+
+    monkeypatch.setattr(store, "encode", sometimes)
+    with pytest.raises(KeyboardInterrupt):
+        made("cache")
+    assert made("cache") == (30, 2000)
+
+
+TOKENIZE = """
+import sys, time
+from streamer.app.data import tokens as store
+from streamer.app.data.load import load_tokens
+from tests import tiny_llama
+
+for name, value in (("KEPT", 1), ("NOTED", 1 << 8), ("MOST_DOCUMENTS", 100)):
+    setattr(store, name, value)
+encode = store.encode
+
+def after_the_other_has_begun(documents, words):
+    print("begun", flush=True)
+    sys.stdin.readline()
+    return encode(documents, words)
+
+store.encode = after_the_other_has_begun
+data = load_tokens([sys.argv[1]], tiny_llama.tokenizer(), val_fraction=0.1, cache=sys.argv[2])
+print(len(data.train), len(data.val), flush=True)
+"""
+
+
+def test_two_processes_make_the_same_tokens_one_after_the_other(
+    chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = loaded(chats, tmp_path / "alone")
+    cache = tmp_path / "cache"
+    command = [sys.executable, "-c", TOKENIZE, str(chats), str(cache)]
+    with subprocess.Popen(
+        command, cwd=HOME, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    ) as other:
+        assert other.stdin is not None and other.stdout is not None
+        assert other.stdout.readline() == "begun\n"
+        monkeypatch.setattr(store, "KEPT", 1)
+        waits = threading.Thread(target=lambda: found.append(loaded(chats, cache)))
+        found: list[Any] = []
+        waits.start()
+        other.stdin.write("\n" * 30)
+        other.stdin.close()
+        sizes = other.stdout.read().split()[-2:]
+        waits.join()
+    assert found == [expected]
+    assert sizes == [str(len(expected[0])), str(len(expected[1]))]
+    assert "another process makes tokens for" in capsys.readouterr().out

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tokenizers import processors
 
 from streamer.app.cli import main
 from streamer.app.data.documents import Words, of_item
@@ -17,6 +18,7 @@ from streamer.app.data.load import load_tokens
 from streamer.app.data.rows import Rows
 from streamer.app.data.show import marked
 from streamer.app.data.splits import IGNORED, TokenData
+from streamer.app.data.tokens import encode
 from streamer.app.run.loop import TokenLoss, packs
 from tests import tiny_llama
 from tests.app.common import error_of, logged, refused, sets
@@ -205,8 +207,6 @@ def test_answers_that_are_written_otherwise_later_are_samples_of_their_own(qwen:
 
 
 def load_line(given: Any, words: Any) -> list[int]:
-    from streamer.app.data.tokens import encode
-
     [encoded] = encode(of_item("here", given, Words.of(words)), Words.of(words))
     assert encoded.targets is not None
     return encoded.targets.tolist()
@@ -359,7 +359,8 @@ def test_data_is_shown_with_what_is_learnt(config: Path, capsys: pytest.CaptureF
         assert learnt == f"{number + 1}\n</s>⟧\n"
         assert text == before + learnt.removesuffix("</s>⟧\n")
     # what a row has no room for
-    narrow = ["data.context=29", "data.packing=false", "data.val_paths=['data.jsonl']"]
+    Path("same.jsonl").write_bytes(Path("data.jsonl").read_bytes())
+    narrow = ["data.context=29", "data.packing=false", "data.val_paths=['same.jsonl']"]
     assert main(["data", str(config), "--show", "1", *sets(*narrow)]) == 0
     out = capsys.readouterr().out
     cut = Rows(data, 29, 4, False, 0)
@@ -390,3 +391,58 @@ def test_marks_are_around_what_is_learnt() -> None:
     parts = [part.partition("]")[0] for part in shown.split("[")[1:]]
     groups = [tokens[at + 3 : at + 5] for at in range(0, len(tokens), 5)]
     assert parts == [TOKENIZER.decode(group) for group in groups if group]
+
+
+def test_a_long_text_beside_conversations_is_used_whole(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("one two three four five, " * 100)
+    lines = [{"prompt": f"what follows {n}? ", "completion": f"{n + 1}"} for n in range(40)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    paths = [tmp_path / "book.txt", tmp_path / "chats.jsonl"]
+    data = load_tokens(paths, TOKENIZER, val_fraction=0.1, val_paths=[tmp_path / "chats.jsonl"])
+    assert len(data.documents["train"]) == 2, "what is for validation is not trained on"
+    (tmp_path / "val.jsonl").write_text(json.dumps(lines[0]))
+    data = load_tokens(paths, TOKENIZER, val_fraction=0.1, val_paths=[tmp_path / "val.jsonl"])
+    rows = Rows(data, CONTEXT, 4, True, 0)
+    seen = sum(int((rows.batch(step).targets != IGNORED).sum()) for step in range(rows.steps(1)))
+    learnt = int((data.targets["train"] != IGNORED).sum())
+    # of each text the first token is no target
+    assert rows.cut == rows.left_out == 0 and seen == learnt - 1
+
+
+def test_answers_of_one_conversation_are_in_one_split(qwen: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    chats = [[{**turn, "content": f"{turn['content']} {n}"} for turn in TURNS] for n in range(60)]
+    path.write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
+    data = load_tokens([path], qwen, val_fraction=0.3)
+    splits: dict[str, set[str]] = {}
+    for split in ("train", "val"):
+        texts_of = [qwen.decode(each) for each in conversations(data, split)]
+        splits[split] = {text.partition("one? ")[2].partition("<")[0] for text in texts_of}
+        assert len(texts_of) == 2 * len(splits[split])
+    assert splits["val"] and not splits["train"] & splits["val"]
+
+
+def test_marks_in_chats_are_honoured(qwen: Any) -> None:
+    muted = [TURNS[0], {**TURNS[1], "weight": 0}, TURNS[2], TURNS[3]]
+    [only] = shown({"messages": muted}, qwen)
+    assert "two<|im_end|>\n" in only and only.count("[") == 1 and "three<|im_end|>]" in only
+    [none] = shown({"messages": [TURNS[0], {**TURNS[1], "train": False}]}, qwen)
+    assert "[" not in none
+    # an answer that comes first
+    first = shown({"conversations": [{"from": "gpt", "value": "hello"}]}, qwen)
+    assert first == ["<|im_start|>assistant\n<think>\n\n</think>\n\n[hello<|im_end|>]\n"]
+
+
+def test_what_begins_with_the_mark_of_a_beginning_gets_no_other(tmp_path: Path) -> None:
+    words = tiny_llama.tokenizer()
+    words.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", words.bos_token_id)]
+    )
+    [bare], [marked_one] = (
+        encode(of_item("here", {"text": text}, Words.of(words)), Words.of(words))
+        for text in ("one", "<s>one")
+    )
+    assert bare.tokens.tolist() == marked_one.tokens.tolist()
+    assert "half of a character ('\\ud83d'): correct the text" in error_of(
+        of_item, "here", {"text": "a \ud83d"}, Words.of(words)
+    )

@@ -126,6 +126,18 @@ def _parsed(where: str, line: str) -> Any:
 
 def of_item(where: str, given: Any, words: Words) -> list[Document]:
     """The documents of one object: one, but for a chat whose template writes earlier answers otherwise."""
+    documents = _of_item(where, given, words)
+    for document in documents:
+        try:
+            document.text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"{where}: half of a character ({document.text[error.start]!a}): correct the text"
+            ) from None
+    return documents
+
+
+def _of_item(where: str, given: Any, words: Words) -> list[Document]:
     keys = set(given) if isinstance(given, dict) else set()
     if "messages" in keys:
         return _chat(where, given["messages"], given.get("tools"), words)
@@ -166,6 +178,8 @@ def _of_alpaca(where: str, given: Mapping[str, Any], words: Words) -> list[Docum
     if not all(isinstance(part, str) for part in parts):
         raise _of_no_form(where)
     instruction, context, output = parts
+    if given.get("history"):
+        raise ConfigError(f'{where}: "history" is of no form that is known here: give {{"messages": [...]}}')
     if words.has_template:
         asked = f"{instruction}\n\n{context}" if context else instruction
         system = given.get("system")
@@ -198,7 +212,21 @@ def _messages(where: str, given: Any) -> list[dict[str, Any]]:
         if not isinstance(content, str):
             raise _of_no_form(where)
         messages.append({**message, "content": content})
+        if calls := message.get("tool_calls"):
+            messages[-1]["tool_calls"] = [_with_arguments(call) for call in calls]
     return messages
+
+
+def _with_arguments(call: Any) -> Any:
+    """A call of a tool with its arguments as an object, as templates take them; OpenAI's are JSON in a
+    string."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+    except ValueError:
+        return call
 
 
 def _chat(where: str, given: Any, tools: Any, words: Words) -> list[Document]:
@@ -226,10 +254,13 @@ def _chat(where: str, given: Any, tools: Any, words: Words) -> list[Document]:
     answers: list[Document] = []
     is_one = True
     for index, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or _is_muted(message):
             continue
-        before = written(index, add_generation_prompt=True)
         after = text if index + 1 == len(messages) else written(index + 1)
+        if index:
+            before = written(index, add_generation_prompt=True)
+        else:  # a template has nothing to ask with
+            before = after.partition(message["content"])[0]
         if not after.startswith(before):
             raise ConfigError(
                 f"{where}: the tokenizer's chat template writes what comes before an answer otherwise when "
@@ -241,6 +272,11 @@ def _chat(where: str, given: Any, tools: Any, words: Words) -> list[Document]:
         answers.append(_written(where, after, [(len(before), end)], marks))
         is_one = is_one and text.startswith(after[:end])
     return [_written(where, text, learnt, marks)] if is_one else answers
+
+
+def _is_muted(message: Mapping[str, Any]) -> bool:
+    """Whether an answer is marked as not to be learnt: as OpenAI's files do, or axolotl's."""
+    return message.get("weight") == 0 or message.get("train") is False
 
 
 def _written(where: str, text: str, learnt: Spans, marks: Sequence[str]) -> Document:

@@ -45,7 +45,7 @@ def load_bytes(
 
     Raises ConfigError, in one line, as `find_files` does, and for a single file of a single byte.
     """
-    files, val_files = find_files(paths), find_files(val_paths) if val_paths else []
+    files, val_files = _find(paths, val_paths)
     are_tokens = [path.suffix in TOKEN_FILES for path in (*files, *val_files)]
     if any(are_tokens) and not all(are_tokens):
         raise ConfigError(f"{files[0]}: files of text and of tokens together: set data.tokenizer")
@@ -58,6 +58,16 @@ def load_bytes(
         return _with(data, sources=about)
     highest = max(int(tokens.max()) for tokens in store.tokens.values())
     return _with(data, sources=about, unit="token", vocab_size=highest + 1, decode=_numbers)
+
+
+def _find(paths: Paths, val_paths: Paths) -> tuple[list[Path], list[Path]]:
+    """The files to train on and those to validate on; what is named for validation is not trained on."""
+    val_files = find_files(val_paths) if val_paths else []
+    apart = {path.resolve() for path in val_files}
+    files = [path for path in find_files(paths) if path.resolve() not in apart]
+    if not files:
+        raise ConfigError("all data is named in data.val_paths: leave some to train on")
+    return files, val_files
 
 
 def _numbers(tokens: Sequence[int]) -> str:
@@ -82,10 +92,12 @@ def load_tokens(
     Raises ConfigError, in one line that names file and line, for what is not in one of these forms, and where
     a split has nothing to learn.
     """
-    files, val_files = find_files(paths), find_files(val_paths) if val_paths else []
+    files, val_files = _find(paths, val_paths)
     words = Words.of(tokenizer)
     single = f"{files[0]}: one token"
     store = make_store(files, val_files, words, val_fraction=val_fraction, cache=cache, single=single)
+    if not sum(len(bounds) - 1 for bounds in store.documents.values()):
+        raise ConfigError(f"{files[0]}: no documents there; give a file that has some")
     if not len(store.tokens["train"]):
         raise ConfigError(f"{files[0]}: all documents are the same; give more")
     for split, targets in store.targets.items():

@@ -7,7 +7,6 @@ begin anew with each, by which models of transformers know where one ends.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -40,9 +39,9 @@ Row = list[tuple[int, int]]
 class Rows:
     """The rows of ``data`` in sequences of ``context`` tokens, ``batch_size`` rows to a batch.
 
-    Documents go into rows whole; what is longer than a row is cut at its end (`cut` says how many are), and
-    one of which nothing is learnt is left out. Without documents that are learnt in part a row is a window.
-    With ``packing`` short documents share rows.
+    Documents go into rows whole. A text that is longer than a row goes into several; a conversation is cut at
+    its end (`cut` says how many are), and one of which nothing is learnt is left out. Without documents that
+    are learnt in part a row is a window. With ``packing`` short documents share rows.
     """
 
     data: TokenData
@@ -79,13 +78,20 @@ class Rows:
 
     @cached_property
     def cut(self) -> int:
-        """Documents to train on that are longer than a row."""
-        return int((self._lengths("train") > self.context).sum()) if self.has_documents else 0
+        """Conversations to train on that are longer than a row."""
+        if not self.has_documents:
+            return 0
+        bounds = self.data.documents["train"].numpy()
+        long = np.flatnonzero(self._lengths("train") > self.context)
+        return sum(not self._is_text("train", int(bounds[i]), int(bounds[i + 1])) for i in long)
 
     @property
     def left_out(self) -> int:
         """Documents to train on of which a row would have nothing that is learnt."""
-        return len(self._lengths("train")) - len(self._pieces("train")) if self.has_documents else 0
+        if not self.has_documents:
+            return 0
+        begins = {begin for begin, _ in self._pieces("train")}
+        return sum(begin not in begins for begin in self.data.documents["train"][:-1].tolist())
 
     @property
     def fullness(self) -> float:
@@ -96,11 +102,13 @@ class Rows:
     def first(self, count: int) -> Iterator[tuple[int, int, int]]:
         """The first parts of the first epoch: where each begins among the tokens to train on, the targets
         that it has in its row, and those that it has in all."""
-        parts = (part for row in self._rows("train", 0) for part in row)
+        parts = [part for row in self._rows("train", 0) for part in row]
+        begins = {begin for begin, _ in parts}
         ends = self.data.documents["train"].numpy() if self.has_documents else None
-        for begin, length in itertools.islice(parts, count):
+        for begin, length in parts[:count]:
             whole = length
-            if ends is not None:
+            # a text may go on in another part
+            if ends is not None and begin + length not in begins:
                 whole = int(ends[np.searchsorted(ends, begin, side="right")]) - begin - 1
             yield begin, length, whole
 
@@ -123,9 +131,14 @@ class Rows:
                 del self._packed[old]
             self._packed[key] = self._pack(split, epoch)
             if not self._packed[key]:
+                what = f"data.context = {self.context} {self.data.unit}s"
+                if self.has_documents:
+                    raise ConfigError(
+                        f"no conversation of the {split} split has anything to learn within {what}: raise "
+                        "it, or give more data"
+                    )
                 raise ConfigError(
-                    f"the {split} split has no row of data.context = {self.context} {self.data.unit}s: give "
-                    "more data or a smaller context"
+                    f"the {split} split has no row of {what}: give more data or a smaller context"
                 )
         return self._packed[key]
 
@@ -157,9 +170,19 @@ class Rows:
             size = len(self.data.tokens(split)) - 1
             return [(begin, self.context) for begin in range(0, size - self.context + 1, self.context)]
         bounds = self.data.documents[split].numpy()
-        lengths = np.minimum(np.diff(bounds) - 1, self.context)
-        pieces = zip(bounds[:-1].tolist(), lengths.tolist(), strict=True)
-        return [(begin, length) for begin, length in pieces if self._is_learnt(split, begin, length)]
+        pieces: Row = []
+        for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+            if end - begin - 1 > self.context and self._is_text(split, begin, end):
+                starts = range(begin, end - 1, self.context)
+                pieces += [(start, min(self.context, end - 1 - start)) for start in starts]
+            elif self._is_learnt(split, begin, length := min(self.context, end - begin - 1)):
+                pieces.append((begin, length))
+        return pieces
+
+    def _is_text(self, split: Split, begin: int, end: int) -> bool:
+        """Whether all of a document is learnt, so that it may be cut anywhere."""
+        targets = self.data.targets.get(split)
+        return targets is None or bool((targets[begin + 1 : end] != IGNORED).all())
 
     def _is_learnt(self, split: Split, begin: int, length: int) -> bool:
         targets = self.data.targets.get(split)

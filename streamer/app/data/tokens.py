@@ -29,9 +29,10 @@ from streamer.app.config import ConfigError
 from streamer.app.data.documents import JSON_LINES, Document, Words, read_lines
 from streamer.app.data.files import TOKEN_FILES, read_parts
 from streamer.app.data.splits import IGNORED, Split
+from streamer.app.locks import alone
 
 #: Of the files; another number makes all stores anew.
-FORMAT = 1
+FORMAT = 2
 #: Characters of a text that are made tokens of at a time, and of those before them that are seen again.
 PIECE, OVERLAP = 1 << 17, 1 << 9
 #: Pieces that are made tokens of side by side: some 20 MB of memory each.
@@ -58,8 +59,11 @@ class Encoded:
 def encode(documents: Sequence[Document], words: Words) -> list[Encoded]:
     """The tokens of ``documents``, each with an end-of-text token."""
     found: list[Encoded | None] = [None] * len(documents)
+    mark = words.tokenizer.bos_token
+    # what has the mark of its beginning already gets no other
+    bare = [document.begins and not (mark and document.text.startswith(mark)) for document in documents]
     for begins in (True, False):
-        places = [place for place, document in enumerate(documents) if document.begins is begins]
+        places = [place for place, is_bare in enumerate(bare) if is_bare is begins]
         if not places:
             continue
         encoded = words.tokenizer(
@@ -300,7 +304,7 @@ def _read_all(
     # where a file of bytes goes follows from its name below the folder that holds them all
     names = [os.fsencode(path.absolute().relative_to(root).as_posix()) for path in sources]
     for number in range(raw.source, len(sources)):
-        if number == first_val:
+        if number == first_val and raw.val_from is None:  # it may go on in the middle of that source
             raw.val_from = raw.documents
         path, begin = sources[number], raw.place if number == raw.source else 0
         if path.suffix in TOKEN_FILES:
@@ -361,16 +365,21 @@ def _read_text(raw: _Raw, path: Path, number: int, words: Words, bar: tqdm[Any])
 
 def _read_documents(raw: _Raw, path: Path, number: int, begin: int, words: Words, bar: tqdm[Any]) -> None:
     waiting: list[Document] = []
+    digests: list[bytes] = []
     characters, place, noted = 0, begin, begin
 
     def write() -> None:
-        for document, encoded in zip(waiting, encode(waiting, words), strict=True):
+        for encoded, digest in zip(encode(waiting, words), digests, strict=True):
             raw.add(encoded.tokens, encoded.targets)
-            raw.end(len(encoded.tokens), hashlib.sha256(document.text.encode()).digest())
+            raw.end(len(encoded.tokens), digest)
         waiting.clear()
+        digests.clear()
 
     for documents, after in read_lines(path, words, begin):
         waiting += documents
+        # the answers of one conversation go into the same split
+        of_line = [hashlib.sha256(document.text.encode()).digest() for document in documents[-1:]]
+        digests += of_line * len(documents)
         characters += sum(len(document.text) for document in documents)
         bar.update(after - place)
         place = after
@@ -538,17 +547,24 @@ def make_store(
         with tempfile.TemporaryDirectory(dir=None if nbytes < KEPT else _there(cache)) as folder:
             return make(Path(folder))
     kept = cache_folder(cache) / _name(every, first_val, words, val_fraction)
-    if (kept / ABOUT).exists():
-        print(f"tokens of earlier: {kept}")
-        return Store.open(kept)
     partial = kept.with_name(f"{kept.name}.partial")
     try:
-        make(partial)
-        for name in (TOKENS, TARGETS, SIZES, DIGESTS, PROGRESS):
-            (partial / name).unlink(missing_ok=True)
-        (partial / ABOUT).write_text(json.dumps({"sources": list(map(str, every))}, indent=2) + "\n")
-        shutil.rmtree(kept, ignore_errors=True)
-        partial.rename(kept)
+        if (kept / ABOUT).exists():
+            print(f"tokens of earlier: {kept}")
+            return Store.open(kept)
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        with alone(
+            kept.with_name(f".{kept.name}.lock"), f"another process makes tokens for {kept}: waiting for it"
+        ):
+            if (kept / ABOUT).exists():
+                print(f"tokens of another process: {kept}")
+                return Store.open(kept)
+            make(partial)
+            for name in (TOKENS, TARGETS, SIZES, DIGESTS, PROGRESS):
+                (partial / name).unlink(missing_ok=True)
+            (partial / ABOUT).write_text(json.dumps({"sources": list(map(str, every))}, indent=2) + "\n")
+            shutil.rmtree(kept, ignore_errors=True)
+            partial.rename(kept)
     except OSError as error:
         raise ConfigError(
             f"the tokens cannot be written to {partial} ({error.strerror or error}): make room there, or set "

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,17 +21,12 @@ from torch import nn
 
 import streamer
 from streamer.app.config import Config, ConfigError, dump_config, load_config, toml_value
+from streamer.app.locks import is_held
 from streamer.app.signals import Stop
 from streamer.backends.base import DISKS
 from streamer.checkpoint.manifest import Manifest, checkpoints, prune
 from streamer.checkpoint.values import decode
 from streamer.errors import CheckpointError, amount
-
-fcntl: Any
-try:
-    fcntl = import_module("fcntl")
-except ImportError:  # Windows
-    fcntl = None
 
 T = TypeVar("T")
 
@@ -204,7 +198,8 @@ def checkpoint_to_resume(config: Config, given: str | None, named: Collection[st
         found = checkpoints(path / FOLDER) or ([path] if path.is_dir() else [])
     else:
         out = Path(config.run.out)
-        runs = [out / config.run.name, *out.glob(f"{config.run.name}-[0-9]*")]
+        pattern = re.compile(re.escape(config.run.name) + r"(-\d+)?")
+        runs = [path for path in out.glob(f"{config.run.name}*") if pattern.fullmatch(path.name)]
         of_runs = [of_run for run in runs if (of_run := checkpoints(run / FOLDER))]
         found = max(of_runs, key=lambda of_run: of_run[-1].stat().st_mtime) if of_runs else []
     if not found:
@@ -232,7 +227,7 @@ FIXED = {
 }
 #: Further keys that change what is computed from here on: they are to be named if they change.
 MAY_CHANGE = {
-    "run": ("steps", "epochs"),
+    "run": ("steps", "epochs", "keep"),
     "data": ("paths", "val_paths", "val_fraction", "context", "batch_size", "packing"),
     "optimizer": (
         "lr",
@@ -294,21 +289,13 @@ def _shown(value: Any) -> str:
 def locked(directory: Path) -> Iterator[None]:
     """Inside the block the run in ``directory`` is this process's alone. Raises ConfigError where another
     one has it. Where the system has no such locks, nothing is looked after."""
-    if fcntl is None:
-        yield
-        return
     with (directory / LOCK).open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
-                yield  # a file system without locks
-                return
+        if is_held(file):
             file.seek(0)
             raise ConfigError(
                 f"another process ({file.read().strip() or 'of unknown number'}) trains in {directory}: wait "
                 "for it, or give this run another run.name"
-            ) from None
+            )
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
