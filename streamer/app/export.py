@@ -254,7 +254,14 @@ def _config(checkpoint: Path) -> Config | None:
     parent = checkpoint.resolve().parent
     path = parent.parent / CONFIG
     if parent.name == CHECKPOINTS and path.exists():
-        return load_config(path)
+        config = load_config(path)
+        folder = config.model.pretrained
+        if folder is not None and not Path(folder).exists():
+            raise ConfigError(
+                f"{folder}, the model that the run went on from, is not there: correct model.pretrained in "
+                f"{path}, or export where it is"
+            )
+        return config
     print(
         f"There is no {path if parent.name == CHECKPOINTS else CONFIG} of a run, so the model's config is "
         "missing, and so is which weights are tied and which buffers belong in a state_dict: all are written"

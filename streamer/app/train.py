@@ -102,12 +102,12 @@ def train(config: Config, resume: Path | None = None, *, fall_back: bool = False
 
 def _what_ended(checkpoint: Path, config: Config) -> str:
     """The key, with a value, that lets the finished run of ``checkpoint`` go on."""
-    run = config.run
+    run, step = config.run, Manifest.read(checkpoint).step
     if ended_early(checkpoint, config):
         return "run.patience=0"
-    if run.epochs and not (run.steps and Manifest.read(checkpoint).step >= run.steps):
+    if run.epochs and not (run.steps and step >= run.steps):
         return f"run.epochs={2 * run.epochs}"
-    return f"run.steps={2 * run.steps}"
+    return f"run.steps={2 * step}"
 
 
 def _train(
@@ -257,6 +257,8 @@ class _Run:
             self._at_peak = model_flops_per_token(loop.model) * loop.tokens_per_step / peak
         #: what the bar tells of the last step
         self._shown = ""
+        #: why the last checkpoint is not there, where only the weights are
+        self.failed: OSError | None = None
 
     def run(self) -> bool:
         """Make the steps that are left; False if a signal ended the run before."""
@@ -275,9 +277,16 @@ class _Run:
             last = loop.step == run.steps or loop.ends_early()
             keeps_best = is_best and run.keep_best
             # a pretrained model is also written as a whole in the end
-            needs_last = last and (run.save_every > 0 or loop.config.model.pretrained is None)
+            is_written = loop.config.model.pretrained is not None
+            needs_last = last and (run.save_every > 0 or not is_written)
             if needs_last or keeps_best or run.save_every and loop.step % run.save_every == 0:
-                self._save(is_needed=needs_last)
+                try:
+                    self._save(is_needed=needs_last and not is_written)
+                except OSError as error:
+                    if not (last and is_written):
+                        raise
+                    self.failed = error
+                    self._bar.write(f"{error}; the weights are written all the same")
             if keeps_best and self._checkpoints.path(loop.step).exists():
                 self._checkpoints.note_best(loop.step, loop.val_loss)
                 self._checkpoints.prune()
@@ -463,6 +472,8 @@ def _finish(loop: Loop, directory: Path, run: _Run) -> dict[str, Any]:
 
         with run.doing("writing the weights"):
             until_written(write, free, directory, run.stop, minutes=loop.config.run.save_wait)
+    if run.failed is not None:
+        raise run.failed
     # says that the run has finished, so that it comes last
     (directory / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
     print(f"Written to {directory}: config.toml metrics.jsonl {SUMMARY}, and trace.json of the last steps")

@@ -690,3 +690,15 @@ def test_an_error_in_a_part_of_the_run_ends_it_with_that_error(
         train(config)  # that no thread is left is looked after for every test
     monkeypatch.undo()
     assert logged(config.parent / "runs" / "run")[-1]["step"] <= 2
+
+
+def test_no_other_runs_checkpoints_are_resumed_or_dropped(
+    config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert train(config, "--keep", "4") == 0
+    assert train(config, *sets("run.name=run-2b", "run.steps=14")) == 0
+    assert saved_steps() == [3, 6, 9, 12]
+    assert train(config, "--resume", "--set", "run.steps=15") == 2
+    assert "the run was made with run.keep = 4, and the config has 2" in capfd.readouterr().err
+    assert train(config, "--resume", *sets("run.steps=15", "run.keep=4")) == 0
+    assert saved_steps() == [6, 9, 12, 15]

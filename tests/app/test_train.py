@@ -26,7 +26,7 @@ from streamer.app.config import OptimizerConfig, load_config
 from streamer.app.data.load import load_data
 from streamer.app.data.splits import IGNORED, TokenData
 from streamer.app.run.build import build_model, build_optimizer, import_factory
-from streamer.app.run.loop import Loop, TokenLoss, step_on
+from streamer.app.run.loop import Loop, TokenLoss, passes, step_on
 from streamer.app.run.run_folder import Lanes, summary_of, summary_table
 from streamer.app.run.samples import continue_texts
 from streamer.app.run.schedule import schedule
@@ -373,6 +373,14 @@ def test_a_batch_in_several_passes_is_the_same_batch(
     whole, parts = (logged(tmp_path / "runs" / name, "loss") for name in ("whole", "passes"))
     for key in ("loss", "grad_norm"):
         assert [line[key] for line in parts] == pytest.approx([line[key] for line in whole], rel=2e-4), key
+
+
+@pytest.mark.parametrize(("rows", "count", "sizes"), [(4, 3, [2, 1, 1]), (16, 4, [4] * 4), (2, 4, [1, 1])])
+def test_passes_are_as_many_as_were_asked_for(rows: int, count: int, sizes: list[int]) -> None:
+    tokens = torch.arange(rows)[:, None]
+    parts = passes((tokens, tokens + 1), count)
+    assert [len(x) for x, _ in parts] == sizes
+    assert torch.equal(torch.cat([y for _, y in parts]), tokens + 1)
 
 
 def test_passes_share_one_mean() -> None:

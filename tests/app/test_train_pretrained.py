@@ -173,3 +173,51 @@ def test_models_that_are_missing_or_do_not_fit_the_data(
         (["train", CONFIG, "--data", "data.jsonl"], "model.pretrained (--model)"),
     ):
         assert message in refused(capsys, *arguments)
+
+
+@pytest.mark.filterwarnings("ignore")  # the library's own, while it writes
+@pytest.mark.parametrize("answer", ["stop", "warn"])
+def test_weights_are_written_also_where_the_last_checkpoint_cannot_be(
+    answer: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_room(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device", "somewhere")
+
+    monkeypatch.setattr("streamer.checkpoint.save.write_tensors", no_room)
+    settings = [*SHORT, "run.save_every=6", f"run.save_failure={answer}", "run.save_wait=0"]
+    assert main(command(settings=settings)) == (1 if answer == "stop" else 0)
+    run = place / "runs" / "hf-finetune"
+    assert (run / "model" / "model.safetensors").exists()
+    assert (run / "summary.json").exists() == (answer == "warn")
+    told = capsys.readouterr().out
+    assert ("the weights are written all the same" in told) == (answer == "stop")
+
+
+@pytest.mark.filterwarnings("ignore")  # the library's own, while it writes
+def test_a_run_is_exported_and_resumed_from_another_folder(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command()) == 0
+    (place / "elsewhere").mkdir()
+    monkeypatch.chdir(place / "elsewhere")
+    assert main(["export", "../runs/hf-finetune", "--to", "out"]) == 0
+    found = transformers.AutoModelForCausalLM.from_pretrained("out")
+    of_run = transformers.AutoModelForCausalLM.from_pretrained(place / "runs" / "hf-finetune" / "model")
+    assert found.dtype == of_run.dtype and (place / "elsewhere" / "out" / "tokenizer.json").exists()
+    given = ["--resume", "../runs/hf-finetune", *sets(*SHORT), "--data", "data.jsonl"]
+    assert main(["train", CONFIG, "--model", "../llama", *given]) == 0
+    assert "has finished at step 6" in capsys.readouterr().out
+    (place / "llama").rename(place / "moved")
+    told = refused(capsys, "export", "../runs/hf-finetune", "--to", "again")
+    assert "llama, the model that the run went on from, is not there: correct model.pretrained in" in told
+
+
+def test_values_that_the_librarys_config_refuses_are_named(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+    tiny_llama.tokenizer().save_pretrained("qwen3")
+    config = transformers.Qwen3Config(vocab_size=300, num_key_value_heads=2, head_dim=8, **sizes)
+    transformers.Qwen3ForCausalLM(config).save_pretrained("qwen3")
+    told = refused(capsys, *command(model="qwen3", settings=[*SHORT, "model.args.num_hidden_layers=2"]))
+    assert "model.args: the config of qwen3 refuses them: " in told

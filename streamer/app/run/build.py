@@ -37,6 +37,7 @@ from streamer.app.run.beside import bytes_beside, copy_beside, files_beside
 from streamer.app.shipped import model_module
 from streamer.backends.base import Backend
 from streamer.checkpoint.manifest import new_folder
+from streamer.checkpoint.tensors import in_a_line
 from streamer.config_values import nearest
 from streamer.errors import DiskError, amount
 from streamer.model.layers import find_layers
@@ -145,7 +146,10 @@ def _changed_config(folder: str, args: Mapping[str, Any]) -> Any:
             raise ConfigError(
                 f"model.args.{name}: the config of {folder} has no such key; {nearest(name, known.to_dict())}"
             )
-    return type(known).from_dict(known.to_dict() | args)
+    try:
+        return type(known).from_dict(known.to_dict() | args)
+    except Exception as error:  # whatever the library's own checks raise
+        raise ConfigError(f"model.args: the config of {folder} refuses them: {in_a_line(error)}") from error
 
 
 def check_fits(model: nn.Module, data: TokenData, context: int) -> None:

@@ -179,9 +179,10 @@ def _without_none(batch: RowBatch) -> Batch:
     return tuple(part for part in batch if part is not None)
 
 
-def passes(batch: Batch, size: int) -> list[Batch]:
-    """``batch`` in parts of ``size`` sequences, the last of which may have fewer."""
-    return [*zip(*(part.split(size) for part in batch), strict=True)]
+def passes(batch: Batch, count: int) -> list[Batch]:
+    """``batch`` in ``count`` parts of as many sequences, give or take one; fewer parts of a smaller batch."""
+    most = min(count, len(batch[0]))
+    return [*zip(*(part.tensor_split(most) for part in batch), strict=True)]
 
 
 def step_on(
@@ -200,7 +201,7 @@ def step_on(
     """
     learnt = count_learnt(batch[1])
     losses = []
-    for part in passes(batch, config.data.pass_size):
+    for part in passes(batch, config.data.accumulate):
         loss = loss_of(*part, learnt=learnt)
         (loss if scaler is None else scaler.scale(loss)).backward()
         losses.append(loss.detach())
@@ -292,7 +293,7 @@ class Loop:
             batches: list[Batch] = [_without_none(one) for one in self.rows.val_batches(run.eval_batches)]
         else:
             batches = [*self.data.val_batches(run.eval_batches, given.batch_size, given.context)]
-        return [part for batch in batches for part in passes(batch, given.pass_size)]
+        return [part for batch in batches for part in passes(batch, given.accumulate)]
 
     @torch.no_grad()
     def validate(self) -> float:

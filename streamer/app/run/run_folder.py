@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -60,9 +61,9 @@ def run_directory(config: Config) -> Path:
 
 
 def write_config(directory: Path, config: Config) -> None:
-    """Have ``config`` be that of the run in ``directory``."""
+    """Have ``config`` be that of the run in ``directory``, also for who reads it from another folder."""
     beside = directory / ".config.toml"
-    beside.write_text(dump_config(config))
+    beside.write_text(dump_config(_with_whole_paths(config)))
     beside.replace(directory / "config.toml")
 
 
@@ -89,6 +90,19 @@ def _extra(manifest: Manifest) -> dict[str, Any]:
     """The loop's part of a checkpoint, its tensors empty."""
     extra: dict[str, Any] = decode(manifest.values["extra"], lambda name: torch.empty(0))
     return extra
+
+
+def _with_whole_paths(config: Config) -> Config:
+    """``config`` with the folders of its model and tokenizer as they are found from anywhere."""
+
+    def whole(path: str | None) -> str | None:
+        return path if path is None else os.path.abspath(path)
+
+    return replace(
+        config,
+        model=replace(config.model, pretrained=whole(config.model.pretrained)),
+        data=replace(config.data, tokenizer=whole(config.data.tokenizer)),
+    )
 
 
 class Lanes(NamedTuple):
@@ -249,7 +263,7 @@ def _check_config(config: Config, directory: Path, named: Collection[str]) -> bo
     path = directory / "config.toml"
     if not path.exists():
         return False
-    then = load_config(path)
+    then, config = _with_whole_paths(load_config(path)), _with_whole_paths(config)
 
     def changed(sections: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str, str]]:
         for section, keys in sections.items():
