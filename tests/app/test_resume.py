@@ -702,3 +702,13 @@ def test_no_other_runs_checkpoints_are_resumed_or_dropped(
     assert "the run was made with run.keep = 4, and the config has 2" in capfd.readouterr().err
     assert train(config, "--resume", *sets("run.steps=15", "run.keep=4")) == 0
     assert saved_steps() == [6, 9, 12, 15]
+
+
+def test_data_that_has_changed_is_told(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert train(config) == 0
+    assert train(config, "--resume", "--set", "run.steps=13") == 0
+    assert "the data has changed" not in capfd.readouterr().out
+    with Path("a.txt").open("a") as file:
+        file.write("more")
+    assert train(config, "--resume", "--set", "run.steps=14") == 0
+    assert "the data has changed: " in capfd.readouterr().out

@@ -341,8 +341,13 @@ class Loop:
             "returns": self.returns,
             "epochs": self.config.run.epochs,
             "steps_of_epochs": self._steps_of_epochs(),
+            "tokens": self._tokens(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
         }
+
+    def _tokens(self) -> list[int]:
+        """How many there are to train on, and to validate on."""
+        return [self.data.train.numel(), self.data.val.numel()]
 
     def _steps_of_epochs(self) -> int:
         epochs = self.config.run.epochs
@@ -351,6 +356,14 @@ class Loop:
     def go_on_from(self, loaded: streamer.Loaded) -> None:
         """Take over the step and the `state` of a checkpoint."""
         self.step = loaded.step
+        if (before := loaded.extra.get("tokens", self._tokens())) != self._tokens():
+            then, now = (
+                " and ".join(f"{count:,}" for count in counts) for counts in (before, self._tokens())
+            )
+            print(
+                f"the data has changed: {now} {self.data.unit}s to train on and to validate on; until step "
+                f"{self.step} they were {then}"
+            )
         self._set_rates()
         self.crops.set_state(loaded.extra["crops"])
         self.first_val_loss, self.val_loss = loaded.extra["first_val_loss"], loaded.extra["val_loss"]
