@@ -435,7 +435,9 @@ class _Run:
     def _log(self, **values: float) -> None:
         rate = float(self._loop.rates.get_last_lr()[0])
         values = {"lr": rate, **values}
-        self._metrics.write(json.dumps({"step": self._loop.step, **values}) + "\n")
+        # JSON has no NaN
+        line = {key: value if math.isfinite(value) else None for key, value in values.items()}
+        self._metrics.write(json.dumps({"step": self._loop.step, **line}) + "\n")
         self._metrics.flush()
         for report in self._reports:
             report.log(self._loop.step, values)

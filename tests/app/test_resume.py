@@ -494,6 +494,9 @@ def test_a_loss_that_is_nan_is_skipped_and_named(
         assert train(config) == 0
     assert "step 5: skipped, a gradient was not finite" in capfd.readouterr().out
     assert logged(Path("runs/run"))[-1]["step"] == STEPS
+    text = Path("runs/run/metrics.jsonl").read_text()
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
+    assert [line["step"] for line in lines if line.get("loss", 0) is None] == [5]
 
 
 @pytest.mark.parametrize(
