@@ -39,6 +39,7 @@ FLOORS = (
     "streamer.app.config",
     "streamer.app.shipped",
     "streamer.app.signals",
+    "streamer.app.locks",
     "streamer.app.machine_file",
     "streamer.app.data",
     "streamer.app.run",
