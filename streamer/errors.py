@@ -1,4 +1,4 @@
-"""What is raised for checkpoints and disks that cannot be used, how warnings are given; bytes in words."""
+"""What is raised for checkpoints, disks and ranks; how warnings are given; bytes in words."""
 
 from __future__ import annotations
 
@@ -23,6 +23,11 @@ class DiskError(OSError):
     def __init__(self, message: str, errno: int | None = None) -> None:
         super().__init__(message)
         self.errno = errno
+
+
+class RanksError(RuntimeError):
+    """Ranks that train one model have come apart, or one of them has ended or failed; one line that says what
+    each was about to do."""
 
 
 def shortened(names: Sequence[str], most: int = 10) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from operator import methodcaller
 from types import CodeType
 from typing import Any
@@ -183,3 +184,13 @@ def in_forward_mode() -> bool:
 def in_distributed_forward() -> bool:
     """Whether a module inside of a `DistributedDataParallel` is running its forward."""
     return DistributedDataParallel._active_ddp_module is not None
+
+
+def group_timeout(group: Any, device: torch.device) -> timedelta:
+    """How long a process group's collectives wait for other ranks: what its backend for ``device`` was told.
+    PyTorch's default for gloo, 30 minutes, where it does not say."""
+    try:
+        found = group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        found = None
+    return found if isinstance(found, timedelta) else timedelta(minutes=30)

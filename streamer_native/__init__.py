@@ -4,6 +4,7 @@ bfloat16 arrays are passed as their bits, uint16. Any thread may call; a call ru
 caller has set with `set_num_threads`, and those threads sleep between calls.
 """
 
+from streamer_native._compile import BLOCK
 from streamer_native._threads import get_num_threads, num_threads_available, set_num_threads
 from streamer_native.adam import (
     adamw_fp16,
@@ -17,6 +18,7 @@ from streamer_native.reduce import accumulate, add, sum_squares
 from streamer_native.segments import QUANTUM, Hyper, Segment
 
 __all__ = [
+    "BLOCK",
     "QUANTUM",
     "Hyper",
     "Segment",

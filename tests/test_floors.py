@@ -27,6 +27,7 @@ FLOORS = (
     "streamer.engine.tensors",
     "streamer.engine.disk",
     "streamer.engine.paging",
+    "streamer.engine.wrapped",
     "streamer.engine.layer",
     "streamer.planner",
     "streamer.optim",

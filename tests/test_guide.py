@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from streamer.engine.paging.handle import Wrapped
+from streamer.engine.wrapped.handle import Wrapped
 
 GUIDE = Path(__file__).parent.parent / "streamer" / "README.md"
 

@@ -56,7 +56,7 @@ from streamer.app.run.run_folder import (
 from streamer.app.run.space import Space, check_space
 from streamer.app.signals import Stop, stopping
 from streamer.checkpoint.manifest import Manifest
-from streamer.engine.paging.handle import wrapped
+from streamer.engine.wrapped.handle import wrapped
 from streamer.errors import amount
 from streamer.model.options import parse_bytes
 

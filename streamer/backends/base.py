@@ -33,6 +33,7 @@ class Lane(enum.Enum):
     HOST = "host", "host"  # work on host memory: updates, accumulation, norms
     DISK_READ = "disk_read", "disk"  # disk to host memory
     DISK_WRITE = "disk_write", "disk"  # host memory to disk
+    COLLECTIVE = "collective", "copy"  # between ranks: their gradients, and waiting for their updates
 
     group: str
 
@@ -49,9 +50,14 @@ class Lane(enum.Enum):
 #: All lanes but COMPUTE: they run beside the caller's thread, each in a thread of its own.
 WORKER_LANES: tuple[Lane, ...] = tuple(lane for lane in Lane if lane is not Lane.COMPUTE)
 #: The lanes that copy between host and device.
-COPIES: tuple[Lane, ...] = tuple(lane for lane in WORKER_LANES if lane.group == Lane.H2D.group)
+COPIES: tuple[Lane, Lane] = Lane.H2D, Lane.D2H
+#: The lanes with a stream on a GPU, and those of them whose work waits for other processes.
+STREAMS: tuple[Lane, ...] = *COPIES, Lane.COLLECTIVE
+WAITING: tuple[Lane, ...] = (Lane.COLLECTIVE,)
 #: The lanes between disk and host memory: from disk, and to disk.
 DISKS: tuple[Lane, Lane] = Lane.DISK_READ, Lane.DISK_WRITE
+#: The lanes that a run without ranks, and without anything on disk, does not use.
+SPECIAL: tuple[Lane, ...] = *DISKS, Lane.COLLECTIVE
 
 
 class Span(NamedTuple):

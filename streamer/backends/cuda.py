@@ -2,8 +2,9 @@
 
 A copy may have to wait for an update that runs in a thread, and no stream can wait for a thread. Then the
 copy, and all that comes after it in its lane, is enqueued by the lane's worker thread. Where there is nothing
-to wait for but streams, the caller enqueues it: waking a thread takes longer. An event therefore has two
-parts: it is *issued* once its CUDA event stands in a stream, and done once that CUDA event is.
+to wait for but streams, the caller enqueues it: waking a thread takes longer. Work that waits for other ranks
+is always enqueued by the worker. An event therefore has two parts: it is *issued* once its CUDA event stands
+in a stream, and done once that CUDA event is.
 
 Pinned host memory has the exact size. PyTorch's pinned allocator rounds every block up to a power of two.
 Here a block is one anonymous mapping, registered with CUDA.
@@ -25,8 +26,9 @@ import torch
 
 from streamer.backends.base import (
     BLOCK_BYTES,
-    COPIES,
     PIECE_BYTES,
+    STREAMS,
+    WAITING,
     WORKER_LANES,
     Backend,
     Event,
@@ -269,7 +271,7 @@ class CudaBackend(Backend):
         self._pinned = PinnedBlocks(self.device)
         #: that of buffers that stay
         self._buffers = torch.cuda.Stream(self.device)
-        self._streams = {lane: torch.cuda.Stream(self.device) for lane in COPIES}
+        self._streams = {lane: torch.cuda.Stream(self.device) for lane in STREAMS}
         self._workers = {lane: Worker(lane) for lane in WORKER_LANES}
         #: by lane, what its worker was given last
         self._last_queued = {lane: worker.submit(lambda: None, ()) for lane, worker in self._workers.items()}
@@ -278,7 +280,7 @@ class CudaBackend(Backend):
 
     def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
         self._process.check()
-        if lane in WORKER_LANES and lane not in COPIES:
+        if lane in WORKER_LANES and lane not in STREAMS:
             return self._workers[lane].submit(work, waits)
         event = CudaEvent(lane, self._clock)
         if lane is not Lane.COMPUTE:
@@ -295,7 +297,7 @@ class CudaBackend(Backend):
     def _enqueue(self, event: CudaEvent, work: Callable[[], object], waits: Sequence[Event]) -> None:
         lane = event.lane
         enqueue = partial(event.enqueue, self._streams[lane], work, waits)
-        is_next = self._last_queued[lane].is_done() and self._pinned.is_pinning
+        is_next = lane not in WAITING and self._last_queued[lane].is_done() and self._pinned.is_pinning
         if not is_next or not all(map(_is_for_streams, waits)):
             self._last_queued[lane] = self._workers[lane].submit(enqueue, ())
             return

@@ -132,7 +132,7 @@ _FILE_MAPPING = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ [1-9]", re.MU
 def mapped(nbytes: int, *, in_forks: bool) -> torch.Tensor:
     """A tensor as of `reserved` that takes all of its memory at once."""
     block = reserved(nbytes, in_forks=in_forks)
-    _touch(block.numpy())
+    touch(block.numpy())
     return block
 
 
@@ -146,7 +146,15 @@ def reserved(nbytes: int, *, in_forks: bool) -> torch.Tensor:
     if not nbytes:
         return torch.zeros(0, dtype=torch.uint8)
     # a shared mapping, Python's default, gets no huge pages as most systems are set up
-    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return _tensor(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), in_forks=in_forks)
+
+
+def map_file(file: int, nbytes: int, *, in_forks: bool) -> torch.Tensor:
+    """A flat uint8 tensor of the first ``nbytes`` of the open file ``file``, shared with whoever maps it."""
+    return _tensor(mmap.mmap(file, nbytes, flags=mmap.MAP_SHARED), in_forks=in_forks)
+
+
+def _tensor(mapping: mmap.mmap, *, in_forks: bool) -> torch.Tensor:
     for advice in ("MADV_HUGEPAGE", *(() if in_forks else ("MADV_DONTFORK",))):
         # other systems than Linux have no such advice, and a kernel built without the feature refuses it
         with contextlib.suppress(OSError):
@@ -172,16 +180,16 @@ def give_back_freed() -> None:
         trim(0)
 
 
-def _touch(array: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> None:
+def touch(array: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> None:
     """Write zeros into every page of ``array``, so that the kernel makes it."""
 
-    def touch(start: int) -> None:
+    def write(start: int) -> None:
         array[start : start + TOUCH_BYTES : mmap.PAGESIZE] = 0
 
     if array.size <= TOUCH_BYTES:
-        touch(0)
+        write(0)
         return
     # the cores that the process may use; os.cpu_count counts all of the machine's
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     with ThreadPoolExecutor(max_workers=cores) as pool:
-        list(pool.map(touch, range(0, array.size, TOUCH_BYTES)))
+        list(pool.map(write, range(0, array.size, TOUCH_BYTES)))

@@ -16,13 +16,24 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from streamer.backends.ranks import together
 from streamer.checkpoint.frozen import LeftOut, differing
 from streamer.checkpoint.manifest import NAME, Manifest
-from streamer.checkpoint.save import BUFFERS, FROZEN, GRADIENTS, KINDS, OPTIMIZER, VALUES, WEIGHTS, check_owns
+from streamer.checkpoint.save import (
+    BUFFERS,
+    FROZEN,
+    GRADIENTS,
+    KINDS,
+    OPTIMIZER,
+    RANDOM_OF_RANKS,
+    VALUES,
+    WEIGHTS,
+    check_owns,
+)
 from streamer.checkpoint.tensors import DTYPES, Entry, in_a_line, reading
 from streamer.checkpoint.values import check_random_states, decode, set_random_states
 from streamer.engine.paging.executor import Executor
-from streamer.engine.paging.handle import require_home, wrapped
+from streamer.engine.wrapped.handle import require_home, wrapped
 from streamer.errors import CheckpointError, shortened, warn
 from streamer.memory.purposes import MOMENTS
 from streamer.optim.adamw import AdamW, check_group
@@ -46,7 +57,9 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | 
     """Take over weights, optimizer state, gradients, buffers and random states from the checkpoint ``path``.
 
     The model may be wrapped otherwise than when it was saved: with other layers, slots, activations, device
-    or dtype. Moments that were held in another dtype are converted, with a warning.
+    or dtype, by more or fewer ranks. Ranks all call this. Where they are as many as saved it, each goes on
+    with its own random numbers; else the first one with those of the first, the others with what they have.
+    Moments that were held in another dtype are converted, with a warning.
 
     All of the checkpoint is read and compared with its checksums before anything is changed. Raises
     `CheckpointError` (a ValueError) for one that is damaged, naming the file and the tensor, or of another
@@ -54,24 +67,30 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | 
     """
     path = Path(path)
     executor = wrapped(model).executor
-    if isinstance(optimizer, AdamW):
-        check_owns(optimizer, executor)
-    manifest = Manifest.read(path)
-    manifest.check(path)
+    ranks = None if executor.across is None else executor.across.ranks
     with ExitStack() as opened:
-        files = _Files(path, manifest, opened)
-        with _laid_out(path):
-            values = manifest.values
-            left_out = {name: LeftOut.parsed(value) for name, value in values.get(FROZEN, {}).items()}
-            _check_model(files, left_out, model, executor)
-            _check_stored(files, executor)
-            _check_left_out(path, left_out, executor)
-            random = files.decoded(values["random"], dict)
-            check_random_states(random)
-            loaded = Loaded(manifest.step, files.decoded(values["extra"], dict))
-            gradient_scale = files.decoded(values["model"]["gradient_scale"], float)
-            skipped_steps = files.decoded(values["model"]["skipped_steps"], int)
-            load_optimizer = _optimizer_loader(files, optimizer)
+        with together(ranks, f"reading '{path}'", patient=True):
+            if isinstance(optimizer, AdamW):
+                check_owns(optimizer, executor)
+            manifest = Manifest.read(path)
+            manifest.check(path)
+            files = _Files(path, manifest, opened)
+            with _laid_out(path):
+                values = manifest.values
+                left_out = {name: LeftOut.parsed(value) for name, value in values.get(FROZEN, {}).items()}
+                _check_model(files, left_out, model, executor)
+                _check_stored(files, executor)
+                _check_left_out(path, left_out, executor)
+                random = files.decoded(values["random"], dict)
+                check_random_states(random)
+                of_ranks = [files.decoded(states, dict) for states in values.get(RANDOM_OF_RANKS, ())]
+                for states in of_ranks:
+                    check_random_states(states)
+                loaded = Loaded(manifest.step, files.decoded(values["extra"], dict))
+                gradient_scale = files.decoded(values["model"]["gradient_scale"], float)
+                skipped_steps = files.decoded(values["model"]["skipped_steps"], int)
+                load_optimizer = _optimizer_loader(files, optimizer)
+        opened.enter_context(together(ranks, f"loading '{path}'", patient=True))
         executor.wait_for_saving()
         # a step that has failed (on a disk, say) is made good by what is loaded
         executor.forget_failures()
@@ -88,7 +107,10 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | 
         executor.skipped_steps = skipped_steps
         # the root's copy to the device is running, and no other op waits for it
         executor.synchronize()
-    set_random_states(random)
+    if ranks is None or ranks.leads:
+        set_random_states(random)
+    elif len(of_ranks) == ranks.size - 1:
+        set_random_states(of_ranks[ranks.rank - 1])
     return loaded
 
 

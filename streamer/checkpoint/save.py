@@ -18,14 +18,15 @@ from torch import nn
 
 from streamer.backends.background import Handover, in_background
 from streamer.backends.base import Backend
+from streamer.backends.ranks import together
 from streamer.checkpoint.frozen import LeftOut, left_out
 from streamer.checkpoint.manifest import Manifest, new_folder
 from streamer.checkpoint.tensors import DTYPES, Entry, Flushing, Piece, file_bytes, write_tensors
 from streamer.checkpoint.values import encode, random_states
 from streamer.engine.paging.executor import Executor
-from streamer.engine.paging.handle import require_home, wrapped
 from streamer.engine.paging.unit import Unit
 from streamer.engine.tensors.guarded import as_plain
+from streamer.engine.wrapped.handle import require_home, wrapped
 from streamer.memory.host import HostShard
 from streamer.memory.layout import Slice
 from streamer.memory.purposes import MOMENTS, Purpose
@@ -38,6 +39,8 @@ WEIGHTS, OPTIMIZER, GRADIENTS, BUFFERS, VALUES = "weights", "optimizer", "gradie
 KINDS = (WEIGHTS, OPTIMIZER, GRADIENTS, BUFFERS, VALUES)
 #: What the manifest's values say of parameters that are left out, by their names.
 FROZEN = "frozen"
+#: What they say of the generators of random numbers of ranks after the first.
+RANDOM_OF_RANKS = "random of ranks"
 #: Upper bounds for the manifest's JSON, for each tensor and for the rest, in the room that is asked for.
 ENTRY_BYTES, MANIFEST_BYTES = 1 << 9, 1 << 16
 
@@ -71,6 +74,9 @@ def save(
     ``result()`` raises what went wrong, or else the next `save` does. ``optimizer`` may be one of
     ``torch.optim``, or None.
 
+    Ranks all call this; the first one writes, and the others wait for it unless ``block=False``. In the
+    checkpoint are the states of all ranks' generators; it is read by any number of ranks.
+
     ``frozen=False`` leaves out the parameters that are not trained, such as the base of adapters: of each the
     manifest has the CRC-32, by which `streamer.load` tells whether its model has the same one.
 
@@ -78,6 +84,31 @@ def save(
     OSError, with the path and the bytes that are needed, where it cannot be written; then nothing is left.
     """
     executor = wrapped(model).executor
+    ranks = None if executor.across is None else executor.across.ranks
+    of_ranks: list[dict[str, Any]] = []
+    if ranks is not None:
+        executor.synchronize()
+        of_ranks = ranks.meet(f"saving step {step} to '{path}'", random_states())
+    done: Future[None] = Future()
+    with together(ranks, "writing a checkpoint", patient=True):
+        if ranks is None or ranks.leads:
+            what = partial(_content, model, optimizer, executor, dict(extra or {}), of_ranks, frozen=frozen)
+            done = _save(model, optimizer, executor, Path(path), step, what, block=block)
+        else:
+            done.set_result(None)
+    return done
+
+
+def _save(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    executor: Executor,
+    path: Path,
+    step: int,
+    make_content: Callable[[], _Content],
+    *,
+    block: bool,
+) -> Future[None]:
     executor.wait_for_saving()
     if executor.saving is not None and not executor.saving.asked:
         executor.saving.result()
@@ -86,7 +117,7 @@ def save(
     executor.synchronize()
     units = [*executor.units, executor.root]
     _check_registered(model, units)
-    content = _content(model, optimizer, executor, dict(extra or {}), frozen=frozen)
+    content = make_content()
     nbytes = content.nbytes(units)
     by_index = {unit.index: unit for unit in units}
     shards = {unit.index: executor.shard(unit) for unit in units}
@@ -96,7 +127,7 @@ def save(
 
     def write() -> None:
         try:
-            with new_folder(Path(path), nbytes=nbytes) as folder, content.flushing:
+            with new_folder(path, nbytes=nbytes) as folder, content.flushing:
 
                 def write_unit(index: int, copy: HostShard | None) -> None:
                     shard = copy or shards[index]
@@ -176,6 +207,7 @@ def _content(
     optimizer: torch.optim.Optimizer | None,
     executor: Executor,
     extra: dict[str, Any],
+    of_ranks: Sequence[dict[str, Any]],
     *,
     frozen: bool,
 ) -> _Content:
@@ -191,6 +223,7 @@ def _content(
         },
         "optimizer": _optimizer(optimizer, moments, put),
         "random": encode(random_states(), put),
+        RANDOM_OF_RANKS: [encode(states, put) for states in of_ranks[1:]],
         "extra": encode(extra, put),
         FROZEN: {},
     }

@@ -17,7 +17,7 @@ import torch
 
 import streamer_native as native
 from streamer.backends.stored_tensors import StoredTensor, between_bytes
-from streamer.memory.layout import Layout, Slice
+from streamer.memory.layout import Layout, Slice, Stretch
 from streamer.memory.on_disk import (
     RING,
     WEIGHT_BUFFERS,
@@ -46,6 +46,7 @@ from streamer.memory.purposes import (
     WEIGHTS,
     Purpose,
 )
+from streamer.memory.shares import Share, shares_of, within
 
 #: The remainder of a bf16 weight that is its own master: see streamer_native.bfloat16.
 EXACT_REMAINDER = 0x8000
@@ -95,15 +96,17 @@ def _nothing(dtype: torch.dtype) -> torch.Tensor:
 
 
 class HostShard:
-    """All host buffers of one unit (whole, not a rank's part), as flat tensors by the name of their purpose.
+    """All host buffers of one unit, as flat tensors by the name of their purpose. Ranks share them, and each
+    updates its ``share``; one process updates all.
 
     ``weight`` and ``gradient`` are uint8, laid out by ``layout``; remainders (uint16, of bf16 weights),
     masters (fp32, of fp16 weights) and ``sums`` (fp32, of gradients in bf16 or fp16) have one element per
     trainable parameter element, padding included. What the unit does not hold has no elements.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, share: Share | None = None) -> None:
         self.layout = layout
+        self.share = share or shares_of(layout, 1)[0]
         self.held: dict[str, torch.Tensor] = {}
         #: the optimizer's state that is not held in memory, if any
         self.disk: StateOnDisk | None = None
@@ -141,6 +144,10 @@ class HostShard:
     @property
     def sums(self) -> torch.Tensor:
         return self[SUMS]
+
+    def own(self, stretches: Iterable[Stretch]) -> list[Stretch]:
+        """What of ``stretches`` is in the share."""
+        return [own for stretch in stretches if (own := within(stretch, self.share.elements)).numel]
 
     def has(self, purpose: Purpose) -> bool:
         """Whether there is room for ``purpose``, in its dtype."""
@@ -252,7 +259,7 @@ class HostShard:
     def copy(self) -> HostShard:
         """The weights, what makes them masters and the optimizer's state, in memory of their own."""
         assert not self.uses_disk, "that would bring back what memory has no room for"
-        copy = HostShard(self.layout)
+        copy = HostShard(self.layout, self.share)
         kept = {purpose.name for purpose in (*MODEL, *ALL_MOMENTS)}
         copy.held = {name: piece.clone() for name, piece in self.held.items() if name in kept}
         return copy
@@ -264,8 +271,8 @@ class HostShard:
 
     @property
     def range(self) -> range:
-        """The elements of the unit's state that an update of this shard is for: all."""
-        return range(self.layout.state_numel)
+        """The elements of the unit's state that an update of this shard is for."""
+        return self.share.elements
 
     def begin(self, purpose: Purpose) -> int:
         """The element (or block) of the unit with which the piece for ``purpose`` begins."""
@@ -279,7 +286,7 @@ class Window(HostShard):
     def __init__(
         self, whole: HostShard, pieces: Mapping[str, torch.Tensor], chunk: Chunk | None = None
     ) -> None:
-        super().__init__(whole.layout)
+        super().__init__(whole.layout, whole.share)
         self.held = {**whole.held, **pieces}
         self._whole, self._chunk, self._pieces = whole, chunk, pieces
 
@@ -314,13 +321,19 @@ class HostStore:
         disks: Disks | None = None,
         on_disk: Collection[int] = (),
         weights_on_disk: Collection[int] = (),
+        shares: Sequence[Share | None] = (),
+        private: Allocate | None = None,
     ) -> None:
         """With ``reserve`` (see `Backend.host_reserve`), what a model takes beside its gradients takes memory
         as it is written, and is to be pinned by `pin` when all of it is. What makes masters of their weights
         goes to ``disks`` for the units at the positions ``on_disk``, the weights for ``weights_on_disk``.
+
+        Ranks give the ``shares`` of this one, and memory that others do not see as ``private``.
         """
-        self.shards = [HostShard(layout) for layout in layouts]
+        mine = shares or [None] * len(layouts)
+        self.shards = [HostShard(layout, share) for layout, share in zip(layouts, mine, strict=True)]
         self._allocate = allocate
+        self._private = private or allocate
         self.disks = disks
         self._buffers: dict[str, torch.Tensor] = {}
         #: by purpose, the shards that have a buffer of their own, which may go to disk later
@@ -559,7 +572,7 @@ class HostStore:
 
     def staging(self, count: int, nbytes: int) -> list[torch.Tensor]:
         """``count`` buffers of ``nbytes`` for gradients that are used up when they have landed."""
-        self._buffers[STAGING] = self._allocate(count * nbytes, pinned=True)
+        self._buffers[STAGING] = self._private(count * nbytes, pinned=True)
         return list(self._buffers[STAGING].split(nbytes)) if nbytes else []
 
     def ring(self) -> list[torch.Tensor]:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 
+from streamer.memory.layout import Layout
+
 #: What device memory is for.
 WEIGHT_SLOTS, GRAD_SLOTS = "weight slots", "gradient slots"
 ROOT_WEIGHTS, ROOT_GRADIENTS, BUFFERS = "root weights", "root gradients", "buffers"
+
+#: What ranks average gradients of a shorter dtype than fp32 in.
+AVERAGING = "averaging over ranks"
+#: Bytes of it at most.
+MOST_AVERAGING = 64 << 20
 
 #: Gradient slots that there are at most.
 MOST_GRAD_SLOTS = 2
@@ -21,6 +28,16 @@ Allocate = Callable[[int], torch.Tensor]
 def num_grad_slots(num_slots: int) -> int:
     """Gradient slots beside ``num_slots`` weight slots: one is filled while another leaves."""
     return min(num_slots, MOST_GRAD_SLOTS)
+
+
+def reduce_bytes(layouts: Iterable[Layout]) -> int:
+    """Bytes in which ranks average the gradients of units of these layouts, a piece after another."""
+    short = [
+        4 * layout.state_numel
+        for layout in layouts
+        if any(each.dtype != torch.float32 for each in layout.trainable)
+    ]
+    return min(MOST_AVERAGING, max(short, default=0))
 
 
 class WeightSlots:

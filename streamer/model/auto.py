@@ -27,8 +27,8 @@ from torch import nn
 
 from streamer.backends.base import Backend
 from streamer.engine.layer.micro_batches import AmbiguousBatchError
-from streamer.engine.paging.handle import wrapped
 from streamer.engine.tensors.nested import Rebuild, flatten
+from streamer.engine.wrapped.handle import wrapped
 from streamer.model.layers import find_layers
 from streamer.model.move_in import check_init, room_of
 from streamer.model.options import WrapOptions

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from streamer.engine.layer.layer import finish_with_this_backward
 from streamer.engine.layer.outside_access import (
     GUARDS,
     Split,
@@ -134,7 +135,14 @@ class _BeforeAdding(OwnHook):
         if asked_of(node) is not Asked.ADDED:
             return
         if self.unit is not self.executor.root:
+            if self.executor.across is not None:
+                raise RuntimeError(
+                    f"'{self.slice.param.name}' is used outside of its layer, where its gradient would be "
+                    "that of one rank: use it in the layer's forward, or leave out process_group"
+                )
             self.executor.hooked.check((self.slice,), (self.param,))
+        elif self.executor.across is not None:
+            finish_with_this_backward(self.executor)
         views = self.executor.gradients.held[self.unit.index]
         views.place(self.slice, summed=False)  # raises where there is no room
         views.widen(self.slice, self.param)
@@ -179,8 +187,7 @@ def _zero_grad(module: nn.Module, executor: Executor) -> Callable[..., None]:
     @never_traced
     def zero_grad(set_to_none: bool = True) -> None:
         if not set_to_none:
-            # updates in flight are reading the gradients
-            executor.synchronize()
+            executor.before_zeroing()
         executor.zero_grad()
         type(module).zero_grad(module, set_to_none)
 

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from streamer.backends.base import Backend
 from streamer.backends.host_memory import file_mappings, give_back_freed
+from streamer.backends.ranks import Ranks
 from streamer.engine.paging.unit import Unit
 from streamer.errors import DiskError, shortened, warn
 from streamer.memory.host import HostShard, HostStore
@@ -224,8 +225,15 @@ class MoveIn:
     """Moves the weights of ``units``, the root unit's last, into the shards of ``store``."""
 
     def __init__(
-        self, backend: Backend, units: Sequence[Unit], store: HostStore, initialise: Initialiser | None
+        self,
+        backend: Backend,
+        units: Sequence[Unit],
+        store: HostStore,
+        initialise: Initialiser | None,
+        ranks: Ranks | None = None,
     ) -> None:
+        """Of ``ranks``, which share the shards, the first one gives the values."""
+        self._ranks = ranks
         self._backend = backend
         self._units = units
         self._store = store
@@ -251,6 +259,10 @@ class MoveIn:
             if unit.written() != version:  # the initialisation of another unit has written this one
                 for slice in unit.layout.slices:
                     shard.rebase(slice)
+        if self._ranks is not None:
+            self._ranks.meet("all weights are in host memory")
+            for buffer in self._moved_buffers.values():
+                self._ranks.broadcast(buffer)
         self._store.pin(self._backend.pin)
 
     def undo(self) -> None:
@@ -278,7 +290,7 @@ class MoveIn:
         if self._initialise is not None:
             self._initialise(unit)
         virtual = self._backend.device.type == "meta"
-        if not virtual:
+        if not virtual and (self._ranks is None or self._ranks.leads):
             with self._store.weights_in(shard):
                 for slice, param in unit.placed():
                     # a copy from a GPU runs on the caller's own stream, so after what has written them

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+import torch
 from torch import nn
 
 import streamer_native as native
 from streamer.backends.base import Backend
 from streamer.backends.disk import Disks
+from streamer.backends.ranks import Ranks
 from streamer.engine.layer.call import Compiler
 from streamer.engine.layer.layer import StreamedLayer
 from streamer.engine.layer.micro_batches import micro_batches
 from streamer.engine.paging.executor import Executor
-from streamer.engine.paging.handle import HANDLE, Wrapped, settle_in
+from streamer.engine.paging.unit import Unit
+from streamer.engine.wrapped.handle import HANDLE, Wrapped, settle_in
 from streamer.memory.host import Disks as HostDisks
 from streamer.memory.host import HostStore
 from streamer.memory.purposes import GRADIENTS
+from streamer.memory.shares import Share, shares_of
 from streamer.model.guards import attach_guards
 from streamer.model.layers import find_layers
 from streamer.model.move_in import Initialiser, MoveIn, check_init, room_of
@@ -42,9 +46,11 @@ def stream(
     backend: Backend,
     options: WrapOptions,
     chosen: Chosen | None = None,
+    ranks: Ranks | None = None,
 ) -> M:
     """Wrap ``model`` on ``backend``. `streamer.wrap` documents the options and what is raised; none may be
-    "auto" here. ``chosen`` is how those that were "auto" were chosen."""
+    "auto" here. ``chosen`` is how those that were "auto" were chosen, ``ranks`` are those that share the
+    weights."""
     with ExitStack() as undo:
         options.check()
         num_slots, micro_batch_size = options.num_slots, options.micro_batch_size
@@ -80,7 +86,13 @@ def stream(
             cutters = micro_batches(cut.units, None, {})
         units, root = cut.units, cut.root
         slots = min(slots, len(units))
-        planned = ledger(units, root, num_slots=slots, update_in_backward=in_backward)
+        planned = ledger(
+            units,
+            root,
+            num_slots=slots,
+            update_in_backward=in_backward,
+            averages_in_fp32=ranks is not None and options.grad_dtype is not None,
+        )
         disks, on_disk, moments = None, OnDisk(), least_moments(units, root)
         for_inputs = 0 if chosen is None else chosen.plan.host_beside
         if options.disk is not None:
@@ -89,18 +101,29 @@ def stream(
             planned, on_disk = to_disk(
                 planned, units, root, left, stored=disks.stored, may_write=disks.may_write
             )
-        replace(planned, host={**planned.host, **moments}).check(room, device_remedy=cut.remedy)
+        # ranks have the host's memory once, which the first one takes
+        on_host = {**planned.host, **moments} if ranks is None or ranks.leads else {}
+        replace(planned, host=on_host).check(room, device_remedy=cut.remedy)
+        layouts = [unit.layout for unit in (*units, root)]
+        allocate, reserve = backend.host_buffer, backend.host_reserve
+        shares: list[Share | None] = []
+        if ranks is not None:
+            ranks.agree(_told(options, slots, (*units, root)))
+            allocate, reserve = partial(_shared, backend, ranks), partial(_reserved, backend, ranks)
+            shares = [shares_of(layout, ranks.size)[ranks.rank] for layout in layouts]
         store = HostStore(
-            [unit.layout for unit in (*units, root)],
-            backend.host_buffer,
-            backend.host_reserve,
+            layouts,
+            allocate,
+            reserve,
             disks=disks,
             on_disk=on_disk.masters,
             weights_on_disk=on_disk.weights,
+            shares=shares,
+            private=backend.host_buffer,
         )
         undo.callback(store.close_disks)
         initialise = None if init is None or virtual else Initialiser(init, backend.device, units)
-        move = MoveIn(backend, (*units, root), store, initialise)
+        move = MoveIn(backend, (*units, root), store, initialise, ranks)
         undo.callback(move.undo)
         move.run()
         store.add([GRADIENTS], only=store.shards[-1:] if in_backward else None)
@@ -115,6 +138,7 @@ def stream(
             update_in_backward=in_backward,
             host_limit=host_limit,
             for_inputs=for_inputs,
+            ranks=ranks,
         )
         undo.callback(forget, model, executor)
         settle_in(executor)
@@ -130,7 +154,7 @@ def stream(
         undo.callback(take_off)
         end_service = serve_other_optimizers(executor)
         undo.callback(end_service)
-        close = weakref.finalize(model, _close, backend, store, end_service)
+        close = weakref.finalize(model, _close, backend, store, end_service, ranks)
         model.__dict__[HANDLE] = Wrapped(executor, planned, plain_dtypes, take_off, close, chosen)
         undo.pop_all()
     return model
@@ -145,7 +169,33 @@ def _disks(backend: Backend, disk: Folders | Disks) -> HostDisks:
     return disk if isinstance(disk, Disks) else Disks(folders_of(disk))
 
 
-def _close(backend: Backend, store: HostStore, end_service: Callable[[], None]) -> None:
+def _told(options: WrapOptions, num_slots: int, units: Sequence[Unit]) -> list[str]:
+    """A line for all that must be the same on all ranks."""
+    same = ("dtype", "update", "grad_dtype")
+    lines = [f"{name}={getattr(options, name)}" for name in same] + [f"num_slots={num_slots}"]
+    for unit in units:
+        for slice in unit.layout.slices:
+            param = slice.param
+            kind = "trained" if param.trainable else "frozen"
+            lines.append(f"{unit.name}: {param.name} {list(param.shape)} {param.dtype} {kind}")
+    return lines
+
+
+def _shared(backend: Backend, ranks: Ranks, nbytes: int, *, pinned: bool) -> torch.Tensor:
+    buffer = ranks.shared(nbytes, in_forks=backend.device.type == "cpu")
+    if pinned:
+        backend.pin(buffer)
+    return buffer
+
+
+def _reserved(backend: Backend, ranks: Ranks, nbytes: int) -> torch.Tensor:
+    return ranks.shared(nbytes, in_forks=backend.device.type == "cpu", touched=False)
+
+
+def _close(backend: Backend, store: HostStore, end_service: Callable[[], None], ranks: Ranks | None) -> None:
     end_service()
+    # what this rank has begun it ends, for the others wait for it
     backend.close()
+    if ranks is not None:
+        ranks.leave()
     store.close_disks()

@@ -13,8 +13,8 @@ from torch import nn
 from streamer.engine.disk.state import masters_of
 from streamer.engine.layer.outside_access import HAD
 from streamer.engine.paging.executor import Executor
-from streamer.engine.paging.handle import HANDLE, home_of, settle_out, wrapped
 from streamer.engine.tensors.guarded import as_plain, plain_class
+from streamer.engine.wrapped.handle import HANDLE, home_of, settle_out, wrapped
 from streamer.errors import DiskError, warn
 from streamer.memory.purposes import ALL_MOMENTS
 from streamer.memory.verdict import host, require

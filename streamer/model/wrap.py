@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
 
 from streamer.backends.base import Backend
 from streamer.backends.disk import Disks
+from streamer.backends.ranks import Ranks
 from streamer.backends.select import backend_for
 from streamer.engine.layer.call import CompileBackend
-from streamer.engine.paging.handle import home_of, wrapped_part
+from streamer.engine.wrapped.handle import home_of, wrapped_part
 from streamer.model.auto import choose_options
 from streamer.model.layers import Layers
 from streamer.model.move_in import Init
@@ -22,6 +24,9 @@ from streamer.model.options import Activations, Folders, WrapOptions
 from streamer.model.streaming import stream
 from streamer.planner.choice import AUTO, Number, may_be_auto
 from streamer.simulate.machine import Machine
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -46,6 +51,7 @@ def wrap(
     disk: Folders | Disks | None = None,
     example: object = None,
     machine: Machine | str | None = None,
+    process_group: ProcessGroup | None = None,
     backend: Backend | None = None,
 ) -> M:
     """Stream the layers of ``model`` from host memory. Changes the model in place and returns it.
@@ -121,6 +127,13 @@ def wrap(
             runs. [Note: options that are chosen]
         machine: how fast the device is, for such a plan: the name of one in `streamer.simulate.machine`,
             ``"rtx-4090"`` say, or a `Machine`. None means an RTX 4090 where there is a GPU, else a CPU.
+        process_group: the ranks of one machine that train this model together, a group of
+            `torch.distributed` (NCCL for GPUs, gloo for the CPU): every process of it calls ``wrap``, with a
+            device of its own and the same model and options, and gets the values of the first one. Weights,
+            gradients and optimizer state lie in host memory once, which the ranks share, and each updates a
+            share of each layer. Gradients are averaged over the ranks, in ``grad_dtype``, as
+            `torch.nn.parallel.DistributedDataParallel` does. All ranks make the same calls in the same order,
+            `save` and `load` too. [Note: ranks] Not yet with ``disk`` or ``update="backward"``.
         backend: the backend to run on in place of the device's own. A virtual one has no values and compiles
             nothing.
 
@@ -160,10 +173,34 @@ def wrap(
         if backend is None:
             backend = backend_for(device)
         undo.callback(backend.close)
-        chosen = None
+        chosen, ranks = None, None
+        if process_group is not None:
+            _check_shareable(options, may_be_auto(options))
+            ranks = Ranks(process_group, backend.device)
+            undo.callback(ranks.leave)
+            undo.push(partial(_tell_of_failure, ranks))
         if example is not None or AUTO in may_be_auto(options):
             chosen = choose_options(model, backend, options, example, machine)
             options = replace(options, **chosen.choice.options())
-        stream(model, backend, options, chosen)
+        stream(model, backend, options, chosen, ranks)
         undo.pop_all()
     return model
+
+
+def _check_shareable(options: WrapOptions, may_be_auto: Collection[object]) -> None:
+    """Raise ValueError for options that ranks cannot have together."""
+    if options.disk is not None:
+        raise ValueError("process_group= does not go with disk= yet: leave one of them out")
+    if options.update == "backward":
+        raise ValueError("process_group= needs update='step' so far")
+    if AUTO in may_be_auto:
+        raise ValueError(
+            "process_group= needs options that are the same on all ranks: give what 'auto' chooses on one "
+            "GPU (streamer.chosen(model) says it)"
+        )
+
+
+def _tell_of_failure(ranks: Ranks, kind: object, error: BaseException | None, trace: object) -> None:
+    """Let the other ranks, which wait for this one in `Ranks.agree`, know why it does not come."""
+    if isinstance(error, Exception) and not ranks.has_agreed:
+        ranks.agree((), failed=error)

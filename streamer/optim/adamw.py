@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
+from zlib import crc32
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -17,9 +18,9 @@ from streamer.engine.disk.state import ShardUpdate
 from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.gradient_pipeline import Update
 from streamer.engine.paging.gradients import is_summed
-from streamer.engine.paging.handle import Home, require_home
 from streamer.engine.paging.unit import Unit
 from streamer.engine.tensors.guarded import as_plain, never_traced, unguarded
+from streamer.engine.wrapped.handle import Home, require_home
 from streamer.errors import shortened, warn
 from streamer.memory.host import HostShard
 from streamer.optim.state import (
@@ -347,9 +348,9 @@ class AdamW(torch.optim.Optimizer):
     @never_traced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or set them to zero once the updates that read them are done."""
-        if not set_to_none:
-            self._synchronize()
         for executor in self._executors:
+            if not set_to_none:
+                executor.before_zeroing()
             executor.zero_grad()
         with unguarded():
             super().zero_grad(set_to_none)
@@ -388,6 +389,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _queue(self, executor: Executor, updates: dict[int, list[ParamUpdate]], unscale: float) -> None:
         work: dict[int, tuple[ShardUpdate, int]] = {}
+        hypers = {update.hyper for of_unit in updates.values() for update in of_unit}
         for unit in (executor.root, *executor.units):
             if unit.index in updates:
                 # clipping has scaled the root's gradients already
@@ -401,7 +403,10 @@ class AdamW(torch.optim.Optimizer):
                     seed=unit.index + 1,  # another one for each unit; ROOT is -1
                 )
                 work[unit.index] = (update, update_bytes(of_unit, self.state_dtype))
-        executor.step(work)
+        scale = unscale * executor.gradients.scale
+        of_all = crc32(repr((sorted(hypers), scale, sorted(updates))).encode())
+        told = ", ".join(f"lr {hyper.lr:.6g} in step {hyper.step}" for hyper in sorted(hypers)[:2])
+        executor.step(work, f"{told}, gradients times {scale:.9g}, checksum {of_all:08x}")
 
     def _synchronize(self) -> None:
         for executor in self._executors:

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from streamer.engine.paging.executor import Executor
-from streamer.engine.paging.handle import wrapped
 from streamer.engine.tensors.guarded import as_plain
+from streamer.engine.wrapped.handle import wrapped
 
 
 @as_plain

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from streamer.engine.paging.executor import Executor
-from streamer.engine.paging.handle import Home, require_home
-from streamer.engine.paging.user_view import guarded_state
+from streamer.engine.wrapped.handle import Home, require_home
+from streamer.engine.wrapped.user_view import guarded_state
 from streamer.memory.layout import num_blocks
 from streamer.memory.purposes import ALL_MOMENTS, BF16, FP32, INT8, MOMENTS, Purpose, host_bytes
 from streamer.memory.verdict import host, require

@@ -11,7 +11,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from streamer.engine.paging.executor import Executor
-from streamer.engine.paging.handle import home_of
+from streamer.engine.wrapped.handle import home_of
 
 
 def serve_other_optimizers(executor: Executor) -> Callable[[], None]:
@@ -45,6 +45,11 @@ def serve_other_optimizers(executor: Executor) -> Callable[[], None]:
             raise RuntimeError(
                 f"update='backward' updates layers by streamer.AdamW, not {type(optimizer).__name__}: "
                 "wrap with update='step' to use another optimizer"
+            )
+        if running.across is not None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} would update the weights, which the ranks share, once for each "
+                "rank: use streamer.AdamW, of which each rank updates a share"
             )
         running.turns.check()
         for param in touched(optimizer):

@@ -15,6 +15,7 @@ import streamer_native as native
 from streamer.memory.host import HostShard, HostStore, array
 from streamer.memory.layout import Layout, Param, Slice, Stretch
 from streamer.memory.purposes import BF16, FP16, FP32, GRADIENTS, MASTERS, MOMENTS, REMAINDERS, SUMS, Purpose
+from streamer.memory.shares import within
 
 
 class ParamUpdate(NamedTuple):
@@ -94,7 +95,7 @@ def update_shard(
     for alike in launches.values():
         first, last = alike[0].slice, alike[-1].slice
         whole = Stretch(first.dtype, first.offset, first.index, last.index + last.padded - first.index)
-        here = _within(whole, shard.range)
+        here = within(whole, shard.range)
         if not here.numel:
             continue
         if alike[0].summed:
@@ -110,14 +111,6 @@ _INDEX = attrgetter("slice.index")
 def all_finite(gradient: torch.Tensor, stretches: Iterable[Stretch]) -> bool:
     """Whether these stretches of a gradient (flat uint8) are finite everywhere."""
     return all(math.isfinite(native.sum_squares(array(stretch.view(gradient)))) for stretch in stretches)
-
-
-def _within(whole: Stretch, elements: range) -> Stretch:
-    """What of ``whole`` lies among these elements of the unit's state."""
-    start = max(whole.index, elements.start)
-    stop = max(start, min(whole.index + whole.numel, elements.stop))
-    offset = whole.offset + (start - whole.index) * whole.dtype.itemsize
-    return Stretch(whole.dtype, offset, start, stop - start)
 
 
 def _launch(

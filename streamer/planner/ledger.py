@@ -35,12 +35,14 @@ from streamer.memory.purposes import (
     host_bytes,
 )
 from streamer.memory.slots import (
+    AVERAGING,
     BUFFERS,
     GRAD_SLOTS,
     ROOT_GRADIENTS,
     ROOT_WEIGHTS,
     WEIGHT_SLOTS,
     num_grad_slots,
+    reduce_bytes,
 )
 from streamer.memory.verdict import Tier, require
 from streamer.planner.room import Room
@@ -123,8 +125,16 @@ class Ledger:
         require("the model", *tiers, details=table)
 
 
-def ledger(units: Sequence[Unit], root: Unit, *, num_slots: int, update_in_backward: bool = False) -> Ledger:
-    """What streaming ``units`` through ``num_slots`` slots takes; an optimizer's state comes on top."""
+def ledger(
+    units: Sequence[Unit],
+    root: Unit,
+    *,
+    num_slots: int,
+    update_in_backward: bool = False,
+    averages_in_fp32: bool = False,
+) -> Ledger:
+    """What streaming ``units`` through ``num_slots`` slots takes; an optimizer's state comes on top. Ranks,
+    each of which takes all that is on its device, may average gradients in fp32."""
     layouts = [unit.layout for unit in (*units, root)]
     device = {
         WEIGHT_SLOTS: num_slots * max(unit.layout.nbytes for unit in units),
@@ -132,6 +142,7 @@ def ledger(units: Sequence[Unit], root: Unit, *, num_slots: int, update_in_backw
         ROOT_WEIGHTS: root.layout.nbytes,
         ROOT_GRADIENTS: root.layout.grad_nbytes,
         BUFFERS: buffer_bytes((*units, root)),
+        AVERAGING: reduce_bytes(layouts) if averages_in_fp32 else 0,
     }
     host = host_bytes(layouts, MODEL)
     if update_in_backward:

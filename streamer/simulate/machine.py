@@ -83,6 +83,7 @@ class Machine:
             ``torch.cuda.get_device_properties`` says them: some kernels' buffers grow with them. None: as of
             an H100.
         disk_read_bytes_per_second, disk_write_bytes_per_second: of the drives that ``disk=`` names, together.
+        collective_bytes_per_second: of what a GPU sends to the others while gradients are averaged.
         seconds_per_visit: what this library takes of the host for each forward and backward of a layer,
             beside its operations. A GPU works meanwhile at what it has been given before.
         beside: what lanes keep of their rates beside one another.
@@ -107,6 +108,7 @@ class Machine:
     beside: Beside = Beside()
     disk_read_bytes_per_second: float = NVME_READ
     disk_write_bytes_per_second: float = NVME_WRITE
+    collective_bytes_per_second: float = PCIE_4
 
     def bytes_per_second(self, lane: Lane) -> float:
         """The rate of a lane that is not COMPUTE."""

@@ -23,7 +23,7 @@ from streamer.app.plan.planning import (
 )
 from streamer.app.run.build import build_optimizer, import_factory, wrap_options
 from streamer.app.run.loop import TokenLoss, step_on
-from streamer.backends.base import DISKS, Lane
+from streamer.backends.base import DISKS, SPECIAL, Lane
 from streamer.backends.disk import Disks, Scratch
 from streamer.memory import on_disk
 from streamer.model.options import parse_bytes
@@ -139,7 +139,7 @@ def test_a_real_step_moves_the_planned_bytes(
 def test_what_is_not_there_is_not_told(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     _, found = planned(capsys, config)
     assert not [key for key in found if "disk" in key and found[key] is not None]
-    assert found["busy_seconds"].keys() == {lane.value for lane in Lane if lane not in DISKS}
+    assert found["busy_seconds"].keys() == {lane.value for lane in Lane if lane not in SPECIAL}
     assert "disk" not in printed(capsys, config)
 
 

@@ -24,11 +24,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import streamer
 import streamer.backends.cuda
 import streamer.engine.paging.executor
-from streamer.backends.base import DISKS, Event, Lane
+from streamer.backends.base import SPECIAL, Event, Lane
 from streamer.backends.cuda import CudaBackend
-from streamer.engine.paging.handle import wrapped
 from streamer.engine.schedule.hazards import Hazards
 from streamer.engine.schedule.op import OpKind
+from streamer.engine.wrapped.handle import wrapped
 from tests.engine.layer.test_micro_batches import sliced
 from tests.model.test_parity import TorchMasters
 from tests.reference import (
@@ -382,7 +382,7 @@ def test_lanes_are_in_order_on_the_clock_of_the_host(
         records = wrapped(model).executor.issuer.trace.records()
         busy = streamer.stats(model).busy_seconds
     end = time.perf_counter()
-    assert {lane for lane in Lane if not busy[lane.value]} == {*DISKS}
+    assert {lane for lane in Lane if not busy[lane.value]} == {*SPECIAL}
     for lane in Lane:
         before = begin
         for record in sorted((r for r in records if r.op.lane is lane), key=lambda r: r.span.ready):

@@ -18,7 +18,7 @@ from models.gpt2 import GPT
 from streamer.backends.base import PIECE_BYTES
 from streamer.backends.cuda import CudaBackend, PinnedBlocks
 from streamer.backends.host_memory import give_back_freed
-from streamer.engine.paging.handle import wrapped
+from streamer.engine.wrapped.handle import wrapped
 from streamer.torch_private import allocator_settings, set_allocator
 from tests.backends.test_cuda import allocated, loss_of
 from tests.reference import VOCAB, batch, gradients

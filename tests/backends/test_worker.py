@@ -96,6 +96,7 @@ def test_each_lane_is_one_thread_and_compute_the_callers(backend: ThreadBackend)
         Lane.HOST: "streamer-host",
         Lane.DISK_READ: "streamer-disk_read",
         Lane.DISK_WRITE: "streamer-disk_write",
+        Lane.COLLECTIVE: "streamer-collective",
     }
 
 

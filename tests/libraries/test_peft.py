@@ -17,8 +17,8 @@ from torch import nn
 
 import streamer
 from streamer.backends.base import Lane
-from streamer.engine.paging.handle import wrapped as streamer_wrapped
 from streamer.engine.schedule.op import ROOT, Op, OpKind
+from streamer.engine.wrapped.handle import wrapped as streamer_wrapped
 from tests.libraries.test_huggingface import gpt2, llama, loss
 from tests.reference import (
     POLICIES,

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import streamer
 from streamer.backends.thread import ThreadBackend
-from streamer.engine.paging.handle import wrapped
+from streamer.engine.wrapped.handle import wrapped
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import H200
 from tests.reference import (

@@ -11,7 +11,7 @@ import torch
 
 import streamer
 from streamer.backends.thread import ThreadBackend
-from streamer.engine.paging.handle import wrapped
+from streamer.engine.wrapped.handle import wrapped
 from streamer.memory.host import HostStore
 from streamer.memory.purposes import BF16, FP32, GRADIENTS, INT8, MODEL, MOMENTS, host_bytes
 from streamer.optim.state import convert

@@ -27,7 +27,7 @@ from streamer.backends.base import Lane
 from streamer.backends.disk import Disks, Scratch
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.layer.micro_batches import AmbiguousBatchError
-from streamer.engine.paging.handle import wrapped
+from streamer.engine.wrapped.handle import wrapped
 from streamer.memory.verdict import SHARED, lacks
 from streamer.model.auto import Batch, plan_of, skeleton
 from streamer.model.move_in import room_of

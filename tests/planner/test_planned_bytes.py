@@ -18,7 +18,7 @@ import streamer
 from models.gpt2 import GPT
 from streamer.backends.base import Backend
 from streamer.backends.thread import ThreadBackend
-from streamer.engine.paging.handle import wrapped
+from streamer.engine.wrapped.handle import wrapped
 from streamer.memory.purposes import MOMENTS, SAVED_INPUTS, SUMS, host_bytes
 from streamer.optim.state import parse_state_dtype
 from streamer.planner.ledger import least_moments

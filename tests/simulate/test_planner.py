@@ -17,7 +17,7 @@ from models.gpt2 import GPT
 from streamer.app.config import load_config
 from streamer.app.run.build import build_model, build_optimizer
 from streamer.backends.base import Lane
-from streamer.engine.paging.handle import wrapped
+from streamer.engine.wrapped.handle import wrapped
 from streamer.planner.measure import Tracker
 from streamer.planner.step_plan import Prediction, predict_step
 from streamer.simulate.backend import VirtualBackend
@@ -201,6 +201,7 @@ def test_golden_of_a_virtual_step() -> None:
         Lane.HOST: "0STEP:1-2 1STEP:2-3 2STEP:3-4",
         Lane.DISK_READ: "",
         Lane.DISK_WRITE: "",
+        Lane.COLLECTIVE: "",
     }
 
 

@@ -23,7 +23,7 @@ from streamer.app.run.build import stream_options, without_values
 from streamer.backends.base import DISKS, Backend
 from streamer.backends.disk import Scratch
 from streamer.backends.select import backend_for
-from streamer.engine.paging.handle import wrapped
+from streamer.engine.wrapped.handle import wrapped
 from streamer.errors import DiskError
 from streamer.memory.layout import Param
 from streamer.simulate.backend import VirtualBackend

@@ -31,8 +31,8 @@ from streamer.backends.base import DISKS
 from streamer.backends.disk import Disks, Scratch
 from streamer.backends.select import backend_for
 from streamer.engine.layer.micro_batches import AmbiguousBatchError
-from streamer.engine.paging.handle import wrapped
 from streamer.engine.schedule.trace import Trace
+from streamer.engine.wrapped.handle import wrapped
 from streamer.model.auto import machine_of, one_line
 from streamer.model.layers import find_layers
 from streamer.model.move_in import room_of

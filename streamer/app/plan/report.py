@@ -18,7 +18,7 @@ from streamer.app.plan.planning import (
     waiting_for_disk,
 )
 from streamer.app.plan.remedies import Faster, Remedies, faster, find_remedies
-from streamer.backends.base import DISKS, Lane
+from streamer.backends.base import DISKS, SPECIAL, Lane
 from streamer.errors import amount
 from streamer.simulate.machine import CUDA
 
@@ -132,7 +132,7 @@ def _steps_per_1000_tb(plan: RunPlan) -> int | None:
 
 def _shown(plan: RunPlan) -> list[Lane]:
     """The lanes, those of the disk where there is one."""
-    return [lane for lane in Lane if plan.has_disk or lane not in DISKS]
+    return [lane for lane in Lane if lane not in SPECIAL or (plan.has_disk and lane in DISKS)]
 
 
 def ledger_lines(plan: RunPlan) -> Iterator[str]:

@@ -24,7 +24,7 @@ import streamer
 from streamer.app.config import Config, ConfigError, dump_config, load_config, toml_value
 from streamer.app.locks import is_held
 from streamer.app.signals import Stop
-from streamer.backends.base import DISKS
+from streamer.backends.base import DISKS, SPECIAL
 from streamer.checkpoint.manifest import Manifest, checkpoints, prune
 from streamer.checkpoint.values import decode
 from streamer.errors import CheckpointError, amount
@@ -166,7 +166,8 @@ def summary_table(summary: Mapping[str, Any], *, unit: str = "byte") -> str:
     lines.append(f"\n{'lane':{wide}}{'busy s':>10}{'exposed s':>12}{'overlap':>10}")
     late = []
     for lane, busy in summary["busy_seconds"].items():
-        if not (on_disk or busy) and lane in [each.value for each in DISKS]:
+        used = [each.value for each in (DISKS if on_disk else ())]
+        if not busy and lane in [each.value for each in SPECIAL] and lane not in used:
             continue
         part = summary["overlap"][lane]
         if part is not None and part < 0:

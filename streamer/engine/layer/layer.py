@@ -294,7 +294,7 @@ class _Layer(torch.autograd.Function):
         try:
             with turns.lock:
                 turns.backward(ctx.training_pass)
-                _finish_with_this_backward(layer_call.executor)
+                finish_with_this_backward(layer_call.executor)
                 found = layer_call.backward(ctx.saved_tensors, gradients, asked)
         except RuntimeError as error:
             if "modified by an inplace operation" in str(error):
@@ -322,7 +322,7 @@ def _is_differentiable(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def _finish_with_this_backward(executor: Executor) -> None:
+def finish_with_this_backward(executor: Executor) -> None:
     """Let the backward that is running end only when all gradients are in host memory."""
     task = backward_number()
     if executor.backward_task != task:

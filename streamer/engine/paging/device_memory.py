@@ -16,7 +16,7 @@ from streamer.engine.paging.unit import Unit, buffer_bytes
 from streamer.engine.paging.weights import Weights
 from streamer.engine.tensors.saved import SavedBytes
 from streamer.errors import warn
-from streamer.memory.slots import BUFFERS, GRAD_SLOTS, ROOT_GRADIENTS, ROOT_WEIGHTS, WEIGHT_SLOTS
+from streamer.memory.slots import AVERAGING, BUFFERS, GRAD_SLOTS, ROOT_GRADIENTS, ROOT_WEIGHTS, WEIGHT_SLOTS
 
 #: Free host memory below which a process is soon ended by the system.
 LOW_HOST_BYTES = 1 << 28
@@ -59,7 +59,10 @@ class DeviceMemory:
         weights: Weights,
         gradients: Gradients,
         saved: SavedBytes,
+        averaging: int = 0,
     ) -> None:
+        """``averaging`` are the bytes in which ranks average gradients."""
+        self._averaging = averaging
         self.backend = backend
         self.weights = weights
         self._units = units
@@ -74,6 +77,7 @@ class DeviceMemory:
             ROOT_WEIGHTS: self.weights.root_buffer.nbytes,
             ROOT_GRADIENTS: self._gradients.root_buffer.nbytes + self._gradients.root_sums.nbytes,
             BUFFERS: buffer_bytes(self._units),
+            AVERAGING: self._averaging,
         }
         return {purpose: amount for purpose, amount in nbytes.items() if amount}
 

@@ -23,7 +23,9 @@ import torch
 
 from streamer.backends.background import Background
 from streamer.backends.base import Backend, Lane
+from streamer.backends.ranks import Ranks
 from streamer.engine.disk.state import ShardUpdate, StatePager, masters_of
+from streamer.engine.paging.across_ranks import AcrossRanks
 from streamer.engine.paging.device_memory import Budget, DeviceMemory, HostWatch
 from streamer.engine.paging.gradient_pipeline import GradientPipeline, Landing, UpdateInStep
 from streamer.engine.paging.gradients import Gradients, noticing_writes
@@ -61,7 +63,8 @@ class Executor:
     ``store`` has their shards in the same order, the root's last (so that its index ROOT finds it). There are
     ``num_slots`` weight slots, and more as ``budget`` bytes of device memory leave room for them. Of host
     memory no more than ``host_limit`` bytes are taken, if that is given. What could be on disk leaves
-    ``for_inputs`` bytes of them to the layer inputs that will wait there.
+    ``for_inputs`` bytes of them to the layer inputs that will wait there. ``ranks`` are those that share the
+    store. [Note: ranks]
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Executor:
         update_in_backward: bool = False,
         host_limit: int | None = None,
         for_inputs: int = 0,
+        ranks: Ranks | None = None,
         hazards: Hazards | None = None,
     ) -> None:
         self.backend = backend
@@ -103,15 +107,26 @@ class Executor:
         #: autograd's id of the backward that waits for the gradients when it ends
         self.backward_task = -1
         self.hooked = OncePerBackward()
+        self.across: AcrossRanks | None = None
+        if ranks is not None:
+            self.across = AcrossRanks(ranks, self.issuer, units, root, self.gradients, in_fp32=sum_in_fp32)
+            self.gradients.meet = ranks.meet
         self.norms = Norms(self.issuer, units, root, store)
         self.landing: Landing = UpdateInStep(self.gradients, self.norms)
         if update_in_backward:
             ring = store.staging(RING, max(unit.layout.grad_nbytes for unit in units))
             self.landing = UpdateInBackward(self.issuer, self.gradients, self.weights, ring)
-        self.pipeline = GradientPipeline(self.issuer, self.gradients, self.norms, self.landing)
+        self.pipeline = GradientPipeline(self.issuer, self.gradients, self.norms, self.landing, self.across)
         self.saved = SavedBytes()
         self.samples = Samples()
-        self.memory = DeviceMemory(backend, (*units, root), self.weights, self.gradients, self.saved)
+        self.memory = DeviceMemory(
+            backend,
+            (*units, root),
+            self.weights,
+            self.gradients,
+            self.saved,
+            averaging=0 if self.across is None else self.across.buffer.nbytes,
+        )
         self.budget: Budget | None = None
         if budget is not None:
             is_trained = any(unit.layout.grad_nbytes for unit in (*units, root))
@@ -243,10 +258,18 @@ class Executor:
             self.await_update(unit)
             self.weights.take_checksums(unit)
 
+    def before_zeroing(self) -> None:
+        """Gradients are about to be set to zero: wait for the updates that read them, and for other ranks."""
+        self.synchronize()
+        if self.across is not None and not self.released:
+            self.across.ranks.meet("setting gradients to zero")
+
     def zero_grad(self) -> None:
         """Gradients are about to be dropped."""
         self.turns.end()
         self.landing.zero_grad()
+        if self.across is not None:
+            self.across.forget()
 
     def prepare(self, work: Callable[[], None]) -> None:
         """Queue ``work`` on HOST that uses no weights, gradients or state (it loads kernels, say)."""
@@ -268,20 +291,25 @@ class Executor:
         with self.turns.lock:  # with the lock held, no other thread is in a visit
             self.weights.check_idle(unit)
 
-    def step(self, updates: Mapping[int, tuple[ShardUpdate, int]]) -> None:
-        """Queue updates of host shards: by unit, what updates it and the bytes of memory that this moves.
+    def step(self, updates: Mapping[int, tuple[ShardUpdate, int]], told: str = "") -> None:
+        """Queue updates of host shards: by unit, what updates it and the bytes of memory that this moves;
+        ``told`` says what must be the same on all ranks.
 
         They run in the order in which the next forward asks for the units, and a unit is unsharded only
         after its update, so this may return before any of them has begun.
         """
         with self.turns.lock:
             self.turns.check()
-            self._step(updates)
+            self._step(updates, told)
             self.turns.end()
 
-    def _step(self, updates: Mapping[int, tuple[ShardUpdate, int]]) -> None:
+    def _step(self, updates: Mapping[int, tuple[ShardUpdate, int]], told: str) -> None:
         self.weights.refresh()
         self._host_watch.check(self.host_bytes)
+        if self.across is not None:
+            # the others write shards of which this rank is writing a checkpoint
+            self.wait_for_saving()
+            self.across.before_updates([*updates], told)
         if ROOT in updates:
             self.gradients.offload_root()
         for unit in (self.root, *self.units):
@@ -290,6 +318,8 @@ class Executor:
                 noticing = noticing_writes(unit, self.shard(unit), update)
                 self.weights.begin_flight(unit)
                 self.weights.update(unit, noticing, nbytes, ops.gradient(unit.index))
+                if self.across is not None:
+                    self.across.after_update(unit)
                 self.weights.update_issued(unit)
         self._root_ready = False
         self.fit_budget()
@@ -312,6 +342,8 @@ class Executor:
         self.gradients.release()
         self.inputs.release()
         self.landing.release()
+        if self.across is not None:
+            self.across.release()
 
     def device_bytes(self) -> dict[str, int]:
         """Bytes that the wrapped model holds on the device, by purpose."""

@@ -6,14 +6,14 @@ Layer 1 goes backward in weight slot 1 and gradient slot 0, as its ops print (un
     1OFFLOAD_GRAD@0    land, in host memory
 
 - *Fill*: the layer's backward writes the gradients of its parameters into a gradient slot.
-- *Reduce*: one process has the whole gradient already. Several ranks would add theirs up here.
+- *Reduce*: one process has the whole gradient already. Several ranks average theirs: [Note: ranks].
 - *Measure*: the sum of squares is taken while the gradient is on the device: [Note: norms].
 - *Land*: the gradient is copied to host memory. `UpdateInStep` keeps it there, where ``p.grad`` shows it
   until ``optimizer.step``; `UpdateInBackward` has the layer updated from it at once.
 
 The root unit's gradient does not pass through `GradientPipeline.run`: autograd fills its buffer, clipping
-measures it, and `Gradients.offload_root` copies it to the host in `step`. Several ranks would have to reduce
-it before it is measured.
+measures it, and `Gradients.offload_root` copies it to the host in `step`. Several ranks average it where
+backward ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from typing import Protocol
 
 import torch
 
-from streamer.engine.paging.gradients import Gradients
+from streamer.engine.paging.across_ranks import AcrossRanks
+from streamer.engine.paging.gradients import Gradients, Squares
 from streamer.engine.paging.norms import Norms, sum_squares
 from streamer.engine.paging.unit import Unit
 from streamer.engine.schedule.hazards import Issuer
@@ -65,9 +66,10 @@ class Landing(abc.ABC):
         self.not_finite: deque[tuple[int, str]] = deque()
 
     @abc.abstractmethod
-    def land(self, unit: Unit, slot: int, used: Sequence[bool], squares: torch.Tensor) -> bool:
+    def land(self, unit: Unit, slot: int, used: Sequence[bool], squares: Squares) -> bool:
         """Page out the gradient in gradient slot ``slot``. ``used`` says which trainable parameters have one,
-        ``squares`` is its sum of squares. Returns whether the unit's update was issued."""
+        ``squares`` is its sum of squares, or gives it when the gradient has landed. Returns whether the
+        unit's update was issued."""
 
     # what follows concerns those that update layers before `step`
 
@@ -123,7 +125,7 @@ class UpdateInStep(Landing):
         self._gradients = gradients
         self._norms = norms
 
-    def land(self, unit: Unit, slot: int, used: Sequence[bool], squares: torch.Tensor) -> bool:
+    def land(self, unit: Unit, slot: int, used: Sequence[bool], squares: Squares) -> bool:
         self._norms.keep(unit, self._gradients.offload(unit, slot, used, squares))
         return False
 
@@ -131,7 +133,15 @@ class UpdateInStep(Landing):
 class GradientPipeline:
     """The steps that the gradient of every layer goes through, one after the other."""
 
-    def __init__(self, issuer: Issuer, gradients: Gradients, norms: Norms, landing: Landing) -> None:
+    def __init__(
+        self,
+        issuer: Issuer,
+        gradients: Gradients,
+        norms: Norms,
+        landing: Landing,
+        across: AcrossRanks | None = None,
+    ) -> None:
+        self._across = across
         self._issuer = issuer
         self._gradients = gradients
         self._norms = norms
@@ -144,9 +154,11 @@ class GradientPipeline:
         by ``fill``, and page the gradient out. Returns whether the unit's update was issued."""
         gradient = self._gradients.in_slot(slot)
 
+        if slot is not None and self._across is not None:
+            return self._run_across(self._across, op, unit, slot, gradient, fill)
+
         def on_device() -> tuple[Sequence[bool], torch.Tensor]:
             used = self._fill(gradient, fill)
-            self._reduce(unit, gradient, used)
             return used, self.squares_of(unit, gradient, used)
 
         used, squares = self._issuer.compute(op, on_device)
@@ -155,6 +167,8 @@ class GradientPipeline:
     def finish_backward(self) -> None:
         """Block until the gradients of all layers are in host memory."""
         self._gradients.finish()
+        if self._across is not None:
+            self._across.finish_backward(self._norms.dropped)
         self._norms.landed()
         self._landing.finish_backward()
 
@@ -164,9 +178,21 @@ class GradientPipeline:
             gradient.fill_(255)
         return fill(gradient)
 
-    def _reduce(self, unit: Unit, gradient: torch.Tensor, used: Sequence[bool]) -> None:
-        """Would add up the gradients of all ranks: ``gradient`` is the whole slot, of which the parameters of
-        ``unit`` that are ``used`` were written. Nothing to do for one rank."""
+    def _run_across(
+        self, across: AcrossRanks, op: Op, unit: Unit, slot: int, gradient: torch.Tensor, fill: Fill
+    ) -> bool:
+        """`run` where each rank has a gradient of its own. [Note: ranks]"""
+
+        def on_device() -> Sequence[bool]:
+            used = self._fill(gradient, fill)
+            for slice, is_used in zip(unit.layout.trainable, used, strict=True):
+                if not is_used:
+                    slice.view(gradient).zero_()
+            return used
+
+        used = self._issuer.compute(op, on_device)
+        used, squares = across.reduce(unit, slot, gradient, used, self.squares_of)
+        return any(used) and self._landing.land(unit, slot, used, squares)
 
 
 def _squares_of(unit: Unit, gradient: torch.Tensor, used: Sequence[bool]) -> torch.Tensor:

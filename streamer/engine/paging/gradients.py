@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import nn
@@ -194,8 +195,8 @@ def is_summed(param: torch.Tensor) -> bool:
     return param.dtype != FP32 and (grad := param.grad) is not None and grad.dtype == FP32
 
 
-#: The sum of squares of a unit's gradient: on the device, or known when the host has added it up.
-Squares = torch.Tensor | Callable[[], float]
+#: The sum of squares of a unit's gradient: on the device, or known when the gradient has landed.
+Squares = torch.Tensor | Callable[[], float | torch.Tensor]
 
 
 class Gradients:
@@ -220,6 +221,8 @@ class Gradients:
         self.slots = GradientSlots(num_grad_slots(num_slots), self._nbytes, issuer.backend.device_buffer)
         self.root_buffer = issuer.backend.device_buffer(root.layout.grad_nbytes)
         self.root_sums = issuer.backend.device_buffer(0)
+        #: by unit, the sums of squares of gradients that were added up on the host, one for each part
+        self.added: dict[int, list[float]] = {}
         #: what the held gradients of layers are still to be multiplied by
         self.scale = 1.0
         self._issuer = issuer
@@ -228,6 +231,8 @@ class Gradients:
         self._store = store
         self._staging: list[torch.Tensor] = []
         self._host = host
+        #: where other ranks see the gradients too: waits for them before all write. [Note: ranks]
+        self.meet: Callable[[str], object] | None = None
         self.held = {
             unit.index: GradientViews(
                 unit,
@@ -249,7 +254,7 @@ class Gradients:
         return self.root_buffer[:0] if slot is None else self.slots.buffers[slot]
 
     @as_plain
-    def offload(self, unit: Unit, slot: int, used: Sequence[bool], squares: torch.Tensor) -> Squares | None:
+    def offload(self, unit: Unit, slot: int, used: Sequence[bool], squares: Squares) -> Squares | None:
         """Page out the gradient in ``slot``; ``used`` says which trainable parameters have one, ``squares``
         is its sum of squares.
 
@@ -263,10 +268,9 @@ class Gradients:
                 self.adopt_all()
             return self._accumulate(unit, slot, used, has_grad)
         held.copy_out_kept(1.0)
-        nbytes = unit.layout.grad_nbytes
-        source = self.slots.buffers[slot][:nbytes]
-        gradient = self._gradient(unit)
-        op = ops.offload_grad(unit.index, slot, ops.gradient(unit.index), nbytes)
+        share = self._store.shards[unit.index].share.gradient
+        source, gradient = self.slots.buffers[slot][share], self._gradient(unit)[share]
+        op = ops.offload_grad(unit.index, slot, ops.gradient(unit.index), source.numel())
         self._issuer.issue(op, lambda: self._issuer.backend.copy(gradient, source))
         self._show(unit, used)
         return squares
@@ -285,9 +289,16 @@ class Gradients:
         root.adopt(root.foreign())
         self._issuer.compute(ops.collect(), lambda: None)
         shard = self._store.shards[ROOT]
-        pairs = [(shard.gradient, self.root_buffer)]
+        share = shard.share.gradient
+        pairs = [(shard.gradient[share], self.root_buffer[share])]
         if any(is_summed(param) for param in self._root.params):
-            pairs.append((shard.sums.view(torch.uint8), self.root_sums))
+            elements = slice(shard.share.start, shard.share.stop)
+            pairs.append(
+                (
+                    shard.sums[elements].view(torch.uint8),
+                    self.root_sums.view(FP32)[elements].view(torch.uint8),
+                )
+            )
 
         def copy() -> None:
             for into, source in pairs:
@@ -300,6 +311,10 @@ class Gradients:
     def adopt_all(self) -> None:
         """`adopt` for all layers; all foreign gradients are read first, since two layers' may be swapped."""
         foreign = {unit.index: self.held[unit.index].foreign() for unit in self._units}
+        if self.meet is not None and any(foreign.values()):
+            values = [grad.cpu().contiguous() for found in foreign.values() for _, _, grad in found]
+            checksum = crc32(b"".join(value.view(-1).view(torch.uint8).numpy().tobytes() for value in values))
+            self.meet(f"taking over gradients that were put in place of ours (checksum {checksum:08x})")
         for index, gradients in foreign.items():
             self.held[index].adopt(gradients)
 
@@ -334,8 +349,25 @@ class Gradients:
         ]
         if held:
             self._issuer.wait((ops.gradient(unit.index) for unit in self._units), to_write=True)
+            if self.meet is not None:
+                self._scale_share(scale)
+                return
             for gradient in held:
                 gradient.mul_(scale)
+
+    def _scale_share(self, scale: float) -> None:
+        """Multiply this rank's share of the gradients of layers, as the others do theirs."""
+        assert self.meet is not None, "there are other ranks"
+        self.meet(f"scaling gradients by {scale}")
+        for unit in self._units:
+            shard, held = self._store.shards[unit.index], self.held[unit.index]
+            for slice, param in held.pairs():
+                if param.grad is None or not held.is_ours(slice, param):
+                    continue
+                for own in shard.own([slice]):
+                    place = own.state(shard.sums) if is_summed(param) else own.view(shard.gradient)
+                    place.mul_(scale)
+        self.meet("gradients are scaled")
 
     def finish(self) -> None:
         """Block until the gradients of all layers are in host memory, where ``p.grad`` shows them."""
@@ -360,17 +392,17 @@ class Gradients:
         staged = self._stage(unit, slot)
         gradient = self._gradient(unit)
         sums = self._sums(unit).data if any(begin) or any(add_to_sum) else gradient
-        stretches = unit.layout.stretches
-        squares: list[float] = []
+        layout, own = unit.layout, self._store.shards[unit.index].own
+        squares = self.added[unit.index] = list[float]()
 
         def accumulate() -> None:
-            for s in stretches(begin):
+            for s in own(layout.stretches(begin)):
                 squares.append(native.add(array(s.state(sums)), *_arrays(s, gradient, staged)))
-            for s in stretches(add_to_sum):
+            for s in own(layout.stretches(add_to_sum)):
                 squares.append(native.accumulate(array(s.state(sums)), *_arrays(s, staged)))
-            for s in stretches(in_place):
+            for s in own(layout.stretches(in_place)):
                 squares.append(native.accumulate(*_arrays(s, gradient, staged)))
-            for s in stretches(new):
+            for s in own(layout.stretches(new)):
                 s.view(gradient).copy_(s.view(staged))
 
         # reads the staged gradient and the host gradient, writes the latter
@@ -386,10 +418,10 @@ class Gradients:
         if not self._staging:
             self._check_host({STAGING: len(self.slots.buffers) * self._nbytes})
             self._staging = self._store.staging(len(self.slots.buffers), self._nbytes)
-        nbytes = unit.layout.grad_nbytes
-        staged, source = self._staging[slot][:nbytes], self.slots.buffers[slot][:nbytes]
-        op = ops.offload_grad(unit.index, slot, ops.staging(slot), nbytes)
-        self._issuer.issue(op, lambda: self._issuer.backend.copy(staged, source))
+        share = self._store.shards[unit.index].share.gradient
+        staged, source = self._staging[slot], self.slots.buffers[slot][share]
+        op = ops.offload_grad(unit.index, slot, ops.staging(slot), source.numel())
+        self._issuer.issue(op, lambda: self._issuer.backend.copy(staged[share], source))
         return staged
 
     @as_plain

@@ -151,6 +151,12 @@ class Norms:
             if param.grad is not None and not math.isfinite(_squares(param.grad))
         ]
 
+    @as_plain
+    def dropped(self, unit: Unit) -> None:
+        """Gradients of ``unit`` that are zero were dropped: the sum is what it was."""
+        if unit.index in self._measured:
+            self._note(unit, state=self._state(unit))
+
     def forget(self) -> None:
         """The gradients have been exchanged for others."""
         self._measured.clear()

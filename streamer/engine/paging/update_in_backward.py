@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from streamer.engine.paging.gradient_pipeline import Landing, Updater
-from streamer.engine.paging.gradients import Gradients
+from streamer.engine.paging.gradients import Gradients, Squares
 from streamer.engine.paging.unit import Unit
 from streamer.engine.paging.weights import Weights
 from streamer.engine.schedule import op as ops
@@ -72,7 +72,7 @@ class UpdateInBackward(Landing):
                 "zero_grad, where backward has failed); wrap with update='step' to add several gradients up"
             )
 
-    def land(self, unit: Unit, slot: int, used: Sequence[bool], squares: torch.Tensor) -> bool:
+    def land(self, unit: Unit, slot: int, used: Sequence[bool], squares: Squares) -> bool:
         self._weights.settle_masters(unit)
         self._weights.begin_flight(unit)
         number, self._next = self._next, (self._next + 1) % len(self._ring)

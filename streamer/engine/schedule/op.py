@@ -61,6 +61,8 @@ class OpKind(enum.StrEnum):
     ACCUMULATE = "ACCUMULATE", Lane.HOST  # host gradient += staging
     NORM = "NORM", Lane.HOST  # sum of squares of a host gradient
     STEP = "STEP", Lane.HOST  # update a host shard from its gradient
+    REDUCE = "REDUCE", Lane.COLLECTIVE  # average a gradient slot over the ranks
+    AGREE = "AGREE", Lane.COLLECTIVE  # wait until all ranks have read, or updated, their shares of shards
     READ_WEIGHTS = "READ_WEIGHTS", Lane.DISK_READ  # a unit's weights -> ring
     WRITE_WEIGHTS = "WRITE_WEIGHTS", Lane.DISK_WRITE  # ring -> disk
     READ_STATE = "READ_STATE", Lane.DISK_READ  # a chunk of a unit's state -> ring
@@ -196,6 +198,19 @@ def step(unit: int, source: Place, nbytes: int, ring: int | None = None, weights
     here = () if ring is None else (state_ring(ring),)
     here = here if weights is None else (*here, weight_ring(weights))
     return Op(OpKind.STEP, unit, ring, (source, *here), (shard(unit), *here), nbytes)
+
+
+@_made_once
+def reduce(unit: int, slot: int, nbytes: int) -> Op:
+    """Average gradient slot ``slot`` over the ranks, and take its sum of squares."""
+    return Op(OpKind.REDUCE, unit, slot, (grad_slot(slot),), (grad_slot(slot),), nbytes)
+
+
+@_made_once
+def agree(units: tuple[int, ...]) -> Op:
+    """Wait until all ranks have come as far with the host shards and gradients of ``units`` as this one."""
+    places = tuple(place for unit in units for place in (shard(unit), gradient(unit)))
+    return Op(OpKind.AGREE, units[0] if len(units) == 1 else ROOT, None, places, places)
 
 
 @_made_once

@@ -85,8 +85,9 @@ def as_plain(function: Callable[P, R]) -> Callable[P, R]:
 class Guard(Protocol):
     """What a guarded tensor asks. [Note: what the user sees]"""
 
-    def before(self, function: Function) -> None:
-        """Return when ``function`` may read and write the tensor."""
+    def before(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Return when ``function`` may read and write the tensor, which is one of ``args`` and ``kwargs``, or
+        in one of them."""
 
     def after(self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object) -> None:
         """``function`` was called with ``args``, of which ``tensor`` is one or holds one."""
@@ -283,7 +284,7 @@ def _touch(function: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, 
     ]
     with _held(guard.lock for guard, _ in touched):
         for guard, _ in touched:
-            guard.before(function)
+            guard.before(function, args, kwargs)
         if all(issubclass(kind, Guarded) for kind in types):
             with unguarded():
                 result = function(*args, **kwargs)
@@ -345,6 +346,28 @@ METADATA = frozenset(
         "is_same_size is_shared is_pinned is_coalesced __len__ new_empty new_empty_strided new_zeros "
         "new_ones new_full empty_like zeros_like ones_like full_like rand_like randn_like "
         "randint_like"
+    )
+)
+
+
+def written_by(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors that ``function`` is about to write in place.
+
+    As PyTorch names its functions, those that end with an underscore and Python's operators write their first
+    argument, others what is given as ``out``.
+    """
+    name = getattr(function, "__name__", "")
+    is_operator = name.startswith("__") and name.endswith("__")
+    in_place = name in _WRITING_OPERATORS if is_operator else name.endswith("_")
+    places = (args[:1] if in_place else (), kwargs.get("out"))
+    return [item for item in walk(places) if isinstance(item, torch.Tensor)]
+
+
+#: Python's operators that write their first operand.
+_WRITING_OPERATORS = frozenset(
+    (
+        *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__"),
+        *("__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
     )
 )
 

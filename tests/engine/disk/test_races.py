@@ -15,8 +15,8 @@ import streamer
 import streamer.engine.paging.executor
 from streamer.backends.base import Lane
 from streamer.backends.thread import Delay, ThreadBackend
-from streamer.engine.paging.handle import wrapped
 from streamer.engine.schedule.hazards import Hazards
+from streamer.engine.wrapped.handle import wrapped
 from tests.on_disk import Model, copied, disks, least_budget, loss_of, small_chunks
 from tests.reference import assert_equal, random_delays
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import streamer
-from streamer.engine.paging.handle import wrapped
+from streamer.engine.wrapped.handle import wrapped
 from tests.on_disk import Model, copied, disks, least_budget, loss_of, small_chunks
 from tests.reference import assert_equal
 

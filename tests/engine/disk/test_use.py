@@ -23,7 +23,7 @@ from streamer.backends.base import Lane
 from streamer.backends.direct_io import System
 from streamer.backends.disk import Disks, Scratch
 from streamer.backends.thread import ThreadBackend
-from streamer.engine.paging.handle import wrapped
+from streamer.engine.wrapped.handle import wrapped
 from streamer.errors import DiskError
 from streamer.memory.on_disk import RING, WEIGHT_BUFFERS
 from streamer.simulate.backend import VirtualBackend

@@ -20,7 +20,7 @@ from streamer.backends.base import Lane
 from streamer.backends.disk import Disks, Scratch
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.paging.executor import Executor
-from streamer.engine.paging.handle import wrapped
+from streamer.engine.wrapped.handle import wrapped
 from streamer.memory import on_disk
 
 VOCABULARY, WIDTH, LAYERS = 97, 64, 5

@@ -13,7 +13,7 @@ from torch import nn
 
 import streamer
 from models.gpt2 import GPT
-from streamer.engine.paging.handle import wrapped
+from streamer.engine.wrapped.handle import wrapped
 from tests.reference import (
     History,
     assert_parity,

@@ -11,7 +11,7 @@ from torch import nn
 
 from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.unit import Unit
-from streamer.engine.paging.user_view import guard_model, unguard_model
+from streamer.engine.wrapped.user_view import guard_model, unguard_model
 from streamer.memory.layout import Slice
 
 HANDLE, HOME = "_streamer", "_streamer_home"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
+from zlib import crc32
 
 import torch
 
+from streamer.backends.ranks import Ranks
 from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.unit import Unit
 from streamer.engine.tensors.guarded import (
@@ -17,7 +19,10 @@ from streamer.engine.tensors.guarded import (
     guard_parameter,
     is_in_graph,
     unguard_parameter,
+    unguarded,
+    written_by,
 )
+from streamer.engine.tensors.nested import walk
 
 #: Of weights on disk, those of so many units stay in memory until others are asked for.
 KEPT_UNITS = 2
@@ -35,9 +40,12 @@ class _UnitGuard:
         self._index = unit.index
         self.lock = executor.turns.lock
 
-    def before(self, function: Function) -> None:
-        if (executor := self._executor()) is not None:
-            executor.await_update(executor.unit(self._index))
+    def before(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if (executor := self._executor()) is None:
+            return
+        executor.await_update(executor.unit(self._index))
+        if executor.across is not None and not executor.released:
+            _meet_before_writing(executor.across.ranks, function, args, kwargs)
 
     def after(self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object) -> None:
         pass
@@ -67,12 +75,14 @@ class _GradientGuard(_UnitGuard):
 
     _is_scaling = False
 
-    def before(self, function: Function) -> None:
+    def before(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if (executor := self._executor()) is None or executor.released:
             return
         unit = executor.unit(self._index)
         executor.gradients.before_access(unit, in_use=unit.index in executor.weights.in_flight)
         self._is_scaling = function in _SCALING and executor.norms.begin_scaling(unit)
+        if executor.across is not None:
+            _meet_before_writing(executor.across.ranks, function, args, kwargs)
 
     def after(self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object) -> None:
         if self._is_scaling and len(args) == 2 and _is_small(_SCALING[function], args[1]):
@@ -90,6 +100,50 @@ _SCALING = {
     torch.Tensor.__itruediv__: -1,
     torch._foreach_div_: -1,
 }
+
+
+#: Functions that write the same values however often they are called.
+_SETTING = frozenset(
+    (
+        torch.Tensor.copy_,
+        torch.Tensor.zero_,
+        torch.Tensor.fill_,
+        torch.Tensor.__setitem__,
+        torch.zero_,
+        torch.fill_,
+        torch._foreach_copy_,
+        torch._foreach_zero_,
+    )
+)
+
+
+def _meet_before_writing(
+    ranks: Ranks, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """All ranks are about to write what all of them see: wait until none of them reads the values of before.
+
+    Raises RuntimeError for a function that would be applied once for each rank.
+    """
+    if not written_by(function, args, kwargs) or _only_checks(function, args):
+        return
+    name = function.__name__
+    if function not in _SETTING:
+        raise RuntimeError(
+            f"{name} on a parameter, gradient or moment of a model that ranks share would be applied once by "
+            "each of them: set values with copy_, fill_ or zero_, clip with streamer.clip_grad_norm_ "
+            "(grad_scale= takes a GradScaler's scale out)"
+        )
+    with unguarded():
+        given = [item.detach().cpu() for item in walk(args[1:]) if isinstance(item, torch.Tensor)]
+        checksum = 0
+        for item in given:
+            checksum = crc32(item.contiguous().view(-1).view(torch.uint8).numpy().tobytes(), checksum)
+    ranks.meet(f"writing what the ranks share by {name} (checksum {checksum:08x})")
+
+
+def _only_checks(function: Function, args: Sequence[Any]) -> bool:
+    """Whether a GradScaler looks for values that are not finite, and takes no scale out."""
+    return function is torch._amp_foreach_non_finite_check_and_unscale_ and float(args[2]) == 1.0
 
 
 def _is_small(power: int, number: Any) -> bool:

@@ -1,0 +1,377 @@
+"""Ranks: processes of one machine that train one model together, the memory that they share, and the places
+where they wait for one another.
+
+Ranks run one program, so each comes to the same *meetings* in the same order. A meeting says in words what
+it is for, and ends when all ranks have come to it. Where the words differ, or the orders, the ranks have come
+apart: each of them raises `RanksError` with what every rank was about to do, in place of waiting for ever. So
+it does for a rank that has ended, or that does not come within the group's timeout.
+
+Meetings are kept in a table in shared memory, in two `Channel`s, because each rank has two threads that meet
+others: the caller's, and that of the COLLECTIVE lane, which is given its work by the caller in an order that
+is the program's too.
+
+Shared memory is a file without a name (memfd_create), which other ranks open through /proc: nothing is left
+of it when the last process has ended, however it ends.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import pickle
+import select
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from streamer.backends.base import Process
+from streamer.backends.host_memory import map_file, touch
+from streamer.errors import RanksError, shortened
+from streamer.torch_private import group_timeout
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Channel(enum.IntEnum):
+    """A thread of each rank that meets those of the others."""
+
+    CALLER = 0
+    LANE = 1
+
+
+#: Bytes of what a meeting is for, and of what a rank brings to it, at most.
+WORDS, BROUGHT = 1 << 8, 1 << 18
+#: Seconds of sleep between two looks at the table: at first, and at most.
+FIRST_PAUSE, LONGEST_PAUSE = 2e-5, 1e-3
+#: Seconds between two looks at whether the other processes are alive.
+LOOK_SECONDS = 0.02
+
+#: A rank's row of the table: how many meetings of each channel it has come to, how many of LANE it has
+#: issued, whether it has left; of the last two meetings of each channel what they were for, what it brought.
+_ROW = np.dtype(
+    [
+        ("come", np.int64, 2),
+        ("issued", np.int64),
+        ("left", np.int64),
+        ("words", f"S{WORDS}", (2, 2)),
+        ("nbytes", np.int64, (2, 2)),
+        ("brought", np.uint8, (2, 2, BROUGHT)),
+    ]
+)
+
+
+class Ranks:
+    """The ranks of ``group``, a process group of torch.distributed whose processes run on one machine.
+
+    Every method that says so is a meeting: all ranks call it, in the same order.
+    """
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        """Raises ValueError where torch.distributed has no such group, or the caller is not of it."""
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ValueError(
+                "process_group= needs torch.distributed.init_process_group() first, in each of the processes "
+                "that torchrun starts"
+            )
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise ValueError("this process is not of the process_group that it was given")
+        self._group = group
+        self._device = device
+        self._process = Process()
+        self._timeout: timedelta = group_timeout(group, device)
+        self._collectives: ProcessGroup | None = None
+        self._table: Any = None
+        self._watched: dict[int, int] = {}
+        self._is_leaving = False
+        #: whether `agree` was called
+        self.has_agreed = False
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank that does what is done once: give values, write files."""
+        return self.rank == 0
+
+    def agree(self, told: Sequence[str], failed: BaseException | None = None) -> None:
+        """Compare what each rank is about to wrap, a line for everything that must be the same, and begin.
+
+        A meeting, the first one. Raises ValueError, naming the first line that differs, and RanksError where
+        another rank has ``failed``; then nothing was begun.
+        """
+        self.has_agreed = True
+        mine = (None if failed is None else _in_a_line(failed), Path("/proc/sys/kernel/random/boot_id"), told)
+        here = (mine[0], mine[1].read_text().strip() if mine[1].exists() else os.uname().nodename, [*told])
+        everyone = self._exchange(here)
+        if failed is not None:
+            return
+        _raise_failures([error for error, _, _ in everyone], "wrap")
+        machines = [machine for _, machine, _ in everyone]
+        if len({*machines}) > 1:
+            raise ValueError(
+                f"the ranks of process_group are on {len({*machines})} machines, and share no memory: give "
+                "wrap a group of the ranks of one machine"
+            )
+        first = everyone[0][2]
+        for rank, (_, _, lines) in enumerate(everyone):
+            if lines != first:
+                at = next(
+                    (i for i, pair in enumerate(zip(first, lines, strict=False)) if pair[0] != pair[1]),
+                    min(len(first), len(lines)),
+                )
+                there, lead = ([*each, "nothing more"][min(at, len(each))] for each in (lines, first))
+                raise ValueError(
+                    f"the ranks were not given the same: rank 0 has '{lead}' where rank {rank} has '{there}'"
+                )
+        self._begin()
+
+    def _begin(self) -> None:
+        # a group of its own: the user's collectives must not come between those of the lane
+        members = dist.get_process_group_ranks(self._group)
+        self._collectives = dist.new_group(members, use_local_synchronization=True, timeout=self._timeout)
+        error, file = None, -1
+        if self.leads:
+            with _telling() as told:
+                file = _memory_file(_ROW.itemsize * self.size)
+            error = told.error
+        pids = self._exchange((os.getpid(), file, error))
+        pid, number, error = pids[0]
+        _raise_failures([error], "making shared memory")
+        with _telling() as opened:
+            block = _open(pid, number, _ROW.itemsize * self.size)
+            self._table = block.numpy().view(_ROW)
+            self._watched = {
+                rank: os.pidfd_open(other) for rank, (other, _, _) in enumerate(pids) if rank != self.rank
+            }
+        everyone = self._exchange(opened.error)
+        if self.leads:
+            os.close(file)
+        _raise_failures(everyone, "opening shared memory")
+
+    def _exchange(self, value: object) -> list[Any]:
+        """What each rank has given, by torch.distributed: before there is a table."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def shared(self, nbytes: int, *, in_forks: bool, touched: bool = True) -> torch.Tensor:
+        """A zeroed flat uint8 tensor of ``nbytes`` that all ranks see. It takes memory once, and at once if
+        ``touched``. A meeting. Raises RanksError where a rank cannot have it."""
+        if not nbytes:
+            return torch.zeros(0, dtype=torch.uint8)
+        file, told = -1, _Told()
+        block = torch.zeros(0, dtype=torch.uint8)
+        if self.leads:
+            with _telling() as told:
+                file = _memory_file(nbytes)
+                block = map_file(file, nbytes, in_forks=in_forks)
+                if touched:
+                    touch(block.numpy())
+        what = f"taking {nbytes} bytes of shared memory"
+        pid, number, error = self.meet(what, (os.getpid(), file, told.error))[0]
+        _raise_failures([error], what)
+        if not self.leads:
+            with _telling() as told:
+                block = _open(pid, number, nbytes, in_forks=in_forks)
+        errors = self.meet("opening shared memory", told.error)
+        if self.leads:
+            os.close(file)
+        _raise_failures(errors, what)
+        return block
+
+    # meetings
+
+    def issue(self) -> None:
+        """The caller is about to give the COLLECTIVE lane work with a meeting in it."""
+        self._table["issued"][self.rank] += 1
+
+    def meet(
+        self, words: str, brought: object = None, *, channel: Channel = Channel.CALLER, patient: bool = False
+    ) -> list[Any]:
+        """Wait until all ranks are here; what each has ``brought``. A meeting, for what ``words`` say;
+        ``patient`` where ranks may take longer than the group's timeout.
+
+        Raises RanksError if the ranks have come apart, one of them has ended, or does not come in time.
+        """
+        self._process.check()
+        mine, number = self._table[self.rank], int(self._table["come"][self.rank, channel]) + 1
+        place = channel, number % 2
+        data = pickle.dumps(brought)
+        if len(data) > BROUGHT:
+            raise RanksError(f"{words}: {len(data)} bytes are more than a meeting can pass on ({BROUGHT})")
+        mine["words"][place] = words.encode()[:WORDS]
+        mine["nbytes"][place] = len(data)
+        mine["brought"][place][: len(data)] = np.frombuffer(data, np.uint8)
+        mine["come"][channel] = number
+        self._await(channel, number, words, patient=patient)
+        self._check_words(place)
+        return [self._brought(rank, place) for rank in range(self.size)]
+
+    def _brought(self, rank: int, place: tuple[int, int]) -> Any:
+        row = self._table[rank]
+        return pickle.loads(row["brought"][place][: int(row["nbytes"][place])].tobytes())
+
+    def _await(self, channel: Channel, number: int, words: str, *, patient: bool) -> None:
+        come = self._table["come"]
+        pause, began = FIRST_PAUSE, time.monotonic()
+        looked = began
+        while behind := [rank for rank in range(self.size) if come[rank, channel] < number]:
+            self._check_order(channel, number)
+            time.sleep(pause)
+            pause = min(LONGEST_PAUSE, 1.5 * pause)
+            now = time.monotonic()
+            if now - looked < LOOK_SECONDS:
+                continue
+            looked = now
+            if self._is_leaving:
+                raise RanksError(f"{words}: this rank has left")
+            for rank in behind:
+                if self._has_gone(rank) and come[rank, channel] < number:
+                    raise RanksError(self._apart(f"rank {rank} has ended, or has unwrapped its model"))
+            if not patient and now - began > self._timeout.total_seconds():
+                late = ", ".join(map(str, behind))
+                raise RanksError(
+                    self._apart(f"rank {late} did not come within {self._timeout.total_seconds():.0f} s")
+                )
+
+    def _check_order(self, channel: Channel, number: int) -> None:
+        """Raise RanksError if another rank has come to a meeting in the program's order that this rank has
+        passed by: neither would ever come to the other's."""
+        come, issued = self._table["come"], self._table["issued"]
+        for rank in range(self.size):
+            # the other rank goes on meanwhile: what it writes last is read first
+            if channel is Channel.CALLER:
+                # it has issued what this rank, which waits, has not, and is not here
+                is_apart = issued[rank] > issued[self.rank] and come[rank, Channel.CALLER] < number
+            else:
+                # it has come to the caller's next meeting, and has not issued this one
+                is_apart = (
+                    come[rank, Channel.CALLER] > come[self.rank, Channel.CALLER] and issued[rank] < number
+                )
+            if is_apart:
+                raise RanksError(self._apart("the ranks have come apart"))
+
+    def _check_words(self, place: tuple[int, int]) -> None:
+        if len({bytes(row["words"][place]) for row in self._table}) > 1:
+            raise RanksError(self._apart("the ranks have come apart", place))
+
+    def _apart(self, what: str, place: tuple[int, int] | None = None) -> str:
+        def at(rank: int) -> str:
+            if place is not None:
+                return bytes(self._table[rank]["words"][place]).decode(errors="replace")
+            found = [
+                bytes(self._table[rank]["words"][channel, int(self._table["come"][rank, channel]) % 2])
+                for channel in Channel
+                if self._table["come"][rank, channel]
+            ]
+            return ", ".join(words.decode(errors="replace") for words in found) or "nothing"
+
+        return f"{what}. Last came rank " + "; rank ".join(f"{r} to: {at(r)}" for r in range(self.size))
+
+    def _has_gone(self, rank: int) -> bool:
+        if self._table["left"][rank]:
+            return True
+        if (watched := self._watched.get(rank)) is None:
+            return False
+        poll = select.poll()
+        poll.register(watched, select.POLLIN)
+        return bool(poll.poll(0))
+
+    # collectives, called by work of the COLLECTIVE lane
+
+    def average(self, tensor: torch.Tensor) -> None:
+        """Let ``tensor`` be the mean over the ranks. Raises RanksError where a rank has ended."""
+        if self.size == 1:
+            return
+        try:
+            dist.all_reduce(tensor, group=self._collectives)
+        except RuntimeError as error:
+            gone = [rank for rank in range(self.size) if self._has_gone(rank)]
+            which = f"rank {', '.join(map(str, gone))} has ended" if gone else "a collective has failed"
+            raise RanksError(f"{which} while gradients were averaged ({_in_a_line(error)})") from error
+        tensor.mul_(1 / self.size)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Let ``tensor`` be that of rank 0; not while the COLLECTIVE lane has work."""
+        if self.size > 1:
+            dist.broadcast(tensor, group_src=0, group=self._collectives)
+
+    def leave(self) -> None:
+        """Tell the others that this rank comes to no meeting any more. May be called again; in a forked
+        process it does nothing."""
+        if not self._process.is_this():
+            return
+        self._is_leaving = True
+        if self._table is not None:
+            self._table["left"][self.rank] = 1
+        while self._watched:
+            with suppress(OSError):
+                os.close(self._watched.popitem()[1])
+
+
+class _Told:
+    error: str | None = None
+
+
+class _telling:
+    """A block whose error is to be told to the other ranks, which wait for this one."""
+
+    def __enter__(self) -> _Told:
+        self._told = _Told()
+        return self._told
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, Exception):
+            self._told.error = _in_a_line(error)
+            return True
+        return False
+
+
+@contextmanager
+def together(ranks: Ranks | None, words: str, *, patient: bool = False) -> Iterator[None]:
+    """A block that all ranks meet at the end of: where it fails on one, all raise, the others RanksError."""
+    try:
+        yield
+    except Exception as error:
+        if ranks is not None:
+            ranks.meet(words, _in_a_line(error), patient=patient)
+        raise
+    if ranks is not None:
+        _raise_failures(ranks.meet(words, patient=patient), words)
+
+
+def _raise_failures(errors: Sequence[str | None], words: str) -> None:
+    failed = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None]
+    if failed:
+        raise RanksError(f"{words} has failed on {shortened(failed, most=2)}")
+
+
+def _in_a_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:2048]
+
+
+def _memory_file(nbytes: int) -> int:
+    """A file without a name, of ``nbytes``, in memory."""
+    file = os.memfd_create("streamer", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(file, nbytes)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def _open(pid: int, number: int, nbytes: int, *, in_forks: bool = False) -> torch.Tensor:
+    """Memory that another process has open as file ``number``."""
+    file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return map_file(file, nbytes, in_forks=in_forks)
+    finally:
+        os.close(file)

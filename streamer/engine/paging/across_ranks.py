@@ -1,0 +1,218 @@
+"""What ranks that share one host state do together: gradients are averaged, updates are waited for.
+
+[Note: ranks]
+All ranks of a machine see the same weights, gradients and optimizer state in host memory. Each pages whole
+layers into slots of its own, and updates its share of each unit. Layer 1 of two ranks, as the ops of each
+print, where one process would have 1B@1, 1OFFLOAD_GRAD@0 and, in the step, 1STEP and 1UNSHARD@0:
+
+    1B@1                the gradient of this rank's part of the batch
+    1REDUCE@0           average it over the ranks, and measure it: all have the same one now
+    1OFFLOAD_GRAD@0     of which this rank brings its share to the host
+    rootAGREE           step: all ranks have read the weights that are about to change
+    1STEP               update this rank's share
+    1AGREE              all ranks have updated theirs
+    1UNSHARD@0          the whole layer, for the next forward
+
+AGREE reads and writes the shard and the gradient, so that whoever comes to those waits for it: order is
+derived as everywhere. The caller's thread meets the others' at the end of a backward, when ``p.grad`` is
+whole, and wherever user code is about to write what all see.
+
+The root unit is replicated on the devices. Autograd adds to its gradients, so they are averaged where a
+backward ends: what was averaged before is the same on all ranks, and the mean leaves it as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from streamer.backends.ranks import Channel, Ranks
+from streamer.engine.paging.gradients import FP32, Gradients, is_summed
+from streamer.engine.paging.unit import Unit
+from streamer.engine.schedule import op as ops
+from streamer.engine.schedule.hazards import Issuer
+from streamer.engine.schedule.op import ROOT
+from streamer.engine.tensors.guarded import as_plain
+from streamer.memory.layout import Layout, Stretch
+from streamer.memory.slots import reduce_bytes
+
+#: The sum of squares of a unit's gradients, of those of its parameters that are used.
+SquaresOf = Callable[[Unit, torch.Tensor, Sequence[bool]], torch.Tensor]
+#: Tells that gradients of a unit that nobody has used were dropped.
+Dropped = Callable[[Unit], None]
+
+
+@dataclass
+class _Backward:
+    """What this rank brings to the end of a backward. Parameters are bits, by their position in the unit."""
+
+    #: by unit, the parameters that have a gradient of this backward
+    used: dict[int, int]
+    #: of the root: 0 without a gradient, 1 with one, 2 with a sum of several in fp32
+    root: list[int]
+    #: by unit whose gradients were added to on the host, the sum of squares of this rank's share
+    squares: dict[int, float]
+
+
+class AcrossRanks:
+    """The ranks' common work for one wrapped model. [Note: ranks]"""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        issuer: Issuer,
+        units: Sequence[Unit],
+        root: Unit,
+        gradients: Gradients,
+        *,
+        in_fp32: bool,
+    ) -> None:
+        """Gradients of a shorter dtype are averaged ``in_fp32``, and rounded once."""
+        self.ranks = ranks
+        self._issuer = issuer
+        self._units = units
+        self._root = root
+        self._gradients = gradients
+        nbytes = reduce_bytes([unit.layout for unit in (*units, root)]) if in_fp32 else 0
+        self.buffer = issuer.backend.device_buffer(nbytes)
+        self._used: dict[int, int] = {}
+        self._new: dict[int, int] = {}
+
+    def reduce(
+        self, unit: Unit, slot: int, gradient: torch.Tensor, used: Sequence[bool], squares_of: SquaresOf
+    ) -> tuple[Sequence[bool], Callable[[], torch.Tensor]]:
+        """Average the gradient of ``unit`` in ``slot``, of which this rank has ``used`` some.
+
+        Returns which parameters have a gradient then: all that want one, since another rank may have used
+        them; and their sum of squares, to be asked for when the gradient has landed.
+        """
+        wanted = unit.wanted()[: len(used)]
+        with_grad = _bits([param.grad is not None for param in unit.trainable])
+        self._used[unit.index] = self._used.get(unit.index, 0) | _bits(used)
+        self._new.setdefault(unit.index, _bits(wanted) & ~with_grad)
+        # when the others have this rank's gradient, their shares may land in the place of the last ones
+        self._gradients.held[unit.index].copy_out_kept(1.0)
+        words = f"averaging the gradient of '{unit.name}' ({sum(wanted)} parameters)"
+        squares: list[torch.Tensor] = []
+
+        def work() -> None:
+            self.ranks.meet(words, channel=Channel.LANE)
+            for run in _runs(unit.layout):
+                self._average(run.view(gradient))
+            squares.append(squares_of(unit, gradient, wanted))
+
+        self._issue(ops.reduce(unit.index, slot, unit.layout.grad_nbytes), work)
+        return wanted, lambda: squares[0]
+
+    def _issue(self, op: ops.Op, work: Callable[[], object]) -> None:
+        self.ranks.issue()
+        self._issuer.issue(op, work)
+
+    def _average(self, gradient: torch.Tensor) -> None:
+        buffer = self.buffer.view(FP32)
+        if gradient.dtype == FP32 or not buffer.numel():
+            self.ranks.average(gradient)
+            return
+        for piece in gradient.flatten().split(buffer.numel()):
+            exact = buffer[: piece.numel()]
+            exact.copy_(piece)
+            self.ranks.average(exact)
+            piece.copy_(exact)
+
+    @as_plain
+    def finish_backward(self, dropped: Dropped) -> None:
+        """The layers' gradients have landed on this rank: wait for the others' shares, drop what nobody has
+        used, average the root's gradients."""
+        of_root = [*self._gradients.held[ROOT].pairs()]
+        for slice, param in of_root:
+            if param.grad is not None and param.grad.is_sparse:
+                raise RuntimeError(
+                    f"'{slice.param.name}' has a sparse gradient, which ranks cannot average: make it dense "
+                    "(nn.Embedding(sparse=False))"
+                )
+        mine = _Backward(
+            self._used,
+            [0 if param.grad is None else 1 + is_summed(param) for _, param in of_root],
+            {index: sum(squares) for index, squares in self._gradients.added.items()},
+        )
+        new = self._new
+        self.forget()
+        everyone: list[_Backward] = self.ranks.meet("the end of a backward", mine)
+        for index, squares in self._gradients.added.items():
+            squares[:] = [each.squares[index] for each in everyone]
+        self._gradients.added.clear()
+        for index, bits in new.items():
+            used = 0
+            for each in everyone:
+                used |= each.used.get(index, 0)
+            self._drop(self._units[index], bits & ~used, dropped)
+        self._average_root([max(flags) for flags in zip(*(each.root for each in everyone), strict=True)])
+
+    def _drop(self, unit: Unit, bits: int, dropped: Dropped) -> None:
+        unused = [param for position, param in enumerate(unit.trainable) if bits >> position & 1]
+        for param in unused:
+            param.grad = None
+        if unused:
+            dropped(unit)
+
+    def _average_root(self, flags: Sequence[int]) -> None:
+        held, gradients = self._gradients.held[ROOT], list[torch.Tensor]()
+        for flag, (slice, param) in zip(flags, held.pairs(), strict=True):
+            if not flag:
+                continue
+            if param.grad is None:
+                param.grad = torch.zeros_like(param, requires_grad=False)
+            if flag > 1 and not is_summed(param):
+                held.widen(slice, param)
+            gradients.append(param.grad.detach())
+        if not gradients:
+            return
+
+        def work() -> None:
+            self.ranks.meet(
+                f"averaging the gradients of what is in no layer ({len(gradients)})", channel=Channel.LANE
+            )
+            for gradient in gradients:
+                self._average(gradient)
+
+        self._issuer.compute(ops.collect(), lambda: None)
+        self._issue(ops.reduce(ROOT, ROOT, sum(gradient.nbytes for gradient in gradients)), work)
+        self._issuer.wait((ops.grad_slot(ROOT),))
+
+    def forget(self) -> None:
+        """Gradients are dropped, or a backward begins anew."""
+        self._used, self._new = {}, {}
+
+    def before_updates(self, units: Sequence[int], told: str) -> None:
+        """Updates of ``units`` are about to be issued, of which ``told`` says what must be the same on all
+        ranks."""
+        words = f"optimizer.step() of {len(units)} units ({told})"
+        self._issue(ops.agree(tuple(units)), lambda: self.ranks.meet(words, channel=Channel.LANE))
+
+    def after_update(self, unit: Unit) -> None:
+        """The update of ``unit`` was issued."""
+        words = f"updating '{unit.name}'"
+        self._issue(ops.agree((unit.index,)), lambda: self.ranks.meet(words, channel=Channel.LANE))
+
+    def release(self) -> None:
+        """Give up the buffer."""
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+
+
+def _bits(flags: Sequence[bool]) -> int:
+    return sum(1 << position for position, flag in enumerate(flags) if flag)
+
+
+def _runs(layout: Layout) -> list[Stretch]:
+    """The trainable parameters of a unit, padding included, those of one dtype beside each other as one."""
+    slices = layout.trainable
+    edges = [i for i, (one, next_) in enumerate(pairwise(slices), 1) if one.dtype != next_.dtype]
+    return [
+        Stretch(first.dtype, first.offset, first.index, last.index + last.padded - first.index)
+        for begin, end in pairwise([0, *edges, len(slices)])
+        for first, last in [(slices[begin], slices[end - 1])]
+        if slices
+    ]

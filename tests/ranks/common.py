@@ -1,0 +1,87 @@
+"""Several ranks of one machine, each a process with one thread, for tests."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+#: Seconds after which a test's ranks are taken for hung.
+PATIENCE = 120.0
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["tests.ranks.preload"])
+
+
+def run_ranks(
+    size: int, work: Callable[..., Any], *args: Any, timeout: float = 60.0, may_end: bool = False
+) -> list[Any]:
+    """What ``work(rank, *args)``, a function of a module, returns on each of ``size`` ranks.
+
+    Raises AssertionError with the traceback of a rank that has failed. With ``may_end`` a rank that has ended
+    without an answer has None.
+    """
+    pipes = [_context.Pipe(duplex=False) for _ in range(size)]
+    file = Path(os.environ.get("TMPDIR", "/dev/shm")) / f"streamer-ranks-{os.getpid()}-{id(pipes)}"
+    processes = [
+        _context.Process(target=_run, args=(rank, size, str(file), timeout, there, work, args), daemon=True)
+        for rank, (_, there) in enumerate(pipes)
+    ]
+    for process, (_, there) in zip(processes, pipes, strict=True):
+        process.start()
+        there.close()
+    try:
+        return [_answer(rank, here, may_end=may_end) for rank, (here, _) in enumerate(pipes)]
+    finally:
+        for process in processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        file.unlink(missing_ok=True)
+
+
+def _answer(rank: int, here: Connection, *, may_end: bool) -> Any:
+    if not wait([here], PATIENCE):
+        raise AssertionError(f"rank {rank} hangs")
+    try:
+        failed, answer = here.recv()
+    except EOFError:
+        if may_end:
+            return None
+        raise AssertionError(f"rank {rank} has ended without an answer") from None
+    if failed:
+        raise AssertionError(f"rank {rank} has failed:\n{failed}")
+    return answer
+
+
+def _run(
+    rank: int, size: int, file: str, timeout: float, there: Connection, work: Callable[..., Any], args: Any
+) -> None:
+    torch.set_num_threads(1)
+    failed, answer = None, None
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(file, size),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout),
+        )
+        answer = work(rank, *args)
+    except BaseException:  # noqa: BLE001 - told to the test
+        failed = traceback.format_exc()
+    there.send((failed, answer))
+    there.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
