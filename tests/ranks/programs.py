@@ -1,0 +1,167 @@
+"""What ranks run in tests, and what one process runs that they are to equal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import streamer
+from streamer.optim import clip as clip_module
+
+WIDTH, WORDS, BATCH, TIME = 64, 48, 4, 6
+
+Arrays = dict[str, np.ndarray]
+
+
+class Layer(nn.Module):
+    """Its largest weights are cut between ranks; ``spare`` is not used by every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 8 * WIDTH)
+        self.down = nn.Linear(8 * WIDTH, WIDTH)
+        self.spare = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, spare: bool) -> torch.Tensor:
+        hidden = nn.functional.dropout(nn.functional.gelu(self.up(self.norm(x))), 0.1)
+        x = x + self.down(hidden)
+        return x + self.spare(x) if spare else x
+
+
+class Model(nn.Module):
+    """Embedding and head are tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: torch.Tensor, spare: bool = False) -> torch.Tensor:
+        x = self.embedding(x)
+        for layer in self.layers:
+            x = layer(x, spare)
+        return self.norm(x) @ self.embedding.weight.T * self.scale
+
+
+def model(*, frozen: bool = False) -> Model:
+    torch.manual_seed(0)
+    made = Model()
+    if frozen:
+        made.layers[0].requires_grad_(False)
+        made.layers[1].up.requires_grad_(False)
+    return made
+
+
+def part(step: int, index: int) -> torch.Tensor:
+    """The tokens of one part of a step's batch, [BATCH, TIME]."""
+    return torch.randint(0, WORDS, (BATCH, TIME), generator=torch.Generator().manual_seed(100 * step + index))
+
+
+def backward(
+    wrapped: nn.Module, step: int, index: int, divisor: int, scaler: torch.amp.GradScaler | None
+) -> None:
+    """The backward of one part, its loss over ``divisor``. Nobody uses `spare` in step 2."""
+    tokens = part(step, index)
+    torch.manual_seed(100 * step + index)
+    logits = wrapped(tokens, spare=index % 2 == 0 and step != 2)
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten()) / divisor
+    (loss if scaler is None else scaler.scale(loss)).backward()
+
+
+def run(
+    parts: list[list[int]],
+    options: Mapping[str, Any],
+    *,
+    divisor: int,
+    steps: int = 4,
+    clip: float | None = 0.5,
+    scaled: bool = False,
+    frozen: bool = False,
+    state_dtype: Any = torch.float32,
+    given_norms: Sequence[float] = (),
+) -> tuple[list[float], Arrays, Arrays]:
+    """Train with backwards of ``parts``: the norms, the gradients of the first step, the weights.
+
+    Clipping takes ``given_norms`` for the norms, if there are any: how squares are grouped before they are
+    added up decides on the last bit.
+    """
+    wrapped = streamer.wrap(model(frozen=frozen), layers="layers", device="cpu", **options)
+    optimizer = streamer.AdamW(wrapped.parameters(), lr=1e-2, state_dtype=state_dtype)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
+    norms: list[float] = []
+    gradients: Arrays = {}
+    for step in range(steps):
+        for of_backward in parts:
+            for index in of_backward:
+                backward(wrapped, step, index, divisor, scaler)
+        if not step:
+            gradients = arrays({n: p.grad for n, p in wrapped.named_parameters() if p.grad is not None})
+        if clip is not None:
+            scale = 1.0 if scaler is None else scaler.get_scale()
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(clip_module, "_norm", partial(_norm, norms, given_norms[step : step + 1]))
+                streamer.clip_grad_norm_(wrapped, clip, grad_scale=scale)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+    moments = arrays(
+        {
+            f"{name}.{key}": value
+            for name, param in wrapped.named_parameters()
+            for key, value in optimizer.state.get(param, {}).items()
+        }
+    )
+    shown = arrays({f"{name} shown": value for name, value in wrapped.state_dict().items()})
+    # the exact masters
+    weights = arrays(streamer.unwrap(wrapped).state_dict())
+    return norms, gradients, shown | weights | moments
+
+
+def _norm(norms: list[float], given: Sequence[float], executor: Any, norm_type: float) -> float:
+    norms.append(_norm_of(executor, norm_type))
+    return given[0] if given else norms[-1]
+
+
+_norm_of = clip_module._norm
+
+
+def arrays(tensors: Mapping[str, torch.Tensor]) -> Arrays:
+    """Copies, bf16 as its values in fp32."""
+    return {name: tensor.detach().float().clone().numpy() for name, tensor in tensors.items()}
+
+
+#: How often a case goes backward before a step, its options of `wrap`, and those of `run`.
+Case = tuple[int, dict[str, Any], dict[str, Any]]
+
+
+def train(rank: int, size: int, cases: Mapping[str, Case]) -> dict[str, Any]:
+    """By case, what a rank's part of each batch leads to."""
+    return {
+        name: run(
+            [[size * number + rank] for number in range(backwards)],
+            {**options, "process_group": dist.group.WORLD},
+            divisor=backwards,
+            **more,
+        )
+        for name, (backwards, options, more) in cases.items()
+    }
+
+
+def train_alone(size: int, case: Case) -> Any:
+    """The parts of all ranks, one after another."""
+    backwards, options, more = case
+    parts = [[*range(size * number, size * (number + 1))] for number in range(backwards)]
+    return run(parts, options, divisor=size * backwards, **more)

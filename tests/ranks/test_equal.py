@@ -1,0 +1,80 @@
+"""Ranks compute what one process does that runs their parts one after another."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.ranks.common import run_ranks
+from tests.ranks.programs import Arrays, Case, train, train_alone
+
+BF16 = {"dtype": torch.bfloat16}
+
+CASES: dict[str, Case] = {
+    "plain": (1, {}, {}),
+    "without clipping": (1, {}, {"clip": None}),
+    "keep": (1, {"activations": "keep", "num_slots": 3}, {}),
+    "offloaded inputs": (1, {"activations": "recompute+offload", "num_slots": 1}, {}),
+    "micro-batches": (1, {"micro_batch_size": 2}, {}),
+    "frozen parts": (1, {}, {"frozen": True}),
+    "scaler": (1, {}, {"scaled": True}),
+    "bf16": (1, BF16, {}),
+    "bf16 moments": (1, BF16, {"state_dtype": torch.bfloat16}),
+    "8-bit moments": (1, BF16, {"state_dtype": "int8"}),
+}
+#: Several backwards are added up in another order than one process's.
+SEVERAL: dict[str, Case] = {"several backwards": (3, {}, {}), "several in bf16": (3, BF16, {})}
+
+
+@cache
+def found(size: int) -> list[dict[str, Any]]:
+    """What each rank has found, by case."""
+    return run_ranks(size, train, size, {**CASES, **SEVERAL} if size == 2 else {"plain": CASES["plain"]})
+
+
+def equal(one: Arrays, other: Arrays) -> None:
+    assert one.keys() == other.keys()
+    differing = [name for name in one if not np.array_equal(one[name], other[name])]
+    assert not differing
+
+
+def close(one: Arrays, other: Arrays, tolerance: float) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        assert np.abs(one[name] - other[name]).max() <= tolerance * np.abs(other[name]).max(), name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_equal_one_process_to_the_bit(name: str) -> None:
+    backwards, options, more = CASES[name]
+    # one process adds two gradients up in their own dtype, rounding once as the mean of two is rounded
+    alone = {**options, "grad_dtype": None} if options.get("dtype") else options
+    norms = found(2)[0][name][0]
+    _, gradients, state = train_alone(2, (backwards, alone, {**more, "given_norms": norms}))
+    for of_rank in found(2):
+        found_norms, found_gradients, found_state = of_rank[name]
+        assert found_norms == norms
+        equal(found_gradients, gradients)
+        equal(found_state, state)
+
+
+@pytest.mark.parametrize(
+    ("size", "name"), [(2, "plain"), (3, "plain"), (4, "plain"), *((2, name) for name in SEVERAL)]
+)
+def test_ranks_have_the_gradient_and_the_norm_of_one_process(size: int, name: str) -> None:
+    case = {**CASES, **SEVERAL}[name]
+    norms, gradients, _ = train_alone(size, case)
+    first, *others = [of_rank[name] for of_rank in found(size)]
+    # the mean over ranks is rounded to bf16, of which one process has fp32 sums
+    rounding = 2**-8 if case[1] else 0.0
+    assert first[0][0] == pytest.approx(norms[0], rel=1e-6 + rounding)
+    close(first[1], gradients, 1e-6 + rounding)
+    # and every rank has the same, to the bit, after every step
+    for found_norms, found_gradients, found_state in others:
+        assert found_norms == first[0]
+        equal(found_gradients, first[1])
+        equal(found_state, first[2])
