@@ -92,6 +92,7 @@ class Ranks:
         self._table: Any = None
         self._watched: dict[int, int] = {}
         self._is_leaving = False
+        self._failed: RanksError | None = None
         #: whether `agree` was called
         self.has_agreed = False
 
@@ -201,6 +202,16 @@ class Ranks:
         Raises RanksError if the ranks have come apart, one of them has ended, or does not come in time.
         """
         self._process.check()
+        if self._failed is not None:
+            raise self._failed
+        try:
+            return self._meet(words, brought, channel, patient=patient)
+        except RanksError as error:
+            # nobody may wait for the work that has met it: whatever comes next is told
+            self._failed = self._failed or error
+            raise
+
+    def _meet(self, words: str, brought: object, channel: Channel, *, patient: bool) -> list[Any]:
         mine, number = self._table[self.rank], int(self._table["come"][self.rank, channel]) + 1
         place = channel, number % 2
         data = pickle.dumps(brought)

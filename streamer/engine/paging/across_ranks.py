@@ -90,6 +90,8 @@ class AcrossRanks:
         them; and their sum of squares, to be asked for when the gradient has landed.
         """
         wanted = unit.wanted()[: len(used)]
+        if not any(wanted):
+            return wanted, lambda: torch.zeros(())
         with_grad = _bits([param.grad is not None for param in unit.trainable])
         self._used[unit.index] = self._used.get(unit.index, 0) | _bits(used)
         self._new.setdefault(unit.index, _bits(wanted) & ~with_grad)

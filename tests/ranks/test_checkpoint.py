@@ -1,0 +1,107 @@
+"""Checkpoints do not know how many ranks wrote them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import streamer
+from tests.ranks.common import run_ranks
+from tests.ranks.programs import Arrays, arrays, model
+
+BF16 = {"dtype": torch.bfloat16}
+
+
+def go(
+    rank: int, size: int, steps: list[int], start: str | None, end: str | None, block: bool
+) -> tuple[Arrays, Arrays]:
+    """Go on from a checkpoint, make ``steps``, save: the weights and moments at both ends."""
+    group = {"process_group": dist.group.WORLD} if size else {}
+    wrapped = streamer.wrap(model(), layers="layers", device="cpu", **BF16, **group)
+    optimizer = streamer.AdamW(wrapped.parameters(), lr=1e-2)
+    torch.manual_seed(rank)
+    if start is not None:
+        streamer.load(wrapped, optimizer, start)
+    before = held(wrapped, optimizer)
+    for step in steps:
+        # without a seed of its own: dropout goes on from the states of the generators
+        tokens = torch.randint(0, 48, (2, 6), generator=torch.Generator().manual_seed(10 * step + rank))
+        logits = wrapped(tokens, spare=True)
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten()).backward()
+        streamer.clip_grad_norm_(wrapped, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1 and end is not None:
+            streamer.save(wrapped, optimizer, end, step=step, extra={"step": step}, block=block)
+    after = held(wrapped, optimizer)
+    streamer.unwrap(wrapped)
+    return before, after
+
+
+def held(wrapped: Any, optimizer: Any) -> Arrays:
+    streamer.synchronize(wrapped)
+    moments = {
+        f"{name}.{key}": value
+        for name, param in wrapped.named_parameters()
+        for key, value in optimizer.state.get(param, {}).items()
+    }
+    executor = wrapped.__dict__["_streamer"].executor
+    masters = {
+        slice.param.name + " exact": executor.shard(unit).joined(slice)
+        for unit in (*executor.units, executor.root)
+        for slice in unit.layout.slices
+    }
+    return arrays({**moments, **masters, **wrapped.state_dict()})
+
+
+def same(one: Arrays, other: Arrays) -> None:
+    assert one.keys() == other.keys()
+    assert not [name for name in one if not np.array_equal(one[name], other[name])]
+
+
+@pytest.mark.parametrize("block", [True, False])
+def test_ranks_go_on_from_a_checkpoint_to_the_bit(tmp_path: Path, *, block: bool) -> None:
+    saved = str(tmp_path / "saved")
+    (_, whole), (_, second) = run_ranks(2, go, 2, [0, 1, 2, 3], None, saved, block)
+    same(whole, second)
+    (resumed, end), (_, other) = run_ranks(2, go, 2, [2, 3], saved, None, block)
+    same(end, whole)
+    same(other, whole)
+    for size in (1, 3, 4) if block else ():
+        for before, _ in run_ranks(size, go, size, [], saved, None, block):
+            same(before, resumed)
+    # one process that knows of no ranks, and back
+    before, _ = go(0, 0, [], saved, None, block)
+    same(before, resumed)
+    go(0, 0, [1], saved, str(tmp_path / "alone"), block)
+    alone, _ = go(0, 0, [], str(tmp_path / "alone"), None, block)
+    for before, _ in run_ranks(2, go, 2, [], str(tmp_path / "alone"), None, block):
+        same(before, alone)
+
+
+def fails(rank: int, folder: str) -> str:
+    wrapped = streamer.wrap(model(), layers="layers", device="cpu", process_group=dist.group.WORLD)
+    answers = []
+    for write in (
+        lambda: streamer.save(wrapped, None, folder, step=0),
+        lambda: streamer.load(wrapped, None, f"{folder}/nothing"),
+        lambda: streamer.save(wrapped, None, f"{folder}/good", step=0),
+    ):
+        try:
+            write()
+        except (OSError, RuntimeError, ValueError) as error:
+            answers.append(type(error).__name__)
+    return " ".join(answers)
+
+
+def test_all_ranks_know_that_a_checkpoint_could_not_be_written(tmp_path: Path) -> None:
+    assert run_ranks(2, fails, str(tmp_path)) == [
+        "FileExistsError CheckpointError",
+        "RanksError CheckpointError",
+    ]
+    assert (tmp_path / "good" / "manifest.json").is_file()

@@ -1,0 +1,225 @@
+"""Ranks that come apart, end or hang: the others are told so, in a line, and none waits for ever."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import streamer
+from streamer.errors import RanksError
+from tests.ranks.common import run_ranks
+from tests.ranks.programs import WIDTH, backward, model
+
+#: Seconds of the group's timeout, for a rank that neither ends nor comes.
+TIMEOUT = 3.0
+
+
+def wrapped(**options: Any) -> nn.Module:
+    given = {"layers": "layers", "device": "cpu", "process_group": dist.group.WORLD, **options}
+    return streamer.wrap(model(), **given)
+
+
+def told(rank: int, name: str) -> str:
+    """The error that a program ends with, none where it ends well."""
+    try:
+        PROGRAMS[name](rank)
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def other_model(rank: int) -> None:
+    made = model()
+    if rank:
+        made.norm = nn.LayerNorm(WIDTH, bias=False)
+    streamer.wrap(made, layers="layers", device="cpu", process_group=dist.group.WORLD)
+
+
+def other_options(rank: int) -> None:
+    wrapped(num_slots=1 + rank)
+
+
+def wrap_fails(rank: int) -> None:
+    wrapped(num_slots=0 if rank else 2)
+
+
+def more_batches(rank: int) -> None:
+    made = wrapped()
+    optimizer = streamer.AdamW(made.parameters())
+    for step in range(2 + rank):
+        backward(made, step, rank, 1, None)
+        optimizer.step()
+        optimizer.zero_grad()
+    streamer.unwrap(made)
+
+
+def save_alone(rank: int) -> None:
+    made = wrapped()
+    backward(made, 0, rank, 1, None)
+    if rank:
+        streamer.save(made, None, "/nowhere", step=0)
+    backward(made, 1, rank, 1, None)
+
+
+def other_rate(rank: int) -> None:
+    made = wrapped()
+    optimizer = streamer.AdamW(made.parameters(), lr=1e-3 * (1 + rank))
+    backward(made, 0, rank, 1, None)
+    optimizer.step()
+    streamer.synchronize(made)
+
+
+def skips_a_layer(rank: int) -> None:
+    made = wrapped()
+    if rank:
+        made.layers[1].requires_grad_(False)
+    backward(made, 0, rank, 1, None)
+
+
+def raises(rank: int) -> None:
+    made = wrapped()
+    if rank:
+        os._exit(3)
+    backward(made, 0, rank, 1, None)
+
+
+def sleeps(rank: int) -> None:
+    made = wrapped()
+    if rank:
+        time.sleep(2 * TIMEOUT)
+        os._exit(3)
+    backward(made, 0, rank, 1, None)
+
+
+def writes_other_values(rank: int) -> None:
+    made = wrapped()
+    with torch.no_grad():
+        made.layers[0].norm.weight.fill_(1.0)
+        made.layers[0].up.weight.copy_(torch.full((8 * WIDTH, WIDTH), float(rank)))
+
+
+def multiplies(rank: int) -> None:
+    made = wrapped()
+    backward(made, 0, rank, 1, None)
+    torch.nn.utils.clip_grad_norm_(made.parameters(), 1e-3)
+
+
+def other_optimizer(rank: int) -> None:
+    made = wrapped()
+    backward(made, 0, rank, 1, None)
+    torch.optim.SGD(made.parameters(), lr=0.1).step()
+
+
+def outside(rank: int) -> None:
+    made = wrapped()
+    made.layers[0].up.weight.square().sum().backward()
+
+
+PROGRAMS = {
+    each.__name__: each
+    for each in (
+        *(other_model, other_options, wrap_fails, more_batches, save_alone, other_rate, skips_a_layer),
+        *(raises, sleeps, writes_other_values, multiplies, other_optimizer, outside),
+    )
+}
+
+APART = "RanksError: the ranks have come apart"
+
+#: What rank 0 is told, and rank 1.
+TOLD = {
+    "other_model": (("ValueError: the ranks were not given the same: .*'root: norm.bias",) * 2),
+    "other_options": ("ValueError: the ranks were not given the same: rank 0 has 'num_slots=1'",) * 2,
+    "wrap_fails": (
+        "RanksError: wrap has failed on rank 1: ValueError: num_slots=0",
+        "ValueError: num_slots=0",
+    ),
+    "more_batches": ("", "RanksError: rank 0 has ended, or has unwrapped its model"),
+    "save_alone": (APART, APART + ".*rank 1 to: saving step 0 to '/nowhere'"),
+    "other_rate": (APART + ".*rank 1 to: optimizer.step.*lr 0.002",) * 2,
+    "skips_a_layer": (APART + ".*rank 0 to: averaging the gradient of 'layers.1'",) * 2,
+    "raises": ("RanksError: rank 1 has ended", None),
+    "sleeps": ("RanksError: rank 1 did not come within 3 s", None),
+    "writes_other_values": (APART + ".*writing what the ranks share by copy_",) * 2,
+    "multiplies": ("RuntimeError: .*streamer.clip_grad_norm_",) * 2,
+    "other_optimizer": ("RuntimeError: SGD would update the weights.*use streamer.AdamW",) * 2,
+    "outside": ("RuntimeError: 'layers.0.up.weight' is used outside of its layer",) * 2,
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_ranks_are_told_what_is_wrong(name: str) -> None:
+    began = time.monotonic()
+    answers = run_ranks(2, told, name, timeout=TIMEOUT, may_end=True)
+    for answer, expected in zip(answers, TOLD[name], strict=True):
+        if expected is None:
+            assert answer is None
+        elif not expected:
+            assert not answer
+        else:
+            assert re.match(expected, answer), answer
+            assert "\n" not in answer
+    assert time.monotonic() - began < 30
+
+
+def shared_memory(maps: str) -> set[str]:
+    """The numbers of the files of ranks' shared memory, of the maps of a process."""
+    return {line.split()[4] for line in maps.splitlines() if "/memfd:streamer" in line}
+
+
+def killed(rank: int, moment: str, folder: str) -> tuple[str, set[str]]:
+    """Rank 1 ends without a word at a ``moment`` of the second step. The error, and the shared memory."""
+    made = wrapped()
+    memory = shared_memory(Path("/proc/self/maps").read_text())
+    optimizer = streamer.AdamW(made.parameters(), lr=1e-2)
+
+    def end(at: str) -> None:
+        if rank and at == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        for step in range(3):
+            if step == 1:
+                made.layers[1].register_forward_pre_hook(lambda *_: end("forward"))
+                made.layers[1].up.weight.register_hook(lambda _: end("backward"))
+            backward(made, step, rank, 1, None)
+            optimizer.step()
+            if step == 1:
+                end("step")
+            optimizer.zero_grad()
+            streamer.synchronize(made)
+            if step == 0:
+                streamer.save(made, optimizer, Path(folder) / "saved", step=step)
+            elif step == 1:
+                end("save")
+                streamer.save(made, optimizer, Path(folder) / "lost", step=step)
+    except RanksError as error:
+        return str(error), memory
+    return "", memory
+
+
+@pytest.mark.parametrize("moment", ["forward", "backward", "step", "save"])
+def test_a_rank_that_is_killed_is_named_and_leaves_nothing(moment: str, tmp_path: Path) -> None:
+    answer, nothing = run_ranks(2, killed, moment, str(tmp_path), may_end=True)
+    assert nothing is None
+    error, memory = answer
+    assert re.match("rank 1 has ended", error), error
+    # the last complete checkpoint is there, and nothing else
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    assert memory
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            assert not shared_memory((process / "maps").read_text()) & memory
+    fresh = streamer.wrap(model(), layers="layers", device="cpu")
+    optimizer = streamer.AdamW(fresh.parameters(), lr=1e-2)
+    assert streamer.load(fresh, optimizer, tmp_path / "saved").step == 0
+    streamer.unwrap(fresh)
