@@ -147,6 +147,10 @@ def arrays(tensors: Mapping[str, torch.Tensor]) -> Arrays:
 Case = tuple[int, dict[str, Any], dict[str, Any]]
 
 
+#: One slot, so that every visit fetches its layer.
+CASE_OF_RACES: Case = (1, {"num_slots": 1}, {"clip": None, "steps": 3})
+
+
 def train(rank: int, size: int, cases: Mapping[str, Case]) -> dict[str, Any]:
     """By case, what a rank's part of each batch leads to."""
     return {

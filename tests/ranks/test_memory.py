@@ -1,0 +1,62 @@
+"""Ranks take the host's memory once, and each what it has on its device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import streamer
+from streamer.memory.slots import AVERAGING
+from tests.ranks.common import run_ranks
+from tests.ranks.programs import backward, model
+
+BF16 = {"dtype": torch.bfloat16}
+
+
+def shared_bytes() -> int:
+    """Of the memory that this process has mapped and shares, what it has been given of it, by its own share
+    (proportional set size)."""
+    found, counting = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0]:
+            counting = "/memfd:streamer" in line
+        elif counting and line.startswith("Pss:"):
+            found += int(line.split()[1]) << 10
+    return found
+
+
+def measure(rank: int, size: int) -> tuple[dict[str, int], dict[str, int], int]:
+    group = {"process_group": dist.group.WORLD} if size else {}
+    made = streamer.wrap(model(), layers="layers", device="cpu", num_slots=2, **BF16, **group)
+    planned: Any = made.__dict__["_streamer"].planned
+    assert dict(streamer.stats(made).device_bytes) == dict(planned.device)
+    assert dict(streamer.stats(made).host_bytes) == dict(planned.host)
+    optimizer = streamer.AdamW(made.parameters())
+    for step in range(2):
+        backward(made, step, rank, 1, None)
+    optimizer.step()
+    streamer.synchronize(made)
+    if size:
+        dist.barrier()
+    stats, shared = streamer.stats(made), shared_bytes()
+    if size:
+        dist.barrier()
+    streamer.unwrap(made)
+    return dict(stats.host_bytes), dict(stats.device_bytes), shared
+
+
+def test_host_memory_does_not_grow_with_the_ranks() -> None:
+    host, device, _ = measure(0, 0)
+    for size in (1, 3):
+        found = run_ranks(size, measure, size)
+        for of_rank, on_device, _ in found:
+            # each tells of all; what gradients pass through is its own
+            assert of_rank == host
+            assert {name: nbytes for name, nbytes in on_device.items() if name != AVERAGING} == device
+        shared = sum(nbytes for _, _, nbytes in found)
+        private = host["gradient staging"]
+        table = size << 20
+        assert sum(host.values()) - private <= shared <= sum(host.values()) - private + table + (1 << 17)

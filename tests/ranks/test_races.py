@@ -1,0 +1,72 @@
+"""Ranks whose lanes are late at random compute the same; without what they wait for they do not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from streamer.backends.base import WORKER_LANES, Lane
+from streamer.backends.thread import ThreadBackend
+from streamer.engine.paging.across_ranks import AcrossRanks
+from tests.ranks.common import run_ranks
+from tests.ranks.programs import CASE_OF_RACES, Arrays, run, train_alone
+
+#: Seconds that work of a lane may be late.
+LATE = 2e-3
+
+
+def train_late(rank: int, seed: int) -> tuple[list[float], Arrays, Arrays]:
+    """Train with slots that are poisoned, each lane late by other times on each rank."""
+    draw = random.Random(seed * 10 + rank)
+    delays = {
+        lane: partial(draw.uniform, 0, late)
+        for lane in WORKER_LANES
+        if (late := draw.choice([0.0, LATE, 2 * LATE]))
+    }
+    return train_with(rank, delays)
+
+
+def train_with(rank: int, delays: dict[Lane, Callable[[], float]]) -> tuple[list[float], Arrays, Arrays]:
+    backend = ThreadBackend(delays=delays, poison=True)
+    _, options, more = CASE_OF_RACES
+    given = {**options, "process_group": dist.group.WORLD, "backend": backend}
+    return run([[rank]], given, divisor=1, **more)
+
+
+def train_without(rank: int, what: str) -> tuple[list[float], Arrays, Arrays] | None:
+    """Train where ``what`` does nothing, and rank 1 updates late what rank 0 then reads at once. None where
+    that is noticed: a layer's weights are others in backward than in forward."""
+    setattr(AcrossRanks, what, lambda *_: None)
+    try:
+        return train_with(rank, {Lane.HOST: lambda: 5 * LATE} if rank else {})
+    except RuntimeError:
+        return None
+
+
+def differing(found: Any, expected: Any) -> list[str]:
+    return [
+        name
+        for one, other in zip(found[1:], expected[1:], strict=True)
+        for name in one
+        if not np.array_equal(one[name], other[name])
+    ]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_that_are_late_compute_the_same(seed: int) -> None:
+    expected = train_alone(2, CASE_OF_RACES)
+    for found in run_ranks(2, train_late, seed):
+        assert not differing(found, expected)
+
+
+@pytest.mark.parametrize("without", ["after_update", "_average"])
+def test_without_what_they_wait_for_they_do_not(without: str) -> None:
+    expected = train_alone(2, CASE_OF_RACES)
+    answers = run_ranks(2, train_without, without, timeout=10.0)
+    assert any(found is None or differing(found, expected) for found in answers)
