@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import statistics
 import sys
 import time
@@ -18,7 +19,7 @@ from torch import nn
 from tqdm import tqdm
 
 import streamer
-from streamer.app.config import Config, check_steps
+from streamer.app.config import Config, ConfigError, check_steps
 from streamer.app.data.load import check_data, load_data
 from streamer.app.data.rows import Rows
 from streamer.app.data.splits import TokenData
@@ -96,6 +97,11 @@ def train(config: Config, resume: Path | None = None, *, fall_back: bool = False
         )
         return None
     check_reports(config.run.report)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and "LOCAL_RANK" in os.environ:
+        raise ConfigError(
+            "streamer train runs in one process, and torchrun has started several: start it without, or "
+            "train in a loop of your own with streamer.wrap(process_group=...)"
+        )
     with contextlib.nullcontext() if directory is None else locked(directory):
         return _train(config, resume, directory, fall_back=fall_back)
 

@@ -345,6 +345,11 @@ class _telling:
         return False
 
 
+def alone_among() -> int:
+    """How many ranks torch.distributed has in this process; 1 where it was not begun."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
 @contextmanager
 def together(ranks: Ranks | None, words: str, *, patient: bool = False) -> Iterator[None]:
     """A block that all ranks meet at the end of: where it fails on one, all raise, the others RanksError."""

@@ -13,10 +13,11 @@ from torch import nn
 
 from streamer.backends.base import Backend
 from streamer.backends.disk import Disks
-from streamer.backends.ranks import Ranks
+from streamer.backends.ranks import Ranks, alone_among
 from streamer.backends.select import backend_for
 from streamer.engine.layer.call import CompileBackend
 from streamer.engine.wrapped.handle import home_of, wrapped_part
+from streamer.errors import warn
 from streamer.model.auto import choose_options
 from streamer.model.layers import Layers
 from streamer.model.move_in import Init
@@ -169,6 +170,11 @@ def wrap(
         host_memory=host_memory,
         disk=disk,
     )
+    if process_group is None and alone_among() > 1:
+        warn(
+            f"torch.distributed has {alone_among()} ranks, and each of them trains this model alone: give "
+            "wrap process_group=torch.distributed.group.WORLD to train it together"
+        )
     with ExitStack() as undo:
         if backend is None:
             backend = backend_for(device)

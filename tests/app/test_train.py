@@ -656,3 +656,11 @@ def test_the_overlap_of_an_idle_lane_is_null_in_the_summary_and_one_that_came_la
     *_, compute, h2d, d2h, host, remark = summary_table(summary | late).splitlines()
     assert [line.split()[-1] for line in (compute, h2d, d2h, host)] == ["-", "none", "25.0%", "-"]
     assert remark.startswith("h2d: compute waited longer than the lane worked")
+
+
+def test_torchrun_is_told_that_a_run_is_one_process(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert "torchrun has started several" in refused(capsys, "train", str(config))

@@ -38,6 +38,44 @@ def told(rank: int, name: str) -> str:
     return ""
 
 
+def without_group(rank: int) -> None:
+    with pytest.warns(UserWarning, match="2 ranks, and each of them trains this model alone"):
+        streamer.unwrap(wrapped(process_group=None))
+
+
+def on_disk(rank: int) -> None:
+    wrapped(disk="/tmp")
+
+
+def update_in_backward(rank: int) -> None:
+    wrapped(update="backward")
+
+
+def writes_at_once(rank: int) -> None:
+    """What all write with the same values is there once, and masters follow."""
+    made = wrapped(dtype=torch.bfloat16)
+    values = torch.full((8 * WIDTH, WIDTH), 0.5)
+    with torch.no_grad():
+        made.layers[0].up.weight.copy_(values)
+        made.norm.weight[:2] = 3.0
+    streamer.synchronize(made)
+    assert made.layers[0].up.weight.eq(0.5).all()
+    plain = streamer.unwrap(made)
+    assert plain.layers[0].up.weight.eq(0.5).all() and plain.norm.weight.tolist()[:3] == [3.0, 3.0, 1.0]
+
+
+def zeroes_and_scales(rank: int) -> None:
+    """Gradients that all set to zero, and those to which clipping is still to be applied."""
+    made = wrapped()
+    backward(made, 0, rank, 1, None)
+    before = made.layers[0].up.weight.grad.clone()
+    norm = streamer.clip_grad_norm_(made, 1e-3)
+    assert torch.equal(made.layers[0].up.weight.grad, before * (1e-3 / (norm.double() + 1e-6)).item())
+    made.zero_grad(set_to_none=False)
+    assert not made.layers[0].up.weight.grad.any()
+    streamer.unwrap(made)
+
+
 def other_model(rank: int) -> None:
     made = model()
     if rank:
@@ -129,6 +167,7 @@ PROGRAMS = {
     each.__name__: each
     for each in (
         *(other_model, other_options, wrap_fails, more_batches, save_alone, other_rate, skips_a_layer),
+        *(without_group, on_disk, update_in_backward, writes_at_once, zeroes_and_scales),
         *(raises, sleeps, writes_other_values, multiplies, other_optimizer, outside),
     )
 }
@@ -147,6 +186,11 @@ TOLD = {
     "save_alone": (APART, APART + ".*rank 1 to: saving step 0 to '/nowhere'"),
     "other_rate": (APART + ".*rank 1 to: optimizer.step.*lr 0.002",) * 2,
     "skips_a_layer": (APART + ".*rank 0 to: averaging the gradient of 'layers.1'",) * 2,
+    "without_group": ("", ""),
+    "on_disk": ("ValueError: process_group= does not go with disk=",) * 2,
+    "update_in_backward": ("ValueError: process_group= needs update='step'",) * 2,
+    "writes_at_once": ("", ""),
+    "zeroes_and_scales": ("", ""),
     "raises": ("RanksError: rank 1 has ended", None),
     "sleeps": ("RanksError: rank 1 did not come within 3 s", None),
     "writes_other_values": (APART + ".*writing what the ranks share by copy_",) * 2,

@@ -84,7 +84,7 @@ def check_transforms(layer: str, tensors: Iterable[torch.Tensor | None] = ()) ->
     if in_distributed_forward():
         raise RuntimeError(
             f"DistributedDataParallel does not see when the gradients of streamed layer '{layer}' have "
-            "arrived: train in one process, without it"
+            "arrived: train without it, several GPUs by streamer.wrap(process_group=...)"
         )
 
 
