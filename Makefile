@@ -33,7 +33,7 @@ nullgpu: .venv-nullgpu/.test-$(NULLGPU_TORCH)
 
 test-nullgpu: nullgpu
 	NULLGPU_DEVICES=2 tests/nullgpu/run.sh $(NULLGPU) -m pytest -m cuda_api --assert=plain -n 2 \
-	  --dist load tests/nullgpu tests/backends tests/bench tests/app/test_calibrate.py
+	  --dist load tests/nullgpu tests/backends tests/bench tests/ranks tests/app/test_calibrate.py
 
 .venv-nullgpu/.test-$(NULLGPU_TORCH): $(INPUTS)
 	$(PYTHON) -m venv .venv-nullgpu

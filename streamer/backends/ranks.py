@@ -22,7 +22,7 @@ import pickle
 import select
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -159,7 +159,9 @@ class Ranks:
     def _exchange(self, value: object) -> list[Any]:
         """What each rank has given, by torch.distributed: before there is a table."""
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
+        # NCCL sends objects by way of the current device
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            dist.all_gather_object(values, value, group=self._group)
         return values
 
     def shared(self, nbytes: int, *, in_forks: bool, touched: bool = True) -> torch.Tensor:

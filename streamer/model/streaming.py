@@ -70,9 +70,10 @@ def stream(
         if limit is not None:
             backend.limit_device(limit)
         host_threads = options.host_threads
-        if host_threads is None and backend.device.type == "cuda":
-            # one core is left to the thread that launches the kernels of the GPU
-            host_threads = max(1, native.num_threads_available() - 1)
+        if host_threads is None and (backend.device.type == "cuda" or ranks is not None):
+            # ranks share the cores, and each GPU's kernels are launched by a thread that has one for itself
+            cores = native.num_threads_available() // (1 if ranks is None else ranks.size)
+            host_threads = max(1, cores - (backend.device.type == "cuda"))
         # no work of the host runs on a virtual backend
         if host_threads is not None and not virtual:
             backend.on_host(partial(native.set_num_threads, host_threads))

@@ -94,8 +94,8 @@ def wrap(
             ``torch.float32``, which takes 4 bytes per parameter of host memory from the second call on where
             parameters are shorter (for micro-batches 4 per parameter of one layer on the device), or None for
             the parameters' own dtype, as PyTorch does.
-        host_threads: threads that update the weights; None means one for each core, less one where there
-            is a GPU to feed.
+        host_threads: threads that update the weights; None means one for each core (of ranks, for each of
+            a rank's share of the cores), less one where there is a GPU to feed.
         init: gives a model that was built under ``torch.device("meta")`` its values, a layer at a time, so
             that it is never whole anywhere else. Called with one module after another, children before their
             parents, as ``model.apply(init)`` would, on the device and without gradients; it sets all of the

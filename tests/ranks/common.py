@@ -23,7 +23,12 @@ _context.set_forkserver_preload(["tests.ranks.preload"])
 
 
 def run_ranks(
-    size: int, work: Callable[..., Any], *args: Any, timeout: float = 60.0, may_end: bool = False
+    size: int,
+    work: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60.0,
+    may_end: bool = False,
+    kind: str = "gloo",
 ) -> list[Any]:
     """What ``work(rank, *args)``, a function of a module, returns on each of ``size`` ranks.
 
@@ -33,7 +38,9 @@ def run_ranks(
     pipes = [_context.Pipe(duplex=False) for _ in range(size)]
     file = Path(os.environ.get("TMPDIR", "/dev/shm")) / f"streamer-ranks-{os.getpid()}-{id(pipes)}"
     processes = [
-        _context.Process(target=_run, args=(rank, size, str(file), timeout, there, work, args), daemon=True)
+        _context.Process(
+            target=_run, args=(rank, size, str(file), timeout, kind, there, work, args), daemon=True
+        )
         for rank, (_, there) in enumerate(pipes)
     ]
     for process, (_, there) in zip(processes, pipes, strict=True):
@@ -65,13 +72,20 @@ def _answer(rank: int, here: Connection, *, may_end: bool) -> Any:
 
 
 def _run(
-    rank: int, size: int, file: str, timeout: float, there: Connection, work: Callable[..., Any], args: Any
+    rank: int,
+    size: int,
+    file: str,
+    timeout: float,
+    kind: str,
+    there: Connection,
+    work: Callable[..., Any],
+    args: Any,
 ) -> None:
     torch.set_num_threads(1)
     failed, answer = None, None
     try:
         dist.init_process_group(
-            "gloo",
+            kind,
             store=dist.FileStore(file, size),
             rank=rank,
             world_size=size,

@@ -74,7 +74,8 @@ def backward(
     tokens = part(step, index)
     torch.manual_seed(100 * step + index)
     logits = wrapped(tokens, spare=index % 2 == 0 and step != 2)
-    loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten()) / divisor
+    target = tokens.flatten().to(logits.device)
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), target) / divisor
     (loss if scaler is None else scaler.scale(loss)).backward()
 
 
@@ -95,7 +96,7 @@ def run(
     Clipping takes ``given_norms`` for the norms, if there are any: how squares are grouped before they are
     added up decides on the last bit.
     """
-    wrapped = streamer.wrap(model(frozen=frozen), layers="layers", device="cpu", **options)
+    wrapped = streamer.wrap(model(frozen=frozen), layers="layers", **{"device": "cpu", **options})
     optimizer = streamer.AdamW(wrapped.parameters(), lr=1e-2, state_dtype=state_dtype)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
     norms: list[float] = []
@@ -140,7 +141,7 @@ _norm_of = clip_module._norm
 
 def arrays(tensors: Mapping[str, torch.Tensor]) -> Arrays:
     """Copies, bf16 as its values in fp32."""
-    return {name: tensor.detach().float().clone().numpy() for name, tensor in tensors.items()}
+    return {name: tensor.detach().float().cpu().clone().numpy() for name, tensor in tensors.items()}
 
 
 #: How often a case goes backward before a step, its options of `wrap`, and those of `run`.

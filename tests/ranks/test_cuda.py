@@ -1,0 +1,91 @@
+"""Ranks with a GPU each: a group of one on one GPU, of two where there are two."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import streamer
+from streamer.backends.base import Lane
+from streamer.engine.schedule.op import OpKind
+from streamer.engine.wrapped.handle import wrapped
+from tests.ranks.common import run_ranks
+from tests.ranks.programs import Case, backward, model, train, train_alone
+
+CASES: dict[str, Case] = {
+    "fp32": (1, {"device": "cuda"}, {}),
+    "bf16": (1, {"device": "cuda", "dtype": torch.bfloat16}, {"state_dtype": "int8"}),
+}
+
+
+@pytest.fixture
+def group(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A group of one: of gloo, or of the backend that the test is given."""
+    kind = getattr(request, "param", "gloo")
+    dist.init_process_group(kind, store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def kinds_of_three_steps(group: Any) -> list[OpKind]:
+    """What ran on the lane between ranks."""
+    made = streamer.wrap(model(), layers="layers", device="cuda", process_group=group)
+    optimizer = streamer.AdamW(made.parameters(), lr=1e-2)
+    for step in range(3):
+        backward(made, step, 0, 1, None)
+        optimizer.step()
+        optimizer.zero_grad()
+    streamer.synchronize(made)
+    records = wrapped(made).executor.issuer.trace.records()
+    streamer.unwrap(made)
+    return [record.op.kind for record in records if record.op.lane is Lane.COLLECTIVE]
+
+
+@pytest.mark.cuda_api
+def test_the_lane_between_ranks_is_a_stream_of_its_own(group: Any) -> None:
+    kinds = kinds_of_three_steps(group)
+    # in each step three layers and the root are averaged, all are waited for, and each update is
+    assert kinds.count(OpKind.REDUCE) == 3 * 4
+    assert kinds.count(OpKind.AGREE) == 3 * (1 + 4)
+    gc.collect()
+    before = torch.cuda.memory_allocated()  # with what cuBLAS keeps
+    kinds_of_three_steps(group)
+    gc.collect()
+    assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.cuda_values
+@pytest.mark.parametrize("group", ["nccl", "gloo"], indirect=True)
+@pytest.mark.parametrize("name", CASES)
+def test_a_group_of_one_is_one_process(group: Any, name: str) -> None:
+    norms, gradients, state = train(0, 1, {name: CASES[name]})[name]
+    backwards, options, more = CASES[name]
+    found = train_alone(1, (backwards, options, {**more, "given_norms": norms}))
+    for one, other in zip((gradients, state), found[1:], strict=True):
+        assert one.keys() == other.keys()
+        assert not [key for key in one if not np.array_equal(one[key], other[key])]
+
+
+def train_on_two(rank: int, cases: dict[str, Case]) -> Any:
+    torch.cuda.set_device(rank)
+    return train(rank, 2, {n: (b, {**o, "device": f"cuda:{rank}"}, m) for n, (b, o, m) in cases.items()})
+
+
+@pytest.mark.cuda_values
+def test_two_gpus_are_one_process() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    first, second = run_ranks(2, train_on_two, CASES, kind="nccl")
+    for name in CASES:
+        assert first[name][0] == second[name][0]
+        for one, other in zip(first[name][1:], second[name][1:], strict=True):
+            assert not [key for key in one if not np.array_equal(one[key], other[key])]
+    norms, _, _ = train_alone(2, CASES["fp32"])
+    assert first["fp32"][0][0] == pytest.approx(norms[0], rel=1e-5)
