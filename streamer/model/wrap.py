@@ -134,7 +134,7 @@ def wrap(
             gradients and optimizer state lie in host memory once, which the ranks share, and each updates a
             share of each layer. Gradients are averaged over the ranks, in ``grad_dtype``, as
             `torch.nn.parallel.DistributedDataParallel` does. All ranks make the same calls in the same order,
-            `save` and `load` too. [Note: ranks] Not yet with ``disk`` or ``update="backward"``.
+            `save` and `load` too. [Note: ranks] Not yet with ``disk``.
         backend: the backend to run on in place of the device's own. A virtual one has no values and compiles
             nothing.
 
@@ -197,8 +197,6 @@ def _check_shareable(options: WrapOptions, may_be_auto: Collection[object]) -> N
     """Raise ValueError for options that ranks cannot have together."""
     if options.disk is not None:
         raise ValueError("process_group= does not go with disk= yet: leave one of them out")
-    if options.update == "backward":
-        raise ValueError("process_group= needs update='step' so far")
     if AUTO in may_be_auto:
         raise ValueError(
             "process_group= needs options that are the same on all ranks: give what 'auto' chooses on one "

@@ -8,6 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import compress
 from typing import Any, NamedTuple, NoReturn
 from zlib import crc32
 
@@ -15,6 +16,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from streamer.engine.disk.state import ShardUpdate
+from streamer.engine.paging.across_ranks import Reduced
 from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.gradient_pipeline import Update
 from streamer.engine.paging.gradients import is_summed
@@ -295,13 +297,22 @@ class AdamW(torch.optim.Optimizer):
 
         is_finite, number = list[bool](), landing.number
 
-        def update(shard: HostShard, *, gradient: torch.Tensor) -> None:
+        places = {id(param): place for place, param in enumerate(unit.params)}
+
+        def update(shard: HostShard, *, gradient: torch.Tensor, reduced: Reduced | None) -> None:
             if not is_finite:  # of state on disk each chunk comes here
-                is_finite.append(all_finite(gradient, stretches))
-                if not is_finite[0]:
+                finite = all_finite(gradient, stretches) if reduced is None else reduced.is_finite()
+                is_finite.append(finite)
+                if not finite:
                     for step in steps:
                         step -= 1
                     landing.not_finite.append((number, unit.name))
+                elif reduced is not None:
+                    by_all = reduced.used()
+                    are_used = [by_all[places[id(member.param)]] for member in mine]
+                    for step, is_used in zip(steps, are_used, strict=True):
+                        step -= 0 if is_used else 1
+                    updates[:] = compress(updates, are_used)
             if is_finite[0]:
                 update_shard(shard, updates, state_dtype, 1.0, seed=unit.index + 1, gradient=gradient)
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
+import streamer
 from tests.ranks.common import run_ranks
-from tests.ranks.programs import Arrays, Case, train, train_alone
+from tests.ranks.programs import Arrays, Case, arrays, backward, model, train, train_alone
 
 BF16 = {"dtype": torch.bfloat16}
 
@@ -26,6 +30,11 @@ CASES: dict[str, Case] = {
     "bf16 moments": (1, BF16, {"state_dtype": torch.bfloat16}),
     "8-bit moments": (1, BF16, {"state_dtype": "int8"}),
 }
+#: One process cannot add the parts up: it has them as one batch.
+IN_BACKWARD: dict[str, Case] = {
+    "in backward": (1, {"update": "backward"}, {"clip": None}),
+    "in backward, bf16": (1, {"update": "backward", **BF16}, {"clip": None, "state_dtype": "int8"}),
+}
 #: Several backwards are added up in another order than one process's.
 SEVERAL: dict[str, Case] = {"several backwards": (3, {}, {}), "several in bf16": (3, BF16, {})}
 
@@ -33,7 +42,9 @@ SEVERAL: dict[str, Case] = {"several backwards": (3, {}, {}), "several in bf16":
 @cache
 def found(size: int) -> list[dict[str, Any]]:
     """What each rank has found, by case."""
-    return run_ranks(size, train, size, {**CASES, **SEVERAL} if size == 2 else {"plain": CASES["plain"]})
+    return run_ranks(
+        size, train, size, {**CASES, **SEVERAL, **IN_BACKWARD} if size == 2 else {"plain": CASES["plain"]}
+    )
 
 
 def equal(one: Arrays, other: Arrays) -> None:
@@ -78,3 +89,50 @@ def test_ranks_have_the_gradient_and_the_norm_of_one_process(size: int, name: st
         assert found_norms == first[0]
         equal(found_gradients, first[1])
         equal(found_state, first[2])
+
+
+@pytest.mark.parametrize("name", IN_BACKWARD)
+def test_updates_in_backward_are_those_in_step(name: str) -> None:
+    _, options, more = IN_BACKWARD[name]
+    in_step = {key: value for key, value in options.items() if key != "update"}
+    alone = {**in_step, "grad_dtype": None} if in_step else in_step
+    _, _, state = train_alone(2, (1, alone, more))
+    for of_rank in found(2):
+        equal(of_rank[name][2], state)
+
+
+def skipping(rank: int) -> list[tuple[Arrays, int]]:
+    """In the second step one rank's gradient of one layer is not a number: the weights, and steps skipped."""
+    found = []
+    for update in ("step", "backward"):
+        made = streamer.wrap(
+            model(), layers="layers", device="cpu", update=update, process_group=dist.group.WORLD
+        )
+        optimizer = streamer.AdamW(made.parameters(), lr=1e-2)
+        for step in range(3):
+            if step == 1:
+                hook = made.layers[1].down.weight.register_hook(lambda g: g * (math.nan if rank else 1.0))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                backward(made, step, rank, 1, None)
+                optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                hook.remove()
+        streamer.synchronize(made)
+        steps = {f"{name} step": optimizer.state[param]["step"] for name, param in made.named_parameters()}
+        skipped = streamer.stats(made).skipped_steps
+        found.append((arrays({**steps, **streamer.unwrap(made).state_dict()}), skipped))
+    return found
+
+
+def test_ranks_skip_a_step_together() -> None:
+    one, other = run_ranks(2, skipping)
+    for (mine, skipped), (theirs, skipped_there) in zip(one, other, strict=True):
+        assert skipped == skipped_there == 1
+        equal(mine, theirs)
+        assert all(np.isfinite(values).all() for values in mine.values())
+    in_step, in_backward = (steps for steps, _ in one)
+    assert in_step["layers.1.down.weight step"] == in_step["layers.0.down.weight step"] == 2
+    # where layers are updated in backward, the others are not held back
+    assert in_backward["layers.1.down.weight step"] == 2 < in_backward["layers.2.down.weight step"]

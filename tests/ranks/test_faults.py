@@ -47,10 +47,6 @@ def on_disk(rank: int) -> None:
     wrapped(disk="/tmp")
 
 
-def update_in_backward(rank: int) -> None:
-    wrapped(update="backward")
-
-
 def writes_at_once(rank: int) -> None:
     """What all write with the same values is there once, and masters follow."""
     made = wrapped(dtype=torch.bfloat16)
@@ -167,7 +163,7 @@ PROGRAMS = {
     each.__name__: each
     for each in (
         *(other_model, other_options, wrap_fails, more_batches, save_alone, other_rate, skips_a_layer),
-        *(without_group, on_disk, update_in_backward, writes_at_once, zeroes_and_scales),
+        *(without_group, on_disk, writes_at_once, zeroes_and_scales),
         *(raises, sleeps, writes_other_values, multiplies, other_optimizer, outside),
     )
 }
@@ -188,7 +184,6 @@ TOLD = {
     "skips_a_layer": (APART + ".*rank 0 to: averaging the gradient of 'layers.1'",) * 2,
     "without_group": ("", ""),
     "on_disk": ("ValueError: process_group= does not go with disk=",) * 2,
-    "update_in_backward": ("ValueError: process_group= needs update='step'",) * 2,
     "writes_at_once": ("", ""),
     "zeroes_and_scales": ("", ""),
     "raises": ("RanksError: rank 1 has ended", None),

@@ -23,9 +23,12 @@ backward ends: what was averaged before is the same on all ranks, and the mean l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import pairwise
+from operator import or_
 
 import torch
 
@@ -57,6 +60,37 @@ class _Backward:
     squares: dict[int, float]
 
 
+class Reduced:
+    """The gradient of a layer, averaged over the ranks: what is known of it when it has landed. Called, it
+    gives the sum of squares."""
+
+    def __init__(self, wanted: Sequence[bool], on_host: torch.Tensor | None) -> None:
+        #: which of the layer's trainable parameters want a gradient, on all ranks
+        self.wanted = wanted
+        self._on_host = on_host
+        self._used = 0
+        self._squares: torch.Tensor | None = None
+
+    def __call__(self) -> torch.Tensor:
+        assert self._squares is not None, "it has landed"
+        return self._squares
+
+    def set(self, used: int, squares: torch.Tensor) -> None:
+        """Called where it is averaged: parameters that some rank has ``used``, and the sum of squares."""
+        self._used, self._squares = used, squares
+        if self._on_host is not None:
+            self._on_host.copy_(squares, non_blocking=True)
+
+    def used(self) -> list[bool]:
+        """Which of the trainable parameters some rank has used."""
+        return [bool(self._used >> position & 1) for position in range(len(self.wanted))]
+
+    def is_finite(self) -> bool:
+        """Whether it is finite everywhere; does not ask the device."""
+        assert self._on_host is not None, "updates in backward ask"
+        return math.isfinite(self._on_host.item())
+
+
 class AcrossRanks:
     """The ranks' common work for one wrapped model. [Note: ranks]"""
 
@@ -69,8 +103,10 @@ class AcrossRanks:
         gradients: Gradients,
         *,
         in_fp32: bool,
+        in_backward: bool,
     ) -> None:
-        """Gradients of a shorter dtype are averaged ``in_fp32``, and rounded once."""
+        """Gradients of a shorter dtype are averaged ``in_fp32``, and rounded once. Where layers are updated
+        ``in_backward``, the updates ask for sums of squares on the host."""
         self.ranks = ranks
         self._issuer = issuer
         self._units = units
@@ -78,36 +114,35 @@ class AcrossRanks:
         self._gradients = gradients
         nbytes = reduce_bytes([unit.layout for unit in (*units, root)]) if in_fp32 else 0
         self.buffer = issuer.backend.device_buffer(nbytes)
+        self._squares = issuer.backend.host_buffer(4 * len(units) if in_backward else 0).view(FP32)
         self._used: dict[int, int] = {}
         self._new: dict[int, int] = {}
 
     def reduce(
         self, unit: Unit, slot: int, gradient: torch.Tensor, used: Sequence[bool], squares_of: SquaresOf
-    ) -> tuple[Sequence[bool], Callable[[], torch.Tensor]]:
-        """Average the gradient of ``unit`` in ``slot``, of which this rank has ``used`` some.
-
-        Returns which parameters have a gradient then: all that want one, since another rank may have used
-        them; and their sum of squares, to be asked for when the gradient has landed.
-        """
-        wanted = unit.wanted()[: len(used)]
+    ) -> Reduced:
+        """Average the gradient of ``unit`` in ``slot``, of which this rank has ``used`` some. All parameters
+        that want one have a gradient then, since another rank may have used them."""
+        on_host = self._squares[unit.index] if self._squares.numel() else None
+        reduced = Reduced(unit.wanted()[: len(used)], on_host)
+        wanted, mine = reduced.wanted, _bits(used)
         if not any(wanted):
-            return wanted, lambda: torch.zeros(())
+            return reduced
         with_grad = _bits([param.grad is not None for param in unit.trainable])
-        self._used[unit.index] = self._used.get(unit.index, 0) | _bits(used)
+        self._used[unit.index] = self._used.get(unit.index, 0) | mine
         self._new.setdefault(unit.index, _bits(wanted) & ~with_grad)
         # when the others have this rank's gradient, their shares may land in the place of the last ones
         self._gradients.held[unit.index].copy_out_kept(1.0)
         words = f"averaging the gradient of '{unit.name}' ({sum(wanted)} parameters)"
-        squares: list[torch.Tensor] = []
 
         def work() -> None:
-            self.ranks.meet(words, channel=Channel.LANE)
+            of_all = self.ranks.meet(words, mine, channel=Channel.LANE)
             for run in _runs(unit.layout):
                 self._average(run.view(gradient))
-            squares.append(squares_of(unit, gradient, wanted))
+            reduced.set(reduce(or_, of_all), squares_of(unit, gradient, wanted))
 
         self._issue(ops.reduce(unit.index, slot, unit.layout.grad_nbytes), work)
-        return wanted, lambda: squares[0]
+        return reduced
 
     def _issue(self, op: ops.Op, work: Callable[[], object]) -> None:
         self.ranks.issue()
@@ -125,9 +160,10 @@ class AcrossRanks:
             piece.copy_(exact)
 
     @as_plain
-    def finish_backward(self, dropped: Dropped) -> None:
+    def finish_backward(self, dropped: Dropped, averaged: Callable[[torch.Tensor], None]) -> None:
         """The layers' gradients have landed on this rank: wait for the others' shares, drop what nobody has
-        used, average the root's gradients."""
+        used, average the root's gradients. Tells who has ``dropped`` gradients, and which parameters of the
+        root have ``averaged`` ones."""
         of_root = [*self._gradients.held[ROOT].pairs()]
         for slice, param in of_root:
             if param.grad is not None and param.grad.is_sparse:
@@ -147,11 +183,13 @@ class AcrossRanks:
             squares[:] = [each.squares[index] for each in everyone]
         self._gradients.added.clear()
         for index, bits in new.items():
-            used = 0
-            for each in everyone:
-                used |= each.used.get(index, 0)
+            used = reduce(or_, (each.used.get(index, 0) for each in everyone))
             self._drop(self._units[index], bits & ~used, dropped)
-        self._average_root([max(flags) for flags in zip(*(each.root for each in everyone), strict=True)])
+        flags = [max(of_param) for of_param in zip(*(each.root for each in everyone), strict=True)]
+        self._average_root(flags)
+        for flag, (_, param) in zip(flags, of_root, strict=True):
+            if flag:
+                averaged(param)
 
     def _drop(self, unit: Unit, bits: int, dropped: Dropped) -> None:
         unused = [param for position, param in enumerate(unit.trainable) if bits >> position & 1]
@@ -200,8 +238,8 @@ class AcrossRanks:
         self._issue(ops.agree((unit.index,)), lambda: self.ranks.meet(words, channel=Channel.LANE))
 
     def release(self) -> None:
-        """Give up the buffer."""
-        self.buffer = torch.empty(0, dtype=torch.uint8)
+        """Give up the buffers."""
+        self.buffer = self._squares = torch.empty(0, dtype=torch.uint8)
 
 
 def _bits(flags: Sequence[bool]) -> int:

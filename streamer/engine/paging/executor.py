@@ -109,13 +109,23 @@ class Executor:
         self.hooked = OncePerBackward()
         self.across: AcrossRanks | None = None
         if ranks is not None:
-            self.across = AcrossRanks(ranks, self.issuer, units, root, self.gradients, in_fp32=sum_in_fp32)
+            self.across = AcrossRanks(
+                ranks,
+                self.issuer,
+                units,
+                root,
+                self.gradients,
+                in_fp32=sum_in_fp32,
+                in_backward=update_in_backward,
+            )
             self.gradients.meet = ranks.meet
         self.norms = Norms(self.issuer, units, root, store)
         self.landing: Landing = UpdateInStep(self.gradients, self.norms)
         if update_in_backward:
             ring = store.staging(RING, max(unit.layout.grad_nbytes for unit in units))
-            self.landing = UpdateInBackward(self.issuer, self.gradients, self.weights, ring)
+            self.landing = UpdateInBackward(
+                self.issuer, self.gradients, self.weights, ring, self.across, store
+            )
         self.pipeline = GradientPipeline(self.issuer, self.gradients, self.norms, self.landing, self.across)
         self.saved = SavedBytes()
         self.samples = Samples()

@@ -25,7 +25,7 @@ from typing import Protocol
 
 import torch
 
-from streamer.engine.paging.across_ranks import AcrossRanks
+from streamer.engine.paging.across_ranks import AcrossRanks, Reduced
 from streamer.engine.paging.gradients import Gradients, Squares
 from streamer.engine.paging.norms import Norms, sum_squares
 from streamer.engine.paging.unit import Unit
@@ -39,9 +39,10 @@ Fill = Callable[[torch.Tensor], Sequence[bool]]
 
 
 class UpdateWork(Protocol):
-    """The update of a unit's shard, or of a chunk of its state, from its ``gradient`` (flat uint8)."""
+    """The update of a unit's shard, or of a chunk of its state, from its ``gradient`` (flat uint8), of which
+    other ranks know the rest if it was ``reduced``."""
 
-    def __call__(self, shard: HostShard, *, gradient: torch.Tensor) -> None: ...
+    def __call__(self, shard: HostShard, *, gradient: torch.Tensor, reduced: Reduced | None) -> None: ...
 
 
 #: An update of one unit: what does it, and the bytes of host memory that this moves.
@@ -168,7 +169,7 @@ class GradientPipeline:
         """Block until the gradients of all layers are in host memory."""
         self._gradients.finish()
         if self._across is not None:
-            self._across.finish_backward(self._norms.dropped)
+            self._across.finish_backward(self._norms.dropped, self._landing.added)
         self._norms.landed()
         self._landing.finish_backward()
 
@@ -191,8 +192,8 @@ class GradientPipeline:
             return used
 
         used = self._issuer.compute(op, on_device)
-        used, squares = across.reduce(unit, slot, gradient, used, self.squares_of)
-        return any(used) and self._landing.land(unit, slot, used, squares)
+        reduced = across.reduce(unit, slot, gradient, used, self.squares_of)
+        return any(reduced.wanted) and self._landing.land(unit, slot, reduced.wanted, reduced)
 
 
 def _squares_of(unit: Unit, gradient: torch.Tensor, used: Sequence[bool]) -> torch.Tensor:

@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 
+from streamer.engine.paging.across_ranks import AcrossRanks, Reduced
 from streamer.engine.paging.gradient_pipeline import Landing, Updater
 from streamer.engine.paging.gradients import Gradients, Squares
 from streamer.engine.paging.unit import Unit
@@ -22,6 +23,7 @@ from streamer.engine.paging.weights import Weights
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.tensors.guarded import as_plain
+from streamer.memory.host import HostStore
 from streamer.torch_private import storage_id
 
 #: Host buffers that gradients pass through: one fills, one is read, two even out what varies.
@@ -34,8 +36,16 @@ class UpdateInBackward(Landing):
     keeps_gradients = False
 
     def __init__(
-        self, issuer: Issuer, gradients: Gradients, weights: Weights, ring: Sequence[torch.Tensor]
+        self,
+        issuer: Issuer,
+        gradients: Gradients,
+        weights: Weights,
+        ring: Sequence[torch.Tensor],
+        across: AcrossRanks | None,
+        store: HostStore,
     ) -> None:
+        self._across = across
+        self._store = store
         super().__init__()
         #: not while a backward is running, nor after one that has failed
         self._backward_completed = True
@@ -77,10 +87,11 @@ class UpdateInBackward(Landing):
         self._weights.begin_flight(unit)
         number, self._next = self._next, (self._next + 1) % len(self._ring)
         place = ops.staging(number)
-        nbytes = unit.layout.grad_nbytes
-        landed, source = self._ring[number][:nbytes], self._gradients.in_slot(slot)[:nbytes]
-        offload = ops.offload_grad(unit.index, slot, place, nbytes)
-        self._issuer.issue(offload, lambda: self._issuer.backend.copy(landed, source))
+        share = self._store.shards[unit.index].share.gradient
+        landed, source = self._ring[number], self._gradients.in_slot(slot)[share]
+        offload = ops.offload_grad(unit.index, slot, place, source.numel())
+        self._issuer.issue(offload, lambda: self._issuer.backend.copy(landed[share], source))
+        reduced = squares if isinstance(squares, Reduced) else None
         self._updated.add(unit.index)
         self._backward_completed = False
         for reference in self._updaters:
@@ -88,7 +99,10 @@ class UpdateInBackward(Landing):
             update = None if updater is None else updater(unit, used)
             if update is not None:
                 work, moved = update
-                self._weights.update(unit, partial(work, gradient=landed), moved, place)
+                whole = partial(work, gradient=landed, reduced=reduced)
+                self._weights.update(unit, whole, moved, place)
+        if self._across is not None:
+            self._across.after_update(unit)
         return True
 
     @as_plain

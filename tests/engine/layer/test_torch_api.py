@@ -160,7 +160,7 @@ def test_forward_mode_works_where_there_is_no_backward() -> None:
 
 def test_data_parallel_modules_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DistributedDataParallel, "_active_ddp_module", object())
-    match = "DistributedDataParallel does not see.*in one process"
+    match = "DistributedDataParallel does not see.*process_group="
     assert_refused(Net(), loss, match, RuntimeError, layers="blocks")
 
 
