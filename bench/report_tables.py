@@ -277,6 +277,21 @@ def host_cost(report: Report) -> list[str]:
     return [what, "", *table(heads, rows)]
 
 
+def ranks(report: Report) -> list[str]:
+    names = {
+        "one": "streamed by one process",
+        "two": "streamed by two",
+        "DDP": "DistributedDataParallel, two",
+        "FSDP2": "FSDP2 with CPU offload, two",
+    }
+    rows = [
+        [names[way], spread(row["tokens_per_second"], ",.0f"), spread(row["two_ranks_by_it"], ".2f")]
+        for way, row in report["tasks"].items()
+    ]
+    lines = table(["one thread each", "tokens/s", "two streamed ranks by it"], rows)
+    return [*lines, *(f"\n{names[way]}: left out ({why})" for way, why in report["left_out"].items())]
+
+
 def clock(report: Report) -> list[str]:
     rows = []
     for name, row in report["tasks"].items():
@@ -304,6 +319,7 @@ TABLES: dict[str, Callable[[Report], list[str]]] = {
     "bench/overlap.py": overlap,
     "bench/plan_time.py": plan_table,
     "bench/plans.py": plans_table,
+    "bench/ranks.py": ranks,
     "bench/residency.py": residency_table,
     "bench/soak.py": soak,
     "bench/tokens_per_transfer.py": tokens_table,

@@ -153,7 +153,7 @@ class AcrossRanks:
         if gradient.dtype == FP32 or not buffer.numel():
             self.ranks.average(gradient)
             return
-        for piece in gradient.flatten().split(buffer.numel()):
+        for piece in gradient.view(-1).split(buffer.numel()):
             exact = buffer[: piece.numel()]
             exact.copy_(piece)
             self.ranks.average(exact)
@@ -216,7 +216,10 @@ class AcrossRanks:
                 f"averaging the gradients of what is in no layer ({len(gradients)})", channel=Channel.LANE
             )
             for gradient in gradients:
-                self._average(gradient)
+                dense = gradient.contiguous()
+                self._average(dense)
+                if dense is not gradient:
+                    gradient.copy_(dense)
 
         self._issuer.compute(ops.collect(), lambda: None)
         self._issue(ops.reduce(ROOT, ROOT, sum(gradient.nbytes for gradient in gradients)), work)

@@ -1,0 +1,155 @@
+"""What do two ranks with a core each make of one, and how do others do beside them?
+
+    python -m bench.ranks                          # forty seconds on two cores, no GPU
+
+Two processes with one PyTorch thread each train the same model in several ways, interleaved: a round has some
+steps of each way, in an order drawn anew, and all processes begin a way together. The ways:
+
+- *one*: streamed by one process alone, on its part of the batch; the other process waits;
+- *two*: streamed by both, each on its part (`wrap(process_group=)`, gloo);
+- *DDP*: PyTorch's DistributedDataParallel with its AdamW: each has a whole model and a whole optimizer;
+- *FSDP2*: `fully_shard` of each layer with `CPUOffloadPolicy`, and PyTorch's AdamW. Device and host are one
+  here, so that it copies nothing that it would copy with a GPU; left out, and said, where this PyTorch
+  cannot run it without one.
+
+Ratios are of one round's tokens per second: of two ranks by one, and by those of the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import random
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import multiprocessing
+
+import streamer
+from bench.common import RESULTS, load_average, provenance, quartiles, write_json
+from models.gpt2 import GPT
+
+RANKS = 2
+LAYERS, WIDTH, TIME, SAMPLES = 6, 256, 64, 8
+
+Step = Callable[[], None]
+
+
+def step_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> Step:
+    def step() -> None:
+        F.cross_entropy(model(tokens[0]).flatten(0, 1), tokens[1].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def ways(rank: int) -> tuple[dict[str, Step], dict[str, str]]:
+    """A step of each way, and why others are left out."""
+    torch.manual_seed(0)
+    original = GPT(vocab_size=256, block_size=TIME, tied=False, n_layer=LAYERS, n_head=4, n_embd=WIDTH)
+    tokens = torch.randint(256, (2, SAMPLES, TIME), generator=torch.Generator().manual_seed(rank))
+    found: dict[str, Step] = {}
+    missing: dict[str, str] = {}
+    for way, options in {"one": {}, "two": {"process_group": dist.group.WORLD}}.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that each of the ranks trains alone
+            model = streamer.wrap(
+                copy.deepcopy(original), layers="transformer.h", device="cpu", host_threads=1, **options
+            )
+        found[way] = step_of(model, streamer.AdamW(model.parameters(), lr=1e-4), tokens)
+    replicated = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(original))
+    found["DDP"] = step_of(replicated, torch.optim.AdamW(replicated.parameters(), lr=1e-4), tokens)
+    try:
+        found["FSDP2"] = sharded(copy.deepcopy(original), tokens)
+    except Exception as error:  # noqa: BLE001 - whatever it needs that is not here
+        missing["FSDP2"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return found, missing
+
+
+def sharded(model: torch.nn.Module, tokens: torch.Tensor) -> Step:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    mesh = init_device_mesh("cpu", (RANKS,))
+    policy = CPUOffloadPolicy(pin_memory=False)
+    for layer in model.transformer.h:  # type: ignore[union-attr]
+        fully_shard(layer, mesh=mesh, offload_policy=policy)
+    fully_shard(model, mesh=mesh, offload_policy=policy)
+    step = step_of(model, torch.optim.AdamW(model.parameters(), lr=1e-4), tokens)
+    step()
+    return step
+
+
+def run(rank: int, store: str, rounds: int, steps: int, answers: Any) -> None:
+    """One rank's part; the first one tells the tokens per second of each way, by round."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
+    found, missing = ways(rank)
+    order = random.Random(0)
+    rates: dict[str, list[float]] = {way: [] for way in found}
+    for number in range(rounds + 1):
+        for way in order.sample(sorted(found), len(found)):
+            dist.barrier()
+            began = time.perf_counter()
+            for _ in range(steps if way != "one" or not rank else 0):
+                found[way]()
+            dist.barrier()
+            ranks = 1 if way == "one" else RANKS
+            if number:  # the first round compiles and warms up
+                rates[way].append(ranks * steps * SAMPLES * TIME / (time.perf_counter() - began))
+    if not rank:
+        answers.put((rates, missing))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--json", type=Path, help="bench/results/ranks.json")
+    options = parser.parse_args()
+
+    load_before = load_average()
+    context = multiprocessing.get_context("spawn")
+    answers = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        given = (f"{folder}/store", options.rounds, options.steps, answers)
+        processes = multiprocessing.spawn(run, given, nprocs=RANKS, join=False)
+        rates, missing = answers.get()
+        while not processes.join():
+            pass
+    by_two = {
+        way: [two / other for two, other in zip(rates["two"], rates[way], strict=True)] for way in rates
+    }
+    tasks = {
+        way: {"tokens_per_second": quartiles(rates[way]), "two_ranks_by_it": quartiles(by_two[way])}
+        for way in rates
+    }
+    for way, row in tasks.items():
+        rate, ratio = row["tokens_per_second"], row["two_ranks_by_it"]
+        print(
+            f"{way:6} {rate['median']:8.0f} tokens/s ({rate['lower_quartile']:.0f} to "
+            f"{rate['upper_quartile']:.0f}); two streamed ranks are {ratio['median']:.2f} of it "
+            f"({ratio['lower_quartile']:.2f} to {ratio['upper_quartile']:.2f})"
+        )
+    for way, why in missing.items():
+        print(f"{way:6} left out: {why}")
+    report = provenance("bench/ranks.py", load_before=load_before)
+    shape = {"layers": LAYERS, "width": WIDTH, "tokens_of_a_rank": SAMPLES * TIME}
+    report |= {**shape, "rounds": options.rounds, "steps": options.steps, "tasks": tasks, "left_out": missing}
+    write_json(options.json or RESULTS / "ranks.json", report)
+
+
+if __name__ == "__main__":
+    main()
