@@ -53,6 +53,8 @@ WORDS, BROUGHT = 1 << 8, 1 << 18
 FIRST_PAUSE, LONGEST_PAUSE = 2e-5, 1e-3
 #: Seconds between two looks at whether the other processes are alive.
 LOOK_SECONDS = 0.02
+#: Seconds that a process may take to end after its connections are closed.
+CLOSING_SECONDS = 1.0
 
 #: A rank's row of the table: how many meetings of each channel it has come to, how many of LANE it has
 #: issued, whether it has left; of the last two meetings of each channel what they were for, what it brought.
@@ -288,14 +290,15 @@ class Ranks:
 
         return f"{what}. Last came rank " + "; rank ".join(f"{r} to: {at(r)}" for r in range(self.size))
 
-    def _has_gone(self, rank: int) -> bool:
+    def _has_gone(self, rank: int, *, seconds: float = 0.0) -> bool:
+        """Whether ``rank`` has left or ended, or does so within ``seconds``."""
         if self._table["left"][rank]:
             return True
         if (watched := self._watched.get(rank)) is None:
             return False
         poll = select.poll()
         poll.register(watched, select.POLLIN)
-        return bool(poll.poll(0))
+        return bool(poll.poll(1000 * seconds))
 
     # collectives, called by work of the COLLECTIVE lane
 
@@ -306,7 +309,8 @@ class Ranks:
         try:
             dist.all_reduce(tensor, group=self._collectives)
         except RuntimeError as error:
-            gone = [rank for rank in range(self.size) if self._has_gone(rank)]
+            # the connections of a process that ends are closed shortly before it has ended
+            gone = [rank for rank in range(self.size) if self._has_gone(rank, seconds=CLOSING_SECONDS)]
             which = f"rank {', '.join(map(str, gone))} has ended" if gone else "a collective has failed"
             raise RanksError(f"{which} while gradients were averaged ({_in_a_line(error)})") from error
         tensor.mul_(1 / self.size)

@@ -15,6 +15,7 @@ from bench import common, no_values
 from bench.no_values import go_on_without_values, has_values
 from streamer.engine.paging.norms import Norms
 from streamer.engine.tensors import samples
+from streamer.optim import adamw
 
 
 @pytest.fixture
@@ -22,6 +23,7 @@ def without_values(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # so that they are put back
     monkeypatch.setattr(samples, "_check", samples._check)
     monkeypatch.setattr(Norms, "is_finite", Norms.is_finite)
+    monkeypatch.setattr(adamw, "all_finite", adamw.all_finite)
     go_on_without_values()
     yield
 
