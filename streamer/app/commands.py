@@ -14,7 +14,7 @@ from streamer.app.config import Config, ConfigError, RunConfig, load_config
 from streamer.app.output import outliving_readers
 from streamer.app.reference import reference
 from streamer.app.signals import INTERRUPTED, exiting_on_interrupt
-from streamer.errors import CheckpointError
+from streamer.errors import CheckpointError, RanksError
 from streamer.version import __version__
 
 EXAMPLES = """\
@@ -247,8 +247,13 @@ def run(arguments: Namespace) -> int:
 
 
 def _failed(error: object, code: int) -> int:
-    print(f"streamer: {error}", file=sys.stderr)
+    print(f"streamer: {f'rank {_rank()}: ' if _rank() else ''}{error}", file=sys.stderr)
     return code
+
+
+def _rank() -> int:
+    """Which of the processes this one is that torchrun has started; 0 without it."""
+    return int(os.environ.get("RANK", 0)) if "LOCAL_RANK" in os.environ else 0
 
 
 def _config(arguments: Namespace) -> Config:
@@ -268,19 +273,28 @@ def _config(arguments: Namespace) -> Config:
 
 
 def _train(arguments: Namespace) -> int:
-    config = _config(arguments)
+    try:
+        config = _config(arguments)
+    except ConfigError:
+        if not _rank():
+            raise
+        return 2  # rank 0 has read the same, and tells
     with exiting_on_interrupt():
+        from streamer.app.run.ranks import ToldByTheFirstError, ranks_of_run
         from streamer.app.run.run_folder import checkpoint_to_resume
         from streamer.app.train import StoppedError, train
     try:
-        resume = None
-        if arguments.resume is not None:
-            named = {override.partition("=")[0].strip() for override in arguments.set}
-            named |= {key for key, value in vars(arguments).items() if "." in key and value is not None}
-            resume = checkpoint_to_resume(config, arguments.resume or None, named)
-        with outliving_readers():
-            train(config, resume, fall_back=arguments.fall_back)
-    except (StoppedError, OSError) as error:
+        with outliving_readers(), ranks_of_run(config.stream.device) as ranks:
+            resume = None
+            if arguments.resume is not None:
+                named = {override.partition("=")[0].strip() for override in arguments.set}
+                named |= {key for key, value in vars(arguments).items() if "." in key and value is not None}
+                with ranks.checked():
+                    resume = checkpoint_to_resume(config, arguments.resume or None, named)
+            train(config, resume, fall_back=arguments.fall_back, ranks=ranks)
+    except ToldByTheFirstError:
+        return 1
+    except (StoppedError, RanksError, OSError) as error:
         return _failed(error, 1)
     except KeyboardInterrupt:
         print("\nstreamer: interrupted", file=sys.stderr)

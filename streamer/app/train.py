@@ -6,10 +6,11 @@ import contextlib
 import json
 import math
 import os
+import signal
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,7 +20,7 @@ from torch import nn
 from tqdm import tqdm
 
 import streamer
-from streamer.app.config import Config, ConfigError, check_steps
+from streamer.app.config import Config, check_steps
 from streamer.app.data.load import check_data, load_data
 from streamer.app.data.rows import Rows
 from streamer.app.data.splits import TokenData
@@ -36,6 +37,7 @@ from streamer.app.run.build import (
 )
 from streamer.app.run.flops import model_flops_per_token, peak_of
 from streamer.app.run.loop import Loop, packs
+from streamer.app.run.ranks import RunRanks, ToldByTheFirstError, check_ranks
 from streamer.app.run.reports import Report, check_reports, open_reports
 from streamer.app.run.run_folder import (
     FOLDER,
@@ -77,18 +79,21 @@ class StoppedError(RuntimeError):
     """A run that cannot go on: one line that says why, and from which checkpoint to resume."""
 
 
-def train(config: Config, resume: Path | None = None, *, fall_back: bool = False) -> dict[str, Any] | None:
+def train(
+    config: Config, resume: Path | None = None, *, fall_back: bool = False, ranks: RunRanks | None = None
+) -> dict[str, Any] | None:
     """Train as ``config`` says, printing to the terminal; writes ``config.toml``, ``metrics.jsonl``,
     ``trace.json`` (of the last 20,000 ops), ``summary.json`` and checkpoints into a new directory.
 
     With ``resume``, a checkpoint's folder, goes on from there in its run's directory; where it is damaged
     and ``fall_back`` says so, from the one before. Ctrl-C or SIGTERM lets the step end, saves, says where to
-    go on from, and None is returned; a second one ends the process. Else returns what ``summary.json`` holds.
+    go on from, and None is returned; a second one ends the process. Else returns what ``summary.json`` holds;
+    None on ``ranks`` that do not lead, all of which call this.
 
     Raises ConfigError, in one line, for anything in the config that cannot be honoured, StoppedError where a
     gradient is not finite and the config says to stop, and OSError where a checkpoint cannot be written.
     """
-    directory = None if resume is None else resume.parent.parent
+    directory, ranks = None if resume is None else resume.parent.parent, ranks or RunRanks()
     if resume is not None and has_finished(resume, config):
         step = Manifest.read(resume).step
         print(
@@ -96,14 +101,12 @@ def train(config: Config, resume: Path | None = None, *, fall_back: bool = False
             f"--set {_what_ended(resume, config)} say"
         )
         return None
-    check_reports(config.run.report)
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and "LOCAL_RANK" in os.environ:
-        raise ConfigError(
-            "streamer train runs in one process, and torchrun has started several: start it without, or "
-            "train in a loop of your own with streamer.wrap(process_group=...)"
-        )
-    with contextlib.nullcontext() if directory is None else locked(directory):
-        return _train(config, resume, directory, fall_back=fall_back)
+    with contextlib.ExitStack() as ends:
+        with ranks.checked():
+            check_reports(config.run.report)
+            if directory is not None and ranks.leads:
+                ends.enter_context(locked(directory))
+        return _train(config, resume, directory, ranks, fall_back=fall_back)
 
 
 def _what_ended(checkpoint: Path, config: Config) -> str:
@@ -117,58 +120,85 @@ def _what_ended(checkpoint: Path, config: Config) -> str:
 
 
 def _train(
-    config: Config, resume: Path | None, directory: Path | None, *, fall_back: bool
+    config: Config, resume: Path | None, directory: Path | None, ranks: RunRanks, *, fall_back: bool
 ) -> dict[str, Any] | None:
-    check_data(config)
-    config, told = settle_fp16(config)
-    if told is not None:
-        print(told)
-    config, chosen = settle(config)
-    if chosen is not None:
-        print(f"chosen: {chosen.reason}")
-    plan = check_memory(config)
-    space = _check_space(config, directory)
-    data = load_data(config)
-    rows = _rows(config, data)
-    asked = config
-    config = _with_steps(asked, rows)
+    with ranks.checked():
+        check_ranks(config, ranks.size)
+        check_data(config)
+        config, told = settle_fp16(config)
+        if told is not None:
+            print(told)
+        config, chosen = settle(config, ranks=ranks.size)
+        if chosen is not None:
+            print(f"chosen: {chosen.reason}")
+    # what is free now may differ from rank to rank
+    config = ranks.as_first("what was chosen", config)
+    with ranks.checked():
+        plan = check_memory(config, ranks.size)
+        space = _check_space(config, directory)
+        with ranks.progress_of_first():
+            data = load_data(config)
+        rows = _rows(config, data)
+        asked = config
+        config = _with_steps(asked, rows)
     torch.manual_seed(config.run.seed)
-    model = build_model(_leaving_room(config, plan))
     with contextlib.ExitStack() as ends:
+        with ranks.checked():
+            model = build_model(_leaving_room(config, plan), process_group=ranks.group)
         # unlike unwrap, close does not copy the weights back, for which there may be no memory
         ends.callback(wrapped(model).close)
-        optimizer = build_optimizer(config.optimizer, model, skip_nonfinite=config.run.nonfinite == "skip")
-        wrapped(model).executor.host_limit = parse_bytes("host_memory", config.memory.host)
-        check_fits(model, data, config.data.context)
-        if rows is not None and rows.packing and not packs(model, data.vocab_size):
+        ranks.share(model)
+        with ranks.checked():
+            optimizer = build_optimizer(
+                config.optimizer, model, skip_nonfinite=config.run.nonfinite == "skip"
+            )
+            wrapped(model).executor.host_limit = parse_bytes("host_memory", config.memory.host)
+            check_fits(model, data, config.data.context)
+        if rows is not None and rows.packing and not ranks.as_first("packing", packs(model, data.vocab_size)):
             print(f"{type(model).__name__} does not keep the texts of a row apart: each has a row of its own")
             rows = replace(rows, packing=False)
             config = _with_steps(asked, rows)
-        loop = Loop(config, model, optimizer, data, rows)
+        if not ranks.leads:  # each draws numbers of its own from here on, for dropout
+            torch.manual_seed(config.run.seed + ranks.rank)
+        loop = Loop(config, model, optimizer, data, rows, ranks)
         if resume is None:
             # a model that cannot run on this data raises here, before there is a directory
             loop.first_val_loss = loop.validate()
-            directory = run_directory(asked)
-            ends.enter_context(locked(directory))
         else:
             assert directory is not None
             saved = Checkpoints(directory, keep=config.run.keep)
             loop.go_on_from(saved.load(model, optimizer, resume, fall_back=fall_back))
-            if config.run.keep_best:
-                saved.note_best(loop.best_step, loop.best_val_loss)
-            for lines in (directory / "metrics.jsonl", directory / SAMPLES):
-                forget_after(lines, loop.step)
-            write_config(directory, asked)
-            (directory / SUMMARY).unlink(missing_ok=True)
-        reports = open_reports(config, directory, loop.step)
+        with ranks.checked():
+            if ranks.leads:
+                directory = _begun(asked, loop, directory, ends)
+        directory = ranks.as_first("the folder of the run", directory)
+        assert directory is not None
+        reports = open_reports(config, directory, loop.step) if ranks.leads else []
         for report in reports:
             ends.callback(report.close)
         stop = ends.enter_context(stopping())
         _print_beginning(loop, directory, space)
-        with (directory / "metrics.jsonl").open("a") as metrics, _bar(loop) as bar:
+        written = directory / "metrics.jsonl" if ranks.leads else Path(os.devnull)
+        with written.open("a") as metrics, _bar(loop) as bar:
             run = _Run(loop, directory, metrics, bar, stop, reports, space)
             has_ended = run.run()
         return _finish(loop, directory, run) if has_ended else None
+
+
+def _begun(config: Config, loop: Loop, directory: Path | None, ends: contextlib.ExitStack) -> Path:
+    """The folder of the run, new if there is no ``directory`` yet, else with what is beyond the step that
+    ``loop`` goes on from forgotten. It is this run's alone until ``ends``."""
+    if directory is None:
+        directory = run_directory(config)
+        ends.enter_context(locked(directory))
+        return directory
+    if config.run.keep_best:
+        Checkpoints(directory, keep=config.run.keep).note_best(loop.best_step, loop.best_val_loss)
+    for lines in (directory / "metrics.jsonl", directory / SAMPLES):
+        forget_after(lines, loop.step)
+    write_config(directory, config)
+    (directory / SUMMARY).unlink(missing_ok=True)
+    return directory
 
 
 def _rows(config: Config, data: TokenData) -> Rows | None:
@@ -221,6 +251,7 @@ def _bar(loop: Loop) -> tqdm[Any]:
         unit="step",
         dynamic_ncols=True,
         mininterval=interval,
+        disable=not loop.ranks.leads,
     )
 
 
@@ -238,13 +269,15 @@ class _Run:
         space: Space | None,
     ) -> None:
         self._loop = loop
+        self._ranks = loop.ranks
         self._reports = reports
         self._config = loop.config.run
         self._directory = directory
         self._metrics = metrics
         self._bar = bar
         self.stop = stop
-        stop.answer = self._answer
+        if self._ranks.leads:
+            stop.answer = self._answer
         #: seconds of each step
         self.seconds: list[float] = []
         #: what saving takes, as far as it is known: bytes, and then the seconds of the last checkpoint
@@ -264,11 +297,11 @@ class _Run:
         #: what the bar tells of the last step
         self._shown = ""
         #: why the last checkpoint is not there, where only the weights are
-        self.failed: OSError | None = None
+        self.failed: OSError | ToldByTheFirstError | None = None
 
     def run(self) -> bool:
         """Make the steps that are left; False if a signal ended the run before."""
-        loop, run, stop = self._loop, self._config, self.stop
+        loop, run = self._loop, self._config
         if loop.step == 0:
             self._report_validation()
         while loop.step < run.steps and not loop.ends_early():
@@ -288,12 +321,12 @@ class _Run:
             if needs_last or keeps_best or run.save_every and loop.step % run.save_every == 0:
                 try:
                     self._save(is_needed=needs_last and not is_written)
-                except OSError as error:
+                except (OSError, ToldByTheFirstError) as error:
                     if not (last and is_written):
                         raise
                     self.failed = error
                     self._bar.write(f"{error}; the weights are written all the same")
-            if keeps_best and self._checkpoints.path(loop.step).exists():
+            if keeps_best and self._ranks.leads and self._checkpoints.path(loop.step).exists():
                 self._checkpoints.note_best(loop.step, loop.val_loss)
                 self._checkpoints.prune()
             if loop.ends_early() and loop.step < run.steps:
@@ -302,14 +335,19 @@ class _Run:
                     f"have not been below {loop.best_val_loss:.3f}, that of step {loop.best_step}"
                 )
             every = loop.config.sample.every
-            if last or (every and loop.step % every == 0 and stop.signal is None):
+            if last or (every and loop.step % every == 0 and self._signal() is None):
                 self._sample()
-            if stop.signal is not None and not last:
+            if not last and (number := self._signal()) is not None:
                 path = self._save(is_needed=True)
                 resume = f"; go on with --resume {path}"
-                self._bar.write(f"stopped by {stop.signal.name} after step {loop.step}{resume}")
+                self._bar.write(f"stopped by {number.name} after step {loop.step}{resume}")
                 return False
         return True
+
+    def _signal(self) -> signal.Signals | None:
+        """The signal that some rank has got, as all of them see it."""
+        told = self._ranks.meet("whether a signal ends the run", self.stop.signal)
+        return next((number for number in told if number is not None), None)
 
     def _answer(self) -> str:
         """What the first Ctrl-C is answered with, at once."""
@@ -382,8 +420,9 @@ class _Run:
         loop.optimizer.zero_grad()
         loop.go_back_to(self._checkpoints.load(loop.model, loop.optimizer, latest, fall_back=False))
         self._metrics.flush()
-        for lines in (Path(self._metrics.name), self._directory / SAMPLES):
-            forget_after(lines, loop.step)
+        if self._ranks.leads:
+            for lines in (Path(self._metrics.name), self._directory / SAMPLES):
+                forget_after(lines, loop.step)
         self._bar.write(f"{what}; back to step {loop.step}, and on with other batches")
         self._bar.n = loop.step
 
@@ -393,21 +432,26 @@ class _Run:
         loop, saved, run = self._loop, self._checkpoints, self._config
         wanted = saved.path(loop.step)
 
-        def write(path: Path) -> Path:
-            if path == wanted:
-                return saved.save(loop.model, loop.optimizer, step=loop.step, extra=loop.state())
+        def save(path: Path) -> None:
             saved.write(loop.model, loop.optimizer, path, step=loop.step, extra=loop.state())
-            return path
+
+        def lead(save: Callable[[Path], object]) -> Path:
+            def write(path: Path) -> Path:
+                if path == wanted:
+                    return saved.save(save, step=loop.step)
+                save(path)
+                return path
+
+            if is_needed or run.save_failure == "stop":
+                return until_written(write, wanted, self._directory, self.stop, minutes=run.save_wait)
+            return write(wanted)
 
         what, begun = f"saving step {loop.step}{self._to_save}", time.perf_counter()
         self._bar.set_postfix_str(what)
         try:
             with self.doing(what):
-                if is_needed or run.save_failure == "stop":
-                    path = until_written(write, wanted, self._directory, self.stop, minutes=run.save_wait)
-                else:
-                    path = write(wanted)
-        except OSError as error:
+                path: Path = self._ranks.led(f"the checkpoint of step {loop.step}", save, lead)
+        except (OSError, ToldByTheFirstError) as error:
             if is_needed or run.save_failure == "stop":
                 raise
             self._bar.write(f"step {loop.step}: {error}; going on without")
@@ -432,11 +476,15 @@ class _Run:
         loop = self._loop
         if not loop.prompts:
             return
+        if not self._ranks.leads:
+            self._ranks.meet("the samples", None)
+            return
         with self.doing("the samples"), (self._directory / SAMPLES).open("a", encoding="utf-8") as file:
             for prompt, text in zip(loop.prompts, loop.samples(), strict=True):
                 line = {"step": loop.step, "prompt": prompt.text, "text": text}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
                 self._bar.write(f"step {loop.step:5d}: after {prompt.text!r}: {text}")
+        self._ranks.meet("the samples", None)
 
     def _log(self, **values: float) -> None:
         rate = float(self._loop.rates.get_last_lr()[0])
@@ -449,8 +497,19 @@ class _Run:
             report.log(self._loop.step, values)
 
 
-def _finish(loop: Loop, directory: Path, run: _Run) -> dict[str, Any]:
-    """Write the files of a finished run; what ``summary.json`` holds."""
+def _finish(loop: Loop, directory: Path, run: _Run) -> dict[str, Any] | None:
+    """Write the files of a finished run; what ``summary.json`` holds. Ranks that do not lead wait, since what
+    is written is read from memory that all share, and get None."""
+    summary = None
+    if loop.ranks.leads:
+        summary = _write_last(loop, directory, run)
+    elif run.failed is not None:
+        raise run.failed
+    loop.ranks.meet("the end of the run", None)
+    return summary
+
+
+def _write_last(loop: Loop, directory: Path, run: _Run) -> dict[str, Any]:
     # the first steps compile the update's kernels
     steady = run.seconds[len(run.seconds) // 10 :]
     summary = summary_of(
@@ -502,6 +561,7 @@ def _print_beginning(loop: Loop, directory: Path, space: Space | None) -> None:
     on_disk = f", {amount(sum(held.disk_bytes.values()))} on disk" if held.disk_bytes else ""
     learnt = f" ({data.count_learnt('train'):,} of them learnt)" if data.targets else ""
     left = f"steps {loop.step + 1} to {config.run.steps}" if loop.step else f"{config.run.steps} steps"
+    parts = f", in parts for {loop.ranks.size} processes" if loop.ranks.size > 1 else ""
     parameters = f"{sum(p.numel() for p in model.parameters()):,} parameters"
     if loop.rows is not None and loop.rows.has_documents:
         epoch = loop.rows.steps(1)
@@ -519,7 +579,7 @@ def _print_beginning(loop: Loop, directory: Path, space: Space | None) -> None:
         f"data: {data.sources}\n"
         f"data: {data.train.numel():,} {data.unit}s to train on{learnt}, {data.val.numel():,} to validate; "
         f"{data.unit} frequencies alone give {data.unigram_entropy():.3f} nats per {data.unit}\n"
-        f"{left} of {config.data.batch_size} x {config.data.context} tokens, to {directory}"
+        f"{left} of {config.data.batch_size} x {config.data.context} tokens{parts}, to {directory}"
     )
     if space is not None and space.peak:
         print(f"there {space.line()}")

@@ -84,6 +84,8 @@ class Machine:
             an H100.
         disk_read_bytes_per_second, disk_write_bytes_per_second: of the drives that ``disk=`` names, together.
         collective_bytes_per_second: of what a GPU sends to the others while gradients are averaged.
+        ranks: GPUs that train one model together, each with a process of its own; the host's memory and
+            update are for all of them, every other rate and size is of one.
         seconds_per_visit: what this library takes of the host for each forward and backward of a layer,
             beside its operations. A GPU works meanwhile at what it has been given before.
         beside: what lanes keep of their rates beside one another.
@@ -109,6 +111,7 @@ class Machine:
     disk_read_bytes_per_second: float = NVME_READ
     disk_write_bytes_per_second: float = NVME_WRITE
     collective_bytes_per_second: float = PCIE_4
+    ranks: int = 1
 
     def bytes_per_second(self, lane: Lane) -> float:
         """The rate of a lane that is not COMPUTE."""

@@ -86,8 +86,8 @@ def test_it_is_what_peft_trains(place: Path) -> None:
             batches.append(given[4])
             return step_on(*given)
 
-        def built(config):  # type: ignore[no-untyped-def]
-            model = build(config)
+        def built(config, **options):  # type: ignore[no-untyped-def]
+            model = build(config, **options)
             first.update({name: p.detach().clone() for name, p in model.named_parameters() if "lora" in name})
             return model
 

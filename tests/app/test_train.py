@@ -26,7 +26,7 @@ from streamer.app.config import OptimizerConfig, load_config
 from streamer.app.data.load import load_data
 from streamer.app.data.splits import IGNORED, TokenData
 from streamer.app.run.build import build_model, build_optimizer, import_factory
-from streamer.app.run.loop import Loop, TokenLoss, passes, step_on
+from streamer.app.run.loop import ALONE, Loop, TokenLoss, step_on
 from streamer.app.run.run_folder import Lanes, summary_of, summary_table
 from streamer.app.run.samples import continue_texts
 from streamer.app.run.schedule import schedule
@@ -378,7 +378,7 @@ def test_a_batch_in_several_passes_is_the_same_batch(
 @pytest.mark.parametrize(("rows", "count", "sizes"), [(4, 3, [2, 1, 1]), (16, 4, [4] * 4), (2, 4, [1, 1])])
 def test_passes_are_as_many_as_were_asked_for(rows: int, count: int, sizes: list[int]) -> None:
     tokens = torch.arange(rows)[:, None]
-    parts = passes((tokens, tokens + 1), count)
+    parts = ALONE.parts((tokens, tokens + 1), count)
     assert [len(x) for x, _ in parts] == sizes
     assert torch.equal(torch.cat([y for _, y in parts]), tokens + 1)
 
@@ -656,11 +656,3 @@ def test_the_overlap_of_an_idle_lane_is_null_in_the_summary_and_one_that_came_la
     *_, compute, h2d, d2h, host, remark = summary_table(summary | late).splitlines()
     assert [line.split()[-1] for line in (compute, h2d, d2h, host)] == ["-", "none", "25.0%", "-"]
     assert remark.startswith("h2d: compute waited longer than the lane worked")
-
-
-def test_torchrun_is_told_that_a_run_is_one_process(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
-        monkeypatch.setenv(name, value)
-    assert "torchrun has started several" in refused(capsys, "train", str(config))

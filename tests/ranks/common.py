@@ -28,12 +28,12 @@ def run_ranks(
     *args: Any,
     timeout: float = 60.0,
     may_end: bool = False,
-    kind: str = "gloo",
+    kind: str | None = "gloo",
 ) -> list[Any]:
     """What ``work(rank, *args)``, a function of a module, returns on each of ``size`` ranks.
 
     Raises AssertionError with the traceback of a rank that has failed. With ``may_end`` a rank that has ended
-    without an answer has None.
+    without an answer has None. Of ``kind`` None, ``work`` connects the ranks itself.
     """
     pipes = [_context.Pipe(duplex=False) for _ in range(size)]
     file = Path(os.environ.get("TMPDIR", "/dev/shm")) / f"streamer-ranks-{os.getpid()}-{id(pipes)}"
@@ -76,7 +76,7 @@ def _run(
     size: int,
     file: str,
     timeout: float,
-    kind: str,
+    kind: str | None,
     there: Connection,
     work: Callable[..., Any],
     args: Any,
@@ -84,13 +84,14 @@ def _run(
     torch.set_num_threads(1)
     failed, answer = None, None
     try:
-        dist.init_process_group(
-            kind,
-            store=dist.FileStore(file, size),
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=timeout),
-        )
+        if kind is not None:
+            dist.init_process_group(
+                kind,
+                store=dist.FileStore(file, size),
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=timeout),
+            )
         answer = work(rank, *args)
     except BaseException:  # noqa: BLE001 - told to the test
         failed = traceback.format_exc()

@@ -30,14 +30,14 @@ from streamer.planner.recall import Recollection
 from streamer.simulate.machine import MACHINES, Machine
 
 
-def check_memory(config: Config) -> RunPlan | None:
-    """Raise ConfigError, with the plan's bytes by owner and what would help, where a step of ``config`` needs
-    more than the device or the host has left. Returns the plan, None if none was needed.
+def check_memory(config: Config, ranks: int = 1) -> RunPlan | None:
+    """Raise ConfigError, with the plan's bytes by owner and what would help, where a step of ``config`` on so
+    many ``ranks`` needs more than the device or the host has left. Returns the plan, None if none was needed.
 
     A model that cannot be planned (its forward asks for values) is let through, which a line says.
     """
     try:
-        machine, _ = this_machine(config.stream)
+        machine, _ = this_machine(config.stream, ranks)
         model = without_values(config.model, config.lora)
     except (TypeError, ValueError):
         return None  # which building the model is about to refuse, in better words

@@ -51,13 +51,14 @@ from streamer.simulate.machine import CPU, Machine
 PROCESS, PROCESS_BYTES = "Python and its libraries", 1 << 30
 
 
-def this_machine(stream: StreamConfig) -> tuple[Machine, Room]:
-    """Rates to plan with where no others are known, and what is free here and now."""
+def this_machine(stream: StreamConfig, ranks: int = 1) -> tuple[Machine, Room]:
+    """Rates to plan with where no others are known, and what is free here and now, for ``ranks``."""
     limit = parse_bytes("device_memory", stream.device_memory)
     with closing(backend_for(stream.device)) as backend:
         machine, room = machine_of(backend), room_of(backend, limit=limit)
     # what this process has taken already is planned again
-    return replace(machine, device_bytes=room.device, host_bytes=room.host + PROCESS_BYTES), room
+    host = room.host + PROCESS_BYTES
+    return replace(machine, device_bytes=room.device, host_bytes=host, ranks=ranks), room
 
 
 def room_on(machine: Machine, config: Config) -> Room:
@@ -256,7 +257,7 @@ def _plan(
     executor = wrapped(model).executor
     # the plan shows what steps take beside what has its place by now
     executor.host_limit = None
-    shape = config.data.batch_size, config.data.context
+    shape = -(-config.data.batch_size // machine.ranks), config.data.context
     # on the CPU, as data comes
     tokens = torch.zeros(shape, dtype=torch.long)
     # rows of several conversations: attention then has a mask
@@ -414,23 +415,29 @@ def least_batch_that_hides_disk(plan: RunPlan, plan_of: RunPlanOf) -> RunPlan | 
 
 
 def settle(
-    config: Config, machine: Machine | None = None, recollection: Recollection | None = None
+    config: Config,
+    machine: Machine | None = None,
+    recollection: Recollection | None = None,
+    *,
+    ranks: int = 1,
 ) -> tuple[Config, Chosen | None]:
     """``config`` with a choice for each of ``stream.activations``, ``num_slots`` and ``micro_batch_size``
     that is "auto", and why each was chosen, or None if nothing was to be chosen.
 
-    ``machine`` has the rates and the sizes. None is this one: the sizes are then what is free now, and the
-    rates those that `streamer.wrap` would take. ``recollection`` is that of other plans of it. Raises
-    ConfigError for a config that cannot be run, and where nothing fits.
+    ``machine`` has the rates and the sizes. None is this one with ``ranks``: the sizes are then what is free
+    now, and the rates those that `streamer.wrap` would take. ``recollection`` is that of other plans of it.
+    Raises ConfigError for a config that cannot be run, and where nothing fits.
     """
     stream, asked = config.stream, may_be_auto(config.stream)
     if AUTO not in asked:
         return config, None
     try:
-        machine, room = this_machine(stream) if machine is None else (machine, room_on(machine, config))
+        machine, room = (
+            this_machine(stream, ranks) if machine is None else (machine, room_on(machine, config))
+        )
         room = replace(room, host_limit=parse_bytes("host_memory", config.memory.host))
         layers = find_layers(without_values(config.model, config.lora), stream.layers)
-        among = Options.of(asked, layers=len(layers), batch=config.data.pass_size)
+        among = Options.of(asked, layers=len(layers), batch=-(-config.data.pass_size // machine.ranks))
         recollection = recollection or Recollection()
         whole = _plan_of(config, machine, recollection, in_parts=False)
         in_parts = None if room.budget is None else _plan_of(config, machine, recollection, in_parts=True)

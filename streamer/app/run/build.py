@@ -193,12 +193,14 @@ def write_pretrained(model: nn.Module, config: Config, folder: Path) -> None:
     )
 
 
-def build_model(config: Config, *, backend: Backend | None = None) -> nn.Module:
-    """The config's model, wrapped; on ``backend`` in place of that of ``stream.device``, if it is given.
+def build_model(config: Config, *, backend: Backend | None = None, process_group: Any = None) -> nn.Module:
+    """The config's model, wrapped; on ``backend`` in place of that of ``stream.device``, if it is given, and
+    for the ranks of ``process_group``.
 
     Raises ConfigError for what the factory, `streamer.from_pretrained` or `streamer.wrap` refuses.
     """
-    wanted, options = config.model, {**wrap_options(config), "backend": backend}
+    beside = {"backend": backend, "process_group": process_group}
+    wanted, options = config.model, {**wrap_options(config), **beside}
     if wanted.pretrained is not None:
         try:
             return from_files(wanted, config.lora, options)

@@ -20,8 +20,12 @@ import streamer
 from streamer.app.config import FP16_IN_BACKWARD, Config, ConfigError
 from streamer.app.data.rows import RowBatch, Rows
 from streamer.app.data.splits import IGNORED, TokenData
+from streamer.app.run.ranks import Batch, RunRanks
 from streamer.app.run.samples import Prompt, continue_texts, end_tokens, logits_of, read_prompts
 from streamer.app.run.schedule import schedule
+
+#: Without torchrun.
+ALONE = RunRanks()
 
 
 def count_learnt(targets: torch.Tensor) -> int:
@@ -171,18 +175,8 @@ def _chunked(
     )
 
 
-#: Tokens, targets and, of rows of several texts, positions, each [batch, time].
-Batch = tuple[torch.Tensor, ...]
-
-
 def _without_none(batch: RowBatch) -> Batch:
     return tuple(part for part in batch if part is not None)
-
-
-def passes(batch: Batch, count: int) -> list[Batch]:
-    """``batch`` in ``count`` parts of as many sequences, give or take one; fewer parts of a smaller batch."""
-    most = min(count, len(batch[0]))
-    return [*zip(*(part.tensor_split(most) for part in batch), strict=True)]
 
 
 def step_on(
@@ -192,18 +186,22 @@ def step_on(
     loss_of: TokenLoss,
     batch: Batch,
     scaler: torch.amp.GradScaler | None = None,
+    ranks: RunRanks = ALONE,
 ) -> dict[str, torch.Tensor]:
-    """One step on a batch; its loss and, unless layers are updated in backward, the norm of the gradient.
-    With a ``scaler`` the loss is scaled for backward, and a step that overflows is skipped.
+    """One step on a batch, of which each of the ``ranks`` takes its part; this part's loss and, unless layers
+    are updated in backward, the norm of the gradient. With a ``scaler`` the loss is scaled for backward, and
+    a step that overflows is skipped.
 
     The loss is the mean over all tokens of the batch that are learnt, however many passes it is taken in and
-    however they are spread over these.
+    however they are spread over these and over the ranks: those of all ranks' parts add up to it.
     """
     learnt = count_learnt(batch[1])
     losses = []
-    for part in passes(batch, config.data.accumulate):
+    for part in ranks.parts(batch, config.data.accumulate):
         loss = loss_of(*part, learnt=learnt)
-        (loss if scaler is None else scaler.scale(loss)).backward()
+        # the mean of the ranks' gradients is the gradient of the sum of their losses
+        whole = loss if ranks.size == 1 else loss * ranks.size
+        (whole if scaler is None else scaler.scale(whole)).backward()
         losses.append(loss.detach())
     measured = {"loss": functools.reduce(operator.add, losses)}
     if config.stream.update == "step":
@@ -229,6 +227,7 @@ class Loop:
     data: TokenData
     #: whole conversations, or windows of a text; None where batches are crops at random
     rows: Rows | None = None
+    ranks: RunRanks = ALONE
     step: int = 0
     first_val_loss: float = math.nan
     val_loss: float = math.nan
@@ -271,13 +270,16 @@ class Loop:
     def train_step(self) -> dict[str, float]:
         """The next step, on a batch of the training split; what `step_on` has measured."""
         scaler = self.scaler
-        measured = step_on(self.config, self.model, self.optimizer, self.loss, self._batch(), scaler)
-        if scaler is not None and self.config.run.nonfinite != "skip" and not measured["loss"].isfinite():
+        batch, ranks = self._batch(), self.ranks
+        measured = step_on(self.config, self.model, self.optimizer, self.loss, batch, scaler, ranks)
+        values = {name: value.item() for name, value in measured.items()}
+        values["loss"] = sum(ranks.meet(f"the loss of step {self.step + 1}", values["loss"]))
+        if scaler is not None and self.config.run.nonfinite != "skip" and not math.isfinite(values["loss"]):
             # a scaler skips every step that is not finite, of which no scale can make this one finite
             raise streamer.NonFiniteError("the loss is NaN or infinite", ": nothing was updated")
         self.rates.step()
         self.step += 1
-        return {name: value.item() for name, value in measured.items()}
+        return values
 
     def _batch(self) -> Batch:
         """The next batch."""
@@ -293,24 +295,29 @@ class Loop:
             batches: list[Batch] = [_without_none(one) for one in self.rows.val_batches(run.eval_batches)]
         else:
             batches = [*self.data.val_batches(run.eval_batches, given.batch_size, given.context)]
-        return [part for batch in batches for part in passes(batch, given.accumulate)]
+        parts = given.accumulate * self.ranks.size  # as large as in training
+        return [part for batch in batches for part in ALONE.parts(batch, parts)]
 
     @torch.no_grad()
     def validate(self) -> float:
-        """The loss on the validation batches, in nats per token.
+        """The loss on the validation batches, in nats per token, of which each rank takes its part.
 
         Raises ConfigError where the model cannot take the data's tokens in sequences of ``data.context``.
         """
         self.model.eval()
         batch = self.config.data
         batches = self._val_batches()
-        try:
-            losses = [self.loss(*one).item() for one in batches]
-        except (ValueError, IndexError) as error:
-            raise ConfigError(
-                f"the model cannot run on sequences of data.context = {batch.context} {self.data.unit}s "
-                f"(tokens 0 to {self.data.vocab_size - 1}): {error}; correct model.args or data.context"
-            ) from error
+        ranks, losses = self.ranks, [0.0] * len(batches)
+        with ranks.checked():
+            try:
+                mine = [self.loss(*one).item() for one in batches[ranks.rank :: ranks.size]]
+            except (ValueError, IndexError) as error:
+                raise ConfigError(
+                    f"the model cannot run on sequences of data.context = {batch.context} {self.data.unit}s "
+                    f"(tokens 0 to {self.data.vocab_size - 1}): {error}; correct model.args or data.context"
+                ) from error
+        for rank, theirs in enumerate(ranks.meet("the losses of validation", mine)):
+            losses[rank :: ranks.size] = theirs
         self.model.train()
         counts = [count_learnt(one[1]) for one in batches]  # each has something to learn
         self.val_loss = sum(map(operator.mul, losses, counts)) / sum(counts)

@@ -162,13 +162,13 @@ def summary_table(summary: Mapping[str, Any], *, unit: str = "byte") -> str:
     ]
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:{width}}  {value}" for name, value in rows]
-    wide = 12 if on_disk else 8
+    used = [each.value for each in (DISKS if on_disk else ())]
+    idle = [each.value for each in SPECIAL if each.value not in used]
+    lanes = {lane: busy for lane, busy in summary["busy_seconds"].items() if busy or lane not in idle}
+    wide = max(8, *(len(lane) + 2 for lane in lanes))
     lines.append(f"\n{'lane':{wide}}{'busy s':>10}{'exposed s':>12}{'overlap':>10}")
     late = []
-    for lane, busy in summary["busy_seconds"].items():
-        used = [each.value for each in (DISKS if on_disk else ())]
-        if not busy and lane in [each.value for each in SPECIAL] and lane not in used:
-            continue
+    for lane, busy in lanes.items():
         part = summary["overlap"][lane]
         if part is not None and part < 0:
             late.append(lane)
@@ -379,10 +379,9 @@ class Checkpoints:
         self._keep = keep
         self._frozen = frozen
 
-    def save(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, step: int, extra: dict[str, Any]
-    ) -> Path:
-        """Write the checkpoint of ``step``, unless it is there, and delete those beyond ``keep``; its path.
+    def save(self, write: Callable[[Path], object], *, step: int) -> Path:
+        """Let the checkpoint of ``step`` be written, unless it is there, and delete those beyond ``keep``;
+        its path.
 
         A damaged one of the same step is put aside, under a hidden name.
         """
@@ -394,7 +393,7 @@ class Checkpoints:
                 path.rename(path.with_name(f".{path.name}.damaged-{time.time_ns()}"))
             else:
                 return path
-        self.write(model, optimizer, path, step=step, extra=extra)
+        write(path)
         self.prune()
         return path
 
@@ -425,7 +424,7 @@ class Checkpoints:
         step: int,
         extra: dict[str, Any],
     ) -> None:
-        """Write a checkpoint somewhere else."""
+        """Write a checkpoint to ``path``."""
         streamer.save(model, optimizer, path, step=step, extra=extra, frozen=self._frozen)
 
     def latest(self) -> Path | None:

@@ -14,6 +14,7 @@ from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.unit import Unit
 from streamer.engine.tensors.guarded import (
     Function,
+    Guarded,
     GuardedTensor,
     gives_memory,
     guard_parameter,
@@ -124,7 +125,8 @@ def _meet_before_writing(
 
     Raises RuntimeError for a function that would be applied once for each rank.
     """
-    if not written_by(function, args, kwargs) or _only_checks(function, args):
+    written = written_by(function, args, kwargs)
+    if not any(isinstance(tensor, Guarded) for tensor in written) or _only_checks(function, args):
         return
     name = function.__name__
     if function not in _SETTING:

@@ -1,0 +1,226 @@
+"""The processes of a run: those that torchrun has started on this machine, or the one that there is without.
+
+All ranks go through the same steps. Each takes its part of every batch; rank 0 *leads*: it prints, and writes
+the files. What a rank can know by itself only (a signal, how much memory is free, that a file cannot be
+written) is told to all before they act on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from streamer.app.config import Config, ConfigError
+from streamer.app.data.splits import IGNORED
+from streamer.backends.ranks import Ranks
+from streamer.checkpoint.tensors import in_a_line
+from streamer.engine.wrapped.handle import wrapped
+from streamer.errors import CheckpointError, RanksError
+
+T = TypeVar("T")
+#: Tokens, targets and, of rows of several texts, positions, each [batch, time].
+Batch = tuple[torch.Tensor, ...]
+
+
+class ToldByTheFirstError(Exception):
+    """What has failed on this rank has failed on rank 0 too, which tells."""
+
+
+class RunRanks:
+    """The ranks of a run, as one of them sees them; by default the one that there is without torchrun."""
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+        self._meetings: Ranks | None = None
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def group(self) -> Any:
+        """`streamer.wrap`'s ``process_group``."""
+        return None if self.size == 1 else dist.group.WORLD
+
+    def share(self, model: nn.Module) -> None:
+        """From now on the ranks meet where those of ``model`` do, which was wrapped: a rank that ends is
+        noticed at once there."""
+        across = wrapped(model).executor.across
+        self._meetings = None if across is None else across.ranks
+
+    def meet(self, words: str, brought: T) -> list[T]:
+        """What each rank has ``brought`` to the meeting that ``words`` tell of; all ranks come to it. However
+        long another one takes, for instance to write files, it is waited for while it lives."""
+        if self._meetings is not None:
+            return self._meetings.meet(words, brought, patient=True)
+        everyone: list[Any] = [brought] * self.size
+        if self.size > 1:
+            try:
+                dist.all_gather_object(everyone, brought)
+            except RuntimeError as error:
+                raise RanksError(f"{words}: another rank has ended ({in_a_line(error)})") from error
+        return everyone
+
+    @contextmanager
+    def progress_of_first(self) -> Iterator[None]:
+        """A block of which only rank 0 shows how far it is, on stderr."""
+        with contextlib.ExitStack() as ends:
+            if not self.leads:
+                ends.enter_context(contextlib.redirect_stderr(ends.enter_context(open(os.devnull, "w"))))
+            yield
+
+    def as_first(self, words: str, value: T) -> T:
+        """What rank 0 has for ``value``."""
+        return self.meet(words, value)[0]
+
+    @contextmanager
+    def checked(self) -> Iterator[None]:
+        """A block that all ranks go through. Where it fails on one, it fails on all, and one tells."""
+        failed: Exception | None = None
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - is raised below, after the others have been told
+            failed = error
+        if self.size == 1:
+            if failed is not None:
+                raise failed
+            return
+        told = self.meet("a check", None if failed is None else str(failed))
+        first = next((rank for rank, error in enumerate(told) if error is not None), None)
+        if first is None:
+            return
+        if failed is not None and (self.rank == first or not isinstance(failed, TOLD)):
+            raise failed
+        raise ToldByTheFirstError(told[first]) from failed
+
+    def parts(self, batch: Batch, count: int) -> list[Batch]:
+        """This rank's part of ``batch`` in ``count`` parts of as many sequences, give or take one; in fewer,
+        as many on each rank, where the batch has not so many. A rank without a sequence gets one of which
+        nothing is learnt."""
+        if (lacking := self.size - len(batch[0])) > 0:
+            tokens, targets, *more = (torch.cat([each, each[:1].expand(lacking, -1)]) for each in batch)
+            targets[-lacking:] = IGNORED
+            batch = (tokens, targets, *more)
+        most = min(count, len(batch[0]) // self.size)
+        mine = tuple(each.tensor_split(self.size)[self.rank] for each in batch)
+        return [*zip(*(each.tensor_split(most) for each in mine), strict=True)]
+
+    def led(self, words: str, write: Callable[[T], object], lead: Callable[[Callable[[T], Any]], Any]) -> Any:
+        """Let rank 0 ``lead``, which may call what it is given any number of times in place of ``write``: all
+        ranks then call ``write`` with the same argument. What rank 0 has returned, on all ranks.
+
+        Raises on rank 0 what ``lead`` raises, on the others `ToldByTheFirstError`.
+        """
+        if self.size == 1:
+            return lead(write)
+        if not self.leads:
+            return self._follow(words, write)
+
+        def write_with_all(argument: T) -> object:
+            self.meet(words, (True, argument, None))
+            return write(argument)
+
+        try:
+            result = lead(write_with_all)
+        except Exception as error:
+            self.meet(words, (False, None, str(error)))
+            raise
+        self.meet(words, (False, result, None))
+        return result
+
+    def _follow(self, words: str, write: Callable[[T], object]) -> Any:
+        while True:
+            nothing: tuple[bool, Any, str | None] = (False, None, None)
+            again, value, failed = self.meet(words, nothing)[0]
+            if failed is not None:
+                raise ToldByTheFirstError(failed)
+            if not again:
+                return value
+            with contextlib.suppress(
+                RanksError
+            ):  # rank 0 decides what follows; one that is lost raises again
+                write(value)
+
+
+#: Errors whose one line says all.
+TOLD = (ConfigError, CheckpointError, OSError, RanksError)
+
+
+def check_ranks(config: Config, size: int) -> None:
+    """Raise ConfigError where a batch has no part for each of ``size`` ranks."""
+    least = size * config.data.accumulate
+    if size > 1 and config.data.batch_size < least:
+        passes = f", each in {config.data.accumulate} passes" if config.data.accumulate > 1 else ""
+        raise ConfigError(
+            f"data.batch_size = {config.data.batch_size} has no part for each of {size} processes{passes}: "
+            f"set it to a multiple of {least}"
+        )
+
+
+@contextmanager
+def ranks_of_run(device: str | None) -> Iterator[RunRanks]:
+    """The ranks of this run, connected inside the block, where only the first one prints. ``device`` is
+    ``stream.device``.
+
+    Raises ConfigError where torchrun has started more processes than there are GPUs, or on several machines.
+    """
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    if size == 1 or "LOCAL_RANK" not in os.environ:
+        yield RunRanks()
+        return
+    kind, _, number = (device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")
+    try:
+        _check_started(size, kind, number)
+    except ConfigError as error:
+        if int(os.environ["RANK"]):
+            raise ToldByTheFirstError from error
+        raise
+    if kind == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    ranks = RunRanks(dist.get_rank(), size)
+    try:
+        with contextlib.nullcontext() if ranks.leads else _silent():
+            yield ranks
+    finally:
+        dist.destroy_process_group()
+
+
+def _check_started(size: int, kind: str, number: str) -> None:
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if here != size:
+        raise ConfigError(
+            f"torchrun has started {size} processes on {size // here} machines, and those of a run share the "
+            "memory of one: --nnodes 1"
+        )
+    if kind != "cuda":
+        return
+    if number:
+        raise ConfigError(f'stream.device = "cuda:{number}": under torchrun each process has its own, "cuda"')
+    if size > (gpus := torch.cuda.device_count()):
+        raise ConfigError(
+            f"torchrun has started {size} processes, and there are {gpus} GPUs: "
+            f"--nproc-per-node {max(1, gpus)}"
+        )
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Nothing is printed inside the block, and no warning given: rank 0 says the same. Errors are told."""
+    with (
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        warnings.catch_warnings(),
+    ):
+        if not sys.warnoptions:
+            warnings.simplefilter("ignore")
+        yield
