@@ -13,17 +13,23 @@ steps of each way, in an order drawn anew, and all processes begin a way togethe
   cannot run it without one.
 
 Ratios are of one round's tokens per second: of two ranks by one, and by those of the others.
+
+And on paper, from `streamer plan`: tokens per second of 1, 2, 4 and 8 GPUs of three kinds in one server. They
+send gradients by way of the host's memory, over PCIe, or over NVLink. Each GPU has the batch of the config,
+or an eighth of it, which hides less.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import random
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +41,14 @@ from torch import multiprocessing
 import streamer
 from bench.common import RESULTS, load_average, provenance, quartiles, write_json
 from models.gpt2 import GPT
+from streamer.app.config import load_config
+from streamer.app.plan.planning import plan_run, with_batch
+from streamer.backends.base import Lane
+from streamer.simulate.machine import named_machine
 
 RANKS = 2
+#: By what the gradients go from GPU to GPU over: the host's memory, PCIe, NVLink.
+CARDS, GPUS = ("rtx-4090", "a100-80gb", "h100-sxm"), (1, 2, 4, 8)
 LAYERS, WIDTH, TIME, SAMPLES = 6, 256, 64, 8
 
 Step = Callable[[], None]
@@ -86,6 +98,38 @@ def sharded(model: torch.nn.Module, tokens: torch.Tensor) -> Step:
     step = step_of(model, torch.optim.AdamW(model.parameters(), lr=1e-4), tokens)
     step()
     return step
+
+
+def on_paper() -> list[dict[str, Any]]:
+    config = load_config("configs/gpt2-10b.toml")
+    rows = []
+    for name, share in itertools.product(CARDS, (1, 8)):
+        batch = config.data.batch_size // share
+        server = named_machine(name).of_ranks(GPUS[-1])
+        alone = None
+        for gpus in GPUS:
+            machine = replace(server, ranks=gpus)
+            plan = plan_run(with_batch(config, gpus * batch), machine)
+            alone = alone or plan.tokens_per_second
+            busy = {lane.value: plan.step.prediction.busy_seconds[lane] for lane in Lane}
+            rows.append(
+                {
+                    "machine": machine.name,
+                    "interconnect": machine.interconnect,
+                    "gpus": gpus,
+                    "tokens_of_a_gpu": batch * config.data.context,
+                    "tokens_per_second": plan.tokens_per_second,
+                    "of_linear": plan.tokens_per_second / (gpus * alone),
+                    "binding_lane": plan.step.prediction.binding_lane.value,
+                    "busy_seconds": {lane: seconds for lane, seconds in busy.items() if seconds},
+                    "host_bytes": sum(plan.host_bytes.values()),
+                }
+            )
+            print(
+                f"on paper: {gpus} x {machine.name}, batch {batch}: {plan.tokens_per_second:,.0f} tokens/s, "
+                f"{rows[-1]['of_linear']:.1%} of as many times one"
+            )
+    return rows
 
 
 def run(rank: int, store: str, rounds: int, steps: int, answers: Any) -> None:
@@ -148,6 +192,7 @@ def main() -> None:
     report = provenance("bench/ranks.py", load_before=load_before)
     shape = {"layers": LAYERS, "width": WIDTH, "tokens_of_a_rank": SAMPLES * TIME}
     report |= {**shape, "rounds": options.rounds, "steps": options.steps, "tasks": tasks, "left_out": missing}
+    report |= {"on_paper": on_paper()}
     write_json(options.json or RESULTS / "ranks.json", report)
 
 

@@ -289,7 +289,25 @@ def ranks(report: Report) -> list[str]:
         for way, row in report["tasks"].items()
     ]
     lines = table(["one thread each", "tokens/s", "two streamed ranks by it"], rows)
-    return [*lines, *(f"\n{names[way]}: left out ({why})" for way, why in report["left_out"].items())]
+    lines += [f"\n{names[way]}: left out ({why})" for way, why in report["left_out"].items()]
+    planned = [
+        [
+            f"{row['gpus']} x {row['machine']}, {row['interconnect']}",
+            f"{row['tokens_of_a_gpu']:,}",
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['of_linear']:.1%}",
+            row["binding_lane"],
+        ]
+        for row in report["on_paper"]
+    ]
+    heads = [
+        "10 billion parameters, on paper",
+        "tokens of a GPU",
+        "tokens/s",
+        "of as many times one",
+        "binds",
+    ]
+    return [*lines, "", *table(heads, planned)]
 
 
 def clock(report: Report) -> list[str]:

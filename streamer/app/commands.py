@@ -136,6 +136,13 @@ def command_line() -> argparse.ArgumentParser:
         metavar="BYTES",
         help="stream.device_memory, such as 16GiB",
     )
+    plan.add_argument(
+        "--ranks",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="GPUs of the machine that train together, each with a process of its own; default: 1",
+    )
     plan.add_argument("--host-memory", metavar="BYTES", help="of the machine, such as 128GiB")
     plan.add_argument(
         "--machines", metavar="NAME,...", help='a table of these machines; "all" are those that have names'
@@ -206,6 +213,12 @@ def command_line() -> argparse.ArgumentParser:
     )
     calibrate.add_argument("--output", default="machine.toml", metavar="FILE", help="default: %(default)s")
     return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of GPUs")
+    return int(text)
 
 
 def _count(text: str) -> int:
@@ -311,10 +324,12 @@ def _plan(arguments: Namespace) -> int:
             raise ConfigError("--timeline is of one plan: leave --machines and --batch-sizes out")
         machines = (arguments.machines or arguments.machine).split(",")
         sizes = (arguments.batch_sizes or str(config.data.batch_size)).split(",")
-        return 0 if plan_table(config, machines, sizes, as_json=arguments.json) else 2
+        fits = plan_table(config, machines, sizes, ranks=arguments.ranks, as_json=arguments.json)
+        return 0 if fits else 2
     fits = plan(
         config,
         arguments.machine,
+        ranks=arguments.ranks,
         host_memory=arguments.host_memory,
         as_json=arguments.json,
         timeline=arguments.timeline,

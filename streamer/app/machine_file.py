@@ -14,7 +14,7 @@ import torch
 
 from streamer.app.config import TEXT, ConfigError, dump_tables, read_sections, section
 from streamer.config_values import COUNT, NOT_NEGATIVE, POSITIVE, number, one_of
-from streamer.simulate.machine import CPU, CUDA, Beside, Machine, named_machine
+from streamer.simulate.machine import CPU, CUDA, INTERCONNECTS, Beside, Machine, named_machine
 
 
 def processor() -> str:
@@ -49,6 +49,8 @@ _OTHERS = {
     "host_bytes": COUNT,
     "seconds_per_op": NOT_NEGATIVE,
     "seconds_per_visit": NOT_NEGATIVE,
+    "ranks": COUNT,
+    "interconnect": one_of(*INTERCONNECTS),
     "multiprocessors": COUNT,
     "threads_per_multiprocessor": COUNT,
 }
@@ -79,16 +81,18 @@ def dump_machine(machine: Machine, measured: Mapping[str, Any] | None = None) ->
     return dump_tables({name: table for name, table in tables.items() if name != MEASURED or table})
 
 
-def machine(name_or_path: str) -> Machine:
-    """A machine by its name, see `streamer.simulate.machine`, or from a TOML file.
+def machine(name_or_path: str, ranks: int = 1) -> Machine:
+    """A machine by its name, see `streamer.simulate.machine`, or from a TOML file; with so many ``ranks``, if
+    they are several. The host's rate and size are then those that the file says.
 
     An argument that ends in ``.toml`` or has a path's separator in it is a file. Raises ConfigError for an
     unknown name, with the known ones, and as `load_machine` does.
     """
     if name_or_path.endswith(".toml") or os.sep in name_or_path:
-        return load_machine(name_or_path)
+        found = load_machine(name_or_path)
+        return found if ranks == 1 else replace(found, ranks=ranks)
     try:
-        return named_machine(name_or_path)
+        return named_machine(name_or_path).of_ranks(ranks)
     except ValueError as error:
         raise ConfigError(
             f"{error}; or give a file ending in .toml, which streamer calibrate writes"

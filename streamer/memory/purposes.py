@@ -79,6 +79,9 @@ SAVED_INPUTS = "saved inputs"
 #: What is copied to or from the device, and page-locked where that is a GPU.
 PINNED = frozenset({WEIGHTS.name, GRADIENTS.name, SUMS.name, STAGING, SAVED_INPUTS, WEIGHT_RING})
 
+#: What each of several ranks has of its own; the rest all of them share.
+OF_EACH_RANK = (STAGING, SAVED_INPUTS)
+
 #: What makes exact masters of the weights.
 MASTERING = (REMAINDERS, MASTERS)
 #: What a model takes beside its gradients.

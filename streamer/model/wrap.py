@@ -24,7 +24,9 @@ from streamer.model.move_in import Init
 from streamer.model.options import Activations, Folders, WrapOptions
 from streamer.model.streaming import stream
 from streamer.planner.choice import AUTO, Number, may_be_auto
+from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import Machine
+from streamer.simulate.ranks import VirtualRanks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -179,10 +181,10 @@ def wrap(
         if backend is None:
             backend = backend_for(device)
         undo.callback(backend.close)
-        chosen, ranks = None, None
-        if process_group is not None:
+        chosen = None
+        ranks = _ranks(process_group, backend)
+        if ranks is not None:
             _check_shareable(options, may_be_auto(options))
-            ranks = Ranks(process_group, backend.device)
             undo.callback(ranks.leave)
             undo.push(partial(_tell_of_failure, ranks))
         if example is not None or AUTO in may_be_auto(options):
@@ -191,6 +193,13 @@ def wrap(
         stream(model, backend, options, chosen, ranks)
         undo.pop_all()
     return model
+
+
+def _ranks(process_group: ProcessGroup | None, backend: Backend) -> Ranks | None:
+    if process_group is not None:
+        return Ranks(process_group, backend.device)
+    planned = isinstance(backend, VirtualBackend) and backend.machine.ranks > 1
+    return VirtualRanks(backend) if isinstance(backend, VirtualBackend) and planned else None
 
 
 def _check_shareable(options: WrapOptions, may_be_auto: Collection[object]) -> None:

@@ -26,10 +26,13 @@ class ParamUpdate(NamedTuple):
     summed: bool = False
 
 
-def update_bytes(updates: Iterable[ParamUpdate], state_dtype: torch.dtype = FP32) -> int:
-    """Bytes of host memory that ``updates``, with moments of ``state_dtype``, read and write."""
+def update_bytes(updates: Iterable[ParamUpdate], elements: range, state_dtype: torch.dtype = FP32) -> int:
+    """Bytes of host memory that ``updates`` of a unit, with moments of ``state_dtype``, read and write where
+    only these ``elements`` of its state are updated."""
     return sum(
-        slice.padded * _element_bytes(slice.dtype, state_dtype, summed) for slice, _, summed in updates
+        max(0, min(slice.index + slice.padded, elements.stop) - max(slice.index, elements.start))
+        * _element_bytes(slice.dtype, state_dtype, summed)
+        for slice, _, summed in updates
     )
 
 

@@ -15,7 +15,7 @@ class Room:
     that is not None. ``shared`` says that the device's memory is the host's. ``device`` counts the bytes that
     CUDA itself takes, ``context``, as plans do. Of ``host``, ``given_back`` bytes are taken now and will be
     free; ``lockable`` bytes may be page-locked, None where no limit is known, and ``host_limit`` bytes are
-    what `wrap` was told to take at most."""
+    what `wrap` was told to take at most. The device's bytes are of each of ``ranks``, the host's of all."""
 
     device: int
     host: int
@@ -25,11 +25,12 @@ class Room:
     given_back: int = 0
     lockable: int | None = None
     host_limit: int | None = None
+    ranks: int = 1
 
     def host_room(self, device: int = 0) -> int:
         """Bytes of host memory that the model may take, beside ``device`` bytes of the device where the
         device's memory is the host's."""
-        there = max(0, self.host - device * self.shared)
+        there = max(0, self.host - device * self.shared * self.ranks)
         return there if self.host_limit is None else min(there, self.host_limit)
 
     @property
@@ -61,7 +62,9 @@ class Room:
 
     def host_tier(self, needed: int, device: int, remedy: str = "") -> Tier:
         """What is needed of the host, with ``device`` bytes of the device where its memory is the host's."""
-        return Tier(f"the host{SHARED * self.shared}", needed + device * self.shared, self.host, remedy)
+        return Tier(
+            f"the host{SHARED * self.shared}", needed + device * self.shared * self.ranks, self.host, remedy
+        )
 
 
 def _slots_more(plan: StepPlan, wanted: int) -> int:

@@ -47,7 +47,7 @@ class VirtualBackend(Backend):
         self.device = torch.device("meta")
         self.machine = machine
         self._host_taken = self._device_taken = 0
-        self._clock = Clock(machine.beside)
+        self._clock = Clock(machine)
         #: when the thread that launches a GPU's operations is done with all so far, in seconds
         self._issued = 0.0
         #: whether a layer's work runs

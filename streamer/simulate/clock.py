@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from streamer.backends.base import Event, Lane, Span
-from streamer.simulate.machine import Beside
+from streamer.simulate.machine import Beside, Machine
 
 
 class VirtualEvent(Event):
@@ -34,7 +34,7 @@ class Clock:
     submitted before it, not by what comes later.
     """
 
-    def __init__(self, beside: Beside) -> None:
+    def __init__(self, beside: Beside | Machine) -> None:
         pairs = [(lane, other) for lane in Lane for other in Lane if lane is not other]
         self._added = {(lane, other): 1 / beside.kept(lane, other) - 1 for lane, other in pairs}
         self._free_at = dict.fromkeys(Lane, 0.0)

@@ -25,6 +25,8 @@ GIB = 1 << 30
 ENOUGH = 1 << 60
 
 CUDA, CPU = "cuda", "cpu"
+#: What gradients go over from GPU to GPU; see `Machine`.
+INTERCONNECTS = BY_HOST, BY_PCIE, NVLINK = "host", "pcie", "nvlink"
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,13 @@ SECONDS_PER_OP, SECONDS_PER_VISIT = 5e-6, 1e-3
 NVME_READ, NVME_WRITE = PCIE_4 / 4, PCIE_4 / 8
 
 
+#: A server of two sockets: the update takes three quarters of sixteen channels of DDR5-4800, 614 GB/s
+#: (JESD79-5), as elsewhere; its memory is assumed.
+SERVER_BYTES_PER_SECOND, SERVER_BYTES = 460e9, 1024 * GIB
+#: NVLink of the fourth generation, one way: half of the H100 data sheet's 900 GB/s; four fifths of that.
+NVLINK_4 = 0.8 * 450e9
+
+
 @dataclass(frozen=True)
 class Machine:
     """Rates in bytes/s and FLOP/s, sizes in bytes.
@@ -83,9 +92,11 @@ class Machine:
             ``torch.cuda.get_device_properties`` says them: some kernels' buffers grow with them. None: as of
             an H100.
         disk_read_bytes_per_second, disk_write_bytes_per_second: of the drives that ``disk=`` names, together.
-        collective_bytes_per_second: of what a GPU sends to the others while gradients are averaged.
         ranks: GPUs that train one model together, each with a process of its own; the host's memory and
             update are for all of them, every other rate and size is of one.
+        collective_bytes_per_second: of what a GPU sends to the others while gradients are averaged.
+        interconnect: what that goes over: "nvlink", links of its own; "pcie", the links that copies take,
+            straight to the other GPUs; "host", the same links by way of the host's memory.
         seconds_per_visit: what this library takes of the host for each forward and backward of a layer,
             beside its operations. A GPU works meanwhile at what it has been given before.
         beside: what lanes keep of their rates beside one another.
@@ -110,12 +121,44 @@ class Machine:
     beside: Beside = Beside()
     disk_read_bytes_per_second: float = NVME_READ
     disk_write_bytes_per_second: float = NVME_WRITE
-    collective_bytes_per_second: float = PCIE_4
     ranks: int = 1
+    collective_bytes_per_second: float = PCIE_4
+    interconnect: str = BY_HOST
 
     def bytes_per_second(self, lane: Lane) -> float:
-        """The rate of a lane that is not COMPUTE."""
-        return float(getattr(self, f"{lane.value}_bytes_per_second"))
+        """The rate of a lane that is not COMPUTE; of COLLECTIVE, that at which a tensor is averaged."""
+        rate = float(getattr(self, f"{lane.value}_bytes_per_second"))
+        if self.ranks == 1:
+            return rate
+        # all ranks copy and update at the same time
+        memory = self.host_bytes_per_second / self.ranks
+        if lane is Lane.HOST:
+            return memory
+        if lane is not Lane.COLLECTIVE:
+            return min(rate, memory)
+        link = min(rate, memory / 2) if self.interconnect == BY_HOST else rate
+        # a ring sends each byte 2 (N - 1) / N times: Patarasuk and Yuan, "Bandwidth optimal all-reduce
+        # algorithms for clusters of workstations", 2009
+        return link * self.ranks / (2 * (self.ranks - 1))
+
+    def kept(self, lane: Lane, other: Lane) -> float:
+        """The share of its rate, in (0, 1], that ``lane`` keeps while ``other`` works beside it."""
+        together = {lane, other}
+        if Lane.COLLECTIVE in together and together & {Lane.H2D, Lane.D2H}:
+            return 1.0 if self.interconnect == NVLINK else 0.5
+        return self.beside.kept(lane, other)
+
+    def of_ranks(self, ranks: int) -> Machine:
+        """This machine with so many GPUs. More than two are taken to be in a server of two sockets, with
+        `SERVER_BYTES` of memory at `SERVER_BYTES_PER_SECOND`, unless this one has more."""
+        if ranks <= 2:
+            return replace(self, ranks=ranks)
+        return replace(
+            self,
+            ranks=ranks,
+            host_bytes=max(self.host_bytes, SERVER_BYTES),
+            host_bytes_per_second=max(self.host_bytes_per_second, SERVER_BYTES_PER_SECOND),
+        )
 
     def with_room(self, device_bytes: int = ENOUGH) -> Machine:
         """This machine with memory for any model, so that what a plan takes is told in figures; the device
@@ -134,7 +177,7 @@ def gpu_properties(machine: Machine, device: torch.device) -> Machine:
     )
 
 
-#: A GeForce RTX 4090 in a desktop.
+#: A GeForce RTX 4090 in a desktop. GeForce drivers give no GPU access to another's memory.
 RTX_4090 = Machine(
     name="RTX 4090",
     flops_per_second=165.2e12,  # NVIDIA Ada GPU Architecture, appendix A: bf16 with fp32 accumulation
@@ -154,7 +197,11 @@ RTX_4090 = Machine(
 
 #: The same on a board with PCIe 3.0 x16, or in a slot of eight lanes.
 RTX_4090_PCIE_3 = replace(
-    RTX_4090, name="RTX 4090, PCIe 3", h2d_bytes_per_second=PCIE_3, d2h_bytes_per_second=PCIE_3
+    RTX_4090,
+    name="RTX 4090, PCIe 3",
+    h2d_bytes_per_second=PCIE_3,
+    d2h_bytes_per_second=PCIE_3,
+    collective_bytes_per_second=PCIE_3,
 )
 
 #: A GeForce RTX 3090 in a desktop.
@@ -180,6 +227,7 @@ RTX_5090 = replace(
     device_bytes_per_second=0.8 * 1792e9,  # the same: 512 bits of 28 Gbit/s
     h2d_bytes_per_second=PCIE_5,  # the same: PCIe 5.0 x16
     d2h_bytes_per_second=PCIE_5,
+    collective_bytes_per_second=PCIE_5,
     device_bytes=32 * GIB,  # the same: 32 GB
     multiprocessors=170,  # the same
     compute_capability=12.0,
@@ -196,6 +244,7 @@ A100_PCIE_4 = Machine(
     host_bytes_per_second=150e9,  # eight channels of DDR4-3200 are 204.8 GB/s (JESD79-4); estimate
     device_bytes=80 * GIB,  # the same: 80 GB
     host_bytes=256 * GIB,  # assumed
+    interconnect=BY_PCIE,  # the same: peer access; below one switch, assumed
     seconds_per_op=SECONDS_PER_OP,
     seconds_per_visit=SECONDS_PER_VISIT,
     multiprocessors=108,  # NVIDIA A100 Tensor Core GPU Architecture, table 4
@@ -222,6 +271,8 @@ H100_PCIE_5 = Machine(
     host_bytes_per_second=230e9,  # eight channels of DDR5-4800 are 307 GB/s (JESD79-5); estimate
     device_bytes=80 * GIB,  # the same: 80 GB
     host_bytes=256 * GIB,  # assumed
+    collective_bytes_per_second=PCIE_5,  # the same
+    interconnect=BY_PCIE,  # peer access; below one switch, assumed
     seconds_per_op=SECONDS_PER_OP,
     seconds_per_visit=SECONDS_PER_VISIT,
     multiprocessors=114,  # NVIDIA H100 Tensor Core GPU Architecture, table 3
@@ -233,6 +284,8 @@ H100_PCIE_5 = Machine(
 H100_SXM = replace(
     H100_PCIE_5,
     name="H100 SXM",
+    collective_bytes_per_second=NVLINK_4,
+    interconnect=NVLINK,
     flops_per_second=989e12,  # NVIDIA H100 data sheet: bf16, half of 1979 with sparsity
     fp32_flops_per_second=67e12,  # the same
     device_bytes_per_second=0.8 * 3350e9,  # the same

@@ -306,7 +306,7 @@ def test_a_budget_that_the_device_does_not_have_is_lowered(
     config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = replace(MACHINES["laptop-8gb"], device_bytes=(512 + 80) << 20)
-    monkeypatch.setattr("streamer.app.machine_file.machine", lambda _: small)
+    monkeypatch.setattr("streamer.app.machine_file.machine", lambda *_: small)
     layers = ["--set", "model.args.n_layer=40", "--set", "model.args.n_embd=256"]
     code, found = planned(capsys, config, "--device-memory", "16GiB", *layers)
     assert code == 2 and not found["fits_device"]
@@ -317,7 +317,7 @@ def test_on_the_cpu_a_budget_is_that_of_buffers_and_saved_inputs(
     config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = replace(MACHINES["laptop-8gb"], kind="cpu", device_bytes=1 << 34, host_bytes=1 << 34)
-    monkeypatch.setattr("streamer.app.machine_file.machine", lambda _: host)
+    monkeypatch.setattr("streamer.app.machine_file.machine", lambda *_: host)
     code, found = planned(capsys, config, "--device-memory", "4MiB", "--set", "data.batch_size=64")
     assert code == 0
     counted = {

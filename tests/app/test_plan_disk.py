@@ -52,7 +52,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def change(**figures: float) -> None:
         changed = replace(MACHINES["rtx-4090"], **figures)  # type: ignore[arg-type]
-        monkeypatch.setattr("streamer.app.machine_file.machine", lambda _: changed)
+        monkeypatch.setattr("streamer.app.machine_file.machine", lambda *_: changed)
 
     return change
 

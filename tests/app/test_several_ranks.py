@@ -129,7 +129,7 @@ def assert_same(one: Path, other: Path, *, tolerance: float = 0.0) -> None:
         assert torch.allclose(tensor, theirs[name], rtol=tolerance, atol=tolerance), name
     for key, least in (("val_loss", 0.0), ("loss", 1e-6)):
         values = [[line[key] for line in logged(run, key)] for run in (one, other)]
-        assert len(values[0]) > 2
+        assert len(values[0]) > 1
         assert values[0] == pytest.approx(values[1], rel=max(tolerance, least), abs=0.0), key
 
 
@@ -283,7 +283,13 @@ def test_adapters_learn_conversations_of_any_length(tmp_path: Path) -> None:
     lines = [json.dumps({"messages": chat(number)}) for number in range(1, 10**6, 23456)]
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
     given = ("run.steps=4", "run.epochs=0", "data.batch_size=5", "data.context=64", "data.val_fraction=0.2")
-    beside = 'stream.device="cpu"', "optimizer.grad_clip=0.0", "lora.rank=4", f'run.out="{tmp_path}"'
+    beside = (
+        'stream.device="cpu"',
+        "optimizer.grad_clip=0.0",
+        "lora.rank=4",
+        "optimizer.lr=0.01",
+        f'run.out="{tmp_path}"',
+    )
 
     def command(name: str, *more: str) -> list[str]:
         files = ["--model", str(tmp_path / "llama"), "--data", str(tmp_path / "train.jsonl")]

@@ -174,6 +174,8 @@ def test_update_bytes_by_layout() -> None:
         (BF16, torch.int8, 14),
     ):
         run = ParamUpdate(Layout.of([Param("w", (64,), dtype, True)]).slices[0], CALM)
-        assert update_bytes([run], state_dtype) == 64 * expected
+        whole = range(1 << 40)
+        assert update_bytes([run], whole, state_dtype) == 64 * expected
         if dtype != FP32:
-            assert update_bytes([run._replace(summed=True)], state_dtype) == 64 * (expected + 2)
+            assert update_bytes([run._replace(summed=True)], whole, state_dtype) == 64 * (expected + 2)
+            assert update_bytes([run], range(48, 1 << 40), state_dtype) == 16 * expected, "a rank's share"

@@ -232,7 +232,7 @@ def update(backend: Backend, sizes: Sizes) -> tuple[int, Work]:
     def run() -> None:
         update_shard(shard, updates, FP32, 1.0)
 
-    return update_bytes(updates), run
+    return update_bytes(updates, shard.share.elements), run
 
 
 #: Rates (per second), seconds and shares of `Machine` and `Beside`, by field, one for each round.

@@ -66,16 +66,17 @@ def plan(
     config: Config,
     machine_name: str,
     *,
+    ranks: int = 1,
     host_memory: str | None = None,
     as_json: bool = False,
     timeline: str | None = None,
 ) -> bool:
-    """Print the plan of a config on a machine (with ``host_memory`` in place of its own), given by name or by
-    file; whether it fits.
+    """Print the plan of a config on a machine (with so many ``ranks``, and ``host_memory`` in place of its
+    own), given by name or by file; whether it fits.
 
     Raises ConfigError, in one line, for what cannot be planned.
     """
-    machine = machine_file.machine(machine_name)
+    machine = machine_file.machine(machine_name, ranks)
     try:
         host_bytes = parse_bytes("--host-memory", host_memory)
     except ValueError as error:
@@ -106,11 +107,13 @@ def plan(
     return planned.fits
 
 
-def plan_table(config: Config, machines: Sequence[str], sizes: Sequence[str], *, as_json: bool) -> bool:
-    """Print a row for each machine and batch size; whether all fit. Raises ConfigError for what is no name of
-    a machine, or no size."""
+def plan_table(
+    config: Config, machines: Sequence[str], sizes: Sequence[str], *, ranks: int = 1, as_json: bool
+) -> bool:
+    """Print a row for each machine, with so many ``ranks``, and batch size; whether all fit. Raises
+    ConfigError for what is no name of a machine, or no size."""
     names = [*MACHINES] if [*machines] == ["all"] else machines
-    there = {name: machine_file.machine(name) for name in names}
+    there = {name: machine_file.machine(name, ranks) for name in names}
     config, _ = settle_fp16(config)
     batches = [_batch_size(size) for size in sizes]
     rows = []

@@ -26,6 +26,7 @@ from streamer.app.run.build import (
 )
 from streamer.app.run.flops import model_flops_per_token
 from streamer.app.run.loop import TokenLoss, step_on
+from streamer.app.run.ranks import check_ranks, least_batch
 from streamer.app.run.space import Space, space_of
 from streamer.backends.base import DISKS
 from streamer.backends.disk import Disks, Scratch
@@ -65,11 +66,12 @@ def room_on(machine: Machine, config: Config) -> Room:
     """What there is for a run of ``config`` on ``machine``, beside the process itself."""
     return Room(
         machine.device_bytes,
-        machine.host_bytes - PROCESS_BYTES,
+        machine.host_bytes - PROCESS_BYTES * machine.ranks,
         parse_bytes("device_memory", config.stream.device_memory),
         machine.kind == CPU,
         context_bytes(machine.kind),
         host_limit=parse_bytes("host_memory", config.memory.host),
+        ranks=machine.ranks,
     )
 
 
@@ -107,9 +109,10 @@ class RunPlan:
 
     @property
     def mfu(self) -> float:
-        """The share of the machine's FLOP/s that `model_flops` are: model FLOPs utilization (Chowdhery et
-        al., 2022, arXiv:2204.02311, appendix B)."""
-        return self.model_flops / (self.step.prediction.seconds * self.machine.flops_per_second)
+        """The share of the FLOP/s of the machine's GPUs that `model_flops` are: model FLOPs utilization
+        (Chowdhery et al., 2022, arXiv:2204.02311, appendix B)."""
+        at_peak = self.machine.flops_per_second * self.machine.ranks
+        return self.model_flops / (self.step.prediction.seconds * at_peak)
 
     @property
     def hours(self) -> float:
@@ -124,7 +127,7 @@ class RunPlan:
     @property
     def host_bytes(self) -> Mapping[str, int]:
         """Bytes of host memory by owner, the process's own with them."""
-        return {**self.step.host_bytes, PROCESS: PROCESS_BYTES}
+        return {**self.step.host_bytes, PROCESS: PROCESS_BYTES * self.machine.ranks}
 
     @property
     def host_pinned(self) -> int:
@@ -190,6 +193,7 @@ def plan_run(config: Config, machine: Machine, recollection: Recollection | None
 
     Raises ConfigError for a config that cannot be run, and for a model that cannot run without values.
     """
+    check_ranks(config, machine.ranks)
     options = wrap_options(config)
     in_memory = options | {"host_memory": None, "disk": None}
     if config.memory.disk is None:
@@ -313,8 +317,8 @@ FURTHEST = 16
 
 def batches(config: Config, plan_of: RunPlanOf) -> Iterator[RunPlan]:
     """Plans of ``config`` with smaller and larger batches, and with its own, in the order of their sizes."""
-    own = config.data.batch_size
-    for size in sorted({max(1, int(own * share)) for share in SHARES}):
+    own, least = config.data.batch_size, least_batch(config, plan_of(config).machine.ranks)
+    for size in sorted({max(least, int(own * share)) for share in SHARES}):
         yield plan_of(config if size == own else with_batch(config, size))
 
 
@@ -338,7 +342,7 @@ def largest_batch(plan: RunPlan, batches: Sequence[RunPlan], plan_of: RunPlanOf)
     small, large = alike[max(0, min(fitting, len(alike) - 1) - 1) :][:2]
     batch = _estimate(small, large)
     for _ in range(TRIES):
-        if batch < 1:
+        if batch < least_batch(plan.config, plan.machine.ranks):
             return None
         found = plan_of(with_batch(plan.config, batch))
         if found.fits:

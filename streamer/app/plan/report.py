@@ -20,16 +20,21 @@ from streamer.app.plan.planning import (
 from streamer.app.plan.remedies import Faster, Remedies, faster, find_remedies
 from streamer.backends.base import DISKS, SPECIAL, Lane
 from streamer.errors import amount
-from streamer.simulate.machine import CUDA
+from streamer.simulate.machine import CUDA, Machine
 
 
 def plan_lines(config: Config, plan_of: RunPlanOf) -> Iterator[str]:
     """The whole plan as text, each line as soon as it is known."""
     plan = plan_of(config)
     yield (
-        f"{config.run.name} on {plan.machine.name}: {plan.parameters:,} parameters, "
+        f"{config.run.name} on {_machine(plan.machine)}: {plan.parameters:,} parameters, "
         f"{config.data.batch_size} x {config.data.context} = {plan.tokens:,} tokens a step"
     )
+    if plan.machine.ranks > 1:
+        yield (
+            "what follows is of one GPU; the host's bytes are for all, which copy and update at "
+            f"{plan.machine.host_bytes_per_second / 1e9:,.0f} GB/s together"
+        )
     yield ""
     yield from ledger_lines(plan)
     yield ""
@@ -132,7 +137,12 @@ def _steps_per_1000_tb(plan: RunPlan) -> int | None:
 
 def _shown(plan: RunPlan) -> list[Lane]:
     """The lanes, those of the disk where there is one."""
-    return [lane for lane in Lane if lane not in SPECIAL or (plan.has_disk and lane in DISKS)]
+    used = {*(DISKS if plan.has_disk else ()), *((Lane.COLLECTIVE,) if plan.machine.ranks > 1 else ())}
+    return [lane for lane in Lane if lane not in SPECIAL or lane in used]
+
+
+def _machine(machine: Machine) -> str:
+    return machine.name if machine.ranks == 1 else f"{machine.ranks} x {machine.name}"
 
 
 def ledger_lines(plan: RunPlan) -> Iterator[str]:

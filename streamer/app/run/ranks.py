@@ -155,10 +155,15 @@ class RunRanks:
 TOLD = (ConfigError, CheckpointError, OSError, RanksError)
 
 
+def least_batch(config: Config, size: int) -> int:
+    """Sequences of which each of ``size`` ranks has one in each of its passes."""
+    return size * config.data.accumulate if size > 1 else 1
+
+
 def check_ranks(config: Config, size: int) -> None:
     """Raise ConfigError where a batch has no part for each of ``size`` ranks."""
-    least = size * config.data.accumulate
-    if size > 1 and config.data.batch_size < least:
+    least = least_batch(config, size)
+    if config.data.batch_size < least:
         passes = f", each in {config.data.accumulate} passes" if config.data.accumulate > 1 else ""
         raise ConfigError(
             f"data.batch_size = {config.data.batch_size} has no part for each of {size} processes{passes}: "

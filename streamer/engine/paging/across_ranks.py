@@ -64,12 +64,14 @@ class Reduced:
     """The gradient of a layer, averaged over the ranks: what is known of it when it has landed. Called, it
     gives the sum of squares."""
 
-    def __init__(self, wanted: Sequence[bool], on_host: torch.Tensor | None) -> None:
+    def __init__(
+        self, wanted: Sequence[bool], on_host: torch.Tensor | None, squares: torch.Tensor | None = None
+    ) -> None:
         #: which of the layer's trainable parameters want a gradient, on all ranks
         self.wanted = wanted
         self._on_host = on_host
         self._used = 0
-        self._squares: torch.Tensor | None = None
+        self._squares = squares
 
     def __call__(self) -> torch.Tensor:
         assert self._squares is not None, "it has landed"
@@ -115,6 +117,9 @@ class AcrossRanks:
         nbytes = reduce_bytes([unit.layout for unit in (*units, root)]) if in_fp32 else 0
         self.buffer = issuer.backend.device_buffer(nbytes)
         self._squares = issuer.backend.host_buffer(4 * len(units) if in_backward else 0).view(FP32)
+        #: what a plan takes for the sum of squares, since its lanes do no work
+        is_planned = issuer.backend.device.type == "meta"
+        self._without_values = torch.empty((), device="meta") if is_planned else None
         self._used: dict[int, int] = {}
         self._new: dict[int, int] = {}
 
@@ -124,7 +129,7 @@ class AcrossRanks:
         """Average the gradient of ``unit`` in ``slot``, of which this rank has ``used`` some. All parameters
         that want one have a gradient then, since another rank may have used them."""
         on_host = self._squares[unit.index] if self._squares.numel() else None
-        reduced = Reduced(unit.wanted()[: len(used)], on_host)
+        reduced = Reduced(unit.wanted()[: len(used)], on_host, self._without_values)
         wanted, mine = reduced.wanted, _bits(used)
         if not any(wanted):
             return reduced

@@ -1,0 +1,118 @@
+"""A plan of several ranks beside what ranks do: the same ops, the same bytes, and seconds
+that are those of the machine's rates.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import streamer
+from streamer.backends.base import Lane
+from streamer.engine.wrapped.handle import wrapped
+from streamer.memory.purposes import OF_EACH_RANK
+from streamer.planner.step_plan import StepPlan, plan_step, predict_step
+from streamer.simulate.backend import VirtualBackend
+from streamer.simulate.machine import BY_HOST, BY_PCIE, NVLINK, Machine
+from tests.ranks.common import run_ranks
+from tests.ranks.programs import backward, model
+
+RANKS = 2
+CPU = Machine("cpu", 1e12, 1e10, 1e10, 1e10, 1 << 40, 1 << 40, kind="cpu")
+CUDA = replace(CPU, kind="cuda", collective_bytes_per_second=4e10)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "keep": {"activations": "keep"},
+    "offloaded": {"activations": "recompute+offload", "dtype": torch.bfloat16},
+    "backward": {"update": "backward", "dtype": torch.bfloat16},
+}
+
+Done = tuple[Counter[str], dict[str, int], dict[str, int]]
+
+
+def ready(rank: int, options: dict[str, Any], **beside: Any) -> tuple[torch.nn.Module, Any]:
+    plain = model().to("meta") if "backend" in beside else model()
+    made = streamer.wrap(plain, layers="layers", num_slots=2, **options, **beside)
+    optimizer = streamer.AdamW(made.parameters())
+
+    def step() -> None:
+        backward(made, 0, rank, 1, None)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return made, step
+
+
+def done(made: torch.nn.Module) -> Done:
+    executor = wrapped(made).executor
+    # where the caller waits for what it reads is no part of a plan
+    names = Counter(str(record.op) for record in executor.issuer.trace.records() if str(record.op) != "SYNC")
+    stats = streamer.stats(made)
+    return names, dict(stats.host_bytes), dict(stats.device_bytes)
+
+
+def train(rank: int, options: dict[str, Any]) -> Done:
+    made, step = ready(rank, options, device="cpu", process_group=dist.group.WORLD)
+    for _ in range(2):
+        step()
+    streamer.synchronize(made)
+    found = done(made)
+    streamer.unwrap(made)
+    return found
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_plan_of_ranks_is_what_they_do(options: dict[str, Any]) -> None:
+    backend = VirtualBackend(replace(CPU, ranks=RANKS))
+    made, step = ready(0, options, backend=backend)
+    predict_step(wrapped(made).executor, step, warmup=1)
+    planned = done(made)
+    for found in run_ranks(RANKS, train, options):
+        assert found[0] == planned[0]
+        assert found[1:] == planned[1:]
+
+
+def plan(machine: Machine) -> tuple[StepPlan, VirtualBackend, Any]:
+    backend = VirtualBackend(machine)
+    made, step = ready(0, OPTIONS["offloaded"], backend=backend)
+    executor = wrapped(made).executor
+    return plan_step(executor, partial(step)), backend, executor
+
+
+def test_what_each_rank_has_counts_as_often_as_there_are_ranks() -> None:
+    (alone, *_), (of_four, *_) = plan(CUDA), plan(replace(CUDA, ranks=4))
+    assert of_four.host_bytes.keys() == alone.host_bytes.keys()
+    for name, nbytes in alone.host_bytes.items():
+        assert of_four.host_bytes[name] == nbytes * (4 if name in OF_EACH_RANK else 1), name
+    assert of_four.host_bytes["saved inputs"] > 0
+
+
+@pytest.mark.parametrize("interconnect", [BY_HOST, BY_PCIE, NVLINK])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_seconds_are_those_of_the_rates(ranks: int, interconnect: str) -> None:
+    """Each lane's, from the bytes of its ops: the update is shared, and so is the host's memory."""
+    machine = replace(CUDA, ranks=ranks, interconnect=interconnect)
+    (alone, _, executor), (of_ranks, *_) = plan(CUDA), plan(machine)
+    one, several = alone.prediction, of_ranks.prediction
+    memory = 1e10 / ranks
+    gradients = sum(unit.layout.grad_nbytes for unit in executor.units)
+    gradients += sum(slice.numel * slice.dtype.itemsize for slice in executor.root.layout.slices)
+    # a ring passes on each of the ranks' pieces 2 (ranks - 1) times
+    sent = gradients / ranks * 2 * (ranks - 1)
+    link = memory / 2 if interconnect == BY_HOST else 4e10
+    beside = 2 if interconnect != NVLINK else 1  # at most, where copies take the same link
+    assert 0.999 <= several.busy_seconds[Lane.COLLECTIVE] / (sent / link) <= 1.001 * beside
+    assert one.busy_seconds[Lane.COLLECTIVE] == 0.0
+    # its share, which is cut at blocks, while the others are at theirs
+    assert several.busy_seconds[Lane.HOST] == pytest.approx(one.busy_seconds[Lane.HOST], rel=0.1)
+    assert several.moved_bytes[Lane.H2D] == one.moved_bytes[Lane.H2D], "whole layers"
+    assert (
+        0.999 <= several.busy_seconds[Lane.H2D] / (several.moved_bytes[Lane.H2D] / memory) <= 1.001 * beside
+    )
+    to_host = one.moved_bytes[Lane.D2H] - several.moved_bytes[Lane.D2H]
+    assert to_host == pytest.approx(gradients * (ranks - 1) / ranks, rel=0.1), "its share"
