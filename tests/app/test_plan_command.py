@@ -246,6 +246,40 @@ def test_figures_for_programs(gpt: str, capsys: pytest.CaptureFixture[str]) -> N
     )
 
 
+def test_several_gpus(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def planned(*arguments: str) -> dict[str, Any]:
+        assert main(["plan", config, "--machine", "rtx-4090", "--json", *arguments]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    one, four = planned("--set", "data.batch_size=2"), planned("--ranks", "4")
+    assert four["machine"]["ranks"] == 4
+    assert four["machine"]["host_bytes"] > one["machine"]["host_bytes"], "that of a server"
+    averaging = four["device_bytes"].pop("averaging over ranks", 0)
+    sums_of_squares = 4 * 5  # of the layers' gradients, where nobody but the rank itself computes
+    one["device_bytes"][WORKING_SET] -= sums_of_squares
+    assert four["device_bytes"] == one["device_bytes"], "each has a quarter of the batch"
+    assert averaging == 0, "fp32 gradients are averaged in their slot"
+    assert four["executed_flops"] == one["executed_flops"]
+    process = "Python and its libraries"
+    assert four["host_bytes"].pop(process) == 4 * one["host_bytes"].pop(process)
+    assert four["host_bytes"] == one["host_bytes"]
+    assert four["busy_seconds"]["collective"] > 0
+    assert "collective" not in one["busy_seconds"]
+    assert four["tokens_per_second"] == pytest.approx(256 / four["seconds"])
+    assert four["mfu"] == pytest.approx(four["model_flops"] / (four["seconds"] * 4 * 165.2e12))
+    assert [row["batch_size"] for row in four["batches"]] == [4, 8, 16, 32]
+    assert main(["plan", config, "--ranks", "4"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("small on 4 x RTX 4090: ")
+    assert "what follows is of one GPU" in printed
+    assert main(["plan", config, "--ranks", "16"]) == 2
+    assert "data.batch_size = 8 has no part for each of 16 processes" in capsys.readouterr().err
+    assert main(["plan", config, "--ranks", "2", "--machines", "rtx-4090,h100-sxm"]) == 0
+    with pytest.raises(SystemExit):
+        main(["plan", config, "--ranks", "0"])
+
+
 def test_options_of_the_host_and_of_the_compiler_change_no_plan(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
