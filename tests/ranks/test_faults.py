@@ -142,10 +142,13 @@ def writes_other_values(rank: int) -> None:
         made.layers[0].up.weight.copy_(torch.full((8 * WIDTH, WIDTH), float(rank)))
 
 
-def multiplies(rank: int) -> None:
+def unscales(rank: int) -> None:
     made = wrapped()
     backward(made, 0, rank, 1, None)
-    torch.nn.utils.clip_grad_norm_(made.parameters(), 1e-3)
+    optimizer = streamer.AdamW(made.parameters())
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.zeros(()))
+    scaler.unscale_(optimizer)
 
 
 def other_optimizer(rank: int) -> None:
@@ -164,7 +167,7 @@ PROGRAMS = {
     for each in (
         *(other_model, other_options, wrap_fails, more_batches, save_alone, other_rate, skips_a_layer),
         *(without_group, on_disk, writes_at_once, zeroes_and_scales),
-        *(raises, sleeps, writes_other_values, multiplies, other_optimizer, outside),
+        *(raises, sleeps, writes_other_values, unscales, other_optimizer, outside),
     )
 }
 
@@ -189,7 +192,7 @@ TOLD = {
     "raises": ("RanksError: rank 1 has ended", None),
     "sleeps": ("RanksError: rank 1 did not come within 3 s", None),
     "writes_other_values": (APART + ".*writing what the ranks share by copy_",) * 2,
-    "multiplies": ("RuntimeError: .*streamer.clip_grad_norm_",) * 2,
+    "unscales": ("RuntimeError: .*streamer.clip_grad_norm_",) * 2,
     "other_optimizer": ("RuntimeError: SGD would update the weights.*use streamer.AdamW",) * 2,
     "outside": ("RuntimeError: 'layers.0.up.weight' is used outside of its layer",) * 2,
 }

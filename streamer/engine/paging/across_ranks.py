@@ -120,6 +120,8 @@ class AcrossRanks:
         #: what a plan takes for the sum of squares, since its lanes do no work
         is_planned = issuer.backend.device.type == "meta"
         self._without_values = torch.empty((), device="meta") if is_planned else None
+        #: the arguments of the function by which the caller's thread is writing what all ranks see
+        self.writing: object = None
         self._used: dict[int, int] = {}
         self._new: dict[int, int] = {}
 

@@ -27,7 +27,7 @@ write through ``param.data``.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, wraps
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -85,9 +85,9 @@ def as_plain(function: Callable[P, R]) -> Callable[P, R]:
 class Guard(Protocol):
     """What a guarded tensor asks. [Note: what the user sees]"""
 
-    def before(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def before(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Return when ``function`` may read and write the tensor, which is one of ``args`` and ``kwargs``, or
-        in one of them."""
+        in one of them: whether this process is to write it, if it is written."""
 
     def after(self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object) -> None:
         """``function`` was called with ``args``, of which ``tensor`` is one or holds one."""
@@ -271,6 +271,28 @@ def _shares_memory(result: object, tensor: torch.Tensor) -> bool:
     )
 
 
+def _write_rest(
+    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], others: Collection[int]
+) -> Any:
+    """Call ``function`` for what it would write, but for the tensors that another process writes, of which
+    ``others`` are the ids. What it returns."""
+    with unguarded():
+        for tensor in written_by(function, args, kwargs):
+            if id(tensor) in others:
+                torch.autograd.graph.increment_version(tensor)  # as a write of this process would
+        if "out" in kwargs or not isinstance(args[0], list | tuple):
+            return kwargs.get("out", args[0] if args else None)
+        kept = [place for place, tensor in enumerate(args[0]) if id(tensor) not in others]
+
+        def of_kept(given: Any) -> Any:
+            of_each = isinstance(given, list | tuple) and len(given) == len(args[0])
+            return [given[place] for place in kept] if of_each else given
+
+        if kept:
+            function(*map(of_kept, args), **{key: of_kept(given) for key, given in kwargs.items()})
+        return None
+
+
 @never_traced
 def _touch(function: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call ``function``, which is given guarded tensors, with what their guards have to do around it."""
@@ -283,9 +305,10 @@ def _touch(function: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, 
         if isinstance(tensor, Guarded) and (guard := vars(tensor).get(GUARD)) is not None
     ]
     with _held(guard.lock for guard, _ in touched):
-        for guard, _ in touched:
-            guard.before(function, args, kwargs)
-        if all(issubclass(kind, Guarded) for kind in types):
+        others = [id(tensor) for guard, tensor in touched if not guard.before(function, args, kwargs)]
+        if others:
+            result = _write_rest(function, args, kwargs, others)
+        elif all(issubclass(kind, Guarded) for kind in types):
             with unguarded():
                 result = function(*args, **kwargs)
         else:

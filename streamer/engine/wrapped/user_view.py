@@ -9,9 +9,10 @@ from zlib import crc32
 
 import torch
 
-from streamer.backends.ranks import Ranks
+from streamer.engine.paging.across_ranks import AcrossRanks
 from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.unit import Unit
+from streamer.engine.schedule.op import ROOT
 from streamer.engine.tensors.guarded import (
     Function,
     Guarded,
@@ -41,15 +42,17 @@ class _UnitGuard:
         self._index = unit.index
         self.lock = executor.turns.lock
 
-    def before(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def before(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         if (executor := self._executor()) is None:
-            return
+            return True
         executor.await_update(executor.unit(self._index))
-        if executor.across is not None and not executor.released:
-            _meet_before_writing(executor.across.ranks, function, args, kwargs)
+        if executor.across is None or executor.released:
+            return True
+        return _begin_writing(executor.across, function, args, kwargs)
 
     def after(self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object) -> None:
-        pass
+        if (executor := self._executor()) is not None and executor.across is not None:
+            _end_writing(executor.across, args)
 
     def __reduce__(self) -> NoReturn:
         raise RuntimeError("what belongs to a wrapped model cannot be pickled: save model.state_dict()")
@@ -62,7 +65,12 @@ class _ParameterGuard(_UnitGuard):
         super().__init__(executor, unit)
         self._position = position
 
+    def before(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        # each rank has the root's weights on its device
+        return super().before(function, args, kwargs) or self._index == ROOT
+
     def after(self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object) -> None:
+        super().after(function, args, tensor, result)
         if gives_memory(function, tensor, result) and (executor := self._executor()) is not None:
             unit = executor.unit(self._index)
             executor.weights.lend(unit, self._position, to_read=is_in_graph(result))
@@ -76,16 +84,16 @@ class _GradientGuard(_UnitGuard):
 
     _is_scaling = False
 
-    def before(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def before(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         if (executor := self._executor()) is None or executor.released:
-            return
+            return True
         unit = executor.unit(self._index)
         executor.gradients.before_access(unit, in_use=unit.index in executor.weights.in_flight)
         self._is_scaling = function in _SCALING and executor.norms.begin_scaling(unit)
-        if executor.across is not None:
-            _meet_before_writing(executor.across.ranks, function, args, kwargs)
+        return executor.across is None or _begin_writing(executor.across, function, args, kwargs)
 
     def after(self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object) -> None:
+        super().after(function, args, tensor, result)
         if self._is_scaling and len(args) == 2 and _is_small(_SCALING[function], args[1]):
             executor = self._executor()
             assert executor is not None, "it has begun"
@@ -103,44 +111,45 @@ _SCALING = {
 }
 
 
-#: Functions that write the same values however often they are called.
-_SETTING = frozenset(
-    (
-        torch.Tensor.copy_,
-        torch.Tensor.zero_,
-        torch.Tensor.fill_,
-        torch.Tensor.__setitem__,
-        torch.zero_,
-        torch.fill_,
-        torch._foreach_copy_,
-        torch._foreach_zero_,
-    )
-)
+def _begin_writing(
+    across: AcrossRanks, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bool:
+    """If ``function`` writes what all ranks see: wait until none of them reads the values of before. Whether
+    this rank is to write it: the first one does, once for all of them.
 
-
-def _meet_before_writing(
-    ranks: Ranks, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> None:
-    """All ranks are about to write what all of them see: wait until none of them reads the values of before.
-
-    Raises RuntimeError for a function that would be applied once for each rank.
+    Raises RuntimeError for a function that also tells of what it reads, which only that rank would know.
     """
     written = written_by(function, args, kwargs)
     if not any(isinstance(tensor, Guarded) for tensor in written) or _only_checks(function, args):
-        return
-    name = function.__name__
-    if function not in _SETTING:
-        raise RuntimeError(
-            f"{name} on a parameter, gradient or moment of a model that ranks share would be applied once by "
-            "each of them: set values with copy_, fill_ or zero_, clip with streamer.clip_grad_norm_ "
-            "(grad_scale= takes a GradScaler's scale out)"
+        return True
+    if across.writing is not args:  # a function of many tensors asks for each of them
+        if function is torch._amp_foreach_non_finite_check_and_unscale_:
+            raise RuntimeError(
+                "scaler.unscale_(optimizer) does not go with gradients that ranks share: clip with "
+                "streamer.clip_grad_norm_(model, most, grad_scale=scaler.get_scale()), and leave the rest to "
+                "scaler.step(optimizer)"
+            )
+        mine = {id(tensor) for tensor in written}
+        with unguarded():
+            given = [item for item in walk((*args, *kwargs.values())) if isinstance(item, torch.Tensor)]
+            checksum = 0
+            for item in given:
+                if id(item) not in mine and not isinstance(item, Guarded):
+                    values = item.detach().cpu().contiguous().view(-1).view(torch.uint8)
+                    checksum = crc32(values.numpy().tobytes(), checksum)
+        numbers = [item for item in walk((*args, *kwargs.values())) if isinstance(item, int | float)]
+        across.ranks.meet(
+            f"writing what the ranks share by {function.__name__} ({numbers}, checksum {checksum:08x})"
         )
-    with unguarded():
-        given = [item.detach().cpu() for item in walk(args[1:]) if isinstance(item, torch.Tensor)]
-        checksum = 0
-        for item in given:
-            checksum = crc32(item.contiguous().view(-1).view(torch.uint8).numpy().tobytes(), checksum)
-    ranks.meet(f"writing what the ranks share by {name} (checksum {checksum:08x})")
+        across.writing = args
+    return across.ranks.leads
+
+
+def _end_writing(across: AcrossRanks, args: Sequence[Any]) -> None:
+    """All ranks may read what has been written."""
+    if across.writing is args:
+        across.writing = None
+        across.ranks.meet("what the ranks share was written")
 
 
 def _only_checks(function: Function, args: Sequence[Any]) -> bool:

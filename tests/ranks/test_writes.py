@@ -1,0 +1,141 @@
+"""What all ranks see is written once, whatever function writes it: the loop is that of one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import streamer
+from tests.ranks.common import run_ranks
+from tests.ranks.programs import Arrays, arrays, backward, model
+
+
+def some(made: nn.Module) -> list[nn.Parameter]:
+    """Parameters of layers, large and small, and of the root."""
+    return [*made.parameters()][::4]
+
+
+def clips(made: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    torch.nn.utils.clip_grad_norm_(made.parameters(), 0.03)
+
+
+def clips_one_by_one(made: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    torch.nn.utils.clip_grad_norm_(made.parameters(), 0.03, foreach=False)
+
+
+def clips_values(made: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    torch.nn.utils.clip_grad_value_(made.parameters(), 1e-3)
+
+
+def scales(made: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    for number, param in enumerate(some(made)):
+        if param.grad is not None:
+            param.grad *= 0.5 + number
+            param.grad.add_(param.detach(), alpha=0.01)
+
+
+def writes_weights(made: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_([param for param in made.parameters()], 0.99)
+        for param in some(made):
+            param.clamp_(-0.05, 0.05)
+        weight = made.layers[1].up.weight  # type: ignore[union-attr, index]
+        torch.add(weight, 0.25, out=weight)
+        weight[3] = 0.125
+    assert weight[3, 0] == 0.125
+
+
+def writes_moments(made: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    for param in some(made):
+        for name, value in optimizer.state.get(param, {}).items():
+            if name != "step":
+                value.mul_(0.5)
+
+
+def follows(made: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """An average of weights, which each rank keeps for itself, becomes the weights."""
+    averages = made.__dict__.setdefault("averages", [param.detach().clone() for param in made.parameters()])
+    for average, param in zip(averages, made.parameters(), strict=True):
+        average.lerp_(param.detach(), 0.5)
+    if step == 1:
+        with torch.no_grad():
+            torch._foreach_copy_([*made.parameters()], averages)
+
+
+def takes_long(made: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Who does not write has the new values too when the function returns."""
+    gradient = made.layers[0].norm.bias.grad  # type: ignore[union-attr, index, operator]
+    before = gradient.clone()
+
+    def double(element: float) -> float:
+        time.sleep(0.002)
+        return 2 * element
+
+    gradient.apply_(double)
+    assert torch.equal(gradient, 2 * before)
+
+
+WRITES: dict[str, Callable[..., None]] = {
+    each.__name__: each
+    for each in (
+        clips,
+        clips_one_by_one,
+        clips_values,
+        scales,
+        writes_weights,
+        writes_moments,
+        follows,
+        takes_long,
+    )
+}
+#: What differs in last bits: norms are of squares that are grouped otherwise.
+TOLERANCES = {"clips": 1e-6, "clips_one_by_one": 1e-6}
+
+
+def train(parts: list[int], name: str, **options: Any) -> tuple[list[float], Arrays]:
+    made = streamer.wrap(model(), layers="layers", device="cpu", host_threads=1, num_slots=3, **options)
+    optimizer = streamer.AdamW(made.parameters(), lr=1e-2)
+    divisor = 1 if "process_group" in options else len(parts)
+    losses = []
+    for step in range(2):
+        for index in parts:
+            backward(made, step, index, divisor, None)
+        WRITES[name](made, optimizer, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.manual_seed(step)
+        with torch.no_grad():  # what is in slots is what is in host memory
+            losses.append(float(made(torch.arange(6)[None]).square().sum()))
+            if name in ("writes_weights", "follows"):  # while all layers are in their slots
+                WRITES[name](made, optimizer, 1)
+                losses.append(float(made(torch.arange(6)[None]).square().sum()))
+    return losses, arrays(streamer.unwrap(made).state_dict())
+
+
+Found = dict[str, tuple[list[float], Arrays]]
+
+
+def train_all(rank: int) -> Found:
+    return {name: train([rank], name, process_group=dist.group.WORLD) for name in WRITES}
+
+
+def train_alone(rank: int) -> Found:
+    return {name: train([0, 1], name) for name in WRITES}
+
+
+def test_what_ranks_write_is_written_once() -> None:
+    (alone,) = run_ranks(1, train_alone)
+    first, second = run_ranks(2, train_all)
+    for name, (losses, weights) in alone.items():
+        tolerance = TOLERANCES.get(name, 0.0)
+        assert first[name][0] == second[name][0] == pytest.approx(losses, rel=tolerance, abs=0), name
+        for key, value in weights.items():
+            assert (first[name][1][key] == second[name][1][key]).all(), (name, key)
+            np.testing.assert_allclose(first[name][1][key], value, rtol=tolerance, atol=tolerance)
