@@ -139,16 +139,18 @@ def test_a_folder_becomes_a_trained_model(place: Place, adapters: bool) -> None:
         assert ": fits" in place.streamer("plan", *command)
 
     run = place.work / "runs" / name
-    process = place.start("train", *command, start_new_session=True)
-    third = run / "checkpoints" / f"step-{3 * STEPS_A_SAVE:07d}"
-    while not third.exists():
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.002)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    assert not (run / "summary.json").exists(), "it was to be killed before its end"
-    printed = place.streamer("train", *command, "--resume")
-    if not adapters:
+    if adapters:
+        printed = place.streamer("train", *command)
+    else:
+        process = place.start("train", *command, start_new_session=True)
+        third = run / "checkpoints" / f"step-{3 * STEPS_A_SAVE:07d}"
+        while not third.exists():
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.002)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        assert not (run / "summary.json").exists(), "it was to be killed before its end"
+        printed = place.streamer("train", *command, "--resume")
         again = place.streamer("train", *command, "--resume")
         assert (
             "has finished at step 60: nothing is left to do; for more steps name them, --set run.ep" in again
@@ -161,9 +163,11 @@ def test_a_folder_becomes_a_trained_model(place: Place, adapters: bool) -> None:
     summary = json.loads((run / "summary.json").read_text())
     assert "tokens/s" in printed and summary["last_val_loss"] < summary["first_val_loss"]
 
-    assert "training.png" in place.streamer("plot", f"runs/{name}")
-    pictures = {path.name: path.stat().st_size for path in (run / "plots").iterdir()}
-    assert {"training.png", "lanes.png", "timeline.png"} <= pictures.keys() and min(pictures.values()) > 5000
+    if not adapters:
+        assert "training.png" in place.streamer("plot", f"runs/{name}")
+        pictures = {path.name: path.stat().st_size for path in (run / "plots").iterdir()}
+        assert {"training.png", "lanes.png", "timeline.png"} <= pictures.keys()
+        assert min(pictures.values()) > 5000
 
     out = place.work / f"{name}-out"
     merge = ["--merge"] if adapters else []

@@ -14,8 +14,11 @@ from streamer.simulate.machine import RTX_4090, Beside
 
 PACKAGE = Path(streamer.__file__).parent
 #: Who may name a lane other than COMPUTE and HOST: who lists them, what ops do, which way a copy goes, what
-#: more slots would hide.
-NAMING = {"backends/base.py", "engine/schedule/op.py", "app/calibrate/measure.py", "planner/choice.py"}
+#: more slots would hide, which lanes share the links between GPUs.
+NAMING = {
+    *("backends/base.py", "engine/schedule/op.py", "app/calibrate/measure.py", "planner/choice.py"),
+    "simulate/machine.py",
+}
 
 
 def test_a_machine_has_a_rate_for_every_lane_and_a_share_beside_every_other() -> None:

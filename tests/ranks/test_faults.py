@@ -130,7 +130,7 @@ def raises(rank: int) -> None:
 def sleeps(rank: int) -> None:
     made = wrapped()
     if rank:
-        time.sleep(2 * TIMEOUT)
+        time.sleep(1.2 * TIMEOUT)
         os._exit(3)
     backward(made, 0, rank, 1, None)
 

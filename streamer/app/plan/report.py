@@ -136,9 +136,9 @@ def _steps_per_1000_tb(plan: RunPlan) -> int | None:
 
 
 def _shown(plan: RunPlan) -> list[Lane]:
-    """The lanes, those of the disk where there is one."""
-    used = {*(DISKS if plan.has_disk else ()), *((Lane.COLLECTIVE,) if plan.machine.ranks > 1 else ())}
-    return [lane for lane in Lane if lane not in SPECIAL or lane in used]
+    """The lanes, those of the disk and between GPUs where there are such."""
+    busy = plan.step.prediction.busy_seconds
+    return [lane for lane in Lane if lane not in SPECIAL or busy[lane] or (plan.has_disk and lane in DISKS)]
 
 
 def _machine(machine: Machine) -> str:
