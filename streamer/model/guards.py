@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -28,6 +30,26 @@ from streamer.engine.tensors.nested import flatten
 from streamer.engine.tensors.param_hooks import OwnHook
 from streamer.memory.layout import Slice
 from streamer.model.unwrap import Copier
+
+#: An attribute of a model that Accelerate, which transformers' Trainer trains by, is not to wrap in
+#: DistributedDataParallel: of a model that has it, it takes everything to be prepared.
+PREPARED = "_is_accelerate_prepared"
+
+
+class _Prepared:
+    """Says so, where nothing is lost by it."""
+
+    def __bool__(self) -> bool:
+        library = sys.modules.get("accelerate.state")
+        precision = (
+            "no" if library is None else library.AcceleratorState._shared_state.get("_mixed_precision")
+        )
+        if precision not in ("no", None):
+            raise RuntimeError(
+                f"mixed_precision='{precision}' (Trainer's {precision}=True) does not go with ranks that "
+                "share a model: leave it out, and give streamer.wrap dtype=torch.bfloat16"
+            )
+        return True
 
 
 def attach_guards(
@@ -65,6 +87,9 @@ def attach_guards(
                 # an update may be about to write the parameters that the module reads, and user code may call
                 # the module without calling the model
                 keep(module.register_forward_pre_hook(begin))
+        if executor.across is not None:
+            model.__dict__[PREPARED] = _Prepared()
+            stack.callback(model.__dict__.pop, PREPARED, None)
         for unit in (*executor.units, executor.root):
             for slice, param in executor.gradients.held[unit.index].pairs():
                 keep(param.register_hook(_BeforeAdding(executor, unit, slice, param)))
@@ -202,10 +227,12 @@ def _stay(module: nn.Module, device: torch.device) -> Callable[..., nn.Module]:
         kinds = {(tensor.dtype, tensor.dim()) for tensor in (*module.parameters(), *module.buffers())}
         # tensors of the device, and of the dtypes and numbers of dimensions (for memory formats) of the
         # module's
-        probes = [torch.empty((2,) * dim, dtype=dtype, device=device) for dtype, dim in kinds]
+        # a value of its own each time, which is in no memory that was given back
+        value = next(_VALUES) % 100 + 2
+        probes = [torch.full((2,) * dim, value, dtype=dtype, device=device) for dtype, dim in kinds]
         on_host = torch.empty(1)
         function(on_host)
-        if on_host.is_shared() or any(function(probe) is not probe for probe in probes):
+        if on_host.is_shared() or any(_moves(probe, function(probe)) for probe in probes):
             raise RuntimeError(
                 f"a wrapped model cannot be moved or cast (.to, .cuda, .half, ...), it runs on '{device}': "
                 "choose device and dtype in streamer.wrap, or call streamer.unwrap(model) first"
@@ -213,6 +240,20 @@ def _stay(module: nn.Module, device: torch.device) -> Callable[..., nn.Module]:
         return module
 
     return apply
+
+
+#: What the probes of `_stay` hold.
+_VALUES = itertools.count()
+
+
+def _moves(before: torch.Tensor, after: torch.Tensor) -> bool:
+    """Whether ``after`` is somewhere else, or something else, than ``before``."""
+    if after is before:
+        return False
+    # trainers number the CPU by the process, and PyTorch then copies from the CPU to the CPU
+    on_cpu = after.device.type == before.device.type == "cpu"
+    same = (after.dtype, after.stride()) == (before.dtype, before.stride())
+    return not (on_cpu and same and torch.equal(after, before))
 
 
 def _refuse_to_pickle(*_: Any, **__: Any) -> NoReturn:
