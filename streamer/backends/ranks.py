@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -38,6 +38,9 @@ from streamer.torch_private import group_timeout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+T = TypeVar("T")
 
 
 class Channel(enum.IntEnum):
@@ -95,7 +98,7 @@ class Ranks:
         self._watched: dict[int, int] = {}
         self._is_leaving = False
         self._failed: RanksError | None = None
-        #: whether `agree` was called
+        #: whether the others know how `agree` has ended here, or would have
         self.has_agreed = False
 
     @property
@@ -109,21 +112,20 @@ class Ranks:
         A meeting, the first one. Raises ValueError, naming the first line that differs, and RanksError where
         another rank has ``failed``; then nothing was begun.
         """
+        booted = Path("/proc/sys/kernel/random/boot_id")
+        machine = booted.read_text().strip() if booted.exists() else os.uname().nodename
+        everyone = self._exchange_before((machine, [*told]), failed)
         self.has_agreed = True
-        mine = (None if failed is None else _in_a_line(failed), Path("/proc/sys/kernel/random/boot_id"), told)
-        here = (mine[0], mine[1].read_text().strip() if mine[1].exists() else os.uname().nodename, [*told])
-        everyone = self._exchange(here)
         if failed is not None:
             return
-        _raise_failures([error for error, _, _ in everyone], "wrap")
-        machines = [machine for _, machine, _ in everyone]
+        machines = [machine for machine, _ in everyone]
         if len({*machines}) > 1:
             raise ValueError(
                 f"the ranks of process_group are on {len({*machines})} machines, and share no memory: give "
                 "wrap a group of the ranks of one machine"
             )
-        first = everyone[0][2]
-        for rank, (_, _, lines) in enumerate(everyone):
+        first = everyone[0][1]
+        for rank, (_, lines) in enumerate(everyone):
             if lines != first:
                 at = next(
                     (i for i, pair in enumerate(zip(first, lines, strict=False)) if pair[0] != pair[1]),
@@ -134,6 +136,20 @@ class Ranks:
                     f"the ranks were not given the same: rank 0 has '{lead}' where rank {rank} has '{there}'"
                 )
         self._begin()
+
+    def as_first(self, value: T) -> T:
+        """What rank 0 has for ``value``. A meeting, before `agree`. RanksError where a rank has failed."""
+        first: T = self._exchange_before(value)[0]
+        return first
+
+    def _exchange_before(self, value: object, failed: BaseException | None = None) -> list[Any]:
+        """`_exchange` with ranks that may have ``failed`` before they came: these come to none after this."""
+        everyone = self._exchange((None if failed is None else _in_a_line(failed), value))
+        if failed is None:
+            errors = [error for error, _ in everyone]
+            self.has_agreed = any(errors)
+            _raise_failures(errors, "wrap")
+        return [brought for _, brought in everyone]
 
     def _begin(self) -> None:
         # a group of its own: the user's collectives must not come between those of the lane

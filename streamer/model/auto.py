@@ -211,23 +211,24 @@ def choose_options(
     options: WrapOptions,
     example: object,
     machine: Machine | str | None,
+    ranks: int = 1,
 ) -> Chosen:
-    """A choice for those of ``options`` that are "auto", for ``backend``'s device and memory. Where none is,
-    the choice is what ``options`` say, planned.
+    """A choice for those of ``options`` that are "auto", for ``backend``'s device and memory and for so many
+    ``ranks``, each with such an example. Where none is, the choice is what ``options`` say, planned.
 
     ``machine`` says how fast the device is, itself or by name. Raises ValueError for what cannot be planned,
     or not be run, and MemoryError where no step fits. [Note: options that are chosen]
     """
     batch = Batch.like(example)
     batch.check_arguments(model)
-    machine = machine_of(backend, machine)
+    machine = replace(machine_of(backend, machine), ranks=ranks)
     layers = find_layers(model, options.layers)
     if not isinstance(backend, VirtualBackend):
         units, root = make_units(model, layers, None)
         check_init((*units, root), options.init)
     among = Options.of(may_be_auto(options), layers=len(layers), batch=batch.size)
     room = room_of(backend, model.parameters(), limit=options.device_limit)
-    room = replace(room, host_limit=options.host_limit)
+    room = replace(room, host_limit=options.host_limit, ranks=ranks)
     without = skeleton(model)
     whole = plan_of(without, machine, batch, options, host_bytes=room.host_room())
     in_parts = plan_of(without, machine, batch, options, room.tensors, room.host_room())

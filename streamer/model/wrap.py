@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -136,7 +136,8 @@ def wrap(
             gradients and optimizer state lie in host memory once, which the ranks share, and each updates a
             share of each layer. Gradients are averaged over the ranks, in ``grad_dtype``, as
             `torch.nn.parallel.DistributedDataParallel` does. All ranks make the same calls in the same order,
-            `save` and `load` too. [Note: ranks] Not yet with ``disk``.
+            `save` and `load` too. ``example`` is a rank's part of a batch, and the first one chooses what is
+            "auto". [Note: ranks] Not yet with ``disk``.
         backend: the backend to run on in place of the device's own. A virtual one has no values and compiles
             nothing.
 
@@ -184,11 +185,15 @@ def wrap(
         chosen = None
         ranks = _ranks(process_group, backend)
         if ranks is not None:
-            _check_shareable(options, may_be_auto(options))
+            _check_shareable(options)
             undo.callback(ranks.leave)
             undo.push(partial(_tell_of_failure, ranks))
         if example is not None or AUTO in may_be_auto(options):
-            chosen = choose_options(model, backend, options, example, machine)
+            chosen = choose_options(
+                model, backend, options, example, machine, 1 if ranks is None else ranks.size
+            )
+            # what is free may differ from rank to rank
+            chosen = chosen if ranks is None else ranks.as_first(chosen)
             options = replace(options, **chosen.choice.options())
         stream(model, backend, options, chosen, ranks)
         undo.pop_all()
@@ -202,15 +207,10 @@ def _ranks(process_group: ProcessGroup | None, backend: Backend) -> Ranks | None
     return VirtualRanks(backend) if isinstance(backend, VirtualBackend) and planned else None
 
 
-def _check_shareable(options: WrapOptions, may_be_auto: Collection[object]) -> None:
+def _check_shareable(options: WrapOptions) -> None:
     """Raise ValueError for options that ranks cannot have together."""
     if options.disk is not None:
         raise ValueError("process_group= does not go with disk= yet: leave one of them out")
-    if AUTO in may_be_auto:
-        raise ValueError(
-            "process_group= needs options that are the same on all ranks: give what 'auto' chooses on one "
-            "GPU (streamer.chosen(model) says it)"
-        )
 
 
 def _tell_of_failure(ranks: Ranks, kind: object, error: BaseException | None, trace: object) -> None:

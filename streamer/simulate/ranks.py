@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 
 from streamer.backends.ranks import Channel, Ranks
 from streamer.simulate.backend import VirtualBackend
+
+T = TypeVar("T")
 
 
 class VirtualRanks(Ranks):
@@ -18,6 +22,9 @@ class VirtualRanks(Ranks):
 
     def agree(self, told: object, failed: BaseException | None = None) -> None:
         self.has_agreed = True
+
+    def as_first(self, value: T) -> T:
+        return value
 
     def shared(self, nbytes: int, *, in_forks: bool, touched: bool = True) -> torch.Tensor:
         return self._backend.host_buffer(nbytes)

@@ -18,7 +18,7 @@ from torch import nn
 import streamer
 from streamer.errors import RanksError
 from tests.ranks.common import run_ranks
-from tests.ranks.programs import WIDTH, backward, model
+from tests.ranks.programs import WIDTH, backward, model, part
 
 #: Seconds of the group's timeout, for a rank that neither ends nor comes.
 TIMEOUT = 3.0
@@ -120,6 +120,27 @@ def skips_a_layer(rank: int) -> None:
     backward(made, 0, rank, 1, None)
 
 
+def auto(rank: int, **beside: object) -> None:
+    """Ranks take what the first one chooses, whatever they would choose themselves."""
+    options = {"activations": "auto", "num_slots": "auto", "micro_batch_size": "auto"}
+    machine = ("h100-sxm", "laptop-8gb")[rank]
+    given = {"example": part(0, rank), "machine": machine} | beside
+    group = dist.group.WORLD
+    made = streamer.wrap(model(), layers="layers", device="cpu", process_group=group, **options, **given)  # type: ignore[arg-type]
+    chosen = streamer.chosen(made)
+    assert chosen is not None
+    choices: list[object] = [None, None]
+    dist.all_gather_object(choices, (chosen.choice, chosen.reason))
+    assert choices[0] == choices[1]
+    assert "collective" in repr(chosen.plan.prediction.busy_seconds)
+    backward(made, 0, rank, 1, None)
+    streamer.unwrap(made)
+
+
+def auto_fails(rank: int) -> None:
+    auto(rank, **({"example": None} if rank else {}))
+
+
 def raises(rank: int) -> None:
     made = wrapped()
     if rank:
@@ -167,6 +188,7 @@ PROGRAMS = {
     for each in (
         *(other_model, other_options, wrap_fails, more_batches, save_alone, other_rate, skips_a_layer),
         *(without_group, on_disk, writes_at_once, zeroes_and_scales),
+        *(auto, auto_fails),
         *(raises, sleeps, writes_other_values, unscales, other_optimizer, outside),
     )
 }
@@ -189,6 +211,8 @@ TOLD = {
     "on_disk": ("ValueError: process_group= does not go with disk=",) * 2,
     "writes_at_once": ("", ""),
     "zeroes_and_scales": ("", ""),
+    "auto": ("", ""),
+    "auto_fails": ("RanksError: wrap has failed on rank 1: ValueError: .*example=", "ValueError: .*example="),
     "raises": ("RanksError: rank 1 has ended", None),
     "sleeps": ("RanksError: rank 1 did not come within 3 s", None),
     "writes_other_values": (APART + ".*writing what the ranks share by copy_",) * 2,
