@@ -85,8 +85,8 @@ def plan(model: nn.Module, example: object, *, machine: Machine | str = "rtx-409
     those of `streamer.wrap` (``layers``, ``dtype``, ``activations``, ``micro_batch_size``, ``update``,
     ``device_memory``, ``host_memory``, ``disk``, ...), none of them ``"auto"``. The step is forward, backward
     of the model's ``loss`` or of the sum of what it returns, and AdamW with fp32 moments. The model is left
-    as it is, and nothing is allocated. Of a `Machine` with several ``ranks`` the batch, the device's bytes and
-    the seconds are of one rank, host memory is that of all.
+    as it is, and nothing is allocated. Of a `Machine` with several ``ranks`` the batch, the device's bytes
+    and the seconds are of one rank, host memory is that of all.
 
     Raises ValueError for an option or a model that cannot be planned, and for an unknown machine.
     """
