@@ -27,7 +27,7 @@ demo-disk: $(VENV)/.demo
 test: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2 --dist load
+	$(BIN)/python -m pytest -n 3 --dist load
 
 nullgpu: .venv-nullgpu/.test-$(NULLGPU_TORCH)
 
