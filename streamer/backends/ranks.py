@@ -21,7 +21,7 @@ import os
 import pickle
 import select
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -318,18 +318,36 @@ class Ranks:
 
     # collectives, called by work of the COLLECTIVE lane
 
-    def average(self, tensor: torch.Tensor) -> None:
-        """Let ``tensor`` be the mean over the ranks. Raises RanksError where a rank has ended."""
+    def average(self, tensor: torch.Tensor, owner: int | None = None) -> None:
+        """Let ``tensor`` be the mean over the ranks; with an ``owner`` on that rank alone, for half the
+        traffic: on the others it may hold anything then. Raises RanksError where a rank has ended."""
         if self.size == 1:
             return
+        if owner is None:
+            self._collective(lambda: dist.all_reduce(tensor, group=self._collectives))
+        else:
+            self._collective(lambda: dist.reduce(tensor, group_dst=owner, group=self._collectives))
+        if owner in (None, self.rank):
+            tensor.mul_(1 / self.size)
+
+    def gathered(self, number: torch.Tensor) -> torch.Tensor:
+        """A scalar of each rank: [size]. Raises RanksError where a rank has ended."""
+        if self.size == 1:
+            return number.view(1)
+        numbers = number.new_empty(self.size)
+        self._collective(
+            lambda: dist.all_gather_into_tensor(numbers, number.view(1), group=self._collectives)
+        )
+        return numbers
+
+    def _collective(self, work: Callable[[], object]) -> None:
         try:
-            dist.all_reduce(tensor, group=self._collectives)
+            work()
         except RuntimeError as error:
             # the connections of a process that ends are closed shortly before it has ended
             gone = [rank for rank in range(self.size) if self._has_gone(rank, seconds=CLOSING_SECONDS)]
             which = f"rank {', '.join(map(str, gone))} has ended" if gone else "a collective has failed"
             raise RanksError(f"{which} while gradients were averaged ({_in_a_line(error)})") from error
-        tensor.mul_(1 / self.size)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Let ``tensor`` be that of rank 0; not while the COLLECTIVE lane has work."""

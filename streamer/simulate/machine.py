@@ -126,7 +126,7 @@ class Machine:
     interconnect: str = BY_HOST
 
     def bytes_per_second(self, lane: Lane) -> float:
-        """The rate of a lane that is not COMPUTE; of COLLECTIVE, that at which a tensor is averaged."""
+        """The rate of a lane that is not COMPUTE; of COLLECTIVE, that of what a GPU sends."""
         rate = float(getattr(self, f"{lane.value}_bytes_per_second"))
         if self.ranks == 1:
             return rate
@@ -136,10 +136,8 @@ class Machine:
             return memory
         if lane is not Lane.COLLECTIVE:
             return min(rate, memory)
-        link = min(rate, memory / 2) if self.interconnect == BY_HOST else rate
-        # a ring sends each byte 2 (N - 1) / N times: Patarasuk and Yuan, "Bandwidth optimal all-reduce
-        # algorithms for clusters of workstations", 2009
-        return link * self.ranks / (2 * (self.ranks - 1))
+        # what goes by way of the host's memory is written there and read again
+        return min(rate, memory / 2) if self.interconnect == BY_HOST else rate
 
     def kept(self, lane: Lane, other: Lane) -> float:
         """The share of its rate, in (0, 1], that ``lane`` keeps while ``other`` works beside it."""

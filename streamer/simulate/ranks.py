@@ -37,8 +37,11 @@ class VirtualRanks(Ranks):
     ) -> list[object]:
         return [brought] * self.size
 
-    def average(self, tensor: torch.Tensor) -> None:
+    def average(self, tensor: torch.Tensor, owner: int | None = None) -> None:
         return
+
+    def gathered(self, number: torch.Tensor) -> torch.Tensor:
+        return number.expand(self.size)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         return

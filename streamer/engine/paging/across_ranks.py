@@ -6,8 +6,8 @@ layers into slots of its own, and updates its share of each unit. Layer 1 of two
 print, where one process would have 1B@1, 1OFFLOAD_GRAD@0 and, in the step, 1STEP and 1UNSHARD@0:
 
     1B@1                the gradient of this rank's part of the batch
-    1REDUCE@0           average it over the ranks, and measure it: all have the same one now
-    1OFFLOAD_GRAD@0     of which this rank brings its share to the host
+    1REDUCE@0           its share of the average over the ranks, and the norm of all shares
+    1OFFLOAD_GRAD@0     bring the share to the host
     rootAGREE           step: all ranks have read the weights that are about to change
     1STEP               update this rank's share
     1AGREE              all ranks have updated theirs
@@ -27,23 +27,23 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from itertools import pairwise
+from itertools import pairwise, product
 from operator import or_
 
 import torch
 
 from streamer.backends.ranks import Channel, Ranks
 from streamer.engine.paging.gradients import FP32, Gradients, is_summed
+from streamer.engine.paging.norms import sum_squares
 from streamer.engine.paging.unit import Unit
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import ROOT
 from streamer.engine.tensors.guarded import as_plain
 from streamer.memory.layout import Layout, Stretch
+from streamer.memory.shares import shares_of, within
 from streamer.memory.slots import reduce_bytes
 
-#: The sum of squares of a unit's gradients, of those of its parameters that are used.
-SquaresOf = Callable[[Unit, torch.Tensor, Sequence[bool]], torch.Tensor]
 #: Tells that gradients of a unit that nobody has used were dropped.
 Dropped = Callable[[Unit], None]
 
@@ -122,14 +122,14 @@ class AcrossRanks:
         self._without_values = torch.empty((), device="meta") if is_planned else None
         #: the arguments of the function by which the caller's thread is writing what all ranks see
         self.writing: object = None
+        self._shares = {unit.index: shares_of(unit.layout, ranks.size) for unit in units}
         self._used: dict[int, int] = {}
         self._new: dict[int, int] = {}
 
-    def reduce(
-        self, unit: Unit, slot: int, gradient: torch.Tensor, used: Sequence[bool], squares_of: SquaresOf
-    ) -> Reduced:
-        """Average the gradient of ``unit`` in ``slot``, of which this rank has ``used`` some. All parameters
-        that want one have a gradient then, since another rank may have used them."""
+    def reduce(self, unit: Unit, slot: int, gradient: torch.Tensor, used: Sequence[bool]) -> Reduced:
+        """Average this rank's share of the gradient of ``unit`` in ``slot``, of which it has ``used`` some.
+        The rest of the slot may hold anything then. All parameters that want a gradient have one then,
+        since another rank may have used them."""
         on_host = self._squares[unit.index] if self._squares.numel() else None
         reduced = Reduced(unit.wanted()[: len(used)], on_host, self._without_values)
         wanted, mine = reduced.wanted, _bits(used)
@@ -141,29 +141,40 @@ class AcrossRanks:
         # when the others have this rank's gradient, their shares may land in the place of the last ones
         self._gradients.held[unit.index].copy_out_kept(1.0)
         words = f"averaging the gradient of '{unit.name}' ({sum(wanted)} parameters)"
+        shares = self._shares[unit.index]
 
         def work() -> None:
             of_all = self.ranks.meet(words, mine, channel=Channel.LANE)
-            for run in _runs(unit.layout):
-                self._average(run.view(gradient))
-            reduced.set(reduce(or_, of_all), squares_of(unit, gradient, wanted))
+            for run, (owner, share) in product(_runs(unit.layout), enumerate(shares)):
+                if (own := within(run, share.elements)).numel:
+                    self._average(own.view(gradient), owner)
+            squares = sum_squares(unit.layout, gradient, wanted, shares[self.ranks.rank].elements)
+            # added up in the same order on all ranks, which come to the same norm
+            reduced.set(reduce(or_, of_all), self.ranks.gathered(squares).sum())
 
-        self._issue(ops.reduce(unit.index, slot, unit.layout.grad_nbytes), work)
+        self._issue(ops.reduce(unit.index, slot, self._sent(unit.layout.grad_nbytes, rounds=1)), work)
         return reduced
 
     def _issue(self, op: ops.Op, work: Callable[[], object]) -> None:
         self.ranks.issue()
         self._issuer.issue(op, work)
 
-    def _average(self, gradient: torch.Tensor) -> None:
+    def _sent(self, nbytes: int, *, rounds: int) -> int:
+        """Bytes that each rank sends where ``nbytes`` are averaged in a ring: pieces of them, one for each
+        rank, are passed on from rank to rank to be added up, and in a second round to be known by all: Patarasuk
+        and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009."""
+        return rounds * nbytes * (self.ranks.size - 1) // self.ranks.size
+
+    def _average(self, gradient: torch.Tensor, owner: int | None = None) -> None:
+        """Let ``gradient`` be the mean over the ranks, for the rank ``owner`` alone if it is given."""
         buffer = self.buffer.view(FP32)
         if gradient.dtype == FP32 or not buffer.numel():
-            self.ranks.average(gradient)
+            self.ranks.average(gradient, owner)
             return
         for piece in gradient.view(-1).split(buffer.numel()):
             exact = buffer[: piece.numel()]
             exact.copy_(piece)
-            self.ranks.average(exact)
+            self.ranks.average(exact, owner)
             piece.copy_(exact)
 
     @as_plain
@@ -229,7 +240,8 @@ class AcrossRanks:
                     gradient.copy_(dense)
 
         self._issuer.compute(ops.collect(), lambda: None)
-        self._issue(ops.reduce(ROOT, ROOT, sum(gradient.nbytes for gradient in gradients)), work)
+        nbytes = self._sent(sum(gradient.nbytes for gradient in gradients), rounds=2)
+        self._issue(ops.reduce(ROOT, ROOT, nbytes), work)
         self._issuer.wait((ops.grad_slot(ROOT),))
 
     def forget(self) -> None:

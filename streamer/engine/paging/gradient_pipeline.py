@@ -192,7 +192,7 @@ class GradientPipeline:
             return used
 
         used = self._issuer.compute(op, on_device)
-        reduced = across.reduce(unit, slot, gradient, used, self.squares_of)
+        reduced = across.reduce(unit, slot, gradient, used)
         return any(reduced.wanted) and self._landing.land(unit, slot, reduced.wanted, reduced)
 
 

@@ -28,6 +28,7 @@ from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.tensors.guarded import as_plain
 from streamer.memory.host import HostStore, array
 from streamer.memory.layout import Layout
+from streamer.memory.shares import within
 
 #: Elements whose squares are added up one after another.
 ROW = 4096
@@ -246,10 +247,16 @@ class Norms:
             self._measured[unit.index] = _Measured(squares, self._state(unit), self._sample(unit))
 
 
-def sum_squares(layout: Layout, gradient: torch.Tensor, used: Sequence[bool]) -> torch.Tensor:
-    """The sum of squares (an fp32 scalar) of the ``used`` parameters' gradients in a flat uint8 buffer."""
+def sum_squares(
+    layout: Layout, gradient: torch.Tensor, used: Sequence[bool], elements: range | None = None
+) -> torch.Tensor:
+    """The sum of squares (an fp32 scalar) of the ``used`` parameters' gradients in a flat uint8 buffer; of
+    these ``elements`` of the unit's state, if they are given."""
     # padding between stretches may hold anything
-    found = [_squares(stretch.view(gradient)) for stretch in layout.stretches(used)]
+    stretches = layout.stretches(used)
+    if elements is not None:
+        stretches = [own for stretch in stretches if (own := within(stretch, elements)).numel]
+    found = [_squares(stretch.view(gradient)) for stretch in stretches]
     if not found:
         return torch.zeros((), dtype=torch.float32, device=gradient.device)
     total, *others = found
