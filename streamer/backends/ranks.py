@@ -335,9 +335,8 @@ class Ranks:
         if self.size == 1:
             return number.view(1)
         numbers = number.new_empty(self.size)
-        self._collective(
-            lambda: dist.all_gather_into_tensor(numbers, number.view(1), group=self._collectives)
-        )
+        places = [*numbers.split(1)]
+        self._collective(lambda: dist.all_gather(places, number.view(1), group=self._collectives))
         return numbers
 
     def _collective(self, work: Callable[[], object]) -> None:

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -82,6 +83,8 @@ def _run(
     args: Any,
 ) -> None:
     torch.set_num_threads(1)
+    # what PyTorch is about to drop
+    warnings.filterwarnings("error", category=FutureWarning, module=r"torch\.distributed")
     failed, answer = None, None
     try:
         if kind is not None:

@@ -161,8 +161,8 @@ class AcrossRanks:
 
     def _sent(self, nbytes: int, *, rounds: int) -> int:
         """Bytes that each rank sends where ``nbytes`` are averaged in a ring: pieces of them, one for each
-        rank, are passed on from rank to rank to be added up, and in a second round to be known by all: Patarasuk
-        and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009."""
+        rank, are passed on from rank to rank to be added up, and in a second round to be known by all:
+        Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009."""
         return rounds * nbytes * (self.ranks.size - 1) // self.ranks.size
 
     def _average(self, gradient: torch.Tensor, owner: int | None = None) -> None:
