@@ -23,6 +23,7 @@ from bench.common import RESULTS, load_average, provenance, write_json
 from bench.model_sizes_table import sizes_table
 from streamer.app.config import Config, ConfigError, load_config
 from streamer.app.plan.planning import RunPlan, plan_run
+from streamer.backends.base import Lane
 from streamer.planner.recall import Recollection
 from streamer.simulate.machine import Machine, named_machine
 
@@ -88,7 +89,7 @@ lr = 1e-5
 """
 
 
-def configs(folder: Path, machine: Machine, *, rank: int) -> Iterator[Config]:
+def configs(folder: Path, machine: Machine, *, rank: int, quantize: str = "none") -> Iterator[Config]:
     """The options that are tried."""
     file = folder / "run.toml"
     file.write_text(CONFIG)
@@ -101,13 +102,16 @@ def configs(folder: Path, machine: Machine, *, rank: int) -> Iterator[Config]:
             'memory.disk="/"',
         ]
         changed += [f"lora.rank={rank}"] if rank else ['optimizer.state_dtype="bfloat16"']
+        changed += [f"model.quantize={quantize}"]
         yield load_config(file, changed)
 
 
-def best(folder: Path, machine: Machine, recollection: Recollection, *, rank: int) -> dict[str, Any]:
+def best(
+    folder: Path, machine: Machine, recollection: Recollection, *, rank: int, quantize: str = "none"
+) -> dict[str, Any]:
     """Figures of the fastest plan that fits, or of that which lacks least."""
     plans, refused = [], ""
-    for config in configs(folder, machine, rank=rank):
+    for config in configs(folder, machine, rank=rank, quantize=quantize):
         try:
             plans.append(plan_run(config, machine, recollection))
         except ConfigError as error:
@@ -140,6 +144,7 @@ def figures(plan: RunPlan) -> dict[str, Any]:
         "on_disk": plan.on_disk,
         "seconds": plan.step.prediction.seconds,
         "tokens_per_second": plan.tokens_per_second,
+        "copied_to_device": plan.step.prediction.moved_bytes[Lane.H2D],
         "binding_lane": plan.step.prediction.binding_lane.value,
     }
 

@@ -22,6 +22,7 @@ from bench.architectures_report import architectures_figure
 from bench.common import RESULTS
 from bench.disk_table import disk_figure
 from bench.model_sizes_table import sizes_figure
+from bench.quantized import quantized_table
 from bench.report_tables import TABLES, adam_table, gpu_figures
 from bench.tokens_report import tokens_figure
 
@@ -74,6 +75,7 @@ def figures(reports: Mapping[str, Report]) -> dict[str, str]:
         "architectures": textwrap.fill(architectures_figure(reports["architectures.json"]), 105),
         "disk": textwrap.fill(disk_figure(reports["disk_step.json"]), 105),
         "sizes": "\n".join(sizes_figure(reports["model_sizes.json"])),
+        "quantized": "\n".join(quantized_table(reports["quantized.json"])),
         "tokens": textwrap.fill(tokens_figure(reports), 105),
         "gpu": "\n".join(gpu_figures({name: r for name, r in reports.items() if name.startswith(f"{GPU}/")})),
     }

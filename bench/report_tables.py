@@ -11,6 +11,7 @@ from bench.markdown import Report, number, share, spread, table
 from bench.model_sizes_table import sizes_table
 from bench.plan_table import plan_table
 from bench.plans_table import plans_table
+from bench.quantized import quantized_table
 from bench.residency_table import residency_table
 from bench.tokens_report import tokens_table
 
@@ -333,6 +334,7 @@ TABLES: dict[str, Callable[[Report], list[str]]] = {
     "bench/hidden_update.py": hidden_update,
     "bench/host_cost.py": host_cost,
     "bench/model_sizes.py": sizes_table,
+    "bench/quantized.py": quantized_table,
     "bench/moments.py": moments,
     "bench/overlap.py": overlap,
     "bench/plan_time.py": plan_table,

@@ -316,6 +316,18 @@ class ModelConfig:
     pretrained: Annotated[
         str | None, TEXT, "a Hugging Face folder with the model, and its tokenizer, to go on from (`--model`)"
     ] = None
+    quantize: Annotated[
+        str,
+        one_of("none", "int8", "nf4"),
+        "quantize the linear layers of the frozen base of `[lora]` while it is read: to 8 bits by torchao, "
+        "to 4 by bitsandbytes (`pip install '.[quantize]'`). A folder that is quantized already is read as "
+        "it is",
+    ] = "none"
+    quantize_skip: Annotated[
+        tuple[str, ...],
+        TEXTS,
+        "regular expressions; a linear layer is not quantized if one is found in its name",
+    ] = ()
 
 
 @dataclass(frozen=True)
@@ -553,6 +565,13 @@ def _loaded(path: Path, overrides: Sequence[str]) -> Config:
         raise ConfigError(
             f"{where}: [lora] adapts a pretrained model: give its folder as model.pretrained (--model)"
         )
+    if config.model.quantize != "none" and not config.lora.rank:
+        raise ConfigError(
+            f"{where}: model.quantize is for a frozen base, beside which adapters are trained: set "
+            "lora.rank, to 16 say, or leave it out"
+        )
+    if config.model.quantize_skip and config.model.quantize == "none":
+        raise ConfigError(f"{where}: model.quantize_skip without model.quantize does nothing: set that too")
     if config.lora != LoraConfig() and not config.lora.rank:
         raise ConfigError(f"{where}: [lora] without lora.rank does nothing: set it, to 16 say")
     if config.sample != SampleConfig() and not config.sample.prompts:

@@ -30,6 +30,7 @@ from streamer.checkpoint.save import BUFFERS, FROZEN, WEIGHTS
 from streamer.checkpoint.tensors import BY_NAME, Flushing, Piece, file_bytes, in_a_line, write_tensors
 from streamer.errors import CheckpointError, amount, shortened
 from streamer.model.options import parse_bytes
+from streamer.pretrained.architecture import is_quantized
 from streamer.pretrained.files import INDEX, SINGLE, Stored
 from streamer.version import __version__
 
@@ -203,7 +204,14 @@ def export(
             *buffers,
             *(_merged(merged, left_out, param, getattr(torch, dtype)) for param in merged.names),
         ]
+        if any(merged.was_quantized(param, left_out) for param in merged.names):
+            print(
+                f"The run was trained on a base quantized to {config.model.quantize}: its adapters are added "
+                "to the weights in model.pretrained as they are there, before quantization"
+            )
         model = _on_meta(config.model)
+        if (hugging_face := _hugging_face(model)) is not None and is_quantized(hugging_face):
+            del hugging_face.config.quantization_config  # what is written is not
     else:
         names = _names(checkpoint, stored, model)
         pieces = [
@@ -334,8 +342,8 @@ def _piece(stored: Stored, name: str, dtype: torch.dtype) -> Piece:
 def _merged(
     merged: Merged, left_out: Mapping[str, LeftOut], param: nn.Parameter, dtype: torch.dtype
 ) -> Piece:
-    known = left_out[merged.beside[param]]
-    return Piece(merged.names[param][0], dtype, known.shape, partial(merged.read, param, known, dtype))
+    shape = tuple(param.shape)
+    return Piece(merged.names[param][0], dtype, shape, partial(merged.read, param, left_out, dtype))
 
 
 def _rounded(stored: Stored, dtype: torch.dtype) -> torch.Tensor:

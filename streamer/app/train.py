@@ -59,6 +59,7 @@ from streamer.app.run.run_folder import (
 from streamer.app.run.space import Space, check_space
 from streamer.app.signals import Stop, stopping
 from streamer.checkpoint.manifest import Manifest
+from streamer.engine.tensors.parts import values_in
 from streamer.engine.wrapped.handle import wrapped
 from streamer.errors import amount
 from streamer.model.options import parse_bytes
@@ -562,7 +563,7 @@ def _print_beginning(loop: Loop, directory: Path, space: Space | None) -> None:
     learnt = f" ({data.count_learnt('train'):,} of them learnt)" if data.targets else ""
     left = f"steps {loop.step + 1} to {config.run.steps}" if loop.step else f"{config.run.steps} steps"
     parts = f", in parts for {loop.ranks.size} processes" if loop.ranks.size > 1 else ""
-    parameters = f"{sum(p.numel() for p in model.parameters()):,} parameters"
+    parameters = f"{sum(map(values_in, model.parameters())):,} parameters"
     if loop.rows is not None and loop.rows.has_documents:
         epoch = loop.rows.steps(1)
         cut = f"; {loop.rows.cut:,} are longer than a row and cut" if loop.rows.cut else ""

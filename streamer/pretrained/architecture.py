@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,6 +54,20 @@ def build(path: Path, model_class: ModelClass | None, config: Any, dtype: torch.
 def of_library(model: nn.Module) -> bool:
     """Whether ``model`` is one of the transformers library."""
     return hasattr(model, "_adjust_missing_and_unexpected_keys")
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Whether the config of ``model`` says that its weights are quantized."""
+    return getattr(getattr(model, "config", None), "quantization_config", None) is not None
+
+
+def is_quantized_folder(folder: Path) -> bool:
+    """`is_quantized` for the model in a ``folder``. One that cannot be read is none."""
+    try:
+        told = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False  # which building the model refuses, in better words
+    return isinstance(told, dict) and told.get("quantization_config") is not None
 
 
 def is_of_transformers(kind: object) -> bool:

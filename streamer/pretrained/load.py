@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,11 @@ from streamer.model.move_in import Init, UnitInit
 from streamer.model.options import Folders, folders_of
 from streamer.model.units import DTYPES
 from streamer.model.wrap import wrap
-from streamer.pretrained.architecture import ModelClass, build
+from streamer.pretrained.architecture import ModelClass, build, is_quantized
 from streamer.pretrained.files import Stored, places, stored_tensors
-from streamer.pretrained.match import Tensors, commonest
+from streamer.pretrained.match import Tensors
 from streamer.pretrained.quantize import quantize_linear, take_quantized
-from streamer.pretrained.quantized_files import StoredQuantized, with_quantized
+from streamer.pretrained.quantized_files import StoredQuantized, usual_dtype, with_quantized
 
 #: The method of transformers' models that sets first values, and the mark of those that it leaves alone.
 OWN_INIT, HAS_VALUES = "_init_weights", "_is_hf_initialized"
@@ -96,13 +95,15 @@ def from_pretrained(
     if not path.exists():
         raise ValueError(f"{path}: there is no such file or folder; nothing is downloaded: give a local one")
     stored = stored_tensors(path)
-    usual = commonest((tensor.dtype, prod(tensor.shape)) for tensor in stored.values())
+    usual = usual_dtype(stored)
     model = build(path, model_class, config, dtype if dtype in DTYPES else usual)
-    in_files = getattr(getattr(model, "config", None), "quantization_config", None)
-    if in_files is not None:
+    if in_files := is_quantized(model):
         if quantize is not None:
-            raise ValueError(f"{path}: its weights are quantized already: leave quantize={quantize!r} out")
-        stored = with_quantized(path, stored, in_files, usual or torch.bfloat16)
+            raise ValueError(
+                f"{path}: its weights are quantized already: leave quantize={quantize!r} out (in a config "
+                "model.quantize=none)"
+            )
+        stored = with_quantized(path, stored, model.config)
     initialise = _resolved(model, init)
     tensors = Tensors(model, stored, ignore)
     if faults := tensors.faults(may_be_missing=initialise is not None):
@@ -114,7 +115,7 @@ def from_pretrained(
         quantize_linear(model, found or find_layers(model, None), quantize, skip, tensors, dtype)
     elif skip:
         raise ValueError("skip= names what quantize= leaves as it is: give quantize=, or leave skip= out")
-    if in_files is not None:
+    if in_files:
         take_quantized(model, stored, tensors, dtype)
     tensors.fill_buffers(model)
     if adapt is not None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from streamer.checkpoint.tensors import in_a_line
-from streamer.engine.tensors.parts import composite_of
+from streamer.engine.tensors.parts import parts_of
 from streamer.errors import CheckpointError, shortened
 from streamer.model.move_in import exchange
 from streamer.model.units import DTYPES
@@ -97,8 +97,8 @@ class Tensors:
         if (read := self._quantized.get(param)) is None:
             param.copy_(source.read())
         else:
-            own = _parts(self.name(param), param)
-            for part, values in zip(own, _parts(self.name(param), read(own[0].device)), strict=True):
+            own = parts_of(param)
+            for part, values in zip(own, parts_of(read(own[0].device)), strict=True):
                 part.copy_(values)
         return True
 
@@ -183,12 +183,6 @@ class Tensors:
             for buffer in module.buffers():
                 if (source := self.source(buffer)) is not None:
                     buffer.copy_(source.read())
-
-
-def _parts(name: str, quantized: nn.Parameter) -> list[torch.Tensor]:
-    composite = composite_of(name, quantized, [])
-    assert composite is not None, "it is quantized"
-    return composite.parts()
 
 
 def compiled(patterns: Sequence[str], argument: str) -> list[re.Pattern[str]]:

@@ -151,7 +151,7 @@ def quantize_linear(
     layers: Layers,
     word: str,
     skip: str | Sequence[str],
-    tensors: Tensors,
+    tensors: Tensors | None,
     dtype: torch.dtype | None,
 ) -> None:
     """Freeze ``model``, which has no values, and give the linear modules in its ``layers`` weights that are
@@ -159,7 +159,7 @@ def quantize_linear(
 
     Modules that a pattern of ``skip`` is found in the name of are left as they are, and so are weights that
     other modules have too. Values are quantized in ``dtype``, or in the dtype of each parameter. ``tensors``
-    know afterwards how such a weight is read.
+    know afterwards how such a weight is read; without them there is nothing to be read.
 
     Raises ValueError for an unknown ``word``, for an absent library, for what is no pattern, for one that is
     found in no name, and where nothing is left to be quantized.
@@ -181,7 +181,7 @@ def quantize_linear(
         for name, module in found.items()
         if not any(rule.search(name) for rule in patterns)
         and owners[module.weight] == 1
-        and tensors.source(module.weight) is not None
+        and (tensors is None or tensors.source(module.weight) is not None)
     }
     if not chosen:
         raise ValueError(
@@ -256,16 +256,16 @@ def _quantize(
     name: str,
     module: Any,
     scheme: Scheme,
-    tensors: Tensors,
+    tensors: Tensors | None,
     dtype: torch.dtype | None,
 ) -> None:
     weight, transposed = module.weight, _is_transposed(module)
-    source, for_inputs = tensors.source(weight), dtype or weight.dtype
-    assert source is not None, "it was looked for"
-    shape = weight.shape
+    shape, for_inputs = weight.shape, dtype or weight.dtype
+    source = None if tensors is None else tensors.source(weight)
 
     def quantized(device: torch.device) -> nn.Parameter:
-        values = torch.empty(shape, device=META) if device == META else source.read()
+        assert source is not None or device == META, "it was looked for"
+        values = torch.empty(shape, device=META) if source is None or device == META else source.read()
         values = values.to(device, for_inputs)
         return scheme.of(values.T.contiguous() if transposed else values)
 
@@ -274,13 +274,14 @@ def _quantize(
 
 
 def _replace(
-    model: nn.Module, name: str, module: Any, linear: Any, quantized: Quantized, tensors: Tensors
+    model: nn.Module, name: str, module: Any, linear: Any, quantized: Quantized, tensors: Tensors | None
 ) -> None:
     """Let ``linear`` be in the model in place of ``module``, with a quantized weight without values."""
     linear.weight = quantized(META)
     linear.bias = module.bias
     linear.train(module.training)
-    tensors.quantize(module.weight, linear.weight, quantized)
+    if tensors is not None:
+        tensors.quantize(module.weight, linear.weight, quantized)
     model.set_submodule(name, linear)
 
 

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,14 @@ from torch import nn
 
 from streamer.errors import CheckpointError
 from streamer.pretrained.files import Stored
+from streamer.pretrained.match import commonest
 
 #: What bitsandbytes appends to the name of a weight: how it is quantized, in JSON.
 _STATE = ".quant_state.bitsandbytes__"
 #: And what block-wise 8-bit floats have beside their weight.
 _BLOCK_SCALES = "_scale_inv"
+#: How names of tensors end that belong to a quantized weight.
+_BESIDE = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", _BLOCK_SCALES)
 
 
 @dataclass(frozen=True)
@@ -44,16 +48,14 @@ class StoredQuantized(Stored):
         return values.to(self.dtype)
 
 
-def with_quantized(
-    path: Path, stored: Mapping[str, Stored], config: Any, usual: torch.dtype
-) -> dict[str, Stored]:
+def with_quantized(path: Path, stored: Mapping[str, Stored], config: Any) -> dict[str, Stored]:
     """``stored``, where the tensors that a quantized weight is made of are one `StoredQuantized` in place of
-    several. ``config`` is what the config in the folder ``path`` says of its quantization, ``usual`` the
-    dtype of values that the files do not tell.
+    several. ``config`` is that of the model in the folder ``path``, which says how they are quantized.
 
     Raises ValueError for what is quantized in another way, or where the library is absent that reads it.
     """
-    told = config if isinstance(config, dict) else config.to_dict()
+    of_weights = config.quantization_config
+    told = of_weights if isinstance(of_weights, dict) else of_weights.to_dict()
     method, found = str(told.get("quant_method", "")), dict(stored)
     if method == "bitsandbytes" and told.get("load_in_4bit", told.get("_load_in_4bit")):
         need("bitsandbytes")
@@ -64,6 +66,7 @@ def with_quantized(
         return found
     if method == "fp8" and told.get("weight_block_size"):
         need("torchao")
+        usual = usual_dtype(stored) or torch.bfloat16
         for name in [name for name in stored if name.endswith(_BLOCK_SCALES)]:
             weight = name.removesuffix(_BLOCK_SCALES)
             if weight in found:
@@ -125,6 +128,11 @@ def _blocks(scale: Stored, codes: Stored, block: Sequence[int], usual: torch.dty
 
     parts = {"qdata": codes, "scale": scale}
     return StoredQuantized(codes.name, codes.file, usual, codes.shape, parts=parts, made=made, linear=linear)
+
+
+def usual_dtype(stored: Mapping[str, Stored]) -> torch.dtype | None:
+    """The dtype of most of the values that are not quantized; None where there are none."""
+    return commonest((it.dtype, prod(it.shape)) for name, it in stored.items() if not name.endswith(_BESIDE))
 
 
 def need(library: str) -> None:

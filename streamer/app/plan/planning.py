@@ -21,6 +21,7 @@ from streamer.app.run.build import (
     build_optimizer,
     from_files,
     has_packed_rows,
+    quantized_without_values,
     without_values,
     wrap_options,
 )
@@ -33,6 +34,7 @@ from streamer.backends.disk import Disks, Scratch
 from streamer.backends.select import backend_for
 from streamer.engine.layer.micro_batches import AmbiguousBatchError
 from streamer.engine.schedule.trace import Trace
+from streamer.engine.tensors.parts import values_in
 from streamer.engine.wrapped.handle import wrapped
 from streamer.model.auto import machine_of, one_line
 from streamer.model.layers import find_layers
@@ -43,6 +45,7 @@ from streamer.planner.ledger import Ledger
 from streamer.planner.recall import Recollection
 from streamer.planner.room import Room
 from streamer.planner.step_plan import StepPlan, context_bytes, plan_step, uncollected
+from streamer.pretrained.architecture import is_quantized_folder
 from streamer.pretrained.files import has_weights
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.disks import VirtualScratch
@@ -225,11 +228,14 @@ def _plan_with(
 
 def _wrapped(options: Mapping[str, Any], config: Config, machine: Machine) -> nn.Module:
     """The config's model on the virtual backend. With a disk what is frozen is where a run would find it: in
-    the files of a pretrained model, if they are there."""
+    the files of a pretrained model, if they are there. What is quantized there only they tell."""
     backend = VirtualBackend(machine.with_room())
     folder = config.model.pretrained
-    if options["disk"] is not None and folder is not None and has_weights(Path(folder)):
-        disks = Disks(folders_of(options["disk"]), lambda folders: cast(Scratch, VirtualScratch()))
+    has_files = folder is not None and has_weights(Path(folder))
+    if has_files and (options["disk"] is not None or _is_quantized(config)):
+        disks = None
+        if options["disk"] is not None:
+            disks = Disks(folders_of(options["disk"]), lambda folders: cast(Scratch, VirtualScratch()))
         try:
             return from_files(config.model, config.lora, {**options, "disk": disks, "backend": backend})
         except ConfigError:
@@ -237,7 +243,10 @@ def _wrapped(options: Mapping[str, Any], config: Config, machine: Machine) -> nn
         except (OSError, TypeError, ValueError) as error:
             raise ConfigError.of("[model] and [stream]", error) from error
     try:
-        model = without_values(config.model, config.lora)
+        if _is_quantized(config):
+            model = quantized_without_values(config.model, config.lora, options["dtype"])
+        else:
+            model = without_values(config.model, config.lora)
     except (TypeError, ValueError) as error:
         raise error if isinstance(error, ConfigError) else ConfigError(f"[model]: {error}") from error
     try:
@@ -245,6 +254,13 @@ def _wrapped(options: Mapping[str, Any], config: Config, machine: Machine) -> nn
     except ValueError as error:
         raise ConfigError(f"[stream]: {error}") from error
     return wrapped_model
+
+
+def _is_quantized(config: Config) -> bool:
+    """Whether the config, or that of its pretrained model, has weights quantized."""
+    folder = config.model.pretrained
+    in_files = folder is not None and is_quantized_folder(Path(folder))
+    return in_files or config.model.quantize != "none"
 
 
 def _plan(
@@ -275,7 +291,7 @@ def _plan(
         raise ConfigError(_without_values(error)) from error
     except (ValueError, IndexError, TypeError) as error:
         raise ConfigError(f"the model cannot run on {shape} tokens: {error}") from error
-    parameters = sum(param.numel() for param in model.parameters())
+    parameters = sum(map(values_in, model.parameters()))
     return RunPlan(
         config,
         machine,

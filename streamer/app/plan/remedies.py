@@ -16,7 +16,8 @@ MICRO_BATCHES = 3
 @dataclass(frozen=True)
 class Remedies:
     """Keys of the config (``section.key``) to be changed, and the plan with them, which fits if anything
-    does; and the plan of the config as it is with a disk, where that fits."""
+    does; and the plan of the config as it is with a disk, where that fits. The base of adapters is quantized
+    only where nothing exact fits into memory."""
 
     changes: Mapping[str, Any]
     plan: RunPlan
@@ -98,6 +99,22 @@ class _Remedy:
 def find_remedies(plan: RunPlan, plan_of: RunPlanOf) -> Remedies:
     """The changes that make ``plan`` fit: tried in the order of what they cost and added up until it does,
     then each made as mild as the others allow. Where it does not fit with all of them, those that help."""
+    exact = _find_exact(plan, plan_of)
+    config = plan.config
+    if exact.plan.fits or not config.lora.rank or config.model.quantize != "none":
+        return exact
+    for word in ("int8", "nf4"):
+        tried = _tried(plan, "model.quantize", word, plan_of)
+        if tried is None:
+            continue
+        found = Remedies({}, tried, None) if tried.fits else _find_exact(tried, plan_of)
+        if found.plan.fits:
+            changes = {"model.quantize": word, **found.changes}
+            return replace(found, changes=changes, on_disk=exact.on_disk)
+    return exact
+
+
+def _find_exact(plan: RunPlan, plan_of: RunPlanOf) -> Remedies:
     changes: dict[str, Any] = {}
     best = plan
     for remedy in _REMEDIES:

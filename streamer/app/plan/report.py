@@ -318,6 +318,9 @@ def remedy_line(subject: str, found: Remedies, plan: RunPlan, *, with_speed: boo
         even = f"even with {sets}, " if sets else ""
         return f"{misfit}; {even}{lacks or found.plan.refused}: take a smaller model, or more memory{disk}"
     speed = f", {found.plan.tokens_per_second:,.0f} tokens/s" if with_speed else ""
+    if "model.quantize" in found.changes:
+        misfit += ", and nothing exact does in memory"
+        sets += " (the frozen base is rounded)"
     return (
         f"{misfit}; it would with {sets}: device {amount(found.plan.device_needed)}, host "
         f"{amount(found.plan.host_needed)}{speed}{disk}"

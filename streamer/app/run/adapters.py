@@ -22,8 +22,10 @@ from streamer.checkpoint.frozen import LeftOut
 from streamer.checkpoint.manifest import new_folder
 from streamer.checkpoint.tensors import BY_NAME
 from streamer.errors import CheckpointError, amount, shortened
+from streamer.pretrained.architecture import is_quantized
 from streamer.pretrained.files import Stored, stored_tensors
 from streamer.pretrained.match import Tensors
+from streamer.pretrained.quantized_files import StoredQuantized, with_quantized
 
 #: The names of files and tensors that peft looks for.
 WEIGHTS, PREFIX = "adapter_model.safetensors", "base_model.model."
@@ -109,7 +111,10 @@ class Merged:
         """``plain`` is the model without values and without adapters, which it gets here; its weights are in
         ``base``; ``adapters`` are the values of the checkpoint, by name. Raises CheckpointError where either
         are those of another model."""
-        sources = Tensors(plain, stored_tensors(base), ())
+        stored = stored_tensors(base)
+        if is_quantized(plain):
+            stored = with_quantized(base, stored, cast(Any, plain).config)
+        sources = Tensors(plain, stored, ())
         #: the parameters of the model without adapters, each by all names that it has
         self.names: dict[nn.Parameter, list[str]] = {}
         for name, param in plain.named_parameters(remove_duplicate=False):
@@ -137,13 +142,29 @@ class Merged:
                     "use the adapters as they are, without --merge"
                 )
 
-    def read(self, param: nn.Parameter, left_out: LeftOut, dtype: torch.dtype) -> torch.Tensor:
-        """The parameter in ``dtype``, what its adapter adds with it. Raises CheckpointError unless the base
-        has the values that it had in training, as ``left_out`` tells."""
+    def was_quantized(self, param: nn.Parameter, left_out: Mapping[str, LeftOut]) -> bool:
+        """Whether ``param`` was quantized for the run, and is not in the files; of what was frozen then
+        ``left_out`` tells. What the parts of such a parameter were depends on the device too."""
         source = self._sources.source(param)
         assert source is not None, "looked for at first"
-        values = source.read().to(BY_NAME[left_out.dtype])
-        if LeftOut.of(values) != left_out:
+        return self.beside[param] not in left_out and not isinstance(source.stored, StoredQuantized)
+
+    def read(self, param: nn.Parameter, left_out: Mapping[str, LeftOut], dtype: torch.dtype) -> torch.Tensor:
+        """The parameter in ``dtype``, what its adapter adds with it. Raises CheckpointError unless the base
+        has the values that it had in training, as ``left_out`` tells, where it was not quantized for it."""
+        source, beside = self._sources.source(param), self.beside[param]
+        assert source is not None, "looked for at first"
+        values = source.read()
+        if (known := left_out.get(beside)) is not None:
+            values = values.to(BY_NAME[known.dtype])
+            is_same = LeftOut.of(values) == known
+        else:
+            stored = source.stored
+            parts = stored.parts if isinstance(stored, StoredQuantized) else {}
+            is_same = all(
+                LeftOut.of(part.read()) == left_out.get(f"{beside}.{name}") for name, part in parts.items()
+            )
+        if not is_same:
             raise CheckpointError(
                 f"'{self.names[param][0]}' has other values than in training: put the weights "
                 "that the run was trained with back into its model.pretrained"

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -41,9 +40,16 @@ from streamer.checkpoint.tensors import in_a_line
 from streamer.config_values import nearest
 from streamer.errors import DiskError, amount
 from streamer.model.layers import find_layers
-from streamer.pretrained.architecture import ModelClass, build, is_of_transformers, transformers_library
+from streamer.pretrained.architecture import (
+    ModelClass,
+    build,
+    is_of_transformers,
+    is_quantized,
+    transformers_library,
+)
 from streamer.pretrained.files import has_weights, stored_tensors
-from streamer.pretrained.match import commonest
+from streamer.pretrained.quantize import quantize_linear
+from streamer.pretrained.quantized_files import usual_dtype
 
 
 def import_factory(spec: str) -> Callable[..., Any]:
@@ -81,7 +87,7 @@ MARGIN_BYTES = 1 << 26
 
 def without_values(config: ModelConfig, lora: LoraConfig | None = None) -> Any:
     """The config's model with its parameters on the meta device, or what its factory makes there; with the
-    adapters that ``lora`` asks for."""
+    adapters that ``lora`` asks for. No parameter is quantized."""
     if config.pretrained is not None:
         kind, changed = _class(config)
         model = build(Path(config.pretrained), kind, changed, None)
@@ -90,6 +96,28 @@ def without_values(config: ModelConfig, lora: LoraConfig | None = None) -> Any:
     factory = import_factory(config.factory)
     with torch.device("meta"):
         return factory(**config.args)
+
+
+def quantized_without_values(config: ModelConfig, lora: LoraConfig, dtype: torch.dtype | None) -> nn.Module:
+    """`without_values` as it is trained: with linear layers quantized as ``config`` says, for inputs of
+    ``dtype``, or of the dtype that its folder says. Raises ValueError for a model that is quantized in its
+    files, which only they could tell of."""
+    assert config.pretrained is not None
+    kind, changed = _class(config)
+    model = build(Path(config.pretrained), kind, changed, None)
+    if is_quantized(model):
+        raise ValueError(
+            f"{config.pretrained}: its weights are quantized, and only its safetensors files tell how: put "
+            "them there"
+        )
+    if (word := _quantize(config)) is not None:
+        quantize_linear(model, find_layers(model, None), word, config.quantize_skip, None, dtype)
+    return add_adapters(model, lora) if lora.rank else model
+
+
+def _quantize(config: ModelConfig) -> str | None:
+    """As `streamer.from_pretrained` takes it."""
+    return None if config.quantize == "none" else config.quantize
 
 
 def streamed_dtype(config: Config, model: nn.Module | None) -> str:
@@ -112,8 +140,7 @@ def settle_fp16(config: Config) -> tuple[Config, str | None]:
         return config, None
     try:
         if has_weights(Path(folder)):
-            tensors = stored_tensors(Path(folder)).values()
-            dtype = commonest((tensor.dtype, math.prod(tensor.shape)) for tensor in tensors)
+            dtype = usual_dtype(stored_tensors(Path(folder)))
         else:
             dtype = getattr(without_values(config.model), "dtype", None)
     except (OSError, TypeError, ValueError):
@@ -240,7 +267,14 @@ def from_files(config: ModelConfig, lora: LoraConfig, options: Mapping[str, Any]
     kind, changed = _class(config)
     adapt = partial(add_adapters, config=lora) if lora.rank else None
     return streamer.from_pretrained(
-        config.pretrained, kind, init=config.init, config=changed, adapt=adapt, **options
+        config.pretrained,
+        kind,
+        init=config.init,
+        config=changed,
+        adapt=adapt,
+        quantize=_quantize(config),
+        skip=config.quantize_skip,
+        **options,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from streamer.engine.tensors.parts import values_in
 from streamer.simulate.machine import peak_flops
 
 #: FLOPs of a parameter and a token: forward, and in backward the gradient of what goes in. The third
@@ -28,7 +29,7 @@ def model_flops_per_token(model: nn.Module) -> float:
     flops = 0.0
     for name, param in model.named_parameters():
         met = share if _is_of_experts(name, param, config) else 1.0
-        flops += met * param.numel() * (TRAINED if param.requires_grad else FROZEN)
+        flops += met * values_in(param) * (TRAINED if param.requires_grad else FROZEN)
     return flops
 
 

@@ -27,6 +27,7 @@ from streamer.app.signals import Stop
 from streamer.backends.base import DISKS, SPECIAL
 from streamer.checkpoint.manifest import Manifest, checkpoints, prune
 from streamer.checkpoint.values import decode
+from streamer.engine.tensors.parts import parts_of, values_in
 from streamer.errors import CheckpointError, amount
 
 T = TypeVar("T")
@@ -128,10 +129,10 @@ def summary_of(model: nn.Module, first: Lanes, **trained: float) -> dict[str, An
     if not busy["compute"]:
         busy, exposed = dict(stats.busy_seconds), dict(stats.exposed_seconds)
     params = list(model.parameters())
-    parameters = sum(param.numel() for param in params)
+    parameters = sum(map(values_in, params))
     return {
         "parameters": parameters,
-        "weight_bytes": sum(param.nbytes for param in params),
+        "weight_bytes": sum(part.nbytes for param in params for part in parts_of(param)),
         "device_bytes_peak": stats.device_bytes_peak,
         "host_bytes_per_parameter": sum(stats.host_bytes.values()) / parameters,
         "disk_bytes_per_parameter": sum(stats.disk_bytes.values()) / parameters,

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 from typing import Any
@@ -94,6 +95,18 @@ def composite_of(name: str, param: torch.Tensor, modules: Modules) -> Composite 
         ).composite_of
         return of_class(name, param, modules)
     return None
+
+
+def parts_of(param: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that a parameter is made of, itself if it is a plain one."""
+    composite = composite_of("", param, ())
+    return [param] if composite is None else composite.parts()
+
+
+def values_in(param: torch.Tensor) -> int:
+    """How many values a parameter stands for: of one in 4 bits a byte has two."""
+    state = getattr(param, "quant_state", None)
+    return param.numel() if state is None else math.prod(state.shape)
 
 
 def has_inner_tensors(tensor: object) -> bool:
