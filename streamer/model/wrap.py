@@ -137,7 +137,7 @@ def wrap(
             share of each layer. Gradients are averaged over the ranks, in ``grad_dtype``, as
             `torch.nn.parallel.DistributedDataParallel` does. All ranks make the same calls in the same order,
             `save` and `load` too. ``example`` is a rank's part of a batch, and the first one chooses what is
-            "auto". [Note: ranks] Not yet with ``disk``.
+            "auto". [Note: ranks]
         backend: the backend to run on in place of the device's own. A virtual one has no values and compiles
             nothing.
 
@@ -185,7 +185,6 @@ def wrap(
         chosen = None
         ranks = _ranks(process_group, backend)
         if ranks is not None:
-            _check_shareable(options)
             undo.callback(ranks.leave)
             undo.push(partial(_tell_of_failure, ranks))
         if example is not None or AUTO in may_be_auto(options):
@@ -205,12 +204,6 @@ def _ranks(process_group: ProcessGroup | None, backend: Backend) -> Ranks | None
         return Ranks(process_group, backend.device)
     planned = isinstance(backend, VirtualBackend) and backend.machine.ranks > 1
     return VirtualRanks(backend) if isinstance(backend, VirtualBackend) and planned else None
-
-
-def _check_shareable(options: WrapOptions) -> None:
-    """Raise ValueError for options that ranks cannot have together."""
-    if options.disk is not None:
-        raise ValueError("process_group= does not go with disk= yet: leave one of them out")
 
 
 def _tell_of_failure(ranks: Ranks, kind: object, error: BaseException | None, trace: object) -> None:
