@@ -105,9 +105,9 @@ def stream(
                 may_write=disks.may_write,
                 ranks=1 if ranks is None else ranks.size,
             )
-            if ranks is not None:
-                # what is free differs from rank to rank
-                planned, on_disk = ranks.as_first((planned, on_disk))
+        if ranks is not None:
+            # what is free differs from rank to rank
+            planned, on_disk = ranks.as_first((planned, on_disk))
         # ranks have the host's memory once, which the first one takes, and what is each rank's own
         everything = of_all_ranks(planned.host, 1 if ranks is None else ranks.size)
         on_host = {**everything, **moments} if ranks is None or ranks.leads else {}
