@@ -81,11 +81,13 @@ def least_budget(folder: str, made: torch.nn.Module, **options: Any) -> int:
 def in_group(
     folder: str | None, options: dict[str, Any], *, frozen: bool = False, layers: int = ALL, more: int = 0
 ) -> dict[str, Any]:
-    """Options of `wrap` for ranks, and for what is on disk in ``folder``: all that may, but for ``more``."""
+    """Options of `wrap` for ranks, and for what is on disk in ``folder``: all that may, but for ``more``. The
+    second rank has room for other things there, and takes what the first one has chosen."""
     given = {**options, "process_group": dist.group.WORLD if dist.is_initialized() else None}
     if folder is not None:
         least = least_budget(folder, model(frozen=frozen, layers=layers), **options)
-        given |= {"host_memory": least + more, "disk": disks(folder)}
+        own = 300_000 if dist.is_initialized() and dist.get_rank() else 0
+        given |= {"host_memory": least + more + own, "disk": disks(folder)}
     return given
 
 
