@@ -173,6 +173,9 @@ def test_a_plan_of_ranks_is_what_they_have_and_do(
         assert on_host == executor.host_bytes()
         assert there == executor.disk_bytes()
         assert allocated == sum(there.values()), "once for all"
+        # what `wrap` has planned, before there were moments
+        assert {name: there[name] for name in planned.disk} == planned.disk
+        assert {name: on_host[name] for name in planned.host} == planned.host
         shared += nbytes_there["WRITE_STATE"] + nbytes_there["WRITE_WEIGHTS"]
         if rank == 0:
             assert (ops_there, nbytes_there) == (ops, nbytes)
