@@ -172,6 +172,12 @@ def _check_model(
     shapes: dict[str, object] = {
         slice.param.name: slice.param.shape for unit in units for slice in unit.layout.slices
     }
+    quantized = {
+        slice.param.name: [DTYPES[slice.dtype]]
+        for unit in units
+        for slice in unit.layout.slices
+        if not slice.param.trainable and DTYPES[slice.dtype] not in _FLOATS
+    }
     buffers: dict[str, object] = {name: tuple(buffer.shape) for name, buffer in model.named_buffers()}
     weights = files.entries(WEIGHTS)
     there = {name: entry.shape for name, entry in weights.items()}
@@ -184,7 +190,7 @@ def _check_model(
         )
     for kind in (WEIGHTS, GRADIENTS):
         for name, entry in files.entries(kind).items():
-            if entry.shape != shapes.get(name) or entry.dtype not in _FLOATS:
+            if entry.shape != shapes.get(name) or entry.dtype not in (quantized.get(name) or _FLOATS):
                 raise CheckpointError(
                     f"{files.path / files.names[kind][name]}: tensor '{name}' is no value for a parameter of "
                     "the model"

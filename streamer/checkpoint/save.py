@@ -239,10 +239,10 @@ def _check_registered(model: nn.Module, units: Sequence[Unit]) -> None:
     """Raise ValueError for a parameter that is no longer in the model: what is in its place has no shard."""
     registered = set(model.parameters())
     for unit in units:
-        for slice, param in unit.placed():
+        for name, param, _ in unit.registered:
             if param not in registered:
                 raise ValueError(
-                    f"parameter '{slice.param.name}' was replaced or removed after streamer.wrap, so that it "
+                    f"parameter '{name}' was replaced or removed after streamer.wrap, so that it "
                     "cannot be saved: put it back, or unwrap first"
                 )
 

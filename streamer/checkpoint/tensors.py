@@ -40,6 +40,9 @@ DTYPES = {
     torch.uint16: "U16",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
 }
 
 BY_NAME = {name: dtype for dtype, name in DTYPES.items()}

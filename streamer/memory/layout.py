@@ -10,9 +10,9 @@ import torch
 
 from streamer_native import QUANTUM
 
-#: Elements to which every parameter is aligned: 64 bytes or more, as PyTorch aligns its own tensors,
-#: so that the same kernels run on a slot as on a plain parameter.
-ALIGN = 32
+#: Elements to which every parameter is aligned, and bytes, as PyTorch aligns its own tensors, so that the
+#: same kernels run on a slot as on a plain parameter.
+ALIGN, ALIGN_BYTES = 32, 64
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Layout:
         offset = index = block = grad_nbytes = state_numel = state_blocks = 0
         for param in sorted(params, key=lambda param: not param.trainable):
             numel = torch.Size(param.shape).numel()
-            align = ALIGN * param.dtype.itemsize
+            align = max(ALIGN_BYTES, ALIGN * param.dtype.itemsize)
             offset = -(-offset // align) * align
             slice = Slice(param.dtype, offset, index, numel, param, block)
             slices.append(slice)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from torch import nn
 from streamer.backends.base import Backend
 from streamer.engine.layer.micro_batches import AmbiguousBatchError
 from streamer.engine.tensors.nested import Rebuild, flatten
+from streamer.engine.tensors.parts import composite_of, marked, plainly
 from streamer.engine.wrapped.handle import wrapped
 from streamer.model.layers import find_layers
 from streamer.model.move_in import check_init, room_of
@@ -53,8 +55,20 @@ def skeleton(model: nn.Module) -> nn.Module:
     Raises ValueError where a module cannot be copied.
     """
     memo: dict[int, Any] = {}
-    for param in model.parameters():
-        memo[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+    owners: dict[nn.Parameter, list[nn.Module]] = defaultdict(list)
+    for module in model.modules():
+        for param in module._parameters.values():
+            if param is not None:
+                owners[param].append(module)
+    for name, param in model.named_parameters():
+        if (composite := composite_of(name, param, owners[param])) is None:
+            memo[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+            continue
+        # the modules may hold the parts too
+        own = composite.parts()
+        parts = [torch.empty_like(part, device="meta") for part in plainly(own)]
+        memo |= {id(part): without for part, without in zip(own, parts, strict=True)}
+        memo[id(param)] = marked(composite.like(parts))
     held = [value for module in model.modules() for value in vars(module).values()]
     for tensor in (*model.buffers(), *(value for value in held if isinstance(value, torch.Tensor))):
         without = torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
@@ -189,7 +203,7 @@ def plan_of(
     def planned_with(given: WrapOptions, choice: Choice) -> StepPlan:
         backend = VirtualBackend(roomy)
         ranks = VirtualRanks(backend) if roomy.ranks > 1 else None
-        planned = stream(copy.deepcopy(model).train(), backend, given, ranks=ranks)
+        planned = stream(skeleton(model).train(), backend, given, ranks=ranks)
         executor = wrapped(planned).executor
         try:
             step = batch.step(planned)
@@ -226,11 +240,12 @@ def choose_options(
     batch.check_arguments(model)
     machine = replace(machine_of(backend, machine), ranks=ranks)
     layers = find_layers(model, options.layers)
+    units, root = make_units(model, layers, None)
     if not isinstance(backend, VirtualBackend):
-        units, root = make_units(model, layers, None)
         check_init((*units, root), options.init)
     among = Options.of(may_be_auto(options), layers=len(layers), batch=batch.size)
-    room = room_of(backend, model.parameters(), limit=options.device_limit)
+    params = [param for unit in (*units, root) for param in unit.params]
+    room = room_of(backend, params, limit=options.device_limit)
     room = replace(room, host_limit=options.host_limit, ranks=ranks)
     without = skeleton(model)
     whole = plan_of(without, machine, batch, options, host_bytes=room.host_room())

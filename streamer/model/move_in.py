@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import abc
 import hashlib
-import math
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from streamer.backends.base import Backend
 from streamer.backends.host_memory import file_mappings, give_back_freed
 from streamer.backends.ranks import Ranks
 from streamer.engine.paging.unit import Unit
+from streamer.engine.tensors.guarded import not_a_number
 from streamer.errors import DiskError, shortened, warn
 from streamer.memory.host import HostShard, HostStore
 from streamer.planner.room import Room
@@ -106,6 +106,7 @@ class Initialiser:
             return
         for slice, param in unit.placed():
             exchange(slice.param.name, param, _unset(param, self._device))
+        unit.show_parts()
         blanks = [
             _Blank(unit, owner, owner._parameters, name) for owners in unit.owners for owner, name in owners
         ]
@@ -290,6 +291,7 @@ class MoveIn:
                 exchange(slice.param.name, param, torch.empty(param.shape, dtype=dtype, device=device))
             else:
                 param.data = param.data.to(device)
+        unit.show_parts()
 
     def _take(self, unit: Unit, shard: HostShard) -> None:
         if self._initialise is not None:
@@ -307,10 +309,11 @@ class MoveIn:
                 param.grad_dtype = None  # the gradient may have the parameter's dtype or fp32: [Note: sums]
             # the root unit's parameters, too, give up their storage; later they show the device's buffer
             if shard.is_out:  # one number, of whatever shape, takes no memory
-                nothing = torch.tensor(math.nan, dtype=slice.dtype, device="meta" if virtual else "cpu")
+                nothing = not_a_number(slice.dtype, torch.device("meta" if virtual else "cpu"))
                 param.data = nothing.expand(slice.param.shape)
             else:
                 param.data = slice.own(shard.weight)
+        unit.show_parts()
         for owner, name in unit.buffer_owners:
             if (buffer := owner._buffers[name]) is not None:
                 if buffer not in self._moved_buffers:
@@ -343,6 +346,7 @@ def take_out(
                 inexact.append(slice.param.name)
                 why = str(error)
         param.data = param.data.to(dtypes[param])
+    unit.show_parts()
     if inexact:
         warn(f"{shortened(inexact)}: no more exact than as streamed, since fp32 masters are lost ({why})")
     for owner, name in unit.buffer_owners:

@@ -76,8 +76,8 @@ def stream(
         # no work of the host runs on a virtual backend
         if host_threads is not None and not virtual:
             backend.on_host(partial(native.set_num_threads, host_threads))
-        plain_dtypes = {param: param.dtype for param in model.parameters()}
-        room = replace(room_of(backend, plain_dtypes), host_limit=host_limit)
+        room = room_of(backend, (param for unit in (*units, root) for param in unit.params))
+        room = replace(room, host_limit=host_limit)
         cut = cut_to_fit(model, units, root, dtype, num_slots=slots, available=room.tensors, limit=limit)
         if cut.split and micro_batch_size is not None:
             refuse_micro_batches(cut.split)
@@ -85,6 +85,7 @@ def stream(
             run_as = [run_as[layer] for layer in cut.layers]
             cutters = micro_batches(cut.units, None, {})
         units, root = cut.units, cut.root
+        plain_dtypes = {param: param.dtype for unit in (*units, root) for param in unit.params}
         slots = min(slots, len(units))
         planned = ledger(
             units,

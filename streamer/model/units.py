@@ -18,8 +18,9 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from streamer.engine.layer.outside_access import Split
-from streamer.engine.paging.unit import Unit
+from streamer.engine.paging.unit import InParts, Unit
 from streamer.engine.schedule.op import ROOT
+from streamer.engine.tensors.parts import Composite, composite_of, has_inner_tensors, plainly
 from streamer.errors import exact_amount
 from streamer.memory.layout import Layout, Param
 from streamer.memory.slots import num_grad_slots
@@ -36,9 +37,11 @@ def make_units(
 ) -> tuple[list[Unit], Unit]:
     """One unit for each of ``layers`` (qualified name and module), and the root unit.
 
-    ``dtype`` is what parameters are streamed in; None keeps the dtype of each. Raises ValueError for what
-    cannot be streamed: TorchScript, a layer without parameters, a parameter that two units share or that is
-    sparse, complex or of another dtype than fp32, bf16 and fp16.
+    ``dtype`` is what parameters are streamed in; None keeps the dtype of each. Quantized weights are streamed
+    as they are: those of a class of their own, and frozen parameters of whole numbers or of 8-bit floats.
+    Raises ValueError for what cannot be streamed: TorchScript, a layer without parameters, a parameter that
+    two units share, that is sparse or complex, or that is trained and of another dtype than fp32, bf16 and
+    fp16.
     """
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -79,8 +82,9 @@ def _check_unshared(owners: Sequence[Owners], names: Sequence[str]) -> None:
     at_address: dict[int, nn.Parameter] = {}
     for index, owned in enumerate(owners):
         for param, places in owned.items():
-            # sparse and meta tensors have no address
+            # sparse and meta tensors have no address, nor have those that are made of others
             dense = param.layout is torch.strided and not param.is_meta and param.numel()
+            dense = dense and not has_inner_tensors(param)
             if dense and at_address.setdefault(param.data_ptr(), param) is not param:
                 raise ValueError(
                     f"parameter '{places[0][2]}' has the same memory as another one: tie them by sharing the "
@@ -103,11 +107,23 @@ def _unit(
     elsewhere: Iterable[nn.Module] = (),
 ) -> Unit:
     params: dict[Param, nn.Parameter] = {}
+    composites: dict[nn.Parameter, tuple[Composite, list[Param]]] = {}
+    raw = {owner for param, places in owned.items() if _is_raw(param) for owner, _, _ in places}
     for param, places in owned.items():
-        streamed = _streamed_dtype(param, places[0][2], dtype)
-        params[Param(places[0][2], tuple(param.shape), streamed, param.requires_grad)] = param
+        full_name = places[0][2]
+        composite = composite_of(full_name, param, [owner for owner, _, _ in places])
+        if composite is not None:
+            _check_frozen(composite, full_name, dtype)
+            parts = _parts(composite, full_name)
+            composites[param] = composite, [*parts]
+            params |= parts
+            continue
+        scales = not param.requires_grad and all(owner in raw and key != "bias" for owner, key, _ in places)
+        streamed = _streamed_dtype(param, full_name, None if scales else dtype)
+        params[Param(full_name, tuple(param.shape), streamed, param.requires_grad)] = param
     layout = Layout.of(params)
     in_order = tuple(params[slice.param] for slice in layout.slices)
+    position = {slice.param: place for place, slice in enumerate(layout.slices)}
     others = set(elsewhere)
     return Unit(
         index=index,
@@ -115,11 +131,51 @@ def _unit(
         module=module,
         layout=layout,
         params=in_order,
-        owners=tuple(tuple((owner, key) for owner, key, _ in owned[param]) for param in in_order),
+        owners=tuple(tuple((owner, key) for owner, key, _ in owned.get(param, ())) for param in in_order),
         buffer_owners=tuple(
             (owner, key) for owner in module.modules() if owner not in others for key in owner._buffers
         ),
+        in_parts=tuple(
+            InParts(
+                name=owned[param][0][2],
+                composite=composite,
+                positions=tuple(position[part] for part in parts),
+                owners=tuple((owner, key) for owner, key, _ in owned[param]),
+            )
+            for param, (composite, parts) in composites.items()
+        ),
     )
+
+
+def _parts(composite: Composite, name: str) -> dict[Param, nn.Parameter]:
+    """The parts of a parameter, as frozen parameters. [Note: parts]"""
+    parts: dict[Param, nn.Parameter] = {}
+    for key, plain in zip(composite.names, plainly(composite.parts()), strict=True):
+        described = Param(f"{name}.{key}", tuple(plain.shape), plain.dtype, trainable=False)
+        parts[described] = nn.Parameter(plain.contiguous(), requires_grad=False)
+    return parts
+
+
+def _check_frozen(composite: Composite, name: str, dtype: torch.dtype | None) -> None:
+    """Raise ValueError for a quantized weight that is trained, or that is for inputs of another dtype."""
+    kind = type(composite.param).__name__
+    if composite.param.requires_grad:
+        raise ValueError(
+            f"parameter '{name}' is a {kind}, which is streamed as it is and cannot be trained: freeze it "
+            "(requires_grad_(False)) and train adapters beside it, or leave it unquantized"
+        )
+    if dtype is not None and composite.dtype not in (None, dtype):
+        raise ValueError(
+            f"parameter '{name}' is a {kind} for inputs of {composite.dtype}, which dtype={dtype} cannot "
+            f"change: quantize a model of {dtype} (model.to({dtype}) before), or leave dtype out"
+        )
+
+
+def _is_raw(param: nn.Parameter) -> bool:
+    """Whether a parameter holds codes: whole numbers, or floating point of fewer than 16 bits. What stands
+    beside codes in a module, scales say, keeps its dtype as they do."""
+    is_number = param.layout is torch.strided and not param.is_complex()
+    return is_number and (not param.is_floating_point() or param.dtype.itemsize == 1)
 
 
 def _streamed_dtype(param: nn.Parameter, name: str, dtype: torch.dtype | None) -> torch.dtype:
@@ -129,11 +185,14 @@ def _streamed_dtype(param: nn.Parameter, name: str, dtype: torch.dtype | None) -
         )
     if param.dtype.is_complex:
         raise ValueError(f"parameter '{name}' is complex ({param.dtype}): store its real and imaginary parts")
-    if not param.dtype.is_floating_point:
-        raise ValueError(
-            f"parameter '{name}' has dtype {param.dtype}, which is no floating point: cast the model first, "
-            "or register it as a buffer, which stays on the device"
-        )
+    if _is_raw(param) and not param.requires_grad:
+        if type(param) is not nn.Parameter:
+            raise ValueError(
+                f"parameter '{name}' is a {type(param).__name__} of {param.dtype}, which does not say what "
+                "it is made of (__tensor_flatten__), so it cannot be streamed: quantize with torchao or "
+                "bitsandbytes, or keep that list of layers out of layers="
+            )
+        return param.dtype
     streamed = param.dtype if dtype is None else dtype
     if streamed not in DTYPES:
         raise ValueError(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -13,9 +13,12 @@ from torch import nn
 from streamer.engine.disk.state import masters_of
 from streamer.engine.layer.outside_access import HAD
 from streamer.engine.paging.executor import Executor
+from streamer.engine.paging.unit import InParts, Unit
 from streamer.engine.tensors.guarded import as_plain, plain_class
+from streamer.engine.tensors.parts import marked
 from streamer.engine.wrapped.handle import HANDLE, home_of, settle_out, wrapped
 from streamer.errors import DiskError, warn
+from streamer.memory.layout import Slice
 from streamer.memory.purposes import ALL_MOMENTS
 from streamer.memory.verdict import host, require
 from streamer.model.move_in import take_out
@@ -75,18 +78,38 @@ class Copier:
         self._executor.synchronize()
         self._check_room(params)
         for param in params:
-            memo[id(param)] = plain_class(type(param))(self._exact(param), requires_grad=param.requires_grad)
+            copies = [self._exact(unit, slice, own) for unit, slice, own in self._places(param)]
+            if (each := self._in_parts.get(param)) is not None:
+                # the modules may hold the parts too
+                memo |= {id(own): copied for own, copied in zip(each.composite.parts(), copies, strict=True)}
+                memo[id(param)] = marked(each.composite.like(copies))
+                continue
+            memo[id(param)] = plain_class(type(param))(copies[0], requires_grad=param.requires_grad)
 
-    def _exact(self, param: nn.Parameter) -> torch.Tensor:
+    @cached_property
+    def _in_parts(self) -> dict[nn.Parameter, InParts]:
+        units = (*self._executor.units, self._executor.root)
+        return {each.param: each for unit in units for each in unit.in_parts}
+
+    def _places(self, param: nn.Parameter) -> Iterator[tuple[Unit, Slice, nn.Parameter]]:
+        """The unit of ``param``, its slice and itself, or those of each of its parts."""
         home = home_of(param)
         assert home is not None, "it is one of the model's"
+        if (each := self._in_parts.get(param)) is None:
+            yield home.unit, home.slice, param
+            return
+        for position in each.positions:
+            yield home.unit, home.unit.layout.slices[position], home.unit.params[position]
+
+    def _exact(self, unit: Unit, slice: Slice, param: nn.Parameter) -> torch.Tensor:
         if param.is_meta:
             return param.detach().clone()
-        exact = self._executor.backend.on_host(partial(self._executor.shard(home.unit).exact, home.slice))
+        exact = self._executor.backend.on_host(partial(self._executor.shard(unit).exact, slice))
         return exact.to(self._plain_dtypes[param])
 
     def _check_room(self, params: Iterable[nn.Parameter]) -> None:
-        needed = sum(param.numel() * self._plain_dtypes[param].itemsize for param in params)
+        own = [each for param in params for _, _, each in self._places(param)]
+        needed = sum(param.numel() * self._plain_dtypes[param].itemsize for param in own)
         available = self._executor.backend.host_available()
         remedy = "write a checkpoint (streamer.save) instead"
         require("a plain copy of the model", host(needed, available, remedy))

@@ -5,7 +5,7 @@ Outputs that are made so have the same shapes, and share memory as the layer's o
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,22 +63,32 @@ def structure_of(unit: Unit, numbers: Numbers) -> Hashable:
         for slice in unit.layout.slices
     ]
     names = {module: name for name, module in unit.module.named_modules()}
-    ties = [[(names[module], name) for module, name in owners] for owners in unit.owners]
-    modules = [(name, type(module), *_own(module, numbers)) for module, name in names.items()]
-    return repr((layout, ties, modules))
+    ties = [[(names[module], name) for module, name in owners] for _, _, owners in unit.registered]
+    parts = [(each.positions, each.composite.structure) for each in unit.in_parts]
+    #: what modules have of weights that are made of parts
+    skipped = {
+        module: each.composite.attributes for each in unit.in_parts for module in each.composite.modules
+    }
+    modules = [
+        (name, type(module), *_own(module, numbers, skipped.get(module, ())))
+        for module, name in names.items()
+    ]
+    return repr((layout, ties, parts, modules))
 
 
-def _own(module: nn.Module, numbers: Numbers) -> list[Any]:
-    """What a module's result depends on, beside parameters and children."""
+def _own(module: nn.Module, numbers: Numbers, skipped: Collection[str]) -> list[Any]:
+    """What a module's result depends on, beside parameters, children and attributes that are ``skipped``."""
     found: list[Any] = [(name, _plain(value, numbers)) for name, value in module._buffers.items()]
     for name, value in vars(module).items():
         if name in _HOOKS:
             found += [numbers.of(hook) for hook in value.values()]
-        elif name not in NUMBERS and name not in (*GUARDS, "forward") and not name.endswith(_SKIPPED):
+        elif not (name in NUMBERS or name in skipped or name in _OURS or name.endswith(_SKIPPED)):
             found.append((name, _plain(value, numbers)))
     return found
 
 
+#: What is set on modules of a wrapped model.
+_OURS = {*GUARDS, "forward"}
 #: How the names of PyTorch's own attributes end on which no result depends.
 _SKIPPED = (
     "_hooks",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from streamer.simulate.cost import NOTHING, Cost, Operations, tensors_in
+from streamer.simulate.cost import NOTHING, Cost, Operations, is_wrapper, tensors_in
 from streamer.simulate.machine import Machine
 from streamer.simulate.temporaries import temporary_bytes
 from streamer.torch_private import storage_id
@@ -42,6 +42,8 @@ class Tracker(TorchDispatchMode):
         return "all"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_wrapper, types)):
+            return NotImplemented  # what it does with its inner tensors comes here
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func.is_view:

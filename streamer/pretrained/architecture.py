@@ -50,6 +50,11 @@ def build(path: Path, model_class: ModelClass | None, config: Any, dtype: torch.
     return model
 
 
+def of_library(model: nn.Module) -> bool:
+    """Whether ``model`` is one of the transformers library."""
+    return hasattr(model, "_adjust_missing_and_unexpected_keys")
+
+
 def is_of_transformers(kind: object) -> bool:
     """Whether it is a class of models of the transformers library, or one of its Auto classes."""
     is_loaded = isinstance(kind, type) and hasattr(kind, "from_pretrained")
@@ -104,8 +109,6 @@ def _of_transformers(
     transformers = transformers_library()
     folder = path if path.is_dir() else path.parent
     config = _config(transformers, folder, model_class, config)
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(f"{folder}: its weights are quantised, and cannot be trained: dequantise them first")
     kind: Any = model_class or _named_in(transformers, config, folder)
     if _is_auto(kind) and type(config) not in kind._model_mapping:
         raise ValueError(f"{kind.__name__} has no class for a {type(config).__name__}: give another")

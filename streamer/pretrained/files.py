@@ -125,7 +125,7 @@ def _tensors_of(file: Path) -> dict[str, Stored]:
         raise CheckpointError(f"{file}: not a whole safetensors file ({in_a_line(error)})") from error
     if strange := [f"{name} ({dtype})" for name, (dtype, _) in kinds.items() if dtype not in BY_NAME]:
         raise CheckpointError(
-            f"{file}: these tensors are quantised, and only whole numbers and floating point from 16 bits on "
-            f"can be trained; write them as bfloat16 first: {shortened(strange)}"
+            f"{file}: these tensors have a dtype that is not known here; write them as bfloat16 first: "
+            f"{shortened(strange)}"
         )
     return {name: Stored(name, file, BY_NAME[dtype], shape) for name, (dtype, shape) in kinds.items()}

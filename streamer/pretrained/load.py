@@ -19,8 +19,10 @@ from streamer.model.options import Folders, folders_of
 from streamer.model.units import DTYPES
 from streamer.model.wrap import wrap
 from streamer.pretrained.architecture import ModelClass, build
-from streamer.pretrained.files import places, stored_tensors
+from streamer.pretrained.files import Stored, places, stored_tensors
 from streamer.pretrained.match import Tensors, commonest
+from streamer.pretrained.quantize import quantize_linear, take_quantized
+from streamer.pretrained.quantized_files import StoredQuantized, with_quantized
 
 #: The method of transformers' models that sets first values, and the mark of those that it leaves alone.
 OWN_INIT, HAS_VALUES = "_init_weights", "_is_hf_initialized"
@@ -36,6 +38,8 @@ def from_pretrained(
     ignore: str | Sequence[str] = (),
     adapt: Callable[[nn.Module], nn.Module | None] | None = None,
     dtype: torch.dtype | None = None,
+    quantize: str | None = None,
+    skip: str | Sequence[str] = (),
     disk: bool | Folders | Disks | None = None,
     **options: Any,
 ) -> nn.Module:
@@ -66,6 +70,13 @@ def from_pretrained(
         dtype: what parameters are computed in, as for `streamer.wrap`: fp32 files give exact fp32 masters to
             bf16 weights. None streams each parameter in the dtype that it has in the files. Buffers of a
             transformers model are in the dtype that its class gives them for ``dtype``.
+        quantize: "int8" (by torchao) or "nf4" (by bitsandbytes) quantizes the weights of the linear modules
+            in the layers while they are read, a tensor at a time, so that the model is never whole in
+            ``dtype``. The model is frozen then: ``adapt`` adds what is trained, or unfreezes what is not
+            quantized. A folder whose weights are quantized already, in 4 bits by bitsandbytes or in fp8 with
+            a scale for each block, is read as it is, and frozen too.
+        skip: a regular expression, or several; linear modules are not quantized if one is found in their
+            name.
         disk: True reads frozen parameters of layers, such as the base of adapters, from the files where they
             are, for as many layers as ``host_memory`` (or what is free) has no room for: nothing is copied
             and nothing written, and memory has a ring of a few layers. The files must stay. A layer of which
@@ -87,13 +98,24 @@ def from_pretrained(
     stored = stored_tensors(path)
     usual = commonest((tensor.dtype, prod(tensor.shape)) for tensor in stored.values())
     model = build(path, model_class, config, dtype if dtype in DTYPES else usual)
+    in_files = getattr(getattr(model, "config", None), "quantization_config", None)
+    if in_files is not None:
+        if quantize is not None:
+            raise ValueError(f"{path}: its weights are quantized already: leave quantize={quantize!r} out")
+        stored = with_quantized(path, stored, in_files, usual or torch.bfloat16)
     initialise = _resolved(model, init)
     tensors = Tensors(model, stored, ignore)
     if faults := tensors.faults(may_be_missing=initialise is not None):
         raise CheckpointError(f"{path} is not of a {type(model).__name__}; {'; '.join(faults)}")
-    if adapt is None:
-        find_layers(model, layers)  # says early what is wrong with the paths
+    # after adapt= the layers may have other paths
+    found = find_layers(model, layers) if adapt is None else []  # says early what is wrong with the paths
     tensors.take_dtypes(dtype if dtype in DTYPES else None)
+    if quantize is not None:
+        quantize_linear(model, found or find_layers(model, None), quantize, skip, tensors, dtype)
+    elif skip:
+        raise ValueError("skip= names what quantize= leaves as it is: give quantize=, or leave skip= out")
+    if in_files is not None:
+        take_quantized(model, stored, tensors, dtype)
     tensors.fill_buffers(model)
     if adapt is not None:
         model = _adapted(model, adapt, tensors)
@@ -117,11 +139,15 @@ def _adapted(model: nn.Module, adapt: Callable[[nn.Module], nn.Module | None], t
 def _with_files(disk: bool | Folders | Disks, model: nn.Module, tensors: Tensors) -> Disks:
     """``disk`` with what can be read from the files. Raises ValueError where that is nothing, and nothing
     else may be used."""
-    frozen = {
-        name: source.stored
-        for name, param in model.named_parameters()
-        if not param.requires_grad and (source := tensors.source(param)) and source.stored is not None
-    }
+    frozen: dict[str, Stored] = {}
+    for name, param in model.named_parameters():
+        source = tensors.source(param)
+        if param.requires_grad or source is None or source.stored is None:
+            continue
+        if isinstance(source.stored, StoredQuantized):
+            frozen |= {f"{name}.{part}": stored for part, stored in source.stored.parts.items()}
+        elif not tensors.is_quantized(param):
+            frozen[name] = source.stored
     if disk is True and not frozen:
         raise ValueError(
             "disk=True reads frozen parameters from the files where they are, and none is frozen: freeze "
@@ -210,7 +236,6 @@ class _Reader(UnitInit):
     def _read_pending(self) -> None:
         params = {param: None for module in self._pending for param in module._parameters.values()}
         for param in params:
-            if param is not None and (source := self._tensors.source(param)) is not None:
-                param.copy_(source.read())
+            if param is not None and self._tensors.read_into(param):
                 self._read.add(param)
         self._pending.clear()

@@ -17,9 +17,11 @@ import torch
 from torch import nn
 
 from streamer.checkpoint.tensors import in_a_line
+from streamer.engine.tensors.parts import composite_of
 from streamer.errors import CheckpointError, shortened
 from streamer.model.move_in import exchange
 from streamer.model.units import DTYPES
+from streamer.pretrained.architecture import of_library
 from streamer.pretrained.files import Stored
 
 
@@ -46,12 +48,12 @@ class Tensors:
     """
 
     def __init__(self, model: nn.Module, stored: Mapping[str, Stored], ignored: str | Sequence[str]) -> None:
-        patterns = _compiled([ignored] if isinstance(ignored, str) else ignored)
+        patterns = compiled([ignored] if isinstance(ignored, str) else ignored, "ignore")
         wanted = {name: it for name, it in stored.items() if not any(rule.search(name) for rule in patterns)}
         self._model = model
         self._names = _names(model)
         here = {name: tensor for tensor, aliases in self._names.items() for name in aliases}
-        of_transformers = hasattr(model, "_adjust_missing_and_unexpected_keys")
+        of_transformers = of_library(model)
         self._by_name, unexpected = (_by_rules if of_transformers else _by_name)(model, wanted, here)
         self._sources: dict[torch.Tensor, Source] = {}
         for tensor, _, source in self._in_files():
@@ -65,6 +67,8 @@ class Tensors:
         self._unexpected = [name for name, target in unexpected.items() if target in allowed.unexpected_keys]
         #: parameters without values that were added since
         self.added: set[torch.Tensor] = set()
+        #: by quantized parameter, what reads another one like it to a device
+        self._quantized: dict[torch.Tensor, Callable[[torch.device], nn.Parameter]] = {}
 
     def add(self, name: str, param: nn.Parameter) -> None:
         """Know of a parameter that was added to the model under ``name``. Its values, unless it is on the
@@ -76,6 +80,31 @@ class Tensors:
         values = param.detach().clone()
         exchange(name, param, torch.empty_like(param, device="meta"))
         self._sources[param] = Source(values.dtype, tuple(values.shape), "adapt=", lambda: values)
+
+    def quantize(
+        self, param: nn.Parameter, quantized: nn.Parameter, read: Callable[[torch.device], nn.Parameter]
+    ) -> None:
+        """Know that ``quantized`` is in the model in place of ``param``; ``read`` makes another one with
+        values, on a device. [Note: parts]"""
+        self._names[quantized] = self._names.pop(param)
+        self._sources[quantized] = self._sources.pop(param)
+        self._quantized[quantized] = read
+
+    def read_into(self, param: nn.Parameter) -> bool:
+        """Give ``param`` its values; whether there are some in the files."""
+        if (source := self.source(param)) is None:
+            return False
+        if (read := self._quantized.get(param)) is None:
+            param.copy_(source.read())
+        else:
+            own = _parts(self.name(param), param)
+            for part, values in zip(own, _parts(self.name(param), read(own[0].device)), strict=True):
+                part.copy_(values)
+        return True
+
+    def is_quantized(self, param: nn.Parameter) -> bool:
+        """Whether ``param`` is quantized here."""
+        return param in self._quantized
 
     def name(self, tensor: torch.Tensor) -> str:
         return self._names[tensor][0]
@@ -89,7 +118,7 @@ class Tensors:
             "missing (give init= to make new ones)": [] if may_be_missing else [*self.missing.values()],
             "unexpected (give ignore= patterns for those to leave out)": self._unexpected,
             "of another shape": self._misshapen(),
-            "of a dtype that is not streamed": self._unreadable(),
+            "of a dtype that is not streamed (write them as bfloat16 first)": self._unreadable(),
             "tied here, and different in the files (give a config that does not tie them)": self._differing(),
         }
         return [f"{what}: {shortened(names)}" for what, names in listed.items() if names]
@@ -156,11 +185,18 @@ class Tensors:
                     buffer.copy_(source.read())
 
 
-def _compiled(patterns: Sequence[str]) -> list[re.Pattern[str]]:
+def _parts(name: str, quantized: nn.Parameter) -> list[torch.Tensor]:
+    composite = composite_of(name, quantized, [])
+    assert composite is not None, "it is quantized"
+    return composite.parts()
+
+
+def compiled(patterns: Sequence[str], argument: str) -> list[re.Pattern[str]]:
+    """Raises ValueError, naming the ``argument``, for what is no regular expression."""
     try:
         return [re.compile(pattern) for pattern in patterns]
     except (re.error, TypeError) as error:
-        raise ValueError(f"ignore={patterns!r}: give regular expressions ({error})") from error
+        raise ValueError(f"{argument}={patterns!r}: give regular expressions ({error})") from error
 
 
 def _names(model: nn.Module) -> dict[torch.Tensor, list[str]]:

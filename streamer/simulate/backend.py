@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from streamer.backends.base import Backend, Event, Lane, buffers_within
 from streamer.simulate.clock import Clock
-from streamer.simulate.cost import NOTHING, Cost, FusedAttention, Operations
+from streamer.simulate.cost import NOTHING, Cost, DeviceKernels, Operations
 from streamer.simulate.machine import CPU, Machine
 
 #: Kernels that the executor adds to a layer's visit on a GPU: one for each tensor of which it takes a sample,
@@ -65,7 +65,7 @@ class VirtualBackend(Backend):
     @contextmanager
     def counting_caller(self) -> Iterator[None]:
         """Count what the calling thread runs inside the block, also what is in no submitted work."""
-        with FusedAttention(self.machine.kind), Operations(self.machine) as self._caller:
+        with DeviceKernels(self.machine.kind), Operations(self.machine) as self._caller:
             self._counted = NOTHING
             try:
                 yield
@@ -103,7 +103,7 @@ class VirtualBackend(Backend):
             return self._clock.submit(lane, seconds, waits, self._issued)
         self.is_computing, self._recalled = True, NOTHING
         try:
-            with FusedAttention(self.machine.kind), Operations(self.machine) as counter:
+            with DeviceKernels(self.machine.kind), Operations(self.machine) as counter:
                 work()
         finally:
             self.is_computing = False

@@ -9,13 +9,14 @@ only if the graph has these kernels.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -62,8 +63,9 @@ _ATTENTION = {
 }
 
 
-class FusedAttention(TorchFunctionMode):
-    """Inside the block, attention on meta tensors is the kernel of a device of ``kind``, "cpu" or "cuda"."""
+class DeviceKernels(TorchFunctionMode):
+    """Inside the block, attention on meta tensors is the kernel of a device of ``kind``, "cpu" or "cuda", and
+    products with 4-bit weights are what a device makes of them for more than a few rows."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -75,7 +77,58 @@ class FusedAttention(TorchFunctionMode):
             result = self._attend(*args, **kwargs)
             if result is not None:
                 return result
+        if isinstance(func, OpOverload | OpOverloadPacket):
+            packet: Any = getattr(func, "overloadpacket", func)
+            if (stands_in := _OF_BITSANDBYTES.get(packet._qualified_op_name)) is not None:
+                return stands_in(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _product_with_4_bits(
+    rows: torch.Tensor,
+    codes: torch.Tensor,
+    shape: Sequence[int],
+    absmax: torch.Tensor,
+    blocksize: int,
+    quant_type: str,
+    bias: torch.Tensor | None = None,
+    absmax_8bit: torch.Tensor | None = None,
+    absmax_code: torch.Tensor | None = None,
+    absmax_offset: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The weight dequantized, once, and a product with it, as bitsandbytes does on a GPU."""
+    ops = torch.ops.bitsandbytes
+    if absmax_8bit is not None:
+        absmax = ops.dequantize_blockwise(absmax_8bit, absmax, absmax_code, 256, torch.float32)
+    weight = ops.dequantize_4bit(codes, absmax, blocksize, quant_type, shape, rows.dtype)
+    return F.linear(rows, weight, bias)
+
+
+def _quantized_rows(rows: torch.Tensor, threshold: float = 0.0) -> Any:
+    """Rows in 8 bits, none of whose columns has outliers: values decide how many there are."""
+    return torch.ops.bitsandbytes.int8_vectorwise_quant(rows, 0.0)
+
+
+def _product_in_8_bits(
+    rows: torch.Tensor,
+    codes: torch.Tensor,
+    weight: torch.Tensor,
+    row_scales: torch.Tensor,
+    scales: torch.Tensor,
+    outliers: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> Any:
+    """A product of `_quantized_rows`."""
+    ops = torch.ops.bitsandbytes
+    return ops.int8_scaled_mm(codes, weight, row_scales, scales, bias=bias, dtype=rows.dtype), None
+
+
+#: Operations that only values could tell the results of, or that are several on a GPU.
+_OF_BITSANDBYTES: dict[str, Callable[..., Any]] = {
+    "bitsandbytes::gemm_4bit": _product_with_4_bits,
+    "bitsandbytes::int8_vectorwise_quant": _quantized_rows,
+    "bitsandbytes::int8_mixed_scaled_mm": _product_in_8_bits,
+}
 
 
 def _on_cpu(
@@ -187,6 +240,11 @@ _GROUPED = {
 
 _FORMULAS = {**_GROUPED, **flop_registry, **_ATTENTION}
 
+#: By name, of a library that may not be there.
+_NAMED: dict[str, Callable[..., int]] = {
+    "bitsandbytes::int8_scaled_mm": lambda left, right, *_, **__: 2 * left.numel() * right.shape[0],
+}
+
 #: Names of operations whose FLOPs are worth to be counted.
 _PRODUCT = re.compile(r"(^|_)(mm|bmm|addmm|addbmm|baddbmm|matmul|linear|conv\w*|attention|lstm|gru|rnn)(_|$)")
 
@@ -245,6 +303,8 @@ class Operations(TorchDispatchMode):
         self.ops += cost.ops
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_wrapper, types)):
+            return NotImplemented  # what it does with its inner tensors comes here
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         packet = func.overloadpacket
@@ -273,8 +333,13 @@ class Operations(TorchDispatchMode):
         return first is not None and first.is_cpu
 
 
+def is_wrapper(kind: type) -> bool:
+    """Whether tensors of a class are made of inner ones, with which their operations compute."""
+    return hasattr(kind, "__tensor_flatten__")
+
+
 def _operation_flops(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
-    formula = _FORMULAS.get(packet)
+    formula = _FORMULAS.get(packet) or _NAMED.get(packet._qualified_op_name)
     if formula is None:
         _tell_uncounted(packet)
         return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import Any
 
@@ -105,13 +106,16 @@ def test_a_filled_cache_is_refused_in_training(make: Any, layers: str) -> None:
     with streamed(make(), layers=layers) as model:
         model.eval()
         tokens = batch(0)
+        # from transformers 5.24 on it is called cache
+        taken = inspect.signature(type(model).forward).parameters
+        name = "cache" if "cache" in taken else "past_key_values"
         with torch.no_grad():
-            cache = model(tokens, past_key_values=DynamicCache(config=model.config)).past_key_values
+            cache = model(tokens, **{name: DynamicCache(config=model.config)})[name]
         assert cache.get_seq_length() == tokens.shape[1]
         with pytest.raises(
             ValueError, match=f"{layers}.0' got a key/value cache with 17 tokens.*past_key_values=None"
         ):
-            model(tokens[:, :1], past_key_values=cache)
+            model(tokens[:, :1], **{name: cache})
 
 
 @pytest.mark.parametrize(("make", "layers"), MODELS)

@@ -15,7 +15,7 @@ from streamer.app.machine_file import dump_machine, load_machine, machine
 from streamer.backends.base import Event, Lane, Span
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.clock import Clock
-from streamer.simulate.cost import Cost, FusedAttention, Operations
+from streamer.simulate.cost import Cost, DeviceKernels, Operations
 from streamer.simulate.machine import GIB, MACHINES, Beside, Machine
 
 #: One FLOP a second, a thousand bytes of the device's memory, and nothing for a launch.
@@ -213,7 +213,7 @@ def test_attention_has_a_rate_of_its_own(kind: str) -> None:
     made = replace(UNIT, kind=kind, attention_flops_per_second=2.0)
     query = meta(2, 3, 16, 8, dtype=torch.bfloat16)
     flops = 2 * 2 * 2 * 3 * 16 * 16 * 8  # two products, 2 FLOP each
-    with FusedAttention(kind):
+    with DeviceKernels(kind):
         took = seconds(made, lambda: F.scaled_dot_product_attention(query, query, query))
     # a few bytes are moved beside it
     assert took == pytest.approx(flops / 2, rel=1e-3)

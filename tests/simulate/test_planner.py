@@ -21,7 +21,7 @@ from streamer.engine.wrapped.handle import wrapped
 from streamer.planner.measure import Tracker
 from streamer.planner.step_plan import Prediction, predict_step
 from streamer.simulate.backend import VirtualBackend
-from streamer.simulate.cost import FusedAttention, Operations
+from streamer.simulate.cost import DeviceKernels, Operations
 from streamer.simulate.machine import GIB, H200, Machine
 from tests.reference import VOCAB
 
@@ -145,7 +145,7 @@ def test_heads_that_share_keys_compute_what_heads_with_their_own_do(kind: str) -
         torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True) for shape in shapes
     )
     product = 2 * 3 * 4 * 16 * 16 * 8
-    with Operations() as counted, FusedAttention(kind):
+    with Operations() as counted, DeviceKernels(kind):
         attended = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
         assert counted.flops == 2 * product
         attended.backward(torch.empty_like(attended))

@@ -13,8 +13,8 @@ from streamer.engine.layer.ambient import Ambient
 from streamer.engine.layer.sharing import untangle
 from streamer.engine.paging.unit import Attributes, Unit
 from streamer.engine.tensors.nested import Rebuild, Tensors, fingerprint, flatten, reachable, stamps
+from streamer.engine.tensors.parts import aliases
 from streamer.errors import warn
-from streamer.torch_private import storage_id
 
 #: A backend of `torch.compile`: its name, or the function itself.
 CompileBackend = str | Callable[..., Any]
@@ -206,8 +206,3 @@ def _check_not_kept(
                     f"{type(module).__name__} beyond its forward, when other weights will be in its place: "
                     "keep a clone, or look the weight up each time"
                 )
-
-
-def aliases(tensor: torch.Tensor, buffer: torch.Tensor) -> bool:
-    """Whether both have one storage, compared by identity: all meta tensors have the same address."""
-    return storage_id(tensor) == storage_id(buffer)

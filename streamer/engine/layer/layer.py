@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 
 from streamer.engine.layer.activation import LayerCall
 from streamer.engine.layer.ambient import Autocast, past_checkpoints
-from streamer.engine.layer.call import Call, Compiler, aliases, apart, run_on_slot
+from streamer.engine.layer.call import Call, Compiler, apart, run_on_slot
 from streamer.engine.layer.micro_batches import AmbiguousBatchError, BatchSlices, Joined, MicroBatches
 from streamer.engine.layer.outside_access import HAD, unwatched
 from streamer.engine.layer.parameter_gradients import asked_of
@@ -31,6 +31,7 @@ from streamer.engine.schedule.order import Phase
 from streamer.engine.tensors.guarded import as_plain, never_traced
 from streamer.engine.tensors.nested import Tensors, fingerprint, flatten, reachable
 from streamer.engine.tensors.param_hooks import shield
+from streamer.engine.tensors.parts import aliases
 from streamer.torch_private import (
     SubclassesOn,
     backward_number,
@@ -53,8 +54,8 @@ def without_caches(
         return args, kwargs
     if tokens := max(int(cache.get_seq_length()) for cache in caches):
         raise ValueError(
-            f"layer '{layer}' got a key/value cache with {tokens} tokens while gradients are on: train with "
-            "past_key_values=None, or run this forward under torch.no_grad()"
+            f"layer '{layer}' got a key/value cache with {tokens} tokens while gradients are on: train "
+            "without one (cache=None, past_key_values=None), or run this forward under torch.no_grad()"
         )
     named = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
     if "use_cache" in named:

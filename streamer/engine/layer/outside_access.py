@@ -119,7 +119,7 @@ class Watch(TorchFunctionMode):
 def watch_split(executor: Executor, splits: Sequence[Split]) -> Callable[[], None]:
     """Let a `Watch` be on while the modules of ``splits`` run; the returned function ends that.
     [Note: split layers]"""
-    names = {param: slice.param.name for unit in executor.units for slice, param in unit.placed()}
+    names = {param: name for unit in executor.units for name, param, _ in unit.registered}
     watch = Watch(executor.backend.device, splits, names)
 
     def watched(forward: Forward) -> Forward:

@@ -17,13 +17,16 @@ from streamer.engine.layer.activation import (
     point,
 )
 from streamer.engine.layer.ambient import Autocast
-from streamer.engine.layer.call import aliases
 from streamer.engine.layer.parameter_gradients import graph_is_retained
 from streamer.engine.layer.recompute import (
+    Owners,
     Recompute,
     RecomputeOffload,
+    contexts,
 )
-from streamer.engine.tensors.nested import Tensors
+from streamer.engine.tensors.guarded import as_plain
+from streamer.engine.tensors.nested import Tensors, reachable
+from streamer.engine.tensors.parts import aliases, plain_parts, remade
 from streamer.engine.tensors.saved import Saved, storages
 
 
@@ -44,6 +47,50 @@ class _SlotView:
         return weights.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
 
 
+@dataclass(frozen=True)
+class _Remade:
+    """A saved tensor of a subclass, by the places of its parts in the slot; ``like`` has it made."""
+
+    like: torch.Tensor
+    parts: tuple[_SlotView, ...]
+
+    def view(self, weights: torch.Tensor) -> torch.Tensor:
+        return remade(self.like, [part.view(weights) for part in self.parts])
+
+
+def _place_of(saved: torch.Tensor) -> _SlotView | _Remade:
+    """The place of a tensor that is a view of the slot, or that is made of such."""
+    parts = plain_parts(saved)
+    if parts[0] is saved:
+        return _SlotView.of(saved)
+    without = remade(saved, [torch.empty_like(part, device="meta") for part in parts])
+    return _Remade(without, tuple(map(_SlotView.of, parts)))
+
+
+class _InContexts:
+    """Views of the slot ``weights`` that custom functions in the graph of ``outputs`` keep in attributes of
+    their contexts, where no hook for saved tensors sees them: kernels of quantized weights do so."""
+
+    @as_plain
+    def __init__(self, outputs: Tensors, weights: torch.Tensor) -> None:
+        kept = {
+            id(part): part
+            for value in contexts(outputs)
+            for whole in reachable(value)
+            for part in plain_parts(whole)
+        }
+        self._places = [(part, _SlotView.of(part)) for part in kept.values() if aliases(part, weights)]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @as_plain
+    def point(self, weights: torch.Tensor) -> None:
+        """Let them show the slot ``weights``."""
+        for tensor, place in self._places:
+            tensor.data = place.view(weights)
+
+
 class _Slot:
     """Holds the slot with the weights. The hooks of a graph own this object, and not the graph's owner."""
 
@@ -56,7 +103,10 @@ class Keep(LayerRun):
     saves_inputs = False
 
     def first_run(self, weights: torch.Tensor, inputs: Tensors) -> Outputs:
-        leaves = self.call.unit.leaves(weights)
+        unit = self.call.unit
+        unit.layout.views(weights)  # they own the slot too, and are made when they are first needed
+        owners = Owners(weights)
+        leaves = unit.leaves(weights)
         inner = detached_inputs(inputs)
         self._slot = slot = _Slot()
 
@@ -65,23 +115,31 @@ class Keep(LayerRun):
         gate = self.gate
         gate.guard([*inner, *leaves])
 
-        def pack(saved: torch.Tensor) -> Saved | _SlotView:
+        def pack(saved: torch.Tensor) -> Saved | _SlotView | _Remade:
             if aliases(saved, weights):
-                return _SlotView.of(saved)
+                return _place_of(saved)
             held.update(storages([saved]))
             # a node may save its own output, which would keep the node, and so itself, for good
             return Saved.now(saved if saved.is_leaf else saved.detach())
 
-        def unpack(saved: Saved | _SlotView) -> torch.Tensor:
+        def unpack(saved: Saved | _SlotView | _Remade) -> torch.Tensor:
             gate.check()
-            return saved.view(slot.weights) if isinstance(saved, _SlotView) else saved.unchanged()
+            return saved.unchanged() if isinstance(saved, Saved) else saved.view(slot.weights)
 
         with (
             Autocast.now(self.executor.backend.device).uncached(),
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(pack, unpack),
+            owners,
         ):
             outputs, rebuild = self.call.run(weights, leaves, inner)
+        self._in_contexts = _InContexts(outputs, weights)
+        if owners.more() > len(leaves) + len(self._in_contexts):
+            raise RuntimeError(
+                f"layer '{unit.name}' keeps views of its weights beyond its forward where nobody sees them "
+                "(in a custom function, or a closure), and other weights would be in their place in "
+                "backward: save them by ctx.save_for_backward, or wrap with activations='recompute'"
+            )
         if self.is_whole:
             hand_on_hooks(inner, inputs)
         self.release = self.executor.saved.hold(self, held)
@@ -97,6 +155,7 @@ class Keep(LayerRun):
             )
         graph = self._graph
         self._slot.weights = weights
+        self._in_contexts.point(weights)
         point(graph.leaves, self.call.unit.leaves(weights))
         if not graph_is_retained():
             self._graph = None

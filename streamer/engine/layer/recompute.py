@@ -298,6 +298,12 @@ def _nodes(starts: Iterable[Node | None]) -> Iterator[Node]:
             nodes.extend(before for before, _ in node.next_functions)
 
 
+def contexts(outputs: Iterable[torch.Tensor]) -> Iterator[dict[str, Any]]:
+    """The attributes of the contexts of the custom functions in the graph that has led to ``outputs``."""
+    nodes = _nodes(output.grad_fn for output in outputs)
+    return (vars(node) for node in nodes if issubclass(type(node), BackwardCFunction))
+
+
 def _is_opaque(node: Node) -> bool:
     """Whether ``node``, of a custom function or compiled code, may keep what nobody else can see."""
     kind: type = type(node)

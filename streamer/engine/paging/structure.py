@@ -62,7 +62,7 @@ class Structure:
                 raise _refusal(f"layer '{unit.name}' was replaced by another {type(found).__name__}", LOST)
 
     def _check_params(self) -> None:
-        params = set(self._root.params)
+        params = {param for _, param, _ in self._root.registered}
         for path, module in self._outside().items():
             for name, param in module._parameters.items():
                 # a plain tensor is there for one call, by torch.func.functional_call

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from streamer.engine.tensors.attributes import contents_of
 from streamer.engine.tensors.guarded import as_plain
+from streamer.engine.tensors.parts import Composite, marked, plainly
 from streamer.engine.tensors.samples import Selection
 from streamer.memory.layout import Layout, Slice
 from streamer.torch_private import storage_id
@@ -86,11 +87,32 @@ class Attributes(dict[nn.Module, dict[str, Any]]):
 
 
 @dataclass(frozen=True)
+class InParts:
+    """A parameter ``name`` of the model whose parts are at ``positions`` in its unit's ``params``; ``owners``
+    are all the (module, name) pairs under which it is registered. [Note: parts]"""
+
+    name: str
+    composite: Composite
+    positions: tuple[int, ...]
+    owners: tuple[tuple[nn.Module, str], ...]
+
+    @property
+    def param(self) -> nn.Parameter:
+        """The parameter itself."""
+        return cast("nn.Parameter", self.composite.param)
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Its parts among ``tensors``, which are in the order of the unit's ``params``."""
+        return [tensors[position] for position in self.positions]
+
+
+@dataclass(frozen=True)
 class Unit:
     """A layer of the model (or, with index ROOT, all that is in no layer).
 
     ``params`` are the model's own parameters in the order of ``layout.slices``; ``owners`` are, for
-    each of them, all the (module, name) pairs under which it is registered in this unit.
+    each of them, all the (module, name) pairs under which it is registered in this unit. Of a parameter that
+    is made of parts the parts are among ``params``, without owners, and it itself is ``in_parts``.
     """
 
     index: int
@@ -100,6 +122,7 @@ class Unit:
     params: tuple[nn.Parameter, ...]
     owners: tuple[tuple[tuple[nn.Module, str], ...], ...]
     buffer_owners: tuple[tuple[nn.Module, str], ...]
+    in_parts: tuple[InParts, ...] = ()
 
     @property
     def trainable(self) -> tuple[nn.Parameter, ...]:
@@ -110,10 +133,32 @@ class Unit:
         """Each parameter with its place in the unit's buffers."""
         return zip(self.layout.slices, self.params, strict=True)
 
+    @cached_property
+    def registered(self) -> tuple[tuple[str, nn.Parameter, tuple[BufferPlace, ...]], ...]:
+        """The parameters as the modules have them: the name of each, itself, and its owners."""
+        whole = [
+            (slice.param.name, param, owners)
+            for (slice, param), owners in zip(self.placed(), self.owners, strict=True)
+            if owners
+        ]
+        return (*whole, *((each.name, each.param, each.owners) for each in self.in_parts))
+
+    @as_plain
+    def show_parts(self) -> None:
+        """Let the parameters that are made of parts be made of those that ``params`` show now."""
+        for each in self.in_parts:
+            each.composite.show(plainly(each.of(self.params)))
+
     @as_plain
     def written(self) -> int:
         """A number that grows whenever somebody writes a parameter in place through PyTorch."""
-        return sum(map(_VERSION, self.params))
+        return sum(map(_VERSION, self._counted))
+
+    @cached_property
+    def _counted(self) -> tuple[nn.Parameter, ...]:
+        """Whose writes in place are counted: a write of a parameter that is made of parts is not counted by
+        its parts."""
+        return (*self.params, *(each.param for each in self.in_parts))
 
     @as_plain
     def wanted(self) -> list[bool]:
@@ -270,7 +315,7 @@ class Unit:
 
     @cached_property
     def _places(self) -> frozenset[tuple[nn.Module, str]]:
-        return frozenset(place for owners in self.owners for place in owners)
+        return frozenset(place for _, _, owners in self.registered for place in owners)
 
     def using(self, leaves: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
         """Let the unit's modules see ``leaves`` in place of their parameters inside the block, which is to be
@@ -293,7 +338,7 @@ class Unit:
         checked = self._tree.checked
         if self.modules is checked.modules and not checked.has_changed():
             return
-        for param, owners in zip(self.params, self.owners, strict=True):
+        for _, param, owners in self.registered:
             for module, name in owners:
                 if module._parameters.get(name) is not param:
                     raise ValueError(
@@ -326,27 +371,34 @@ class Unit:
 
     def restore(self) -> None:
         """Let the unit's modules see their own parameters, whatever they see now."""
-        self.register(self.params)
+        self.register(self.params, [each.param for each in self.in_parts])
 
     def drop_leaves(self) -> None:
         """Let the unit's modules see their own parameters, should an interrupt have left them with leaves."""
-        for param, owners in zip(self.params, self.owners, strict=True):
+        for _, param, owners in self.registered:
             for module, name in owners:
                 seen: torch.Tensor | None = module._parameters.get(name)
                 if type(seen) is torch.Tensor:
                     module._parameters[name] = param
+        for each in self.in_parts:
+            for module, name in each.owners:
+                module._parameters[name] = each.param
 
     @as_plain
     def elsewhere(self, weights: torch.Tensor) -> list[tuple[Slice, nn.Parameter]]:
         """The parameters that do not show their place in ``weights`` (flat uint8): somebody has given them
         other memory."""
         start = weights.data_ptr()
-        if [*map(_ADDRESS, self.params)] == [start + offset for offset in self._offsets]:
+        seen: list[torch.Tensor] = [*self.params]
+        for each in self.in_parts:
+            for position, part in zip(each.positions, each.composite.parts(), strict=True):
+                seen[position] = part
+        if [*map(_ADDRESS, seen)] == [start + offset for offset in self._offsets]:
             return []
         return [
             (slice, param)
-            for slice, param in self.placed()
-            if slice.numel and not param.is_meta and param.data_ptr() != start + slice.offset
+            for (slice, param), tensor in zip(self.placed(), seen, strict=True)
+            if slice.numel and not tensor.is_meta and tensor.data_ptr() != start + slice.offset
         ]
 
     @cached_property
@@ -358,11 +410,14 @@ class Unit:
     def _offsets(self) -> list[int]:
         return [slice.offset for slice in self.layout.slices]
 
-    def register(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Let the unit's modules see ``tensors`` as their parameters."""
+    def register(self, tensors: Sequence[torch.Tensor], made: Sequence[torch.Tensor] = ()) -> None:
+        """Let the unit's modules see ``tensors`` as their parameters, and ``made`` as those in parts."""
         for module, name, position in self._positions:
             # as torch.func.functional_call does: the module's own __setattr__ takes only Parameters
             module._parameters[name] = tensors[position]  # type: ignore[assignment]
+        for each, whole in zip(self.in_parts, made, strict=True):
+            for module, name in each.owners:
+                module._parameters[name] = whole  # type: ignore[assignment]
 
 
 class _Tree:
@@ -393,15 +448,29 @@ class _Lent:
     def __init__(self, unit: Unit, leaves: Sequence[torch.Tensor] | None) -> None:
         self._unit = unit
         self._leaves = leaves
+        #: attributes that modules of quantized weights had before
+        self._had: list[tuple[nn.Module, str, object]] = []
 
     def __enter__(self) -> None:
-        if self._leaves is None:
-            self._unit.check_owned()
-        else:
-            self._unit.register(self._leaves)
+        unit, leaves = self._unit, self._leaves
+        if leaves is None:
+            unit.check_owned()
+            return
+        if not unit.in_parts:
+            unit.register(leaves)
+            return
+        made = [marked(each.composite.like(each.of(leaves))) for each in unit.in_parts]
+        for each, whole in zip(unit.in_parts, made, strict=True):
+            for attribute, value in each.composite.lent(whole).items():
+                for module in each.composite.modules:
+                    self._had.append((module, attribute, vars(module)[attribute]))
+                    vars(module)[attribute] = value
+        unit.register(leaves, made)
 
     def __exit__(self, *_: object) -> None:
-        self._unit.register(self._unit.params)
+        self._unit.restore()
+        for module, attribute, value in self._had:
+            vars(module)[attribute] = value
 
 
 def buffer_bytes(units: Iterable[Unit]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import ROOT, Place
 from streamer.engine.schedule.order import Order, Visit, farthest
-from streamer.engine.tensors.guarded import Seen, as_plain, hide, show
+from streamer.engine.tensors.guarded import Seen, as_plain, hide, not_a_number, show
 from streamer.memory.host import HostStore
 from streamer.memory.layout import Slice
 from streamer.memory.on_disk import WEIGHT_BUFFERS
@@ -241,6 +240,7 @@ class Weights:
         self._brought[unit.index] = False
         for slice, param in unit.placed():
             param.data = slice.own(shard.weight)
+        unit.show_parts()
         self._see(unit)
         show(self._seen[unit.index])
         self._count_holders(unit)
@@ -335,6 +335,7 @@ class Weights:
         self.in_flight.add(unit.index)
         for seen in self._seen[unit.index]:
             seen.forget()
+        unit.show_parts()
 
     def update_issued(self, unit: Unit) -> None:
         """The update of ``unit``'s host shard was issued: the trained weights in its slot are stale."""
@@ -393,7 +394,7 @@ class Weights:
 
     def _see(self, unit: Unit) -> None:
         kinds = {(param.dtype, param.device) for param in unit.params}
-        nans = {kind: torch.tensor(math.nan, dtype=kind[0], device=kind[1]) for kind in kinds}
+        nans = {kind: not_a_number(*kind) for kind in kinds}
         self._seen[unit.index] = [Seen(param, nans[param.dtype, param.device]) for param in unit.params]
         self._count_holders(unit)
 

@@ -26,6 +26,7 @@ write through ``param.data``.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -234,6 +235,11 @@ class Seen:
             self._param.__class__ = self._kinds[is_in_flight]
 
 
+def not_a_number(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """One NaN, without a dimension; 0 of a dtype that has no NaN."""
+    return torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
+
+
 @as_plain
 def hide(params: Iterable[Seen]) -> None:
     """An update of these parameters begins."""
@@ -308,7 +314,7 @@ def _touch(function: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, 
         others = [id(tensor) for guard, tensor in touched if not guard.before(function, args, kwargs)]
         if others:
             result = _write_rest(function, args, kwargs, others)
-        elif all(issubclass(kind, Guarded) for kind in types):
+        elif all(map(_is_touched_plainly, types)):
             with unguarded():
                 result = function(*args, **kwargs)
         else:
@@ -319,6 +325,14 @@ def _touch(function: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, 
             for guard, tensor in touched:
                 guard.after(function, args, tensor, result)
     return result
+
+
+@cache
+def _is_touched_plainly(kind: type[Any]) -> bool:
+    """Whether tensors of a class are plain ones but for their guard; a quantized weight has a say itself."""
+    plain = plain_class(kind)
+    own = plain.__torch_function__ is not nn.Parameter.__torch_function__
+    return issubclass(kind, Guarded) and (plain is kind or not own)
 
 
 def _held(locks: Iterable[AbstractContextManager[object]]) -> AbstractContextManager[object]:

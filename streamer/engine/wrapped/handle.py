@@ -62,9 +62,12 @@ def settle_in(executor: Executor) -> None:
     executor.issuer.synchronize()
     for slice, param in executor.root.placed():
         param.data = slice.own(executor.weights.root_buffer)
+    executor.root.show_parts()
     for unit in (*executor.units, executor.root):
         for slice, param in unit.placed():
             param.__dict__[HOME] = Home(executor, unit, slice)
+        for each in unit.in_parts:
+            each.param.__dict__[HOME] = Home(executor, unit, unit.layout.slices[each.positions[0]])
     if executor.backend.device.type != "meta":
         guard_model(executor)
 
@@ -73,7 +76,7 @@ def settle_out(executor: Executor) -> None:
     """Let the parameters be plain ones."""
     unguard_model(executor)
     for unit in (*executor.units, executor.root):
-        for param in unit.params:
+        for param in (*unit.params, *(each.param for each in unit.in_parts)):
             param.__dict__.pop(HOME, None)
 
 

@@ -187,6 +187,8 @@ def guard_model(executor: Executor) -> None:
     for unit in (*executor.units, executor.root):
         for position, param in enumerate(unit.params):
             guard_parameter(param, _ParameterGuard(executor, unit, position))
+        for each in unit.in_parts:
+            guard_parameter(each.param, _ParameterGuard(executor, unit, each.positions[0]))
         executor.gradients.held[unit.index].guard_with(_GradientGuard(executor, unit))
     executor.weights.guard()
 
@@ -194,7 +196,7 @@ def guard_model(executor: Executor) -> None:
 def unguard_model(executor: Executor) -> None:
     """Let parameters be plain ones again."""
     for unit in (*executor.units, executor.root):
-        for param in unit.params:
+        for param in (*unit.params, *(each.param for each in unit.in_parts)):
             unguard_parameter(param)
 
 

@@ -1,0 +1,162 @@
+"""Weights of bitsandbytes, which are no tensor subclasses with inner tensors: what they are made of.
+
+``Params4bit`` shows its codes, and has absmax values, code books and an offset in its ``quant_state``; where
+the absmax values are quantized too (double quantization) that has a ``state2`` of its own. ``Int8Params``
+shows its codes (CB), and has a scale for each row (SCB); the first forward moves both to its module's
+``state``. [Note: parts]
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from streamer.engine.tensors.parts import Composite, Modules, become
+
+
+def composite_of(name: str, param: torch.Tensor, modules: Modules) -> Composite | None:
+    """What ``param`` is made of. Raises ValueError for one that is not quantized yet, or is of a class that
+    is not known here."""
+    kind = _kind(param)
+    if kind == "Params4bit":
+        if getattr(param, "quant_state", None) is None:
+            raise _not_quantized(name)
+        if getattr(param.quant_state, "packing_format_for_cpu", False):  # type: ignore[attr-defined]
+            raise ValueError(
+                f"parameter '{name}' was packed anew by an evaluation on the CPU, and cannot be trained on "
+                "any more: load the model again, and wrap it before it is evaluated"
+            )
+        return _FourBits(param, modules)
+    if kind == "Int8Params":
+        if param.dtype != torch.int8:
+            if getattr(param, "has_fp16_weights", False):
+                return None
+            raise _not_quantized(name)
+        return _EightBits(param, modules)
+    raise ValueError(
+        f"parameter '{name}' is a {kind} of bitsandbytes, which cannot be streamed: Params4bit and "
+        "Int8Params can"
+    )
+
+
+def _not_quantized(name: str) -> ValueError:
+    return ValueError(
+        f"parameter '{name}' of bitsandbytes is not quantized yet: call model.to('cpu') (or .to('cuda')) "
+        "before streamer.wrap, which quantizes it"
+    )
+
+
+def _kind(param: torch.Tensor) -> str:
+    return getattr(type(param), "_plain_class", type(param)).__name__
+
+
+def _remade(param: Any, data: torch.Tensor, **attributes: object) -> Any:
+    """A weight of the class of ``param`` with other codes and ``attributes``."""
+    made = torch.Tensor._make_subclass(getattr(type(param), "_plain_class", type(param)), data, False)
+    own = {name: value for name, value in vars(param).items() if not name.startswith("_streamer")}
+    made.__dict__.update(own, **attributes)
+    return made
+
+
+class _FourBits(Composite):
+    """A ``Params4bit``. Parts beside the codes are named as bitsandbytes names them in files."""
+
+    attributes = frozenset({"quant_state"})
+
+    @property
+    def names(self) -> list[str]:
+        return ["codes", *(name for name, _, _ in _tensors_of(self._state))]
+
+    @property
+    def _state(self) -> Any:
+        return self.param.quant_state  # type: ignore[attr-defined]
+
+    def parts(self) -> list[torch.Tensor]:
+        return [self.param, *(getattr(state, attribute) for _, state, attribute in _tensors_of(self._state))]
+
+    def like(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        state = copy.copy(self._state)
+        state.state2 = copy.copy(state.state2)
+        _set(state, parts[1:])
+        made: torch.Tensor = _remade(self.param, parts[0], quant_state=state)
+        return made
+
+    def show(self, parts: Sequence[torch.Tensor]) -> None:
+        if self.param.is_meta == parts[0].is_meta:
+            self.param.data = parts[0]
+            _set(self._state, parts[1:])
+        else:
+            become(self.param, self.like(parts))
+        for module in self.modules:  # after a deepcopy the module's is another object
+            if (other := getattr(module, "quant_state", None)) is not None and other is not self._state:
+                module.quant_state = self._state
+
+    @property
+    def structure(self) -> object:
+        states = [self._state, self._state.state2]
+        return [
+            {name: value for name, value in vars(state).items() if not isinstance(value, torch.Tensor)}
+            | {"state2": None}
+            for state in states
+            if state is not None
+        ]
+
+
+def _tensors_of(state: Any) -> Iterator[tuple[str, Any, str]]:
+    """The name of each tensor of a QuantState, the state that has it, and the attribute."""
+    for prefix, owner in (("", state), ("nested_", state.state2)):
+        for attribute, name in (("absmax", "absmax"), ("code", "quant_map"), ("offset", "offset")):
+            if owner is not None and isinstance(getattr(owner, attribute), torch.Tensor):
+                yield prefix + name, owner, attribute
+
+
+def _set(state: Any, parts: Sequence[torch.Tensor]) -> None:
+    for (_, owner, attribute), part in zip([*_tensors_of(state)], parts, strict=True):
+        setattr(owner, attribute, part)
+
+
+class _EightBits(Composite):
+    """An ``Int8Params``."""
+
+    attributes = frozenset({"state"})
+
+    @property
+    def names(self) -> list[str]:
+        return ["CB", "SCB"]
+
+    def parts(self) -> list[torch.Tensor]:
+        return [self.param, self._scales()]
+
+    def _scales(self) -> torch.Tensor:
+        holders = (self.param, *(getattr(module, "state", None) for module in self.modules))
+        found: Iterator[Any] = (getattr(holder, "SCB", None) for holder in holders)
+        scales: torch.Tensor = next(each for each in found if each is not None)
+        return scales
+
+    def like(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        codes, scales = parts
+        made: torch.Tensor = _remade(self.param, codes, CB=codes, SCB=scales)
+        return made
+
+    def show(self, parts: Sequence[torch.Tensor]) -> None:
+        self.param.data = parts[0]
+        self.param.__dict__.update(CB=parts[0], SCB=parts[1])
+        for module in self.modules:
+            if (state := getattr(module, "state", None)) is not None:
+                state.CB = state.SCB = None
+
+    def lent(self, leaf: torch.Tensor) -> dict[str, object]:
+        # the module's forward moves the codes there, and an autograd context keeps it
+        state = next((module.state for module in self.modules if hasattr(module, "state")), None)
+        return {} if state is None else {"state": copy.copy(state)}
+
+    @property
+    def structure(self) -> object:
+        states = [module.state for module in self.modules if hasattr(module, "state")]
+        return [
+            {name: value for name, value in vars(state).items() if not isinstance(value, torch.Tensor)}
+            for state in states
+        ]

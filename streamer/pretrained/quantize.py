@@ -1,0 +1,297 @@
+"""Linear modules with quantized weights: quantized while they are read, by torchao or bitsandbytes, or as
+they are in the files.
+
+The model is built without values, and gets quantized weights without values, so that `wrap` lays out their
+parts: [Note: parts]. A tensor is then read, quantized on the device, and its parts go to host memory, before
+the next one is read.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+
+from streamer.errors import shortened, warn
+from streamer.pretrained.architecture import of_library, transformers_library
+from streamer.pretrained.files import Stored
+from streamer.pretrained.match import Tensors, compiled
+from streamer.pretrained.quantized_files import StoredQuantized, need
+
+#: Layers by their paths.
+Layers = Sequence[tuple[str, nn.Module]]
+#: A quantized weight on a device; on the meta device without values.
+Quantized = Callable[[torch.device], nn.Parameter]
+
+META = torch.device("meta")
+
+
+class Scheme(abc.ABC):
+    """A way to quantize the weight of a linear module."""
+
+    #: the library that does it
+    library: str
+
+    def __init__(self) -> None:
+        """Raises ValueError, with the line that installs it, where the library is absent."""
+        need(self.library)
+
+    @abc.abstractmethod
+    def of(self, values: torch.Tensor) -> nn.Parameter:
+        """The quantized weight of ``values`` ([out, in]), on their device, which may be meta."""
+
+    @abc.abstractmethod
+    def linear(self, outputs: int, inputs: int, dtype: torch.dtype) -> nn.Module:
+        """A linear module without bias for such a weight, on the meta device; ``dtype`` is its inputs'."""
+
+    @abc.abstractmethod
+    def config(self, left: Sequence[str], dtype: torch.dtype) -> Any:
+        """What transformers writes into a model's config; modules of these names are ``left`` as they are."""
+
+
+class _Int8(Scheme):
+    """A scale for each row, symmetric: torchao's Int8WeightOnlyConfig."""
+
+    library = "torchao"
+
+    def of(self, values: torch.Tensor) -> nn.Parameter:
+        quantization = import_module("torchao.quantization")
+        holder = nn.Linear(values.shape[1], values.shape[0], bias=False, device=META)
+        holder.weight = nn.Parameter(values, requires_grad=False)
+        quantization.quantize_(holder, quantization.Int8WeightOnlyConfig())
+        quantized: nn.Parameter = holder.weight
+        quantized.requires_grad_(False)
+        return quantized
+
+    def linear(self, outputs: int, inputs: int, dtype: torch.dtype) -> nn.Module:
+        return nn.Linear(inputs, outputs, bias=False, device=META, dtype=dtype)
+
+    def config(self, left: Sequence[str], dtype: torch.dtype) -> Any:
+        kind = import_module("torchao.quantization").Int8WeightOnlyConfig()
+        return transformers_library().TorchAoConfig(kind, modules_to_not_convert=[*left])
+
+
+class _NF4(Scheme):
+    """Four-bit normal floats in blocks of 64, whose scales are quantized too (Dettmers et al., "QLoRA",
+    2023, arXiv:2305.14314): the Params4bit of bitsandbytes."""
+
+    library = "bitsandbytes"
+    BLOCK, BLOCK_OF_SCALES = 64, 256
+
+    def of(self, values: torch.Tensor) -> nn.Parameter:
+        bnb = import_module("bitsandbytes")
+        if values.is_meta:
+            codes, state = self._without_values(values, bnb.functional.QuantState)
+        else:
+            codes, state = bnb.functional.quantize_4bit(
+                values.contiguous(), blocksize=self.BLOCK, compress_statistics=True, quant_type="nf4"
+            )
+        made: nn.Parameter = bnb.nn.Params4bit(
+            codes,
+            requires_grad=False,
+            quant_state=state,
+            blocksize=self.BLOCK,
+            compress_statistics=True,
+            quant_type="nf4",
+            bnb_quantized=True,
+        )
+        return made
+
+    def _without_values(self, values: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+        # bitsandbytes itself looks at the scales, to take their mean
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=META)
+
+        scales = -(-values.numel() // self.BLOCK)
+        of_scales = state(
+            absmax=empty(-(-scales // self.BLOCK_OF_SCALES)),
+            code=empty(256),
+            blocksize=self.BLOCK_OF_SCALES,
+            dtype=torch.float32,
+        )
+        whole = state(
+            absmax=empty(scales, dtype=torch.uint8),
+            shape=values.shape,
+            dtype=values.dtype,
+            blocksize=self.BLOCK,
+            code=empty(16),
+            quant_type="nf4",
+            offset=empty(),
+            state2=of_scales,
+        )
+        return empty(-(-values.numel() // 2), 1, dtype=torch.uint8), whole
+
+    def linear(self, outputs: int, inputs: int, dtype: torch.dtype) -> nn.Module:
+        made: nn.Module = import_module("bitsandbytes").nn.Linear4bit(
+            inputs, outputs, bias=False, compute_dtype=dtype, quant_type="nf4", device=META
+        )
+        return made
+
+    def config(self, left: Sequence[str], dtype: torch.dtype) -> Any:
+        return transformers_library().BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+            llm_int8_skip_modules=[*left],
+        )
+
+
+#: By the word that ``quantize=`` takes.
+SCHEMES: dict[str, type[Scheme]] = {"int8": _Int8, "nf4": _NF4}
+
+
+def quantize_linear(
+    model: nn.Module,
+    layers: Layers,
+    word: str,
+    skip: str | Sequence[str],
+    tensors: Tensors,
+    dtype: torch.dtype | None,
+) -> None:
+    """Freeze ``model``, which has no values, and give the linear modules in its ``layers`` weights that are
+    quantized by the scheme of that ``word``.
+
+    Modules that a pattern of ``skip`` is found in the name of are left as they are, and so are weights that
+    other modules have too. Values are quantized in ``dtype``, or in the dtype of each parameter. ``tensors``
+    know afterwards how such a weight is read.
+
+    Raises ValueError for an unknown ``word``, for an absent library, for what is no pattern, for one that is
+    found in no name, and where nothing is left to be quantized.
+    """
+    if word not in SCHEMES:
+        raise ValueError(f"quantize={word!r}: it is one of {', '.join(map(repr, SCHEMES))}, or None")
+    scheme = SCHEMES[word]()
+    model.requires_grad_(False)
+    patterns = compiled([skip] if isinstance(skip, str) else skip, "skip")
+    found = _linear_modules(layers)
+    if unused := [rule.pattern for rule in patterns if not any(map(rule.search, found))]:
+        raise ValueError(
+            f"skip={unused[0]!r} is found in the name of no linear module of the layers, which are "
+            f"{shortened([*found])}"
+        )
+    owners = Counter(param for module in model.modules() for param in module._parameters.values())
+    chosen = {
+        name: module
+        for name, module in found.items()
+        if not any(rule.search(name) for rule in patterns)
+        and owners[module.weight] == 1
+        and tensors.source(module.weight) is not None
+    }
+    if not chosen:
+        raise ValueError(
+            "quantize= finds no linear module in the layers whose weight it could quantize: "
+            f"{shortened([*found]) if found else 'there are none'}"
+        )
+    whole = sum(param.numel() for param in {p for _, layer in layers for p in layer.parameters()})
+    part = sum(module.weight.numel() for module in chosen.values())
+    if 2 * part < whole and not patterns:
+        warn(
+            f"quantize= takes the weights of linear modules, {100 * part / whole:.0f} % of what is in the "
+            "layers; the rest, such as experts that are one tensor, stays as it is"
+        )
+    for_inputs = dtype or next(iter(chosen.values())).weight.dtype
+    for name, module in chosen.items():
+        _quantize(model, name, module, scheme, tensors, dtype)
+    if of_library(model):
+        left = [name for name, each in model.named_modules() if _is_linear(each) and name not in chosen]
+        _tell_transformers(model, scheme.config(left, for_inputs))
+
+
+def take_quantized(
+    model: Any, stored: Mapping[str, Stored], tensors: Tensors, dtype: torch.dtype | None
+) -> None:
+    """Freeze ``model``, which has no values, and give its linear modules the weights that are quantized in
+    the files. ``tensors`` know afterwards how they are read. A warning tells which weights are no linear
+    module's own, and are dequantized while they are read."""
+    model.requires_grad_(False)
+    left = {name for name, it in stored.items() if isinstance(it, StoredQuantized)}
+    for name, module in _linear_modules([("", model)]).items():
+        source = tensors.source(module.weight)
+        it = None if source is None else source.stored
+        if isinstance(it, StoredQuantized) and type(module) is nn.Linear:
+            for_inputs = dtype or it.dtype
+            linear = it.linear(module.out_features, module.in_features, for_inputs)
+            _replace(model, name, module, linear, _reading(it, for_inputs), tensors)
+            left.discard(it.name)
+    if left:
+        warn(
+            f"{shortened(sorted(left))}: quantized in the files, and dequantized while they are read, since "
+            "each is no linear module's own weight here"
+        )
+    _tell_transformers(model, model.config.quantization_config)
+
+
+def _reading(stored: StoredQuantized, for_inputs: torch.dtype) -> Quantized:
+    return lambda device: stored.quantized(device, for_inputs)
+
+
+def _linear_modules(layers: Layers) -> dict[str, Any]:
+    """The linear modules in ``layers`` by their names, each once."""
+    names: dict[nn.Module, str] = {}
+    for path, layer in layers:
+        for name, module in layer.named_modules():
+            if _is_linear(module):
+                names.setdefault(module, ".".join(filter(None, (path, name))))
+    return {name: module for module, name in names.items()}
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or _is_transposed(module)
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """Whether it is the Conv1D of transformers, whose weight is [in, out]."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
+
+
+def _quantize(
+    model: nn.Module,
+    name: str,
+    module: Any,
+    scheme: Scheme,
+    tensors: Tensors,
+    dtype: torch.dtype | None,
+) -> None:
+    weight, transposed = module.weight, _is_transposed(module)
+    source, for_inputs = tensors.source(weight), dtype or weight.dtype
+    assert source is not None, "it was looked for"
+    shape = weight.shape
+
+    def quantized(device: torch.device) -> nn.Parameter:
+        values = torch.empty(shape, device=META) if device == META else source.read()
+        values = values.to(device, for_inputs)
+        return scheme.of(values.T.contiguous() if transposed else values)
+
+    outputs, inputs = shape[::-1] if transposed else shape
+    _replace(model, name, module, scheme.linear(outputs, inputs, for_inputs), quantized, tensors)
+
+
+def _replace(
+    model: nn.Module, name: str, module: Any, linear: Any, quantized: Quantized, tensors: Tensors
+) -> None:
+    """Let ``linear`` be in the model in place of ``module``, with a quantized weight without values."""
+    linear.weight = quantized(META)
+    linear.bias = module.bias
+    linear.train(module.training)
+    tensors.quantize(module.weight, linear.weight, quantized)
+    model.set_submodule(name, linear)
+
+
+def _tell_transformers(model: Any, config: Any) -> None:
+    """Let transformers, peft and trainers know how the weights are quantized, as they do of models that
+    transformers itself has quantized."""
+    auto = import_module("transformers.quantizers.auto").AutoHfQuantizer
+    model.hf_quantizer = auto.from_config(config, pre_quantized=False)
+    model.is_quantized = True
+    model.quantization_method = model.hf_quantizer.quantization_config.quant_method
+    model.config.quantization_config = model.hf_quantizer.quantization_config
+    model.config._is_quantized = True
+    if getattr(model.hf_quantizer.quantization_config, "load_in_4bit", False):
+        model.is_loaded_in_4bit = True

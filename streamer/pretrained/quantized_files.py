@@ -1,0 +1,143 @@
+"""Weights that are quantized in the files: in 4 bits by bitsandbytes, or in 8-bit floats with a scale for
+each block (DeepSeek, Qwen). Each is read as it is, and streamed by its parts: [Note: parts].
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from streamer.errors import CheckpointError
+from streamer.pretrained.files import Stored
+
+#: What bitsandbytes appends to the name of a weight: how it is quantized, in JSON.
+_STATE = ".quant_state.bitsandbytes__"
+#: And what block-wise 8-bit floats have beside their weight.
+_BLOCK_SCALES = "_scale_inv"
+
+
+@dataclass(frozen=True)
+class StoredQuantized(Stored):
+    """A quantized weight in files. Its dtype and shape are those of its values."""
+
+    #: tensors of the files by the names of the parts, see `streamer.engine.tensors.parts.Composite`
+    parts: Mapping[str, Stored]
+    #: the weight made of these parts, which are on a device, for inputs of a dtype
+    made: Callable[[Mapping[str, torch.Tensor], torch.dtype], nn.Parameter]
+    #: a linear module for it: of so many outputs and inputs, without a bias, for inputs of a dtype
+    linear: Callable[[int, int, torch.dtype], nn.Module]
+
+    def quantized(self, device: torch.device | str, dtype: torch.dtype) -> nn.Parameter:
+        """The weight, read to ``device``; on the meta device without values."""
+        return self.made({name: part.read().to(device) for name, part in self.parts.items()}, dtype)
+
+    def read(self) -> torch.Tensor:
+        """Its values, on the CPU."""
+        values: torch.Tensor = _dequantized(self.quantized("cpu", self.dtype))
+        return values.to(self.dtype)
+
+
+def with_quantized(
+    path: Path, stored: Mapping[str, Stored], config: Any, usual: torch.dtype
+) -> dict[str, Stored]:
+    """``stored``, where the tensors that a quantized weight is made of are one `StoredQuantized` in place of
+    several. ``config`` is what the config in the folder ``path`` says of its quantization, ``usual`` the
+    dtype of values that the files do not tell.
+
+    Raises ValueError for what is quantized in another way, or where the library is absent that reads it.
+    """
+    told = config if isinstance(config, dict) else config.to_dict()
+    method, found = str(told.get("quant_method", "")), dict(stored)
+    if method == "bitsandbytes" and told.get("load_in_4bit", told.get("_load_in_4bit")):
+        need("bitsandbytes")
+        compute = told.get("bnb_4bit_compute_dtype") or "float32"
+        for name in [name for name in stored if _STATE in name]:
+            weight = name.partition(_STATE)[0]
+            found[weight] = _four_bits(found, weight, getattr(torch, str(compute).removeprefix("torch.")))
+        return found
+    if method == "fp8" and told.get("weight_block_size"):
+        need("torchao")
+        for name in [name for name in stored if name.endswith(_BLOCK_SCALES)]:
+            weight = name.removesuffix(_BLOCK_SCALES)
+            if weight in found:
+                found[weight] = _blocks(found.pop(name), found[weight], told["weight_block_size"], usual)
+        return found
+    raise ValueError(
+        f"{path}: its weights are quantized by {method or 'an unknown method'}, which cannot be streamed: 4 "
+        "bits of bitsandbytes and block-wise fp8 can; or give the weights as they were before, and quantize="
+    )
+
+
+def _four_bits(found: dict[str, Stored], weight: str, compute: torch.dtype) -> StoredQuantized:
+    """Takes what belongs to ``weight`` out of ``found``."""
+    bnb = import_module("bitsandbytes")
+    prefix = f"{weight}."
+    beside = {name.removeprefix(prefix): found.pop(name) for name in [*found] if name.startswith(prefix)}
+    (state,) = [name for name in beside if name.startswith(_STATE.lstrip("."))]
+    packed = beside.pop(state).read()
+    try:
+        told = json.loads(bytes(packed.tolist()))
+        shape, dtype, kind = tuple(told["shape"]), getattr(torch, told["dtype"]), told["quant_type"]
+        nested = ("nested_absmax", "nested_quant_map") if "nested_blocksize" in told else ()
+        codes, *_ = found[weight], *(beside[name] for name in ("absmax", "quant_map", *nested))
+    except (KeyError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"'{weight}' is not whole in its file ({error!r})") from error
+
+    def made(parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> nn.Parameter:
+        codes = parts["codes"]
+        stats = {name: part for name, part in parts.items() if name != "codes"} | {state: packed}
+        weight: nn.Parameter = bnb.nn.Params4bit.from_prequantized(codes, stats, device=codes.device)
+        return weight
+
+    def linear(outputs: int, inputs: int, dtype: torch.dtype) -> nn.Module:
+        module: nn.Module = bnb.nn.Linear4bit(
+            inputs, outputs, bias=False, compute_dtype=compute, quant_type=kind, device="meta"
+        )
+        return module
+
+    return StoredQuantized(
+        codes.name, codes.file, dtype, shape, parts={"codes": codes, **beside}, made=made, linear=linear
+    )
+
+
+def _blocks(scale: Stored, codes: Stored, block: Sequence[int], usual: torch.dtype) -> StoredQuantized:
+    grid = tuple(-(-length // of_block) for length, of_block in zip(codes.shape, block, strict=False))
+    if len(codes.shape) != 2 or scale.shape != grid or any(map(int.__mod__, codes.shape, block)):
+        raise ValueError(
+            f"'{codes.name}' is fp8 of {list(codes.shape)} with scales of {list(scale.shape)} for blocks of "
+            f"{list(block)}, which do not divide it: dequantize the model first"
+        )
+
+    def made(parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> nn.Parameter:
+        kind = import_module("torchao.quantization").Float8Tensor
+        values = kind(parts["qdata"], parts["scale"], block_size=[*block], dtype=dtype)
+        return nn.Parameter(values, requires_grad=False)
+
+    def linear(outputs: int, inputs: int, dtype: torch.dtype) -> nn.Module:
+        return nn.Linear(inputs, outputs, bias=False, device="meta", dtype=dtype)
+
+    parts = {"qdata": codes, "scale": scale}
+    return StoredQuantized(codes.name, codes.file, usual, codes.shape, parts=parts, made=made, linear=linear)
+
+
+def need(library: str) -> None:
+    """Raise ValueError, with the line that installs it, where ``library`` is absent."""
+    try:
+        import_module(library)
+    except ImportError as error:
+        raise ValueError(
+            f"quantized weights need {library}: pip install 'streamer[quantize]' ({error})"
+        ) from error
+
+
+def _dequantized(weight: Any) -> Any:
+    if hasattr(weight, "quant_state"):
+        return import_module("bitsandbytes").functional.dequantize_4bit(weight.data, weight.quant_state)
+    return weight.dequantize()

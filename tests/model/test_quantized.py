@@ -1,0 +1,381 @@
+"""Quantized weights are streamed by their parts, to the bit as the quantized model without streaming."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import streamer
+from streamer.backends.base import Lane
+from streamer.engine.wrapped.handle import wrapped as handle_of
+from streamer.planner.step_plan import plan_step
+from streamer.simulate.backend import VirtualBackend
+from streamer.simulate.machine import RTX_4090
+from tests.quantized import KINDS, LAYERS, llama, loss_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*(register_constant|Calling register_constant|cast from)")
+
+
+@contextmanager
+def streamed(model: nn.Module, **options: Any) -> Iterator[nn.Module]:
+    streamer.wrap(model, layers=LAYERS, device="cpu", **options)
+    try:
+        yield model
+    finally:
+        streamer.unwrap(model)
+
+
+def five_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The losses and gradients of five steps."""
+    seen: list[Any] = []
+    for step in range(5):
+        loss = loss_of(model, step)
+        loss.backward()
+        seen.append(loss.item())
+        seen += [param.grad.clone() for param in model.parameters() if param.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+def assert_equal(actual: list[Any], expected: list[Any]) -> None:
+    assert len(actual) == len(expected)
+    for one, other in zip(actual, expected, strict=True):
+        assert one == other if isinstance(one, float) else torch.equal(one, other)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def plain(request: pytest.FixtureRequest) -> tuple[str, list[Any], torch.Tensor]:
+    """A kind, what training without streaming brings, and the logits after it."""
+    model = llama(request.param)
+    history = five_steps(model, torch.optim.AdamW(trained(model), lr=1e-2, foreach=False))
+    return request.param, history, logits(model)
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.train(False)(input_ids=torch.arange(16)[None]).logits
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"activations": "keep"},
+        {"activations": "recompute+offload", "num_slots": 1},
+        {"activations": "keep", "num_slots": 4},
+    ],
+    ids=str,
+)
+def test_losses_and_gradients_are_those_of_the_plain_model(
+    plain: tuple[str, list[Any], torch.Tensor], options: dict[str, Any]
+) -> None:
+    kind, expected, after = plain
+    model = llama(kind)
+    names, objects = [*model.state_dict()], [*model.parameters()]
+    with streamed(model, **options):
+        assert [*model.state_dict()] == names and all(map(lambda a, b: a is b, model.parameters(), objects))
+        optimizer = torch.optim.AdamW(trained(model), lr=1e-2, foreach=False)
+        assert_equal(five_steps(model, optimizer), expected)
+        copied = copy.deepcopy(model)
+    assert torch.equal(logits(copied), after)
+    assert torch.equal(logits(model), after)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_has_every_byte(kind: str) -> None:
+    options = {"layers": LAYERS, "num_slots": 2}
+    plan = llama(kind)
+    from streamer.model.auto import skeleton
+
+    virtual = skeleton(plan).train()
+    streamer.wrap(virtual, backend=VirtualBackend(RTX_4090), **options)
+    optimizer = streamer.AdamW(trained(virtual))
+
+    def step(model: nn.Module, optimizer: Any, device: str) -> None:
+        tokens = torch.zeros(2, 16, dtype=torch.long, device=device)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    planned = plan_step(handle_of(virtual).executor, lambda: step(virtual, optimizer, "meta"))
+    with streamed(plan, num_slots=2) as model:
+        own = streamer.AdamW(trained(model))
+        executor = handle_of(model).executor
+        for _ in range(2):
+            step(model, own, "cpu")
+        moved: dict[Lane, int] = dict.fromkeys(Lane, 0)
+        submit = executor.backend.submit
+
+        def counted(lane: Lane, work: Any, waits: Any, nbytes: int) -> Any:
+            moved[lane] += nbytes
+            return submit(lane, work, waits, nbytes)
+
+        executor.backend.submit = counted  # type: ignore[method-assign]
+        step(model, own, "cpu")
+        streamer.synchronize(model)
+        held = streamer.stats(model)
+        weights = sum(unit.layout.nbytes for unit in (*executor.units, executor.root))
+        exact = {
+            "torchao int8": 1,
+            "torchao float8": 1,
+            "bitsandbytes int8": 1,
+        }.get(kind, 0.5)
+        quantized = sum(
+            slice.nbytes
+            for unit in executor.units
+            for slice in unit.layout.slices
+            if not slice.param.trainable and slice.param.dtype.itemsize == 1 and slice.numel > 1000
+        )
+    assert moved[Lane.H2D] == planned.prediction.moved_bytes[Lane.H2D]
+    assert moved[Lane.D2H] == planned.prediction.moved_bytes[Lane.D2H]
+    assert {k: v for k, v in held.host_bytes.items() if v} == dict(planned.host_bytes)
+    assert held.host_bytes["weights"] == weights
+    for owner in ("weight slots", "gradient slots", "root weights"):
+        assert held.device_bytes[owner] == planned.device_bytes[owner]
+    codes = 4 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 128)
+    assert quantized == codes * exact
+
+
+@pytest.mark.parametrize("kind", ["torchao nf4", "bitsandbytes nf4"])
+def test_layers_that_are_alike_are_planned_once(kind: str) -> None:
+    from streamer.model.auto import skeleton
+    from streamer.model.layers import find_layers
+    from streamer.model.units import make_units
+    from streamer.planner.alike import Numbers, structure_of
+
+    model = skeleton(llama(kind))
+    units, _ = make_units(model, find_layers(model, LAYERS), None)
+    numbers = Numbers()
+    assert len({structure_of(unit, numbers) for unit in units}) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_holds_the_parts(kind: str, tmp_path: Path) -> None:
+    with streamed(llama(kind)) as model:
+        optimizer = streamer.AdamW(trained(model), lr=1e-2)
+        loss_of(model, 0).backward()
+        optimizer.step()
+        streamer.save(model, optimizer, tmp_path / "whole", step=1)
+        streamer.save(model, optimizer, tmp_path / "adapters", step=1, frozen=False)
+        expected = logits(model)
+    for folder in ("whole", "adapters"):
+        with streamed(llama(kind)) as model:
+            streamer.load(model, streamer.AdamW(trained(model)), tmp_path / folder)
+            assert torch.equal(logits(model), expected)
+
+
+@pytest.mark.parametrize("kind", ["torchao int8", "bitsandbytes nf4"])
+def test_micro_batches(kind: str) -> None:
+    def gradients(**options: Any) -> list[torch.Tensor]:
+        model = llama(kind)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        model.config.attention_dropout = 0.0
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.0
+        with streamed(model, **options):
+            loss_of(model, 0).backward()
+            return [param.grad.clone() for param in trained(model)]
+
+    for whole, sliced in zip(gradients(), gradients(micro_batch_size=1), strict=True):
+        torch.testing.assert_close(sliced, whole, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["torchao int8", "bitsandbytes nf4"])
+def test_what_the_user_writes_into_a_quantized_weight_is_what_runs(kind: str) -> None:
+    with streamed(llama(kind), num_slots=4) as model:
+        before = logits(model)
+        weight = model.model.layers[1].mlp.up_proj.base.weight
+        with torch.no_grad():
+            weight.copy_(_zeros_like(weight) if kind.startswith("torchao") else torch.zeros_like(weight))
+        written = logits(model)
+        assert not torch.equal(written, before)
+        assert torch.equal(logits(copy.deepcopy(model)), written)
+
+
+@pytest.mark.parametrize("kind", ["torchao int8", "bitsandbytes nf4", "bitsandbytes int8"])
+def test_a_quantized_weight_that_was_given_other_memory_is_refused(kind: str) -> None:
+    with streamed(llama(kind), num_slots=4) as model:
+        logits(model)
+        weight = model.model.layers[1].mlp.up_proj.base.weight
+        name, had = ("qdata", weight.qdata) if kind.startswith("torchao") else ("data", weight.data)
+        setattr(weight, name, had.clone())
+        with pytest.raises(ValueError, match=r"up_proj\.base\.weight.*was given other memory after"):
+            logits(model)
+        setattr(weight, name, had)
+
+
+def _zeros_like(weight: Any) -> Any:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    nn.init.zeros_(linear.weight)
+    quantize_(linear, Int8WeightOnlyConfig())
+    return linear.weight
+
+
+class Codes(nn.Module):
+    """As checkpoints in fp8 with block scales have it (DeepSeek, Qwen): plain parameters, dequantized in
+    forward."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        weight = torch.randn(width, width) / width**0.5
+        blocks = weight.view(width // 16, 16, width // 16, 16)
+        scale = blocks.abs().amax((1, 3)) / 448
+        codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn).view(width, width)
+        self.weight = nn.Parameter(codes, requires_grad=False)
+        self.weight_scale_inv = nn.Parameter(scale, requires_grad=False)
+        self.counts = nn.Parameter(torch.arange(4), requires_grad=False)
+        self.gain = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.weight_scale_inv.repeat_interleave(16, 0).repeat_interleave(16, 1)
+        return x + F.linear(x, (self.weight.float() * scale).to(x.dtype)) * self.gain
+
+
+class Net(nn.Module):
+    def __init__(self, layer: Any, *, count: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(layer() for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("policy", ["recompute", "keep"])
+def test_codes_with_block_scales_in_plain_parameters(policy: str) -> None:
+    torch.manual_seed(0)
+    model = Net(lambda: Codes(32))
+    reference = copy.deepcopy(model)
+    for block in reference.blocks:
+        block.gain.data = block.gain.data.bfloat16()
+    x = torch.randn(4, 32).bfloat16()
+    reference(x).sum().backward()
+    streamer.wrap(model, layers="blocks", device="cpu", dtype=torch.bfloat16, activations=policy)
+    model(x).sum().backward()
+    for mine, plain in zip(model.blocks, reference.blocks, strict=True):
+        # neither codes nor scales are rounded to the dtype that is asked for
+        assert (mine.weight.dtype, mine.weight_scale_inv.dtype) == (torch.float8_e4m3fn, torch.float32)
+        assert torch.equal(mine.gain.grad, plain.gain.grad)
+    streamer.unwrap(model)
+    assert torch.equal(model.blocks[0].weight.float(), reference.blocks[0].weight.float())
+    assert torch.equal(model.blocks[0].counts, torch.arange(4))
+
+
+class _KeptInContext(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.kept = {"weight": [weight.view(-1)]}  # not by save_for_backward
+        ctx.shape = weight.shape
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient @ ctx.kept["weight"][0].view(ctx.shape).T, None
+
+
+class InContext(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8), requires_grad=False)
+        self.gain = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _KeptInContext.apply(x * self.gain, self.weight)
+
+
+class InClosure(InContext):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * self.gain
+        weight = self.weight.detach()
+        out = y @ weight
+        if out.requires_grad:
+            out.register_hook(lambda gradient: gradient * weight.mean())
+        return out
+
+
+@pytest.mark.parametrize("policy", ["recompute", "keep"])
+def test_weights_that_a_custom_function_keeps_in_its_context(policy: str) -> None:
+    torch.manual_seed(0)
+    model = Net(InContext, count=4)
+    reference = copy.deepcopy(model)
+    x = torch.randn(3, 8)
+    reference(x).square().sum().backward()
+    streamer.wrap(model, layers="blocks", device="cpu", num_slots=2, activations=policy)
+    model(x).square().sum().backward()
+    for mine, plain in zip(model.blocks, reference.blocks, strict=True):
+        assert torch.equal(mine.gain.grad, plain.gain.grad)
+    streamer.unwrap(model)
+
+
+def test_weights_that_a_closure_keeps_are_refused_where_graphs_are_kept() -> None:
+    model = Net(InClosure, count=4)
+    streamer.wrap(model, layers="blocks", device="cpu", num_slots=2, activations="keep")
+    with pytest.raises(
+        RuntimeError, match=r"layer 'blocks\.0' keeps views of its weights .*activations='rec"
+    ):
+        model(torch.randn(3, 8))
+    streamer.unwrap(model)
+
+
+def refused(model: nn.Module, match: str, **options: Any) -> None:
+    before = [(param, param.device, type(param)) for param in model.parameters()]
+    with pytest.raises(ValueError, match=match):
+        streamer.wrap(model, **{"layers": LAYERS, "device": "cpu", **options})
+    assert [(param, param.device, type(param)) for param in model.parameters()] == before
+
+
+@pytest.mark.parametrize("kind", ["torchao int8", "torchao nf4"])
+def test_quantized_weights_are_not_trained(kind: str) -> None:
+    model = llama(kind)
+    model.model.layers[0].mlp.up_proj.base.weight.requires_grad_(True)
+    refused(model, r"parameter '.*up_proj\.base\.weight' is a \w+, which .* cannot be trained: freeze it")
+
+
+@pytest.mark.parametrize("kind", ["bitsandbytes nf4", "bitsandbytes int8"])
+def test_weights_of_bitsandbytes_that_are_not_quantized_yet(kind: str) -> None:
+    import bitsandbytes as bnb
+
+    model = llama(kind)
+    layer = (
+        bnb.nn.Linear4bit(64, 128, bias=False)
+        if kind.endswith("nf4")
+        else bnb.nn.Linear8bitLt(64, 128, bias=False, has_fp16_weights=False)
+    )
+    model.model.layers[1].mlp.up_proj.base = layer
+    refused(model, r"up_proj\.base\.weight' of bitsandbytes is not quantized yet: call model\.to\('cpu'\)")
+
+
+def test_another_dtype_than_that_of_the_quantized_weights() -> None:
+    refused(
+        llama("torchao int8"),
+        r"is a Int8Tensor for inputs of torch\.float32, which dtype=torch\.bfloat16 cannot change: quantize",
+        dtype=torch.bfloat16,
+    )
+
+
+class Opaque(nn.Parameter):
+    """As weights in GGUF files are: codes in a class of their own, which does not tell what it is made of."""
+
+
+def test_a_class_that_does_not_tell_its_parts() -> None:
+    model = Net(lambda: nn.Linear(4, 4))
+    model.blocks[1].weight = torch.Tensor._make_subclass(Opaque, torch.zeros(4, 4, dtype=torch.uint8), False)
+    refused(model, r"'blocks\.1\.weight' is a Opaque of torch\.uint8, which does not say", layers="blocks")

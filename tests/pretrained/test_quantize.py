@@ -1,0 +1,400 @@
+"""Bases that are quantized while they are read, or in their files, against transformers' own loading."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    FineGrainedFP8Config,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    TorchAoConfig,
+)
+
+import streamer
+from streamer.engine.tensors.parts import composite_of
+from streamer.engine.wrapped.handle import wrapped
+from streamer.planner.step_plan import plan_step
+from streamer.pretrained.quantize import SCHEMES
+from streamer.simulate.backend import VirtualBackend
+from streamer.simulate.machine import RTX_4090
+from tests.model.test_quantized import assert_equal, five_steps, trained
+from tests.model_folders import rewritten
+
+peft = pytest.importorskip("peft", reason="peft is not installed")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*(register_constant|Calling register_constant|cast from)",
+    "ignore:::transformers",
+    "ignore:::peft",
+)
+
+BF16 = torch.bfloat16
+WORDS = tuple(SCHEMES)
+
+
+def adapt(model: nn.Module) -> Any:
+    config = peft.LoraConfig(target_modules="all-linear", r=4, lora_dropout=0.1, task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, config)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in bf16."""
+    return write_llama(tmp_path_factory.mktemp("llama"), layers=4)
+
+
+def write_llama(folder: Path, *, layers: int) -> Path:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attention_dropout=0.1,
+        use_cache=False,
+        max_position_embeddings=32,
+    )
+    LlamaForCausalLM(config).to(BF16).save_pretrained(folder)
+    return folder
+
+
+def gpt2(folder: Path) -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=128, n_positions=32, n_embd=64, n_layer=3, n_head=4, use_cache=False)
+    GPT2LMHeadModel(config).to(BF16).save_pretrained(folder)
+
+
+def four_bits(**options: Any) -> BitsAndBytesConfig:
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        **{
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True,
+            "bnb_4bit_compute_dtype": BF16,
+            **options,
+        },
+    )
+
+
+def int8(**options: Any) -> TorchAoConfig:
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    return TorchAoConfig(Int8WeightOnlyConfig(), **options)
+
+
+CONFIGS: dict[str, Callable[[], Any]] = {"nf4": four_bits, "int8": int8}
+
+
+def plain(folder: Path, quantization: Any = None) -> nn.Module:
+    """As transformers loads it, with adapters."""
+    options = {} if quantization is None else {"quantization_config": quantization}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=BF16, device_map={"": "cpu"}, **options)
+    return adapt(model).train()
+
+
+def streamed(folder: Path, **options: Any) -> Any:
+    given = {"adapt": adapt, "dtype": BF16, "device": "cpu"} | options
+    return streamer.from_pretrained(folder, **given).train()
+
+
+def take_adapters(reference: nn.Module, model: nn.Module) -> None:
+    """Let the ``reference`` have the adapters of ``model``, in its dtype, with gradients in all of them."""
+    own = dict(model.named_parameters())
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for name, param in reference.named_parameters():
+            if param.requires_grad:
+                if "lora_B" in name:
+                    own[name].normal_(std=0.05)
+                param.data = own[name].detach().clone()
+
+
+def history(model: nn.Module) -> list[Any]:
+    return five_steps(model, torch.optim.AdamW(trained(model), lr=1e-2, foreach=False))
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@pytest.mark.parametrize("word", WORDS)
+def test_it_trains_as_what_transformers_quantizes(word: str, activations: str, llama: Path) -> None:
+    reference = plain(llama, CONFIGS[word]())
+    model = streamed(llama, quantize=word, activations=activations)
+    take_adapters(reference, model)
+    assert_equal(history(model), history(reference))
+    assert type(model.get_base_model().lm_head) is nn.Linear
+    plain_again = streamer.unwrap(model)
+    for mine, other in zip(plain_again.parameters(), reference.parameters(), strict=True):
+        assert type(mine) is type(other) and torch.equal(_values(mine), _values(other))
+
+
+def _values(param: Any) -> torch.Tensor:
+    return param.dequantize() if hasattr(param, "dequantize") and hasattr(param, "qdata") else param.detach()
+
+
+def test_weights_that_are_transposed(tmp_path: Path) -> None:
+    gpt2(tmp_path)
+    reference, model = plain(tmp_path, four_bits()), streamed(tmp_path, quantize="nf4")
+    take_adapters(reference, model)
+    assert_equal(history(model), history(reference))
+    streamer.unwrap(model)
+    # torchao has no kernel for transposed weights: there is a linear module with the weight turned
+    model, own = streamed(tmp_path, quantize="int8"), streamed(tmp_path)
+    one, other = (each.get_base_model().transformer.h[1].mlp.c_fc.base_layer for each in (model, own))
+    torch.testing.assert_close(one.weight.dequantize(), other.weight.T, rtol=0, atol=0.01)
+    history(model)
+    for each in (model, own):
+        streamer.unwrap(each)
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_weight_without_values_is_laid_out_as_one_with_values(word: str) -> None:
+    scheme = SCHEMES[word]()
+    for shape in ((64, 64), (100, 200), (33, 65), (256, 1024)):
+        values = torch.randn(shape, dtype=BF16)
+        made = [composite_of("w", scheme.of(each), []) for each in (values, values.to("meta"))]
+        parts = [[(part.shape, part.dtype, part.stride()) for part in each.parts()] for each in made if each]
+        assert parts[0] == parts[1] and len(parts) == 2
+        assert made[0].names == made[1].names  # type: ignore[union-attr]
+        assert repr(made[0].structure) == repr(made[1].structure)  # type: ignore[union-attr]
+
+
+def stored_in_4_bits(folder: Path, to: Path, **options: Any) -> None:
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=BF16, device_map={"": "cpu"}, quantization_config=four_bits(**options)
+    )
+    model.save_pretrained(to)
+
+
+def stored_in_fp8(folder: Path, to: Path) -> None:
+    """As DeepSeek and Qwen write it."""
+    block = 64
+    to.mkdir(exist_ok=True)
+    card = json.loads((folder / "config.json").read_text())
+    card["quantization_config"] = {
+        "quant_method": "fp8",
+        "weight_block_size": [block, block],
+        "activation_scheme": "dynamic",
+        "modules_to_not_convert": ["lm_head"],
+    }
+    (to / "config.json").write_text(json.dumps(card))
+    tensors: dict[str, torch.Tensor] = {}
+    for name, values in load_file(folder / "model.safetensors").items():
+        if "proj" not in name:
+            tensors[name] = values
+            continue
+        rows, columns = (length // block for length in values.shape)
+        blocks = values.float().view(rows, block, columns, block)
+        scale = blocks.abs().amax((1, 3)) / 448
+        codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+        tensors |= {name: codes.view(values.shape).contiguous(), f"{name}_scale_inv": scale}
+    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
+
+
+STORED: dict[str, tuple[Callable[[Path, Path], None], Any]] = {
+    "nf4": (lambda folder, to: stored_in_4_bits(folder, to, bnb_4bit_use_double_quant=False), None),
+    "nf4, scales in 8 bits": (stored_in_4_bits, None),
+    "fp4": (lambda folder, to: stored_in_4_bits(folder, to, bnb_4bit_quant_type="fp4"), None),
+    "fp8": (stored_in_fp8, FineGrainedFP8Config(dequantize=True)),
+}
+
+
+@pytest.mark.parametrize("place", ["memory", "files"])
+@pytest.mark.parametrize("kind", STORED)
+def test_a_folder_that_is_quantized_already(kind: str, place: str, llama: Path, tmp_path: Path) -> None:
+    store, quantization = STORED[kind]
+    options: dict[str, Any] = {}
+    if place == "files":
+        # more than the buffers through which files are read
+        llama = write_llama(tmp_path / "deep", layers=24)
+    store(llama, tmp_path)
+    reference = plain(tmp_path, copy.deepcopy(quantization))
+    if place == "files":
+        with pytest.raises(MemoryError) as refused:
+            streamed(tmp_path, disk=True, host_memory=1)
+        least = int(str(refused.value).partition("needs ")[2].split()[0])
+        options = {"disk": True, "host_memory": least}
+    model = streamed(tmp_path, **options)
+    take_adapters(reference, model)
+    shards = [shard.weights_on_disk is not None for shard in wrapped(model).executor.store.shards]
+    assert any(shards) == (place == "files")
+    assert_equal(history(model), history(reference))
+    streamer.unwrap(model)
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_plan_has_every_byte(word: str, llama: Path) -> None:
+    planned = streamed(llama, quantize=word, device=None, backend=VirtualBackend(RTX_4090))
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+
+    def step(model: nn.Module, optimizer: Any, device: str) -> None:
+        batch = tokens.to(device)
+        model(input_ids=batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    optimizer = streamer.AdamW(trained(planned))
+    plan = plan_step(wrapped(planned).executor, lambda: step(planned, optimizer, "meta"))
+    model = streamed(llama, quantize=word)
+    own = streamer.AdamW(trained(model))
+    step(model, own, "cpu")
+    held = streamer.stats(model)
+    assert {owner: nbytes for owner, nbytes in held.host_bytes.items() if nbytes} == dict(plan.host_bytes)
+    of_layer = wrapped(model).executor.units[0].layout.nbytes
+    assert held.device_bytes["weight slots"] == plan.device_bytes["weight slots"] == 2 * of_layer
+    # 4 projections of attention, two of them for half as many heads, and 3 of 128 x 256
+    codes = (2 * 128 * 128 + 2 * 64 * 128 + 3 * 128 * 256) * (1 if word == "int8" else 0.5)
+    assert codes < of_layer < 1.5 * codes
+    for each in (model, planned):
+        streamer.unwrap(each)
+
+
+_PEAK = """
+import re, sys, threading, time
+import torch, streamer, transformers, bitsandbytes
+
+def taken():
+    told = open("/proc/self/status").read()
+    return int(re.search(r"RssAnon:\\s+(\\d+)", told)[1])
+
+def watch():
+    while True:
+        most[0] = max(most[0], taken())
+        time.sleep(0.001)
+
+options = {"quantize": None if sys.argv[1] == "none" else sys.argv[1], "device": "cpu", "num_slots": 1}
+streamer.unwrap(streamer.from_pretrained(sys.argv[2], **options))
+before = taken()
+most = [before]
+threading.Thread(target=watch, daemon=True).start()
+model = streamer.from_pretrained(sys.argv[3], adapt=lambda model: model.requires_grad_(False), **options)
+print(most[0] - before)
+"""
+
+
+def test_a_base_that_is_larger_than_memory_is_read_within_it(llama: Path, tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=32,
+        num_attention_heads=8,
+        use_cache=False,
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    values = {name: torch.full(p.shape, 0.01, dtype=BF16) for name, p in model.named_parameters()}
+    whole = sum(tensor.nbytes for tensor in values.values())
+    save_file(values, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config.save_pretrained(tmp_path)
+    # Beside what the model takes there are a slot, and a tensor on its way: on the CPU bitsandbytes takes 64
+    # bytes for each element of it. Pages of the mapped file do not count.
+    folders = str(llama), str(tmp_path)
+    peaks = {word: 1024 * int(told_by(_PEAK, word, *folders)) for word in ("none", *WORDS)}
+    assert peaks["none"] > whole and peaks["int8"] < 0.8 * whole and peaks["nf4"] < 0.6 * whole, peaks
+
+
+def told_by(program: str, *arguments: str) -> str:
+    """What a process of its own prints last."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()[-1]
+
+
+def test_linear_modules_that_are_skipped(llama: Path) -> None:
+    wrapped_model = streamed(llama, quantize="nf4", skip=["down_proj", r"layers\.3\."])
+    model = wrapped_model.get_base_model()
+    kinds = {
+        name: type(module.base_layer).__name__
+        for name, module in model.named_modules()
+        if hasattr(module, "base_layer")
+    }
+    assert {kind for name, kind in kinds.items() if "down_proj" in name or ".3." in name} == {"Linear"}
+    rest = {kind for name, kind in kinds.items() if not ("down_proj" in name or ".3." in name)}
+    assert rest == {"Linear4bit"}
+    left = model.config.quantization_config.llm_int8_skip_modules
+    assert {"lm_head", "model.layers.3.mlp.up_proj", "model.layers.0.mlp.down_proj"} <= {*left}
+    assert "model.layers.0.mlp.up_proj" not in left
+    streamer.unwrap(wrapped_model)
+
+
+def refused(match: str, folder: Path, **options: Any) -> None:
+    with pytest.raises(ValueError, match=match):
+        streamed(folder, **options)
+
+
+def test_what_cannot_be_quantized(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused(r"quantize='int4': it is one of 'int8', 'nf4', or None", llama, quantize="int4")
+    refused(r"'down_prj' is found in the name of no linear .*q_proj", llama, quantize="nf4", skip="down_prj")
+    refused(r"skip=.*: give regular expressions", llama, quantize="nf4", skip="(")
+    refused(r"give quantize=, or leave skip= out", llama, skip="down_proj")
+    refused(r"finds no linear module", llama, quantize="nf4", skip="proj")
+
+    def unfreeze(model: nn.Module) -> Any:
+        adapted = adapt(model)
+        adapted.get_base_model().model.layers[0].mlp.up_proj.base_layer.weight.requires_grad_(True)
+        return adapted
+
+    refused(r"up_proj.* is a Int8Tensor, which .* cannot be trained", llama, quantize="int8", adapt=unfreeze)
+    for word, library in (("int8", "torchao"), ("nf4", "bitsandbytes")):
+        with monkeypatch.context() as patched:
+            patched.setitem(sys.modules, library, None)
+            refused(rf"need {library}: pip install 'streamer\[quantize\]'", llama, quantize=word)
+    stored_in_4_bits(llama, tmp_path)
+    refused(r"its weights are quantized already: leave quantize='nf4' out", tmp_path, quantize="nf4")
+
+
+def test_quantized_files_that_are_not_whole(llama: Path, tmp_path: Path) -> None:
+    weight = "model.layers.1.mlp.up_proj.weight"
+    stored_in_4_bits(llama, tmp_path / "4")
+    stored_in_fp8(llama, tmp_path / "8")
+    rewritten(tmp_path / "4/model.safetensors", lambda held: held.pop(f"{weight}.absmax"))
+    refused(rf"'{weight}' is not whole in its file .*absmax", tmp_path / "4")
+    rewritten(tmp_path / "8/model.safetensors", lambda held: held.pop(f"{weight}_scale_inv"))
+    refused(rf"of a dtype that is not streamed .*{weight} \(torch\.float8_e4m3fn\)", tmp_path / "8")
+    rewritten(
+        tmp_path / "8/model.safetensors", lambda held: held.update({f"{weight}_scale_inv": torch.ones(1, 1)})
+    )
+    refused(r"fp8 of \[256, 128\] with scales of \[1, 1\] for blocks of \[64, 64\]", tmp_path / "8")
+
+
+def test_a_model_that_is_mostly_other_than_linear(tmp_path: Path) -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.Parameter(torch.zeros(4, 32, 32))
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x @ self.experts.sum(0))
+
+    def make() -> nn.Module:
+        return nn.Sequential(*(Layer() for _ in range(3)))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = make()
+
+    save_file(dict(Model().state_dict()), tmp_path / "model.safetensors")
+    with pytest.warns(UserWarning, match=r"weights of linear modules, 20 % of what is in the layers"):
+        model = streamer.from_pretrained(tmp_path, Model, quantize="int8", device="cpu")
+    assert [param.requires_grad for param in model.parameters()] == [False] * 9
+    streamer.unwrap(model)

@@ -1,0 +1,102 @@
+"""A Llama whose layers hold quantized weights, by kind of quantization, with adapters beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+#: Kinds by the library that makes them.
+TORCHAO = ("torchao int8", "torchao float8", "torchao nf4")
+BITSANDBYTES = ("bitsandbytes nf4", "bitsandbytes fp4", "bitsandbytes int8")
+KINDS = (*TORCHAO, *BITSANDBYTES)
+
+LAYERS = "model.layers"
+
+
+class Adapted(nn.Module):
+    """A linear module and a LoRA adapter with dropout beside it."""
+
+    def __init__(self, base: nn.Module, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(inputs, 4, bias=False)
+        self.up = nn.Linear(4, outputs, bias=False)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        base: torch.Tensor = self.base(x)
+        return base + self.up(self.down(self.dropout(x)))
+
+
+def quantize(linear: nn.Linear, kind: str) -> nn.Module:
+    """``linear``, or what stands in for it, with a quantized weight."""
+    if kind == "torchao nf4":
+        from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
+
+        linear.weight = nn.Parameter(to_nf4(linear.weight.detach(), 64, 16), requires_grad=False)
+        return linear
+    if kind.startswith("torchao"):
+        from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+
+        quantize_(linear, Int8WeightOnlyConfig() if kind.endswith("int8") else Float8WeightOnlyConfig())
+        return linear
+    import bitsandbytes as bnb
+
+    sizes = linear.in_features, linear.out_features
+    if kind.endswith("int8"):
+        made: Any = bnb.nn.Linear8bitLt(*sizes, bias=False, has_fp16_weights=False, threshold=6.0)
+        made.weight = bnb.nn.Int8Params(linear.weight.data, requires_grad=False, has_fp16_weights=False)
+    else:
+        quant_type = kind.split()[-1]
+        made = bnb.nn.Linear4bit(*sizes, bias=False, compute_dtype=linear.weight.dtype, quant_type=quant_type)
+        made.weight = bnb.nn.Params4bit(
+            linear.weight.data,
+            requires_grad=False,
+            quant_type=quant_type,
+            module=made,
+            # both ways to store the scales
+            compress_statistics=quant_type == "nf4",
+        )
+    quantized: nn.Module = made.to("cpu")
+    return quantized
+
+
+def llama(kind: str, *, layers: int = 4, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    """In training mode, with dropout; only the adapters are trained."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attention_dropout=0.1,
+        use_cache=False,
+        max_position_embeddings=32,
+    )
+    model = LlamaForCausalLM(config).to(dtype)
+    for layer in model.model.layers:
+        for name, linear in [*linears(layer)]:
+            owner = layer.get_submodule(name.rpartition(".")[0])
+            base = quantize(linear, kind)
+            adapted = Adapted(base, linear.in_features, linear.out_features).to(dtype=dtype)
+            setattr(owner, name.rpartition(".")[2], adapted if "proj" in name else base)
+    for name, param in model.named_parameters():
+        param.requires_grad_(".up." in name or ".down." in name)
+    return model.train()
+
+
+def linears(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    return ((name, each) for name, each in module.named_modules() if isinstance(each, nn.Linear))
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    torch.manual_seed(100 + step)
+    tokens = torch.randint(0, 128, (2, 16))
+    loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+    return loss
