@@ -247,6 +247,10 @@ class Executor:
         saved under the number ``saved``; the gradients leave for the host. The caller holds `turns.lock`.
         """
         self.begin()
+        if self.across is not None and not self.landing.keeps_gradients:
+            # once this gradient is averaged the others write the shard, of which this rank may be writing a
+            # checkpoint
+            self.wait_for_saving()
         self.gradients.settle_scale()
         visit = Visit(unit.index, Phase.BACKWARD)
         with (
