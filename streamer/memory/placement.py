@@ -9,6 +9,8 @@ for. While they are updated the others' state is on its way from disk.
 First to go are frozen weights that lie in files anyway, which nobody needs to write; then the optimizer's
 state; then other weights. Where something else needs room later (sums of gradients, saved inputs), moments
 that are in memory go to disk, those that the next forward asks for last before the others.
+
+Ranks have one budget, in which each has rings of its own; the first of them decides for all.
 """
 
 from __future__ import annotations

@@ -147,6 +147,7 @@ def _begin_writing(
             f"writing what the ranks share by {function.__name__} ({numbers}, checksum {checksum:08x})"
         )
         across.writing = args
+        across.written.clear()  # of a function that has failed
     return across.ranks.leads
 
 
