@@ -437,12 +437,14 @@ class MemoryConfig:
     host: Annotated[
         str | None,
         BYTES,
-        "the most that the model may take of host memory, such as 48GiB; what is free if it is not given",
+        "the most that the model may take of host memory, such as 48GiB, in all processes of a run together; "
+        "what is free if it is not given",
     ] = None
     disk: Annotated[
         str | tuple[str, ...] | None,
         FOLDERS,
-        "a folder, or several on different drives, for what host memory has no room for",
+        "a folder, or several on different drives, for what host memory has no room for; the processes of a "
+        "run share what is there",
     ] = None
 
 

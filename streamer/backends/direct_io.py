@@ -130,7 +130,16 @@ class ScratchFile:
     the reason in a few words. Raises DiskError for a folder in which no file can be made.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, direct: bool = True, system: System) -> None:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        direct: bool = True,
+        system: System,
+        of_other: tuple[str, int, str] | None = None,
+    ) -> None:
+        """A file ``of_other``, a process that has made it, is opened at a path under /proc, with the
+        ``alignment`` and the ``why_not`` that were found there."""
         self.folder = Path(folder)
         check_system(f"disk={self}")
         self._system = system
@@ -142,11 +151,17 @@ class ScratchFile:
             )
         if not os.path.isdir(folder):
             raise DiskError(f"disk={self} is not a folder: give a folder", errno.ENOTDIR)
-        self._fd = self._open()
+        self._fd = self._open() if of_other is None else self._open_again(of_other[0])
         self.nbytes = 0
         # a copy of the descriptor in a forked child goes with that child
         self._finalizer = weakref.finalize(self, _close, self._fd, Process())
         self._finalizer.atexit = False  # the kernel closes files
+        if of_other is not None:
+            self.share()
+            _, self.alignment, self.why_not = of_other
+            if not self.why_not:
+                system.set_direct(self._fd)
+            return
         self.alignment = ALIGNMENT
         self.why_not = "direct I/O is switched off"
         if direct:
@@ -155,6 +170,14 @@ class ScratchFile:
 
     def __str__(self) -> str:
         return str(self.folder)
+
+    def share(self) -> int:
+        """The file's descriptor, for other processes that are about to open the file: from now on its bytes
+        are free when all of them, and their children, have closed it."""
+        self._finalizer.detach()
+        self._finalizer = weakref.finalize(self, _close_shared, self._fd, Process())
+        self._finalizer.atexit = False
+        return self._fd
 
     @property
     def device(self) -> int:
@@ -243,6 +266,16 @@ class ScratchFile:
             raise DiskError(
                 f"disk={self}: this process can make no file there ({error.strerror}): change the folder's "
                 "permissions, or give another folder",
+                error.errno,
+            ) from error
+
+    def _open_again(self, path: str) -> int:
+        try:
+            return self._system.open(path, os.O_RDWR | os.O_CLOEXEC, 0)
+        except OSError as error:
+            raise DiskError(
+                f"disk={self}: this rank cannot open the file that the first one has made "
+                f"({error.strerror}): run all ranks as one user, in one container",
                 error.errno,
             ) from error
 
@@ -414,6 +447,11 @@ def _write_back(fd: int, offset: int, nbytes: int) -> None:
         number = ctypes.get_errno()
         if number != errno.EINTR:
             raise OSError(number, os.strerror(number))
+
+
+def _close_shared(fd: int, process: Process) -> None:
+    if process.is_this():
+        os.close(fd)
 
 
 def _close(fd: int, process: Process) -> None:

@@ -13,6 +13,10 @@ direction move them with preadv(2) and pwritev(2), which run without Python's lo
 threads of their own, so a read does not queue behind a write. Nothing here outlasts the process: no name in
 a folder, no flush of the drive's own cache. What must last is a checkpoint's.
 
+Ranks that train one model share its scratch files: the first one makes and allocates them, the others open
+them. All of them ask for the same extents in the same order, so each knows where everything lies. Which bytes
+a rank may read and write when is not decided here.
+
 Memory for direct I/O must not be shared with forked processes (``in_forks=False``): a fork in the middle of a
 read can leave the bytes with the other process.
 """
@@ -38,6 +42,7 @@ import torch
 from streamer.backends.base import Lane, Process
 from streamer.backends.direct_io import ScratchFile, System, too_full
 from streamer.backends.host_memory import mapped
+from streamer.backends.ranks import Ranks, together
 from streamer.backends.stored_tensors import StoredTensor, StoredTensors
 from streamer.backends.thread import Worker, run_all
 from streamer.errors import DiskError, warn
@@ -113,6 +118,9 @@ class Scratch:
     then lasts at least ``n / rate`` seconds, its caller asleep once the bytes are there. ``clock`` (seconds)
     and ``sleep`` are the functions of time used for that. ``system`` has the calls of the system, for tests.
 
+    ``ranks`` share the files, and what none of them has written is zero; where a transfer fails on one, all
+    are told. For them this and `allocate` are meetings, and raise RanksError for what has failed on another.
+
     Raises DiskError for a folder that cannot be used, before anything is allocated, and ValueError for
     options out of range.
     """
@@ -128,6 +136,7 @@ class Scratch:
         system: System | None = None,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
+        ranks: Ranks | None = None,
     ) -> None:
         if not folders:
             raise ValueError("disk=[]: give one folder or more")
@@ -147,14 +156,31 @@ class Scratch:
         self._turns = itertools.count()
         self._uses: dict[Extent, _Use] = {}
         self._moved = dict.fromkeys(Direction, 0)
+        self._ranks = ranks
         with ExitStack() as opened:
             files = []
-            for folder in folders:
-                file = ScratchFile(folder, direct=direct_io != "off", system=system or System())
-                opened.callback(file.close)
-                files.append(file)
-            if direct_io != "off":
-                _judge([file for file in files if file.why_not], refuse=direct_io == "require")
+
+            def make() -> None:
+                for folder in folders:
+                    file = ScratchFile(folder, direct=direct_io != "off", system=system or System())
+                    opened.callback(file.close)
+                    files.append(file)
+                if direct_io != "off":
+                    _judge([file for file in files if file.why_not], refuse=direct_io == "require")
+
+            def make_shared() -> tuple[list[int], list[tuple[int, str]]]:
+                make()
+                return [file.share() for file in files], [(file.alignment, file.why_not) for file in files]
+
+            if ranks is None:
+                make()
+            else:
+                paths, told = ranks.open_files("making scratch files", make_shared)
+                with together(ranks, "opening scratch files"):
+                    for folder, path, found in zip(folders, paths, told, strict=False):
+                        file = ScratchFile(folder, system=system or System(), of_other=(path, *found))
+                        opened.callback(file.close)
+                        files.append(file)
             opened.pop_all()
         self.alignment = max(file.alignment for file in files)
         self._in_flight = in_flight
@@ -165,6 +191,11 @@ class Scratch:
         ]
         self._finalizer = weakref.finalize(self, _close, workers, files)
         self._finalizer.atexit = False  # a drive that hangs must not keep the process from ending
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes write the extents too, each of which may be read before it is written."""
+        return self._ranks is not None
 
     def padded(self, nbytes: int) -> int:
         """Bytes of the buffer that a transfer of an extent of ``nbytes`` needs."""
@@ -190,7 +221,7 @@ class Scratch:
             drive.planned += piece.nbytes
             pieces.append(piece)
         extent = Extent(nbytes, padded, tuple(pieces))
-        self._uses[extent] = _Use()
+        self._uses[extent] = _Use(_State.WRITTEN if self.is_shared else _State.EMPTY)
         return extent
 
     def allocate(self) -> None:
@@ -199,11 +230,12 @@ class Scratch:
         self._check_open()
         before = [drive.file.nbytes for drive in self._drives]
         try:
-            for drive, asked in self._asked().items():
-                if asked > (free := self._drives[drive].file.free()):
-                    raise too_full(self._drives[drive].file.folder, asked, free)
-            for one in self._drives:
-                one.file.allocate(one.planned)
+            if self._ranks is None:
+                self._allocate()
+            else:
+                self._ranks.led("allocating scratch files", self._allocate)
+                for one in self._drives:
+                    one.file.nbytes = one.planned
         except BaseException:
             for one, nbytes in zip(self._drives, before, strict=True):
                 one.planned = nbytes
@@ -213,6 +245,13 @@ class Scratch:
                 if not self._is_allocated(extent):
                     del self._uses[extent]
             raise
+
+    def _allocate(self) -> None:
+        for drive, asked in self._asked().items():
+            if asked > (free := self._drives[drive].file.free()):
+                raise too_full(self._drives[drive].file.folder, asked, free)
+        for one in self._drives:
+            one.file.allocate(one.planned)
 
     def read(self, extent: Extent, into: torch.Tensor) -> None:
         """Fill the first ``extent.padded_bytes`` of ``into``, flat uint8, whose memory begins at a multiple
@@ -284,6 +323,10 @@ class Scratch:
         try:
             self._move(extent, memory, direction)
             whole = True
+        except DiskError as error:
+            if self._ranks is not None:
+                self._ranks.tell(error)
+            raise
         finally:
             with self._lock:
                 if direction is Direction.READ:
@@ -366,30 +409,39 @@ class Disks:
     def __init__(
         self,
         folders: Sequence[str | os.PathLike[str]],
-        scratch: Callable[[Sequence[str | os.PathLike[str]]], Scratch] = Scratch,
+        scratch: Callable[..., Scratch] = Scratch,
         *,
         stored: Mapping[str, StoredTensor] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """``scratch`` makes scratch files in ``folders``, of which there may be none if nothing is to be
-        written; ``stored`` are parameters by name. Raises DiskError for a folder that cannot be used."""
+        written; ``stored`` are parameters by name; ``ranks`` share all of it. Raises DiskError for a folder
+        that cannot be used."""
         self.folders = folders
         self.may_write = bool(folders)
         self.stored = stored or {}
         self._scratch = scratch
-        if folders:
+        self._ranks = ranks
+        if folders and ranks is None:
             scratch(folders).close()
 
     def with_stored(self, stored: Mapping[str, StoredTensor]) -> Disks:
         """The same folders, beside which these parameters are ``stored`` in files."""
-        return Disks(self.folders, self._scratch, stored=stored)
+        return Disks(self.folders, self._scratch, stored=stored, ranks=self._ranks)
+
+    def among(self, ranks: Ranks) -> Disks:
+        """The same for ``ranks``, which share the scratch files. Folders were tried before."""
+        return Disks(self.folders, self._scratch, stored=self.stored, ranks=ranks)
 
     def open(self) -> Scratch:
-        """New scratch files."""
-        return self._scratch(self.folders)
+        """New scratch files. Of ranks, a meeting."""
+        return self._scratch(self.folders, **({} if self._ranks is None else {"ranks": self._ranks}))
 
     def reader(self, between: torch.Tensor) -> StoredTensors:
         """What reads the parameters in files, by way of ``between``."""
-        return StoredTensors(between)
+        reader = StoredTensors(between)
+        reader.told = None if self._ranks is None else self._ranks.tell
+        return reader
 
     @staticmethod
     def buffer(nbytes: int) -> torch.Tensor:

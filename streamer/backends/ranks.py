@@ -50,8 +50,8 @@ class Channel(enum.IntEnum):
     LANE = 1
 
 
-#: Bytes of what a meeting is for, and of what a rank brings to it, at most.
-WORDS, BROUGHT = 1 << 8, 1 << 18
+#: Bytes of what a meeting is for, of what a rank brings to it, and of the error that ends a rank, at most.
+WORDS, BROUGHT, ERROR = 1 << 8, 1 << 18, 1 << 11
 #: Seconds of sleep between two looks at the table: at first, and at most.
 FIRST_PAUSE, LONGEST_PAUSE = 2e-5, 1e-3
 #: Seconds between two looks at whether the other processes are alive.
@@ -60,12 +60,14 @@ LOOK_SECONDS = 0.02
 CLOSING_SECONDS = 1.0
 
 #: A rank's row of the table: how many meetings of each channel it has come to, how many of LANE it has
-#: issued, whether it has left; of the last two meetings of each channel what they were for, what it brought.
+#: issued, whether it has left, the error that ends it; of the last two meetings of each channel what they
+#: were for, what it brought.
 _ROW = np.dtype(
     [
         ("come", np.int64, 2),
         ("issued", np.int64),
         ("left", np.int64),
+        ("error", f"S{ERROR}"),
         ("words", f"S{WORDS}", (2, 2)),
         ("nbytes", np.int64, (2, 2)),
         ("brought", np.uint8, (2, 2, BROUGHT)),
@@ -207,7 +209,40 @@ class Ranks:
         _raise_failures(errors, what)
         return block
 
+    def open_files(self, words: str, make: Callable[[], tuple[Sequence[int], T]]) -> tuple[list[str], T]:
+        """Where the others find, under /proc, the files that ``make`` has opened on the first rank, which
+        needs no such places, and what else ``make`` tells of them. A meeting; see `led`. The first rank keeps
+        the files open until the next meeting at least."""
+        pid, numbers, told = self.led(words, lambda: (os.getpid(), *make()))
+        return [] if self.leads else [_path(pid, number) for number in numbers], told
+
     # meetings
+
+    def led(self, words: str, work: Callable[[], T]) -> T:
+        """What ``work`` returns on the first rank, which alone does it. A meeting.
+
+        Raises, where that fails, the error itself on the first rank and RanksError on the others.
+        """
+        if self.leads:
+            try:
+                result = work()
+            except Exception as error:
+                self.meet(words, (_in_a_line(error), None), patient=True)
+                raise
+            self.meet(words, (None, result), patient=True)
+            return result
+        failed, found = self.meet(words, patient=True)[0]
+        _raise_failures([failed], words)
+        there: T = found
+        return there
+
+    def tell(self, error: BaseException) -> None:
+        """This rank cannot go on after ``error``: whoever waits for it is told so, whatever it does next. May
+        be called by any thread, and again."""
+        if self._failed is None:
+            self._failed = RanksError(f"rank {self.rank} has failed: {_in_a_line(error)}")
+            if self._table is not None:
+                self._table["error"][self.rank] = _in_a_line(error).encode()[:ERROR]
 
     def issue(self) -> None:
         """The caller is about to give the COLLECTIVE lane work with a meeting in it."""
@@ -264,6 +299,8 @@ class Ranks:
             if self._is_leaving:
                 raise RanksError(f"{words}: this rank has left")
             for rank in behind:
+                if failed := bytes(self._table["error"][rank]):
+                    raise RanksError(f"rank {rank} has failed: {failed.decode(errors='replace')}")
                 if self._has_gone(rank) and come[rank, channel] < number:
                     raise RanksError(self._apart(f"rank {rank} has ended, or has unwrapped its model"))
             if not patient and now - began > self._timeout.total_seconds():
@@ -423,9 +460,14 @@ def _memory_file(nbytes: int) -> int:
     return file
 
 
+def _path(pid: int, number: int) -> str:
+    """Where a file without a name is found that another process has open."""
+    return f"/proc/{pid}/fd/{number}"
+
+
 def _open(pid: int, number: int, nbytes: int, *, in_forks: bool = False) -> torch.Tensor:
     """Memory that another process has open as file ``number``."""
-    file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    file = os.open(_path(pid, number), os.O_RDWR | os.O_CLOEXEC)
     try:
         return map_file(file, nbytes, in_forks=in_forks)
     finally:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 from streamer.backends.base import Lane, Process
 from streamer.backends.direct_io import ALIGNMENT, StoredFile, System
 from streamer.backends.thread import Worker, run_all
+from streamer.errors import DiskError
 
 #: The most bytes of a tensor that are read at once, and how many such reads run at the same time.
 BLOCK_BYTES = 8 << 20
@@ -55,6 +57,8 @@ class StoredTensors:
 
     def __init__(self, between: torch.Tensor, *, system: System | None = None) -> None:
         self._system = system or System()
+        #: called with what fails, before that is raised
+        self.told: Callable[[DiskError], object] | None = None
         self._process = Process()
         self._lock = threading.Lock()
         self._files: dict[Path, StoredFile] = {}
@@ -67,9 +71,10 @@ class StoredTensors:
 
     def open(self, files: Iterable[Path]) -> None:
         """Open these files. Raises DiskError for one that cannot be."""
-        for path in files:
-            if path not in self._files:
-                self._files[path] = StoredFile(path, system=self._system)
+        with self._telling():
+            for path in files:
+                if path not in self._files:
+                    self._files[path] = StoredFile(path, system=self._system)
 
     def read(self, wanted: Iterable[tuple[StoredTensor, torch.Tensor]]) -> None:
         """Fill each tensor in memory, contiguous and on the CPU, from the one in a file beside it, rounded to
@@ -85,7 +90,17 @@ class StoredTensors:
             for start in range(0, stored.numel, most):
                 elements = range(start, min(start + most, stored.numel))
                 jobs.append(partial(self._read, stored, flat, elements))
-        run_all([(self._workers, jobs)])
+        with self._telling():
+            run_all([(self._workers, jobs)])
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        try:
+            yield
+        except DiskError as error:
+            if self.told is not None:
+                self.told(error)
+            raise
 
     def _read(self, stored: StoredTensor, into: torch.Tensor, elements: range) -> None:
         file, size = self._files[stored.file], stored.dtype.itemsize

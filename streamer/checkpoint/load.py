@@ -96,7 +96,12 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | 
         executor.forget_failures()
         executor.synchronize()
         load_optimizer()
-        _load_weights(files, executor)
+        with together(ranks, f"loading weights from '{path}'", patient=True):
+            if ranks is None or ranks.leads:
+                _load_weights(files, executor)
+        for unit in (*executor.units, executor.root):
+            if any(slice.param.name in files.names[WEIGHTS] for slice in unit.layout.slices):
+                executor.weights.replaced(unit)
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 buffer.copy_(files.read(BUFFERS, name))
@@ -360,7 +365,6 @@ def _load_weights(files: _Files, executor: Executor) -> None:
             for slice in given:
                 values = files.read(WEIGHTS, slice.param.name)
                 executor.backend.on_host(partial(shard.load, slice, values))
-        executor.weights.replaced(unit)
 
 
 def _load_gradients(files: _Files, executor: Executor) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -167,12 +167,13 @@ class HostShard:
         values = self.disk.read(purpose, purpose.range(slice))
         return values if purpose.part is Slice.blocks else values.view(slice.param.shape)
 
-    def set_part(self, purpose: Purpose, slice: Slice, values: torch.Tensor) -> None:
-        """Set a parameter's part of the piece for ``purpose``."""
+    def set_part(self, purpose: Purpose, slice: Slice, values: torch.Tensor, *, alone: bool = False) -> None:
+        """Set a parameter's part of the piece for ``purpose``. All ranks do so, unless this one does so
+        ``alone``; until they have met, others may find what was there before."""
         if self.disk is None or not self.disk.holds(purpose.name):
             purpose.part(slice, self[purpose]).copy_(values)
         else:
-            self.disk.write(purpose, purpose.range(slice), values.to(purpose.dtype))
+            self.disk.write(purpose, purpose.range(slice), values.to(purpose.dtype), alone=alone)
 
     def weight_of(self, slice: Slice) -> torch.Tensor:
         """A parameter's weight: a view, or a copy of what is on disk."""
@@ -189,11 +190,21 @@ class HostShard:
         self._brought = buffer
         self.held[WEIGHTS.name] = buffer[: self.layout.nbytes].data
 
+    def read_again(self) -> None:
+        """Others have written the weights on disk since `bring_in` has brought them."""
+        assert self.weights_on_disk is not None, "they are in memory"
+        self.weights_on_disk.read_all(self._brought)
+
+    def write_back(self) -> None:
+        """Write what `bring_in` has brought to disk, and keep it."""
+        assert self.weights_on_disk is not None, "they are in memory"
+        self.weights_on_disk.write_all(self._brought)
+
     def send_out(self, *, write: bool) -> None:
         """Let go of what `bring_in` has brought, written back to disk if ``write``."""
         assert self.weights_on_disk is not None, "they are in memory"
         if write:
-            self.weights_on_disk.write_all(self._brought)
+            self.write_back()
         del self._brought, self.held[WEIGHTS.name]
 
     def unwritable(self) -> list[str]:
@@ -203,11 +214,12 @@ class HostShard:
         return self.weights_on_disk.unwritable(self._brought)
 
     def load(self, slice: Slice, values: torch.Tensor) -> None:
-        """Set the weight, and the exact fp32 master where the parameter is trained, from ``values``."""
+        """Set the weight, and the exact fp32 master where the parameter is trained, from ``values``. One rank
+        does so for all of them."""
         weight = slice.view(self.weight)
         if not slice.param.trainable or slice.dtype == torch.float32 or values.dtype == slice.dtype:
             weight.copy_(values)
-            self.rebase(slice)
+            self.rebase(slice, alone=True)
             return
         exact = values.to(torch.float32).contiguous()
         if weight.dtype == torch.bfloat16:
@@ -217,23 +229,23 @@ class HostShard:
             )
             native.split(array(exact), array(weight), array(remainder))
             if on_disk:
-                self.set_part(REMAINDERS, slice, remainder)
+                self.set_part(REMAINDERS, slice, remainder, alone=True)
         else:
-            self.set_part(MASTERS, slice, exact)
+            self.set_part(MASTERS, slice, exact, alone=True)
             weight.copy_(exact)
 
-    def rebase(self, slice: Slice) -> None:
-        """Make the master equal to the streamed weight, which was just written."""
+    def rebase(self, slice: Slice, *, alone: bool = False) -> None:
+        """Make the master equal to the streamed weight, which was just written; as `set_part`."""
         if not slice.param.trainable:
             return
         if slice.param.dtype == torch.bfloat16:
             if self.is_on_disk(REMAINDERS):
                 exact = torch.full((slice.numel,), EXACT_REMAINDER, dtype=torch.int32).to(torch.uint16)
-                self.set_part(REMAINDERS, slice, exact)
+                self.set_part(REMAINDERS, slice, exact, alone=alone)
             else:
                 slice.state(self[REMAINDERS].view(torch.int16)).fill_(EXACT_REMAINDER - (1 << 16))
         elif slice.param.dtype == torch.float16:
-            self.set_part(MASTERS, slice, slice.view(self.weight))
+            self.set_part(MASTERS, slice, slice.view(self.weight), alone=alone)
 
     def exact(self, slice: Slice) -> torch.Tensor:
         """A copy of the parameter in full precision: fp32 where it is trained, else as it is."""
@@ -321,17 +333,19 @@ class HostStore:
         disks: Disks | None = None,
         on_disk: Collection[int] = (),
         weights_on_disk: Collection[int] = (),
-        shares: Sequence[Share | None] = (),
+        rank: int = 0,
+        ranks: int = 1,
         private: Allocate | None = None,
     ) -> None:
         """With ``reserve`` (see `Backend.host_reserve`), what a model takes beside its gradients takes memory
         as it is written, and is to be pinned by `pin` when all of it is. What makes masters of their weights
         goes to ``disks`` for the units at the positions ``on_disk``, the weights for ``weights_on_disk``.
 
-        Ranks give the ``shares`` of this one, and memory that others do not see as ``private``.
+        ``rank`` is this one of so many ``ranks``, which share the store and each update a share of every
+        unit. ``private`` gives memory that the others do not see.
         """
-        mine = shares or [None] * len(layouts)
-        self.shards = [HostShard(layout, share) for layout, share in zip(layouts, mine, strict=True)]
+        self.shards = [HostShard(layout, shares_of(layout, ranks)[rank]) for layout in layouts]
+        self._ranks = ranks
         self._allocate = allocate
         self._private = private or allocate
         self.disks = disks
@@ -389,8 +403,13 @@ class HostStore:
             self._deal(purpose, self._allocate(nbytes, pinned=purpose.pinned), among)
 
     @property
+    def is_shared(self) -> bool:
+        """Whether other ranks have the store too."""
+        return self._ranks > 1
+
+    @property
     def can_move(self) -> bool:
-        """Whether what is in memory may go to disk later."""
+        """Whether state may be on disk, and what is in memory may go there later."""
         return self.disks is not None and self.disks.may_write
 
     def movable(self, shard: HostShard) -> dict[Purpose, int]:
@@ -443,10 +462,11 @@ class HostStore:
             number = 0
             states: dict[HostShard, StateOnDisk] = {}
             for shard in self.shards:
-                chunks = chunks_of(shard.layout, first_number=number)
+                chunks = chunks_of(shard.layout, first_number=number, ranks=self._ranks)
                 number += len(chunks)
                 if shard in shards:
-                    states[shard] = shard.disk or StateOnDisk(shard.layout, chunks, self.disks.buffer)
+                    given = shard.layout, chunks, self.disks.buffer, shard.share.elements
+                    states[shard] = shard.disk or StateOnDisk(*given)
             places = [
                 (state, purpose, state.extents(purpose, scratch))
                 for purpose in purposes
@@ -479,7 +499,9 @@ class HostStore:
             scratch = self.disks.open()
             try:
                 for shard in rest:
-                    on_disk = WeightsInScratch(shard.layout.nbytes, scratch, self.disks.buffer)
+                    on_disk = WeightsInScratch(
+                        shard.layout, scratch, self.disks.buffer, share=shard.share, ranks=self._ranks
+                    )
                     shard.weights_on_disk = on_disk
                     placed.append(on_disk)
                 scratch.allocate()
@@ -500,7 +522,13 @@ class HostStore:
         self._reader = self.disks.reader(self._buffers[FILE_BLOCKS])
         self._reader.open({place.file for place in places})
         for shard, stored in shards:
-            shard.weights_on_disk = WeightsInFiles(shard.layout, stored, self._reader)
+            shard.weights_on_disk = WeightsInFiles(
+                shard.layout,
+                stored,
+                self._reader,
+                hold=partial(self._allocate, pinned=False),
+                share=shard.share,
+            )
 
     def _deal(self, purpose: Purpose, buffer: torch.Tensor, shards: Sequence[HostShard]) -> None:
         """Let each of ``shards`` have its piece of ``buffer``."""
@@ -545,9 +573,11 @@ class HostStore:
     @contextmanager
     def weights_in(self, shard: HostShard, *, read: bool = False) -> Iterator[None]:
         """Inside the block weights of ``shard`` that are on disk are in memory; they are written to disk at
-        its end. Without ``read`` all of them are to be set there."""
+        its end. Without ``read`` all of them are to be set there. One rank does so for all of them."""
         if not shard.is_out:
             yield
+            if self.is_shared and shard.weights_on_disk is not None:
+                shard.write_back()
             return
         shard.bring_in(self.disk_buffer, read=read)
         whole = False
@@ -608,7 +638,7 @@ class HostStore:
             if shard.disk is not None:
                 found += shard.disk.bytes_by_purpose()
             if shard.weights_on_disk is not None:
-                found[WEIGHTS.name] += shard.weights_on_disk.written_bytes
+                found[WEIGHTS.name] += shard.weights_on_disk.disk_bytes
         return dict(+found)
 
 

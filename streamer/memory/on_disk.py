@@ -7,12 +7,16 @@ written is zero, as memory would be, and is not read.
 While a chunk is updated the disk has its state of before, and memory the weights of after. If the write that
 follows fails, the chunk is lost: reading it raises DiskError until it is written. Where only a part of it is,
 by a checkpoint that is loaded, the rest is NaN from then on.
+
+Ranks share what is on disk. No chunk is in two ranks' shares: what all ranks write is written by the one that
+owns the chunk, and any of them may read it. [Note: ranks]
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -23,6 +27,7 @@ from streamer.backends.stored_tensors import StoredTensor
 from streamer.errors import DiskError
 from streamer.memory.layout import Layout, Slice
 from streamer.memory.purposes import Purpose
+from streamer.memory.shares import Share, shares_of
 from streamer_native import QUANTUM
 
 #: Elements of a chunk at most. A multiple of the runs that share a draw of random bits.
@@ -35,6 +40,9 @@ WEIGHT_BUFFERS = 3
 
 class Disk(Protocol):
     """Where extents lie: see `streamer.backends.disk.Scratch`."""
+
+    @property
+    def is_shared(self) -> bool: ...
 
     def padded(self, nbytes: int) -> int: ...
 
@@ -67,22 +75,28 @@ class Chunk:
         return len(self.range(purpose)) * purpose.dtype.itemsize
 
 
-def chunks_of(layout: Layout, *, first_number: int = 0, most: int | None = None) -> tuple[Chunk, ...]:
-    """Cut a unit's state into chunks of at most ``most`` elements (`CHUNK_ELEMENTS` if None).
+def chunks_of(
+    layout: Layout, *, first_number: int = 0, most: int | None = None, ranks: int = 1
+) -> tuple[Chunk, ...]:
+    """Cut a unit's state into chunks of at most ``most`` elements (`CHUNK_ELEMENTS` if None), each of which
+    is in the share of one of so many ``ranks``.
 
-    A chunk begins where a parameter begins, or a multiple of ``most`` elements after that, so that an update
-    of chunks draws the random bits of an update of the whole.
+    A chunk begins where a parameter or a share begins, or a multiple of ``most`` elements after that, so that
+    an update of chunks draws the random bits of an update of the whole.
     """
     most = CHUNK_ELEMENTS if most is None else most
+    edges = {share.start for share in shares_of(layout, ranks)[1:]}
     begins: list[tuple[int, int]] = []  # elements and blocks
     filled = most
     for slice in layout.trainable:
-        if filled + slice.padded > most:
-            places = range(0, slice.numel, most)
-            begins += [(slice.index + at, slice.block + at // QUANTUM) for at in places]
-            filled = slice.padded - places[-1] if places else filled
-        else:
-            filled += slice.padded
+        inside = sorted(edge - slice.index for edge in edges if 0 < edge - slice.index < slice.padded)
+        for start, stop in pairwise([0, *inside, slice.padded]):
+            if filled + stop - start > most or slice.index + start in edges:
+                places = range(start, min(stop, slice.numel), most)
+                begins += [(slice.index + at, slice.block + at // QUANTUM) for at in places]
+                filled = stop - places[-1] if places else filled
+            else:
+                filled += stop - start
     ends = [*begins[1:], (layout.state_numel, layout.state_blocks)][: len(begins)]
     return tuple(
         Chunk(first_number + number, start, stop, first_block, stop_block)
@@ -94,10 +108,17 @@ class StateOnDisk:
     """What one unit keeps on disk. Callers see to it that nobody reads or writes a chunk meanwhile."""
 
     def __init__(
-        self, layout: Layout, chunks: Sequence[Chunk], allocate: Callable[[int], torch.Tensor]
+        self,
+        layout: Layout,
+        chunks: Sequence[Chunk],
+        allocate: Callable[[int], torch.Tensor],
+        share: range | None = None,
     ) -> None:
-        """``allocate`` gives memory for transfers, flat uint8."""
+        """``allocate`` gives memory for transfers, flat uint8; the elements in ``share`` are those that this
+        rank updates, None for all."""
         self.chunks = chunks
+        #: those that this rank updates and writes
+        self.own = tuple(chunk for chunk in chunks if share is None or chunk.start in share)
         self._layout = layout
         self._allocate = allocate
         self._disks: dict[str, Disk] = {}
@@ -200,10 +221,13 @@ class StateOnDisk:
             values[_within(common, elements.start)] = held[_within(common, begin)]
         return values
 
-    def write(self, purpose: Purpose, elements: range, values: torch.Tensor) -> None:
-        """Set these elements of the unit's flat buffer for ``purpose``."""
+    def write(self, purpose: Purpose, elements: range, values: torch.Tensor, *, alone: bool = False) -> None:
+        """Set these elements of the unit's flat buffer for ``purpose``. All ranks do so, each in its own
+        chunks, unless this one does so ``alone``."""
         values = values.reshape(-1)
         for chunk, extent, common in self._overlapping(purpose, elements):
+            if not (alone or chunk in self.own):
+                continue
             whole = chunk.range(purpose)
             buffer = self._buffer(extent)
             if extent in self._lost:
@@ -234,7 +258,7 @@ class StateOnDisk:
                 f"optimizer state on disk ({purpose.name}, {extent.nbytes} bytes) is lost: it could not "
                 "be written after an update; load a checkpoint"
             )
-        if extent in self._written:
+        if extent in self._written or self._disks[purpose.name].is_shared:
             self._disks[purpose.name].read(extent, into)
         else:
             into.zero_()
@@ -255,19 +279,27 @@ WEIGHTS_PIECE = 64 << 20
 
 class WeightsOnDisk(Protocol):
     """The weights of one unit that are not in host memory, laid out as there. Callers see to it that nobody
-    reads or writes them meanwhile."""
+    reads or writes them meanwhile. What is this rank's *own* is what it updates; one process updates all."""
 
     @property
     def padded_bytes(self) -> int:
         """Bytes of a buffer for all of the weights."""
 
     @property
+    def disk_bytes(self) -> int:
+        """Bytes of scratch files."""
+
+    @property
     def read_bytes(self) -> int:
         """Bytes that `read_all` moves from disk."""
 
     @property
-    def written_bytes(self) -> int:
-        """Bytes that `write_all` moves to disk."""
+    def own_read_bytes(self) -> int:
+        """Bytes that `read_own` moves from disk."""
+
+    @property
+    def own_written_bytes(self) -> int:
+        """Bytes that `write_own` moves to disk."""
 
     @property
     def held_bytes(self) -> int:
@@ -276,9 +308,16 @@ class WeightsOnDisk(Protocol):
     def read_all(self, buffer: torch.Tensor) -> None:
         """Bring the weights to ``buffer``, flat uint8."""
 
+    def read_own(self, buffer: torch.Tensor) -> None:
+        """Bring to ``buffer``, flat uint8, at least the weights that this rank updates. It may hold anything
+        in place of the others then."""
+
     def write_all(self, buffer: torch.Tensor) -> None:
         """Write the weights, which are in ``buffer``, flat uint8, but for what is `unwritable`. If that fails
         they are lost."""
+
+    def write_own(self, buffer: torch.Tensor) -> None:
+        """`write_all` for the weights that this rank updates."""
 
     def read(self, slice: Slice) -> torch.Tensor:
         """A copy of a parameter."""
@@ -290,32 +329,92 @@ class WeightsOnDisk(Protocol):
         """The names of parameters that have other values in ``buffer`` and that `write_all` leaves alone."""
 
 
-class WeightsInScratch:
-    """The weights of one unit in a scratch file."""
+@dataclass(frozen=True)
+class _Piece:
+    """Bytes ``first`` to ``stop`` of a unit's weights in an extent. What moves begins with byte ``start``,
+    where a block begins, and ends with a block: neighbours of other ranks have the rest of both blocks."""
 
-    def __init__(self, nbytes: int, disk: Disk, allocate: Callable[[int], torch.Tensor]) -> None:
-        """``allocate`` gives memory for transfers, flat uint8."""
+    start: int
+    first: int
+    stop: int
+    extent: Extent
+    is_own: bool
+
+    @property
+    def moved(self) -> slice:
+        """What moves of a buffer for all of the weights."""
+        return slice(self.start, self.start + self.extent.padded_bytes)
+
+
+def weights_edges(layout: Layout, ranks: int) -> list[int]:
+    """The bytes with which the parts of a unit's weights begin that are written apart from each other: the
+    ranks' shares, and what nobody updates; and the byte where the last part ends."""
+    if ranks == 1:
+        return [0, layout.nbytes]
+    begins = {share.first_byte for share in shares_of(layout, ranks)} | {layout.grad_nbytes}
+    return sorted({0, *begins, layout.nbytes})
+
+
+class WeightsInScratch:
+    """The weights of one unit in a scratch file.
+
+    The ranks' shares of them begin and end anywhere, and a disk moves whole blocks. So a block in which one
+    share ends and the next one begins is on disk twice, once for either rank.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        disk: Disk,
+        allocate: Callable[[int], torch.Tensor],
+        *,
+        share: Share | None = None,
+        ranks: int = 1,
+    ) -> None:
+        """``allocate`` gives memory for transfers, flat uint8; of ``ranks`` this one updates ``share``."""
         self._disk = disk
         self._allocate = allocate
-        self._nbytes = nbytes
-        pieces = [range(at, min(at + WEIGHTS_PIECE, nbytes)) for at in range(0, nbytes, WEIGHTS_PIECE)]
-        self._pieces = [(piece, disk.extent(len(piece))) for piece in pieces]
+        self._nbytes = layout.nbytes
+        self._pieces: list[_Piece] = []
+        for first, stop in pairwise(weights_edges(layout, ranks)):
+            is_own = ranks == 1 or (share is not None and share.first_byte <= first < share.stop_byte)
+            begin = first - first % disk.padded(1)
+            for start in range(begin, stop, WEIGHTS_PIECE):
+                end = min(start + WEIGHTS_PIECE, stop)
+                extent = disk.extent(end - start)
+                self._pieces.append(_Piece(start, max(first, start), end, extent, is_own))
+        self._own = [piece for piece in self._pieces if piece.is_own]
         self._is_lost = False
 
-        #: bytes on disk, and of a buffer for all of the weights
-        self.padded_bytes = sum(extent.padded_bytes for _, extent in self._pieces)
-        self.read_bytes = self.written_bytes = self.padded_bytes
+        self.padded_bytes = disk.padded(self._nbytes)
+        self.disk_bytes = self.read_bytes = sum(piece.extent.padded_bytes for piece in self._pieces)
+        self.own_read_bytes = self.own_written_bytes = sum(piece.extent.padded_bytes for piece in self._own)
         self.held_bytes = 0
 
     def read_all(self, buffer: torch.Tensor) -> None:
+        self._read(self._pieces, buffer)
+
+    def read_own(self, buffer: torch.Tensor) -> None:
+        self._read(self._own, buffer)
+
+    def _read(self, pieces: Iterable[_Piece], buffer: torch.Tensor) -> None:
         self._check()
-        for piece, extent in self._pieces:
-            self._disk.read(extent, buffer[piece.start : piece.start + extent.padded_bytes])
+        for piece in pieces:
+            # the block with which this piece begins may end the piece before, which was read a moment ago
+            before = buffer[piece.start : piece.first].clone()
+            self._disk.read(piece.extent, buffer[piece.moved])
+            buffer[piece.start : piece.first] = before
 
     def write_all(self, buffer: torch.Tensor) -> None:
+        self._write(self._pieces, buffer)
+
+    def write_own(self, buffer: torch.Tensor) -> None:
+        self._write(self._own, buffer)
+
+    def _write(self, pieces: Iterable[_Piece], buffer: torch.Tensor) -> None:
         self._is_lost = True
-        for piece, extent in self._pieces:
-            self._disk.write(extent, buffer[piece.start : piece.start + extent.padded_bytes])
+        for piece in pieces:
+            self._disk.write(piece.extent, buffer[piece.moved])
         self._is_lost = False
 
     def is_stored(self, slice: Slice) -> bool:
@@ -328,11 +427,11 @@ class WeightsInScratch:
         self._check()
         wanted = range(slice.offset, slice.offset + slice.nbytes)
         values = torch.empty(len(wanted), dtype=torch.uint8)
-        for piece, extent in self._pieces:
-            common = range(max(piece.start, wanted.start), min(piece.stop, wanted.stop))
+        for piece in self._pieces:
+            common = range(max(piece.first, wanted.start), min(piece.stop, wanted.stop))
             if common:
-                buffer = self._allocate(extent.padded_bytes)
-                self._disk.read(extent, buffer)
+                buffer = self._allocate(piece.extent.padded_bytes)
+                self._disk.read(piece.extent, buffer)
                 values[_within(common, wanted.start)] = buffer[_within(common, piece.start)]
         return values.view(slice.dtype).view(slice.param.shape)
 
@@ -352,27 +451,47 @@ class Reader(Protocol):
 
 class WeightsInFiles:
     """The weights of one unit of which most lie, frozen, in somebody else's files, and are read where they
-    are. The others are held in memory."""
+    are. The others are held in memory, which ranks share."""
 
-    def __init__(self, layout: Layout, stored: Mapping[str, StoredTensor], reader: Reader) -> None:
-        """``stored`` are those in files, by name."""
+    def __init__(
+        self,
+        layout: Layout,
+        stored: Mapping[str, StoredTensor],
+        reader: Reader,
+        *,
+        hold: Callable[[int], torch.Tensor],
+        share: Share,
+    ) -> None:
+        """``stored`` are those in files, by name; ``hold`` gives memory, flat uint8, for the others, of which
+        this rank updates ``share``."""
         self._reader = reader
         self._stored = [(slice, stored[slice.param.name]) for slice in layout.slices if _is_in(slice, stored)]
         held = [slice for slice in layout.slices if not _is_in(slice, stored)]
-        self._held = [(slice, torch.zeros(slice.nbytes, dtype=torch.uint8)) for slice in held]
+        self.held_bytes = held_beside(layout, stored)
+        pieces: Sequence[torch.Tensor] = hold(self.held_bytes).split([slice.nbytes for slice in held])
+        self._held = [*zip(held, pieces, strict=True)]
+        self._share = range(share.first_byte, share.stop_byte)
         self.padded_bytes = -(-layout.nbytes // ALIGNMENT) * ALIGNMENT
         self.read_bytes = sum(place.nbytes for _, place in self._stored)
-        self.written_bytes = 0
-        self.held_bytes = held_beside(layout, stored)
+        self.disk_bytes = self.own_read_bytes = self.own_written_bytes = 0
 
     def read_all(self, buffer: torch.Tensor) -> None:
         self._reader.read([(place, slice.view(buffer)) for slice, place in self._stored])
+        self.read_own(buffer)
+
+    def read_own(self, buffer: torch.Tensor) -> None:
         for slice, values in self._held:
             _bytes_of(slice, buffer).copy_(values)
 
     def write_all(self, buffer: torch.Tensor) -> None:
         for slice, values in self._held:
             values.copy_(_bytes_of(slice, buffer))
+
+    def write_own(self, buffer: torch.Tensor) -> None:
+        for slice, values in self._held:
+            start = max(self._share.start, slice.offset)
+            if (stop := min(self._share.stop, slice.offset + slice.nbytes)) > start:
+                values[start - slice.offset : stop - slice.offset].copy_(buffer[start:stop])
 
     def read(self, slice: Slice) -> torch.Tensor:
         for known, values in self._held:

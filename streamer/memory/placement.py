@@ -9,15 +9,18 @@ for. While they are updated the others' state is on its way from disk.
 First to go are frozen weights that lie in files anyway, which nobody needs to write; then the optimizer's
 state; then other weights. Where something else needs room later (sums of gradients, saved inputs), moments
 that are in memory go to disk, those that the next forward asks for last before the others.
+
+Ranks have one budget, in which each has rings of its own; the first of them decides for all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 
 from streamer.backends.direct_io import ALIGNMENT
 from streamer.memory.layout import Layout
-from streamer.memory.on_disk import RING, WEIGHT_BUFFERS, chunks_of
+from streamer.memory.on_disk import RING, WEIGHT_BUFFERS, chunks_of, weights_edges
 from streamer.memory.purposes import Purpose
 
 #: What helps where `wrap` was given too small a budget of host memory.
@@ -48,31 +51,32 @@ def state_sizes(layouts: Sequence[Layout], purposes: Sequence[Purpose]) -> dict[
 
 
 def weight_ring_bytes(layouts: Iterable[Layout]) -> int:
-    """Bytes of the ring that weights of layers of these ``layouts`` pass through."""
-    return WEIGHT_BUFFERS * max(map(weights_on_disk_bytes, layouts), default=0)
+    """Bytes of the ring that weights of layers of these ``layouts`` pass through: of one rank."""
+    return WEIGHT_BUFFERS * max((_padded(layout.nbytes) for layout in layouts), default=0)
 
 
-def weights_on_disk_bytes(layout: Layout) -> int:
-    """Bytes of a unit's weights on disk, padding included."""
-    return _padded(layout.nbytes)
+def weights_on_disk_bytes(layout: Layout, ranks: int = 1) -> int:
+    """Bytes of a unit's weights on disk, of so many ``ranks``, padding included."""
+    edges = weights_edges(layout, ranks)
+    return sum(_padded(stop - start // ALIGNMENT * ALIGNMENT) for start, stop in pairwise(edges))
 
 
-def ring_bytes(layouts: Sequence[Layout], purposes: Sequence[Purpose]) -> int:
-    """Bytes of a ring that chunks of any of these units pass through."""
+def ring_bytes(layouts: Sequence[Layout], purposes: Sequence[Purpose], ranks: int = 1) -> int:
+    """Bytes of a ring that chunks of any of these units pass through: of one of so many ``ranks``."""
     from_disk = (
         sum(_padded(chunk.nbytes(purpose)) for purpose in purposes if purpose.numel(layout))
         for layout in layouts
-        for chunk in chunks_of(layout)
+        for chunk in chunks_of(layout, ranks=ranks)
     )
     return RING * max(from_disk, default=0)
 
 
-def disk_bytes(layouts: Sequence[Layout], purposes: Sequence[Purpose]) -> int:
-    """Bytes on disk for ``purposes`` of units of these layouts, padding included."""
+def disk_bytes(layouts: Sequence[Layout], purposes: Sequence[Purpose], ranks: int = 1) -> int:
+    """Bytes on disk for ``purposes`` of units of these layouts, of so many ``ranks``, padding included."""
     return sum(
         _padded(chunk.nbytes(purpose))
         for layout in layouts
-        for chunk in chunks_of(layout)
+        for chunk in chunks_of(layout, ranks=ranks)
         for purpose in purposes
         if purpose.numel(layout)
     )

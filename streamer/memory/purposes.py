@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,7 +80,13 @@ SAVED_INPUTS = "saved inputs"
 PINNED = frozenset({WEIGHTS.name, GRADIENTS.name, SUMS.name, STAGING, SAVED_INPUTS, WEIGHT_RING})
 
 #: What each of several ranks has of its own; the rest all of them share.
-OF_EACH_RANK = (STAGING, SAVED_INPUTS)
+OF_EACH_RANK = (STAGING, SAVED_INPUTS, STATE_RING, WEIGHT_RING, FILE_BLOCKS, ASKED_FOR)
+
+
+def of_all_ranks(host: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """Bytes of host memory by purpose of so many ``ranks``, each of which tells the same ``host``."""
+    return {name: nbytes * (ranks if name in OF_EACH_RANK else 1) for name, nbytes in host.items()}
+
 
 #: What makes exact masters of the weights.
 MASTERING = (REMAINDERS, MASTERS)

@@ -42,6 +42,7 @@ from streamer.planner.recall import Recollection
 from streamer.planner.step_plan import StepPlan, plan_step
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import CUDA, ENOUGH, GIB, RTX_4090, Machine, gpu_properties, named_machine
+from streamer.simulate.ranks import VirtualRanks
 
 #: What to do about a model that cannot be planned.
 WITHOUT_PLAN = "give activations, num_slots and micro_batch_size yourself, and no example"
@@ -200,7 +201,9 @@ def plan_of(
         return planned_with(replace(given, disk=None), choice)
 
     def planned_with(given: WrapOptions, choice: Choice) -> StepPlan:
-        planned = stream(skeleton(model).train(), VirtualBackend(roomy), given)
+        backend = VirtualBackend(roomy)
+        ranks = VirtualRanks(backend) if roomy.ranks > 1 else None
+        planned = stream(skeleton(model).train(), backend, given, ranks=ranks)
         executor = wrapped(planned).executor
         try:
             step = batch.step(planned)

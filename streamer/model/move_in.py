@@ -247,6 +247,10 @@ class MoveIn:
         #: by buffer of before, its copy on the device; modules of several layers may share one
         self._moved_buffers: dict[torch.Tensor, torch.Tensor] = {}
 
+    @property
+    def _gives_values(self) -> bool:
+        return self._ranks is None or self._ranks.leads
+
     def run(self) -> None:
         """Move all units; a progress bar shows where that takes more than a second."""
         versions = []
@@ -257,9 +261,10 @@ class MoveIn:
             self._take(unit, shard)
             versions.append(unit.written())
         for unit, shard, version in zip(self._units, self._store.shards, versions, strict=True):
-            if unit.written() != version:  # the initialisation of another unit has written this one
+            # the initialisation of another unit has written this one
+            if unit.written() != version and self._gives_values:
                 for slice in unit.layout.slices:
-                    shard.rebase(slice)
+                    shard.rebase(slice, alone=True)
         if self._ranks is not None:
             self._ranks.meet("all weights are in host memory")
             for buffer in self._moved_buffers.values():
@@ -292,7 +297,7 @@ class MoveIn:
         if self._initialise is not None:
             self._initialise(unit)
         virtual = self._backend.device.type == "meta"
-        if not virtual and (self._ranks is None or self._ranks.leads):
+        if not virtual and self._gives_values:
             with self._store.weights_in(shard):
                 for slice, param in unit.placed():
                     # a copy from a GPU runs on the caller's own stream, so after what has written them

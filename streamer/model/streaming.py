@@ -24,8 +24,7 @@ from streamer.engine.paging.unit import Unit
 from streamer.engine.wrapped.handle import HANDLE, Wrapped, settle_in
 from streamer.memory.host import Disks as HostDisks
 from streamer.memory.host import HostStore
-from streamer.memory.purposes import GRADIENTS
-from streamer.memory.shares import Share, shares_of
+from streamer.memory.purposes import GRADIENTS, of_all_ranks
 from streamer.model.guards import attach_guards
 from streamer.model.layers import find_layers
 from streamer.model.move_in import Initialiser, MoveIn, check_init, room_of
@@ -100,19 +99,27 @@ def stream(
         if options.disk is not None:
             disks, moments = _disks(backend, options.disk), {}
             left = room.host_room(sum(planned.device.values())) - for_inputs
+            given = planned, units, root, left
             planned, on_disk = to_disk(
-                planned, units, root, left, stored=disks.stored, may_write=disks.may_write
+                *given,
+                stored=disks.stored,
+                may_write=disks.may_write,
+                ranks=1 if ranks is None else ranks.size,
             )
-        # ranks have the host's memory once, which the first one takes
-        on_host = {**planned.host, **moments} if ranks is None or ranks.leads else {}
+        if ranks is not None:
+            # what is free differs from rank to rank
+            planned, on_disk = ranks.as_first((planned, on_disk))
+        # ranks have the host's memory once, which the first one takes, and what is each rank's own
+        everything = of_all_ranks(planned.host, 1 if ranks is None else ranks.size)
+        on_host = {**everything, **moments} if ranks is None or ranks.leads else {}
         replace(planned, host=on_host).check(room, device_remedy=cut.remedy)
         layouts = [unit.layout for unit in (*units, root)]
         allocate, reserve = backend.host_buffer, backend.host_reserve
-        shares: list[Share | None] = []
         if ranks is not None:
             ranks.agree(_told(options, slots, (*units, root)))
             allocate, reserve = partial(_shared, backend, ranks), partial(_reserved, backend, ranks)
-            shares = [shares_of(layout, ranks.size)[ranks.rank] for layout in layouts]
+            if isinstance(disks, Disks):
+                disks = disks.among(ranks)
         store = HostStore(
             layouts,
             allocate,
@@ -120,7 +127,8 @@ def stream(
             disks=disks,
             on_disk=on_disk.masters,
             weights_on_disk=on_disk.weights,
-            shares=shares,
+            rank=0 if ranks is None else ranks.rank,
+            ranks=1 if ranks is None else ranks.size,
             private=backend.host_buffer,
         )
         undo.callback(store.close_disks)
@@ -175,6 +183,7 @@ def _told(options: WrapOptions, num_slots: int, units: Sequence[Unit]) -> list[s
     """A line for all that must be the same on all ranks."""
     same = ("dtype", "update", "grad_dtype")
     lines = [f"{name}={getattr(options, name)}" for name in same] + [f"num_slots={num_slots}"]
+    lines.append(f"disk={'None' if options.disk is None else 'given'}")
     for unit in units:
         for slice in unit.layout.slices:
             param = slice.param

@@ -148,7 +148,8 @@ def unwrap(model: M) -> M:
     for unit in units:
         executor.weights.end_flight(unit)
     moved = {param for unit in units for _, param in executor.weights.elsewhere(unit)}
-    executor.weights.refresh(moved)
+    with executor.writing_state("unwrapping"):
+        executor.weights.refresh(moved)
     # first, to make room for the weights that come out
     executor.store.drop(ALL_MOMENTS)
     for unit in units:

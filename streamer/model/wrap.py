@@ -116,13 +116,17 @@ def wrap(
             ``PYTORCH_CUDA_ALLOC_CONF`` sets something else. Where a later step takes more, slots are given
             back. One that runs out of memory takes back all but two for good: run it again.
         host_memory: bytes, or a text such as ``"48GiB"``: what the wrapped model may take of host memory,
-            beside what PyTorch and the program itself take. None means as much as is free.
+            beside what PyTorch and the program itself take; of ranks, what all of them together may take.
+            None means as much as is free.
         disk: a folder, or several on different drives: where that goes which host memory, or ``host_memory``,
             has no room for: the optimizer's state, then weights of layers. The layers that the next forward
             asks for first keep theirs in memory. [Note: placement] Results are those without a disk, to the
             bit. A parameter that is on disk is read when user code touches it, and let go when other layers'
             are asked for. Files have no name and end with the process; `streamer.save` is what lasts. With
             ``"recompute+offload"`` give ``example`` too, so that room is left for the inputs that wait.
+            Ranks share what is on disk, where the first one has chosen. Each reads and writes its share of
+            state, and reads all weights for itself. They write a parameter that is on disk by PyTorch's
+            functions, not through ``p.data``. A disk that fails on one ends all of them.
         example: a batch to plan a step with, needed where ``activations``, ``num_slots`` or
             ``micro_batch_size`` is ``"auto"``: a tensor, a tuple of the model's arguments, or a dict of them
             by name. Only its shapes and dtypes count, which should be those of the steps' batches. With it,
@@ -137,7 +141,7 @@ def wrap(
             share of each layer. Gradients are averaged over the ranks, in ``grad_dtype``, as
             `torch.nn.parallel.DistributedDataParallel` does. All ranks make the same calls in the same order,
             `save` and `load` too. ``example`` is a rank's part of a batch, and the first one chooses what is
-            "auto". [Note: ranks] Not yet with ``disk``.
+            "auto". [Note: ranks]
         backend: the backend to run on in place of the device's own. A virtual one has no values and compiles
             nothing.
 
@@ -185,7 +189,6 @@ def wrap(
         chosen = None
         ranks = _ranks(process_group, backend)
         if ranks is not None:
-            _check_shareable(options)
             undo.callback(ranks.leave)
             undo.push(partial(_tell_of_failure, ranks))
         if example is not None or AUTO in may_be_auto(options):
@@ -205,12 +208,6 @@ def _ranks(process_group: ProcessGroup | None, backend: Backend) -> Ranks | None
         return Ranks(process_group, backend.device)
     planned = isinstance(backend, VirtualBackend) and backend.machine.ranks > 1
     return VirtualRanks(backend) if isinstance(backend, VirtualBackend) and planned else None
-
-
-def _check_shareable(options: WrapOptions) -> None:
-    """Raise ValueError for options that ranks cannot have together."""
-    if options.disk is not None:
-        raise ValueError("process_group= does not go with disk= yet: leave one of them out")
 
 
 def _tell_of_failure(ranks: Ranks, kind: object, error: BaseException | None, trace: object) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple, NoReturn
@@ -390,7 +391,10 @@ class AdamW(torch.optim.Optimizer):
         saved = pair_saved(state_dict, self.param_groups, self.state_dtype)
         # without the state, of which PyTorch would make a copy in the parameters' dtype
         super().load_state_dict({**state_dict, "state": {}})
-        self.state.update(load_moments(saved, self.state_dtype))
+        with ExitStack() as writing:
+            for executor in self._executors:
+                writing.enter_context(executor.writing_state("loading optimizer state"))
+            self.state.update(load_moments(saved, self.state_dtype))
 
     def restart(self, state: dict[torch.Tensor, dict[str, Any]]) -> None:
         """Go on from this state, which shows host memory; what has landed until now is forgotten."""

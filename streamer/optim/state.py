@@ -137,7 +137,8 @@ def take_over(
     for home in homes:
         home.executor.updated_by[home.slice.param.name] = owner
         if home.slice.param.trainable and home.executor not in are_zero:
-            _clear(home, state_dtype)
+            with home.executor.writing_state(f"clearing the moments of '{home.slice.param.name}'"):
+                _clear(home, state_dtype)
 
 
 def is_owner(home: Home, owner: object) -> bool:
@@ -229,7 +230,8 @@ class State(dict[str, Any]):
         elif name in (moments := _purposes(self._state_dtype)) and value is not self._shown.get(name):
             self._home.executor.wait_for_saving()
             self._home.executor.synchronize()
-            _set_moment(self._home, moments[name], value)
+            with self._home.executor.writing_state(f"setting {name} of '{self._home.slice.param.name}'"):
+                _set_moment(self._home, moments[name], value)
             value = self._shown.get(name)
         if value is not None:
             super().__setitem__(name, value)
@@ -328,9 +330,12 @@ def begin_state(
     if given or was_updated:
         home.executor.wait_for_saving()
         home.executor.synchronize()
-    if was_updated and not given:
-        _clear(home, state_dtype)
-    return State.of(home, state_dtype, given or None)
+    if not (given or was_updated):
+        return State.of(home, state_dtype)
+    with home.executor.writing_state(f"beginning the moments of '{home.slice.param.name}'"):
+        if not given:
+            _clear(home, state_dtype)
+        return State.of(home, state_dtype, given or None)
 
 
 def load_moments(saved: Iterable[Saved], state_dtype: torch.dtype) -> dict[torch.Tensor, dict[str, Any]]:

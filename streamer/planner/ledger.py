@@ -33,6 +33,7 @@ from streamer.memory.purposes import (
     WEIGHT_RING,
     WEIGHTS,
     host_bytes,
+    of_all_ranks,
 )
 from streamer.memory.slots import (
     AVERAGING,
@@ -169,11 +170,12 @@ def to_disk(
     *,
     stored: Mapping[str, StoredTensor] | None = None,
     may_write: bool = True,
+    ranks: int = 1,
 ) -> tuple[Ledger, OnDisk]:
     """What ``planned`` becomes where ``room`` bytes of host memory are all that there is, and the rest is on
     disk: first frozen weights that are ``stored`` in files, by name, which nobody needs to write; then, if
     something ``may_write``, the optimizer's state, and then weights of other layers. Moments are counted in
-    fp32, though they may be shorter.
+    fp32, though they may be shorter. ``room`` is for all of ``ranks``; what each of them takes is told once.
 
     Raises MemoryError if there is not even room for the rings that what is on disk passes through.
     """
@@ -185,7 +187,7 @@ def to_disk(
     state = host_bytes(layouts, MASTERING)
     others = {name: n for name, n in planned.host.items() if name not in state and name != WEIGHTS.name}
     all_state = sum((state | host_bytes(layouts, MOMENTS[FP32])).values())
-    ring = ring_bytes(layouts, [*MASTERING, *MOMENTS[FP32]])
+    ring = ring_bytes(layouts, [*MASTERING, *MOMENTS[FP32]], ranks) * ranks
 
     def with_weights(out: frozenset[int]) -> dict[str, int]:
         """Bytes of host memory, but for state, if the weights of layers ``out`` are on disk."""
@@ -206,7 +208,7 @@ def to_disk(
         return among - beyond(saved, room)
 
     steps = [(frozenset[int](), all_state), (in_files, all_state), (in_files, ring), (layers, ring)]
-    needed = [sum(with_weights(out).values()) + state_bytes for out, state_bytes in steps]
+    needed = [sum(of_all_ranks(with_weights(out), ranks).values()) + bytes_ for out, bytes_ in steps]
     remedy = REMEDY
     if not may_write:
         least = min(needed)
@@ -227,8 +229,8 @@ def to_disk(
         out -= stay(layers - in_files, left)
         masters = beyond(state_sizes(layouts, MASTERING), 0)
     disk = {
-        WEIGHTS.name: sum(weights_on_disk_bytes(layouts[position]) for position in out - in_files),
-        **{purpose.name: disk_bytes([layouts[p] for p in masters], [purpose]) for purpose in MASTERING},
+        WEIGHTS.name: sum(weights_on_disk_bytes(layouts[p], ranks) for p in out - in_files),
+        **{p.name: disk_bytes([layouts[at] for at in masters], [p], ranks) for p in MASTERING},
     }
     in_memory = [layout for position, layout in enumerate(layouts) if position not in masters]
     host = with_weights(out) | host_bytes(in_memory, MASTERING)

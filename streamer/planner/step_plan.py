@@ -17,7 +17,7 @@ import torch
 
 from streamer.backends.base import Lane, gaps
 from streamer.engine.paging.executor import Executor
-from streamer.memory.purposes import OF_EACH_RANK
+from streamer.memory.purposes import of_all_ranks
 from streamer.planner.measure import Tracker
 from streamer.planner.positions import counted_positions
 from streamer.planner.recall import Recollection, recall_layers
@@ -194,14 +194,14 @@ def plan_step(
     backend = executor.backend
     assert isinstance(backend, VirtualBackend), "elsewhere a step would have to be run"
     tracker = StepTracker(executor)
-    before = sum(_of_all_ranks(executor.host_bytes(), backend.machine.ranks).values())
+    before = sum(of_all_ranks(executor.host_bytes(), backend.machine.ranks).values())
     recall_layers(executor, tracker, Recollection() if recollection is None else recollection)
     with backend.counting_memory(tracker), counted_positions(given):
         # a step to learn the order, and one more where slots are added at its end
         prediction = predict_step(executor, step, warmup=1 if executor.budget is None else 2)
     kind = backend.machine.kind
     reserve = {GAPS: gaps(tracker.comes_and_goes), CONTEXT: context_bytes(kind)} if kind == "cuda" else {}
-    on_host = _of_all_ranks(executor.host_bytes(), backend.machine.ranks)
+    on_host = of_all_ranks(executor.host_bytes(), backend.machine.ranks)
     return StepPlan(
         executor.device_bytes() | tracker.at_peak(),
         reserve,
@@ -211,7 +211,3 @@ def plan_step(
         executor.disk_bytes(),
         sum(on_host.values()) - before,
     )
-
-
-def _of_all_ranks(host: Mapping[str, int], ranks: int) -> dict[str, int]:
-    return {name: nbytes * (ranks if name in OF_EACH_RANK else 1) for name, nbytes in host.items()}

@@ -16,6 +16,8 @@ from streamer.simulate.backend import VirtualBackend
 class VirtualScratch:
     """Extents that nobody reads or writes."""
 
+    is_shared = False
+
     def padded(self, nbytes: int) -> int:
         """Bytes with their padding, as direct I/O has them."""
         return -(-nbytes // ALIGNMENT) * ALIGNMENT

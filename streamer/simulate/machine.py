@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from streamer.backends.base import Lane
+from streamer.backends.base import DISKS, Lane
 
 GIB = 1 << 30
 #: Bytes of memory in which any model fits.
@@ -92,8 +92,8 @@ class Machine:
             ``torch.cuda.get_device_properties`` says them: some kernels' buffers grow with them. None: as of
             an H100.
         disk_read_bytes_per_second, disk_write_bytes_per_second: of the drives that ``disk=`` names, together.
-        ranks: GPUs that train one model together, each with a process of its own; the host's memory and
-            update are for all of them, every other rate and size is of one.
+        ranks: GPUs that train one model together, each with a process of its own; the host's memory, its
+            update and its drives are for all of them, every other rate and size is of one.
         collective_bytes_per_second: of what a GPU sends to the others while gradients are averaged.
         interconnect: what that goes over: "nvlink", links of its own; "pcie", the links that copies take,
             straight to the other GPUs; "host", the same links by way of the host's memory.
@@ -134,6 +134,8 @@ class Machine:
         memory = self.host_bytes_per_second / self.ranks
         if lane is Lane.HOST:
             return memory
+        if lane in DISKS:
+            return min(rate / self.ranks, memory)
         if lane is not Lane.COLLECTIVE:
             return min(rate, memory)
         # what goes by way of the host's memory is written there and read again

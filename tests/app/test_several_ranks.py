@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -199,6 +200,47 @@ def test_a_signal_that_one_rank_gets_stops_all_and_any_number_goes_on(config: Pa
     assert (again, "has finished at step 6" in finished) == (0, True)
     assert main(train(config, "one", "data.accumulate=2")) == 0
     assert_same(run, tmp_path / "runs" / "one")
+
+
+def planned(config: Path, *settings: str) -> dict[str, Any]:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        main(["plan", str(config), "--ranks", "2", "--json", *sets(*settings)])
+    found: dict[str, Any] = json.loads(out.getvalue())
+    return found
+
+
+def test_what_host_memory_has_no_room_for_is_on_disk(config: Path, tmp_path: Path) -> None:
+    """As planned, with the numbers of ranks that have room for all, and a run goes on without a disk."""
+    deep = (
+        "model.args.n_layer=10",
+        "model.args.n_embd=64",
+        'stream.dtype="bfloat16"',
+    )
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    refused = planned(config, *deep, 'memory.host="1B"', f'memory.disk="{folder}"')["beyond_disk"]
+    least = re.search(r"host_memory needs ([0-9]+) bytes", refused)
+    assert least is not None, refused
+    # the plan counts what Python and its libraries take of each process, wrap does not
+    on_disk = *deep, f'memory.host="{least[1]}B"', f'memory.disk="{folder}"'
+    plan = planned(config, *on_disk)
+    assert plan["fits_host"]
+    assert plan["disk_bytes"]["weights"]
+    assert plan["disk_read_bytes"] > plan["disk_written_bytes"] > 0
+    run = tmp_path / "runs" / "on-disk"
+    more = ["--resume", str(run)]
+    told = [
+        *under_torchrun(train(config, "on-disk", *on_disk), spoil=interrupt),
+        *under_torchrun(train(config, "in-memory", *deep), train(config, "on-disk", *deep, more=more)),
+    ]
+    for (code, _, error), other in told:
+        assert code == 0, error
+        assert other[:2] == (0, "")
+    assert " on disk" in told[0][0][1]
+    assert "stopped by SIGINT after step 4" in told[0][0][1]
+    assert_same(run, tmp_path / "runs" / "in-memory")
+    assert not [*folder.iterdir()]
 
 
 def fill_disk(rank: int) -> None:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from streamer.backends.direct_io import ALIGNMENT
+from streamer.backends.disk import Extent
+from streamer.memory import on_disk
 from streamer.memory.host import HostStore
 from streamer.memory.layout import Layout, Param
+from streamer.memory.on_disk import WeightsInScratch, chunks_of
+from streamer.memory.placement import weights_on_disk_bytes
 from streamer.memory.purposes import ALL_MOMENTS, GRADIENTS, MOMENTS, SUMS
 from streamer.memory.shares import Share, shares_of
 from streamer.optim.update import ParamUpdate, update_shard
-from streamer_native import BLOCK, Hyper
+from streamer_native import BLOCK, QUANTUM, Hyper
 
 #: Parameters of less than a block, of blocks and a rest, and without elements.
 SHAPES = [(7,), (3, BLOCK), (BLOCK + 1,), (0,), (5, 1000), (2, BLOCK), (1,)]
@@ -39,6 +44,92 @@ def test_shares_cover_the_state_once(size: int, dtypes: tuple[torch.dtype, ...])
         )
     # as even as blocks and parameters allow
     assert max(share.stop - share.start for share in shares) <= of.state_numel // size + 2 * BLOCK
+
+
+@pytest.mark.parametrize("most", [BLOCK, 3 * BLOCK, 1 << 23])
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_chunks_of_state_on_disk_are_each_in_one_share(size: int, most: int) -> None:
+    of = layout(torch.bfloat16, torch.float32)
+    chunks = chunks_of(of, most=most, ranks=size)
+    assert [element for chunk in chunks for element in range(chunk.start, chunk.stop)] == [
+        *range(of.state_numel)
+    ]
+    assert [block for chunk in chunks for block in range(chunk.first_block, chunk.stop_block)] == [
+        *range(of.state_blocks)
+    ]
+    for chunk in chunks:
+        assert chunk.stop - chunk.start <= most
+        # 8-bit blocks are whole, and belong to the elements
+        inside = next(each for each in reversed(of.trainable) if each.index <= chunk.start)
+        assert chunk.first_block == inside.block + (chunk.start - inside.index) // QUANTUM
+    owners = [
+        [chunk.start in share.elements and chunk.stop <= share.stop for share in shares_of(of, size)]
+        for chunk in chunks
+    ]
+    assert all(sum(owner) == 1 for owner in owners)
+
+
+class Drive:
+    """Blocks that several ranks read and write, of which each has extents of the same numbers."""
+
+    is_shared = True
+
+    def __init__(self, blocks: dict[int, torch.Tensor]) -> None:
+        self.blocks, self.numbers = blocks, dict[Extent, int]()
+
+    def padded(self, nbytes: int) -> int:
+        return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+    def extent(self, nbytes: int) -> Extent:
+        extent = Extent(nbytes, self.padded(nbytes), ())
+        self.numbers[extent] = len(self.numbers)
+        return extent
+
+    def read(self, extent: Extent, into: torch.Tensor) -> None:
+        into.copy_(self.blocks[self.numbers[extent]])
+
+    def write(self, extent: Extent, source: torch.Tensor) -> None:
+        assert source.numel() == extent.padded_bytes
+        self.blocks[self.numbers[extent]] = source.clone()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("piece", [1 << 13, 64 << 20])
+def test_weights_on_disk_are_what_each_rank_has_written_of_its_share(
+    size: int, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_disk, "WEIGHTS_PIECE", piece)
+    of, blocks = layout(torch.bfloat16, torch.float32), dict[int, torch.Tensor]()
+
+    def uint8(nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    ranks = [
+        WeightsInScratch(of, Drive(blocks), uint8, share=share, ranks=size) for share in shares_of(of, size)
+    ]
+
+    def buffer() -> torch.Tensor:
+        # what is in a buffer beside the weights is never theirs
+        return torch.randint(0, 256, (ranks[0].padded_bytes,), dtype=torch.uint8)
+
+    first, second = buffer(), buffer()
+    ranks[0].write_all(first)
+    for rank, share in zip(ranks, shares_of(of, size), strict=True):
+        into = buffer()
+        rank.read_own(into)
+        assert torch.equal(into[share.gradient], first[share.gradient])
+        into[share.gradient] = second[share.gradient]
+        rank.write_own(into)
+    expected = torch.cat([second[: of.grad_nbytes], first[of.grad_nbytes : of.nbytes]])
+    for rank in ranks:
+        into = buffer()
+        rank.read_all(into)
+        assert torch.equal(into[: of.nbytes], expected)
+        for each in of.slices:
+            assert torch.equal(rank.read(each).view(torch.uint8), each.view(expected).view(torch.uint8))
+        assert rank.disk_bytes == sum(len(block) for block in blocks.values())
+        assert rank.disk_bytes == weights_on_disk_bytes(of, size)
+    assert sum(rank.own_written_bytes for rank in ranks) <= ranks[0].disk_bytes
 
 
 def test_a_unit_that_is_frozen_has_nothing_to_share() -> None:

@@ -39,10 +39,10 @@ class Layer(nn.Module):
 class Model(nn.Module):
     """Embedding and head are tied."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
         self.norm = nn.LayerNorm(WIDTH)
         self.register_buffer("scale", torch.ones(()))
 
@@ -53,9 +53,9 @@ class Model(nn.Module):
         return self.norm(x) @ self.embedding.weight.T * self.scale
 
 
-def model(*, frozen: bool = False) -> Model:
+def model(*, frozen: bool = False, layers: int = 3) -> Model:
     torch.manual_seed(0)
-    made = Model()
+    made = Model(layers)
     if frozen:
         made.layers[0].requires_grad_(False)
         made.layers[1].up.requires_grad_(False)
@@ -88,6 +88,7 @@ def run(
     clip: float | None = 0.5,
     scaled: bool = False,
     frozen: bool = False,
+    layers: int = 3,
     state_dtype: Any = torch.float32,
     given_norms: Sequence[float] = (),
 ) -> tuple[list[float], Arrays, Arrays]:
@@ -96,7 +97,8 @@ def run(
     Clipping takes ``given_norms`` for the norms, if there are any: how squares are grouped before they are
     added up decides on the last bit.
     """
-    wrapped = streamer.wrap(model(frozen=frozen), layers="layers", **{"device": "cpu", **options})
+    made = model(frozen=frozen, layers=layers)
+    wrapped = streamer.wrap(made, layers="layers", **{"device": "cpu", **options})
     optimizer = streamer.AdamW(wrapped.parameters(), lr=1e-2, state_dtype=state_dtype)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
     norms: list[float] = []

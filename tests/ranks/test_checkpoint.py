@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 import streamer
+from streamer.checkpoint import save
 from tests.ranks.common import run_ranks
-from tests.ranks.programs import Arrays, arrays, model
+from tests.ranks.programs import Arrays, arrays, backward, model
 
 BF16 = {"dtype": torch.bfloat16}
 
@@ -105,3 +107,35 @@ def test_all_ranks_know_that_a_checkpoint_could_not_be_written(tmp_path: Path) -
         "RanksError CheckpointError",
     ]
     assert (tmp_path / "good" / "manifest.json").is_file()
+
+
+def saves_beside_backward(rank: int, folder: str) -> Arrays:
+    """Save while layers are updated in the next backward, the writer being late: what was there."""
+    made = streamer.wrap(
+        model(), layers="layers", device="cpu", update="backward", process_group=dist.group.WORLD, **BF16
+    )
+    optimizer = streamer.AdamW(made.parameters(), lr=1e-2)
+    write = save.write_tensors
+
+    def write_late(*given: Any, **options: Any) -> Any:
+        time.sleep(0.05)
+        return write(*given, **options)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(save, "write_tensors", write_late)
+        for step in range(3):
+            backward(made, step, rank, 1, None)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                there = held(made, optimizer)
+                saved = streamer.save(made, optimizer, folder, step=1, block=False)
+        streamer.synchronize(made)
+        saved.result()
+    return there
+
+
+def test_a_checkpoint_is_of_one_moment_where_ranks_update_in_backward(tmp_path: Path) -> None:
+    there, _ = run_ranks(2, saves_beside_backward, str(tmp_path / "saved"))
+    found, _ = go(0, 0, [], str(tmp_path / "saved"), None, True)
+    same(found, there)

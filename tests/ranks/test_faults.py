@@ -43,10 +43,6 @@ def without_group(rank: int) -> None:
         streamer.unwrap(wrapped(process_group=None))
 
 
-def on_disk(rank: int) -> None:
-    wrapped(disk="/tmp")
-
-
 def writes_at_once(rank: int) -> None:
     """What all write with the same values is there once, and masters follow."""
     made = wrapped(dtype=torch.bfloat16)
@@ -189,7 +185,7 @@ PROGRAMS = {
     each.__name__: each
     for each in (
         *(other_model, other_options, wrap_fails, more_batches, save_alone, other_rate, skips_a_layer),
-        *(without_group, on_disk, writes_at_once, zeroes_and_scales),
+        *(without_group, writes_at_once, zeroes_and_scales),
         *(auto, auto_fails),
         *(raises, sleeps, writes_other_values, unscales, other_optimizer, outside),
     )
@@ -210,7 +206,6 @@ TOLD = {
     "other_rate": (APART + ".*rank 1 to: optimizer.step.*lr 0.002",) * 2,
     "skips_a_layer": (APART + ".*rank 0 to: averaging the gradient of 'layers.1'",) * 2,
     "without_group": ("", ""),
-    "on_disk": ("ValueError: process_group= does not go with disk=",) * 2,
     "writes_at_once": ("", ""),
     "zeroes_and_scales": ("", ""),
     "auto": ("", ""),

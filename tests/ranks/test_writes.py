@@ -99,8 +99,9 @@ WRITES: dict[str, Callable[..., None]] = {
 TOLERANCES = {"clips": 1e-6, "clips_one_by_one": 1e-6}
 
 
-def train(parts: list[int], name: str, **options: Any) -> tuple[list[float], Arrays]:
-    made = streamer.wrap(model(), layers="layers", device="cpu", host_threads=1, num_slots=3, **options)
+def train(parts: list[int], name: str, *, layers: int = 3, **options: Any) -> tuple[list[float], Arrays]:
+    made = model(layers=layers)
+    streamer.wrap(made, layers="layers", device="cpu", host_threads=1, num_slots=3, **options)
     optimizer = streamer.AdamW(made.parameters(), lr=1e-2)
     divisor = 1 if "process_group" in options else len(parts)
     losses = []

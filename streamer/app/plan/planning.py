@@ -184,8 +184,8 @@ class RunPlan:
 
     @property
     def disk_moved(self) -> tuple[int, int]:
-        """Bytes that a step reads from disk, and writes there."""
-        reads, writes = (self.step.prediction.moved_bytes[lane] for lane in DISKS)
+        """Bytes that a step reads from disk, and writes there; of ranks as much for each as for the first."""
+        reads, writes = (self.machine.ranks * self.step.prediction.moved_bytes[lane] for lane in DISKS)
         return reads, writes
 
 

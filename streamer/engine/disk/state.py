@@ -6,7 +6,7 @@ Unit 3 has two chunks, 7 and 8, as its ops print (unit, kind, buffer of the ring
 
 They are issued at once. What they wait for follows from what they read and write: a chunk is read while the
 one before it is updated and the one before that is written, and no sooner than its own write of the last step
-and the last use of its buffer are over.
+and the last use of its buffer are over. Of ranks, each has the ops of the chunks in its share.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class StatePager:
         in ``source``. Its weights, if they are on disk, are ``weight``, in buffer ``place`` of their ring.
         ``then`` issues what is to follow the update at once, before the last of the state goes to disk."""
         shard = self._store.shards[unit]
-        if shard.disk is None:
+        if shard.disk is None or not shard.disk.own:
+            # a share without a chunk has no elements, and the work is told so
             whole = shard if weight is None else Window(shard, {WEIGHTS.name: weight})
             self._issuer.issue(ops.step(unit, source, nbytes, None, place), partial(work, whole))
             if then is not None:
@@ -59,16 +60,16 @@ class StatePager:
             return
         ring = self._store.ring()
         before: Event | None = None
-        for chunk in shard.disk.chunks:
+        for chunk in shard.disk.own:
             mine, self._next = self._next, (self._next + 1) % len(ring)
             pieces = {**shard.disk.pieces(chunk, ring[mine])}
             if weight is not None:
                 pieces[WEIGHTS.name] = weight
             window = partial(Window, shard, pieces, chunk)
-            part = nbytes * (chunk.stop - chunk.start) // shard.layout.state_numel
+            part = nbytes * (chunk.stop - chunk.start) // len(shard.share.elements)
             step = ops.step(unit, source, part, mine, place)
             run = partial(_run, work, shard.disk, chunk, window, before)
-            is_last = chunk is shard.disk.chunks[-1]
+            is_last = chunk is shard.disk.own[-1]
             before = self._through_ring(
                 unit, shard.disk, chunk, mine, ring[mine], step, run, then if is_last else None
             )

@@ -7,6 +7,11 @@ Unit 3 goes forward in the step after its update, as its ops print (unit, kind, 
 The update waits for the forward that needs it, so that the weights are read once for both: the bytes of a
 step are two for each bf16 weight on its way to forward, two to backward, and two back to disk.
 
+Ranks do not wait: each updates its share as soon as it can, and reads the whole when all have written theirs.
+Of a unit that this rank updates a part of, in buffer 1, and then goes through as a whole, in buffer 2:
+
+    3READ_WEIGHTS@1 3STEP@0 3WRITE_WEIGHTS@1 3AGREE 3READ_WEIGHTS@2 3UNSHARD@0
+
 A buffer of the ring is free for other weights when the visit is over for which those in it were read: with
 ``update="backward"`` they are updated by then. The ring is filled as long as a buffer is free, in the order
 in which the units are expected. As everywhere, what an op waits for follows from what it reads and writes.
@@ -58,9 +63,11 @@ class WeightRing:
         """The phase of the visits in which the unit's weights are updated, None if they never were."""
         return self._updated_in.get(unit)
 
-    def is_out(self, unit: int) -> bool:
-        """Whether the unit's weights are on disk and nowhere else."""
-        return self._store.shards[unit].is_out
+    def passes(self, unit: int) -> bool:
+        """Whether the unit's weights come from disk: those that are there and nowhere else. Of ranks also
+        those of which one of them shows a copy to the user's code, which is that rank's own."""
+        shard = self._store.shards[unit]
+        return shard.is_out or (self._store.is_shared and shard.weights_on_disk is not None)
 
     def source(self, unit: int) -> tuple[torch.Tensor, int]:
         """The unit's weights in the ring, up to date, and which buffer has them: until `release`."""
@@ -75,7 +82,7 @@ class WeightRing:
     def fill(self, upcoming: Iterable[int]) -> None:
         """Read the weights of the units that are expected next, as long as there are free buffers."""
         for unit in upcoming:
-            if self.is_out(unit):
+            if self.passes(unit):
                 if unit not in self._held and not self._free:
                     return
                 self._hold(unit)
@@ -83,11 +90,14 @@ class WeightRing:
     def update(self, unit: int, work: ShardUpdate, nbytes: int, source: Place) -> None:
         """Update a unit by ``work``, which moves ``nbytes`` of host memory, from the gradient in ``source``.
 
-        Where the gradient may stay there, that is when the unit's weights are next asked for, else now.
+        Where the gradient may stay there, that is when the unit's weights are next asked for, else now. Of
+        ranks each updates its share now: what one of them puts off, the others would wait for.
         """
         assert unit not in self._pending, "what asks for an update has waited for the one before"
         update = _Update(work, nbytes, source)
-        if source == ops.gradient(unit):
+        if self._store.is_shared:
+            self._update_share(unit, update)
+        elif source == ops.gradient(unit):
             self._updated_in[unit] = Phase.FORWARD
             self._pending[unit] = update
         else:
@@ -109,8 +119,21 @@ class WeightRing:
     def forget(self, unit: int) -> None:
         """Others are to write the unit's weights on disk."""
         if (place := self._held.pop(unit, None)) is not None:
-            self._free[place] = None
-            self._free.move_to_end(place, last=False)
+            self._let_go(place)
+
+    def _update_share(self, unit: int, update: _Update) -> None:
+        # what is in the ring has the others' shares as they were
+        self.forget(unit)
+        place = self._empty()
+        disk, buffer = self._disk(unit), self._buffers[place]
+        op = ops.read_weights(unit, place, disk.own_read_bytes)
+        self._issuer.issue(op, partial(disk.read_own, buffer))
+        self._update(unit, place, update)
+        self._let_go(place)
+
+    def _let_go(self, place: int) -> None:
+        self._free[place] = None
+        self._free.move_to_end(place, last=False)
 
     def _hold(self, unit: int) -> int:
         """Which buffer has, or is about to get, the weights of ``unit``."""
@@ -141,10 +164,10 @@ class WeightRing:
     def _update(self, unit: int, place: int, update: _Update) -> None:
         disk, buffer = self._disk(unit), self._buffers[place]
         weight = buffer[: self._store.shards[unit].layout.nbytes]
-        op = ops.write_weights(unit, place, disk.written_bytes)
+        op = ops.write_weights(unit, place, disk.own_written_bytes)
         # before the state, which is several times as long: the buffer is wanted for other weights, whose read
         # keeps those behind it in its lane
-        write = partial(self._issuer.issue, op, partial(disk.write_all, buffer))
+        write = partial(self._issuer.issue, op, partial(disk.write_own, buffer))
         self._state.update(unit, *update, weight=weight, place=place, then=write)
 
     def _disk(self, unit: int) -> WeightsOnDisk:

@@ -14,7 +14,20 @@ print, where one process would have 1B@1, 1OFFLOAD_GRAD@0 and, in the step, 1STE
     1UNSHARD@0          the whole layer, for the next forward
 
 AGREE reads and writes the shard and the gradient, so that whoever comes to those waits for it: order is
-derived as everywhere. The caller's thread meets the others' at the end of a backward, when ``p.grad`` is
+derived as everywhere. What is on disk is in files that all ranks share, so AGREE reads and writes its places
+too: a rank comes to it when its share is on disk, and nobody reads the whole before. Layer 1 with a chunk of
+state in the share of this rank, and the weights of all:
+
+    1READ_WEIGHTS@0     this rank's share
+    1READ_STATE@0       its chunk
+    1STEP@0
+    1WRITE_WEIGHTS@0
+    1WRITE_STATE@0
+    1AGREE
+    1READ_WEIGHTS@1     the whole layer
+    1UNSHARD@0
+
+The caller's thread meets the others' at the end of a backward, when ``p.grad`` is
 whole, and wherever user code is about to write what all see.
 
 The root unit is replicated on the devices. Autograd adds to its gradients, so they are averaged where a
@@ -33,6 +46,7 @@ from operator import or_
 import torch
 
 from streamer.backends.ranks import Channel, Ranks
+from streamer.engine.disk.state import masters_of
 from streamer.engine.paging.gradients import FP32, Gradients, is_summed
 from streamer.engine.paging.norms import sum_squares
 from streamer.engine.paging.unit import Unit
@@ -40,6 +54,7 @@ from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import ROOT
 from streamer.engine.tensors.guarded import as_plain
+from streamer.memory.host import HostStore
 from streamer.memory.layout import Layout, Stretch
 from streamer.memory.shares import shares_of, within
 from streamer.memory.slots import reduce_bytes
@@ -103,6 +118,7 @@ class AcrossRanks:
         units: Sequence[Unit],
         root: Unit,
         gradients: Gradients,
+        store: HostStore,
         *,
         in_fp32: bool,
         in_backward: bool,
@@ -114,6 +130,7 @@ class AcrossRanks:
         self._units = units
         self._root = root
         self._gradients = gradients
+        self._store = store
         nbytes = reduce_bytes([unit.layout for unit in (*units, root)]) if in_fp32 else 0
         self.buffer = issuer.backend.device_buffer(nbytes)
         self._squares = issuer.backend.host_buffer(4 * len(units) if in_backward else 0).view(FP32)
@@ -122,6 +139,8 @@ class AcrossRanks:
         self._without_values = torch.empty((), device="meta") if is_planned else None
         #: the arguments of the function by which the caller's thread is writing what all ranks see
         self.writing: object = None
+        #: the units of the parameters that it is given
+        self.written: set[int] = set()
         self._shares = {unit.index: shares_of(unit.layout, ranks.size) for unit in units}
         self._used: dict[int, int] = {}
         self._new: dict[int, int] = {}
@@ -252,12 +271,16 @@ class AcrossRanks:
         """Updates of ``units`` are about to be issued, of which ``told`` says what must be the same on all
         ranks."""
         words = f"optimizer.step() of {len(units)} units ({told})"
-        self._issue(ops.agree(tuple(units)), lambda: self.ranks.meet(words, channel=Channel.LANE))
+        self._agree(tuple(units), words)
 
     def after_update(self, unit: Unit) -> None:
         """The update of ``unit`` was issued."""
         words = f"updating '{unit.name}'"
-        self._issue(ops.agree((unit.index,)), lambda: self.ranks.meet(words, channel=Channel.LANE))
+        self._agree((unit.index,), words)
+
+    def _agree(self, units: tuple[int, ...], words: str) -> None:
+        masters = (place for unit in units for place in masters_of(unit, self._store.shards[unit]))
+        self._issue(ops.agree(units, tuple(masters)), lambda: self.ranks.meet(words, channel=Channel.LANE))
 
     def release(self) -> None:
         """Give up the buffers."""

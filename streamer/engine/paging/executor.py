@@ -14,16 +14,17 @@ layer's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TypeVar
 
 import torch
 
 from streamer.backends.background import Background
 from streamer.backends.base import Backend, Lane
-from streamer.backends.ranks import Ranks
+from streamer.backends.ranks import Ranks, together
 from streamer.engine.disk.state import ShardUpdate, StatePager, masters_of
 from streamer.engine.paging.across_ranks import AcrossRanks
 from streamer.engine.paging.device_memory import Budget, DeviceMemory, HostWatch
@@ -46,7 +47,7 @@ from streamer.engine.tensors.saved import SavedBytes
 from streamer.engine.tensors.threads import Turns
 from streamer.memory.host import HostShard, HostStore
 from streamer.memory.placement import ON_DISK, REMEDY, beyond, ring_bytes, state_sizes
-from streamer.memory.purposes import ASKED_FOR, SAVED_INPUTS, STATE_RING, Purpose, host_bytes
+from streamer.memory.purposes import ASKED_FOR, SAVED_INPUTS, STATE_RING, Purpose, host_bytes, of_all_ranks
 from streamer.memory.verdict import Tier, host, require
 
 T = TypeVar("T")
@@ -102,7 +103,7 @@ class Executor:
             store,
             num_slots=num_slots,
             sum_in_fp32=sum_in_fp32,
-            host=self.host,
+            host=self._host_of_all,
         )
         #: autograd's id of the backward that waits for the gradients when it ends
         self.backward_task = -1
@@ -115,6 +116,7 @@ class Executor:
                 units,
                 root,
                 self.gradients,
+                store,
                 in_fp32=sum_in_fp32,
                 in_backward=update_in_backward,
             )
@@ -245,6 +247,10 @@ class Executor:
         saved under the number ``saved``; the gradients leave for the host. The caller holds `turns.lock`.
         """
         self.begin()
+        if self.across is not None and not self.landing.keeps_gradients:
+            # once this gradient is averaged the others write the shard, of which this rank may be writing a
+            # checkpoint
+            self.wait_for_saving()
         self.gradients.settle_scale()
         visit = Visit(unit.index, Phase.BACKWARD)
         with (
@@ -369,17 +375,45 @@ class Executor:
         free = self.backend.host_available()
         if self.host_limit is None:
             return free
-        return min(free, max(0, self.host_limit - sum(self.host_bytes().values())))
+        held = of_all_ranks(self.host_bytes(), self._num_ranks)
+        return min(free, max(0, self.host_limit - sum(held.values())))
 
-    def host(self, needed: int, remedy: str) -> Tier:
+    @property
+    def _num_ranks(self) -> int:
+        return 1 if self.across is None else self.across.ranks.size
+
+    def led(self, words: str, work: Callable[[], T]) -> T:
+        """What ``work`` returns; of ranks, on the first one: `Ranks.led`."""
+        return work() if self.across is None else self.across.ranks.led(words, work)
+
+    def host(self, needed: int, remedy: str, *, by_all: bool = False) -> Tier:
         """The host's memory, or what `wrap` was told to take of it, for ``needed`` bytes more. Where there
-        are too few, moments go to disk if they may."""
-        if (lacking := needed - self.host_available()) > 0 and self.store.can_move:
-            self._move_to_disk(lacking)
+        are too few, moments go to disk if they may: those of ranks only where ``by_all`` of them this is
+        called, since all ranks write them."""
+        if self.store.can_move and (by_all or self.across is None):
+            lacking = self.led("room in host memory", lambda: needed - self.host_available())
+            if lacking > 0:
+                ranks = None if self.across is None else self.across.ranks
+                with together(ranks, "moving optimizer state to disk", patient=True):
+                    self._move_to_disk(lacking)
         free, left = self.backend.host_available(), self.host_available()
         if left == free:
             return host(needed, free, remedy)
         return Tier("host_memory", needed, left, f"{remedy}, or wrap with a larger host_memory")
+
+    def _host_of_all(self, wanted: Mapping[str, int], remedy: str) -> Tier:
+        """`host` for bytes by purpose that all ranks are about to take."""
+        return self.host(sum(of_all_ranks(wanted, self._num_ranks).values()), remedy, by_all=True)
+
+    @contextmanager
+    def writing_state(self, words: str) -> Iterator[None]:
+        """All ranks write optimizer state in the block, each what is in its share where it is on disk. Before
+        it none reads what was there, after it each reads what all have written."""
+        ranks = None if self.across is None or not self.store.can_move else self.across.ranks
+        if ranks is not None:
+            ranks.meet(f"before {words}")
+        with together(ranks, words):
+            yield
 
     def _move_to_disk(self, lacking: int) -> None:
         """Let moments of the units that are needed last go to disk, ``lacking`` bytes of them, if there are
@@ -387,7 +421,8 @@ class Executor:
         found, freed, held = list[Unit](), 0, self.store.bytes_by_purpose().get(STATE_RING, 0)
         purposes = {purpose for shard in self.store.shards for purpose in self.store.movable(shard)}
         layouts = [shard.layout for shard in self.store.shards]
-        ring = ring_bytes(layouts, [*{*purposes, *self.store.on_disk()}])
+        ring = ring_bytes(layouts, [*{*purposes, *self.store.on_disk()}], self._num_ranks) * self._num_ranks
+        held *= self._num_ranks
         for unit in (*reversed(self.units), self.root):
             if freed < lacking + max(0, ring - held) and (moved := self.store.movable(self.shard(unit))):
                 found.append(unit)
@@ -406,20 +441,23 @@ class Executor:
 
     def place_moments(self, purposes: Sequence[Purpose], given_up: Sequence[Purpose]) -> frozenset[int]:
         """The positions of the units whose optimizer state for ``purposes`` is to be on disk, in place of
-        that for ``given_up``.
+        that for ``given_up``. Of ranks, the first one decides.
 
-        Raises MemoryError if there is too little memory for the ring that state on disk passes through.
+        Raises MemoryError if there is too little memory for the rings that state on disk passes through.
         """
-        store = self.store
+        return self.led("a place for the moments", partial(self._place_moments, purposes, given_up))
+
+    def _place_moments(self, purposes: Sequence[Purpose], given_up: Sequence[Purpose]) -> frozenset[int]:
+        store, ranks = self.store, self._num_ranks
         layouts = [shard.layout for shard in store.shards]
         goes = {purpose.name for purpose in given_up} | {STATE_RING}
-        held = store.bytes_by_purpose()
+        held = of_all_ranks(store.bytes_by_purpose(), ranks)
         room = self.host_available() + sum(held[name] for name in goes & held.keys())
-        room -= max(0, self._for_inputs - self.inputs.places.nbytes)
+        room -= max(0, self._for_inputs - self.inputs.places.nbytes * ranks)
         stays = [purpose for purpose in store.on_disk() if purpose.name not in goes]
         if not stays and sum(host_bytes(layouts, purposes).values()) <= room:
             return frozenset()
-        ring = ring_bytes(layouts, [*purposes, *stays])
+        ring = ring_bytes(layouts, [*purposes, *stays], ranks) * ranks
         require(ON_DISK, Tier("host_memory", ring, room, REMEDY))
         return beyond(state_sizes(layouts, purposes), room - ring)
 

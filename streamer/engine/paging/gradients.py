@@ -11,7 +11,7 @@ until it is dropped. A gradient that stays alone never takes those four bytes.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 from zlib import crc32
@@ -215,7 +215,7 @@ class Gradients:
         *,
         num_slots: int,
         sum_in_fp32: bool,
-        host: Callable[[int, str], Tier],
+        host: Callable[[Mapping[str, int], str], Tier],
     ) -> None:
         self._nbytes = max(unit.layout.grad_nbytes for unit in units)
         self.slots = GradientSlots(num_grad_slots(num_slots), self._nbytes, issuer.backend.device_buffer)
@@ -459,7 +459,7 @@ class Gradients:
             "batch in place of several"
         )
         what = f"a second backward before the step ({', '.join(wanted)})"
-        require(what, self._host(sum(wanted.values()), remedy))
+        require(what, self._host(wanted, remedy))
 
     def before_access(self, unit: Unit, *, in_use: bool) -> None:
         """Return when the user's code may read and write the gradient of ``unit``; ``in_use`` says whether an

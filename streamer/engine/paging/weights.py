@@ -58,6 +58,10 @@ class Weights:
         self._brought: dict[int, bool] = {}
         #: those of them that have weights of the user's where somebody's files have others: they stay
         self._stays: set[int] = set()
+        #: those of them that have other weights on disk since, which ranks have updated or loaded
+        self._stale: set[int] = set()
+        #: of those of them that ranks have been lent, by position, the checksum when they were lent
+        self._aliased: dict[int, dict[int, int]] = {}
         self._order = Order(range(len(units)))
         #: whether the slots hold what `prefetch` has decided on, for visits as they have come since
         self._is_settled = False
@@ -201,8 +205,10 @@ class Weights:
     def update(self, unit: Unit, work: ShardUpdate, nbytes: int, source: Place) -> None:
         """Queue ``work``, which moves ``nbytes`` of host memory, for the shard of ``unit``, from the gradient
         in ``source``. Where its weights are on disk, it may be issued when they are read."""
-        if self._ring is not None and self._is_out(unit):
+        if self._ring is not None and self._ring.passes(unit.index):
             self._ring.update(unit.index, work, nbytes, source)
+            if unit.index in self._brought:
+                self._stale.add(unit.index)
             return
         self._state.update(unit.index, work, nbytes, source)
         if unit.index in self._brought:
@@ -215,7 +221,11 @@ class Weights:
     @as_plain
     def bring_in(self, unit: Unit) -> None:
         """The user's code asks for the weights of ``unit``, which are on disk: let its parameters show them,
-        in memory of their own, until the next visit or step that finds nobody else to hold that memory."""
+        in memory of their own, until the next visit or step that finds nobody else to hold that memory.
+
+        Of ranks each has a copy of its own, for the user alone: what is on disk is what runs. What all write
+        is written there at once, by `write_through`.
+        """
         assert self._ring is not None, "they are on disk"
         shard = self._store.shards[unit.index]
         self._await_masters(unit)
@@ -251,14 +261,62 @@ class Weights:
         if [each.holders() for each in self._seen[index]] != self._holders[index]:
             return
         self._await_masters(unit)
-        shard, has_changed = self._store.shards[index], self._brought[index]
+        shard, has_changed = self._store.shards[index], self._brought[index] and not self._store.is_shared
         if has_changed and shard.unwritable():
             self._stays.add(index)
             return
         del self._brought[index]
+        self._stale.discard(index)
+        self._aliased.pop(index, None)
         self._lent.pop(index, None)
         self._hide_out(unit)
         shard.send_out(write=has_changed)
+
+    def write_through(self, units: Iterable[Unit]) -> None:
+        """The user's code has written parameters of ``units`` on this rank, the first one: write what of them
+        is on disk there. Raises RuntimeError for what is in somebody's files."""
+        for unit in units:
+            if unit.index in self._brought:
+                self._await_masters(unit)
+                shard = self._store.shards[unit.index]
+                if names := shard.unwritable():
+                    raise RuntimeError(
+                        f"'{names[0]}' is frozen and read from its file at every use, so ranks cannot write "
+                        "it: make the model without disk=True, which takes it into memory"
+                    )
+                shard.write_back()
+
+    def follow(self, units: Iterable[Unit]) -> None:
+        """Some rank has written ``units``, all of them or the first for all: take over what is on disk, and
+        let there be on disk what follows from it."""
+        for unit in units:
+            if unit.index in self._brought:
+                assert self._ring is not None, "it was brought from disk"
+                self._await_masters(unit)
+                self._ring.forget(unit.index)
+                self._store.shards[unit.index].read_again()
+                for position in self._aliased.get(unit.index, ()):
+                    self._take_alias(unit, position)
+            if unit.index == ROOT:
+                self.refresh_root()
+            else:
+                self._take_over_writes(unit)
+
+    def _take_alias(self, unit: Unit, position: int) -> None:
+        checksum = self._checksum(unit, unit.layout.slices[position])
+        self._aliased.setdefault(unit.index, {})[position] = checksum
+
+    def _check_aliases(self, unit: Unit) -> None:
+        if unit.index in self._stale:
+            return
+        for position, checksum in self._aliased.get(unit.index, {}).items():
+            slice = unit.layout.slices[position]
+            if self._checksum(unit, slice) != checksum:
+                raise RuntimeError(
+                    f"'{slice.param.name}' is on disk and was written by way of other tensors of its memory "
+                    "(param.data, param.detach(), param.numpy()), of which other ranks do not know: write "
+                    "the parameter itself (param.copy_ under torch.no_grad)"
+                )
 
     def begin_anew(self) -> None:
         """Take nothing for granted of the ring and of the slots, since something has failed."""
@@ -295,6 +353,8 @@ class Weights:
             self._ring.forget(unit.index)
         if unit.index in self._brought:
             self._brought[unit.index] = True
+            if self._store.is_shared:
+                self._stale.add(unit.index)
         self._checksums.pop(unit.index, None)
         self._changed(unit)
         if unit.index == ROOT:
@@ -317,6 +377,11 @@ class Weights:
     def end_flight(self, unit: Unit) -> None:
         """The caller has waited for the update of ``unit``."""
         if unit.index in self.in_flight and not self._is_out(unit):
+            if unit.index in self._stale:
+                self._store.shards[unit.index].read_again()
+                self._stale.discard(unit.index)
+                for position in self._aliased.get(unit.index, ()):
+                    self._take_alias(unit, position)
             show(self._seen.get(unit.index, ()))
             self.in_flight.discard(unit.index)
 
@@ -360,6 +425,8 @@ class Weights:
             return
         if unit.index in self._brought:
             self._brought[unit.index] = True
+            if self._store.is_shared and position not in self._aliased.get(unit.index, ()):
+                self._take_alias(unit, position)
         self._lent.setdefault(unit.index, set()).add(position)
         self._take_checksum(unit, position)
 
@@ -471,16 +538,24 @@ class Weights:
         if self._is_out(unit):
             return
         self._check_places(unit, moved)
+        self._check_aliases(unit)
         if unit.index in self._lent:
             self._reshard(unit.index)
             self._take_back(unit)
+        self._take_over_writes(unit)
+        if unit.index not in self._brought or unit.index in self._stays:
+            return
+        if unit.index in self._stale:
+            self._send_out(unit)
+        elif unit.index not in self.in_flight:
+            self.settle_masters(unit)
+            self._send_out(unit)
+
+    def _take_over_writes(self, unit: Unit) -> None:
         if unit.written() != self._written[unit.index]:
             self._await_masters(unit)
             self._rebase(unit)
             self._reshard(unit.index)
-        if unit.index in self._brought and unit.index not in self.in_flight and unit.index not in self._stays:
-            self.settle_masters(unit)
-            self._send_out(unit)
 
     def _check_places(self, unit: Unit, moved: Container[torch.Tensor]) -> None:
         # what is in flight was seen to be in its place, and is hidden now
@@ -554,7 +629,7 @@ class Weights:
     def _fill(self, slot: int, unit: Unit) -> None:
         """Copy ``unit`` into a slot; what is trained is enough where it is there already, but outdated."""
         place = None
-        if self._ring is not None and self._is_out(unit):
+        if self._ring is not None and self._ring.passes(unit.index):
             source, place = self._ring.source(unit.index)
         else:
             source = self._store.shards[unit.index].weight

@@ -207,9 +207,10 @@ def reduce(unit: int, slot: int, nbytes: int) -> Op:
 
 
 @_made_once
-def agree(units: tuple[int, ...]) -> Op:
-    """Wait until all ranks have come as far with the host shards and gradients of ``units`` as this one."""
-    places = tuple(place for unit in units for place in (shard(unit), gradient(unit)))
+def agree(units: tuple[int, ...], masters: tuple[Place, ...]) -> Op:
+    """Wait until all ranks have come as far with the gradients of ``units`` as this one, and with their
+    weights and state, in host memory and on disk, which are in the places ``masters``."""
+    places = (*(gradient(unit) for unit in units), *masters)
     return Op(OpKind.AGREE, units[0] if len(units) == 1 else ROOT, None, places, places)
 
 

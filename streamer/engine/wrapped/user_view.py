@@ -9,6 +9,7 @@ from zlib import crc32
 
 import torch
 
+from streamer.backends.ranks import together
 from streamer.engine.paging.across_ranks import AcrossRanks
 from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.unit import Unit
@@ -52,7 +53,7 @@ class _UnitGuard:
 
     def after(self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object) -> None:
         if (executor := self._executor()) is not None and executor.across is not None:
-            _end_writing(executor.across, args)
+            _end_writing(executor, executor.across, args)
 
     def __reduce__(self) -> NoReturn:
         raise RuntimeError("what belongs to a wrapped model cannot be pickled: save model.state_dict()")
@@ -66,8 +67,12 @@ class _ParameterGuard(_UnitGuard):
         self._position = position
 
     def before(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        is_to_write = super().before(function, args, kwargs)
+        across = None if (executor := self._executor()) is None else executor.across
+        if across is not None and across.writing is args:
+            across.written.add(self._index)
         # each rank has the root's weights on its device
-        return super().before(function, args, kwargs) or self._index == ROOT
+        return is_to_write or self._index == ROOT
 
     def after(self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object) -> None:
         super().after(function, args, tensor, result)
@@ -142,14 +147,24 @@ def _begin_writing(
             f"writing what the ranks share by {function.__name__} ({numbers}, checksum {checksum:08x})"
         )
         across.writing = args
+        across.written.clear()  # of a function that has failed
     return across.ranks.leads
 
 
-def _end_writing(across: AcrossRanks, args: Sequence[Any]) -> None:
+def _end_writing(executor: Executor, across: AcrossRanks, args: Sequence[Any]) -> None:
     """All ranks may read what has been written."""
-    if across.writing is args:
-        across.writing = None
-        across.ranks.meet("what the ranks share was written")
+    if across.writing is not args:
+        return
+    across.writing = None
+    units = [executor.unit(index) for index in sorted(across.written)]
+    across.written.clear()
+    on_disk = [unit for unit in units if executor.shard(unit).uses_disk]
+    with together(across.ranks, "what the ranks share was written"):
+        if across.ranks.leads:
+            executor.weights.write_through(on_disk)
+    if on_disk:
+        with together(across.ranks, "what the ranks share is on disk"):
+            executor.weights.follow(on_disk)
 
 
 def _only_checks(function: Function, args: Sequence[Any]) -> bool:

@@ -1,0 +1,261 @@
+"""Ranks whose state and weights are on disk compute what they compute in host memory, to the bit."""
+
+from __future__ import annotations
+
+import copy
+import re
+import tempfile
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import streamer
+from streamer.backends.base import Lane
+from streamer.backends.disk import Disks, Scratch
+from streamer.backends.thread import ThreadBackend
+from streamer.engine.paging import across_ranks
+from streamer.engine.schedule import op as ops
+from streamer.errors import RanksError
+from streamer.memory import on_disk
+from tests.ranks import test_writes
+from tests.ranks.common import run_ranks
+from tests.ranks.programs import Case, arrays, backward, model, run
+
+#: Elements of a chunk: no fewer draw the random bits of the whole. A layer of `programs.Model` has five.
+CHUNK = 1 << 14
+BF16 = {"dtype": torch.bfloat16}
+BACKWARD = {"update": "backward"}
+
+CASES: dict[str, Case] = {
+    "fp32": (1, {}, {}),
+    "keep": (1, {"activations": "keep", "num_slots": 3}, {}),
+    "one slot": (1, {"num_slots": 1}, {"clip": None}),
+    "micro-batches": (1, {"micro_batch_size": 2}, {}),
+    "frozen parts": (1, BF16, {"frozen": True}),
+    "scaler": (1, {"dtype": torch.float16}, {"scaled": True}),
+    "bf16": (1, BF16, {}),
+    "bf16 moments": (1, BF16, {"state_dtype": torch.bfloat16}),
+    "8-bit moments": (1, BF16, {"state_dtype": "int8"}),
+    "several backwards": (2, {}, {}),
+    "several in bf16": (2, BF16, {}),
+    "in backward": (1, BACKWARD, {"clip": None}),
+    "in backward, keep": (1, {**BACKWARD, **BF16, "activations": "keep"}, {"clip": None}),
+    "in backward, 8-bit moments": (1, {**BACKWARD, **BF16}, {"clip": None, "state_dtype": "int8"}),
+}
+
+#: How many layers there are. Of few the weights take no more memory than the rings of two ranks.
+ALL, STATE = 9, 3
+#: What sums of several gradients take besides. Moments have the room first, and go to disk then.
+SUMS = {
+    ("several backwards", ALL): 2_500_000,
+    ("several in bf16", ALL): 5_500_000,
+    ("several backwards", STATE): 1_200_000,
+    ("several in bf16", STATE): 1_900_000,
+}
+
+
+def disks(folder: str, **options: Any) -> Disks:
+    """Two folders, through the page cache: they may be in memory."""
+    folders = [Path(folder) / str(number) for number in range(2)]
+    for each in folders:
+        each.mkdir(exist_ok=True)
+    return Disks(folders, partial(Scratch, **{"direct_io": "off", "in_flight": 2, **options}))
+
+
+def least_budget(folder: str, made: torch.nn.Module, **options: Any) -> int:
+    """The least ``host_memory`` of ranks, as they are told of too small a one. A meeting."""
+    group = dist.group.WORLD if dist.is_initialized() else None
+    given = {"layers": "layers", "device": "cpu", "process_group": group, **options}
+    with pytest.raises((MemoryError, RanksError)) as refused:
+        streamer.wrap(made, host_memory=1, disk=disks(folder), **given)
+    least = re.search(r"host_memory needs ([0-9]+) bytes", str(refused.value))
+    assert least is not None, refused.value
+    return int(least[1])
+
+
+def in_group(
+    folder: str | None, options: dict[str, Any], *, frozen: bool = False, layers: int = ALL, more: int = 0
+) -> dict[str, Any]:
+    """Options of `wrap` for ranks, and for what is on disk in ``folder``: all that may, but for ``more``. The
+    second rank has room for other things there, and takes what the first one has chosen."""
+    given = {**options, "process_group": dist.group.WORLD if dist.is_initialized() else None}
+    if folder is not None:
+        least = least_budget(folder, model(frozen=frozen, layers=layers), **options)
+        own = 300_000 if dist.is_initialized() and dist.get_rank() else 0
+        given |= {"host_memory": least + more + own, "disk": disks(folder)}
+    return given
+
+
+def train(rank: int, folder: str, layers: int) -> dict[str, Any]:
+    """By case, what training leads to without a disk, and with one; what was on disk in the end."""
+    on_disk.CHUNK_ELEMENTS = CHUNK
+    found = {}
+    for number, (name, (backwards, options, given)) in enumerate(CASES.items()):
+        if layers == ALL and name not in ("several backwards", "several in bf16"):
+            # a chunk that is as large as a layer is cut at the shares alone
+            on_disk.CHUNK_ELEMENTS = CHUNK << (3 * (number % 2))
+        there: list[dict[str, int]] = []
+        ends = []
+        for where in (None, folder):
+            shape = {"layers": layers, "frozen": given.get("frozen", False)}
+            among = in_group(where, options, **shape, more=SUMS.get((name, layers), 0))
+            parts = [[2 * number + rank] for number in range(backwards)]
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(streamer, "unwrap", partial(_noting_disk, there))
+                ends.append(run(parts, among, divisor=backwards, steps=3, **given | shape))
+        found[name] = *ends, there[1]
+    return found
+
+
+def _noting_disk(there: list[dict[str, int]], wrapped: torch.nn.Module) -> torch.nn.Module:
+    there.append(dict(streamer.stats(wrapped).disk_bytes))
+    return _unwrap(wrapped)
+
+
+_unwrap = streamer.unwrap
+
+
+@cache
+def found(layers: int) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        answers = run_ranks(2, train, folder, layers)
+        assert [path for path in Path(folder).rglob("*") if not path.is_dir()] == []
+    return answers
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("layers", [ALL, STATE], ids=["all on disk", "state on disk"])
+def test_what_is_on_disk_changes_nothing(name: str, layers: int) -> None:
+    for of_rank in found(layers):
+        (norms, gradients, state), (norms_of_disk, gradients_of_disk, state_of_disk), there = of_rank[name]
+        # where there is room for fp32 moments but for little, those of 8 bits are in memory
+        assert there.keys() & {"exp_avg", "remainders"}
+        if (name, layers) not in SUMS:
+            assert ("weights" in there) == (layers == ALL)
+        assert norms_of_disk == norms
+        for one, other in ((gradients, gradients_of_disk), (state, state_of_disk)):
+            assert one.keys() == other.keys()
+            assert not [key for key in one if not np.array_equal(one[key], other[key])]
+
+
+def train_late(rank: int, folder: str, delays: dict[Lane, float], agrees: bool) -> Any:
+    """Train with rings and slots that are poisoned, and lanes that are late. Without ``agrees`` nobody waits
+    until others have written what is on disk."""
+    on_disk.CHUNK_ELEMENTS = CHUNK
+    options: dict[str, Any] = {**BF16, "num_slots": 1}
+    given = in_group(folder, options)
+    given["backend"] = ThreadBackend(
+        delays={lane: lambda late=late: late for lane, late in delays.items()}, poison=True
+    )
+    if not agrees:
+        agree = ops.agree
+
+        def agree_in_memory(units: tuple[int, ...], masters: tuple[ops.Place, ...]) -> ops.Op:
+            return agree(units, tuple(place for place in masters if place.kind == "shard"))
+
+        across_ranks.ops.agree = agree_in_memory  # type: ignore[attr-defined]
+    try:
+        return run([[rank]], given, divisor=1, clip=None, steps=3, layers=ALL)
+    except RuntimeError:
+        return None
+
+
+def differing(one: Any, other: Any) -> list[str]:
+    return [
+        name
+        for mine, theirs in zip(one[1:], other[1:], strict=True)
+        for name in mine
+        if not np.array_equal(mine[name], theirs[name])
+    ]
+
+
+@pytest.mark.parametrize("lane", [Lane.DISK_READ, Lane.DISK_WRITE, Lane.HOST, Lane.COLLECTIVE])
+def test_ranks_whose_lanes_are_late_compute_the_same(lane: Lane, tmp_path: Path) -> None:
+    one, other = run_ranks(2, train_late_on_one, str(tmp_path), lane, True)
+    expected, _ = reference()
+    assert not differing(one, expected)
+    assert not differing(other, expected)
+
+
+def test_without_waiting_for_what_others_write_they_do_not(tmp_path: Path) -> None:
+    answers = run_ranks(2, train_late_on_one, str(tmp_path), Lane.DISK_WRITE, False, timeout=10.0)
+    assert any(found is None or differing(found, reference()[0]) for found in answers)
+
+
+def train_late_on_one(rank: int, folder: str, lane: Lane, agrees: bool) -> Any:
+    return train_late(rank, folder, {lane: 0.01} if rank else {}, agrees)
+
+
+def train_in_memory(rank: int) -> Any:
+    options = {**BF16, "num_slots": 1, "device": "cpu", "process_group": dist.group.WORLD}
+    return run([[rank]], options, divisor=1, clip=None, steps=3, layers=ALL)
+
+
+@cache
+def reference() -> list[Any]:
+    return run_ranks(2, train_in_memory)
+
+
+def write(rank: int, folder: str, names: list[str]) -> dict[str, Any]:
+    """By the name of what writes, what that leads to in host memory and on disk."""
+    on_disk.CHUNK_ELEMENTS = CHUNK
+    found = {}
+    for name in names:
+        for options in ({}, BF16):
+            given = in_group(folder, options)
+            found[f"{name} {options}"] = (
+                test_writes.train([rank], name, layers=ALL, **options, process_group=dist.group.WORLD),
+                test_writes.train([rank], name, layers=ALL, **given),
+            )
+    return found
+
+
+def test_what_ranks_write_is_what_runs(tmp_path: Path) -> None:
+    # what is on disk shows copies of moments, which cannot be written in place
+    names = [name for name in test_writes.WRITES if name != "writes_moments"]
+    for of_rank in run_ranks(2, write, str(tmp_path), names):
+        for name, ((losses, weights), (losses_of_disk, weights_of_disk)) in of_rank.items():
+            assert losses_of_disk == losses, name
+            assert not [k for k in weights if not np.array_equal(weights[k], weights_of_disk[k])], name
+
+
+def look(rank: int, folder: str) -> list[Any]:
+    """What the first rank alone sees of weights and moments, while the other goes on; what both see then."""
+    on_disk.CHUNK_ELEMENTS = CHUNK
+    answers = []
+    for where in (None, folder):
+        given = in_group(where, BF16)
+        made = streamer.wrap(model(layers=ALL), **{"layers": "layers", "device": "cpu", **given})
+        optimizer = streamer.AdamW(made.parameters(), lr=1e-2)
+        held = made.layers[0].up.weight.detach() if rank == 0 else None
+        for step in range(2):
+            backward(made, step, rank, 1, None)
+            optimizer.step()
+            optimizer.zero_grad()
+            if rank == 0:
+                answers.append(arrays(dict(made.named_parameters())))
+                answers.append(arrays(copy.deepcopy(made).state_dict()))
+                answers.append(arrays({"m": optimizer.state[made.layers[1].up.weight]["exp_avg_sq"]}))
+        param = made.layers[2].down.weight
+        if where is not None:
+            assert streamer.stats(made).disk_bytes["weights"]
+        optimizer.state[param]["exp_avg"] = torch.full_like(optimizer.state[param]["exp_avg"], 0.25)
+        answers.append(arrays({"m": optimizer.state[param]["exp_avg"]}))
+        if held is not None:  # it shows what runs, as one in host memory does
+            made.layers[0].up.weight.sum()
+            answers.append(arrays({"held": held}))
+        streamer.unwrap(made)
+    return answers
+
+
+def test_one_rank_alone_may_look(tmp_path: Path) -> None:
+    for answers in run_ranks(2, look, str(tmp_path)):
+        half = len(answers) // 2
+        for one, other in zip(answers[:half], answers[half:], strict=True):
+            assert one.keys() == other.keys()
+            assert not [name for name in one if not np.array_equal(one[name], other[name])]
