@@ -165,7 +165,7 @@ def test_a_dump_is_the_whole_config(path: Path) -> None:
         'sample_tokens = 256\nout = "runs"\nsave_every = 0\nkeep = 2\nsave_failure = "stop"\n'
         'nonfinite = "skip"\nsave_wait = 60\nkeep_best = false\n'
         "patience = 0\nreport = []\nepochs = 0\n\n"
-        '[model]\nfactory = "models.gpt2:GPT"\nargs = {}\n\n'
+        '[model]\nfactory = "models.gpt2:GPT"\nargs = {}\nquantize = "none"\nquantize_skip = []\n\n'
         "[data]\ncontext = 8\nbatch_size = 2\npaths = []\nval_fraction = 0.05\nval_paths = []\n"
         "packing = true\naccumulate = 1\n\n"
         "[optimizer]\nlr = 1.0\nbetas = [0.9, 0.95]\neps = 1e-08\nweight_decay = 0.1\ngrad_clip = 1.0\n"
