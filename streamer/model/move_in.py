@@ -232,7 +232,7 @@ class MoveIn:
         initialise: Initialiser | None,
         ranks: Ranks | None = None,
     ) -> None:
-        """Of ``ranks``, which share the shards, the first one gives the values."""
+        """Of ``ranks``, which share the shards, the first one gives the values, to other machines too."""
         self._ranks = ranks
         self._backend = backend
         self._units = units
@@ -261,6 +261,7 @@ class MoveIn:
                     shard.rebase(slice)
         if self._ranks is not None:
             self._ranks.meet("all weights are in host memory")
+            self._ranks.replicate(held for shard in self._store.shards for held in shard.held.values())
             for buffer in self._moved_buffers.values():
                 self._ranks.broadcast(buffer)
         self._store.pin(self._backend.pin)
@@ -290,7 +291,7 @@ class MoveIn:
         if self._initialise is not None:
             self._initialise(unit)
         virtual = self._backend.device.type == "meta"
-        if not virtual and (self._ranks is None or self._ranks.leads):
+        if not virtual and (self._ranks is None or self._ranks.leads_machine):
             with self._store.weights_in(shard):
                 for slice, param in unit.placed():
                     # a copy from a GPU runs on the caller's own stream, so after what has written them

@@ -72,7 +72,7 @@ def stream(
         host_threads = options.host_threads
         if host_threads is None and (backend.device.type == "cuda" or ranks is not None):
             # ranks share the cores, and each GPU's kernels are launched by a thread that has one for itself
-            cores = native.num_threads_available() // (1 if ranks is None else ranks.size)
+            cores = native.num_threads_available() // (1 if ranks is None else ranks.local_size)
             host_threads = max(1, cores - (backend.device.type == "cuda"))
         # no work of the host runs on a virtual backend
         if host_threads is not None and not virtual:
@@ -102,8 +102,8 @@ def stream(
             planned, on_disk = to_disk(
                 planned, units, root, left, stored=disks.stored, may_write=disks.may_write
             )
-        # ranks have the host's memory once, which the first one takes
-        on_host = {**planned.host, **moments} if ranks is None or ranks.leads else {}
+        # ranks have the host's memory once on each machine, which its first one takes
+        on_host = {**planned.host, **moments} if ranks is None or ranks.leads_machine else {}
         replace(planned, host=on_host).check(room, device_remedy=cut.remedy)
         layouts = [unit.layout for unit in (*units, root)]
         allocate, reserve = backend.host_buffer, backend.host_reserve
@@ -111,7 +111,7 @@ def stream(
         if ranks is not None:
             ranks.agree(_told(options, slots, (*units, root)))
             allocate, reserve = partial(_shared, backend, ranks), partial(_reserved, backend, ranks)
-            shares = [shares_of(layout, ranks.size)[ranks.rank] for layout in layouts]
+            shares = [shares_of(layout, ranks.local_size)[ranks.local_rank] for layout in layouts]
         store = HostStore(
             layouts,
             allocate,

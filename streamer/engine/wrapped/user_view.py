@@ -115,7 +115,7 @@ def _begin_writing(
     across: AcrossRanks, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> bool:
     """If ``function`` writes what all ranks see: wait until none of them reads the values of before. Whether
-    this rank is to write it: the first one does, once for all of them.
+    this rank is to write it: the first one of each machine does, once for all of them there.
 
     Raises RuntimeError for a function that also tells of what it reads, which only that rank would know.
     """
@@ -142,7 +142,7 @@ def _begin_writing(
             f"writing what the ranks share by {function.__name__} ({numbers}, checksum {checksum:08x})"
         )
         across.writing = args
-    return across.ranks.leads
+    return across.ranks.leads_machine
 
 
 def _end_writing(across: AcrossRanks, args: Sequence[Any]) -> None:
