@@ -267,8 +267,9 @@ class Relay:
 
     def _told(self, rank: int, *, is_last: bool) -> _Told:
         row = self._table[rank]
-        # a rank writes what it brings before it says that it has come: they are read the other way round
-        come, order, left = row["come"].tolist(), int(row["order"]), int(row["left"])
+        # a rank writes what it brings, then that it has come, last that it has left: they are read the other
+        # way round, so that who has left is not taken to have stayed away from its last meeting
+        left, come, order = int(row["left"]), row["come"].tolist(), int(row["order"])
         brought = [
             (bytes(row["words"][place]), row["brought"][place][: int(row["nbytes"][place])].tobytes())
             for place in np.ndindex(row["words"].shape)
