@@ -194,3 +194,9 @@ def group_timeout(group: Any, device: torch.device) -> timedelta:
     except (AttributeError, RuntimeError):
         found = None
     return found if isinstance(found, timedelta) else timedelta(minutes=30)
+
+
+def group_store(group: Any) -> Any:
+    """The store by which the processes of ``group`` have found one another, by a connection of its own: a
+    connection has one request at a time."""
+    return group.get_group_store().clone()

@@ -32,8 +32,10 @@ class Adapted(nn.Module):
         return base + self.up(self.down(self.dropout(x)))
 
 
-def quantize(linear: nn.Linear, kind: str) -> nn.Module:
-    """``linear``, or what stands in for it, with a quantized weight."""
+def quantize(linear: nn.Linear, kind: str | None) -> nn.Module:
+    """``linear``, or what stands in for it, with a quantized weight; without a ``kind`` as it is."""
+    if kind is None:
+        return linear
     if kind == "torchao nf4":
         from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
@@ -65,7 +67,7 @@ def quantize(linear: nn.Linear, kind: str) -> nn.Module:
     return quantized
 
 
-def llama(kind: str, *, layers: int = 4, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+def llama(kind: str | None, *, layers: int = 4, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
     """In training mode, with dropout; only the adapters are trained."""
     torch.manual_seed(0)
     config = LlamaConfig(

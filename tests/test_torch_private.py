@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
@@ -198,3 +199,15 @@ def test_code_is_left_as_it_is_where_the_user_compiles() -> None:
     private.skip_code(inner.__code__)
     torch.compile(inner, backend="eager")(torch.ones(1))
     assert seen == [False]
+
+
+def test_the_store_of_a_group_is_reached_by_another_connection(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        one, other = (private.group_store(dist.group.WORLD) for _ in range(2))
+        one.set("key", "value")
+        assert other.get("key") == b"value"
+        assert one is not other
+    finally:
+        dist.destroy_process_group()

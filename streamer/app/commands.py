@@ -141,7 +141,8 @@ def command_line() -> argparse.ArgumentParser:
         type=_positive,
         default=1,
         metavar="N",
-        help="GPUs of the machine that train together, each with a process of its own; default: 1",
+        help="GPUs of the machine that train together, each with a process of its own; of several machines "
+        "plan one, with its part of data.batch_size; default: 1",
     )
     plan.add_argument("--host-memory", metavar="BYTES", help="of the machine, such as 128GiB")
     plan.add_argument(

@@ -37,7 +37,7 @@ from streamer.app.run.build import (
 )
 from streamer.app.run.flops import model_flops_per_token, peak_of
 from streamer.app.run.loop import Loop, packs
-from streamer.app.run.ranks import RunRanks, ToldByTheFirstError, check_ranks
+from streamer.app.run.ranks import RunRanks, ToldByTheFirstError, check_ranks, share_of_machine
 from streamer.app.run.reports import Report, check_reports, open_reports
 from streamer.app.run.run_folder import (
     FOLDER,
@@ -129,13 +129,15 @@ def _train(
         config, told = settle_fp16(config)
         if told is not None:
             print(told)
-        config, chosen = settle(config, ranks=ranks.size)
+        # each machine has its own memory, for its part of every batch
+        settled, chosen = settle(share_of_machine(config, ranks), ranks=ranks.local_size)
+        config = replace(config, stream=settled.stream)
         if chosen is not None:
             print(f"chosen: {chosen.reason}")
     # what is free now may differ from rank to rank
     config = ranks.as_first("what was chosen", config)
     with ranks.checked():
-        plan = check_memory(config, ranks.size)
+        plan = check_memory(share_of_machine(config, ranks), ranks.local_size)
         space = _check_space(config, directory)
         with ranks.progress_of_first():
             data = load_data(config)

@@ -1,4 +1,4 @@
-"""Ranks: processes of one machine that train one model together, the memory that they share, and the places
+"""Ranks: processes that train one model together, the memory that those of one machine share, and the places
 where they wait for one another.
 
 Ranks run one program, so each comes to the same *meetings* in the same order. A meeting says in words what
@@ -8,7 +8,7 @@ it does for a rank that has ended, or that does not come within the group's time
 
 Meetings are kept in a table in shared memory, in two `Channel`s, because each rank has two threads that meet
 others: the caller's, and that of the COLLECTIVE lane, which is given its work by the caller in an order that
-is the program's too.
+is the program's too. Ranks of other machines have their rows in the table as well, which a `Relay` brings.
 
 Shared memory is a file without a name (memfd_create), which other ranks open through /proc: nothing is left
 of it when the last process has ended, however it ends.
@@ -21,10 +21,9 @@ import os
 import pickle
 import select
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -33,11 +32,25 @@ import torch.distributed as dist
 
 from streamer.backends.base import Process
 from streamer.backends.host_memory import map_file, touch
+from streamer.backends.machines import (
+    ENDED,
+    LEFT,
+    UNHEARD,
+    Placement,
+    Relay,
+    groups_of,
+    machine_id,
+    members_of,
+    place,
+    seconds_until_gone,
+    store_of,
+)
 from streamer.errors import RanksError, shortened
 from streamer.torch_private import group_timeout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 T = TypeVar("T")
@@ -56,16 +69,22 @@ WORDS, BROUGHT, ERROR = 1 << 8, 1 << 18, 1 << 11
 FIRST_PAUSE, LONGEST_PAUSE = 2e-5, 1e-3
 #: Seconds between two looks at whether the other processes are alive.
 LOOK_SECONDS = 0.02
+#: Bytes that are copied from machine to machine at a time.
+REPLICATED = 1 << 24
 #: Seconds that a process may take to end after its connections are closed.
 CLOSING_SECONDS = 1.0
 
-#: A rank's row of the table: how many meetings of each channel it has come to, how many of LANE it has
-#: issued, whether it has left, the error that ends it; of the last two meetings of each channel what they
+#: More meetings of LANE than a program has.
+ISSUED = 1 << 32
+
+#: A rank's row of the table: how many meetings of each channel it has come to; how far its program is, as
+#: many times `ISSUED` as meetings of CALLER that it has come to, and one for each of LANE that it has issued;
+#: whether it has left or ended, the error that ends it; of the last two meetings of each channel what they
 #: were for, what it brought.
 _ROW = np.dtype(
     [
         ("come", np.int64, 2),
-        ("issued", np.int64),
+        ("order", np.int64),
         ("left", np.int64),
         ("error", f"S{ERROR}"),
         ("words", f"S{WORDS}", (2, 2)),
@@ -76,26 +95,33 @@ _ROW = np.dtype(
 
 
 class Ranks:
-    """The ranks of ``group``, a process group of torch.distributed whose processes run on one machine.
+    """The ranks of ``group``, a process group of torch.distributed, or a mesh with a row for each machine.
 
     Every method that says so is a meeting: all ranks call it, in the same order.
     """
 
-    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
-        """Raises ValueError where torch.distributed has no such group, or the caller is not of it."""
+    def __init__(self, group: ProcessGroup | DeviceMesh, device: torch.device) -> None:
+        """A meeting. Raises ValueError where torch.distributed has no such group, the caller is not of it, or
+        machines have unequally many ranks."""
         if not (dist.is_available() and dist.is_initialized()):
             raise ValueError(
                 "process_group= needs torch.distributed.init_process_group() first, in each of the processes "
                 "that torchrun starts"
             )
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        if self.rank < 0:
+        self._members = members_of(group)
+        if dist.get_rank() not in self._members:
             raise ValueError("this process is not of the process_group that it was given")
-        self._group = group
+        self.rank, self.size = self._members.index(dist.get_rank()), len(self._members)
+        self._groups = groups_of(group)
         self._device = device
         self._process = Process()
-        self._timeout: timedelta = group_timeout(group, device)
+        # those of a mesh have PyTorch's default, whatever init_process_group was told
+        known = self._groups if len(self._groups) == 1 else [*self._groups, dist.group.WORLD]
+        self._timeout: timedelta = min(group_timeout(each, device) for each in known)
+        self._place(place(group, self.rank, self._exchange(machine_id())))
         self._collectives: ProcessGroup | None = None
+        self._replicas: ProcessGroup | None = None
+        self._relay: Relay | None = None
         self._table: Any = None
         self._watched: dict[int, int] = {}
         self._is_leaving = False
@@ -103,10 +129,21 @@ class Ranks:
         #: whether the others know how `agree` has ended here, or would have
         self.has_agreed = False
 
+    def _place(self, placement: Placement) -> None:
+        self._placement = placement
+        self.machine, self.machines = placement.machine, len(placement.rows)
+        #: which of this machine's ranks, that share its memory, this is, and how many they are
+        self.local_rank, self.local_size = placement.row.index(self.rank), len(placement.row)
+
     @property
     def leads(self) -> bool:
-        """Whether this is the rank that does what is done once: give values, write files."""
+        """Whether this is the rank that does what is done once for all: choose, write files."""
         return self.rank == 0
+
+    @property
+    def leads_machine(self) -> bool:
+        """Whether this is the rank that does what is done once on each machine: write what they share."""
+        return self.local_rank == 0
 
     def agree(self, told: Sequence[str], failed: BaseException | None = None) -> None:
         """Compare what each rank is about to wrap, a line for everything that must be the same, and begin.
@@ -114,20 +151,12 @@ class Ranks:
         A meeting, the first one. Raises ValueError, naming the first line that differs, and RanksError where
         another rank has ``failed``; then nothing was begun.
         """
-        booted = Path("/proc/sys/kernel/random/boot_id")
-        machine = booted.read_text().strip() if booted.exists() else os.uname().nodename
-        everyone = self._exchange_before((machine, [*told]), failed)
+        everyone = self._exchange_before([*told], failed)
         self.has_agreed = True
         if failed is not None:
             return
-        machines = [machine for machine, _ in everyone]
-        if len({*machines}) > 1:
-            raise ValueError(
-                f"the ranks of process_group are on {len({*machines})} machines, and share no memory: give "
-                "wrap a group of the ranks of one machine"
-            )
-        first = everyone[0][1]
-        for rank, (_, lines) in enumerate(everyone):
+        first = everyone[0]
+        for rank, lines in enumerate(everyone):
             if lines != first:
                 at = next(
                     (i for i, pair in enumerate(zip(first, lines, strict=False)) if pair[0] != pair[1]),
@@ -154,57 +183,72 @@ class Ranks:
         return [brought for _, brought in everyone]
 
     def _begin(self) -> None:
-        # a group of its own: the user's collectives must not come between those of the lane
-        members = dist.get_process_group_ranks(self._group)
-        self._collectives = dist.new_group(members, use_local_synchronization=True, timeout=self._timeout)
-        error, file = None, -1
-        if self.leads:
+        # groups of its own: the user's collectives must not come between those of the lane
+        self._collectives = self._new_group(self._placement.row)
+        if self.machines > 1:
+            self._replicas = self._new_group(self._placement.column)
+        file, told = -1, _Told()
+        if self.leads_machine:
             with _telling() as told:
                 file = _memory_file(_ROW.itemsize * self.size)
-            error = told.error
-        pids = self._exchange((os.getpid(), file, error))
-        pid, number, error = pids[0]
-        _raise_failures([error], "making shared memory")
+        everyone = self._exchange((os.getpid(), file, os.urandom(8).hex(), told.error))
+        _raise_failures([error for *_, error in everyone], "making shared memory")
+        name = everyone[0][2]
+        pid, number, *_ = everyone[self._placement.row[0]]
         with _telling() as opened:
             block = _open(pid, number, _ROW.itemsize * self.size)
             self._table = block.numpy().view(_ROW)
             self._watched = {
-                rank: os.pidfd_open(other) for rank, (other, _, _) in enumerate(pids) if rank != self.rank
+                rank: os.pidfd_open(everyone[rank][0]) for rank in self._placement.row if rank != self.rank
             }
-        everyone = self._exchange(opened.error)
-        if self.leads:
+            if self.machines > 1 and self.leads_machine:
+                store = store_of(name, self._timeout)
+                self._relay = Relay(self._table, self._placement, store, self._timeout, self._has_gone)
+        errors = self._exchange(opened.error)
+        if self.leads_machine:
             os.close(file)
-        _raise_failures(everyone, "opening shared memory")
+        _raise_failures(errors, "opening shared memory")
+        if self._relay is not None:
+            self._relay.start()
+
+    def _new_group(self, ranks: Sequence[int]) -> ProcessGroup:
+        members = [self._members[rank] for rank in ranks]
+        group: ProcessGroup = dist.new_group(members, use_local_synchronization=True, timeout=self._timeout)
+        return group
 
     def _exchange(self, value: object) -> list[Any]:
         """What each rank has given, by torch.distributed: before there is a table."""
-        values: list[Any] = [None] * self.size
+        values = [value]
         # NCCL sends objects by way of the current device
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
-            dist.all_gather_object(values, value, group=self._group)
+            for group in self._groups:
+                parts: list[Any] = [None] * dist.get_world_size(group)
+                dist.all_gather_object(parts, values, group=group)
+                values = [each for part in parts for each in part]
         return values
 
     def shared(self, nbytes: int, *, in_forks: bool, touched: bool = True) -> torch.Tensor:
-        """A zeroed flat uint8 tensor of ``nbytes`` that all ranks see. It takes memory once, and at once if
-        ``touched``. A meeting. Raises RanksError where a rank cannot have it."""
+        """A zeroed flat uint8 tensor of ``nbytes`` that all ranks of a machine see. It takes memory once
+        there, and at once if ``touched``. A meeting. Raises RanksError where a rank cannot have it."""
         if not nbytes:
             return torch.zeros(0, dtype=torch.uint8)
         file, told = -1, _Told()
         block = torch.zeros(0, dtype=torch.uint8)
-        if self.leads:
+        if self.leads_machine:
             with _telling() as told:
                 file = _memory_file(nbytes)
                 block = map_file(file, nbytes, in_forks=in_forks)
                 if touched:
                     touch(block.numpy())
         what = f"taking {nbytes} bytes of shared memory"
-        pid, number, error = self.meet(what, (os.getpid(), file, told.error))[0]
-        _raise_failures([error], what)
-        if not self.leads:
+        everyone = self.meet(what, (os.getpid(), file, told.error))
+        _raise_failures([error for *_, error in everyone], what)
+        pid, number, _ = everyone[self._placement.row[0]]
+        if not self.leads_machine:
             with _telling() as told:
                 block = _open(pid, number, nbytes, in_forks=in_forks)
         errors = self.meet("opening shared memory", told.error)
-        if self.leads:
+        if self.leads_machine:
             os.close(file)
         _raise_failures(errors, what)
         return block
@@ -246,7 +290,7 @@ class Ranks:
 
     def issue(self) -> None:
         """The caller is about to give the COLLECTIVE lane work with a meeting in it."""
-        self._table["issued"][self.rank] += 1
+        self._table["order"][self.rank] += 1
 
     def meet(
         self, words: str, brought: object = None, *, channel: Channel = Channel.CALLER, patient: bool = False
@@ -263,8 +307,13 @@ class Ranks:
             return self._meet(words, brought, channel, patient=patient)
         except RanksError as error:
             # nobody may wait for the work that has met it: whatever comes next is told
-            self._failed = self._failed or error
+            self._fail(error)
             raise
+
+    def _fail(self, error: RanksError) -> None:
+        """Come to no meeting any more, which the others are to know before this process has ended."""
+        self._failed = self._failed or error
+        self._table["left"][self.rank] = self._table["left"][self.rank] or LEFT
 
     def _meet(self, words: str, brought: object, channel: Channel, *, patient: bool) -> list[Any]:
         mine, number = self._table[self.rank], int(self._table["come"][self.rank, channel]) + 1
@@ -275,10 +324,17 @@ class Ranks:
         mine["words"][place] = words.encode()[:WORDS]
         mine["nbytes"][place] = len(data)
         mine["brought"][place][: len(data)] = np.frombuffer(data, np.uint8)
+        if channel is Channel.CALLER:
+            mine["order"] += ISSUED
         mine["come"][channel] = number
         self._await(channel, number, words, patient=patient)
         self._check_words(place)
         return [self._brought(rank, place) for rank in range(self.size)]
+
+    def of_shares(self, everyone: Sequence[T]) -> list[T]:
+        """Of what all ranks have brought to a meeting, what the first machine's have: each machine's ranks
+        have the same shares, and all take the same numbers of them."""
+        return [everyone[rank] for rank in self._placement.rows[0]]
 
     def _brought(self, rank: int, place: tuple[int, int]) -> Any:
         row = self._table[rank]
@@ -301,8 +357,10 @@ class Ranks:
             for rank in behind:
                 if failed := bytes(self._table["error"][rank]):
                     raise RanksError(f"rank {rank} has failed: {failed.decode(errors='replace')}")
-                if self._has_gone(rank) and come[rank, channel] < number:
-                    raise RanksError(self._apart(f"rank {rank} has ended, or has unwrapped its model"))
+            gone = [rank for rank in behind if self._has_gone(rank) and come[rank, channel] < number]
+            if gone:
+                self._check_order(channel, number)
+                raise RanksError(self._apart(self._how(gone)))
             if not patient and now - began > self._timeout.total_seconds():
                 late = ", ".join(map(str, behind))
                 raise RanksError(
@@ -312,17 +370,17 @@ class Ranks:
     def _check_order(self, channel: Channel, number: int) -> None:
         """Raise RanksError if another rank has come to a meeting in the program's order that this rank has
         passed by: neither would ever come to the other's."""
-        come, issued = self._table["come"], self._table["issued"]
+        order = self._table["order"]
+        come_here, issued_here = divmod(int(order[self.rank]), ISSUED)
         for rank in range(self.size):
-            # the other rank goes on meanwhile: what it writes last is read first
+            # one number, read at once: the other rank goes on meanwhile
+            come, issued = divmod(int(order[rank]), ISSUED)
             if channel is Channel.CALLER:
                 # it has issued what this rank, which waits, has not, and is not here
-                is_apart = issued[rank] > issued[self.rank] and come[rank, Channel.CALLER] < number
+                is_apart = issued > issued_here and come < number
             else:
                 # it has come to the caller's next meeting, and has not issued this one
-                is_apart = (
-                    come[rank, Channel.CALLER] > come[self.rank, Channel.CALLER] and issued[rank] < number
-                )
+                is_apart = come > come_here and issued < number
             if is_apart:
                 raise RanksError(self._apart("the ranks have come apart"))
 
@@ -343,35 +401,61 @@ class Ranks:
 
         return f"{what}. Last came rank " + "; rank ".join(f"{r} to: {at(r)}" for r in range(self.size))
 
-    def _has_gone(self, rank: int, *, seconds: float = 0.0) -> bool:
-        """Whether ``rank`` has left or ended, or does so within ``seconds``."""
+    def _how(self, gone: Sequence[int]) -> str:
+        """Why ranks have ``gone``: because another one has ended, which may have come where these have not,
+        or of themselves."""
+        left = self._table["left"]
+        found = [*gone, *(rank for rank in range(self.size) if rank != self.rank and self._has_gone(rank))]
+        rank = max(found, key=lambda rank: int(left[rank]))
+        if left[rank] == UNHEARD:
+            return f"rank {rank} has ended, or is not reached: nothing is heard of its machine any more"
+        return f"rank {rank} has ended, or has unwrapped its model"
+
+    def _has_gone(self, rank: int) -> bool:
+        """Whether ``rank`` has left or ended."""
         if self._table["left"][rank]:
             return True
         if (watched := self._watched.get(rank)) is None:
             return False
         poll = select.poll()
         poll.register(watched, select.POLLIN)
-        return bool(poll.poll(1000 * seconds))
+        if not poll.poll(0):
+            return False
+        # the others, which leave because of that, are told apart from the one that has ended
+        self._table["left"][rank] = self._table["left"][rank] or ENDED
+        return True
 
     # collectives, called by work of the COLLECTIVE lane
 
     def average(self, tensor: torch.Tensor, owner: int | None = None) -> None:
-        """Let ``tensor`` be the mean over the ranks; with an ``owner`` on that rank alone, for half the
-        traffic: on the others it may hold anything then. Raises RanksError where a rank has ended."""
+        """Let ``tensor`` be the mean over all ranks; with an ``owner`` on that rank of each machine alone,
+        for half the traffic: on the others it may hold anything then. Raises RanksError where a rank has
+        ended."""
         if self.size == 1:
             return
-        if owner is None:
-            self._collective(lambda: dist.all_reduce(tensor, group=self._collectives))
-        else:
-            self._collective(lambda: dist.reduce(tensor, group_dst=owner, group=self._collectives))
-        if owner in (None, self.rank):
+        # of several machines one rank each adds up what is for all: rings in another order for each of the
+        # ranks of a machine could come to other last bits
+        owner_here = 0 if owner is None and self.machines > 1 else owner
+
+        def work() -> None:
+            if self.local_size > 1 and owner_here is None:
+                dist.all_reduce(tensor, group=self._collectives)
+            elif self.local_size > 1:
+                dist.reduce(tensor, group_dst=owner_here, group=self._collectives)
+            if self.machines > 1 and owner_here == self.local_rank:
+                dist.all_reduce(tensor, group=self._replicas)
+            if self.machines > 1 and self.local_size > 1 and owner is None:
+                dist.broadcast(tensor, group_src=0, group=self._collectives)
+
+        self._collective(work)
+        if owner in (None, self.local_rank):
             tensor.mul_(1 / self.size)
 
     def gathered(self, number: torch.Tensor) -> torch.Tensor:
-        """A scalar of each rank: [size]. Raises RanksError where a rank has ended."""
-        if self.size == 1:
+        """A scalar of each rank of this machine: [local_size]. Raises RanksError where a rank has ended."""
+        if self.local_size == 1:
             return number.view(1)
-        numbers = number.new_empty(self.size)
+        numbers = number.new_empty(self.local_size)
         places = [*numbers.split(1)]
         self._collective(lambda: dist.all_gather(places, number.view(1), group=self._collectives))
         return numbers
@@ -380,15 +464,45 @@ class Ranks:
         try:
             work()
         except RuntimeError as error:
-            # the connections of a process that ends are closed shortly before it has ended
-            gone = [rank for rank in range(self.size) if self._has_gone(rank, seconds=CLOSING_SECONDS)]
-            which = f"rank {', '.join(map(str, gone))} has ended" if gone else "a collective has failed"
-            raise RanksError(f"{which} while gradients were averaged ({_in_a_line(error)})") from error
+            gone = self._await_gone()
+            which = self._how(gone) if gone else "a collective has failed"
+            failed = RanksError(f"{which}. Gradients were being averaged ({_in_a_line(error)})")
+            self._fail(failed)
+            raise failed from error
+
+    def _await_gone(self) -> list[int]:
+        """The ranks that have ended, where a connection was closed: that is shortly before a process has
+        ended, and a process of another machine is not seen to end but missed."""
+        seconds = CLOSING_SECONDS
+        if self.machines > 1:
+            seconds += seconds_until_gone(self._timeout)
+        until = time.monotonic() + seconds
+        while True:
+            gone = [rank for rank in range(self.size) if rank != self.rank and self._has_gone(rank)]
+            if gone or time.monotonic() > until:
+                return gone
+            time.sleep(LOOK_SECONDS)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Let ``tensor`` be that of rank 0; not while the COLLECTIVE lane has work."""
-        if self.size > 1:
+        if self.machines > 1 and self.leads_machine:
+            dist.broadcast(tensor, group_src=0, group=self._replicas)
+        if self.local_size > 1:
             dist.broadcast(tensor, group_src=0, group=self._collectives)
+
+    def replicate(self, shared: Iterable[torch.Tensor]) -> None:
+        """Let tensors in the memory that a machine's ranks share be those of the first machine. A meeting."""
+        if self.machines == 1:
+            return
+        if self.leads_machine:
+            for tensor in shared:
+                for piece in tensor.view(torch.uint8).split(REPLICATED):
+                    # NCCL sends from the device; a tensor of the CPU is its own copy
+                    sent = piece.to(self._device)
+                    dist.broadcast(sent, group_src=0, group=self._replicas)
+                    if self.machine:
+                        piece.copy_(sent)
+        self.meet("taking over what the first machine has")
 
     def leave(self) -> None:
         """Tell the others that this rank comes to no meeting any more. May be called again; in a forked
@@ -397,7 +511,10 @@ class Ranks:
             return
         self._is_leaving = True
         if self._table is not None:
-            self._table["left"][self.rank] = 1
+            self._table["left"][self.rank] = LEFT
+        if self._relay is not None:
+            self._relay.leave()
+            self._relay = None
         while self._watched:
             with suppress(OSError):
                 os.close(self._watched.popitem()[1])

@@ -97,7 +97,7 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | 
         executor.synchronize()
         load_optimizer()
         with together(ranks, f"loading weights from '{path}'", patient=True):
-            if ranks is None or ranks.leads:
+            if ranks is None or ranks.leads_machine:
                 _load_weights(files, executor)
         for unit in (*executor.units, executor.root):
             if any(slice.param.name in files.names[WEIGHTS] for slice in unit.layout.slices):

@@ -233,7 +233,7 @@ class MoveIn:
         initialise: Initialiser | None,
         ranks: Ranks | None = None,
     ) -> None:
-        """Of ``ranks``, which share the shards, the first one gives the values."""
+        """Of ``ranks``, which share the shards, the first one gives the values, to other machines too."""
         self._ranks = ranks
         self._backend = backend
         self._units = units
@@ -249,7 +249,7 @@ class MoveIn:
 
     @property
     def _gives_values(self) -> bool:
-        return self._ranks is None or self._ranks.leads
+        return self._ranks is None or self._ranks.leads_machine
 
     def run(self) -> None:
         """Move all units; a progress bar shows where that takes more than a second."""
@@ -267,6 +267,7 @@ class MoveIn:
                     shard.rebase(slice, alone=True)
         if self._ranks is not None:
             self._ranks.meet("all weights are in host memory")
+            self._ranks.replicate(held for shard in self._store.shards for held in shard.held.values())
             for buffer in self._moved_buffers.values():
                 self._ranks.broadcast(buffer)
         self._store.pin(self._backend.pin)

@@ -71,7 +71,7 @@ def stream(
         host_threads = options.host_threads
         if host_threads is None and (backend.device.type == "cuda" or ranks is not None):
             # ranks share the cores, and each GPU's kernels are launched by a thread that has one for itself
-            cores = native.num_threads_available() // (1 if ranks is None else ranks.size)
+            cores = native.num_threads_available() // (1 if ranks is None else ranks.local_size)
             host_threads = max(1, cores - (backend.device.type == "cuda"))
         # no work of the host runs on a virtual backend
         if host_threads is not None and not virtual:
@@ -96,6 +96,11 @@ def stream(
         )
         disks, on_disk, moments = None, OnDisk(), least_moments(units, root)
         for_inputs = 0 if chosen is None else chosen.plan.host_beside
+        if options.disk is not None and ranks is not None and ranks.machines > 1:
+            raise ValueError(
+                f"disk= is for ranks of one machine, and these are on {ranks.machines}: leave it out, or "
+                "train on one machine"
+            )
         if options.disk is not None:
             disks, moments = _disks(backend, options.disk), {}
             left = room.host_room(sum(planned.device.values())) - for_inputs
@@ -104,14 +109,14 @@ def stream(
                 *given,
                 stored=disks.stored,
                 may_write=disks.may_write,
-                ranks=1 if ranks is None else ranks.size,
+                ranks=1 if ranks is None else ranks.local_size,
             )
         if ranks is not None:
             # what is free differs from rank to rank
             planned, on_disk = ranks.as_first((planned, on_disk))
-        # ranks have the host's memory once, which the first one takes, and what is each rank's own
-        everything = of_all_ranks(planned.host, 1 if ranks is None else ranks.size)
-        on_host = {**everything, **moments} if ranks is None or ranks.leads else {}
+        # ranks have the host's memory once on each machine, which its first one takes with what is each one's
+        everything = of_all_ranks(planned.host, 1 if ranks is None else ranks.local_size)
+        on_host = {**everything, **moments} if ranks is None or ranks.leads_machine else {}
         replace(planned, host=on_host).check(room, device_remedy=cut.remedy)
         layouts = [unit.layout for unit in (*units, root)]
         allocate, reserve = backend.host_buffer, backend.host_reserve
@@ -127,8 +132,8 @@ def stream(
             disks=disks,
             on_disk=on_disk.masters,
             weights_on_disk=on_disk.weights,
-            rank=0 if ranks is None else ranks.rank,
-            ranks=1 if ranks is None else ranks.size,
+            rank=0 if ranks is None else ranks.local_rank,
+            ranks=1 if ranks is None else ranks.local_size,
             private=backend.host_buffer,
         )
         undo.callback(store.close_disks)

@@ -30,6 +30,7 @@ from streamer.simulate.ranks import VirtualRanks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -54,7 +55,7 @@ def wrap(
     disk: Folders | Disks | None = None,
     example: object = None,
     machine: Machine | str | None = None,
-    process_group: ProcessGroup | None = None,
+    process_group: ProcessGroup | DeviceMesh | None = None,
     backend: Backend | None = None,
 ) -> M:
     """Stream the layers of ``model`` from host memory. Changes the model in place and returns it.
@@ -134,11 +135,14 @@ def wrap(
             runs. [Note: options that are chosen]
         machine: how fast the device is, for such a plan: the name of one in `streamer.simulate.machine`,
             ``"rtx-4090"`` say, or a `Machine`. None means an RTX 4090 where there is a GPU, else a CPU.
-        process_group: the ranks of one machine that train this model together, a group of
-            `torch.distributed` (NCCL for GPUs, gloo for the CPU): every process of it calls ``wrap``, with a
-            device of its own and the same model and options, and gets the values of the first one. Weights,
-            gradients and optimizer state lie in host memory once, which the ranks share, and each updates a
-            share of each layer. Gradients are averaged over the ranks, in ``grad_dtype``, as
+        process_group: the ranks that train this model together, a group of `torch.distributed` (NCCL for
+            GPUs, gloo for the CPU): every process of it calls ``wrap``, with a device of its own and the same
+            model and options, and gets the values of the first one. Weights, gradients and optimizer state
+            lie in host memory once on each machine, which the ranks of that machine share, and each updates a
+            share of each layer. A group may have as many ranks on each of several machines, or a
+            `torch.distributed.device_mesh.DeviceMesh` says what belongs together, as for FSDP2's
+            ``fully_shard(mesh=)``: its first dimension is over machines, which are replicas, its second over
+            the ranks of a machine. Gradients are averaged over the ranks, in ``grad_dtype``, as
             `torch.nn.parallel.DistributedDataParallel` does. All ranks make the same calls in the same order,
             `save` and `load` too. ``example`` is a rank's part of a batch, and the first one chooses what is
             "auto". [Note: ranks]
@@ -193,7 +197,7 @@ def wrap(
             undo.push(partial(_tell_of_failure, ranks))
         if example is not None or AUTO in may_be_auto(options):
             chosen = choose_options(
-                model, backend, options, example, machine, 1 if ranks is None else ranks.size
+                model, backend, options, example, machine, 1 if ranks is None else ranks.local_size
             )
             # what is free may differ from rank to rank
             chosen = chosen if ranks is None else ranks.as_first(chosen)
@@ -203,7 +207,7 @@ def wrap(
     return model
 
 
-def _ranks(process_group: ProcessGroup | None, backend: Backend) -> Ranks | None:
+def _ranks(process_group: ProcessGroup | DeviceMesh | None, backend: Backend) -> Ranks | None:
     if process_group is not None:
         return Ranks(process_group, backend.device)
     planned = isinstance(backend, VirtualBackend) and backend.machine.ranks > 1

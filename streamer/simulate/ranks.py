@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch
 
+from streamer.backends.machines import Placement
 from streamer.backends.ranks import Channel, Ranks
 from streamer.simulate.backend import VirtualBackend
 
@@ -18,6 +19,7 @@ class VirtualRanks(Ranks):
 
     def __init__(self, backend: VirtualBackend) -> None:
         self.rank, self.size = 0, backend.machine.ranks
+        self._place(Placement((tuple(range(self.size)),), 0))
         self.has_agreed = False
         self._backend = backend
 

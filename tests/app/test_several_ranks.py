@@ -21,7 +21,10 @@ import torch
 from safetensors.torch import load_file
 
 from streamer.app.cli import main
+from streamer.app.config import load_config
 from streamer.app.run import loop, run_folder
+from streamer.app.run.ranks import RunRanks, share_of_machine
+from streamer.backends import ranks
 from streamer.checkpoint import save
 from tests import tiny_llama
 from tests.app.common import HOME, logged, sets
@@ -167,6 +170,37 @@ def test_two_ranks_train_as_one_process_does(config: Path, tmp_path: Path) -> No
     assert {path.name for path in runs.iterdir()} == {
         f"{count}-{name}" for name in BATCHES for count in ("one", "two")
     }
+
+
+def on_machines_of_their_own(rank: int) -> None:
+    """As torchrun --nnodes starts them, with one process on each machine."""
+    os.environ.update({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)})
+    ranks.machine_id = lambda: f"machine {rank}"
+    interrupt(rank)
+
+
+@pytest.mark.parametrize("name", ["crops", "odd"])
+def test_two_machines_train_as_one_process_does(config: Path, tmp_path: Path, name: str) -> None:
+    """The second one gets a signal amid step 4."""
+    runs, each = tmp_path / "runs", BATCHES[name]
+    begun = train(config, "two", *each.settings, 'stream.activations="auto"')
+    told = under_torchrun(begun, [*begun, "--resume", str(runs / "two")], spoil=on_machines_of_their_own)
+    for (code, out, error), other in told:
+        assert code == 0, error
+        assert other == (0, "", "")
+        assert "in parts for 2 processes" in out
+    assert "stopped by SIGINT after step 4" in told[0][0][1]
+    assert main(train(config, "one", *each.settings, f"data.accumulate={each.passes}")) == 0
+    assert_same(runs / "two", runs / "one", tolerance=each.tolerance)
+    # written once
+    assert {path.name for path in runs.iterdir()} == {"one", "two"}
+
+
+@pytest.mark.parametrize(("batch", "here", "share"), [(8, 8, 8), (8, 4, 4), (9, 4, 5), (8, 1, 1)])
+def test_a_machine_plans_with_its_part_of_a_batch(config: Path, batch: int, here: int, share: int) -> None:
+    given = load_config(config, [f"data.batch_size={batch}"])
+    assert share_of_machine(given, RunRanks(0, 8, here)).data.batch_size == share
+    assert share_of_machine(given, RunRanks()).data.batch_size == batch
 
 
 def interrupt(rank: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 import streamer
 from streamer.backends.base import Lane
 from streamer.engine.wrapped.handle import wrapped as handle_of
+from streamer.model.auto import skeleton
 from streamer.planner.step_plan import plan_step
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import RTX_4090
@@ -98,8 +100,6 @@ def test_losses_and_gradients_are_those_of_the_plain_model(
 def test_a_plan_has_every_byte(kind: str) -> None:
     options = {"layers": LAYERS, "num_slots": 2}
     plan = llama(kind)
-    from streamer.model.auto import skeleton
-
     virtual = skeleton(plan).train()
     streamer.wrap(virtual, backend=VirtualBackend(RTX_4090), **options)
     optimizer = streamer.AdamW(trained(virtual))
@@ -149,9 +149,40 @@ def test_a_plan_has_every_byte(kind: str) -> None:
     assert quantized == codes * exact
 
 
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_dequantization_is_in_the_time_of_a_plan(activations: str) -> None:
+    """Once in forward, again in backward, and where the layer is recomputed once more."""
+    # a second for each byte that the device's memory moves, and none for products
+    free = dict.fromkeys(("flops_per_second", "fp32_flops_per_second", "attention_flops_per_second"), 1e30)
+    machine = replace(
+        RTX_4090, **free, device_bytes_per_second=1.0, seconds_per_op=0.0, seconds_per_visit=0.0
+    )
+
+    def moved(kind: str | None) -> float:
+        model = skeleton(llama(kind)).train()
+        streamer.wrap(model, layers=LAYERS, backend=VirtualBackend(machine), activations=activations)
+        optimizer = streamer.AdamW(trained(model))
+
+        def step() -> None:
+            tokens = torch.zeros(2, 16, dtype=torch.long, device="meta")
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        plan = plan_step(handle_of(model).executor, step)
+        streamer.unwrap(model)
+        return plan.prediction.busy_seconds[Lane.COMPUTE]
+
+    elements = 4 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 128)
+    uses = 2 if activations == "keep" else 3
+    exact = moved(None)
+    # half a byte is read, 4 are written, beside scales and what the modules cast
+    assert 0.95 < (moved("bitsandbytes fp4") - exact) / elements / uses / 4.5 < 1.2
+    assert (moved("torchao int8") - exact) / elements / uses > 5
+
+
 @pytest.mark.parametrize("kind", ["torchao nf4", "bitsandbytes nf4"])
 def test_layers_that_are_alike_are_planned_once(kind: str) -> None:
-    from streamer.model.auto import skeleton
     from streamer.model.layers import find_layers
     from streamer.model.units import make_units
     from streamer.planner.alike import Numbers, structure_of

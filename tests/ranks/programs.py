@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import streamer
 from streamer.optim import clip as clip_module
@@ -154,12 +155,20 @@ Case = tuple[int, dict[str, Any], dict[str, Any]]
 CASE_OF_RACES: Case = (1, {"num_slots": 1}, {"clip": None, "steps": 3})
 
 
-def train(rank: int, size: int, cases: Mapping[str, Case]) -> dict[str, Any]:
+def everyone(machines: int | None = None) -> Any:
+    """All ranks: as a mesh whose so many rows are taken for machines, or as a group."""
+    if machines is None:
+        return dist.group.WORLD
+    return init_device_mesh("cpu", (machines, dist.get_world_size() // machines))
+
+
+def train(rank: int, size: int, cases: Mapping[str, Case], machines: int | None = None) -> dict[str, Any]:
     """By case, what a rank's part of each batch leads to."""
+    group = everyone(machines)
     return {
         name: run(
             [[size * number + rank] for number in range(backwards)],
-            {**options, "process_group": dist.group.WORLD},
+            {**options, "process_group": group},
             divisor=backwards,
             **more,
         )

@@ -14,16 +14,22 @@ import torch.distributed as dist
 import streamer
 from streamer.checkpoint import save
 from tests.ranks.common import run_ranks
-from tests.ranks.programs import Arrays, arrays, backward, model
+from tests.ranks.programs import Arrays, arrays, backward, everyone, model
 
 BF16 = {"dtype": torch.bfloat16}
 
 
 def go(
-    rank: int, size: int, steps: list[int], start: str | None, end: str | None, block: bool
+    rank: int,
+    size: int,
+    steps: list[int],
+    start: str | None,
+    end: str | None,
+    block: bool,
+    machines: int | None = None,
 ) -> tuple[Arrays, Arrays]:
     """Go on from a checkpoint, make ``steps``, save: the weights and moments at both ends."""
-    group = {"process_group": dist.group.WORLD} if size else {}
+    group = {"process_group": everyone(machines)} if size else {}
     wrapped = streamer.wrap(model(), layers="layers", device="cpu", **BF16, **group)
     optimizer = streamer.AdamW(wrapped.parameters(), lr=1e-2)
     torch.manual_seed(rank)
@@ -84,6 +90,23 @@ def test_ranks_go_on_from_a_checkpoint_to_the_bit(tmp_path: Path, *, block: bool
     alone, _ = go(0, 0, [], str(tmp_path / "alone"), None, block)
     for before, _ in run_ranks(2, go, 2, [], str(tmp_path / "alone"), None, block):
         same(before, alone)
+
+
+def test_machines_write_a_checkpoint_once_and_all_go_on_from_it(tmp_path: Path) -> None:
+    saved = str(tmp_path / "saved")
+    first, *others = run_ranks(4, go, 4, [0, 1, 2, 3], None, saved, True, 2)
+    for _, whole in others:
+        same(whole, first[1])
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    found = run_ranks(4, go, 4, [2, 3], saved, None, True, 2)
+    for _, end in found:
+        same(end, first[1])
+    resumed = found[0][0]
+    for size, machines in ((2, 2), (3, None)):
+        for before, _ in run_ranks(size, go, size, [], saved, None, True, machines):
+            same(before, resumed)
+    before, _ = go(0, 0, [], saved, None, True)
+    same(before, resumed)
 
 
 def fails(rank: int, folder: str) -> str:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import streamer
 from streamer.memory.slots import AVERAGING
 from tests.ranks.common import run_ranks
-from tests.ranks.programs import backward, model
+from tests.ranks.programs import backward, everyone, model
 
 BF16 = {"dtype": torch.bfloat16}
 
@@ -28,8 +28,8 @@ def shared_bytes() -> int:
     return found
 
 
-def measure(rank: int, size: int) -> tuple[dict[str, int], dict[str, int], int]:
-    group = {"process_group": dist.group.WORLD} if size else {}
+def measure(rank: int, size: int, machines: int | None = None) -> tuple[dict[str, int], dict[str, int], int]:
+    group = {"process_group": everyone(machines)} if size else {}
     made = streamer.wrap(model(), layers="layers", device="cpu", num_slots=2, **BF16, **group)
     planned: Any = made.__dict__["_streamer"].planned
     assert dict(streamer.stats(made).device_bytes) == dict(planned.device)
@@ -50,13 +50,14 @@ def measure(rank: int, size: int) -> tuple[dict[str, int], dict[str, int], int]:
 
 def test_host_memory_does_not_grow_with_the_ranks() -> None:
     host, device, _ = measure(0, 0)
-    for size in (1, 3):
-        found = run_ranks(size, measure, size)
+    for size, machines in ((1, None), (3, None), (4, 2)):
+        found = run_ranks(size, measure, size, machines)
         for of_rank, on_device, _ in found:
             # each tells of all; what gradients pass through is its own
             assert of_rank == host
             assert {name: nbytes for name, nbytes in on_device.items() if name != AVERAGING} == device
         shared = sum(nbytes for _, _, nbytes in found)
         private = host["gradient staging"]
-        table = size << 20
-        assert sum(host.values()) - private <= shared <= sum(host.values()) - private + table + (1 << 17)
+        states = (machines or 1) * (sum(host.values()) - private)
+        table = (machines or 1) * size << 20
+        assert states <= shared <= states + table + (1 << 17)

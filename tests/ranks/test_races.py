@@ -9,19 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 
 from streamer.backends.base import WORKER_LANES, Lane
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.paging.across_ranks import AcrossRanks
 from tests.ranks.common import run_ranks
-from tests.ranks.programs import CASE_OF_RACES, Arrays, run, train_alone
+from tests.ranks.programs import CASE_OF_RACES, Arrays, everyone, run, train_alone
 
 #: Seconds that work of a lane may be late.
 LATE = 2e-3
 
 
-def train_late(rank: int, seed: int) -> tuple[list[float], Arrays, Arrays]:
+def train_late(rank: int, seed: int, machines: int | None) -> tuple[list[float], Arrays, Arrays]:
     """Train with slots that are poisoned, each lane late by other times on each rank."""
     draw = random.Random(seed * 10 + rank)
     delays = {
@@ -29,13 +28,15 @@ def train_late(rank: int, seed: int) -> tuple[list[float], Arrays, Arrays]:
         for lane in WORKER_LANES
         if (late := draw.choice([0.0, LATE, 2 * LATE]))
     }
-    return train_with(rank, delays)
+    return train_with(rank, delays, machines)
 
 
-def train_with(rank: int, delays: dict[Lane, Callable[[], float]]) -> tuple[list[float], Arrays, Arrays]:
+def train_with(
+    rank: int, delays: dict[Lane, Callable[[], float]], machines: int | None = None
+) -> tuple[list[float], Arrays, Arrays]:
     backend = ThreadBackend(delays=delays, poison=True)
     _, options, more = CASE_OF_RACES
-    given = {**options, "process_group": dist.group.WORLD, "backend": backend}
+    given = {**options, "process_group": everyone(machines), "backend": backend}
     return run([[rank]], given, divisor=1, **more)
 
 
@@ -58,10 +59,11 @@ def differing(found: Any, expected: Any) -> list[str]:
     ]
 
 
+@pytest.mark.parametrize("machines", [None, 2])
 @pytest.mark.parametrize("seed", range(3))
-def test_ranks_that_are_late_compute_the_same(seed: int) -> None:
+def test_ranks_that_are_late_compute_the_same(seed: int, machines: int | None) -> None:
     expected = train_alone(2, CASE_OF_RACES)
-    for found in run_ranks(2, train_late, seed):
+    for found in run_ranks(2, train_late, seed, machines):
         assert not differing(found, expected)
 
 

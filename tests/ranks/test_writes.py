@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import streamer
 from tests.ranks.common import run_ranks
-from tests.ranks.programs import Arrays, arrays, backward, model
+from tests.ranks.programs import Arrays, arrays, backward, everyone, model
 
 
 def some(made: nn.Module) -> list[nn.Parameter]:
@@ -123,17 +122,19 @@ def train(parts: list[int], name: str, *, layers: int = 3, **options: Any) -> tu
 Found = dict[str, tuple[list[float], Arrays]]
 
 
-def train_all(rank: int) -> Found:
-    return {name: train([rank], name, process_group=dist.group.WORLD) for name in WRITES}
+def train_all(rank: int, machines: int | None) -> Found:
+    return {name: train([rank], name, process_group=everyone(machines)) for name in WRITES}
 
 
 def train_alone(rank: int) -> Found:
     return {name: train([0, 1], name) for name in WRITES}
 
 
-def test_what_ranks_write_is_written_once() -> None:
+@pytest.mark.parametrize("machines", [None, 2])
+def test_what_ranks_write_is_written_once(machines: int | None) -> None:
+    """Two machines of one rank each write it once on each."""
     (alone,) = run_ranks(1, train_alone)
-    first, second = run_ranks(2, train_all)
+    first, second = run_ranks(2, train_all, machines)
     for name, (losses, weights) in alone.items():
         tolerance = TOLERANCES.get(name, 0.0)
         assert first[name][0] == second[name][0] == pytest.approx(losses, rel=tolerance, abs=0), name

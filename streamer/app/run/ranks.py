@@ -1,4 +1,4 @@
-"""The processes of a run: those that torchrun has started on this machine, or the one that there is without.
+"""The processes of a run: those that torchrun has started, or the one that there is without.
 
 All ranks go through the same steps. Each takes its part of every batch; rank 0 *leads*: it prints, and writes
 the files. What a rank can know by itself only (a signal, how much memory is free, that a file cannot be
@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -38,8 +39,10 @@ class ToldByTheFirstError(Exception):
 class RunRanks:
     """The ranks of a run, as one of them sees them; by default the one that there is without torchrun."""
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, local_size: int | None = None) -> None:
+        """Of ``size`` ranks ``local_size`` are on this machine, by default all."""
         self.rank, self.size = rank, size
+        self.local_size = size if local_size is None else local_size
         self._meetings: Ranks | None = None
 
     @property
@@ -160,6 +163,12 @@ def least_batch(config: Config, size: int) -> int:
     return size * config.data.accumulate if size > 1 else 1
 
 
+def share_of_machine(config: Config, ranks: RunRanks) -> Config:
+    """``config`` with the part of a batch that is this machine's, to plan what its ranks do."""
+    batch = -(-config.data.batch_size * ranks.local_size // ranks.size)
+    return replace(config, data=replace(config.data, batch_size=batch))
+
+
 def check_ranks(config: Config, size: int) -> None:
     """Raise ConfigError where a batch has no part for each of ``size`` ranks."""
     least = least_batch(config, size)
@@ -176,15 +185,16 @@ def ranks_of_run(device: str | None) -> Iterator[RunRanks]:
     """The ranks of this run, connected inside the block, where only the first one prints. ``device`` is
     ``stream.device``.
 
-    Raises ConfigError where torchrun has started more processes than there are GPUs, or on several machines.
+    Raises ConfigError where torchrun has started more processes on this machine than it has GPUs.
     """
     size = int(os.environ.get("WORLD_SIZE", 1))
     if size == 1 or "LOCAL_RANK" not in os.environ:
         yield RunRanks()
         return
     kind, _, number = (device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     try:
-        _check_started(size, kind, number)
+        _check_started(here, kind, number)
     except ConfigError as error:
         if int(os.environ["RANK"]):
             raise ToldByTheFirstError from error
@@ -192,7 +202,7 @@ def ranks_of_run(device: str | None) -> Iterator[RunRanks]:
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-    ranks = RunRanks(dist.get_rank(), size)
+    ranks = RunRanks(dist.get_rank(), size, here)
     try:
         with contextlib.nullcontext() if ranks.leads else _silent():
             yield ranks
@@ -200,20 +210,14 @@ def ranks_of_run(device: str | None) -> Iterator[RunRanks]:
         dist.destroy_process_group()
 
 
-def _check_started(size: int, kind: str, number: str) -> None:
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    if here != size:
-        raise ConfigError(
-            f"torchrun has started {size} processes on {size // here} machines, and those of a run share the "
-            "memory of one: --nnodes 1"
-        )
+def _check_started(here: int, kind: str, number: str) -> None:
     if kind != "cuda":
         return
     if number:
         raise ConfigError(f'stream.device = "cuda:{number}": under torchrun each process has its own, "cuda"')
-    if size > (gpus := torch.cuda.device_count()):
+    if here > (gpus := torch.cuda.device_count()):
         raise ConfigError(
-            f"torchrun has started {size} processes, and there are {gpus} GPUs: "
+            f"torchrun has started {here} processes here, and there are {gpus} GPUs: "
             f"--nproc-per-node {max(1, gpus)}"
         )
 

@@ -1,4 +1,4 @@
-"""What ranks that share one host state do together: gradients are averaged, updates are waited for.
+"""What ranks that share a host state do together: gradients are averaged, updates are waited for.
 
 [Note: ranks]
 All ranks of a machine see the same weights, gradients and optimizer state in host memory. Each pages whole
@@ -29,6 +29,11 @@ state in the share of this rank, and the weights of all:
 
 The caller's thread meets the others' at the end of a backward, when ``p.grad`` is
 whole, and wherever user code is about to write what all see.
+
+Ranks of several machines have a host state on each, where the ranks of that machine have their shares. REDUCE
+adds a share up within each machine, then its owners, one on each machine, make the mean over all ranks of it:
+every machine takes the same updates of the same gradients, so that their states stay equal. What is averaged
+is measured after that, and AGREE waits for the ranks of all machines.
 
 The root unit is replicated on the devices. Autograd adds to its gradients, so they are averaged where a
 backward ends: what was averaged before is the same on all ranks, and the mean leaves it as it is.
@@ -141,7 +146,7 @@ class AcrossRanks:
         self.writing: object = None
         #: the units of the parameters that it is given
         self.written: set[int] = set()
-        self._shares = {unit.index: shares_of(unit.layout, ranks.size) for unit in units}
+        self._shares = {unit.index: shares_of(unit.layout, ranks.local_size) for unit in units}
         self._used: dict[int, int] = {}
         self._new: dict[int, int] = {}
 
@@ -167,7 +172,7 @@ class AcrossRanks:
             for run, (owner, share) in product(_runs(unit.layout), enumerate(shares)):
                 if (own := within(run, share.elements)).numel:
                     self._average(own.view(gradient), owner)
-            squares = sum_squares(unit.layout, gradient, wanted, shares[self.ranks.rank].elements)
+            squares = sum_squares(unit.layout, gradient, wanted, shares[self.ranks.local_rank].elements)
             # added up in the same order on all ranks, which come to the same norm
             reduced.set(reduce(or_, of_all), self.ranks.gathered(squares).sum())
 
@@ -182,7 +187,10 @@ class AcrossRanks:
         """Bytes that each rank sends where ``nbytes`` are averaged in a ring: pieces of them, one for each
         rank, are passed on from rank to rank to be added up, and in a second round to be known by all:
         Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009."""
-        return rounds * nbytes * (self.ranks.size - 1) // self.ranks.size
+        here, machines = self.ranks.local_size, self.ranks.machines
+        # and the share is averaged over the machines, whose ranks all need it
+        between_machines = 2 * (nbytes // here) * (machines - 1) // machines
+        return rounds * nbytes * (here - 1) // here + between_machines
 
     def _average(self, gradient: torch.Tensor, owner: int | None = None) -> None:
         """Let ``gradient`` be the mean over the ranks, for the rank ``owner`` alone if it is given."""
@@ -217,7 +225,7 @@ class AcrossRanks:
         self.forget()
         everyone: list[_Backward] = self.ranks.meet("the end of a backward", mine)
         for index, squares in self._gradients.added.items():
-            squares[:] = [each.squares[index] for each in everyone]
+            squares[:] = [each.squares[index] for each in self.ranks.of_shares(everyone)]
         self._gradients.added.clear()
         for index, bits in new.items():
             used = reduce(or_, (each.used.get(index, 0) for each in everyone))

@@ -380,7 +380,7 @@ class Executor:
 
     @property
     def _num_ranks(self) -> int:
-        return 1 if self.across is None else self.across.ranks.size
+        return 1 if self.across is None else self.across.ranks.local_size
 
     def led(self, words: str, work: Callable[[], T]) -> T:
         """What ``work`` returns; of ranks, on the first one: `Ranks.led`."""

@@ -120,7 +120,7 @@ def _begin_writing(
     across: AcrossRanks, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> bool:
     """If ``function`` writes what all ranks see: wait until none of them reads the values of before. Whether
-    this rank is to write it: the first one does, once for all of them.
+    this rank is to write it: the first one of each machine does, once for all of them there.
 
     Raises RuntimeError for a function that also tells of what it reads, which only that rank would know.
     """
@@ -148,7 +148,7 @@ def _begin_writing(
         )
         across.writing = args
         across.written.clear()  # of a function that has failed
-    return across.ranks.leads
+    return across.ranks.leads_machine
 
 
 def _end_writing(executor: Executor, across: AcrossRanks, args: Sequence[Any]) -> None:

@@ -1,0 +1,268 @@
+"""Ranks of several machines, which here are the rows of a mesh: each row has a host state of its own."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import streamer
+from streamer.backends import ranks
+from streamer.backends.machines import LEFT, Placement, Relay
+from streamer.engine.wrapped.handle import wrapped
+from tests.ranks.common import run_ranks
+from tests.ranks.programs import Arrays, Case, arrays, backward, everyone, model, train, train_alone
+from tests.ranks.test_equal import CASES, IN_BACKWARD, SEVERAL, close, equal
+
+ALL: dict[str, Case] = {**CASES, **SEVERAL, **IN_BACKWARD}
+#: Machines, and the ranks of each.
+MESHES = {"2x1": (2, 1), "1x2": (1, 2), "2x2": (2, 2)}
+
+
+@cache
+def found(mesh: str) -> list[dict[str, Any]]:
+    """What each rank has found, by case."""
+    machines, here = MESHES[mesh]
+    return run_ranks(machines * here, train, machines * here, ALL, machines)
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name not in SEVERAL])
+@pytest.mark.parametrize("mesh", ["2x1", "1x2"])
+def test_two_ranks_of_a_mesh_equal_one_process_to_the_bit(mesh: str, name: str) -> None:
+    backwards, options, more = ALL[name]
+    # one process adds two gradients up in their own dtype, rounding once as the mean of two is rounded
+    alone = {key: value for key, value in options.items() if key != "update"}
+    if "dtype" in alone:
+        alone["grad_dtype"] = None
+    norms = found(mesh)[0][name][0]
+    _, gradients, state = train_alone(2, (backwards, alone, {**more, "given_norms": norms}))
+    for of_rank in found(mesh):
+        found_norms, found_gradients, found_state = of_rank[name]
+        assert found_norms == norms
+        if name not in IN_BACKWARD:
+            equal(found_gradients, gradients)
+        equal(found_state, state)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("mesh", ["2x1", "2x2"])
+def test_ranks_of_a_mesh_have_the_gradient_and_the_norm_of_one_process(mesh: str, name: str) -> None:
+    backwards, options, more = ALL[name]
+    alone = {key: value for key, value in options.items() if key != "update"}
+    norms, gradients, _ = train_alone(len(found(mesh)), (backwards, alone, more))
+    first, *others = [of_rank[name] for of_rank in found(mesh)]
+    # the mean over ranks is rounded to bf16, of which one process has fp32 sums
+    rounding = 2**-8 if "dtype" in options else 0.0
+    if norms:
+        assert first[0][0] == pytest.approx(norms[0], rel=1e-6 + rounding)
+    if name not in IN_BACKWARD:
+        close(first[1], gradients, 1e-6 + rounding)
+    # and every rank of every machine has the same, to the bit, after every step
+    for found_norms, found_gradients, found_state in others:
+        assert found_norms == first[0]
+        equal(found_gradients, first[1])
+        equal(found_state, first[2])
+
+
+def of_first(rank: int, machines: int, kind: str) -> Arrays:
+    """The weights and the buffer of a model that has other values on each rank."""
+    made = model()
+    with torch.no_grad():
+        for value in (*made.parameters(), made.scale):
+            value.add_(rank)
+    options = {"dtype": torch.bfloat16} if kind == "bf16" else {}
+    made = streamer.wrap(made, layers="layers", device="cpu", process_group=everyone(machines), **options)
+    return arrays(streamer.unwrap(made).state_dict())
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+@pytest.mark.parametrize(("size", "machines"), [(2, 2), (4, 2), (3, 3)])
+def test_all_machines_begin_with_the_values_of_the_first_rank(size: int, machines: int, kind: str) -> None:
+    for found_state in run_ranks(size, of_first, machines, kind):
+        equal(found_state, arrays(model().state_dict()))
+
+
+def skipping(rank: int, update: str, machines: int) -> tuple[Arrays, int]:
+    """In the second step the last rank's gradient of one layer is not a number."""
+    made = streamer.wrap(
+        model(), layers="layers", device="cpu", update=update, process_group=everyone(machines)
+    )
+    optimizer = streamer.AdamW(made.parameters(), lr=1e-2)
+    is_last = rank == dist.get_world_size() - 1
+    for step in range(3):
+        if step == 1:
+            hook = made.layers[1].down.weight.register_hook(lambda g: g * (math.nan if is_last else 1.0))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            backward(made, step, rank, 1, None)
+            optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            hook.remove()
+    streamer.synchronize(made)
+    steps = {f"{name} step": optimizer.state[param]["step"] for name, param in made.named_parameters()}
+    skipped = streamer.stats(made).skipped_steps
+    return arrays({**steps, **streamer.unwrap(made).state_dict()}), skipped
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_machines_skip_a_step_together(update: str) -> None:
+    (first, skipped), *others = run_ranks(4, skipping, update, 2)
+    assert skipped == 1
+    assert first["layers.1.down.weight step"] == 2
+    assert all(np.isfinite(value).all() for value in first.values())
+    for state, skipped_there in others:
+        assert skipped_there == 1
+        equal(state, first)
+
+
+def by_group() -> Any:
+    return everyone()
+
+
+def by_flat_mesh() -> Any:
+    return init_device_mesh("cpu", (4,))
+
+
+def by_mesh() -> Any:
+    return everyone(2)
+
+
+def by_deep_mesh() -> Any:
+    return init_device_mesh("cpu", (1, 2, 2))
+
+
+def placed(rank: int, machines: Sequence[str], make: Callable[[], Any]) -> Any:
+    """On machines of these names: the number of this rank's, which of its ranks it is and how many they are;
+    or why ``process_group=make()`` is refused."""
+    ranks.machine_id = lambda: machines[rank]
+    try:
+        found = ranks.Ranks(make(), torch.device("cpu"))
+    except ValueError as error:
+        return str(error)
+    return found.machine, found.local_rank, found.local_size
+
+
+@pytest.mark.parametrize("make", [by_group, by_flat_mesh])
+def test_a_group_of_several_machines_is_their_mesh(make: Callable[[], Any]) -> None:
+    assert run_ranks(4, placed, "aabb", make) == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)]
+    assert run_ranks(4, placed, "abab", make) == [(0, 0, 2), (1, 0, 2), (0, 1, 2), (1, 1, 2)]
+    assert run_ranks(4, placed, "abcd", make) == [(0, 0, 1), (1, 0, 1), (2, 0, 1), (3, 0, 1)]
+
+
+def test_rows_of_a_mesh_are_machines_wherever_they_are() -> None:
+    assert run_ranks(4, placed, "aaaa", by_mesh) == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("machines", "make", "error"),
+    [
+        ("aaab", by_group, "are on 2 machines, 1 on one and 3 on another: start as many on each"),
+        ("abab", by_mesh, "ranks 0, 1 are a row of the mesh and on 2 machines, which share no memory"),
+        ("aaaa", by_deep_mesh, "is a mesh of 3 dimensions, where streamer has two"),
+    ],
+)
+def test_ranks_that_share_no_memory_are_refused(machines: str, make: Callable[[], Any], error: str) -> None:
+    answers = run_ranks(4, placed, machines, make)
+    assert len({*answers}) == 1
+    assert error in answers[0]
+    assert 'process_group=init_device_mesh("cuda", (machines, ranks_per_machine))' in answers[0]
+    assert "\n" not in answers[0]
+
+
+def with_a_disk(rank: int, folder: str) -> str:
+    with pytest.raises(ValueError) as refused:
+        streamer.wrap(model(), layers="layers", device="cpu", process_group=everyone(2), disk=folder)
+    return str(refused.value)
+
+
+def test_a_disk_is_for_one_machine(tmp_path: Path) -> None:
+    for told in run_ranks(2, with_a_disk, str(tmp_path)):
+        assert told == (
+            "disk= is for ranks of one machine, and these are on 2: leave it out, or train on one machine"
+        )
+
+
+def train_on(rank: int, machines: Sequence[str]) -> Any:
+    ranks.machine_id = lambda: machines[rank]
+    return train(rank, len(machines), {"plain": CASES["plain"]})["plain"]
+
+
+def test_a_group_of_several_machines_trains_as_their_mesh_does() -> None:
+    for (_, gradients, state), of_mesh in zip(run_ranks(4, train_on, "aabb"), found("2x2"), strict=True):
+        equal(gradients, of_mesh["plain"][1])
+        equal(state, of_mesh["plain"][2])
+
+
+def waits(rank: int) -> list[int]:
+    made = streamer.wrap(model(), layers="layers", device="cpu", process_group=everyone(2))
+    across = wrapped(made).executor.across
+    assert across is not None
+    if not rank:
+        time.sleep(6)
+    found = across.ranks.meet("the end of a long write", rank, patient=True)
+    streamer.unwrap(made)
+    return found
+
+
+def test_a_machine_that_writes_for_longer_than_the_timeout_is_waited_for() -> None:
+    assert run_ranks(2, waits, timeout=4.0) == [[0, 1], [0, 1]]
+
+
+class Store:
+    """Keys in one process, until the process that has them ends."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.has_ended = False
+
+    def set(self, key: str, value: bytes) -> None:
+        if self.has_ended:
+            raise RuntimeError("connection reset")
+        self.values[key] = value
+
+    def get(self, key: str) -> bytes:
+        if self.has_ended:
+            raise RuntimeError("connection reset")
+        return self.values[key]
+
+
+def test_the_last_word_of_the_machine_that_has_the_store_is_heard() -> None:
+    tables: list[Any] = [np.zeros(2, ranks._ROW) for _ in range(2)]
+    # the second machine is a little late
+    stores: list[Any] = [store := Store(), LateStore(store)]
+    placements = [Placement(((0,), (1,)), rank) for rank in range(2)]
+    relays = [
+        Relay(*beside, timedelta(seconds=60), lambda _: False)
+        for beside in zip(tables, placements, stores, strict=True)
+    ]
+    for relay in relays:
+        relay.start()
+    tables[0]["words"][0, 0, 1] = b"the end"
+    tables[0]["come"][0, 0] = 1
+    relays[0].leave()
+    store.has_ended = True
+    assert tables[1]["come"][0, 0] == 1
+    assert tables[1]["words"][0, 0, 1] == b"the end"
+    assert tables[1]["left"][0] == LEFT
+    relays[1].leave()
+
+
+class LateStore:
+    def __init__(self, store: Store) -> None:
+        self.set, self._get = store.set, store.get
+
+    def get(self, key: str) -> bytes:
+        time.sleep(0.05)
+        return self._get(key)
