@@ -1,0 +1,262 @@
+"""QLoRA as people do it: a quantized base of transformers, peft's adapters, the trainers; beside the same
+without streaming.
+
+Every kind of quantization that transformers makes and that can be trained on is tried on the CPU, where its
+results repeat to the bit.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+peft = pytest.importorskip("peft", reason="peft is not installed")
+pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+pytest.importorskip("torchao", reason="torchao is not installed")
+
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+import streamer
+from tests.model.test_quantized import assert_equal, five_steps, trained
+from tests.quantized import loss_of
+from tests.pretrained.test_quantize import four_bits, int8, take_adapters, write_llama
+
+# what they say of one another
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*(register_constant|Calling register_constant|cast from)",
+    "ignore:MatMul8bitLt",
+    "ignore:torch.utils.checkpoint",
+    "ignore:::transformers",
+    "ignore:::peft",
+)
+
+BF16 = torch.bfloat16
+#: As users write it, by a word for each.
+QUANTIZATIONS: dict[str, Callable[[], Any]] = {
+    "nf4": four_bits,
+    "fp4": partial(four_bits, bnb_4bit_quant_type="fp4", bnb_4bit_use_double_quant=False),
+    "bitsandbytes int8": lambda: BitsAndBytesConfig(load_in_8bit=True),
+    "torchao int8": int8,
+}
+KINDS = pytest.mark.parametrize("kind", QUANTIZATIONS)
+#: The words of ``quantize=``, and what transformers makes alike.
+WORDS = {"nf4": "nf4", "int8": "torchao int8"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain model whose 4 bits bitsandbytes has packed anew, in an evaluation on some CPUs, has lost bits."""
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of two layers in bf16, with dropout in its attention."""
+    return write_llama(tmp_path_factory.mktemp("llama"), layers=2)
+
+
+def adapted(model: nn.Module, **options: Any) -> Any:
+    """``model`` as QLoRA trains it; ``options`` are those of `peft.prepare_model_for_kbit_training`."""
+    config = peft.LoraConfig(target_modules="all-linear", r=4, lora_dropout=0.1, task_type="CAUSAL_LM")
+    return peft.get_peft_model(peft.prepare_model_for_kbit_training(model, **options), config)
+
+
+def base(folder: Path, kind: str | None) -> Any:
+    """As transformers loads it."""
+    options = {} if kind is None else {"quantization_config": QUANTIZATIONS[kind]()}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=BF16, device_map={"": "cpu"}, **options)
+
+
+def qlora(folder: Path, kind: str | None, **options: Any) -> Any:
+    """All of it without streaming; each call makes the same one, whose adapters change its results."""
+    torch.manual_seed(1)
+    model = adapted(base(folder, kind), **options)
+    for name, param in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(param, std=0.05)
+    return model.train()
+
+
+@contextmanager
+def wrapped(model: Any, **options: Any) -> Iterator[Any]:
+    streamer.wrap(model, device="cpu", **options)
+    try:
+        yield model
+    finally:
+        streamer.unwrap(model)
+
+
+@contextmanager
+def streamed(folder: Path, word: str, **options: Any) -> Iterator[Any]:
+    """Quantized by streamer, with adapters."""
+    model = streamer.from_pretrained(folder, quantize=word, device="cpu", **({"adapt": adapted} | options))
+    try:
+        yield model.train()
+    finally:
+        streamer.unwrap(model)
+
+
+def history(model: nn.Module) -> list[Any]:
+    return five_steps(model, torch.optim.AdamW(trained(model), lr=1e-2, foreach=False))
+
+
+def stepped(model: Any, kind: Any = torch.optim.AdamW) -> Any:
+    """``model`` after a step."""
+    optimizer = kind(trained(model), lr=1e-2)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    return model
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> torch.Tensor:
+    was_training = model.training
+    found: torch.Tensor = model.eval()(input_ids=torch.arange(16)[None]).logits
+    model.train(was_training)
+    return found
+
+
+def values(state: dict[str, Any]) -> dict[str, list[torch.Tensor]]:
+    """The bytes of the plain tensors of each entry."""
+    parts = {
+        name: [value.qdata, value.scale] if hasattr(value, "qdata") else [value]
+        for name, value in state.items()
+    }
+    return {name: [part.detach().view(-1).view(torch.uint8) for part in each] for name, each in parts.items()}
+
+
+def assert_same_values(actual: nn.Module, expected: nn.Module) -> None:
+    mine, theirs = values(actual.state_dict()), values(expected.state_dict())
+    assert mine.keys() == theirs.keys()
+    for name in mine:
+        assert all(map(torch.equal, mine[name], theirs[name])), name
+
+
+def assert_same_model(actual: nn.Module, expected: nn.Module) -> None:
+    """Of the same classes, parameters on the CPU with the same values."""
+    assert type(actual) is type(expected)
+    for mine, theirs in zip(actual.parameters(), expected.parameters(), strict=True):
+        assert (type(mine), mine.requires_grad, mine.device) == (
+            type(theirs),
+            theirs.requires_grad,
+            torch.device("cpu"),
+        )
+    assert_same_values(actual, expected)
+
+
+@KINDS
+def test_what_transformers_quantizes_and_peft_prepares(kind: str, folder: Path) -> None:
+    plain = qlora(folder, kind)
+    expected = history(plain)
+    for activations in ("recompute", "keep"):
+        with wrapped(qlora(folder, kind), activations=activations) as model:
+            assert_equal(history(model), expected)
+            assert_same_values(model, plain)
+            assert_same_model(copy.deepcopy(model), plain)
+        assert_same_model(model, plain)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"use_gradient_checkpointing": False}, {"gradient_checkpointing_kwargs": {"use_reentrant": False}}],
+    ids=lambda options: next(iter(options)),
+)
+def test_other_ways_of_gradient_checkpointing(options: dict[str, Any], folder: Path) -> None:
+    expected = history(qlora(folder, "nf4", **options))
+    with wrapped(qlora(folder, "nf4", **options)) as model:
+        assert_equal(history(model), expected)
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_model_is_prepared_before_it_has_values(word: str, folder: Path) -> None:
+    expected = qlora(folder, WORDS[word])
+    with streamed(folder, word) as model:
+        take_adapters(expected, model)
+        dtypes = [
+            {name: param.dtype for name, param in each.named_parameters()} for each in (model, expected)
+        ]
+        assert dtypes[0] == dtypes[1]
+        assert_equal(history(model), history(expected))
+    assert_same_model(model, expected)
+
+
+def test_codes_that_are_stored_in_another_dtype(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As FSDP wants it. Of such codes many are NaN where they are taken for numbers."""
+    monkeypatch.setitem(QUANTIZATIONS, "nf4", partial(four_bits, bnb_4bit_quant_storage=BF16))
+    expected = qlora(folder, "nf4")
+    with wrapped(qlora(folder, "nf4")) as model:
+        assert_equal(history(model), history(expected))
+    assert_same_model(model, expected)
+
+
+def test_adapters_are_loaded_by_peft(folder: Path, tmp_path: Path) -> None:
+    plain = qlora(folder, "nf4")
+    with wrapped(qlora(folder, "nf4")) as model:
+        stepped(model)
+        model.save_pretrained(tmp_path / "streamed")
+        expected = logits(model)
+    stepped(plain)
+    plain.save_pretrained(tmp_path / "plain")
+    files = [(tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("plain", "streamed")]
+    assert files[0] == files[1]
+    prepared = peft.prepare_model_for_kbit_training(base(folder, "nf4"))
+    assert torch.equal(logits(peft.PeftModel.from_pretrained(prepared, tmp_path / "streamed")), expected)
+    # and on the base as it was before
+    first, second = (
+        logits(peft.PeftModel.from_pretrained(base(folder, None), tmp_path / name))
+        for name in ("plain", "streamed")
+    )
+    assert torch.equal(first, second) and not torch.equal(first, logits(base(folder, None)))
+
+
+@KINDS
+def test_checkpoints(kind: str, folder: Path, tmp_path: Path) -> None:
+    with wrapped(qlora(folder, kind)) as model:
+        optimizer = streamer.AdamW(trained(model), lr=1e-2)
+        loss_of(model, 0).backward()
+        optimizer.step()
+        streamer.save(model, optimizer, tmp_path / "whole", step=1)
+        streamer.save(model, optimizer, tmp_path / "adapters", step=1, frozen=False)
+        expected = logits(model)
+    with wrapped(qlora(folder, kind)) as model:
+        for name in ("whole", "adapters"):
+            stepped(model, streamer.AdamW)
+            streamer.load(model, streamer.AdamW(trained(model)), tmp_path / name)
+            assert torch.equal(logits(model), expected)
+
+
+@KINDS
+def test_adapters_are_merged_and_the_whole_is_saved(kind: str, folder: Path, tmp_path: Path) -> None:
+    plain = stepped(qlora(folder, kind))
+    with wrapped(qlora(folder, kind)) as model:
+        stepped(model)
+        copied = copy.deepcopy(model)
+    expected = plain.merge_and_unload()
+    for each in (model, copied):
+        merged = each.merge_and_unload()
+        assert_same_model(merged, expected)
+        assert torch.equal(logits(merged), logits(expected))
+    merged.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", device_map={"": "cpu"})
+    assert_same_values(again, merged)
+    assert torch.equal(logits(again), logits(merged))
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_whole_model_is_saved_while_it_is_wrapped(word: str, folder: Path, tmp_path: Path) -> None:
+    with streamed(folder, word, adapt=None) as model:
+        model.save_pretrained(tmp_path / "wrapped")
+        expected = logits(model)
+    model.save_pretrained(tmp_path / "plain")
+    for name in ("wrapped", "plain"):
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto", device_map={"": "cpu"})
+        assert torch.equal(logits(again), expected)
+        assert_same_values(again, model)
