@@ -17,17 +17,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-
-peft = pytest.importorskip("peft", reason="peft is not installed")
-pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-pytest.importorskip("torchao", reason="torchao is not installed")
-
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import streamer
+from streamer.errors import CheckpointError
 from tests.model.test_quantized import assert_equal, five_steps, trained
-from tests.quantized import loss_of
 from tests.pretrained.test_quantize import four_bits, int8, take_adapters, write_llama
+from tests.quantized import loss_of
+
+peft = pytest.importorskip("peft", reason="peft is not installed")
 
 # what they say of one another
 pytestmark = pytest.mark.filterwarnings(
@@ -53,7 +51,7 @@ WORDS = {"nf4": "nf4", "int8": "torchao int8"}
 
 @pytest.fixture(autouse=True)
 def nothing_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plain model whose 4 bits bitsandbytes has packed anew, in an evaluation on some CPUs, has lost bits."""
+    """bitsandbytes evaluates 4 bits on some CPUs in another layout, in which their scales have fewer bits."""
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
 
 
@@ -233,6 +231,41 @@ def test_checkpoints(kind: str, folder: Path, tmp_path: Path) -> None:
             assert torch.equal(logits(model), expected)
 
 
+@pytest.mark.parametrize(
+    ("there", "here", "match"),
+    [
+        # the same parts, of the same shapes
+        (
+            "nf4",
+            "fp4",
+            r"down_proj\S*', one of 14, is bitsandbytes nf4 in .* there, bitsandbytes fp4 in .* here",
+        ),
+        ("nf4", None, "is bitsandbytes nf4 in blocks of 64, scales in 8 bits there, not quantized here"),
+        (None, "torchao int8", "is not quantized there, torchao Int8Tensor here"),
+        (
+            "bitsandbytes int8",
+            "torchao int8",
+            "is bitsandbytes int8 there, torchao Int8Tensor here; make the",
+        ),
+    ],
+)
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_checkpoint_of_another_quantization(
+    there: str | None,
+    here: str | None,
+    match: str,
+    frozen: bool,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(QUANTIZATIONS, "fp4", partial(four_bits, bnb_4bit_quant_type="fp4"))
+    with wrapped(qlora(folder, there)) as model:
+        streamer.save(model, None, tmp_path / "saved", step=1, frozen=frozen)
+    with wrapped(qlora(folder, here)) as model, pytest.raises(CheckpointError, match=match):
+        streamer.load(model, None, tmp_path / "saved")
+
+
 @KINDS
 def test_adapters_are_merged_and_the_whole_is_saved(kind: str, folder: Path, tmp_path: Path) -> None:
     plain = stepped(qlora(folder, kind))
@@ -260,3 +293,102 @@ def test_a_whole_model_is_saved_while_it_is_wrapped(word: str, folder: Path, tmp
         again = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto", device_map={"": "cpu"})
         assert torch.equal(logits(again), expected)
         assert_same_values(again, model)
+
+
+def refused(model: nn.Module, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        streamer.wrap(model, device="cpu")
+
+
+def test_nothing_to_train(folder: Path) -> None:
+    match = (
+        r"so nothing would be trained: add adapters, .* before streamer\.wrap \(in adapt= of streamer\.from"
+    )
+    with streamed(folder, "nf4", adapt=None) as model:
+        for params in (trained(model), iter(()), model.parameters(), model.named_parameters()):
+            with pytest.raises(ValueError, match=match):
+                streamer.AdamW(params)
+
+
+def test_what_comes_after_wrap_and_should_come_before(folder: Path) -> None:
+    for late in (adapted, peft.prepare_model_for_kbit_training):
+        with wrapped(base(folder, "nf4").requires_grad_(False)) as model:
+            changed = late(model)
+            with pytest.raises(ValueError, match=r"streamer\.unwrap\(model\)"):
+                loss_of(changed, 0)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "torchao int8"])
+def test_quantized_weights_are_not_trained(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # PyTorch itself refuses it for whole numbers
+    monkeypatch.setitem(QUANTIZATIONS, "nf4", partial(four_bits, bnb_4bit_quant_storage=BF16))
+    model = qlora(folder, kind)
+    model.get_base_model().model.layers[1].mlp.up_proj.base_layer.weight.requires_grad_(True)
+    refused(model, r"up_proj\.base_layer\.weight' is a \w+, which .* cannot be trained: freeze it")
+
+
+def test_weights_that_are_quantized_in_each_forward(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = partial(BitsAndBytesConfig, load_in_8bit=True, llm_int8_has_fp16_weight=True)
+    monkeypatch.setitem(QUANTIZATIONS, "nf4", config)
+    refused(
+        base(folder, "nf4"), r"q_proj\.weight' .* quantized anew in each forward .*llm_int8_has_fp16_weight"
+    )
+
+
+def test_two_quantizations_in_one_model(folder: Path) -> None:
+    def mixed() -> Any:
+        model, other = qlora(folder, "nf4"), qlora(folder, "torchao int8")
+        layers = model.get_base_model().model.layers
+        layers[1] = other.get_base_model().model.layers[1]
+        layers[0].mlp.up_proj = (
+            qlora(folder, "bitsandbytes int8").get_base_model().model.layers[0].mlp.up_proj
+        )
+        return model
+
+    expected = mixed()
+    with wrapped(mixed()) as model:
+        assert_equal(history(model), history(expected))
+    assert_same_model(model, expected)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "bitsandbytes int8", "torchao int8"])
+def test_moves_and_casts(kind: str, folder: Path) -> None:
+    with wrapped(qlora(folder, kind)) as model:
+        expected = logits(model)
+        for moved in (model.half, model.double, partial(model.to, BF16), partial(model.to, "meta")):
+            with pytest.raises(
+                RuntimeError, match=r"cannot be moved or cast .*choose device and dtype in stream"
+            ):
+                moved()
+        assert torch.equal(logits(model.to("cpu")), expected)
+        # those of a model that is quantized anyhow transformers itself refuses
+        for moved in (model.get_base_model().half, model.get_base_model().float):
+            with pytest.raises(ValueError, match="not supported for quantized model"):
+                moved()
+
+
+def test_weights_that_an_evaluation_has_packed_anew(folder: Path) -> None:
+    from bitsandbytes.functional import _convert_weight_packed_for_cpu
+
+    model = qlora(folder, "nf4")
+    weight = model.get_base_model().model.layers[1].mlp.up_proj.base_layer.weight
+    weight.data, weight.quant_state = _convert_weight_packed_for_cpu(weight.data, weight.quant_state)
+    refused(
+        model, r"up_proj\S+ was packed anew by an evaluation on the CPU.*load the model again, and wrap it"
+    )
+
+
+def test_an_evaluation_packs_nothing_that_stays_on_the_device(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(QUANTIZATIONS, "nf4", partial(four_bits, llm_int8_skip_modules=["nothing"]))
+    expected = qlora(folder, "nf4")
+    model = qlora(folder, "nf4")
+    head = model.get_base_model().lm_head
+    assert type(head).__name__ == "Linear4bit"
+    head.support_avx512bf16_for_cpu = True
+    with wrapped(model):
+        assert torch.equal(logits(model), logits(expected))
+        assert_equal(history(model), history(expected))
+    assert head.support_avx512bf16_for_cpu
+    assert_same_model(model, expected)

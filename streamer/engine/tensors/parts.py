@@ -64,6 +64,12 @@ class Composite(abc.ABC):
         """What the weight's values depend on beside its parts, to be compared by its ``repr``."""
 
     @property
+    @abc.abstractmethod
+    def kind(self) -> str:
+        """How the weight is made of its parts, in words for users. Parts of the same names and shapes may
+        stand for other values in a weight of another kind."""
+
+    @property
     def dtype(self) -> torch.dtype | None:
         """The dtype in which the weight takes part in computations, None where it follows its input's."""
         return None
@@ -71,6 +77,14 @@ class Composite(abc.ABC):
     def lent(self, leaf: torch.Tensor) -> dict[str, object]:
         """Attributes that the modules are to have while they see ``leaf``, which `like` has made."""
         return {}
+
+    def hold(self) -> None:
+        """Let the modules, which see ``param`` itself in a wrapped model, leave its memory as it is."""
+        return
+
+    def let_go(self) -> None:
+        """End what `hold` has begun, if it has."""
+        return
 
 
 def composite_of(name: str, param: torch.Tensor, modules: Modules) -> Composite | None:
@@ -210,6 +224,11 @@ class _Subclass(Composite):
     @property
     def structure(self) -> object:
         return self._recipe
+
+    @property
+    def kind(self) -> str:
+        of_class = self._recipe.kind
+        return f"{of_class.__module__.partition('.')[0]} {of_class.__name__}"
 
     @property
     def dtype(self) -> torch.dtype:
