@@ -14,13 +14,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
 
 import streamer
 from streamer.errors import CheckpointError
+from tests import tiny_llama
+from tests.libraries.common import LIGHTNINGS_OWN, fit
 from tests.model.test_quantized import assert_equal, five_steps, trained
 from tests.pretrained.test_quantize import four_bits, int8, take_adapters, write_llama
 from tests.quantized import loss_of
@@ -34,6 +38,8 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.utils.checkpoint",
     "ignore:::transformers",
     "ignore:::peft",
+    "ignore:::trl",
+    *LIGHTNINGS_OWN,
 )
 
 BF16 = torch.bfloat16
@@ -392,3 +398,150 @@ def test_an_evaluation_packs_nothing_that_stays_on_the_device(
         assert_equal(history(model), history(expected))
     assert head.support_avx512bf16_for_cpu
     assert_same_model(model, expected)
+
+
+ROWS = torch.randint(128, (12, 12), generator=torch.Generator().manual_seed(0))
+
+
+def logged(run: Any) -> list[float]:
+    kept = ("loss", "eval_loss", "grad_norm")
+    return [float(entry[name]) for entry in run.state.log_history for name in kept if name in entry]
+
+
+def of_torch(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(trained(model), lr=1e-2, foreach=False)
+
+
+#: That of the trainers of transformers and TRL.
+QUIET: dict[str, Any] = {
+    "per_device_train_batch_size": 4,
+    "logging_steps": 1,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "dataloader_pin_memory": False,
+}
+
+
+@pytest.mark.parametrize("kind", ["nf4", "bitsandbytes int8", "torchao int8"])
+def test_transformers_trainer(kind: str, folder: Path, tmp_path: Path) -> None:
+    """It asks how the model is quantized, and whether it may train it so."""
+    data = [{"input_ids": row, "labels": row} for row in ROWS]
+
+    def run(model: nn.Module, name: str, optimizer_of: Any = of_torch, resume: Path | None = None) -> Any:
+        times = {"max_steps": 4, "eval_steps": 2, "save_steps": 2}
+        each = {"eval_strategy": "steps", "save_strategy": "steps"}
+        arguments = TrainingArguments(str(tmp_path / name), **QUIET, **times, **each)
+        optimizers = (optimizer_of(model), None)
+        trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data[:4], optimizers=optimizers)
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        return trainer
+
+    plain = qlora(folder, kind)
+    expected = logged(run(plain, "plain"))
+    with wrapped(qlora(folder, kind)) as model:
+        assert logged(run(model, "streamed")) == expected
+        assert_same_values(model, plain)
+    saved = [tmp_path / name / "checkpoint-4/adapter_model.safetensors" for name in ("plain", "streamed")]
+    assert saved[0].read_bytes() == saved[1].read_bytes()
+    optimizer_of = lambda model: streamer.AdamW(trained(model), lr=1e-2)  # noqa: E731
+    with wrapped(qlora(folder, kind)) as model:
+        whole = logged(run(model, "own", optimizer_of))
+        # one rounding is enough to set a bf16 activation apart
+        torch.testing.assert_close(whole, expected, rtol=0.02, atol=0)
+    with wrapped(qlora(folder, kind)) as model:
+        assert logged(run(model, "own", optimizer_of, tmp_path / "own/checkpoint-2")) == whole
+
+
+@pytest.mark.parametrize("kind", ["nf4", "bitsandbytes int8", "torchao int8"])
+def test_trl(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="needs trl (pip install trl)")
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    chat = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    chats = Dataset.from_list([{"messages": chat}] * 4)
+    tiny_llama.write(tmp_path, dtype=BF16, hidden_size=64, attention_dropout=0.1)
+
+    def run(model: nn.Module) -> Any:
+        arguments = SFTConfig(str(tmp_path / "run"), max_steps=3, max_length=32, bf16=False, **QUIET)
+        trainer = SFTTrainer(
+            model,
+            arguments,
+            train_dataset=chats,
+            processing_class=tiny_llama.tokenizer(),
+            optimizers=(of_torch(model), None),
+        )
+        trainer.train()
+        return trainer
+
+    def made() -> Any:
+        # as SFTTrainer has them where bitsandbytes has quantized the base
+        model = qlora(tmp_path, kind)
+        for param in trained(model):
+            param.data = param.data.to(BF16)
+        return model
+
+    plain = made()
+    expected = logged(run(plain))
+    with wrapped(made()) as model:
+        assert logged(run(model)) == expected
+        assert_same_values(model, plain)
+    if kind == "torchao int8":
+        return
+    cast = r"lora_A\S+ was cast from .* as TRL does .*dtype=torch\.bfloat16"
+    with wrapped(qlora(tmp_path, kind)) as model, pytest.raises(ValueError, match=cast):
+        run(model)
+    with wrapped(qlora(tmp_path, kind), dtype=BF16) as model:
+        run(model)
+
+
+def test_accelerate(folder: Path) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+
+    def losses(model: Any) -> list[float]:
+        model, optimizer = accelerator.prepare(model, of_torch(model))
+        found = []
+        for step in range(4):
+            with accelerator.accumulate(model):
+                loss = loss_of(model, step)
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), 0.2)
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.item())
+        return found
+
+    expected = losses(qlora(folder, "nf4"))
+    with wrapped(qlora(folder, "nf4")) as model:
+        assert losses(model) == expected
+
+
+class Finetune(L.LightningModule):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.losses: list[float] = []
+
+    def training_step(self, tokens: torch.Tensor, index: int) -> torch.Tensor:
+        loss: torch.Tensor = self.model(input_ids=tokens, labels=tokens).loss
+        self.losses.append(loss.item())
+        return loss
+
+    validation_step = training_step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return of_torch(self.model)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "torchao int8"])
+def test_lightning(kind: str, folder: Path) -> None:
+    def losses(model: nn.Module) -> list[float]:
+        torch.manual_seed(4)
+        module = Finetune(model)
+        fit(module, L.Callback(), list(ROWS), list(ROWS), max_epochs=1, enable_checkpointing=False)
+        return module.losses
+
+    expected = losses(qlora(folder, kind))
+    with wrapped(qlora(folder, kind)) as model:
+        assert losses(model) == expected
