@@ -62,6 +62,7 @@ class Copier:
         }
         if plain.get("forward", plain) is None:
             del plain["forward"]
+        plain |= self._held.get(module, {})
         if not hasattr(type(module), COPIED_BY):
             # a class may look for what it does not have in a module of its own (peft's does), whose function
             # would copy that module in place of this one
@@ -94,6 +95,13 @@ class Copier:
                 memo[id(param)] = marked(each.composite.like(copies))
                 continue
             memo[id(param)] = plain_class(type(param))(copies[0], requires_grad=param.requires_grad)
+
+    @cached_property
+    def _held(self) -> dict[nn.Module, dict[str, object]]:
+        """Attributes of modules with quantized weights, as they were before `wrap`."""
+        return {
+            module: had for each in self._in_parts.values() for module, had in each.composite.held.items()
+        }
 
     @cached_property
     def _in_parts(self) -> dict[nn.Parameter, InParts]:

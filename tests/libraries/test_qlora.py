@@ -384,20 +384,25 @@ def test_weights_that_an_evaluation_has_packed_anew(folder: Path) -> None:
     )
 
 
-def test_an_evaluation_packs_nothing_that_stays_on_the_device(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_packs_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # the head, too, which is in no layer
     monkeypatch.setitem(QUANTIZATIONS, "nf4", partial(four_bits, llm_int8_skip_modules=["nothing"]))
     expected = qlora(folder, "nf4")
     model = qlora(folder, "nf4")
-    head = model.get_base_model().lm_head
-    assert type(head).__name__ == "Linear4bit"
-    head.support_avx512bf16_for_cpu = True
+    packs = "support_avx512bf16_for_cpu"
+    for module in model.modules():
+        if packs in vars(module):
+            setattr(module, packs, True)
     with wrapped(model):
         assert torch.equal(logits(model), logits(expected))
         assert_equal(history(model), history(expected))
-    assert head.support_avx512bf16_for_cpu
-    assert_same_model(model, expected)
+        copied = copy.deepcopy(model)
+    for each in (model, copied):
+        packing = [
+            module for module in each.modules() if getattr(module, "support_avx512bf16_for_cpu", False)
+        ]
+        assert len(packing) == 15
+        assert_same_model(each, expected)
 
 
 ROWS = torch.randint(128, (12, 12), generator=torch.Generator().manual_seed(0))

@@ -65,7 +65,8 @@ def _remade(param: Any, data: torch.Tensor, **attributes: object) -> Any:
     return made
 
 
-#: Whether a Linear4bit packs its weight anew, for good, when it is evaluated on the CPU.
+#: Whether a Linear4bit that is evaluated on the CPU packs its weight anew, for good. It would do so at each
+#: visit of a layer, and in its first run but not where that is recomputed, with other roundings.
 _PACKS = "support_avx512bf16_for_cpu"
 
 
@@ -74,18 +75,10 @@ class _FourBits(Composite):
 
     attributes = frozenset({"quant_state"})
 
-    def __init__(self, param: torch.Tensor, modules: Modules) -> None:
-        super().__init__(param, modules)
-        self._packed: list[torch.nn.Module] = []
-
     def hold(self) -> None:
-        self._packed = [module for module in self.modules if getattr(module, _PACKS, False)]
-        for module in self._packed:
+        self.held = {module: {_PACKS: True} for module in self.modules if getattr(module, _PACKS, False)}
+        for module in self.held:
             setattr(module, _PACKS, False)
-
-    def let_go(self) -> None:
-        while self._packed:
-            setattr(self._packed.pop(), _PACKS, True)
 
     @property
     def names(self) -> list[str]:

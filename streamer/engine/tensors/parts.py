@@ -40,6 +40,8 @@ class Composite(abc.ABC):
     def __init__(self, param: torch.Tensor, modules: Modules) -> None:
         self.param = param
         self.modules = modules
+        #: attributes of modules that are others in the wrapped model, as they were before
+        self.held: dict[nn.Module, dict[str, object]] = {}
 
     @property
     @abc.abstractmethod
@@ -79,12 +81,15 @@ class Composite(abc.ABC):
         return {}
 
     def hold(self) -> None:
-        """Let the modules, which see ``param`` itself in a wrapped model, leave its memory as it is."""
+        """Let the modules of a wrapped model leave the memory of their weight as it is. `held` has what that
+        changes."""
         return
 
     def let_go(self) -> None:
         """End what `hold` has begun, if it has."""
-        return
+        for module, had in self.held.items():
+            vars(module).update(had)
+        self.held.clear()
 
 
 def composite_of(name: str, param: torch.Tensor, modules: Modules) -> Composite | None:

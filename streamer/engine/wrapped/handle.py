@@ -63,12 +63,11 @@ def settle_in(executor: Executor) -> None:
     for slice, param in executor.root.placed():
         param.data = slice.own(executor.weights.root_buffer)
     executor.root.show_parts()
-    for each in executor.root.in_parts:
-        each.composite.hold()
     for unit in (*executor.units, executor.root):
         for slice, param in unit.placed():
             param.__dict__[HOME] = Home(executor, unit, slice)
         for each in unit.in_parts:
+            each.composite.hold()
             each.param.__dict__[HOME] = Home(executor, unit, unit.layout.slices[each.positions[0]])
     if executor.backend.device.type != "meta":
         guard_model(executor)
@@ -77,9 +76,9 @@ def settle_in(executor: Executor) -> None:
 def settle_out(executor: Executor) -> None:
     """Let the parameters be plain ones."""
     unguard_model(executor)
-    for each in executor.root.in_parts:
-        each.composite.let_go()
     for unit in (*executor.units, executor.root):
+        for each in unit.in_parts:
+            each.composite.let_go()
         for param in (*unit.params, *(each.param for each in unit.in_parts)):
             param.__dict__.pop(HOME, None)
 
