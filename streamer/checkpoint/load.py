@@ -64,8 +64,8 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | 
     Moments that were held in another dtype are converted, with a warning.
 
     All of the checkpoint is read and compared with its checksums before anything is changed. Raises
-    `CheckpointError` (a ValueError) for one that is damaged, naming the file and the tensor, or of another
-    model, listing the tensors that differ.
+    `CheckpointError` (a ValueError) for one that is damaged, naming the file and the tensor, of another
+    model, listing the tensors that differ, or of one that is quantized otherwise, naming both ways.
     """
     path = Path(path)
     executor = wrapped(model).executor

@@ -155,13 +155,6 @@ def _not_updated_on_landing(
     return names
 
 
-def _nothing_trained(what: str) -> ValueError:
-    return ValueError(
-        f"streamer.AdamW {what}, so nothing would be trained: add adapters, or unfreeze parameters, before "
-        "streamer.wrap (in adapt= of streamer.from_pretrained, which freezes a quantized base)"
-    )
-
-
 class _Member(NamedTuple):
     """A parameter of an optimizer, where the parameter lives, and its group."""
 
@@ -189,8 +182,8 @@ class AdamW(torch.optim.Optimizer):
     scale is taken out in the pass that updates, and a step that it finds to overflow changes nothing.
 
     Raises ValueError for a hyperparameter out of its range, a ``state_dtype`` that a parameter cannot have, a
-    parameter whose model is not wrapped, or where none was trained when its model was wrapped; and
-    MemoryError if there is no room for the moments, before they are allocated.
+    parameter whose model is not wrapped, or where there is none; and MemoryError if there is no room for the
+    moments, before they are allocated.
     """
 
     #: its updates do not run where and when PyTorch's own do
@@ -222,10 +215,12 @@ class AdamW(torch.optim.Optimizer):
         if not isinstance(params, torch.Tensor):  # which PyTorch refuses
             params = [*params]
             if not params:
-                raise _nothing_trained("got no parameters")
+                raise ValueError(
+                    "streamer.AdamW got no parameters, so nothing would be trained: add adapters, or unfreeze "
+                    "parameters, before streamer.wrap (in adapt= of streamer.from_pretrained, which freezes a "
+                    "quantized base)"
+                )
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        if not any(member.home.slice.param.trainable for member in self._members(lambda _: True)):
-            raise _nothing_trained("got frozen parameters only")
         # for all groups at once: what cannot be made must leave an earlier optimizer's moments alone
         self._take_over([member.home for member in self._members(lambda _: True)])
         self._is_made = True

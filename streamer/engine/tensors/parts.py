@@ -4,7 +4,8 @@
 A quantized weight is codes of 8 or 4 bits and their scales, in one object: a tensor subclass that tells its
 inner tensors by ``__tensor_flatten__`` (torchao's), or a class of bitsandbytes. A unit holds the plain
 tensors, the *parts* of such a parameter, as frozen parameters in their own dtypes. So slots, copies, host
-memory, disks, checkpoints and plans know nothing of quantization. A `Composite` connects both sides:
+memory, disks and plans know nothing of quantization, and checkpoints a word for each weight
+(`Composite.kind`). A `Composite` connects both sides:
 
 - in a run of the layer its modules see a weight that is made of the parts in the slot (`Composite.like`);
 - the user's parameter stays the same object, and is made of the parts in host memory (`Composite.show`).
