@@ -216,9 +216,9 @@ class AdamW(torch.optim.Optimizer):
             params = [*params]
             if not params:
                 raise ValueError(
-                    "streamer.AdamW got no parameters, so nothing would be trained: add adapters, or unfreeze "
-                    "parameters, before streamer.wrap (in adapt= of streamer.from_pretrained, which freezes a "
-                    "quantized base)"
+                    "streamer.AdamW got no parameters, so nothing would be trained: add adapters, or "
+                    "unfreeze parameters, before streamer.wrap (in adapt= of streamer.from_pretrained, "
+                    "which freezes a quantized base)"
                 )
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         # for all groups at once: what cannot be made must leave an earlier optimizer's moments alone
