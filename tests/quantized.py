@@ -63,6 +63,8 @@ def quantize(linear: nn.Linear, kind: str | None) -> nn.Module:
             # both ways to store the scales
             compress_statistics=quant_type == "nf4",
         )
+        # an evaluation of the plain model would pack it anew on some CPUs, and lose bits
+        made.support_avx512bf16_for_cpu = False
     quantized: nn.Module = made.to("cpu")
     return quantized
 

@@ -23,12 +23,14 @@ from streamer.checkpoint.save import (
     BUFFERS,
     FROZEN,
     GRADIENTS,
+    IN_PARTS,
     KINDS,
     OPTIMIZER,
     RANDOM_OF_RANKS,
     VALUES,
     WEIGHTS,
     check_owns,
+    in_parts,
 )
 from streamer.checkpoint.tensors import DTYPES, Entry, in_a_line, reading
 from streamer.checkpoint.values import check_random_states, decode, set_random_states
@@ -62,8 +64,8 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | 
     Moments that were held in another dtype are converted, with a warning.
 
     All of the checkpoint is read and compared with its checksums before anything is changed. Raises
-    `CheckpointError` (a ValueError) for one that is damaged, naming the file and the tensor, or of another
-    model, listing the tensors that differ.
+    `CheckpointError` (a ValueError) for one that is damaged, naming the file and the tensor, of another
+    model, listing the tensors that differ, or of one that is quantized otherwise, naming both ways.
     """
     path = Path(path)
     executor = wrapped(model).executor
@@ -78,6 +80,7 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | 
             with _laid_out(path):
                 values = manifest.values
                 left_out = {name: LeftOut.parsed(value) for name, value in values.get(FROZEN, {}).items()}
+                _check_in_parts(files, left_out, executor)
                 _check_model(files, left_out, model, executor)
                 _check_stored(files, executor)
                 _check_left_out(path, left_out, executor)
@@ -162,6 +165,29 @@ class _Files:
         if not isinstance(given, kind) or isinstance(given, bool):
             raise TypeError(f"a {type(given).__name__} in place of a {kind.__name__}")
         return given
+
+
+def _check_in_parts(files: _Files, left_out: Mapping[str, LeftOut], executor: Executor) -> None:
+    """Raise CheckpointError for parameters that are quantized otherwise than here: their parts may have the
+    same names and shapes, and stand for other values."""
+    if (there := files.values.get(IN_PARTS)) is None:  # of a release that did not say so
+        return
+    here = in_parts(executor)
+    units = (*executor.units, executor.root)
+    known_here = {name for unit in units for name, _, _ in unit.registered}
+    known_there = {*there, *files.names[WEIGHTS], *left_out}
+    differing = [
+        name
+        for name in sorted(there.keys() | here.keys())
+        if name in known_here and name in known_there and there.get(name) != here.get(name)
+    ]
+    if differing:
+        plain, name = "not quantized", differing[0]
+        raise CheckpointError(
+            f"{files.path} is of a model that is quantized otherwise: '{name}', one of {len(differing)}, is "
+            f"{there.get(name, plain)} there, {here.get(name, plain)} here; make the model as it was when it "
+            "was saved, or give its adapters to this one by peft (model.save_pretrained, model.load_adapter)"
+        )
 
 
 def _check_model(

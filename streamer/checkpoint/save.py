@@ -39,6 +39,8 @@ WEIGHTS, OPTIMIZER, GRADIENTS, BUFFERS, VALUES = "weights", "optimizer", "gradie
 KINDS = (WEIGHTS, OPTIMIZER, GRADIENTS, BUFFERS, VALUES)
 #: What the manifest's values say of parameters that are left out, by their names.
 FROZEN = "frozen"
+#: What they say of parameters that are made of parts, by their names: the kind of each. [Note: parts]
+IN_PARTS = "in parts"
 #: What they say of the generators of random numbers of ranks after the first.
 RANDOM_OF_RANKS = "random of ranks"
 #: Upper bounds for the manifest's JSON, for each tensor and for the rest, in the room that is asked for.
@@ -226,6 +228,7 @@ def _content(
         RANDOM_OF_RANKS: [encode(states, put) for states in of_ranks[1:]],
         "extra": encode(extra, put),
         FROZEN: {},
+        IN_PARTS: in_parts(executor),
     }
     files = {file_name(GRADIENTS, unit): _gradients(unit) for unit in units}
     files[file_name(BUFFERS)] = [Piece.of(name, buffer) for name, buffer in model.named_buffers()]
@@ -245,6 +248,12 @@ def _check_registered(model: nn.Module, units: Sequence[Unit]) -> None:
                     f"parameter '{name}' was replaced or removed after streamer.wrap, so that it "
                     "cannot be saved: put it back, or unwrap first"
                 )
+
+
+def in_parts(executor: Executor) -> dict[str, str]:
+    """The kinds of the parameters that are made of parts, by their names."""
+    units = (*executor.units, executor.root)
+    return {each.name: each.composite.kind for unit in units for each in unit.in_parts}
 
 
 def _put(pieces: list[Piece], tensor: torch.Tensor) -> str:

@@ -28,6 +28,7 @@ from streamer.engine.paging.unit import Unit
 from streamer.engine.tensors.guarded import as_plain, never_traced
 from streamer.engine.tensors.nested import flatten
 from streamer.engine.tensors.param_hooks import OwnHook
+from streamer.engine.tensors.parts import plain_parts
 from streamer.memory.layout import Slice
 from streamer.model.unwrap import Copier
 
@@ -198,11 +199,12 @@ def _wait_before_loading(executor: Executor) -> Callable[..., None]:
 
 
 def _to_cpu(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-    copies: dict[tuple[int, torch.dtype, torch.Size, tuple[int, ...]], torch.Tensor] = {}
+    copies: dict[tuple[Any, ...], torch.Tensor] = {}
     for key, value in state_dict.items():
         if key.startswith(prefix) and isinstance(value, torch.Tensor):
-            # parameters that are tied stay tied
-            place = value.data_ptr(), value.dtype, value.shape, value.stride()
+            # parameters that are tied stay tied; one that is made of parts has no address but theirs
+            addresses = tuple(part.data_ptr() for part in plain_parts(value))
+            place = addresses, value.dtype, value.shape, value.stride()
             if place not in copies:
                 copies[place] = value.cpu()
             state_dict[key] = copies[place]

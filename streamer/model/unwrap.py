@@ -25,6 +25,9 @@ from streamer.model.move_in import take_out
 
 Memo = dict[int, Any]
 
+#: The method that `copy.deepcopy` looks for.
+COPIED_BY = "__deepcopy__"
+
 
 class Copier:
     """Makes plain copies of the modules of one wrapped model.
@@ -59,12 +62,19 @@ class Copier:
         }
         if plain.get("forward", plain) is None:
             del plain["forward"]
+        plain |= self._held.get(module, {})
+        if not hasattr(type(module), COPIED_BY):
+            # a class may look for what it does not have in a module of its own (peft's does), whose function
+            # would copy that module in place of this one
+            plain[COPIED_BY] = None
         # with these attributes, and not as a new object: its class may define how it is copied
         object.__setattr__(module, "__dict__", plain)
         try:
-            return copy.deepcopy(module, memo)
+            copied = copy.deepcopy(module, memo)
         finally:
             object.__setattr__(module, "__dict__", attributes)
+        copied.__dict__.pop(COPIED_BY, None)
+        return copied
 
     @as_plain
     def _copy_tensors(self, module: nn.Module, memo: Memo) -> None:
@@ -85,6 +95,13 @@ class Copier:
                 memo[id(param)] = marked(each.composite.like(copies))
                 continue
             memo[id(param)] = plain_class(type(param))(copies[0], requires_grad=param.requires_grad)
+
+    @cached_property
+    def _held(self) -> dict[nn.Module, dict[str, object]]:
+        """Attributes of modules with quantized weights, as they were before `wrap`."""
+        return {
+            module: had for each in self._in_parts.values() for module, had in each.composite.held.items()
+        }
 
     @cached_property
     def _in_parts(self) -> dict[nn.Parameter, InParts]:

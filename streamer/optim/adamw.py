@@ -182,9 +182,9 @@ class AdamW(torch.optim.Optimizer):
     ``streamer.stats(model).skipped_steps``, without it raises RuntimeError. `torch.amp.GradScaler` works: its
     scale is taken out in the pass that updates, and a step that it finds to overflow changes nothing.
 
-    Raises ValueError for a hyperparameter out of its range, a ``state_dtype`` that a parameter cannot have,
-    or a parameter whose model is not wrapped, and MemoryError if there is no room for the moments, before
-    they are allocated.
+    Raises ValueError for a hyperparameter out of its range, a ``state_dtype`` that a parameter cannot have, a
+    parameter whose model is not wrapped, or where there is none; and MemoryError if there is no room for the
+    moments, before they are allocated.
     """
 
     #: its updates do not run where and when PyTorch's own do
@@ -213,6 +213,14 @@ class AdamW(torch.optim.Optimizer):
         #: stands for the optimizer, which its parameters shall not keep alive
         self.token = object()
         self._is_made = False
+        if not isinstance(params, torch.Tensor):  # which PyTorch refuses
+            params = [*params]
+            if not params:
+                raise ValueError(
+                    "streamer.AdamW got no parameters, so nothing would be trained: add adapters, or "
+                    "unfreeze parameters, before streamer.wrap (in adapt= of streamer.from_pretrained, "
+                    "which freezes a quantized base)"
+                )
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         # for all groups at once: what cannot be made must leave an earlier optimizer's moments alone
         self._take_over([member.home for member in self._members(lambda _: True)])

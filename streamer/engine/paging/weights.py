@@ -562,6 +562,13 @@ class Weights:
         for slice, param in self.elsewhere(unit) if unit.index not in self.in_flight else ():
             if param in moved:
                 continue
+            if param.dtype != slice.dtype:
+                raise ValueError(
+                    f"'{slice.param.name}' was cast from {slice.dtype} to {param.dtype} after streamer.wrap "
+                    "(param.data = param.data.to(...), as TRL does to adapters of a quantized base), which "
+                    f"is not what runs: cast it before, or give streamer.wrap dtype={param.dtype}, or call "
+                    "streamer.unwrap(model) first"
+                )
             raise ValueError(
                 f"'{slice.param.name}' was given other memory after streamer.wrap (param.data = ..., "
                 "param.set_, vector_to_parameters), which is not what runs: write into it (param.copy_ under "

@@ -31,9 +31,13 @@ def composite_of(name: str, param: torch.Tensor, modules: Modules) -> Composite 
             )
         return _FourBits(param, modules)
     if kind == "Int8Params":
+        if getattr(param, "has_fp16_weights", False):
+            raise ValueError(
+                f"parameter '{name}' of bitsandbytes is quantized anew in each forward "
+                "(has_fp16_weights=True), which cannot be streamed: load the model with "
+                "llm_int8_has_fp16_weight=False, or without quantization"
+            )
         if param.dtype != torch.int8:
-            if getattr(param, "has_fp16_weights", False):
-                return None
             raise _not_quantized(name)
         return _EightBits(param, modules)
     raise ValueError(
@@ -61,10 +65,20 @@ def _remade(param: Any, data: torch.Tensor, **attributes: object) -> Any:
     return made
 
 
+#: Whether a Linear4bit that is evaluated on the CPU packs its weight anew, for good. It would do so at each
+#: visit of a layer, and in its first run but not where that is recomputed, with other roundings.
+_PACKS = "support_avx512bf16_for_cpu"
+
+
 class _FourBits(Composite):
     """A ``Params4bit``. Parts beside the codes are named as bitsandbytes names them in files."""
 
     attributes = frozenset({"quant_state"})
+
+    def hold(self) -> None:
+        self.held = {module: {_PACKS: True} for module in self.modules if getattr(module, _PACKS, False)}
+        for module in self.held:
+            setattr(module, _PACKS, False)
 
     @property
     def names(self) -> list[str]:
@@ -103,6 +117,12 @@ class _FourBits(Composite):
             for state in states
             if state is not None
         ]
+
+    @property
+    def kind(self) -> str:
+        state = self._state
+        nested = "" if state.state2 is None else ", scales in 8 bits"
+        return f"bitsandbytes {state.quant_type} in blocks of {state.blocksize}{nested}"
 
 
 def _tensors_of(state: Any) -> Iterator[tuple[str, Any, str]]:
@@ -160,3 +180,7 @@ class _EightBits(Composite):
             {name: value for name, value in vars(state).items() if not isinstance(value, torch.Tensor)}
             for state in states
         ]
+
+    @property
+    def kind(self) -> str:
+        return "bitsandbytes int8"

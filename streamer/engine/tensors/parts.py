@@ -4,7 +4,8 @@
 A quantized weight is codes of 8 or 4 bits and their scales, in one object: a tensor subclass that tells its
 inner tensors by ``__tensor_flatten__`` (torchao's), or a class of bitsandbytes. A unit holds the plain
 tensors, the *parts* of such a parameter, as frozen parameters in their own dtypes. So slots, copies, host
-memory, disks, checkpoints and plans know nothing of quantization. A `Composite` connects both sides:
+memory, disks and plans know nothing of quantization, and checkpoints a word for each weight
+(`Composite.kind`). A `Composite` connects both sides:
 
 - in a run of the layer its modules see a weight that is made of the parts in the slot (`Composite.like`);
 - the user's parameter stays the same object, and is made of the parts in host memory (`Composite.show`).
@@ -41,6 +42,8 @@ class Composite(abc.ABC):
     def __init__(self, param: torch.Tensor, modules: Modules) -> None:
         self.param = param
         self.modules = modules
+        #: attributes of modules that are others in the wrapped model, as they were before
+        self.held: dict[nn.Module, dict[str, object]] = {}
 
     @property
     @abc.abstractmethod
@@ -65,6 +68,12 @@ class Composite(abc.ABC):
         """What the weight's values depend on beside its parts, to be compared by its ``repr``."""
 
     @property
+    @abc.abstractmethod
+    def kind(self) -> str:
+        """How the weight is made of its parts, in words for users. Parts of the same names and shapes may
+        stand for other values in a weight of another kind."""
+
+    @property
     def dtype(self) -> torch.dtype | None:
         """The dtype in which the weight takes part in computations, None where it follows its input's."""
         return None
@@ -72,6 +81,17 @@ class Composite(abc.ABC):
     def lent(self, leaf: torch.Tensor) -> dict[str, object]:
         """Attributes that the modules are to have while they see ``leaf``, which `like` has made."""
         return {}
+
+    def hold(self) -> None:
+        """Let the modules of a wrapped model leave the memory of their weight as it is. `held` has what that
+        changes."""
+        return
+
+    def let_go(self) -> None:
+        """End what `hold` has begun, if it has."""
+        for module, had in self.held.items():
+            vars(module).update(had)
+        self.held.clear()
 
 
 def composite_of(name: str, param: torch.Tensor, modules: Modules) -> Composite | None:
@@ -223,6 +243,11 @@ class _Subclass(Composite):
     @property
     def structure(self) -> object:
         return self._recipe
+
+    @property
+    def kind(self) -> str:
+        of_class = self._recipe.kind
+        return f"{of_class.__module__.partition('.')[0]} {of_class.__name__}"
 
     @property
     def dtype(self) -> torch.dtype:

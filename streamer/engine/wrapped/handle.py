@@ -67,6 +67,7 @@ def settle_in(executor: Executor) -> None:
         for slice, param in unit.placed():
             param.__dict__[HOME] = Home(executor, unit, slice)
         for each in unit.in_parts:
+            each.composite.hold()
             each.param.__dict__[HOME] = Home(executor, unit, unit.layout.slices[each.positions[0]])
     if executor.backend.device.type != "meta":
         guard_model(executor)
@@ -76,6 +77,8 @@ def settle_out(executor: Executor) -> None:
     """Let the parameters be plain ones."""
     unguard_model(executor)
     for unit in (*executor.units, executor.root):
+        for each in unit.in_parts:
+            each.composite.let_go()
         for param in (*unit.params, *(each.param for each in unit.in_parts)):
             param.__dict__.pop(HOME, None)
 
