@@ -25,13 +25,11 @@ def test_a_readme_that_is_out_of_date_is_named_and_written(
     results.mkdir()
     adam = json.loads((report.RESULTS / "adam.json").read_text())
     (results / "adam.json").write_text(json.dumps(adam))
-    for name in ("architectures.json", "disk_step.json", "model_sizes.json"):
+    for name in ("architectures.json", "disk_step.json", "model_sizes.json", "quantized.json"):
         shutil.copy(report.RESULTS / name, results)
     readme = tmp_path / "README.md"
     marks = "<!-- figures: {} -->\nold\n<!-- end of figures -->\n"
-    between = (
-        marks.format("architectures") + marks.format("disk") + marks.format("sizes") + marks.format("tokens")
-    )
+    between = "".join(map(marks.format, ("architectures", "disk", "sizes", "quantized", "tokens")))
     readme.write_text("before\n" + marks.format("adam") + between + marks.format("gpu") + "after\n")
     monkeypatch.setattr(report, "RESULTS", results)
     monkeypatch.setattr(report, "README", readme)

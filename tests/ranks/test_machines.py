@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -37,9 +38,25 @@ def found(mesh: str) -> list[dict[str, Any]]:
     return run_ranks(machines * here, train, machines * here, ALL, machines)
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if name not in SEVERAL])
-@pytest.mark.parametrize("mesh", ["2x1", "1x2"])
-def test_two_ranks_of_a_mesh_equal_one_process_to_the_bit(mesh: str, name: str) -> None:
+# all cases in one test: their ranks run once, and tests of several processes would each run them again
+@pytest.mark.parametrize("mesh", MESHES)
+def test_ranks_of_a_mesh_equal_one_process(mesh: str) -> None:
+    for name in ALL:
+        with naming(name):
+            have_its_gradient_and_norm(mesh, name)
+            if mesh != "2x2" and name not in SEVERAL:
+                equal_to_the_bit(mesh, name)
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"in the case '{name}'") from error
+
+
+def equal_to_the_bit(mesh: str, name: str) -> None:
     backwards, options, more = ALL[name]
     # one process adds two gradients up in their own dtype, rounding once as the mean of two is rounded
     alone = {key: value for key, value in options.items() if key != "update"}
@@ -55,9 +72,7 @@ def test_two_ranks_of_a_mesh_equal_one_process_to_the_bit(mesh: str, name: str) 
         equal(found_state, state)
 
 
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("mesh", ["2x1", "2x2"])
-def test_ranks_of_a_mesh_have_the_gradient_and_the_norm_of_one_process(mesh: str, name: str) -> None:
+def have_its_gradient_and_norm(mesh: str, name: str) -> None:
     backwards, options, more = ALL[name]
     alone = {key: value for key, value in options.items() if key != "update"}
     norms, gradients, _ = train_alone(len(found(mesh)), (backwards, alone, more))
