@@ -183,6 +183,8 @@ class Relay:
         #: the machines whose last word was heard
         self._farewells: set[int] = set()
         self._sent: tuple[object, ...] = ()
+        #: held while a word is said, by the relay's thread or by that of a rank that fails
+        self._saying = threading.Lock()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="streamer relay", daemon=True)
         self._send(is_last=False)
@@ -190,6 +192,13 @@ class Relay:
     def start(self) -> None:
         """Listen to the other machines, each of which has said its first word."""
         self._thread.start()
+
+    def tell(self) -> None:
+        """A rank of this process fails, and may have ended before the relay's thread looks again: say now to
+        which meeting it has come."""
+        # a store that is gone has nobody to tell
+        with suppress(RuntimeError):
+            self._send(is_last=False)
 
     def leave(self) -> None:
         """Say a last word. The first machine, where the store is, waits a little until the others have heard
@@ -251,6 +260,10 @@ class Relay:
 
     def _send(self, *, is_last: bool) -> bool:
         """Say a word if there is something new to say. Whether there was."""
+        with self._saying:
+            return self._say(is_last=is_last)
+
+    def _say(self, *, is_last: bool) -> bool:
         mine = self._rows[self._machine]
         for rank in mine:
             self._watch(rank)

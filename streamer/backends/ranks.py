@@ -314,6 +314,8 @@ class Ranks:
         """Come to no meeting any more, which the others are to know before this process has ended."""
         self._failed = self._failed or error
         self._table["left"][self.rank] = self._table["left"][self.rank] or LEFT
+        if self._relay is not None:
+            self._relay.tell()
 
     def _meet(self, words: str, brought: object, channel: Channel, *, patient: bool) -> list[Any]:
         mine, number = self._table[self.rank], int(self._table["come"][self.rank, channel]) + 1

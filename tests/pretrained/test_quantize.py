@@ -205,6 +205,31 @@ def stored_in_fp8(folder: Path, to: Path) -> None:
     save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
 
 
+def least_memory(folder: Path, **options: Any) -> int:
+    """The least budget of host memory, as the error says it."""
+    with pytest.raises(MemoryError) as refused:
+        streamed(folder, host_memory=1, **options)
+    return int(str(refused.value).partition("needs ")[2].split()[0])
+
+
+@pytest.mark.filterwarnings("ignore:no direct I/O")
+def test_a_base_that_was_quantized_lies_on_disk(tmp_path: Path) -> None:
+    """In scratch files: nobody else has it so."""
+    folder = write_llama(tmp_path / "deep", layers=8)
+    seen = []
+    for disk in (None, str(tmp_path)):
+        options: dict[str, Any] = {"quantize": "nf4"}
+        if disk is not None:
+            options["disk"] = disk
+            options["host_memory"] = least_memory(folder, **options)
+        torch.manual_seed(3)
+        model = streamed(folder, **options)
+        assert all(shard.is_out for shard in wrapped(model).executor.store.shards[:-1]) == (disk is not None)
+        seen.append(history(model))
+        streamer.unwrap(model)
+    assert_equal(*seen)
+
+
 STORED: dict[str, tuple[Callable[[Path, Path], None], Any]] = {
     "nf4": (lambda folder, to: stored_in_4_bits(folder, to, bnb_4bit_use_double_quant=False), None),
     "nf4, scales in 8 bits": (stored_in_4_bits, None),
@@ -226,10 +251,7 @@ def test_a_folder_that_is_quantized_already(kind: str, place: str, llama: Path, 
     store(llama, tmp_path)
     reference = plain(tmp_path, copy.deepcopy(quantization))
     if place == "files":
-        with pytest.raises(MemoryError) as refused:
-            streamed(tmp_path, disk=True, host_memory=1)
-        least = int(str(refused.value).partition("needs ")[2].split()[0])
-        options = {"disk": True, "host_memory": least}
+        options = {"disk": True, "host_memory": least_memory(tmp_path, disk=True)}
     model = streamed(tmp_path, **options)
     take_adapters(reference, model)
     shards = [shard.weights_on_disk is not None for shard in wrapped(model).executor.store.shards]
@@ -286,8 +308,10 @@ for word in (None, "int8", "nf4"):
     streamer.unwrap(streamer.from_pretrained(sys.argv[1], device="cpu", **options))
     before = taken()
     most[0] = before
-    streamer.unwrap(streamer.from_pretrained(sys.argv[2], device="cpu", **options))
+    model = streamer.from_pretrained(sys.argv[2], device="cpu", **options)
     print(most[0] - before)
+    streamer.unwrap(model)
+    del model
 """
 
 
