@@ -23,6 +23,7 @@ def without_values(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # so that they are put back
     monkeypatch.setattr(samples, "_check", samples._check)
     monkeypatch.setattr(Norms, "is_finite", Norms.is_finite)
+    monkeypatch.setattr(Norms, "total", Norms.total)
     monkeypatch.setattr(adamw, "all_finite", adamw.all_finite)
     go_on_without_values()
     yield

@@ -249,5 +249,10 @@ def test_a_second_stream_waits_for_the_roots_weights_too(nullgpu: ModuleType) ->
 def test_without_the_waits_layers_read_something_else(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streamer.engine.paging.executor, "Hazards", partial(Hazards, **{missing: False}))
     with wrapped_chain(num_slots=1) as model:
-        train(model)
+        try:
+            train(model)
+        except ValueError as error:
+            # a copy that nobody waits for may come so late that the slot is not what the host has
+            assert "writes its own weights in its forward" in str(error)
+            return
         assert model.record.wrong()

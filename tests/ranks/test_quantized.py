@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 
 import streamer
-from tests.quantized import LAYERS, llama
 from tests.ranks.common import run_ranks
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+from tests.quantized import LAYERS, llama  # noqa: E402
 
 STEPS, RANKS = 3, 2
 
