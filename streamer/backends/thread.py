@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ import torch
 from streamer.backends.base import COPIES, WORKER_LANES, Backend, Event, Lane, Process, Span
 from streamer.backends.host_memory import available_bytes, mapped, reserved
 from streamer.torch_private import SubclassesOff
+
+T = TypeVar("T")
 
 
 class HostEvent(Event):
@@ -60,7 +63,8 @@ class HostEvent(Event):
         return self._span
 
 
-Task = tuple[Callable[[], object], Sequence[Event], HostEvent]
+Delay = Callable[[], float]
+Task = tuple[Callable[[], object], Sequence[Event], Delay | None, HostEvent]
 
 
 class Worker:
@@ -69,11 +73,8 @@ class Worker:
     ``name`` is the thread's, by default that of the lane; a lane may have more threads than one.
     """
 
-    def __init__(
-        self, lane: Lane, *, delay: Callable[[], float] | None = None, name: str | None = None
-    ) -> None:
+    def __init__(self, lane: Lane, *, name: str | None = None) -> None:
         self.lane = lane
-        self._delay = delay
         self._process = Process()
         self._lock = threading.Lock()
         self._closed = False
@@ -81,15 +82,23 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name=f"streamer-{name or lane.value}", daemon=True)
         self._thread.start()
 
-    def submit(self, work: Callable[[], object], waits: Sequence[Event]) -> HostEvent:
-        """Queue ``work``; the returned event is done when it has run. Raises RuntimeError once closed, and
-        in a forked process."""
+    def submit(
+        self, work: Callable[[], object], waits: Sequence[Event], *, delay: Delay | None = None
+    ) -> HostEvent:
+        """Queue ``work``, which begins ``delay()`` seconds late; the returned event is done when it has run.
+        Raises RuntimeError once closed, and in a forked process."""
         self._process.check()
         done = HostEvent(self.lane)
         with self._lock:
             self.check_open()
-            self._tasks.put((work, waits, done))
+            self._tasks.put((work, waits, delay, done))
         return done
+
+    def call(self, work: Callable[[], T]) -> T:
+        """Run ``work`` after all that is queued, and return its result."""
+        results: list[T] = []
+        self.submit(lambda: results.append(work()), ()).wait()
+        return results.pop()
 
     def check_open(self) -> None:
         """Raise RuntimeError once the lane is closed."""
@@ -126,14 +135,14 @@ class Worker:
 
     def _run_tasks(self) -> None:
         while (task := self._tasks.get()) is not None:
-            work, waits, done = task
+            work, waits, delay, done = task
             ready = time.perf_counter()
             span: Span | None = None
             error: BaseException | None = None
             try:
                 _wait_for(waits)
-                if self._delay is not None:
-                    time.sleep(self._delay())
+                if delay is not None:
+                    time.sleep(delay())
                 start = time.perf_counter()
                 work()
                 span = Span(ready, start, time.perf_counter())
@@ -141,7 +150,7 @@ class Worker:
             except BaseException as failure:  # noqa: BLE001
                 error = failure
             # dropped before `finish`, after which a waiting thread may free the memory that they refer to
-            del task, work, waits
+            del task, work, waits, delay
             done.finish(span, error)
             del done, error
 
@@ -149,9 +158,6 @@ class Worker:
 def _wait_for(events: Sequence[Event]) -> None:
     for event in events:
         event.wait()
-
-
-Delay = Callable[[], float]
 
 
 def run_all(jobs: Sequence[tuple[Sequence[Worker], Sequence[Callable[[], None]]]], *, turn: int = 0) -> None:
@@ -212,7 +218,8 @@ def run_all(jobs: Sequence[tuple[Sequence[Worker], Sequence[Callable[[], None]]]
 class ThreadBackend(Backend):
     """Lanes as threads on the CPU.
 
-    ``delays`` gives, per lane, a function that returns the seconds to wait before each piece of work.
+    ``delays`` gives, per lane, a function that returns the seconds to wait before each piece of work, but for
+    that of `on_host`.
     ``poison`` fills slots with NaN when they are given up.
 
     ``bytes_per_second`` gives, for H2D, D2H or both, the bandwidth of a slower bus than memory is: a copy of
@@ -243,14 +250,13 @@ class ThreadBackend(Backend):
         self._sleep = sleep
         self._process = Process()
         self._delays = dict(delays or {})
-        self._workers = {lane: Worker(lane, delay=self._delays.get(lane)) for lane in WORKER_LANES}
+        self._workers = {lane: Worker(lane) for lane in WORKER_LANES}
 
     def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
         if lane is not Lane.COMPUTE:
             rate = self._bytes_per_second.get(lane)
-            return self._workers[lane].submit(
-                work if rate is None else self._lasting(work, nbytes / rate), waits
-            )
+            lasting = work if rate is None else self._lasting(work, nbytes / rate)
+            return self._workers[lane].submit(lasting, waits, delay=self._delays.get(lane))
         self._process.check()
         done = HostEvent(lane)
         ready = time.perf_counter()
@@ -262,6 +268,10 @@ class ThreadBackend(Backend):
         work()
         done.finish(Span(ready, start, time.perf_counter()))
         return done
+
+    def on_host(self, work: Callable[[], T]) -> T:
+        # the caller does nothing else meanwhile, so nothing would come of a delay
+        return self._workers[Lane.HOST].call(work)
 
     def _lasting(self, work: Callable[[], object], seconds: float) -> Callable[[], None]:
         """``work`` that ends no earlier than ``seconds`` after it began."""

@@ -72,14 +72,20 @@ def same(one: Arrays, other: Arrays) -> None:
     assert not [name for name in one if not np.array_equal(one[name], other[name])]
 
 
+def save_and_go_on(
+    rank: int, size: int, saved: str, block: bool, machines: int | None = None
+) -> tuple[Arrays, Arrays, Arrays]:
+    """The end of a run, and the beginning and the end of one that goes on from its checkpoint."""
+    _, whole = go(rank, size, [0, 1, 2, 3], None, saved, block, machines)
+    return whole, *go(rank, size, [2, 3], saved, None, block, machines)
+
+
 @pytest.mark.parametrize("block", [True, False])
 def test_ranks_go_on_from_a_checkpoint_to_the_bit(tmp_path: Path, *, block: bool) -> None:
     saved = str(tmp_path / "saved")
-    (_, whole), (_, second) = run_ranks(2, go, 2, [0, 1, 2, 3], None, saved, block)
-    same(whole, second)
-    (resumed, end), (_, other) = run_ranks(2, go, 2, [2, 3], saved, None, block)
-    same(end, whole)
-    same(other, whole)
+    (whole, resumed, end), (second, _, other) = run_ranks(2, save_and_go_on, 2, saved, block)
+    for each in (second, end, other):
+        same(each, whole)
     for size in (1, 3, 4) if block else ():
         for before, _ in run_ranks(size, go, size, [], saved, None, block):
             same(before, resumed)
@@ -94,14 +100,12 @@ def test_ranks_go_on_from_a_checkpoint_to_the_bit(tmp_path: Path, *, block: bool
 
 def test_machines_write_a_checkpoint_once_and_all_go_on_from_it(tmp_path: Path) -> None:
     saved = str(tmp_path / "saved")
-    first, *others = run_ranks(4, go, 4, [0, 1, 2, 3], None, saved, True, 2)
-    for _, whole in others:
-        same(whole, first[1])
+    by_rank = run_ranks(4, save_and_go_on, 4, saved, True, 2)
+    whole, resumed, _ = by_rank[0]
+    for end, _, end_of_resumed in by_rank:
+        same(end, whole)
+        same(end_of_resumed, whole)
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
-    found = run_ranks(4, go, 4, [2, 3], saved, None, True, 2)
-    for _, end in found:
-        same(end, first[1])
-    resumed = found[0][0]
     for size, machines in ((2, 2), (3, None)):
         for before, _ in run_ranks(size, go, size, [], saved, None, True, machines):
             same(before, resumed)

@@ -74,18 +74,26 @@ def go(
     return before, after
 
 
+def save_and_go_on(rank: int, folder: str, saved: str, block: bool) -> list[tuple[Arrays, Arrays]]:
+    """On disk to the end, in memory, and from the checkpoint on, on disk and in memory."""
+    return [
+        go(rank, folder, [0, 1, 2], None, saved, block),
+        go(rank, None, [0, 1, 2], None, None, block),
+        go(rank, folder, [2], saved, None, block),
+        go(rank, None, [2], saved, None, block),
+    ]
+
+
 @pytest.mark.parametrize("block", [True, False])
 def test_checkpoints_know_neither_ranks_nor_disks(tmp_path: Path, *, block: bool) -> None:
     saved, folder = str(tmp_path / "saved"), str(tmp_path)
-    (_, whole), (_, second) = run_ranks(2, go, folder, [0, 1, 2], None, saved, block)
-    same(whole, second)
-    (_, in_memory), _ = run_ranks(2, go, None, [0, 1, 2], None, None, block)
-    same(in_memory, whole)
-    for where in (folder, None):
-        (resumed, end), (_, other) = run_ranks(2, go, where, [2], saved, None, block)
+    by_rank = run_ranks(2, save_and_go_on, folder, saved, block)
+    (_, whole), _, (resumed, _), _ = by_rank[0]
+    for _, end in (end for ends in by_rank for end in ends):
         same(end, whole)
-        same(other, whole)
-    for size in (1, 3) if block else ():
+    if not block:
+        return
+    for size in (1, 3):
         for before, _ in run_ranks(size, go, folder, [], saved, None, block):
             same(before, resumed)
     # of a run without ranks, and without a disk

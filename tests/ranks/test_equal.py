@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -39,14 +38,6 @@ IN_BACKWARD: dict[str, Case] = {
 SEVERAL: dict[str, Case] = {"several backwards": (3, {}, {}), "several in bf16": (3, BF16, {})}
 
 
-@cache
-def found(size: int) -> list[dict[str, Any]]:
-    """What each rank has found, by case."""
-    return run_ranks(
-        size, train, size, {**CASES, **SEVERAL, **IN_BACKWARD} if size == 2 else {"plain": CASES["plain"]}
-    )
-
-
 def equal(one: Arrays, other: Arrays) -> None:
     assert one.keys() == other.keys()
     differing = [name for name in one if not np.array_equal(one[name], other[name])]
@@ -59,27 +50,39 @@ def close(one: Arrays, other: Arrays, tolerance: float) -> None:
         assert np.abs(one[name] - other[name]).max() <= tolerance * np.abs(other[name]).max(), name
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_two_ranks_equal_one_process_to_the_bit(name: str) -> None:
-    backwards, options, more = CASES[name]
-    # one process adds two gradients up in their own dtype, rounding once as the mean of two is rounded
-    alone = {**options, "grad_dtype": None} if options.get("dtype") else options
-    norms = found(2)[0][name][0]
-    _, gradients, state = train_alone(2, (backwards, alone, {**more, "given_norms": norms}))
-    for of_rank in found(2):
-        found_norms, found_gradients, found_state = of_rank[name]
-        assert found_norms == norms
-        equal(found_gradients, gradients)
-        equal(found_state, state)
+# all cases of two ranks in one test: their ranks run once, and tests of several processes would each run them
+def test_two_ranks_equal_one_process_to_the_bit() -> None:
+    found = run_ranks(2, train, 2, {**CASES, **SEVERAL, **IN_BACKWARD})
+    for name, (backwards, options, more) in CASES.items():
+        # one process adds two gradients up in their own dtype, rounding once as the mean of two is rounded
+        alone = {**options, "grad_dtype": None} if options.get("dtype") else options
+        norms = found[0][name][0]
+        _, gradients, state = train_alone(2, (backwards, alone, {**more, "given_norms": norms}))
+        for of_rank in found:
+            found_norms, found_gradients, found_state = of_rank[name]
+            assert found_norms == norms, name
+            equal(found_gradients, gradients)
+            equal(found_state, state)
+    for name in ("plain", *SEVERAL):
+        ranks_agree_and_have_the_gradient_of_one_process(found, name)
+    for name, (_, options, more) in IN_BACKWARD.items():
+        in_step = {key: value for key, value in options.items() if key != "update"}
+        alone = {**in_step, "grad_dtype": None} if in_step else in_step
+        _, _, state = train_alone(2, (1, alone, more))
+        for of_rank in found:
+            equal(of_rank[name][2], state)
 
 
-@pytest.mark.parametrize(
-    ("size", "name"), [(2, "plain"), (3, "plain"), (4, "plain"), *((2, name) for name in SEVERAL)]
-)
-def test_ranks_have_the_gradient_and_the_norm_of_one_process(size: int, name: str) -> None:
+@pytest.mark.parametrize("size", [3, 4])
+def test_more_ranks_have_the_gradient_and_the_norm_of_one_process(size: int) -> None:
+    found = run_ranks(size, train, size, {"plain": CASES["plain"]})
+    ranks_agree_and_have_the_gradient_of_one_process(found, "plain")
+
+
+def ranks_agree_and_have_the_gradient_of_one_process(found: list[dict[str, Any]], name: str) -> None:
     case = {**CASES, **SEVERAL}[name]
-    norms, gradients, _ = train_alone(size, case)
-    first, *others = [of_rank[name] for of_rank in found(size)]
+    norms, gradients, _ = train_alone(len(found), case)
+    first, *others = [of_rank[name] for of_rank in found]
     # the mean over ranks is rounded to bf16, of which one process has fp32 sums
     rounding = 2**-8 if case[1] else 0.0
     assert first[0][0] == pytest.approx(norms[0], rel=1e-6 + rounding)
@@ -89,16 +92,6 @@ def test_ranks_have_the_gradient_and_the_norm_of_one_process(size: int, name: st
         assert found_norms == first[0]
         equal(found_gradients, first[1])
         equal(found_state, first[2])
-
-
-@pytest.mark.parametrize("name", IN_BACKWARD)
-def test_updates_in_backward_are_those_in_step(name: str) -> None:
-    _, options, more = IN_BACKWARD[name]
-    in_step = {key: value for key, value in options.items() if key != "update"}
-    alone = {**in_step, "grad_dtype": None} if in_step else in_step
-    _, _, state = train_alone(2, (1, alone, more))
-    for of_rank in found(2):
-        equal(of_rank[name][2], state)
 
 
 def skipping(rank: int) -> list[tuple[Arrays, int]]:
