@@ -14,6 +14,7 @@ inside of such a checkpoint a layer runs once more than necessary.
 
 from __future__ import annotations
 
+import abc
 import ctypes
 import random
 from collections.abc import Iterable, Iterator
@@ -130,7 +131,7 @@ class Ambient:
             device,
             Autocast.now(device),
             Attention.now(),
-            random.getstate(),
+            _python.get(),
             _numpy.get(),
             torch.get_rng_state(),
             device_state,
@@ -146,7 +147,7 @@ class Ambient:
 
     def rewind(self) -> None:
         """Go back to this moment's random state for good."""
-        random.setstate(self.python_random_state)
+        _python.set(self.python_random_state)
         _numpy.set(self.numpy_random_state)
         torch.set_rng_state(self.cpu_random_state)
         if self.device_random_state is not None:
@@ -160,59 +161,127 @@ class Ambient:
         numbers were drawn inside."""
         devices = [] if self.device_random_state is None else [self.device]
         with torch.random.fork_rng(devices=devices), self.autocast.uncached(), self.attention.again():
-            now = random.getstate(), _numpy.get()
+            now = _python.get(), _numpy.get()
             generators = [(generator, _state_of(generator)) for generator, _ in self.generators]
             try:
                 self.rewind()
                 yield
             finally:
-                random.setstate(now[0])
+                _python.set(now[0])
                 _numpy.set(now[1])
                 for generator, state in generators:
                     _set_state(generator, state)
 
 
-class _NumpyState:
-    """The state of NumPy's own generator, taken and given back where it has changed.
+class Memory(ctypes.Array[ctypes.c_uint32]):
+    """Of a Mersenne Twister."""
 
-    NumPy takes as long to give or to set its state as a small layer takes to run. The state is the same as
-    long as the memory of the generator is, but for the second of a pair of normal numbers, which waits
-    outside of that memory: a state with such a number is not memoised.
+    _type_ = ctypes.c_uint32
+    _length_ = 625
+
+
+class _OwnState(abc.ABC):
+    """The state of Python's or of NumPy's own generator, taken and given back where it has changed.
+
+    Both take as long to give or to set their state as a small layer takes to run. The state is the same as
+    long as the memory of the generator is.
     """
 
     def __init__(self) -> None:
-        #: the memory, and the state that was found with it
-        self._kept: tuple[bytes | None, Any] = None, None
-        self._memory: tuple[Any, Any] = None, None
+        #: what was read, and the state that was found with it
+        self._kept: tuple[object, Any] = None, None
+        #: a generator, and its memory
+        self._memory: tuple[object, Memory | None] = None, None
 
     def get(self) -> Any:
-        """The state, as `np.random.set_state` takes it."""
-        memory = self._read()
+        """The state, as `set` takes it."""
+        read = self._read()
         found, state = self._kept
-        if memory is None or memory != found:
-            state = np.random.get_state(legacy=False)
-            self._kept = None if state["has_gauss"] else memory, state
+        if read is None or read != found:
+            state = self._get()
+            self._kept = read if self._is_told_by_memory(state) else None, state
         return state
 
     def set(self, state: Any) -> None:
         """Go back to what `get` has returned."""
         if state is not self.get():
-            np.random.set_state(state)
-            self._kept = None, None
+            self._set(state)
+            self._kept = self._read() if self._is_told_by_memory(state) else None, state
 
-    def _read(self) -> bytes | None:
-        """The memory of the generator, or None if the generator is no MT19937, NumPy's default."""
-        generator: Any = np.random.mtrand._rand._bit_generator
+    def _read(self) -> object:
+        """What has changed where the state has, or None where nothing tells."""
+        generator = self._generator()
+        if self._memory[0] is not generator:
+            self._memory = generator, self._memory_of(generator)
+        memory = self._memory[1]
+        return None if memory is None else (bytes(memory), self._beside(generator))
+
+    def _beside(self, generator: Any) -> object:
+        """What belongs to the state and is not in the memory."""
+        return None
+
+    def _is_told_by_memory(self, state: Any) -> bool:
+        """Whether the state is another one only where what `_read` finds is."""
+        return True
+
+    @abc.abstractmethod
+    def _generator(self) -> Any:
+        """The generator; another one where somebody has exchanged it."""
+
+    @abc.abstractmethod
+    def _memory_of(self, generator: Any) -> Memory | None:
+        """The 624 numbers of a Mersenne Twister and a position among them; None where they are not found."""
+
+    @abc.abstractmethod
+    def _get(self) -> Any: ...
+
+    @abc.abstractmethod
+    def _set(self, state: Any) -> None: ...
+
+
+class _PythonState(_OwnState):
+    def _generator(self) -> Any:
+        return random._inst
+
+    def _memory_of(self, generator: Any) -> Memory | None:
+        # CPython has a position and the numbers behind the head of the object
+        if not 0 <= generator.__sizeof__() - object.__basicsize__ - ctypes.sizeof(Memory) < 64:
+            return None
+        memory = Memory.from_address(id(generator) + object.__basicsize__)
+        position, *numbers = memory
+        return memory if (*numbers, position) == generator.getstate()[1] else None
+
+    def _beside(self, generator: Any) -> object:
+        return generator.gauss_next
+
+    def _get(self) -> Any:
+        return random.getstate()
+
+    def _set(self, state: Any) -> None:
+        random.setstate(state)
+
+
+class _NumpyState(_OwnState):
+    def _generator(self) -> Any:
+        return np.random.mtrand._rand._bit_generator
+
+    def _memory_of(self, generator: Any) -> Memory | None:
         if type(generator) is not np.random.MT19937:
             return None
-        if self._memory[0] is not generator:
-            # 624 numbers and a position among them
-            words = (ctypes.c_uint32 * 625).from_address(generator.ctypes.state_address)
-            self._memory = generator, words
-        return bytes(self._memory[1])
+        return Memory.from_address(generator.ctypes.state_address)
+
+    def _is_told_by_memory(self, state: Any) -> bool:
+        # the second of a pair of normal numbers waits outside
+        return not state["has_gauss"]
+
+    def _get(self) -> Any:
+        return np.random.get_state(legacy=False)
+
+    def _set(self, state: Any) -> None:
+        np.random.set_state(state)
 
 
-_numpy = _NumpyState()
+_python, _numpy = _PythonState(), _NumpyState()
 
 
 def _state_of(generator: Generator) -> Any:

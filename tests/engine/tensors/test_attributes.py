@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import streamer
+from streamer.engine.layer.ambient import _PythonState
 from tests.reference import gradients, streamed
 
 WIDTH = 8
@@ -207,6 +208,14 @@ def a_normal_in_the_end() -> float:
     return a_normal()
 
 
+def pythons_normal() -> float:
+    return random.gauss(1.0, 0.5)
+
+
+def pythons_uniform() -> float:
+    return random.random()
+
+
 def a_uniform() -> float:
     return float(np.random.rand())
 
@@ -215,8 +224,9 @@ def nothing() -> float:
     return 1.0
 
 
-class DrawingFromNumPy(Layer):
-    """Draws from NumPy's own generator: a normal number, whose pair waits for the next one, or a uniform."""
+class DrawingFromOwn(Layer):
+    """Draws from NumPy's or Python's own generator: a normal number, whose pair waits for the next one, or a
+    uniform."""
 
     def __init__(self, draw: Callable[[], float]) -> None:
         super().__init__()
@@ -238,27 +248,61 @@ class DrawingFromNumPy(Layer):
         [a_normal, nothing, a_normal, a_uniform],
         [a_normal, a_normal_in_the_end, nothing, nothing],
         [nothing] * 4,
+        [pythons_normal] * 4,
+        [pythons_uniform] * 4,
+        [pythons_normal, a_normal, nothing, pythons_uniform],
     ],
-    ids=["normal", "uniform", "mixed", "late", "none"],
+    ids=["normal", "uniform", "mixed", "late", "none", "python's normal", "python's uniform", "both"],
 )
-def test_numpys_own_generator_goes_on_as_it_would(draws: list[Callable[[], float]], of_user: int) -> None:
+def test_own_generators_go_on_as_they_would(draws: list[Callable[[], float]], of_user: int) -> None:
     found = []
     for is_streamed in (False, True):
         torch.manual_seed(0)
         np.random.seed(0)
-        model, values = nn.Sequential(*map(DrawingFromNumPy, draws)), []
+        random.seed(0)
+        model, values = nn.Sequential(*map(DrawingFromOwn, draws)), []
         with streamed(model, layers="") if is_streamed else nullcontext(model) as trained:
             for step in range(3):
                 # the user's draws begin between two of the layers', or do not
-                values += [float(np.random.randn()) for _ in range(of_user)]
+                values += [float(np.random.randn()) + random.gauss(0.0, 1.0) for _ in range(of_user)]
                 value = trained(torch.full((4, WIDTH), 0.1 * step)).square().mean()
                 value.backward()
                 values += [
                     value.item(),
                     *(param.grad.tolist() for param in trained.parameters()),
                     float(np.random.randn()),
+                    random.gauss(0.0, 1.0),
                 ]
                 trained.zero_grad()
         state = np.random.get_state(legacy=False)
-        found.append((values, state["state"]["key"].tolist(), state["gauss"], state["has_gauss"]))
+        numpys = state["state"]["key"].tolist(), state["gauss"], state["has_gauss"]
+        found.append((values, numpys, random.getstate()))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("between", [lambda: random.gauss(0.0, 1.0), random.random, lambda: random.seed(5)])
+def test_pythons_state_is_taken_where_it_has_changed(between: Callable[[], object]) -> None:
+    """Also where only the second of a pair of normal numbers is gone."""
+    random.seed(0)
+    random.gauss(0.0, 1.0)
+    own = _PythonState()
+    then = own.get()
+    assert then == random.getstate()
+    assert own.get() is then, "the memory is found"
+    between()
+    assert own.get() == random.getstate() != then
+    own.set(then)
+    assert own.get() == random.getstate() == then
+
+
+def test_where_the_memory_is_not_found_the_state_is_taken_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Elsewhere(random.Random):
+        def getstate(self) -> tuple[Any, ...]:
+            return 3, (0,) * 625, None
+
+    monkeypatch.setattr(random, "_inst", Elsewhere())
+    own = _PythonState()
+    assert own._read() is None
+    then = own.get()
+    random.random()
+    assert own.get() == random.getstate() and own.get() is not then
