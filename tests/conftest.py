@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import shutil
 import signal
 import tempfile
@@ -20,8 +21,9 @@ from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import Op
 from tests.nullgpu import device as nullgpu_device
 
-# the tensors are tiny: teams of threads would only wait for one another
+# the tensors are tiny: teams of threads would only wait for one another, also those of processes started here
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 for devices in (torch.cuda, torch.xpu, torch.mtia):
     if not devices.is_available():

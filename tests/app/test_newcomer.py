@@ -151,10 +151,6 @@ def test_a_folder_becomes_a_trained_model(place: Place, adapters: bool) -> None:
         process.communicate()
         assert not (run / "summary.json").exists(), "it was to be killed before its end"
         printed = place.streamer("train", *command, "--resume")
-        again = place.streamer("train", *command, "--resume")
-        assert (
-            "has finished at step 60: nothing is left to do; for more steps name them, --set run.ep" in again
-        )
 
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
