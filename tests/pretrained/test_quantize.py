@@ -32,8 +32,8 @@ from streamer.planner.step_plan import plan_step
 from streamer.pretrained.quantize import SCHEMES
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import RTX_4090
-from tests.model.test_quantized import assert_equal, five_steps, trained
 from tests.model_folders import rewritten
+from tests.quantized import assert_equal, history, sizes, trained, whole_step
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 pytestmark = pytest.mark.filterwarnings(
@@ -59,18 +59,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def write_llama(folder: Path, *, layers: int) -> Path:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attention_dropout=0.1,
-        use_cache=False,
-        max_position_embeddings=32,
-    )
-    LlamaForCausalLM(config).to(BF16).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(**sizes(128, layers))).to(BF16).save_pretrained(folder)
     return folder
 
 
@@ -123,10 +112,6 @@ def take_adapters(reference: nn.Module, model: nn.Module) -> None:
                 if "lora_B" in name:
                     own[name].normal_(std=0.05)
                 param.data = own[name].detach().clone()
-
-
-def history(model: nn.Module) -> list[Any]:
-    return five_steps(model, torch.optim.AdamW(trained(model), lr=1e-2, foreach=False))
 
 
 @pytest.mark.parametrize("activations", ["recompute", "keep"])
@@ -263,19 +248,11 @@ def test_a_folder_that_is_quantized_already(kind: str, place: str, llama: Path, 
 @pytest.mark.parametrize("word", WORDS)
 def test_a_plan_has_every_byte(word: str, llama: Path) -> None:
     planned = streamed(llama, quantize=word, device=None, backend=VirtualBackend(RTX_4090))
-    tokens = torch.zeros(2, 16, dtype=torch.long)
-
-    def step(model: nn.Module, optimizer: Any, device: str) -> None:
-        batch = tokens.to(device)
-        model(input_ids=batch, labels=batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
     optimizer = streamer.AdamW(trained(planned))
-    plan = plan_step(wrapped(planned).executor, lambda: step(planned, optimizer, "meta"))
+    plan = plan_step(wrapped(planned).executor, lambda: whole_step(planned, optimizer, "meta"))
     model = streamed(llama, quantize=word)
     own = streamer.AdamW(trained(model))
-    step(model, own, "cpu")
+    whole_step(model, own, "cpu")
     held = streamer.stats(model)
     assert {owner: nbytes for owner, nbytes in held.host_bytes.items() if nbytes} == dict(plan.host_bytes)
     of_layer = wrapped(model).executor.units[0].layout.nbytes
@@ -402,22 +379,21 @@ def test_a_model_that_is_mostly_other_than_linear(tmp_path: Path) -> None:
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.experts = nn.Parameter(torch.zeros(4, 32, 32))
+            self.table = nn.Parameter(torch.zeros(128, 32))
+            self.kernel = nn.Conv1d(4, 4, 4)
             self.linear = nn.Linear(32, 32)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.linear(x @ self.experts.sum(0))
-
-    def make() -> nn.Module:
-        return nn.Sequential(*(Layer() for _ in range(3)))
+            return self.linear(x + self.table.sum(0))
 
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = make()
+            self.layers = nn.Sequential(*(Layer() for _ in range(3)))
 
     save_file(dict(Model().state_dict()), tmp_path / "model.safetensors")
-    with pytest.warns(UserWarning, match=r"weights of linear modules, 20 % of what is in the layers"):
+    with pytest.warns(UserWarning, match=r"of linear modules and experts, 20 % of what is in the layers"):
         model = streamer.from_pretrained(tmp_path, Model, quantize="int8", device="cpu")
-    assert [param.requires_grad for param in model.parameters()] == [False] * 9
+    assert [param.requires_grad for param in model.parameters()] == [False] * 15
     streamer.unwrap(model)
+    assert type(model.layers[0].kernel.weight) is nn.Parameter
