@@ -21,7 +21,7 @@ from streamer.errors import shortened, warn
 from streamer.pretrained.architecture import of_library, transformers_library
 from streamer.pretrained.files import Stored
 from streamer.pretrained.match import Tensors, compiled
-from streamer.pretrained.quantized_files import StoredQuantized, need
+from streamer.pretrained.quantized_files import StoredQuantized, need, quantized_stack
 from streamer.pretrained.stacks import dequantize_in_forward, original, stacks_in
 
 #: Layers by their paths.
@@ -219,7 +219,7 @@ def quantize_weights(
         if name in linear:
             _quantize(model, name, linear[name], scheme, quantized, tensors, dtype)
         else:
-            _put(*stacks[name], scheme, quantized, tensors)
+            _put(*stacks[name], scheme.put, quantized, tensors)
     if of_library(model):
         left = [name for name, each in model.named_modules() if _is_linear(each) and name not in chosen]
         _tell_transformers(model, scheme.config(left, for_inputs))
@@ -228,9 +228,9 @@ def quantize_weights(
 def take_quantized(
     model: Any, stored: Mapping[str, Stored], tensors: Tensors, dtype: torch.dtype | None
 ) -> None:
-    """Freeze ``model``, which has no values, and give its linear modules the weights that are quantized in
-    the files. ``tensors`` know afterwards how they are read. A warning tells which weights are no linear
-    module's own, and are dequantized while they are read."""
+    """Freeze ``model``, which has no values, and give its linear modules, and experts in fp8, the weights
+    that are quantized in the files. ``tensors`` know afterwards how they are read. A warning tells which
+    weights are no linear module's own, and are dequantized while they are read."""
     model.requires_grad_(False)
     left = {name for name, it in stored.items() if isinstance(it, StoredQuantized)}
     for name, module in _linear_modules([("", model)]).items():
@@ -241,6 +241,11 @@ def take_quantized(
             linear = it.linear(module.out_features, module.in_features, for_inputs)
             _replace(model, name, module, linear, _reading(it, for_inputs), tensors)
             left.discard(it.name)
+    for module, key in stacks_in([("", model)]).values():
+        source = tensors.source(module._parameters[key])  # type: ignore[arg-type]
+        if source is not None and (stack := quantized_stack(source, dtype or source.dtype)) is not None:
+            _put(module, key, dequantize_in_forward, stack, tensors)
+            left -= {it.name for it in source.made_of}
     if left:
         warn(
             f"{shortened(sorted(left))}: quantized in the files, and dequantized while they are read, since "
@@ -303,13 +308,19 @@ def _quantize(
     _replace(model, name, module, scheme.linear(outputs, inputs, dtype or weight.dtype), quantized, tensors)
 
 
-def _put(module: nn.Module, key: str, scheme: Scheme, quantized: Quantized, tensors: Tensors | None) -> None:
+def _put(
+    module: nn.Module,
+    key: str,
+    put: Callable[[nn.Module, str, nn.Parameter], None],
+    quantized: Quantized,
+    tensors: Tensors | None,
+) -> None:
     """Let ``module`` have a quantized stack without values in place of ``key``."""
     before: Any = module._parameters[key]
     weight = quantized(META)
     if tensors is not None:
         tensors.quantize(before, weight, quantized)
-    scheme.put(module, key, weight)
+    put(module, key, weight)
 
 
 def _replace(

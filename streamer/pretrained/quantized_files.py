@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from math import prod
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import nn
 
 from streamer.errors import CheckpointError
 from streamer.pretrained.files import Stored
-from streamer.pretrained.match import commonest
+from streamer.pretrained.match import Source, commonest
 
 #: What bitsandbytes appends to the name of a weight: how it is quantized, in JSON.
 _STATE = ".quant_state.bitsandbytes__"
@@ -37,10 +38,12 @@ class StoredQuantized(Stored):
     made: Callable[[Mapping[str, torch.Tensor], torch.dtype], nn.Parameter]
     #: a linear module for it: of so many outputs and inputs, without a bias, for inputs of a dtype
     linear: Callable[[int, int, torch.dtype], nn.Module]
+    #: rows and columns of a block of 8-bit floats that have a scale
+    block: tuple[int, ...] = ()
 
     def quantized(self, device: torch.device | str, dtype: torch.dtype) -> nn.Parameter:
         """The weight, read to ``device``; on the meta device without values."""
-        return self.made({name: part.read().to(device) for name, part in self.parts.items()}, dtype)
+        return self.made({name: _read(part, device) for name, part in self.parts.items()}, dtype)
 
     def read(self) -> torch.Tensor:
         """Its values, on the CPU."""
@@ -118,16 +121,57 @@ def _blocks(scale: Stored, codes: Stored, block: Sequence[int], usual: torch.dty
             f"{list(block)}, which do not divide it: dequantize the model first"
         )
 
-    def made(parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> nn.Parameter:
-        kind = import_module("torchao.quantization").Float8Tensor
-        values = kind(parts["qdata"], parts["scale"], block_size=[*block], dtype=dtype)
-        return nn.Parameter(values, requires_grad=False)
-
     def linear(outputs: int, inputs: int, dtype: torch.dtype) -> nn.Module:
         return nn.Linear(inputs, outputs, bias=False, device="meta", dtype=dtype)
 
     parts = {"qdata": codes, "scale": scale}
-    return StoredQuantized(codes.name, codes.file, usual, codes.shape, parts=parts, made=made, linear=linear)
+    return StoredQuantized(
+        codes.name,
+        codes.file,
+        usual,
+        codes.shape,
+        parts=parts,
+        made=partial(_eight_bits, block=block),
+        linear=linear,
+        block=tuple(block),
+    )
+
+
+def _eight_bits(
+    parts: Mapping[str, torch.Tensor], dtype: torch.dtype, *, block: Sequence[int]
+) -> nn.Parameter:
+    kind = import_module("torchao.quantization").Float8Tensor
+    values = kind(parts["qdata"], parts["scale"], block_size=[*block], dtype=dtype)
+    return nn.Parameter(values, requires_grad=False)
+
+
+def quantized_stack(source: Source, dtype: torch.dtype) -> Callable[[torch.device], nn.Parameter] | None:
+    """What reads to a device the stack that is made of block-wise 8-bit floats, as experts are that lie one
+    by one in the files: their codes and their scales are stacked alike. None for what is made of others."""
+    convert, made_of = source.convert, source.made_of
+    blocks = {it.block if isinstance(it, StoredQuantized) else () for it in made_of}
+    block = blocks.pop() if len(blocks) == 1 else ()
+    if convert is None or not block:
+        return None
+
+    def stack(device: torch.device) -> dict[str, torch.Tensor]:
+        return {part: convert(partial(_read_part, part, device)) for part in ("qdata", "scale")}
+
+    without = stack(torch.device("meta"))
+    grid = (len(without["qdata"]), *map(int.__floordiv__, without["qdata"].shape[1:], block))
+    if without["scale"].shape != grid:  # turned, or interleaved
+        return None
+    return lambda device: _eight_bits(stack(device), dtype, block=(1, *block))
+
+
+def _read_part(part: str, device: torch.device, it: StoredQuantized) -> torch.Tensor:
+    return _read(it.parts[part], device)
+
+
+def _read(stored: Stored, device: torch.device | str) -> torch.Tensor:
+    if torch.device(device).type == "meta":
+        return torch.empty(stored.shape, dtype=stored.dtype, device=device)
+    return stored.read().to(device)
 
 
 def usual_dtype(stored: Mapping[str, Stored]) -> torch.dtype | None:

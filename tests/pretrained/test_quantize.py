@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,10 @@ def test_it_trains_as_what_transformers_quantizes(word: str, activations: str, l
     take_adapters(reference, model)
     assert_equal(history(model), history(reference))
     assert type(model.get_base_model().lm_head) is nn.Linear
+    told = [each.config.quantization_config.to_dict() for each in (model, reference)]
+    for each in told:
+        each.pop("llm_int8_skip_modules", None), each.pop("modules_to_not_convert", None)
+    assert told[0] == told[1]
     plain_again = streamer.unwrap(model)
     for mine, other in zip(plain_again.parameters(), reference.parameters(), strict=True):
         assert type(mine) is type(other) and torch.equal(_values(mine), _values(other))
@@ -166,9 +170,8 @@ def stored_in_4_bits(folder: Path, to: Path, **options: Any) -> None:
     model.save_pretrained(to)
 
 
-def stored_in_fp8(folder: Path, to: Path) -> None:
-    """As DeepSeek and Qwen write it."""
-    block = 64
+def stored_in_fp8(folder: Path, to: Path, *, block: int = 64, of: Sequence[str] = ("proj",)) -> None:
+    """As DeepSeek and Qwen write it; ``of`` are parts of the names of what is quantized."""
     to.mkdir(exist_ok=True)
     card = json.loads((folder / "config.json").read_text())
     card["quantization_config"] = {
@@ -180,7 +183,7 @@ def stored_in_fp8(folder: Path, to: Path) -> None:
     (to / "config.json").write_text(json.dumps(card))
     tensors: dict[str, torch.Tensor] = {}
     for name, values in load_file(folder / "model.safetensors").items():
-        if "proj" not in name:
+        if not any(part in name for part in of):
             tensors[name] = values
             continue
         rows, columns = (length // block for length in values.shape)
@@ -224,6 +227,12 @@ STORED: dict[str, tuple[Callable[[Path, Path], None], Any]] = {
 }
 
 
+def adapt_what_is_frozen(model: nn.Module) -> Any:
+    assert not any(param.requires_grad for param in model.parameters())
+    assert not any(module.training for module in model.modules())
+    return adapt(model)
+
+
 @pytest.mark.parametrize(
     ("kind", "place"),
     [*((kind, "memory") for kind in STORED), ("nf4, scales in 8 bits", "files"), ("fp8", "files")],
@@ -238,7 +247,7 @@ def test_a_folder_that_is_quantized_already(kind: str, place: str, llama: Path, 
     reference = plain(tmp_path, copy.deepcopy(quantization))
     if place == "files":
         options = {"disk": True, "host_memory": least_memory(tmp_path, disk=True)}
-    model = streamed(tmp_path, **options)
+    model = streamed(tmp_path, adapt=adapt_what_is_frozen, **options)
     take_adapters(reference, model)
     shards = [shard.weights_on_disk is not None for shard in wrapped(model).executor.store.shards]
     assert any(shards) == (place == "files")
@@ -389,6 +398,9 @@ def test_a_model_that_is_mostly_other_than_linear(tmp_path: Path) -> None:
             self.table = nn.Parameter(torch.zeros(128, 32))
             self.kernel = nn.Conv1d(4, 4, 4)
             self.linear = nn.Linear(32, 32)
+            self.tied = nn.Linear(32, 32)
+            self.again = nn.Linear(32, 32)
+            self.again.weight = self.tied.weight
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.linear(x + self.table.sum(0))
@@ -398,9 +410,18 @@ def test_a_model_that_is_mostly_other_than_linear(tmp_path: Path) -> None:
             super().__init__()
             self.layers = nn.Sequential(*(Layer() for _ in range(3)))
 
-    save_file(dict(Model().state_dict()), tmp_path / "model.safetensors")
-    with pytest.warns(UserWarning, match=r"of linear modules and experts, 20 % of what is in the layers"):
-        model = streamer.from_pretrained(tmp_path, Model, quantize="int8", device="cpu")
-    assert [param.requires_grad for param in model.parameters()] == [False] * 15
+    held = {name: value.clone() for name, value in Model().state_dict().items()}
+    del held["layers.2.linear.weight"]
+    save_file(held, tmp_path / "model.safetensors")
+    with pytest.warns(UserWarning, match=r"of linear modules and experts, 11 % of what is in the layers"):
+        model = streamer.from_pretrained(
+            tmp_path,
+            Model,
+            quantize="int8",
+            device="cpu",
+            init=lambda module: nn.init.ones_(module.weight) if type(module) is nn.Linear else None,
+        )
+    assert not any(param.requires_grad for param in model.parameters())
     streamer.unwrap(model)
-    assert type(model.layers[0].kernel.weight) is nn.Parameter
+    quantized = {name for name, param in model.named_parameters() if type(param) is not nn.Parameter}
+    assert quantized == {"layers.0.linear.weight", "layers.1.linear.weight"}

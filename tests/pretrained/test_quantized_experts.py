@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 
 import streamer
 from streamer.backends.base import Lane
@@ -18,7 +18,7 @@ from streamer.planner.step_plan import StepPlan, plan_step
 from streamer.pretrained.quantize import SCHEMES
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import RTX_4090
-from tests.pretrained.test_quantize import CONFIGS, refused, take_adapters
+from tests.pretrained.test_quantize import CONFIGS, refused, stored_in_fp8, take_adapters
 from tests.quantized import (
     assert_equal,
     bytes_moved,
@@ -180,6 +180,45 @@ def test_gradients_of_micro_batches(word: str, mixture: Path) -> None:
         seen.append(torch.cat([param.grad.float().flatten() for param in trained(model)]))
         streamer.unwrap(model)
     torch.testing.assert_close(seen[1], seen[0], rtol=0, atol=0.02 * float(seen[0].abs().max()))
+
+
+@pytest.mark.parametrize("mixture", ["mixtral", "qwen3_moe"], indirect=True)
+def test_experts_that_are_in_fp8_in_their_files(mixture: Path, tmp_path: Path) -> None:
+    stored_in_fp8(mixture, tmp_path, block=32, of=("experts", "proj"))
+    reference = plain_fp8(tmp_path)
+    model = streamer.from_pretrained(tmp_path, adapt=adapt, dtype=BF16, device="cpu").train()
+    of_experts = {type(p).__name__ for name, p in model.named_parameters() if "experts" in name}
+    take_adapters(reference, model)
+    assert_equal(history(model), history(reference))
+    streamer.unwrap(model)
+    assert of_experts == {"Float8Tensor"}
+    for mine, theirs in zip(experts_of(model), experts_of(reference), strict=True):
+        assert all(torch.equal(getattr(mine, key), getattr(theirs, key)) for key in STACKS)
+
+
+def plain_fp8(folder: Path) -> nn.Module:
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=BF16, device_map={"": "cpu"}, quantization_config=FineGrainedFP8Config(dequantize=True)
+    )
+    return adapt(model).train()
+
+
+def test_values_are_shared_within_a_call_alone(word: str, mixture: Path) -> None:
+    def looked_at(model: nn.Module) -> Any:
+        """Adapters, which may ask for the shape of what they are for."""
+        for each in experts_of(model):
+            assert (each.gate_up_proj.shape, each.gate_up_proj.dtype) == ((4, 192, 64), BF16)
+        return adapt(model)
+
+    model = streamed(mixture, word, adapt=looked_at)
+    loss_of(model, 0).backward()
+    streamer.unwrap(model)
+    experts = experts_of(model)[0]
+    made: list[torch.Tensor] = []
+    experts.register_forward_pre_hook(lambda module, _: made.extend([module.down_proj, module.down_proj]))
+    with pytest.raises(TypeError):
+        experts()
+    assert made[0] is made[1] and experts.down_proj is not experts.down_proj
 
 
 def test_what_is_skipped_stays_exact(word: str, mixture: Path) -> None:
