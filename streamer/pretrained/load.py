@@ -73,8 +73,8 @@ def from_pretrained(
             in the layers, and of experts that are one tensor, while they are read, a tensor at a time, so
             that the model is never whole in ``dtype``. The experts of a layer are dequantized as a whole
             where they run. The model is frozen then: ``adapt`` adds what is trained, or unfreezes what is
-            not quantized. A folder whose weights are quantized already, in 4 bits by bitsandbytes or in fp8
-            with a scale for each block, is read as it is, and frozen too.
+            not quantized. A folder whose weights are quantized already, in 4 bits by bitsandbytes, in fp8
+            with a scale for each block, or by torchao, is read as it is, and frozen too.
         skip: a regular expression, or several; linear modules and experts are not quantized if one is found
             in their name.
         disk: True reads frozen parameters of layers, such as the base of adapters, from the files where they

@@ -296,7 +296,7 @@ class _Conversion:
 
     def _read(self, name: str) -> torch.Tensor:
         if name not in self._made:
-            self._made = self._convert(Stored.read)
+            self._made = self._convert(lambda stored: stored.read())
         return self._made.pop(name)
 
     def _one(self, name: str, read: Callable[[Stored], torch.Tensor]) -> torch.Tensor:

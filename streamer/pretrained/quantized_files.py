@@ -1,5 +1,5 @@
-"""Weights that are quantized in the files: in 4 bits by bitsandbytes, or in 8-bit floats with a scale for
-each block (DeepSeek, Qwen). Each is read as it is, and streamed by its parts: [Note: parts].
+"""Weights that are quantized in the files: in 4 bits by bitsandbytes, in 8-bit floats with a scale for each
+block (DeepSeek, Qwen), or by torchao. Each is read as it is, and streamed by its parts: [Note: parts].
 """
 
 from __future__ import annotations
@@ -75,9 +75,15 @@ def with_quantized(path: Path, stored: Mapping[str, Stored], config: Any) -> dic
             if weight in found:
                 found[weight] = _blocks(found.pop(name), found[weight], told["weight_block_size"], usual)
         return found
+    if method == "torchao":
+        need("torchao")
+        for file in {it.file for it in stored.values()}:
+            _take_tensors_of_torchao(found, file)
+        return found
     raise ValueError(
         f"{path}: its weights are quantized by {method or 'an unknown method'}, which cannot be streamed: 4 "
-        "bits of bitsandbytes and block-wise fp8 can; or give the weights as they were before, and quantize="
+        "bits of bitsandbytes, block-wise fp8 and files of torchao can; or give the weights as they were "
+        "before, and quantize="
     )
 
 
@@ -121,9 +127,6 @@ def _blocks(scale: Stored, codes: Stored, block: Sequence[int], usual: torch.dty
             f"{list(block)}, which do not divide it: dequantize the model first"
         )
 
-    def linear(outputs: int, inputs: int, dtype: torch.dtype) -> nn.Module:
-        return nn.Linear(inputs, outputs, bias=False, device="meta", dtype=dtype)
-
     parts = {"qdata": codes, "scale": scale}
     return StoredQuantized(
         codes.name,
@@ -132,7 +135,7 @@ def _blocks(scale: Stored, codes: Stored, block: Sequence[int], usual: torch.dty
         codes.shape,
         parts=parts,
         made=partial(_eight_bits, block=block),
-        linear=linear,
+        linear=_linear,
         block=tuple(block),
     )
 
@@ -172,6 +175,43 @@ def _read(stored: Stored, device: torch.device | str) -> torch.Tensor:
     if torch.device(device).type == "meta":
         return torch.empty(stored.shape, dtype=stored.dtype, device=device)
     return stored.read().to(device)
+
+
+def _take_tensors_of_torchao(found: dict[str, Stored], file: Path) -> None:
+    """Put the weights that torchao has quantized in ``file`` into ``found``, in place of their parts."""
+    support = import_module("torchao.prototype.safetensors.safetensors_support")
+    with import_module("safetensors").safe_open(file, "pt") as opened:
+        told: Mapping[str, str] = opened.metadata() or {}
+    for name in json.loads(told.get("tensor_names", "[]")):
+        about = json.loads(told[name])
+        if about["_type"] == "Tensor":
+            continue
+        owner, _, attribute = name.rpartition(".")
+        keys = {part: f"{owner}._{attribute}_{part}" for part in about["_tensor_data_names"]}
+        if absent := [key for key in keys.values() if key not in found]:
+            raise CheckpointError(f"'{name}' is not whole in its file: {absent[0]} is missing")
+        parts = {part: found.pop(key) for part, key in keys.items()}
+        about_one = {name: told[name], "tensor_names": json.dumps([name])}
+
+        def made(
+            parts: Mapping[str, torch.Tensor],
+            dtype: torch.dtype,
+            name: str = name,
+            keys: Mapping[str, str] = keys,
+            about: Mapping[str, str] = about_one,
+        ) -> nn.Parameter:
+            flat = {keys[part]: tensor for part, tensor in parts.items()}
+            whole, _ = support.unflatten_tensor_state_dict(flat, about)
+            return nn.Parameter(whole[name], requires_grad=False)
+
+        without = made({part: _read(it, "meta") for part, it in parts.items()}, torch.float32)
+        found[name] = StoredQuantized(
+            name, file, without.dtype, tuple(without.shape), parts=parts, made=made, linear=_linear
+        )
+
+
+def _linear(outputs: int, inputs: int, dtype: torch.dtype) -> nn.Module:
+    return nn.Linear(inputs, outputs, bias=False, device="meta", dtype=dtype)
 
 
 def usual_dtype(stored: Mapping[str, Stored]) -> torch.dtype | None:

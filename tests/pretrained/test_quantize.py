@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
@@ -164,8 +165,12 @@ def test_a_weight_without_values_is_laid_out_as_one_with_values(word: str) -> No
 
 
 def stored_in_4_bits(folder: Path, to: Path, **options: Any) -> None:
+    stored_quantized(folder, to, four_bits(**options))
+
+
+def stored_quantized(folder: Path, to: Path, quantization: Any) -> None:
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=BF16, device_map={"": "cpu"}, quantization_config=four_bits(**options)
+        folder, dtype=BF16, device_map={"": "cpu"}, quantization_config=quantization
     )
     model.save_pretrained(to)
 
@@ -224,7 +229,11 @@ STORED: dict[str, tuple[Callable[[Path, Path], None], Any]] = {
     "nf4, scales in 8 bits": (stored_in_4_bits, None),
     "fp4": (lambda folder, to: stored_in_4_bits(folder, to, bnb_4bit_quant_type="fp4"), None),
     "fp8": (stored_in_fp8, FineGrainedFP8Config(dequantize=True)),
+    "torchao": (lambda folder, to: stored_quantized(folder, to, int8()), None),
 }
+
+
+IN_PLACE = ("nf4, scales in 8 bits", "fp8", "torchao")
 
 
 def adapt_what_is_frozen(model: nn.Module) -> Any:
@@ -235,7 +244,7 @@ def adapt_what_is_frozen(model: nn.Module) -> Any:
 
 @pytest.mark.parametrize(
     ("kind", "place"),
-    [*((kind, "memory") for kind in STORED), ("nf4, scales in 8 bits", "files"), ("fp8", "files")],
+    [*((kind, "memory") for kind in STORED), *((kind, "files") for kind in IN_PLACE)],
 )
 def test_a_folder_that_is_quantized_already(kind: str, place: str, llama: Path, tmp_path: Path) -> None:
     store, quantization = STORED[kind]
@@ -381,6 +390,14 @@ def test_quantized_files_that_are_not_whole(llama: Path, tmp_path: Path) -> None
     weight = "model.layers.1.mlp.up_proj.weight"
     stored_in_4_bits(llama, tmp_path / "4")
     stored_in_fp8(llama, tmp_path / "8")
+    stored_quantized(llama, tmp_path / "ao", int8())
+    file = tmp_path / "ao/model.safetensors"
+    with safe_open(file, "pt") as opened:
+        told = opened.metadata()
+    left = load_file(file)
+    del left[f"{weight.removesuffix('weight')}_weight_scale"]
+    save_file(left, file, metadata=told)
+    refused(rf"'{weight}' is not whole in its file: .*up_proj\._weight_scale is missing", tmp_path / "ao")
     rewritten(tmp_path / "4/model.safetensors", lambda held: held.pop(f"{weight}.absmax"))
     refused(rf"'{weight}' is not whole in its file .*absmax", tmp_path / "4")
     rewritten(tmp_path / "8/model.safetensors", lambda held: held.pop(f"{weight}_scale_inv"))
