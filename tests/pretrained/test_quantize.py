@@ -124,13 +124,20 @@ def test_it_trains_as_what_transformers_quantizes(word: str, activations: str, l
     take_adapters(reference, model)
     assert_equal(history(model), history(reference))
     assert type(model.get_base_model().lm_head) is nn.Linear
-    told = [each.config.quantization_config.to_dict() for each in (model, reference)]
-    for each in told:
-        each.pop("llm_int8_skip_modules", None), each.pop("modules_to_not_convert", None)
-    assert told[0] == told[1]
+    assert _told(model) == _told(reference)
     plain_again = streamer.unwrap(model)
     for mine, other in zip(plain_again.parameters(), reference.parameters(), strict=True):
         assert type(mine) is type(other) and torch.equal(_values(mine), _values(other))
+
+
+def _told(model: Any) -> dict[str, Any]:
+    """What trainers may ask a model about its quantization, but for the modules that are left out."""
+    base = model.get_base_model()
+    names = ("is_quantized", "is_loaded_in_4bit", "quantization_method")
+    card = base.config.quantization_config.to_dict()
+    for left_out in ("llm_int8_skip_modules", "modules_to_not_convert"):
+        card.pop(left_out, None)
+    return {name: getattr(base, name, None) for name in names} | card
 
 
 def _values(param: Any) -> torch.Tensor:
