@@ -31,7 +31,9 @@ import streamer
 from streamer.engine.tensors.parts import composite_of
 from streamer.engine.wrapped.handle import wrapped
 from streamer.planner.step_plan import plan_step
+from streamer.pretrained.files import Stored
 from streamer.pretrained.quantize import SCHEMES
+from streamer.pretrained.quantized_files import usual_dtype
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import RTX_4090
 from tests.model_folders import rewritten
@@ -393,6 +395,25 @@ def test_what_cannot_be_quantized(llama: Path, tmp_path: Path, monkeypatch: pyte
     refused(r"its weights are quantized already: leave quantize='nf4' out", tmp_path, quantize="nf4")
 
 
+@pytest.mark.parametrize(
+    ("kind", "library"), [("nf4", "bitsandbytes"), ("fp8", "torchao"), ("torchao", "torchao")]
+)
+def test_quantized_files_without_the_library(
+    kind: str, library: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    STORED[kind][0](llama, tmp_path)
+    monkeypatch.setitem(sys.modules, library, None)
+    refused(rf"need {library}: pip install 'streamer\[quantize\]'", tmp_path)
+
+
+def test_scales_do_not_tell_the_dtype_of_a_model() -> None:
+    stored = {
+        name: Stored(name, Path("file"), dtype, (length,))
+        for name, dtype, length in (("a", BF16, 4), ("b.absmax", torch.float32, 8), ("b", torch.uint8, 512))
+    }
+    assert usual_dtype(stored) == BF16
+
+
 def test_quantized_files_that_are_not_whole(llama: Path, tmp_path: Path) -> None:
     weight = "model.layers.1.mlp.up_proj.weight"
     stored_in_4_bits(llama, tmp_path / "4")
@@ -413,6 +434,17 @@ def test_quantized_files_that_are_not_whole(llama: Path, tmp_path: Path) -> None
         tmp_path / "8/model.safetensors", lambda held: held.update({f"{weight}_scale_inv": torch.ones(1, 1)})
     )
     refused(r"fp8 of \[256, 128\] with scales of \[1, 1\] for blocks of \[64, 64\]", tmp_path / "8")
+    card = json.loads((tmp_path / "8/config.json").read_text())
+    card["quantization_config"]["weight_block_size"] = [48, 128]
+    (tmp_path / "8/config.json").write_text(json.dumps(card))
+
+    def in_blocks_of_48(held: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in held if "proj.weight" in name and "scale" not in name]:
+            rows, columns = held[name].shape
+            held[f"{name}_scale_inv"] = torch.ones(-(-rows // 48), columns // 128)
+
+    rewritten(tmp_path / "8/model.safetensors", in_blocks_of_48)
+    refused(r"with scales of .* for blocks of \[48, 128\], which do not divide it", tmp_path / "8")
 
 
 def test_a_model_that_is_mostly_other_than_linear(tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ def test_gradients_of_micro_batches(word: str, mixture: Path) -> None:
 def test_experts_that_are_in_fp8_in_their_files(mixture: Path, tmp_path: Path) -> None:
     stored_in_fp8(mixture, tmp_path, block=32, of=("experts", "proj"))
     reference = plain_fp8(tmp_path)
-    model = streamer.from_pretrained(tmp_path, adapt=adapt, dtype=BF16, device="cpu").train()
+    model = streamer.from_pretrained(tmp_path, adapt=adapt, device="cpu").train()
     of_experts = {type(p).__name__ for name, p in model.named_parameters() if "experts" in name}
     take_adapters(reference, model)
     assert_equal(history(model), history(reference))
