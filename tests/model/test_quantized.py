@@ -151,6 +151,9 @@ def test_layers_that_are_alike_are_planned_once(kind: str) -> None:
     units, _ = make_units(model, find_layers(model, LAYERS), None)
     numbers = Numbers()
     assert len({structure_of(unit, numbers) for unit in units}) == 1
+    if kind == "bitsandbytes nf4":
+        units[1].in_parts[0].param.quant_state.state2.blocksize = 128
+        assert len({structure_of(unit, numbers) for unit in units}) == 2
 
 
 @pytest.mark.parametrize("kind", KINDS)

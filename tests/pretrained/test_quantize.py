@@ -139,7 +139,8 @@ def _told(model: Any) -> dict[str, Any]:
     card = base.config.quantization_config.to_dict()
     for left_out in ("llm_int8_skip_modules", "modules_to_not_convert"):
         card.pop(left_out, None)
-    return {name: getattr(base, name, None) for name in names} | card
+    told = {name: getattr(base, name, None) for name in names}
+    return told | {"in config": getattr(base.config, "_is_quantized", None)} | card
 
 
 def _values(param: Any) -> torch.Tensor:
