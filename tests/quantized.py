@@ -1,13 +1,19 @@
-"""A Llama whose layers hold quantized weights, by kind of quantization, with adapters beside them."""
+"""A Llama whose layers hold quantized weights, by kind of quantization, with adapters beside them; what is
+compared of such models."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
+
+import streamer
+from streamer.backends.base import Lane
+from streamer.engine.wrapped.handle import wrapped
 
 #: Kinds by the library that makes them.
 TORCHAO = ("torchao int8", "torchao float8", "torchao nf4")
@@ -15,6 +21,12 @@ BITSANDBYTES = ("bitsandbytes nf4", "bitsandbytes fp4", "bitsandbytes int8")
 KINDS = (*TORCHAO, *BITSANDBYTES)
 
 LAYERS = "model.layers"
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bitsandbytes evaluates 4 bits on some CPUs in another layout, in which their scales have fewer bits."""
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
 
 
 class Adapted(nn.Module):
@@ -69,21 +81,25 @@ def quantize(linear: nn.Linear, kind: str | None) -> nn.Module:
     return quantized
 
 
+def sizes(width: int, layers: int) -> dict[str, Any]:
+    """Of a tiny Llama with dropout."""
+    return {
+        "vocab_size": 128,
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "attention_dropout": 0.1,
+        "use_cache": False,
+        "max_position_embeddings": 32,
+    }
+
+
 def llama(kind: str | None, *, layers: int = 4, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
     """In training mode, with dropout; only the adapters are trained."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attention_dropout=0.1,
-        use_cache=False,
-        max_position_embeddings=32,
-    )
-    model = LlamaForCausalLM(config).to(dtype)
+    model = LlamaForCausalLM(LlamaConfig(**sizes(64, layers))).to(dtype)
     for layer in model.model.layers:
         for name, linear in [*linears(layer)]:
             owner = layer.get_submodule(name.rpartition(".")[0])
@@ -104,3 +120,63 @@ def loss_of(model: nn.Module, step: int) -> torch.Tensor:
     tokens = torch.randint(0, 128, (2, 16))
     loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
     return loss
+
+
+def five_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The losses and gradients of five steps."""
+    seen: list[Any] = []
+    for step in range(5):
+        loss = loss_of(model, step)
+        loss.backward()
+        seen.append(loss.item())
+        seen += [param.grad.clone() for param in model.parameters() if param.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def history(model: nn.Module) -> list[Any]:
+    return five_steps(model, torch.optim.AdamW(trained(model), lr=1e-2, foreach=False))
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+def assert_equal(actual: list[Any], expected: list[Any]) -> None:
+    assert len(actual) == len(expected)
+    for one, other in zip(actual, expected, strict=True):
+        assert one == other if isinstance(one, float) else torch.equal(one, other)
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model.train(False)(input_ids=torch.arange(16)[None]).logits
+    return found
+
+
+def whole_step(model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> None:
+    """A step without values on the device "meta"."""
+    tokens = torch.zeros(2, 16, dtype=torch.long, device=device)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def bytes_moved(model: nn.Module, run: Callable[[], None]) -> dict[Lane, int]:
+    """By lane, in ``run``, to its end."""
+    moved: dict[Lane, int] = dict.fromkeys(Lane, 0)
+    backend = wrapped(model).executor.backend
+    submit = backend.submit
+
+    def counted(lane: Lane, work: Any, waits: Any, nbytes: int) -> Any:
+        moved[lane] += nbytes
+        return submit(lane, work, waits, nbytes)
+
+    backend.submit = counted  # type: ignore[method-assign]
+    try:
+        run()
+        streamer.synchronize(model)
+    finally:
+        backend.submit = submit  # type: ignore[method-assign]
+    return moved

@@ -319,14 +319,14 @@ class ModelConfig:
     quantize: Annotated[
         str,
         one_of("none", "int8", "nf4"),
-        "quantize the linear layers of the frozen base of `[lora]` while it is read: to 8 bits by torchao, "
-        "to 4 by bitsandbytes (`pip install '.[quantize]'`). A folder that is quantized already is read as "
-        "it is",
+        "quantize the linear layers and experts of the frozen base of `[lora]` while it is read: to 8 bits "
+        "by torchao, to 4 by bitsandbytes (`pip install '.[quantize]'`). A folder that is quantized already "
+        "is read as it is",
     ] = "none"
     quantize_skip: Annotated[
         tuple[str, ...],
         TEXTS,
-        "regular expressions; a linear layer is not quantized if one is found in its name",
+        "regular expressions; linear layers and experts are not quantized if one is found in their name",
     ] = ()
 
 

@@ -33,7 +33,7 @@ from streamer.model.units import cut_to_fit, make_units, refuse_micro_batches
 from streamer.model.unwrap import forget
 from streamer.optim.torch_optimizers import serve_other_optimizers
 from streamer.planner.choice import AUTO, Chosen
-from streamer.planner.ledger import OnDisk, least_moments, ledger, to_disk
+from streamer.planner.ledger import OnDisk, frozen_matrices, least_moments, ledger, to_disk
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.disks import VirtualDisks
 
@@ -117,7 +117,7 @@ def stream(
         # ranks have the host's memory once on each machine, which its first one takes with what is each one's
         everything = of_all_ranks(planned.host, 1 if ranks is None else ranks.local_size)
         on_host = {**everything, **moments} if ranks is None or ranks.leads_machine else {}
-        replace(planned, host=on_host).check(room, device_remedy=cut.remedy)
+        replace(planned, host=on_host).check(room, device_remedy=cut.remedy, frozen=frozen_matrices(units))
         layouts = [unit.layout for unit in (*units, root)]
         allocate, reserve = backend.host_buffer, backend.host_reserve
         if ranks is not None:

@@ -23,6 +23,7 @@ from streamer.memory.placement import (
 from streamer.memory.purposes import (
     BF16,
     FILE_BLOCKS,
+    FP16,
     FP32,
     GRADIENTS,
     MASTERING,
@@ -102,15 +103,16 @@ class Ledger:
             }
         )
 
-    def check(self, room: Room, *, device_remedy: str | None = None) -> None:
+    def check(self, room: Room, *, device_remedy: str | None = None, frozen: int = 0) -> None:
         """Raise MemoryError, with what each side needs and has, unless ``room`` has enough of both.
-        ``device_remedy`` says what would help the device."""
+        ``device_remedy`` says what would help the device; ``frozen`` bytes of the host are `frozen_matrices`.
+        """
         device, host = sum(self.device.values()), sum(self.host.values())
         given_back = {"given back by the model": room.given_back}
         rows = {"available": room.host - room.given_back, **_nonzero(given_back)}
         tiers = [
             Tier("the device", device, room.tensors, device_remedy or "lower num_slots"),
-            room.host_tier(host, device, "use dtype=torch.bfloat16 or freeze parameters"),
+            room.host_tier(host, device, _quantizing(frozen, host, room.host_room(device)) or _EXACT),
         ]
         if room.host_limit is not None:
             remedy = f"give disk= a folder for the optimizer's state, or {REMEDY}"
@@ -124,6 +126,32 @@ class Ledger:
             return self.table(device={"available": room.tensors}, host=rows)
 
         require("the model", *tiers, details=table)
+
+
+#: What makes host memory suffice, unless weights are frozen and short already.
+_EXACT = "use dtype=torch.bfloat16 or freeze parameters"
+#: How to quantize, and which share of the bytes of 16-bit weights that saves.
+_QUANTIZE = {'"int8"': 0.48, '"nf4"': 0.7}
+
+
+def frozen_matrices(units: Sequence[Unit]) -> int:
+    """Bytes of the frozen matrices of ``units`` in 16 bits a value, which no exact option makes fewer."""
+    return sum(
+        slice.nbytes
+        for unit in units
+        for slice in unit.layout.slices
+        if not slice.param.trainable and len(slice.param.shape) > 1 and slice.param.dtype in (BF16, FP16)
+    )
+
+
+def _quantizing(frozen: int, needed: int, there: int) -> str | None:
+    """The mildest way to quantize that makes ``there`` bytes suffice for ``needed``, of which most are
+    ``frozen`` weights."""
+    if 2 * frozen < needed:
+        return None
+    enough = (word for word, share in _QUANTIZE.items() if needed - share * frozen <= there)
+    word = next(enough, None)
+    return None if word is None else f"quantize the frozen weights (from_pretrained(quantize={word}))"
 
 
 def ledger(

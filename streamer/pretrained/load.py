@@ -20,7 +20,7 @@ from streamer.model.wrap import wrap
 from streamer.pretrained.architecture import ModelClass, build, is_quantized
 from streamer.pretrained.files import Stored, places, stored_tensors
 from streamer.pretrained.match import Tensors
-from streamer.pretrained.quantize import quantize_linear, take_quantized
+from streamer.pretrained.quantize import quantize_weights, take_quantized
 from streamer.pretrained.quantized_files import StoredQuantized, usual_dtype, with_quantized
 
 #: The method of transformers' models that sets first values, and the mark of those that it leaves alone.
@@ -70,12 +70,13 @@ def from_pretrained(
             bf16 weights. None streams each parameter in the dtype that it has in the files. Buffers of a
             transformers model are in the dtype that its class gives them for ``dtype``.
         quantize: "int8" (by torchao) or "nf4" (by bitsandbytes) quantizes the weights of the linear modules
-            in the layers while they are read, a tensor at a time, so that the model is never whole in
-            ``dtype``. The model is frozen then: ``adapt`` adds what is trained, or unfreezes what is not
-            quantized. A folder whose weights are quantized already, in 4 bits by bitsandbytes or in fp8 with
-            a scale for each block, is read as it is, and frozen too.
-        skip: a regular expression, or several; linear modules are not quantized if one is found in their
-            name.
+            in the layers, and of experts that are one tensor, while they are read, a tensor at a time, so
+            that the model is never whole in ``dtype``. The experts of a layer are dequantized as a whole
+            where they run. The model is frozen then: ``adapt`` adds what is trained, or unfreezes what is
+            not quantized. A folder whose weights are quantized already, in 4 bits by bitsandbytes, in fp8
+            with a scale for each block, or by torchao, is read as it is, and frozen too.
+        skip: a regular expression, or several; linear modules and experts are not quantized if one is found
+            in their name.
         disk: True reads frozen parameters of layers, such as the base of adapters, from the files where they
             are, for as many layers as ``host_memory`` (or what is free) has no room for: nothing is copied
             and nothing written, and memory has a ring of a few layers. The files must stay. A layer of which
@@ -112,7 +113,7 @@ def from_pretrained(
     found = find_layers(model, layers) if adapt is None else []  # says early what is wrong with the paths
     tensors.take_dtypes(dtype if dtype in DTYPES else None)
     if quantize is not None:
-        quantize_linear(model, found or find_layers(model, None), quantize, skip, tensors, dtype)
+        quantize_weights(model, found or find_layers(model, None), quantize, skip, tensors, dtype)
     elif skip:
         raise ValueError("skip= names what quantize= leaves as it is: give quantize=, or leave skip= out")
     if in_files:

@@ -28,13 +28,16 @@ from streamer.pretrained.files import Stored
 @dataclass(frozen=True)
 class Source:
     """Where a tensor of the model comes from: the names of the files, and what reads it, on the CPU; and what
-    is ``stored`` there if that is the tensor as it is."""
+    is ``stored`` there if that is the tensor as it is. One that is ``made_of`` several is what ``convert``
+    makes of a function that reads one of them, or a part of each."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     files: str
     read: Callable[[], torch.Tensor]
     stored: Stored | None = None
+    made_of: tuple[Stored, ...] = ()
+    convert: Callable[[Callable[[Any], torch.Tensor]], torch.Tensor] | None = None
 
 
 class Tensors:
@@ -280,14 +283,24 @@ class _Conversion:
                 f"'{self.target}' cannot be made of what is in {files} ({in_a_line(error)}): {names}"
             ) from error
         return {
-            name: Source(tensor.dtype, tuple(tensor.shape), files, partial(self._read, name))
+            name: Source(
+                tensor.dtype,
+                tuple(tensor.shape),
+                files,
+                partial(self._read, name),
+                made_of=tuple(stored for _, stored in self.parts),
+                convert=partial(self._one, name),
+            )
             for name, tensor in made.items()
         }
 
     def _read(self, name: str) -> torch.Tensor:
         if name not in self._made:
-            self._made = self._convert(Stored.read)
+            self._made = self._convert(lambda stored: stored.read())
         return self._made.pop(name)
+
+    def _one(self, name: str, read: Callable[[Stored], torch.Tensor]) -> torch.Tensor:
+        return self._convert(read)[name]
 
     def _convert(self, read: Callable[[Stored], torch.Tensor]) -> dict[str, torch.Tensor]:
         converter = copy.deepcopy(self.converter)

@@ -1,5 +1,5 @@
-"""Linear modules with quantized weights: quantized while they are read, by torchao or bitsandbytes, or as
-they are in the files.
+"""Linear modules and stacks of experts with quantized weights: quantized while they are read, by torchao or
+bitsandbytes, or as they are in the files.
 
 The model is built without values, and gets quantized weights without values, so that `wrap` lays out their
 parts: [Note: parts]. A tensor is then read, quantized on the device, and its parts go to host memory, before
@@ -21,7 +21,8 @@ from streamer.errors import shortened, warn
 from streamer.pretrained.architecture import of_library, transformers_library
 from streamer.pretrained.files import Stored
 from streamer.pretrained.match import Tensors, compiled
-from streamer.pretrained.quantized_files import StoredQuantized, need
+from streamer.pretrained.quantized_files import StoredQuantized, need, quantized_stack
+from streamer.pretrained.stacks import dequantize_in_forward, original, stacks_in
 
 #: Layers by their paths.
 Layers = Sequence[tuple[str, nn.Module]]
@@ -43,11 +44,16 @@ class Scheme(abc.ABC):
 
     @abc.abstractmethod
     def of(self, values: torch.Tensor) -> nn.Parameter:
-        """The quantized weight of ``values`` ([out, in]), on their device, which may be meta."""
+        """The quantized weight of ``values`` (a matrix, [out, in], or a stack of matrices), on their device,
+        which may be meta."""
 
     @abc.abstractmethod
     def linear(self, outputs: int, inputs: int, dtype: torch.dtype) -> nn.Module:
         """A linear module without bias for such a weight, on the meta device; ``dtype`` is its inputs'."""
+
+    @abc.abstractmethod
+    def put(self, module: nn.Module, key: str, weight: nn.Parameter) -> None:
+        """Let ``module`` have such a ``weight`` of a stack as ``key``, and see its values."""
 
     @abc.abstractmethod
     def config(self, left: Sequence[str], dtype: torch.dtype) -> Any:
@@ -70,6 +76,9 @@ class _Int8(Scheme):
 
     def linear(self, outputs: int, inputs: int, dtype: torch.dtype) -> nn.Module:
         return nn.Linear(inputs, outputs, bias=False, device=META, dtype=dtype)
+
+    def put(self, module: nn.Module, key: str, weight: nn.Parameter) -> None:
+        dequantize_in_forward(module, key, weight)
 
     def config(self, left: Sequence[str], dtype: torch.dtype) -> Any:
         kind = import_module("torchao.quantization").Int8WeightOnlyConfig()
@@ -132,6 +141,14 @@ class _NF4(Scheme):
         )
         return made
 
+    def put(self, module: nn.Module, key: str, weight: nn.Parameter) -> None:
+        # bitsandbytes quantizes what is there, which has no values yet
+        setattr(module, key, nn.Parameter(torch.zeros(self.BLOCK), requires_grad=False))
+        import_module("bitsandbytes.nn.parametrize").replace_parameter_4bit(module, key, quant_type="nf4")
+        of_key: Any = original(module, key)
+        of_key._parameters["original"] = weight
+        of_key[0].quant_state = weight.quant_state  # type: ignore[attr-defined]
+
     def config(self, left: Sequence[str], dtype: torch.dtype) -> Any:
         return transformers_library().BitsAndBytesConfig(
             load_in_4bit=True,
@@ -146,7 +163,7 @@ class _NF4(Scheme):
 SCHEMES: dict[str, type[Scheme]] = {"int8": _Int8, "nf4": _NF4}
 
 
-def quantize_linear(
+def quantize_weights(
     model: nn.Module,
     layers: Layers,
     word: str,
@@ -154,12 +171,12 @@ def quantize_linear(
     tensors: Tensors | None,
     dtype: torch.dtype | None,
 ) -> None:
-    """Freeze ``model``, which has no values, and give the linear modules in its ``layers`` weights that are
-    quantized by the scheme of that ``word``.
+    """Freeze ``model``, which has no values, and give the linear modules in its ``layers``, and the modules
+    with stacks of matrices, weights that are quantized by the scheme of that ``word``.
 
-    Modules that a pattern of ``skip`` is found in the name of are left as they are, and so are weights that
-    other modules have too. Values are quantized in ``dtype``, or in the dtype of each parameter. ``tensors``
-    know afterwards how such a weight is read; without them there is nothing to be read.
+    Modules and stacks that a pattern of ``skip`` is found in the name of are left as they are, and so are
+    weights that other modules have too. Values are quantized in ``dtype``, or in the dtype of each parameter.
+    ``tensors`` know afterwards how such a weight is read; without them there is nothing to be read.
 
     Raises ValueError for an unknown ``word``, for an absent library, for what is no pattern, for one that is
     found in no name, and where nothing is left to be quantized.
@@ -169,35 +186,40 @@ def quantize_linear(
     scheme = SCHEMES[word]()
     model.requires_grad_(False)
     patterns = compiled([skip] if isinstance(skip, str) else skip, "skip")
-    found = _linear_modules(layers)
-    if unused := [rule.pattern for rule in patterns if not any(map(rule.search, found))]:
+    linear, stacks = _linear_modules(layers), stacks_in(layers)
+    weights = {name: (module, "weight") for name, module in linear.items()} | stacks
+    if unused := [rule.pattern for rule in patterns if not any(map(rule.search, weights))]:
         raise ValueError(
-            f"skip={unused[0]!r} is found in the name of no linear module of the layers, which are "
-            f"{shortened([*found])}"
+            f"skip={unused[0]!r} is found in the name of no linear module and no experts in the layers: "
+            f"{shortened([*weights])}"
         )
     owners = Counter(param for module in model.modules() for param in module._parameters.values())
     chosen = {
-        name: module
-        for name, module in found.items()
-        if not any(rule.search(name) for rule in patterns)
-        and owners[module.weight] == 1
-        and (tensors is None or tensors.source(module.weight) is not None)
+        name: param
+        for name, (module, key) in weights.items()
+        if owners[param := module._parameters[key]] == 1
+        and not any(rule.search(name) for rule in patterns)
+        and (tensors is None or tensors.source(param) is not None)
     }
     if not chosen:
         raise ValueError(
-            "quantize= finds no linear module in the layers whose weight it could quantize: "
-            f"{shortened([*found]) if found else 'there are none'}"
+            "quantize= finds no linear module and no experts in the layers whose weight it could quantize: "
+            f"{shortened([*weights]) if weights else 'there are none'}"
         )
     whole = sum(param.numel() for param in {p for _, layer in layers for p in layer.parameters()})
-    part = sum(module.weight.numel() for module in chosen.values())
+    part = sum(param.numel() for param in chosen.values())
     if 2 * part < whole and not patterns:
         warn(
-            f"quantize= takes the weights of linear modules, {100 * part / whole:.0f} % of what is in the "
-            "layers; the rest, such as experts that are one tensor, stays as it is"
+            f"quantize= takes the weights of linear modules and experts, {100 * part / whole:.0f} % of what "
+            "is in the layers; the rest stays as it is"
         )
-    for_inputs = dtype or next(iter(chosen.values())).weight.dtype
-    for name, module in chosen.items():
-        _quantize(model, name, module, scheme, tensors, dtype)
+    for_inputs = dtype or next(iter(chosen.values())).dtype
+    for name, param in chosen.items():
+        quantized = _quantizing(param, _is_transposed(linear.get(name)), scheme, tensors, dtype)
+        if name in linear:
+            _quantize(model, name, linear[name], scheme, quantized, tensors, dtype)
+        else:
+            _put(*stacks[name], scheme.put, quantized, tensors)
     if of_library(model):
         left = [name for name, each in model.named_modules() if _is_linear(each) and name not in chosen]
         _tell_transformers(model, scheme.config(left, for_inputs))
@@ -206,9 +228,9 @@ def quantize_linear(
 def take_quantized(
     model: Any, stored: Mapping[str, Stored], tensors: Tensors, dtype: torch.dtype | None
 ) -> None:
-    """Freeze ``model``, which has no values, and give its linear modules the weights that are quantized in
-    the files. ``tensors`` know afterwards how they are read. A warning tells which weights are no linear
-    module's own, and are dequantized while they are read."""
+    """Freeze ``model``, which has no values, and give its linear modules, and experts in fp8, the weights
+    that are quantized in the files. ``tensors`` know afterwards how they are read. A warning tells which
+    weights are no linear module's own, and are dequantized while they are read."""
     model.requires_grad_(False)
     left = {name for name, it in stored.items() if isinstance(it, StoredQuantized)}
     for name, module in _linear_modules([("", model)]).items():
@@ -219,6 +241,11 @@ def take_quantized(
             linear = it.linear(module.out_features, module.in_features, for_inputs)
             _replace(model, name, module, linear, _reading(it, for_inputs), tensors)
             left.discard(it.name)
+    for module, key in stacks_in([("", model)]).values():
+        source = tensors.source(module._parameters[key])  # type: ignore[arg-type]
+        if source is not None and (stack := quantized_stack(source, dtype or source.dtype)) is not None:
+            _put(module, key, dequantize_in_forward, stack, tensors)
+            left -= {it.name for it in source.made_of}
     if left:
         warn(
             f"{shortened(sorted(left))}: quantized in the files, and dequantized while they are read, since "
@@ -245,23 +272,18 @@ def _is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or _is_transposed(module)
 
 
-def _is_transposed(module: nn.Module) -> bool:
+def _is_transposed(module: nn.Module | None) -> bool:
     """Whether it is the Conv1D of transformers, whose weight is [in, out]."""
     kind = type(module)
     return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
 
 
-def _quantize(
-    model: nn.Module,
-    name: str,
-    module: Any,
-    scheme: Scheme,
-    tensors: Tensors | None,
-    dtype: torch.dtype | None,
-) -> None:
-    weight, transposed = module.weight, _is_transposed(module)
-    shape, for_inputs = weight.shape, dtype or weight.dtype
-    source = None if tensors is None else tensors.source(weight)
+def _quantizing(
+    param: nn.Parameter, transposed: bool, scheme: Scheme, tensors: Tensors | None, dtype: torch.dtype | None
+) -> Quantized:
+    """What makes the quantized weight of ``param``, a module's own or one that is ``transposed``."""
+    shape, for_inputs = param.shape, dtype or param.dtype
+    source = None if tensors is None else tensors.source(param)
 
     def quantized(device: torch.device) -> nn.Parameter:
         assert source is not None or device == META, "it was looked for"
@@ -269,8 +291,36 @@ def _quantize(
         values = values.to(device, for_inputs)
         return scheme.of(values.T.contiguous() if transposed else values)
 
-    outputs, inputs = shape[::-1] if transposed else shape
-    _replace(model, name, module, scheme.linear(outputs, inputs, for_inputs), quantized, tensors)
+    return quantized
+
+
+def _quantize(
+    model: nn.Module,
+    name: str,
+    module: Any,
+    scheme: Scheme,
+    quantized: Quantized,
+    tensors: Tensors | None,
+    dtype: torch.dtype | None,
+) -> None:
+    weight = module.weight
+    outputs, inputs = weight.shape[::-1] if _is_transposed(module) else weight.shape
+    _replace(model, name, module, scheme.linear(outputs, inputs, dtype or weight.dtype), quantized, tensors)
+
+
+def _put(
+    module: nn.Module,
+    key: str,
+    put: Callable[[nn.Module, str, nn.Parameter], None],
+    quantized: Quantized,
+    tensors: Tensors | None,
+) -> None:
+    """Let ``module`` have a quantized stack without values in place of ``key``."""
+    before: Any = module._parameters[key]
+    weight = quantized(META)
+    if tensors is not None:
+        tensors.quantize(before, weight, quantized)
+    put(module, key, weight)
 
 
 def _replace(

@@ -1,5 +1,5 @@
-"""Weights that are quantized in the files: in 4 bits by bitsandbytes, or in 8-bit floats with a scale for
-each block (DeepSeek, Qwen). Each is read as it is, and streamed by its parts: [Note: parts].
+"""Weights that are quantized in the files: in 4 bits by bitsandbytes, in 8-bit floats with a scale for each
+block (DeepSeek, Qwen), or by torchao. Each is read as it is, and streamed by its parts: [Note: parts].
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from math import prod
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import nn
 
 from streamer.errors import CheckpointError
 from streamer.pretrained.files import Stored
-from streamer.pretrained.match import commonest
+from streamer.pretrained.match import Source, commonest
 
 #: What bitsandbytes appends to the name of a weight: how it is quantized, in JSON.
 _STATE = ".quant_state.bitsandbytes__"
@@ -37,10 +38,12 @@ class StoredQuantized(Stored):
     made: Callable[[Mapping[str, torch.Tensor], torch.dtype], nn.Parameter]
     #: a linear module for it: of so many outputs and inputs, without a bias, for inputs of a dtype
     linear: Callable[[int, int, torch.dtype], nn.Module]
+    #: rows and columns of a block of 8-bit floats that have a scale
+    block: tuple[int, ...] = ()
 
     def quantized(self, device: torch.device | str, dtype: torch.dtype) -> nn.Parameter:
         """The weight, read to ``device``; on the meta device without values."""
-        return self.made({name: part.read().to(device) for name, part in self.parts.items()}, dtype)
+        return self.made({name: _read(part, device) for name, part in self.parts.items()}, dtype)
 
     def read(self) -> torch.Tensor:
         """Its values, on the CPU."""
@@ -72,9 +75,15 @@ def with_quantized(path: Path, stored: Mapping[str, Stored], config: Any) -> dic
             if weight in found:
                 found[weight] = _blocks(found.pop(name), found[weight], told["weight_block_size"], usual)
         return found
+    if method == "torchao":
+        need("torchao")
+        for file in {it.file for it in stored.values()}:
+            _take_tensors_of_torchao(found, file)
+        return found
     raise ValueError(
         f"{path}: its weights are quantized by {method or 'an unknown method'}, which cannot be streamed: 4 "
-        "bits of bitsandbytes and block-wise fp8 can; or give the weights as they were before, and quantize="
+        "bits of bitsandbytes, block-wise fp8 and files of torchao can; or give the weights as they were "
+        "before, and quantize="
     )
 
 
@@ -118,16 +127,91 @@ def _blocks(scale: Stored, codes: Stored, block: Sequence[int], usual: torch.dty
             f"{list(block)}, which do not divide it: dequantize the model first"
         )
 
-    def made(parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> nn.Parameter:
-        kind = import_module("torchao.quantization").Float8Tensor
-        values = kind(parts["qdata"], parts["scale"], block_size=[*block], dtype=dtype)
-        return nn.Parameter(values, requires_grad=False)
-
-    def linear(outputs: int, inputs: int, dtype: torch.dtype) -> nn.Module:
-        return nn.Linear(inputs, outputs, bias=False, device="meta", dtype=dtype)
-
     parts = {"qdata": codes, "scale": scale}
-    return StoredQuantized(codes.name, codes.file, usual, codes.shape, parts=parts, made=made, linear=linear)
+    return StoredQuantized(
+        codes.name,
+        codes.file,
+        usual,
+        codes.shape,
+        parts=parts,
+        made=partial(_eight_bits, block=block),
+        linear=_linear,
+        block=tuple(block),
+    )
+
+
+def _eight_bits(
+    parts: Mapping[str, torch.Tensor], dtype: torch.dtype, *, block: Sequence[int]
+) -> nn.Parameter:
+    kind = import_module("torchao.quantization").Float8Tensor
+    values = kind(parts["qdata"], parts["scale"], block_size=[*block], dtype=dtype)
+    return nn.Parameter(values, requires_grad=False)
+
+
+def quantized_stack(source: Source, dtype: torch.dtype) -> Callable[[torch.device], nn.Parameter] | None:
+    """What reads to a device the stack that is made of block-wise 8-bit floats, as experts are that lie one
+    by one in the files: their codes and their scales are stacked alike. None for what is made of others."""
+    convert, made_of = source.convert, source.made_of
+    blocks = {it.block if isinstance(it, StoredQuantized) else () for it in made_of}
+    block = blocks.pop() if len(blocks) == 1 else ()
+    if convert is None or not block:
+        return None
+
+    def stack(device: torch.device) -> dict[str, torch.Tensor]:
+        return {part: convert(partial(_read_part, part, device)) for part in ("qdata", "scale")}
+
+    without = stack(torch.device("meta"))
+    grid = (len(without["qdata"]), *map(int.__floordiv__, without["qdata"].shape[1:], block))
+    if without["scale"].shape != grid:  # turned, or interleaved
+        return None
+    return lambda device: _eight_bits(stack(device), dtype, block=(1, *block))
+
+
+def _read_part(part: str, device: torch.device, it: StoredQuantized) -> torch.Tensor:
+    return _read(it.parts[part], device)
+
+
+def _read(stored: Stored, device: torch.device | str) -> torch.Tensor:
+    if torch.device(device).type == "meta":
+        return torch.empty(stored.shape, dtype=stored.dtype, device=device)
+    return stored.read().to(device)
+
+
+def _take_tensors_of_torchao(found: dict[str, Stored], file: Path) -> None:
+    """Put the weights that torchao has quantized in ``file`` into ``found``, in place of their parts."""
+    support = import_module("torchao.prototype.safetensors.safetensors_support")
+    with import_module("safetensors").safe_open(file, "pt") as opened:
+        told: Mapping[str, str] = opened.metadata() or {}
+    for name in json.loads(told.get("tensor_names", "[]")):
+        about = json.loads(told[name])
+        if about["_type"] == "Tensor":
+            continue
+        owner, _, attribute = name.rpartition(".")
+        keys = {part: f"{owner}._{attribute}_{part}" for part in about["_tensor_data_names"]}
+        if absent := [key for key in keys.values() if key not in found]:
+            raise CheckpointError(f"'{name}' is not whole in its file: {absent[0]} is missing")
+        parts = {part: found.pop(key) for part, key in keys.items()}
+        about_one = {name: told[name], "tensor_names": json.dumps([name])}
+
+        def made(
+            parts: Mapping[str, torch.Tensor],
+            dtype: torch.dtype,
+            name: str = name,
+            keys: Mapping[str, str] = keys,
+            about: Mapping[str, str] = about_one,
+        ) -> nn.Parameter:
+            flat = {keys[part]: tensor for part, tensor in parts.items()}
+            whole, _ = support.unflatten_tensor_state_dict(flat, about)
+            return nn.Parameter(whole[name], requires_grad=False)
+
+        without = made({part: _read(it, "meta") for part, it in parts.items()}, torch.float32)
+        found[name] = StoredQuantized(
+            name, file, without.dtype, tuple(without.shape), parts=parts, made=made, linear=_linear
+        )
+
+
+def _linear(outputs: int, inputs: int, dtype: torch.dtype) -> nn.Module:
+    return nn.Linear(inputs, outputs, bias=False, device="meta", dtype=dtype)
 
 
 def usual_dtype(stored: Mapping[str, Stored]) -> torch.dtype | None:

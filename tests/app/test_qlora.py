@@ -31,6 +31,7 @@ CONFIG = str(HOME / "configs" / "qlora.toml")
 SETTINGS = [*SHORT, "lora.rank=4", "lora.dropout=0.1"]
 RUN = Path("runs/qlora")
 BF16 = torch.bfloat16
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
 @pytest.fixture(autouse=True)
@@ -91,6 +92,25 @@ def test_a_run_learns_resumes_and_is_exported(
     model = merged()
     assert f"trained on a base quantized to {word}: its adapters are added" in capsys.readouterr().out
     is_merged(model, plain.float())
+
+
+def test_a_mixture_is_planned_trained_and_exported(place: Path) -> None:
+    tiny_llama.tokenizer().save_pretrained("mixture")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+    made = transformers.MixtralConfig(vocab_size=300, num_key_value_heads=2, num_local_experts=4, **sizes)
+    plain = transformers.MixtralForCausalLM(made).to(BF16)
+    plain.save_pretrained("mixture")
+    settings = [*SETTINGS, "run.steps=2", f"lora.targets={json.dumps(ATTENTION)}"]
+    plan, exact = (
+        plan_run(load_config(CONFIG, [*each, 'model.pretrained="mixture"']), MACHINES["rtx-4090"])
+        for each in (settings, [*settings, "model.quantize=none"])
+    )
+    assert (plan.parameters, plan.flops_per_token) == (exact.parameters, exact.flops_per_token)
+    saved = exact.step.host_bytes["weights"] - plan.step.host_bytes["weights"]
+    elements = 2 * (4 * 64 * 64 + 4 * 3 * 64 * 96)
+    assert 1.2 * elements < saved < 1.5 * elements
+    assert main(command(model="mixture", settings=settings)) == 0
+    is_merged(merged(), plain.float())
 
 
 def test_a_folder_in_4_bits_is_trained_as_it_is(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

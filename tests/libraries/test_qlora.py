@@ -25,10 +25,10 @@ import streamer
 from streamer.errors import CheckpointError
 from tests import tiny_llama
 from tests.libraries.common import LIGHTNINGS_OWN, fit
-from tests.model.test_quantized import assert_equal, five_steps, trained
 from tests.pretrained.test_quantize import four_bits, int8, take_adapters, write_llama
-from tests.quantized import loss_of
+from tests.quantized import assert_equal, history, loss_of, nothing_is_packed, trained
 
+__all__ = ["nothing_is_packed"]
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
 # what they say of one another
@@ -53,12 +53,6 @@ QUANTIZATIONS: dict[str, Callable[[], Any]] = {
 KINDS = pytest.mark.parametrize("kind", QUANTIZATIONS)
 #: The words of ``quantize=``, and what transformers makes alike.
 WORDS = {"nf4": "nf4", "int8": "torchao int8"}
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """bitsandbytes evaluates 4 bits on some CPUs in another layout, in which their scales have fewer bits."""
-    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
 
 
 @pytest.fixture(scope="module")
@@ -106,10 +100,6 @@ def streamed(folder: Path, word: str, **options: Any) -> Iterator[Any]:
         yield model.train()
     finally:
         streamer.unwrap(model)
-
-
-def history(model: nn.Module) -> list[Any]:
-    return five_steps(model, torch.optim.AdamW(trained(model), lr=1e-2, foreach=False))
 
 
 def stepped(model: Any, kind: Any = torch.optim.AdamW) -> Any:

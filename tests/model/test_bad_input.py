@@ -440,6 +440,27 @@ def test_too_little_memory(
     refuses(Net(), re.escape(f"not enough memory for the model: {told}"), MemoryError)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "there", "told"),
+    [
+        (torch.bfloat16, 10_000, 'quantize the frozen weights (from_pretrained(quantize="int8"))'),
+        (torch.float16, 3_000, 'quantize the frozen weights (from_pretrained(quantize="nf4"))'),
+        # not even that would do, or something exact does
+        (torch.bfloat16, 1_000, HOST_REMEDY),
+        (torch.float32, 20_000, HOST_REMEDY),
+    ],
+)
+def test_quantization_is_proposed_for_what_is_frozen(
+    dtype: torch.dtype, there: int, told: str, refuses: Refuses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Net()
+    model.blocks = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3)).requires_grad_(False)
+    model.blocks.to(dtype)
+    monkeypatch.setattr(ThreadBackend, "device_available", lambda self: 10**6)
+    monkeypatch.setattr(ThreadBackend, "host_available", lambda self: there)
+    refuses(model, rf"too few\): {re.escape(told)}\n", MemoryError)
+
+
 def test_more_is_to_be_page_locked_than_may_be(refuses: Refuses, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ThreadBackend, "host_lockable", lambda self: 2559)
     match = re.escape(

@@ -21,7 +21,18 @@ from streamer.model.auto import skeleton
 from streamer.planner.step_plan import plan_step
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import RTX_4090
-from tests.quantized import KINDS, LAYERS, llama, loss_of
+from tests.quantized import (
+    KINDS,
+    LAYERS,
+    assert_equal,
+    bytes_moved,
+    history,
+    llama,
+    logits,
+    loss_of,
+    trained,
+    whole_step,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(register_constant|Calling register_constant|cast from)")
 
@@ -35,40 +46,11 @@ def streamed(model: nn.Module, **options: Any) -> Iterator[nn.Module]:
         streamer.unwrap(model)
 
 
-def five_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
-    """The losses and gradients of five steps."""
-    seen: list[Any] = []
-    for step in range(5):
-        loss = loss_of(model, step)
-        loss.backward()
-        seen.append(loss.item())
-        seen += [param.grad.clone() for param in model.parameters() if param.grad is not None]
-        optimizer.step()
-        optimizer.zero_grad()
-    return seen
-
-
-def trained(model: nn.Module) -> list[nn.Parameter]:
-    return [param for param in model.parameters() if param.requires_grad]
-
-
-def assert_equal(actual: list[Any], expected: list[Any]) -> None:
-    assert len(actual) == len(expected)
-    for one, other in zip(actual, expected, strict=True):
-        assert one == other if isinstance(one, float) else torch.equal(one, other)
-
-
 @pytest.fixture(scope="module", params=KINDS)
 def plain(request: pytest.FixtureRequest) -> tuple[str, list[Any], torch.Tensor]:
     """A kind, what training without streaming brings, and the logits after it."""
     model = llama(request.param)
-    history = five_steps(model, torch.optim.AdamW(trained(model), lr=1e-2, foreach=False))
-    return request.param, history, logits(model)
-
-
-def logits(model: nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return model.train(False)(input_ids=torch.arange(16)[None]).logits
+    return request.param, history(model), logits(model)
 
 
 @pytest.mark.parametrize(
@@ -89,8 +71,7 @@ def test_losses_and_gradients_are_those_of_the_plain_model(
     names, objects = [*model.state_dict()], [*model.parameters()]
     with streamed(model, **options):
         assert [*model.state_dict()] == names and all(map(lambda a, b: a is b, model.parameters(), objects))
-        optimizer = torch.optim.AdamW(trained(model), lr=1e-2, foreach=False)
-        assert_equal(five_steps(model, optimizer), expected)
+        assert_equal(history(model), expected)
         copied = copy.deepcopy(model)
     assert torch.equal(logits(copied), after)
     assert torch.equal(logits(model), after)
@@ -104,28 +85,13 @@ def test_a_plan_has_every_byte(kind: str) -> None:
     streamer.wrap(virtual, backend=VirtualBackend(RTX_4090), **options)
     optimizer = streamer.AdamW(trained(virtual))
 
-    def step(model: nn.Module, optimizer: Any, device: str) -> None:
-        tokens = torch.zeros(2, 16, dtype=torch.long, device=device)
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    planned = plan_step(handle_of(virtual).executor, lambda: step(virtual, optimizer, "meta"))
+    planned = plan_step(handle_of(virtual).executor, lambda: whole_step(virtual, optimizer, "meta"))
     with streamed(plan, num_slots=2) as model:
         own = streamer.AdamW(trained(model))
         executor = handle_of(model).executor
         for _ in range(2):
-            step(model, own, "cpu")
-        moved: dict[Lane, int] = dict.fromkeys(Lane, 0)
-        submit = executor.backend.submit
-
-        def counted(lane: Lane, work: Any, waits: Any, nbytes: int) -> Any:
-            moved[lane] += nbytes
-            return submit(lane, work, waits, nbytes)
-
-        executor.backend.submit = counted  # type: ignore[method-assign]
-        step(model, own, "cpu")
-        streamer.synchronize(model)
+            whole_step(model, own, "cpu")
+        moved = bytes_moved(model, lambda: whole_step(model, own, "cpu"))
         held = streamer.stats(model)
         weights = sum(unit.layout.nbytes for unit in (*executor.units, executor.root))
         exact = {
@@ -163,13 +129,7 @@ def test_dequantization_is_in_the_time_of_a_plan(activations: str) -> None:
         streamer.wrap(model, layers=LAYERS, backend=VirtualBackend(machine), activations=activations)
         optimizer = streamer.AdamW(trained(model))
 
-        def step() -> None:
-            tokens = torch.zeros(2, 16, dtype=torch.long, device="meta")
-            model(input_ids=tokens, labels=tokens).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        plan = plan_step(handle_of(model).executor, step)
+        plan = plan_step(handle_of(model).executor, lambda: whole_step(model, optimizer, "meta"))
         streamer.unwrap(model)
         return plan.prediction.busy_seconds[Lane.COMPUTE]
 
@@ -191,6 +151,9 @@ def test_layers_that_are_alike_are_planned_once(kind: str) -> None:
     units, _ = make_units(model, find_layers(model, LAYERS), None)
     numbers = Numbers()
     assert len({structure_of(unit, numbers) for unit in units}) == 1
+    if kind == "bitsandbytes nf4":
+        units[1].in_parts[0].param.quant_state.state2.blocksize = 128
+        assert len({structure_of(unit, numbers) for unit in units}) == 2
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
@@ -29,11 +31,13 @@ import streamer
 from streamer.engine.tensors.parts import composite_of
 from streamer.engine.wrapped.handle import wrapped
 from streamer.planner.step_plan import plan_step
+from streamer.pretrained.files import Stored
 from streamer.pretrained.quantize import SCHEMES
+from streamer.pretrained.quantized_files import usual_dtype
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import RTX_4090
-from tests.model.test_quantized import assert_equal, five_steps, trained
 from tests.model_folders import rewritten
+from tests.quantized import assert_equal, history, sizes, trained, whole_step
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 pytestmark = pytest.mark.filterwarnings(
@@ -59,18 +63,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def write_llama(folder: Path, *, layers: int) -> Path:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attention_dropout=0.1,
-        use_cache=False,
-        max_position_embeddings=32,
-    )
-    LlamaForCausalLM(config).to(BF16).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(**sizes(128, layers))).to(BF16).save_pretrained(folder)
     return folder
 
 
@@ -125,10 +118,6 @@ def take_adapters(reference: nn.Module, model: nn.Module) -> None:
                 param.data = own[name].detach().clone()
 
 
-def history(model: nn.Module) -> list[Any]:
-    return five_steps(model, torch.optim.AdamW(trained(model), lr=1e-2, foreach=False))
-
-
 @pytest.mark.parametrize("activations", ["recompute", "keep"])
 @pytest.mark.parametrize("word", WORDS)
 def test_it_trains_as_what_transformers_quantizes(word: str, activations: str, llama: Path) -> None:
@@ -137,9 +126,21 @@ def test_it_trains_as_what_transformers_quantizes(word: str, activations: str, l
     take_adapters(reference, model)
     assert_equal(history(model), history(reference))
     assert type(model.get_base_model().lm_head) is nn.Linear
+    assert _told(model) == _told(reference)
     plain_again = streamer.unwrap(model)
     for mine, other in zip(plain_again.parameters(), reference.parameters(), strict=True):
         assert type(mine) is type(other) and torch.equal(_values(mine), _values(other))
+
+
+def _told(model: Any) -> dict[str, Any]:
+    """What trainers may ask a model about its quantization, but for the modules that are left out."""
+    base = model.get_base_model()
+    names = ("is_quantized", "is_loaded_in_4bit", "quantization_method")
+    card = base.config.quantization_config.to_dict()
+    for left_out in ("llm_int8_skip_modules", "modules_to_not_convert"):
+        card.pop(left_out, None)
+    told = {name: getattr(base, name, None) for name in names}
+    return told | {"in config": getattr(base.config, "_is_quantized", None)} | card
 
 
 def _values(param: Any) -> torch.Tensor:
@@ -174,15 +175,18 @@ def test_a_weight_without_values_is_laid_out_as_one_with_values(word: str) -> No
 
 
 def stored_in_4_bits(folder: Path, to: Path, **options: Any) -> None:
+    stored_quantized(folder, to, four_bits(**options))
+
+
+def stored_quantized(folder: Path, to: Path, quantization: Any) -> None:
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=BF16, device_map={"": "cpu"}, quantization_config=four_bits(**options)
+        folder, dtype=BF16, device_map={"": "cpu"}, quantization_config=quantization
     )
     model.save_pretrained(to)
 
 
-def stored_in_fp8(folder: Path, to: Path) -> None:
-    """As DeepSeek and Qwen write it."""
-    block = 64
+def stored_in_fp8(folder: Path, to: Path, *, block: int = 64, of: Sequence[str] = ("proj",)) -> None:
+    """As DeepSeek and Qwen write it; ``of`` are parts of the names of what is quantized."""
     to.mkdir(exist_ok=True)
     card = json.loads((folder / "config.json").read_text())
     card["quantization_config"] = {
@@ -194,7 +198,7 @@ def stored_in_fp8(folder: Path, to: Path) -> None:
     (to / "config.json").write_text(json.dumps(card))
     tensors: dict[str, torch.Tensor] = {}
     for name, values in load_file(folder / "model.safetensors").items():
-        if "proj" not in name:
+        if not any(part in name for part in of):
             tensors[name] = values
             continue
         rows, columns = (length // block for length in values.shape)
@@ -215,7 +219,7 @@ def least_memory(folder: Path, **options: Any) -> int:
 @pytest.mark.filterwarnings("ignore:no direct I/O")
 def test_a_base_that_was_quantized_lies_on_disk(tmp_path: Path) -> None:
     """In scratch files: nobody else has it so."""
-    folder = write_llama(tmp_path / "deep", layers=8)
+    folder = write_llama(tmp_path / "deep", layers=6)
     seen = []
     for disk in (None, str(tmp_path)):
         options: dict[str, Any] = {"quantize": "nf4"}
@@ -235,24 +239,34 @@ STORED: dict[str, tuple[Callable[[Path, Path], None], Any]] = {
     "nf4, scales in 8 bits": (stored_in_4_bits, None),
     "fp4": (lambda folder, to: stored_in_4_bits(folder, to, bnb_4bit_quant_type="fp4"), None),
     "fp8": (stored_in_fp8, FineGrainedFP8Config(dequantize=True)),
+    "torchao": (lambda folder, to: stored_quantized(folder, to, int8()), None),
 }
+
+
+IN_PLACE = ("nf4, scales in 8 bits", "fp8", "torchao")
+
+
+def adapt_what_is_frozen(model: nn.Module) -> Any:
+    assert not any(param.requires_grad for param in model.parameters())
+    assert not any(module.training for module in model.modules())
+    return adapt(model)
 
 
 @pytest.mark.parametrize(
     ("kind", "place"),
-    [*((kind, "memory") for kind in STORED), ("nf4, scales in 8 bits", "files"), ("fp8", "files")],
+    [*((kind, "memory") for kind in STORED), *((kind, "files") for kind in IN_PLACE)],
 )
 def test_a_folder_that_is_quantized_already(kind: str, place: str, llama: Path, tmp_path: Path) -> None:
     store, quantization = STORED[kind]
     options: dict[str, Any] = {}
     if place == "files":
         # more than the buffers through which files are read
-        llama = write_llama(tmp_path / "deep", layers=24)
+        llama = write_llama(tmp_path / "deep", layers=6)
     store(llama, tmp_path)
     reference = plain(tmp_path, copy.deepcopy(quantization))
     if place == "files":
         options = {"disk": True, "host_memory": least_memory(tmp_path, disk=True)}
-    model = streamed(tmp_path, **options)
+    model = streamed(tmp_path, adapt=adapt_what_is_frozen, **options)
     take_adapters(reference, model)
     shards = [shard.weights_on_disk is not None for shard in wrapped(model).executor.store.shards]
     assert any(shards) == (place == "files")
@@ -263,19 +277,11 @@ def test_a_folder_that_is_quantized_already(kind: str, place: str, llama: Path, 
 @pytest.mark.parametrize("word", WORDS)
 def test_a_plan_has_every_byte(word: str, llama: Path) -> None:
     planned = streamed(llama, quantize=word, device=None, backend=VirtualBackend(RTX_4090))
-    tokens = torch.zeros(2, 16, dtype=torch.long)
-
-    def step(model: nn.Module, optimizer: Any, device: str) -> None:
-        batch = tokens.to(device)
-        model(input_ids=batch, labels=batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
     optimizer = streamer.AdamW(trained(planned))
-    plan = plan_step(wrapped(planned).executor, lambda: step(planned, optimizer, "meta"))
+    plan = plan_step(wrapped(planned).executor, lambda: whole_step(planned, optimizer, "meta"))
     model = streamed(llama, quantize=word)
     own = streamer.AdamW(trained(model))
-    step(model, own, "cpu")
+    whole_step(model, own, "cpu")
     held = streamer.stats(model)
     assert {owner: nbytes for owner, nbytes in held.host_bytes.items() if nbytes} == dict(plan.host_bytes)
     of_layer = wrapped(model).executor.units[0].layout.nbytes
@@ -288,7 +294,7 @@ def test_a_plan_has_every_byte(word: str, llama: Path) -> None:
 
 
 _PEAK = """
-import re, sys, threading, time
+import gc, re, sys, threading, time
 import torch, streamer, transformers, bitsandbytes
 
 def taken():
@@ -306,6 +312,7 @@ for word in (None, "int8", "nf4"):
     options = {"quantize": word, "adapt": lambda model: model.requires_grad_(False), "num_slots": 1}
     # what is imported by the way does not count
     streamer.unwrap(streamer.from_pretrained(sys.argv[1], device="cpu", **options))
+    gc.collect()
     before = taken()
     most[0] = before
     model = streamer.from_pretrained(sys.argv[2], device="cpu", **options)
@@ -318,9 +325,9 @@ for word in (None, "int8", "nf4"):
 def test_a_base_that_is_larger_than_memory_is_read_within_it(llama: Path, tmp_path: Path) -> None:
     config = LlamaConfig(
         vocab_size=128,
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=32,
+        hidden_size=320,
+        intermediate_size=640,
+        num_hidden_layers=24,
         num_attention_heads=8,
         use_cache=False,
     )
@@ -334,7 +341,12 @@ def test_a_base_that_is_larger_than_memory_is_read_within_it(llama: Path, tmp_pa
     # Beside what the model takes there are a slot, and a tensor on its way: on the CPU bitsandbytes takes 64
     # bytes for each element of it. Pages of the mapped file do not count.
     done = subprocess.run(
-        [sys.executable, "-c", _PEAK, str(llama), str(tmp_path)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", _PEAK, str(llama), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        # what is freed goes back at once
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"},
     )
     assert done.returncode == 0, done.stderr
     plain, int8, nf4 = (1024 * int(line) for line in done.stdout.split()[-3:])
@@ -384,10 +396,37 @@ def test_what_cannot_be_quantized(llama: Path, tmp_path: Path, monkeypatch: pyte
     refused(r"its weights are quantized already: leave quantize='nf4' out", tmp_path, quantize="nf4")
 
 
+@pytest.mark.parametrize(
+    ("kind", "library"), [("nf4", "bitsandbytes"), ("fp8", "torchao"), ("torchao", "torchao")]
+)
+def test_quantized_files_without_the_library(
+    kind: str, library: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    STORED[kind][0](llama, tmp_path)
+    monkeypatch.setitem(sys.modules, library, None)
+    refused(rf"need {library}: pip install 'streamer\[quantize\]'", tmp_path)
+
+
+def test_scales_do_not_tell_the_dtype_of_a_model() -> None:
+    stored = {
+        name: Stored(name, Path("file"), dtype, (length,))
+        for name, dtype, length in (("a", BF16, 4), ("b.absmax", torch.float32, 8), ("b", torch.uint8, 512))
+    }
+    assert usual_dtype(stored) == BF16
+
+
 def test_quantized_files_that_are_not_whole(llama: Path, tmp_path: Path) -> None:
     weight = "model.layers.1.mlp.up_proj.weight"
     stored_in_4_bits(llama, tmp_path / "4")
     stored_in_fp8(llama, tmp_path / "8")
+    stored_quantized(llama, tmp_path / "ao", int8())
+    file = tmp_path / "ao/model.safetensors"
+    with safe_open(file, "pt") as opened:
+        told = opened.metadata()
+    left = load_file(file)
+    del left[f"{weight.removesuffix('weight')}_weight_scale"]
+    save_file(left, file, metadata=told)
+    refused(rf"'{weight}' is not whole in its file: .*up_proj\._weight_scale is missing", tmp_path / "ao")
     rewritten(tmp_path / "4/model.safetensors", lambda held: held.pop(f"{weight}.absmax"))
     refused(rf"'{weight}' is not whole in its file .*absmax", tmp_path / "4")
     rewritten(tmp_path / "8/model.safetensors", lambda held: held.pop(f"{weight}_scale_inv"))
@@ -396,28 +435,50 @@ def test_quantized_files_that_are_not_whole(llama: Path, tmp_path: Path) -> None
         tmp_path / "8/model.safetensors", lambda held: held.update({f"{weight}_scale_inv": torch.ones(1, 1)})
     )
     refused(r"fp8 of \[256, 128\] with scales of \[1, 1\] for blocks of \[64, 64\]", tmp_path / "8")
+    card = json.loads((tmp_path / "8/config.json").read_text())
+    card["quantization_config"]["weight_block_size"] = [48, 128]
+    (tmp_path / "8/config.json").write_text(json.dumps(card))
+
+    def in_blocks_of_48(held: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in held if "proj.weight" in name and "scale" not in name]:
+            rows, columns = held[name].shape
+            held[f"{name}_scale_inv"] = torch.ones(-(-rows // 48), columns // 128)
+
+    rewritten(tmp_path / "8/model.safetensors", in_blocks_of_48)
+    refused(r"with scales of .* for blocks of \[48, 128\], which do not divide it", tmp_path / "8")
 
 
 def test_a_model_that_is_mostly_other_than_linear(tmp_path: Path) -> None:
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.experts = nn.Parameter(torch.zeros(4, 32, 32))
+            self.table = nn.Parameter(torch.zeros(128, 32))
+            self.kernel = nn.Conv1d(4, 4, 4)
             self.linear = nn.Linear(32, 32)
+            self.tied = nn.Linear(32, 32)
+            self.again = nn.Linear(32, 32)
+            self.again.weight = self.tied.weight
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.linear(x @ self.experts.sum(0))
-
-    def make() -> nn.Module:
-        return nn.Sequential(*(Layer() for _ in range(3)))
+            return self.linear(x + self.table.sum(0))
 
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = make()
+            self.layers = nn.Sequential(*(Layer() for _ in range(3)))
 
-    save_file(dict(Model().state_dict()), tmp_path / "model.safetensors")
-    with pytest.warns(UserWarning, match=r"weights of linear modules, 20 % of what is in the layers"):
-        model = streamer.from_pretrained(tmp_path, Model, quantize="int8", device="cpu")
-    assert [param.requires_grad for param in model.parameters()] == [False] * 9
+    held = {name: value.clone() for name, value in Model().state_dict().items()}
+    del held["layers.2.linear.weight"]
+    save_file(held, tmp_path / "model.safetensors")
+    with pytest.warns(UserWarning, match=r"of linear modules and experts, 11 % of what is in the layers"):
+        model = streamer.from_pretrained(
+            tmp_path,
+            Model,
+            quantize="int8",
+            device="cpu",
+            init=lambda module: nn.init.ones_(module.weight) if type(module) is nn.Linear else None,
+        )
+    assert not any(param.requires_grad for param in model.parameters())
     streamer.unwrap(model)
+    quantized = {name for name, param in model.named_parameters() if type(param) is not nn.Parameter}
+    assert quantized == {"layers.0.linear.weight", "layers.1.linear.weight"}

@@ -48,7 +48,7 @@ from streamer.pretrained.architecture import (
     transformers_library,
 )
 from streamer.pretrained.files import has_weights, stored_tensors
-from streamer.pretrained.quantize import quantize_linear
+from streamer.pretrained.quantize import quantize_weights
 from streamer.pretrained.quantized_files import usual_dtype
 
 
@@ -111,7 +111,7 @@ def quantized_without_values(config: ModelConfig, lora: LoraConfig, dtype: torch
             "them there"
         )
     if (word := _quantize(config)) is not None:
-        quantize_linear(model, find_layers(model, None), word, config.quantize_skip, None, dtype)
+        quantize_weights(model, find_layers(model, None), word, config.quantize_skip, None, dtype)
     return add_adapters(model, lora) if lora.rank else model
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from streamer.engine.tensors.parts import values_in
+from streamer.engine.tensors.parts import shape_of, values_in
 from streamer.simulate.machine import peak_flops
 
 #: FLOPs of a parameter and a token: forward, and in backward the gradient of what goes in. The third
@@ -56,5 +56,6 @@ def _is_of_experts(name: str, param: nn.Parameter, config: Any) -> bool:
     """Whether a parameter is of experts of which a token meets some: all in one, or one by one."""
     if "expert" not in name or "shared" in name:
         return False
-    stacked = param.dim() >= 3 and param.shape[0] == _number(config, EXPERTS)
+    shape = shape_of(param)
+    stacked = len(shape) >= 3 and shape[0] == _number(config, EXPERTS)
     return stacked or any(part.isdigit() for part in name.partition("expert")[2].split("."))

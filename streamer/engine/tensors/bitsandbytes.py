@@ -1,7 +1,9 @@
 """Weights of bitsandbytes, which are no tensor subclasses with inner tensors: what they are made of.
 
 ``Params4bit`` shows its codes, and has absmax values, code books and an offset in its ``quant_state``; where
-the absmax values are quantized too (double quantization) that has a ``state2`` of its own. ``Int8Params``
+the absmax values are quantized too (double quantization) that has a ``state2`` of its own. A weight that is
+in no linear module, such as a stack of experts, may be codes with a parametrization of
+``bitsandbytes.nn.parametrize``, which has the ``quant_state`` and gives the module the values. ``Int8Params``
 shows its codes (CB), and has a scale for each row (SCB); the first forward moves both to its module's
 ``state``. [Note: parts]
 """
@@ -13,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from streamer.engine.tensors.parts import Composite, Modules, become
 
@@ -21,6 +25,8 @@ def composite_of(name: str, param: torch.Tensor, modules: Modules) -> Composite 
     """What ``param`` is made of. Raises ValueError for one that is not quantized yet, or is of a class that
     is not known here."""
     kind = _kind(param)
+    if parametrizations := _parametrizations(modules):
+        return _FourBits(param, parametrizations)
     if kind == "Params4bit":
         if getattr(param, "quant_state", None) is None:
             raise _not_quantized(name)
@@ -44,6 +50,12 @@ def composite_of(name: str, param: torch.Tensor, modules: Modules) -> Composite 
         f"parameter '{name}' is a {kind} of bitsandbytes, which cannot be streamed: Params4bit and "
         "Int8Params can"
     )
+
+
+def _parametrizations(modules: Modules) -> list[nn.Module]:
+    """Those that have the ``quant_state`` of a parameter that is registered in ``modules``."""
+    lists = [module for module in modules if isinstance(module, ParametrizationList)]
+    return [each for module in lists for each in module if type(each).__name__ == _PARAMETRIZATION]
 
 
 def _not_quantized(name: str) -> ValueError:
@@ -70,8 +82,13 @@ def _remade(param: Any, data: torch.Tensor, **attributes: object) -> Any:
 _PACKS = "support_avx512bf16_for_cpu"
 
 
+#: The class of bitsandbytes that dequantizes a parameter of any module where it is used.
+_PARAMETRIZATION = "Bnb4bitParametrization"
+
+
 class _FourBits(Composite):
-    """A ``Params4bit``. Parts beside the codes are named as bitsandbytes names them in files."""
+    """A ``Params4bit``, or codes with a parametrization. Parts beside the codes are named as bitsandbytes
+    names them in files."""
 
     attributes = frozenset({"quant_state"})
 
@@ -86,7 +103,8 @@ class _FourBits(Composite):
 
     @property
     def _state(self) -> Any:
-        return self.param.quant_state  # type: ignore[attr-defined]
+        holders = (self.param, *self.modules)
+        return next(state for each in holders if (state := getattr(each, "quant_state", None)) is not None)
 
     def parts(self) -> list[torch.Tensor]:
         return [self.param, *(getattr(state, attribute) for _, state, attribute in _tensors_of(self._state))]
@@ -107,6 +125,10 @@ class _FourBits(Composite):
         for module in self.modules:  # after a deepcopy the module's is another object
             if (other := getattr(module, "quant_state", None)) is not None and other is not self._state:
                 module.quant_state = self._state
+
+    def lent(self, leaf: torch.Tensor) -> dict[str, object]:
+        parametrized = any(type(module).__name__ == _PARAMETRIZATION for module in self.modules)
+        return {"quant_state": leaf.quant_state} if parametrized else {}  # type: ignore[attr-defined]
 
     @property
     def structure(self) -> object:

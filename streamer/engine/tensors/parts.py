@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from streamer.torch_private import SubclassesOff, storage_id
@@ -100,7 +101,8 @@ def composite_of(name: str, param: torch.Tensor, modules: Modules) -> Composite 
     Raises ValueError, with the remedy, for one of a class that cannot be taken apart or is not quantized yet.
     """
     kind: Any = type(param)
-    if kind is nn.Parameter:
+    beside = [each for module in modules if isinstance(module, ParametrizationList) for each in module]
+    if kind is nn.Parameter and not any(map(_is_of_bitsandbytes, beside)):
         return None
     if has_inner_tensors(param):
         if hasattr(param, "device_mesh"):
@@ -109,12 +111,16 @@ def composite_of(name: str, param: torch.Tensor, modules: Modules) -> Composite 
                 "and several GPUs by process_group="
             )
         return _Subclass(param, modules)
-    if kind.__module__.partition(".")[0] == "bitsandbytes":
+    if any(map(_is_of_bitsandbytes, (param, *beside))):
         of_class: Callable[..., Composite | None] = import_module(
             "streamer.engine.tensors.bitsandbytes"
         ).composite_of
         return of_class(name, param, modules)
     return None
+
+
+def _is_of_bitsandbytes(thing: object) -> bool:
+    return type(thing).__module__.partition(".")[0] == "bitsandbytes"
 
 
 def parts_of(param: torch.Tensor) -> list[torch.Tensor]:
@@ -123,10 +129,15 @@ def parts_of(param: torch.Tensor) -> list[torch.Tensor]:
     return [param] if composite is None else composite.parts()
 
 
+def shape_of(param: torch.Tensor) -> tuple[int, ...]:
+    """The shape of the values that a parameter stands for: one in 4 bits shows that of its codes."""
+    state = getattr(param, "quant_state", None)
+    return tuple(param.shape if state is None else state.shape)
+
+
 def values_in(param: torch.Tensor) -> int:
     """How many values a parameter stands for: of one in 4 bits a byte has two."""
-    state = getattr(param, "quant_state", None)
-    return param.numel() if state is None else math.prod(state.shape)
+    return math.prod(shape_of(param))
 
 
 def has_inner_tensors(tensor: object) -> bool:

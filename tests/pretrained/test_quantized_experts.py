@@ -1,0 +1,295 @@
+"""Mixtures whose experts are quantized while they are read, beside the libraries' own quantization."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
+
+import streamer
+from streamer.backends.base import Lane
+from streamer.engine.wrapped.handle import wrapped
+from streamer.planner.step_plan import StepPlan, plan_step
+from streamer.pretrained.quantize import SCHEMES
+from streamer.simulate.backend import VirtualBackend
+from streamer.simulate.machine import RTX_4090
+from tests.pretrained.test_quantize import CONFIGS, refused, stored_in_fp8, take_adapters
+from tests.quantized import (
+    assert_equal,
+    bytes_moved,
+    history,
+    logits,
+    loss_of,
+    nothing_is_packed,
+    sizes,
+    trained,
+    whole_step,
+)
+
+__all__ = ["nothing_is_packed"]
+peft = pytest.importorskip("peft", reason="peft is not installed")
+pytestmark = pytest.mark.filterwarnings("ignore:::(transformers|peft|torch|torchao|bitsandbytes)")
+
+BF16 = torch.bfloat16
+WORDS = tuple(SCHEMES)
+STACKS = ("gate_up_proj", "down_proj")
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+#: A row of an expert's second matrix is no whole number of blocks of 64. Those of gpt-oss are transposed, and
+#: have biases.
+OF_EXPERTS = {
+    "mixtral": {"num_local_experts": 4, "intermediate_size": 96},
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 96, "head_dim": 16},
+    "gpt_oss": {"num_local_experts": 4, "intermediate_size": 96, "head_dim": 16},
+}
+
+
+def adapt(model: nn.Module) -> Any:
+    options = peft.LoraConfig(target_modules=ATTENTION, r=4, lora_dropout=0.1, task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, options)
+
+
+@pytest.fixture(scope="module")
+def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in bf16."""
+    name = getattr(request, "param", "mixtral")
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **sizes(64, 2) | {"num_experts_per_tok": 2} | OF_EXPERTS[name])
+    folder = tmp_path_factory.mktemp(name)
+    AutoModelForCausalLM.from_config(config).to(BF16).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(params=WORDS)
+def word(request: pytest.FixtureRequest) -> str:
+    found: str = request.param
+    return found
+
+
+def experts_of(model: nn.Module) -> list[nn.Module]:
+    return [module for name, module in model.named_modules() if name.endswith("mlp.experts")]
+
+
+def plain(folder: Path, word: str) -> nn.Module:
+    """Linear modules as transformers quantizes them, experts as the library does."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=BF16, device_map={"": "cpu"}, quantization_config=CONFIGS[word]()
+    )
+    for experts in experts_of(model):
+        for key in STACKS:
+            if word == "nf4":
+                from bitsandbytes.nn.parametrize import replace_parameter_4bit
+
+                replace_parameter_4bit(experts, key, compress_statistics=True, quant_type="nf4")
+            else:
+                stack = getattr(experts, key)
+                setattr(experts, key, nn.Parameter(in_8_bits(stack), requires_grad=False))
+    return adapt(model).train()
+
+
+def in_8_bits(stack: torch.Tensor) -> torch.Tensor:
+    """The values that torchao makes of one matrix with the rows of all of ``stack``."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    matrix = nn.Linear(1, 1, bias=False)
+    matrix.weight = nn.Parameter(stack.detach().reshape(-1, stack.shape[-1]), requires_grad=False)
+    quantize_(matrix, Int8WeightOnlyConfig())
+    return matrix.weight.dequantize().view_as(stack)  # type: ignore[operator]
+
+
+def streamed(folder: Path, word: str, **options: Any) -> Any:
+    given = {"adapt": adapt, "dtype": BF16, "device": "cpu"} | options
+    return streamer.from_pretrained(folder, quantize=word, **given).train()
+
+
+@pytest.mark.parametrize("mixture", OF_EXPERTS, indirect=True)
+def test_it_trains_as_what_the_library_quantizes(word: str, mixture: Path) -> None:
+    reference = plain(mixture, word)
+    first = None
+    for options in ({}, {"activations": "keep"}, {"activations": "recompute+offload", "num_slots": 1}):
+        torch.manual_seed(1)
+        model = streamed(mixture, word, **options)
+        if first is None:
+            take_adapters(reference, model)
+            adapters = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+            first = history(reference)
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                if param.requires_grad:
+                    param.copy_(adapters[name])
+        assert_equal(history(model), first)
+        copied = copy.deepcopy(model)
+        streamer.unwrap(model)
+    expected = logits(reference)
+    for each in (model, copied):
+        for mine, theirs in zip(experts_of(each), experts_of(reference), strict=True):
+            assert all(torch.equal(getattr(mine, key), getattr(theirs, key)) for key in STACKS)
+        for mine, theirs in zip(trained(each), trained(reference), strict=True):
+            mine.data = theirs.data
+        assert torch.equal(logits(each), expected)
+
+
+def planned(folder: Path, word: str | None, **options: Any) -> StepPlan:
+    model = streamed(folder, word, device=None, backend=VirtualBackend(RTX_4090), **options)  # type: ignore[arg-type]
+    optimizer = streamer.AdamW(trained(model))
+    plan = plan_step(wrapped(model).executor, lambda: whole_step(model, optimizer, "meta"))
+    streamer.unwrap(model)
+    return plan
+
+
+def test_a_plan_has_every_byte(word: str, mixture: Path) -> None:
+    plan = planned(mixture, word)
+    model = streamed(mixture, word)
+    optimizer = streamer.AdamW(trained(model))
+    for _ in range(2):
+        whole_step(model, optimizer, "cpu")
+    moved = bytes_moved(model, lambda: whole_step(model, optimizer, "cpu"))
+    held = streamer.stats(model)
+    of_layer = wrapped(model).executor.units[0].layout.nbytes
+    streamer.unwrap(model)
+    assert {owner: nbytes for owner, nbytes in held.host_bytes.items() if nbytes} == dict(plan.host_bytes)
+    for lane in (Lane.H2D, Lane.D2H):
+        assert moved[lane] == plan.prediction.moved_bytes[lane]
+    codes = (3 * 4 * 64 * 96 + 4 * 64 * 64 - 2 * 32 * 64) * (1 if word == "int8" else 0.5)
+    assert codes < of_layer < 1.4 * codes
+
+
+def test_values_of_experts_are_in_a_plan(word: str, mixture: Path) -> None:
+    """On the device beside the codes, while a layer runs, or with its graph; and in its time. What an exact
+    layer needs most beside its weights it may need at another moment."""
+    stacks = 2 * 3 * 4 * 64 * 96
+    for activations, graphs in (("recompute", 1), ("keep", 2)):
+        exact, quantized = (planned(mixture, each, activations=activations) for each in (None, word))
+        more = sum(quantized.device_bytes.values()) - sum(exact.device_bytes.values())
+        slots = exact.device_bytes["weight slots"] - quantized.device_bytes["weight slots"]
+        assert 0.7 * graphs * stacks < more + slots < (graphs + 0.5) * stacks
+        assert quantized.prediction.busy_seconds[Lane.COMPUTE] > exact.prediction.busy_seconds[Lane.COMPUTE]
+
+
+def test_gradients_of_micro_batches(word: str, mixture: Path) -> None:
+    seen = []
+    for options in ({}, {"micro_batch_size": 1}):
+        torch.manual_seed(1)
+        model = streamed(mixture, word, **options).eval()  # without dropout
+        take_adapters(copy.deepcopy(model), model)
+        loss_of(model, 0).backward()
+        seen.append(torch.cat([param.grad.float().flatten() for param in trained(model)]))
+        streamer.unwrap(model)
+    torch.testing.assert_close(seen[1], seen[0], rtol=0, atol=0.02 * float(seen[0].abs().max()))
+
+
+@pytest.mark.parametrize("mixture", ["mixtral", "qwen3_moe"], indirect=True)
+def test_experts_that_are_in_fp8_in_their_files(mixture: Path, tmp_path: Path) -> None:
+    stored_in_fp8(mixture, tmp_path, block=32, of=("experts", "proj"))
+    reference = plain_fp8(tmp_path)
+    model = streamer.from_pretrained(tmp_path, adapt=adapt, device="cpu").train()
+    of_experts = {type(p).__name__ for name, p in model.named_parameters() if "experts" in name}
+    take_adapters(reference, model)
+    assert_equal(history(model), history(reference))
+    streamer.unwrap(model)
+    assert of_experts == {"Float8Tensor"}
+    for mine, theirs in zip(experts_of(model), experts_of(reference), strict=True):
+        assert all(torch.equal(getattr(mine, key), getattr(theirs, key)) for key in STACKS)
+
+
+def plain_fp8(folder: Path) -> nn.Module:
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=BF16, device_map={"": "cpu"}, quantization_config=FineGrainedFP8Config(dequantize=True)
+    )
+    return adapt(model).train()
+
+
+def test_values_are_shared_within_a_call_alone(word: str, mixture: Path) -> None:
+    def looked_at(model: nn.Module) -> Any:
+        """Adapters, which may ask for the shape of what they are for."""
+        for each in experts_of(model):
+            assert (each.gate_up_proj.shape, each.gate_up_proj.dtype) == ((4, 192, 64), BF16)
+        return adapt(model)
+
+    model = streamed(mixture, word, adapt=looked_at)
+    loss_of(model, 0).backward()
+    streamer.unwrap(model)
+    experts = experts_of(model)[0]
+    made: list[torch.Tensor] = []
+    experts.register_forward_pre_hook(lambda module, _: made.extend([module.down_proj, module.down_proj]))
+    with pytest.raises(TypeError):
+        experts()
+    assert made[0] is made[1] and experts.down_proj is not experts.down_proj
+
+
+def test_what_is_skipped_stays_exact(word: str, mixture: Path) -> None:
+    model = streamed(mixture, word, skip=[r"0\.mlp\.experts", "down_proj"])
+    params = {name: param for name, param in model.named_parameters() if "mlp" in name and "lora" not in name}
+    streamer.unwrap(model)
+    base = "base_model.model.model.layers"
+    assert {name: (type(param) is nn.Parameter, param.dtype) for name, param in params.items()} == {
+        f"{base}.0.mlp.gate.weight": (True, BF16),
+        f"{base}.0.mlp.experts.gate_up_proj": (True, BF16),
+        f"{base}.0.mlp.experts.down_proj": (True, BF16),
+        f"{base}.1.mlp.gate.weight": (True, BF16),
+        f"{base}.1.mlp.experts.down_proj": (True, BF16),
+        f"{base}.1.mlp.experts.parametrizations.gate_up_proj.original": (
+            False,
+            BF16 if word == "int8" else torch.uint8,
+        ),
+    }
+    refused(
+        r"'down_prj' is found in the name of no linear .*experts", mixture, quantize=word, skip="down_prj"
+    )
+
+
+def test_a_checkpoint_and_the_adapters(word: str, mixture: Path, tmp_path: Path) -> None:
+    model = streamed(mixture, word)
+    optimizer = streamer.AdamW(trained(model), lr=1e-2)
+    whole_step(model, optimizer, "cpu")
+    streamer.save(model, optimizer, tmp_path / "whole", step=1)
+    model.save_pretrained(tmp_path / "adapters")
+    expected = logits(model)
+    streamer.unwrap(model)
+    again = streamed(mixture, word)
+    streamer.load(again, streamer.AdamW(trained(again)), tmp_path / "whole")
+    assert torch.equal(logits(again), expected)
+    streamer.unwrap(again)
+    base = streamer.unwrap(streamed(mixture, word, adapt=None))
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapters", autocast_adapter_dtype=False)
+    assert torch.equal(logits(adapted), expected)
+
+
+def test_codes_that_the_user_has_made_with_a_parametrization(mixture: Path) -> None:
+    reference, model = plain(mixture, "nf4"), plain(mixture, "nf4")
+    take_adapters(reference, model)
+    expected = history(reference)
+    streamer.wrap(model, device="cpu", num_slots=1)
+    assert_equal(history(model), expected)
+    copied = copy.deepcopy(model)
+    streamer.unwrap(model)
+    after = logits(reference)
+    assert torch.equal(logits(model), after) and torch.equal(logits(copied), after)
+
+
+def test_experts_that_lie_in_4_bits_one_by_one_are_dequantized(mixture: Path, tmp_path: Path) -> None:
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    tensors, values = {}, {}
+    for name, value in load_file(mixture / "model.safetensors").items():
+        tensors[name] = value
+        if "experts" in name:
+            tensors[name], state = quantize_4bit(value, quant_type="nf4")
+            tensors |= {f"{name}.{key}": part for key, part in state.as_dict(packed=True).items()}
+            values[name] = dequantize_4bit(tensors[name], state)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    card = json.loads((mixture / "config.json").read_text())
+    card["quantization_config"] = CONFIGS["nf4"]().to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(card))
+    with pytest.warns(UserWarning, match=r"experts\.0\.w1\.weight.* quantized in the files, and dequantized"):
+        model = streamer.from_pretrained(tmp_path, device="cpu")
+    streamer.unwrap(model)
+    found = model.model.layers[1].mlp.experts.down_proj
+    expected = [values[f"model.layers.1.block_sparse_moe.experts.{each}.w2.weight"] for each in range(4)]
+    assert type(found) is nn.Parameter and torch.equal(found, torch.stack(expected))
