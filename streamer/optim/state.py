@@ -164,10 +164,9 @@ def moments_of(home: Home, state_dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {purpose.name: shard.part(purpose, home.slice) for purpose in MOMENTS[state_dtype]}
 
 
-def _are_copies(home: Home, state_dtype: torch.dtype) -> bool:
-    """Whether the user sees copies of a parameter's moments."""
+def _is_on_disk(home: Home, state_dtype: torch.dtype) -> bool:
     shard = home.executor.shard(home.unit)
-    return shard.is_divided or any(shard.is_on_disk(purpose) for purpose in MOMENTS[state_dtype])
+    return any(shard.is_on_disk(purpose) for purpose in MOMENTS[state_dtype])
 
 
 def pair_saved(
@@ -252,10 +251,10 @@ class StateInCopies(State):
     """The state of one parameter whose moments are on disk, or may go there, or are divided among machines:
     each is asked for anew.
 
-    Of what is on disk a copy is shown, and of what machines divide one that is gathered from all of them: a
-    meeting, which all ranks come to. What is put in place of a moment is written where the moment is. A write
-    into a copy, or into what has gone to disk since, would reach nothing: it is refused when the next update
-    begins.
+    Of what is on disk a copy is shown. What is put in place of a moment is written where the moment is. A
+    write into a copy, or into what has gone to disk since, would reach nothing: it is refused when the next
+    update begins. Of what machines divide the copy is gathered from all of them, in a meeting, and a write
+    into it is refused at once.
     """
 
     def _begin(self) -> dict[str, torch.Tensor]:
@@ -264,17 +263,15 @@ class StateInCopies(State):
 
     def check(self) -> None:
         seen, self._seen = self._seen, []
-        are_copies = _are_copies(self._home, self._state_dtype)
+        on_disk = _is_on_disk(self._home, self._state_dtype)
         for reference, version, was_copy in seen:
             if (shown := reference()) is None:
                 continue
-            if shown._version == version or not (was_copy or are_copies):
+            if shown._version == version or not (was_copy or on_disk):
                 self._seen.append((reference, shown._version, was_copy))
                 continue
-            is_divided = self._home.executor.store.is_divided
-            where = "divided among machines" if is_divided else "on disk"
             raise RuntimeError(
-                f"a moment of '{self._home.slice.param.name}' was written in place, but it is {where} "
+                f"a moment of '{self._home.slice.param.name}' was written in place, but it is on disk "
                 "and optimizer.state shows a copy: assign it (optimizer.state[p]['exp_avg'] = tensor)"
             )
 
@@ -287,7 +284,9 @@ class StateInCopies(State):
         home.executor.await_state(home.unit)
         whole = home.executor.whole_shard(home.unit, [purpose], only=home.slice)
         shown = whole.part(purpose, home.slice)
-        is_copy = whole is not shard or shard.is_on_disk(purpose)
+        is_copy = shard.is_on_disk(purpose)
+        if whole is not shard:
+            return guarded_state(home.executor, home.unit, shown, is_copy=True)
         if not is_copy:
             shown = guarded_state(home.executor, home.unit, shown)
         self._seen = [each for each in self._seen if each[0]() is not None]

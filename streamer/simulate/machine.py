@@ -148,6 +148,11 @@ class Machine:
         return min(rate, memory / 2) if self.interconnect == BY_HOST else rate
 
     @property
+    def has_ranks(self) -> bool:
+        """Whether several processes train one model together."""
+        return self.ranks * self.machines > 1
+
+    @property
     def network_rate(self) -> float:
         """Bytes per second that one GPU sends to other machines, while the others of its machine do."""
         return self.network_bytes_per_second / self.ranks

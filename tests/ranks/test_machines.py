@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 import warnings
@@ -209,15 +210,83 @@ def test_a_disk_is_for_one_machine(tmp_path: Path) -> None:
         )
 
 
-def train_on(rank: int, machines: Sequence[str]) -> Any:
-    ranks.machine_id = lambda: machines[rank]
-    return train(rank, len(machines), {"plain": CASES["plain"]})["plain"]
+FP16: Case = (1, {"dtype": torch.float16}, {"scaled": True})
+#: Where the ranks of a group are, the mesh of as many, and what is trained by both.
+DIVIDED = {
+    "ab": ("2x1", ["scaler", "frozen parts", "bf16 moments", "in backward"]),
+    "aabb": ("2x2", ["8-bit moments", "several in bf16", "in backward, bf16"]),
+}
 
 
-def test_a_group_of_several_machines_trains_as_their_mesh_does() -> None:
-    for (_, gradients, state), of_mesh in zip(run_ranks(4, train_on, "aabb"), found("2x2"), strict=True):
-        equal(gradients, of_mesh["plain"][1])
-        equal(state, of_mesh["plain"][2])
+def divide(rank: int, machines: str, names: Sequence[str]) -> tuple[dict[str, Any], list[Any], Any]:
+    """Train by a group, whose machines divide the state, and look at what they show of it."""
+    size = len(machines)
+    trained = train(rank, size, {name: ALL[name] for name in names}, machines)
+    forms: tuple[int | str, ...] = (machines, 2) if size == 2 else ()
+    fp16 = [train(rank, size, {"fp16": FP16}, form)["fp16"] for form in forms]
+    return trained, fp16, look(rank, machines)
+
+
+def look(rank: int, machines: str) -> dict[str, Any]:
+    """What is shown of a state that is divided, and what becomes of writing it."""
+    made = streamer.wrap(
+        model(), layers="layers", device="cpu", dtype=torch.bfloat16, process_group=everyone(machines)
+    )
+    optimizer = streamer.AdamW(made.parameters(), lr=1e-2)
+
+    def step(number: int) -> None:
+        backward(made, number, rank, 1, None)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(0)
+    executor = wrapped(made).executor
+    streamer.synchronize(made)
+    issued = [str(record.op) for record in executor.issuer.trace.records()]
+    found: dict[str, Any] = {"ops": [op for op in issued if op in ("1STEP", "1GATHER", "1AGREE")]}
+    weight = made.layers[1].up.weight
+    copied = copy.deepcopy(made.layers[1]).up.weight
+    with pytest.raises(RuntimeError, match="a copy of a moment that is divided among machines: assign"):
+        optimizer.state[weight]["exp_avg"].zero_()
+    optimizer.state[weight]["exp_avg"] = torch.full_like(weight, 3.0)
+    found["assigned"] = arrays({"": optimizer.state[weight]["exp_avg"]})[""]
+    saved = optimizer.state_dict()["state"]
+    found["in state_dict"] = arrays({f"{n}": state["exp_avg"] for n, state in saved.items()})
+    with torch.no_grad():
+        weight.mul_(2.0)
+        made.embedding.weight.mul_(2.0)
+    streamer.synchronize(made)
+    found["masters"] = arrays(streamer.unwrap(made).state_dict())
+    found["copied"] = arrays({"": copied})[""]
+    return found
+
+
+@pytest.mark.parametrize("machines", DIVIDED)
+def test_machines_that_divide_the_state_train_as_replicas_do(machines: str) -> None:
+    mesh, names = DIVIDED[machines]
+    looks = []
+    for (trained, fp16, looked), of_mesh in zip(
+        run_ranks(len(machines), divide, machines, names), found(mesh), strict=True
+    ):
+        for name in names:
+            with naming(name):
+                assert trained[name][0] == of_mesh[name][0]
+                equal(trained[name][1], of_mesh[name][1])
+                equal(trained[name][2], of_mesh[name][2])
+        for divided, replicated in zip(fp16[:1], fp16[1:], strict=True):
+            equal(divided[1], replicated[1])
+            equal(divided[2], replicated[2])
+        looks.append(looked)
+    for looked in looks:
+        assert looked["ops"] == ["1STEP", "1GATHER", "1AGREE"]
+        assert (looked["assigned"] == 3.0).all()
+        equal(looked["in state_dict"], looks[0]["in state_dict"])
+        equal(looked["masters"], looks[0]["masters"])
+        assert np.array_equal(looked["copied"], looks[0]["copied"])
+        # the weight was doubled as it is streamed, in bf16, and so became its own master
+        doubled = looked["masters"]["layers.1.up.weight"]
+        assert np.allclose(doubled, 2 * looked["copied"], rtol=2**-8, atol=0.0)
+        assert np.array_equal(doubled, torch.from_numpy(doubled).bfloat16().float().numpy())
 
 
 def waits(rank: int) -> list[int]:

@@ -15,6 +15,7 @@ from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.unit import Unit
 from streamer.engine.schedule.op import ROOT
 from streamer.engine.tensors.guarded import (
+    GUARD,
     Function,
     Guarded,
     GuardedTensor,
@@ -57,6 +58,21 @@ class _UnitGuard:
 
     def __reduce__(self) -> NoReturn:
         raise RuntimeError("what belongs to a wrapped model cannot be pickled: save model.state_dict()")
+
+
+class _CopyGuard(_UnitGuard):
+    """Refuses writes in place into a copy of the optimizer's state, which would reach nothing."""
+
+    def before(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        if any(tensor.__dict__.get(GUARD) is self for tensor in written_by(function, args, kwargs)):
+            raise RuntimeError(
+                "this is a copy of a moment that is divided among machines: assign what you want it to be "
+                "(optimizer.state[p]['exp_avg'] = tensor), on all ranks"
+            )
+        return True
+
+    def after(self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object) -> None:
+        return
 
 
 class _ParameterGuard(_UnitGuard):
@@ -201,6 +217,10 @@ def unguard_model(executor: Executor) -> None:
             unguard_parameter(param)
 
 
-def guarded_state(executor: Executor, unit: Unit, state: torch.Tensor) -> torch.Tensor:
-    """A tensor of the optimizer's state of ``unit``, for the user."""
+def guarded_state(
+    executor: Executor, unit: Unit, state: torch.Tensor, *, is_copy: bool = False
+) -> torch.Tensor:
+    """A tensor of the optimizer's state of ``unit``, for the user; a copy is not to be written."""
+    if is_copy:
+        return GuardedTensor.of(state, _CopyGuard(executor, unit))
     return GuardedTensor.of(state, _UnitGuard(executor, unit))
