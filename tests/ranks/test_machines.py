@@ -91,7 +91,7 @@ def have_its_gradient_and_norm(mesh: str, name: str) -> None:
         equal(found_state, first[2])
 
 
-def of_first(rank: int, machines: int, kind: str) -> Arrays:
+def of_first(rank: int, machines: int | str, kind: str) -> Arrays:
     """The weights and the buffer of a model that has other values on each rank."""
     made = model()
     with torch.no_grad():
@@ -103,13 +103,15 @@ def of_first(rank: int, machines: int, kind: str) -> Arrays:
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
-@pytest.mark.parametrize(("size", "machines"), [(2, 2), (4, 2), (3, 3)])
-def test_all_machines_begin_with_the_values_of_the_first_rank(size: int, machines: int, kind: str) -> None:
+@pytest.mark.parametrize(("size", "machines"), [(2, 2), (4, 2), (3, 3), (3, "abc")])
+def test_all_machines_begin_with_the_values_of_the_first_rank(
+    size: int, machines: int | str, kind: str
+) -> None:
     for found_state in run_ranks(size, of_first, machines, kind):
         equal(found_state, arrays(model().state_dict()))
 
 
-def skipping(rank: int, update: str, machines: int) -> tuple[Arrays, int]:
+def skipping(rank: int, update: str, machines: int | str) -> tuple[Arrays, int]:
     """In the second step the last rank's gradient of one layer is not a number."""
     made = streamer.wrap(
         model(), layers="layers", device="cpu", update=update, process_group=everyone(machines)
@@ -132,9 +134,9 @@ def skipping(rank: int, update: str, machines: int) -> tuple[Arrays, int]:
     return arrays({**steps, **streamer.unwrap(made).state_dict()}), skipped
 
 
-@pytest.mark.parametrize("update", ["step", "backward"])
-def test_machines_skip_a_step_together(update: str) -> None:
-    (first, skipped), *others = run_ranks(4, skipping, update, 2)
+@pytest.mark.parametrize(("update", "machines"), [("step", 2), ("backward", 2), ("backward", "aabb")])
+def test_machines_skip_a_step_together(update: str, machines: int | str) -> None:
+    (first, skipped), *others = run_ranks(4, skipping, update, machines)
     assert skipped == 1
     assert first["layers.1.down.weight step"] == 2
     assert all(np.isfinite(value).all() for value in first.values())
