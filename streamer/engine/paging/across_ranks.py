@@ -160,8 +160,9 @@ class AcrossRanks:
         self._without_values = torch.empty((), device="meta") if is_planned else None
         #: the arguments of the function by which the caller's thread is writing what all ranks see
         self.writing: object = None
-        #: the units of the parameters that it is given
+        #: the units of the parameters that it is given, and the positions of those of the root
         self.written: set[int] = set()
+        self.written_of_root: set[int] = set()
         self._shares = {unit.index: shares_of(unit.layout, ranks.local_size) for unit in units}
         #: by unit and machine, what each of its ranks updates
         self._parts = {unit.index: store.division.parts(unit.layout) for unit in (*units, root)}
