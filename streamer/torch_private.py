@@ -200,3 +200,12 @@ def group_store(group: Any) -> Any:
     """The store by which the processes of ``group`` have found one another, by a connection of its own: a
     connection has one request at a time."""
     return group.get_group_store().clone()
+
+
+def all_gather_flat(found: torch.Tensor, mine: torch.Tensor, group: Any) -> None:
+    """Let ``found`` be what each rank of ``group`` has for ``mine``, one after the other."""
+    from torch import distributed as dist  # PyTorch may be built without it
+
+    # newer releases warn of the old name
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(found, mine, group=group)

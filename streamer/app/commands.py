@@ -144,6 +144,14 @@ def command_line() -> argparse.ArgumentParser:
         help="GPUs of the machine that train together, each with a process of its own; of several machines "
         "plan one, with its part of data.batch_size; default: 1",
     )
+    plan.add_argument(
+        "--nodes",
+        type=_positive,
+        default=1,
+        metavar="M",
+        help="machines of --ranks GPUs each that train together and divide the optimizer's state; plan one "
+        "of them; default: 1",
+    )
     plan.add_argument("--host-memory", metavar="BYTES", help="of the machine, such as 128GiB")
     plan.add_argument(
         "--machines", metavar="NAME,...", help='a table of these machines; "all" are those that have names'
@@ -325,12 +333,14 @@ def _plan(arguments: Namespace) -> int:
             raise ConfigError("--timeline is of one plan: leave --machines and --batch-sizes out")
         machines = (arguments.machines or arguments.machine).split(",")
         sizes = (arguments.batch_sizes or str(config.data.batch_size)).split(",")
-        fits = plan_table(config, machines, sizes, ranks=arguments.ranks, as_json=arguments.json)
+        counts = {"ranks": arguments.ranks, "nodes": arguments.nodes}
+        fits = plan_table(config, machines, sizes, **counts, as_json=arguments.json)
         return 0 if fits else 2
     fits = plan(
         config,
         arguments.machine,
         ranks=arguments.ranks,
+        nodes=arguments.nodes,
         host_memory=arguments.host_memory,
         as_json=arguments.json,
         timeline=arguments.timeline,

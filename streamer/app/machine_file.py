@@ -50,6 +50,7 @@ _OTHERS = {
     "seconds_per_op": NOT_NEGATIVE,
     "seconds_per_visit": NOT_NEGATIVE,
     "ranks": COUNT,
+    "machines": COUNT,
     "interconnect": one_of(*INTERCONNECTS),
     "multiprocessors": COUNT,
     "threads_per_multiprocessor": COUNT,
@@ -81,18 +82,20 @@ def dump_machine(machine: Machine, measured: Mapping[str, Any] | None = None) ->
     return dump_tables({name: table for name, table in tables.items() if name != MEASURED or table})
 
 
-def machine(name_or_path: str, ranks: int = 1) -> Machine:
+def machine(name_or_path: str, ranks: int = 1, machines: int = 1) -> Machine:
     """A machine by its name, see `streamer.simulate.machine`, or from a TOML file; with so many ``ranks``, if
-    they are several. The host's rate and size are then those that the file says.
+    they are several, and as one of so many ``machines`` that divide a state. The host's rate and size are
+    then those that the file says.
 
     An argument that ends in ``.toml`` or has a path's separator in it is a file. Raises ConfigError for an
     unknown name, with the known ones, and as `load_machine` does.
     """
     if name_or_path.endswith(".toml") or os.sep in name_or_path:
         found = load_machine(name_or_path)
-        return found if ranks == 1 else replace(found, ranks=ranks)
+        found = found if ranks == 1 else replace(found, ranks=ranks)
+        return found if machines == 1 else replace(found, machines=machines)
     try:
-        return named_machine(name_or_path).of_ranks(ranks)
+        return named_machine(name_or_path).of_ranks(ranks, machines)
     except ValueError as error:
         raise ConfigError(
             f"{error}; or give a file ending in .toml, which streamer calibrate writes"

@@ -130,14 +130,16 @@ def _train(
         if told is not None:
             print(told)
         # each machine has its own memory, for its part of every batch
-        settled, chosen = settle(share_of_machine(config, ranks), ranks=ranks.local_size)
+        settled, chosen = settle(
+            share_of_machine(config, ranks), ranks=ranks.local_size, machines=ranks.machines
+        )
         config = replace(config, stream=settled.stream)
         if chosen is not None:
             print(f"chosen: {chosen.reason}")
     # what is free now may differ from rank to rank
     config = ranks.as_first("what was chosen", config)
     with ranks.checked():
-        plan = check_memory(share_of_machine(config, ranks), ranks.local_size)
+        plan = check_memory(share_of_machine(config, ranks), ranks.local_size, ranks.machines)
         space = _check_space(config, directory)
         with ranks.progress_of_first():
             data = load_data(config)

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -39,6 +40,7 @@ from streamer.backends.machines import (
     Placement,
     Relay,
     groups_of,
+    is_mesh,
     machine_id,
     members_of,
     place,
@@ -46,7 +48,7 @@ from streamer.backends.machines import (
     store_of,
 )
 from streamer.errors import RanksError, shortened
-from streamer.torch_private import group_timeout
+from streamer.torch_private import all_gather_flat, group_timeout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -71,6 +73,10 @@ FIRST_PAUSE, LONGEST_PAUSE = 2e-5, 1e-3
 LOOK_SECONDS = 0.02
 #: Bytes that are copied from machine to machine at a time.
 REPLICATED = 1 << 24
+#: What is gathered through a buffer begins in it at a multiple of this many bytes.
+GATHER_ALIGN = 64
+#: What was done where a rank has ended.
+AVERAGING, GATHERING = "Gradients were being averaged", "Parts of machines were being gathered"
 #: Seconds that a process may take to end after its connections are closed.
 CLOSING_SECONDS = 1.0
 
@@ -118,7 +124,10 @@ class Ranks:
         # those of a mesh have PyTorch's default, whatever init_process_group was told
         known = self._groups if len(self._groups) == 1 else [*self._groups, dist.group.WORLD]
         self._timeout: timedelta = min(group_timeout(each, device) for each in known)
-        self._place(place(group, self.rank, self._exchange(machine_id())))
+        self._place(
+            place(group, self.rank, self._exchange(machine_id())),
+            are_replicas=is_mesh(group) and group.ndim == 2,
+        )
         self._collectives: ProcessGroup | None = None
         self._replicas: ProcessGroup | None = None
         self._relay: Relay | None = None
@@ -129,11 +138,13 @@ class Ranks:
         #: whether the others know how `agree` has ended here, or would have
         self.has_agreed = False
 
-    def _place(self, placement: Placement) -> None:
+    def _place(self, placement: Placement, *, are_replicas: bool) -> None:
         self._placement = placement
         self.machine, self.machines = placement.machine, len(placement.rows)
         #: which of this machine's ranks, that share its memory, this is, and how many they are
         self.local_rank, self.local_size = placement.row.index(self.rank), len(placement.row)
+        #: the machines that divide the optimizer's state among them; 1 where each has the whole
+        self.state_machines = 1 if are_replicas else self.machines
 
     @property
     def leads(self) -> bool:
@@ -429,10 +440,10 @@ class Ranks:
 
     # collectives, called by work of the COLLECTIVE lane
 
-    def average(self, tensor: torch.Tensor, owner: int | None = None) -> None:
-        """Let ``tensor`` be the mean over all ranks; with an ``owner`` on that rank of each machine alone,
-        for half the traffic: on the others it may hold anything then. Raises RanksError where a rank has
-        ended."""
+    def average(self, tensor: torch.Tensor, owner: int | None = None, on_machine: int | None = None) -> None:
+        """Let ``tensor`` be the mean over all ranks; with an ``owner`` on that rank of each machine alone, or
+        of one machine alone if ``on_machine`` is given too, each for half the traffic: on the others it may
+        hold anything then. Raises RanksError where a rank has ended."""
         if self.size == 1:
             return
         # of several machines one rank each adds up what is for all: rings in another order for each of the
@@ -445,30 +456,94 @@ class Ranks:
             elif self.local_size > 1:
                 dist.reduce(tensor, group_dst=owner_here, group=self._collectives)
             if self.machines > 1 and owner_here == self.local_rank:
-                dist.all_reduce(tensor, group=self._replicas)
+                if on_machine is None:
+                    dist.all_reduce(tensor, group=self._replicas)
+                else:
+                    dist.reduce(tensor, group_dst=on_machine, group=self._replicas)
             if self.machines > 1 and self.local_size > 1 and owner is None:
                 dist.broadcast(tensor, group_src=0, group=self._collectives)
 
         self._collective(work)
-        if owner in (None, self.local_rank):
+        if owner in (None, self.local_rank) and on_machine in (None, self.machine):
             tensor.mul_(1 / self.size)
 
-    def gathered(self, number: torch.Tensor) -> torch.Tensor:
-        """A scalar of each rank of this machine: [local_size]. Raises RanksError where a rank has ended."""
-        if self.local_size == 1:
-            return number.view(1)
-        numbers = number.new_empty(self.local_size)
-        places = [*numbers.split(1)]
-        self._collective(lambda: dist.all_gather(places, number.view(1), group=self._collectives))
+    def gathered(self, number: torch.Tensor, *, of_machines: bool = False) -> torch.Tensor:
+        """A scalar of each rank of this machine, [local_size], or of those of all machines, [size], in the
+        same order on all of them. Raises RanksError where a rank has ended."""
+        numbers = number.view(1)
+        if self.local_size > 1:
+            numbers = self._all_gathered(numbers, self.local_size, self._collectives)
+        if of_machines and self.machines > 1:
+            numbers = self._all_gathered(numbers, self.machines, self._replicas)
         return numbers
 
-    def _collective(self, work: Callable[[], object]) -> None:
+    def _all_gathered(self, mine: torch.Tensor, size: int, group: ProcessGroup | None) -> torch.Tensor:
+        found = mine.new_empty(size * mine.numel())
+        places = [*found.split(mine.numel())]
+        self._collective(lambda: dist.all_gather(places, mine, group=group))
+        return found
+
+    def gather(self, pieces: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+        """Let each of ``pieces``, flat uint8 in host memory, be what the machine of its number has there: the
+        rank of that machine that is of this one's column. They pass through ``buffer``, flat uint8 on the
+        device. Returns when they are there. Raises RanksError where a rank has ended."""
+        longest = max(piece.numel() for piece in pieces)
+        room = buffer.numel() // (self.machines + 1) // GATHER_ALIGN * GATHER_ALIGN
+        for at in range(0, longest, room):
+            length = min(room, longest - at)
+            sent, got = buffer[:length], buffer[room : room + self.machines * length]
+            own = pieces[self.machine][at : at + length]
+            sent[: own.numel()].copy_(own, non_blocking=True)
+            self._collective(partial(all_gather_flat, got, sent, group=self._replicas), GATHERING)
+            for machine, (piece, found) in enumerate(zip(pieces, got.split(length), strict=True)):
+                into = piece[at : at + length]
+                if machine != self.machine:
+                    into.copy_(found[: into.numel()], non_blocking=True)
+        if buffer.device.type == "cuda":
+            # who is told so reads them by way of other streams and processes
+            torch.cuda.current_stream(buffer.device).synchronize()
+
+    def of_machines(self, mine: torch.Tensor, sizes: Sequence[int], *, to_first: bool) -> list[torch.Tensor]:
+        """What each machine has, flat uint8 on the host, of so many bytes each; ``mine`` is this one's. The
+        ranks of a column call it, not while the COLLECTIVE lane has work. With ``to_first`` that of the first
+        machine alone is told, the others only of their own."""
+        found = []
+        for machine, nbytes in enumerate(sizes):
+            is_told = not to_first or not self.machine
+            if machine == self.machine:
+                found.append(mine)
+            else:
+                found.append(torch.empty(nbytes if is_told else 0, dtype=torch.uint8))
+            passes = machine > 0 and (is_told or machine == self.machine) if to_first else True
+            if passes and nbytes:
+                pieces = found[-1].split(REPLICATED)
+                self._collective(partial(self._pass_on, pieces, machine, to_first=to_first), GATHERING)
+        return found
+
+    def _pass_on(self, pieces: Sequence[torch.Tensor], machine: int, *, to_first: bool) -> None:
+        for piece in pieces:
+            # NCCL sends from the device; a tensor of the CPU is its own copy
+            sent = piece.to(self._device)
+            if not to_first:
+                dist.broadcast(sent, group_src=machine, group=self._replicas)
+            elif self.machine:
+                dist.send(sent, group_dst=0, group=self._replicas)
+            else:
+                dist.recv(sent, group_src=machine, group=self._replicas)
+            if machine != self.machine:
+                piece.copy_(sent)
+
+    def over_network(self, nbytes: int) -> int:
+        """``nbytes`` that are sent to other machines, as a plan counts them: see `VirtualRanks`."""
+        return nbytes
+
+    def _collective(self, work: Callable[[], object], what: str = AVERAGING) -> None:
         try:
             work()
         except RuntimeError as error:
             gone = self._await_gone()
             which = self._how(gone) if gone else "a collective has failed"
-            failed = RanksError(f"{which}. Gradients were being averaged ({_in_a_line(error)})")
+            failed = RanksError(f"{which}. {what} ({_in_a_line(error)})")
             self._fail(failed)
             raise failed from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from os import PathLike
@@ -18,7 +19,7 @@ from torch import nn
 
 from streamer.backends.background import Handover, in_background
 from streamer.backends.base import Backend
-from streamer.backends.ranks import together
+from streamer.backends.ranks import Ranks, together
 from streamer.checkpoint.frozen import LeftOut, left_out
 from streamer.checkpoint.manifest import Manifest, new_folder
 from streamer.checkpoint.tensors import DTYPES, Entry, Flushing, Piece, file_bytes, write_tensors
@@ -29,7 +30,7 @@ from streamer.engine.tensors.guarded import as_plain
 from streamer.engine.wrapped.handle import require_home, wrapped
 from streamer.memory.host import HostShard
 from streamer.memory.layout import Slice
-from streamer.memory.purposes import MOMENTS, Purpose
+from streamer.memory.purposes import MASTERING, MOMENTS, Purpose
 from streamer.optim.adamw import AdamW
 from streamer.optim.state import check_owner
 from streamer.version import __version__
@@ -77,7 +78,9 @@ def save(
     ``torch.optim``, or None.
 
     Ranks all call this; the first one writes, and the others wait for it unless ``block=False``. In the
-    checkpoint are the states of all ranks' generators; it is read by any number of ranks.
+    checkpoint are the states of all ranks' generators; it is read by any number of ranks. Where machines
+    divide the state among them, the first rank gathers it unit by unit, so that all wait for it whatever
+    ``block`` is.
 
     ``frozen=False`` leaves out the parameters that are not trained, such as the base of adapters: of each the
     manifest has the CRC-32, by which `streamer.load` tells whether its model has the same one.
@@ -92,9 +95,13 @@ def save(
         executor.synchronize()
         of_ranks = ranks.meet(f"saving step {step} to '{path}'", random_states())
     done: Future[None] = Future()
+    what = partial(_content, model, optimizer, executor, dict(extra or {}), of_ranks, frozen=frozen)
+    if ranks is not None and executor.store.is_divided:
+        _save_divided(model, optimizer, executor, ranks, Path(path), step, what)
+        done.set_result(None)
+        return done
     with together(ranks, "writing a checkpoint", patient=True):
         if ranks is None or ranks.leads:
-            what = partial(_content, model, optimizer, executor, dict(extra or {}), of_ranks, frozen=frozen)
             done = _save(model, optimizer, executor, Path(path), step, what, block=block)
         else:
             done.set_result(None)
@@ -114,12 +121,8 @@ def _save(
     executor.wait_for_saving()
     if executor.saving is not None and not executor.saving.asked:
         executor.saving.result()
-    if isinstance(optimizer, AdamW):
-        check_owns(optimizer, executor)
-    executor.synchronize()
     units = [*executor.units, executor.root]
-    _check_registered(model, units)
-    content = make_content()
+    content = _checked_content(model, optimizer, executor, make_content)
     nbytes = content.nbytes(units)
     by_index = {unit.index: unit for unit in units}
     shards = {unit.index: executor.shard(unit) for unit in units}
@@ -155,6 +158,52 @@ def _save(
         shard.before_change = partial(handover.before_change, index, shard.copy)
     executor.saving = in_background(write, "streamer-save")
     return executor.saving
+
+
+def _checked_content(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    executor: Executor,
+    make_content: Callable[[], _Content],
+) -> _Content:
+    if isinstance(optimizer, AdamW):
+        check_owns(optimizer, executor)
+    executor.synchronize()
+    _check_registered(model, [*executor.units, executor.root])
+    return make_content()
+
+
+def _save_divided(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    executor: Executor,
+    ranks: Ranks,
+    path: Path,
+    step: int,
+    make_content: Callable[[], _Content],
+) -> None:
+    """Write what several machines hold parts of: the first rank has one unit's state whole at a time."""
+    units = [*executor.units, executor.root]
+    state_dtype = optimizer.state_dtype if isinstance(optimizer, AdamW) else torch.float32
+    purposes = (*MASTERING, *MOMENTS[state_dtype])
+    content: _Content | None = None
+    with ExitStack() as writing:
+        with together(ranks, "beginning a checkpoint", patient=True):
+            if ranks.leads:
+                content = _checked_content(model, optimizer, executor, make_content)
+                folder = writing.enter_context(new_folder(path, nbytes=content.nbytes(units)))
+                writing.enter_context(content.flushing)
+        for unit in units:
+            whole = executor.whole_shard(unit, purposes, to_first=True)
+            with together(ranks, f"writing '{unit.name}' into a checkpoint", patient=True):
+                if content is not None:
+                    content.write(folder, content.of_unit(unit, whole, on_host=True))
+                    content.note_left_out(unit, whole)
+        with together(ranks, "writing a checkpoint", patient=True):
+            if content is not None:
+                content.write(folder, content.files)
+                Manifest(step, content.entries, content.values, _written_by()).write(folder)
+                writing.close()
 
 
 Files = dict[str, list[Piece]]
@@ -286,9 +335,10 @@ def _weight(slice: Slice, shard: HostShard, backend: Backend | None) -> Piece:
 
 
 def _moment(slice: Slice, purpose: Purpose, shard: HostShard) -> Piece:
-    """A parameter's part of its moments, read from disk when its turn comes if it is there."""
+    """A parameter's part of its moments, read from disk when its turn comes if it is there. That of a shard
+    which is divided is counted, and not read."""
     name = f"{slice.param.name}.{purpose.name}"
-    if not shard.is_on_disk(purpose):
+    if not (shard.is_on_disk(purpose) or shard.is_divided):
         return Piece.of(name, purpose.part(slice, shard[purpose]))
     shape = purpose.shape(slice)
     return Piece(name, purpose.dtype, shape, partial(shard.part, purpose, slice))

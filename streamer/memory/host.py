@@ -33,6 +33,7 @@ from streamer.memory.on_disk import (
 )
 from streamer.memory.purposes import (
     ALL_MOMENTS,
+    DIVIDED,
     FILE_BLOCKS,
     GRADIENTS,
     MASTERING,
@@ -46,7 +47,7 @@ from streamer.memory.purposes import (
     WEIGHTS,
     Purpose,
 )
-from streamer.memory.shares import Share, shares_of, within
+from streamer.memory.shares import Division, Share, places_of, shares_of, within
 
 #: The remainder of a bf16 weight that is its own master: see streamer_native.bfloat16.
 EXACT_REMAINDER = 0x8000
@@ -99,14 +100,22 @@ class HostShard:
     """All host buffers of one unit, as flat tensors by the name of their purpose. Ranks share them, and each
     updates its ``share``; one process updates all.
 
+    Where several machines divide the state among them, each rank updates a part of its share. Of what is
+    `DIVIDED` the machine holds the ``parts`` of its ranks, one after the other, and nothing else.
+
     ``weight`` and ``gradient`` are uint8, laid out by ``layout``; remainders (uint16, of bf16 weights),
     masters (fp32, of fp16 weights) and ``sums`` (fp32, of gradients in bf16 or fp16) have one element per
     trainable parameter element, padding included. What the unit does not hold has no elements.
     """
 
-    def __init__(self, layout: Layout, share: Share | None = None) -> None:
+    def __init__(
+        self, layout: Layout, share: Share | None = None, parts: Sequence[Share] = (), rank: int = 0
+    ) -> None:
+        """``rank`` is this one of those that have the ``parts``."""
         self.layout = layout
         self.share = share or shares_of(layout, 1)[0]
+        self.parts = parts
+        self._rank = rank
         self.held: dict[str, torch.Tensor] = {}
         #: the optimizer's state that is not held in memory, if any
         self.disk: StateOnDisk | None = None
@@ -138,6 +147,16 @@ class HostShard:
         return self.weights_on_disk is not None and WEIGHTS.name not in self.held
 
     @property
+    def is_divided(self) -> bool:
+        """Whether other machines have parts of the state that this one has not."""
+        return bool(self.parts)
+
+    @property
+    def updated(self) -> Share:
+        """What this rank updates."""
+        return self.parts[self._rank] if self.parts else self.share
+
+    @property
     def gradient(self) -> torch.Tensor:
         return self[GRADIENTS]
 
@@ -162,18 +181,31 @@ class HostShard:
 
     def part(self, purpose: Purpose, slice: Slice) -> torch.Tensor:
         """A parameter's part of the piece for ``purpose``: a view, or a copy of what is on disk."""
+        assert not (self.is_divided and purpose.name in DIVIDED), "to be read by way of all machines"
         if self.disk is None or not self.disk.holds(purpose.name):
             return purpose.part(slice, self[purpose])
         values = self.disk.read(purpose, purpose.range(slice))
         return values if purpose.part is Slice.blocks else values.view(slice.param.shape)
 
     def set_part(self, purpose: Purpose, slice: Slice, values: torch.Tensor, *, alone: bool = False) -> None:
-        """Set a parameter's part of the piece for ``purpose``. All ranks do so, unless this one does so
-        ``alone``; until they have met, others may find what was there before."""
-        if self.disk is None or not self.disk.holds(purpose.name):
+        """Set a parameter's part of the piece for ``purpose``, or what of it this machine holds. All ranks
+        do so, unless this one does so ``alone`` on its machine; until they have met, others may find what was
+        there before."""
+        if self.is_divided and purpose.name in DIVIDED:
+            values = values.expand(purpose.shape(slice)).reshape(-1)
+            for held, wanted in self.here(purpose, purpose.range(slice)):
+                held.copy_(values[wanted])
+        elif self.disk is None or not self.disk.holds(purpose.name):
             purpose.part(slice, self[purpose]).copy_(values)
         else:
             self.disk.write(purpose, purpose.range(slice), values.to(purpose.dtype), alone=alone)
+
+    def here(self, purpose: Purpose, wanted: range) -> Iterator[tuple[torch.Tensor, slice]]:
+        """What of the ``wanted`` elements (or blocks) of the unit is on this machine, of a state that is
+        divided, and where it lies among those that are wanted."""
+        piece = self[purpose]
+        for start, stop, at in places_of(self.parts, purpose, wanted):
+            yield piece[at : at + stop - start], slice(start - wanted.start, stop - wanted.start)
 
     def weight_of(self, slice: Slice) -> torch.Tensor:
         """A parameter's weight: a view, or a copy of what is on disk."""
@@ -223,12 +255,14 @@ class HostShard:
             return
         exact = values.to(torch.float32).contiguous()
         if weight.dtype == torch.bfloat16:
-            on_disk = self.is_on_disk(REMAINDERS)
+            is_apart = self.is_on_disk(REMAINDERS) or self.is_divided
             remainder = (
-                torch.empty(slice.numel, dtype=torch.uint16) if on_disk else slice.state(self[REMAINDERS])
+                torch.empty(slice.param.shape, dtype=torch.uint16)
+                if is_apart
+                else slice.state(self[REMAINDERS])
             )
             native.split(array(exact), array(weight), array(remainder))
-            if on_disk:
+            if is_apart:
                 self.set_part(REMAINDERS, slice, remainder, alone=True)
         else:
             self.set_part(MASTERS, slice, exact, alone=True)
@@ -239,8 +273,8 @@ class HostShard:
         if not slice.param.trainable:
             return
         if slice.param.dtype == torch.bfloat16:
-            if self.is_on_disk(REMAINDERS):
-                exact = torch.full((slice.numel,), EXACT_REMAINDER, dtype=torch.int32).to(torch.uint16)
+            if self.is_on_disk(REMAINDERS) or self.is_divided:
+                exact = torch.full(slice.param.shape, EXACT_REMAINDER, dtype=torch.int32).to(torch.uint16)
                 self.set_part(REMAINDERS, slice, exact, alone=alone)
             else:
                 slice.state(self[REMAINDERS].view(torch.int16)).fill_(EXACT_REMAINDER - (1 << 16))
@@ -271,7 +305,7 @@ class HostShard:
     def copy(self) -> HostShard:
         """The weights, what makes them masters and the optimizer's state, in memory of their own."""
         assert not self.uses_disk, "that would bring back what memory has no room for"
-        copy = HostShard(self.layout, self.share)
+        copy = HostShard(self.layout, self.share, self.parts, self._rank)
         kept = {purpose.name for purpose in (*MODEL, *ALL_MOMENTS)}
         copy.held = {name: piece.clone() for name, piece in self.held.items() if name in kept}
         return copy
@@ -284,11 +318,15 @@ class HostShard:
     @property
     def range(self) -> range:
         """The elements of the unit's state that an update of this shard is for."""
-        return self.share.elements
+        return self.updated.elements
 
     def begin(self, purpose: Purpose) -> int:
-        """The element (or block) of the unit with which the piece for ``purpose`` begins."""
-        return 0
+        """The element (or block) of the unit with which the piece for ``purpose`` begins, where all that is
+        updated lies as in the unit."""
+        if not self.is_divided or purpose.name not in DIVIDED:
+            return 0
+        before = sum(len(part.range(purpose)) for part in self.parts[: self._rank])
+        return self.updated.range(purpose).start - before
 
 
 class Window(HostShard):
@@ -334,18 +372,28 @@ class HostStore:
         on_disk: Collection[int] = (),
         weights_on_disk: Collection[int] = (),
         rank: int = 0,
-        ranks: int = 1,
+        division: Division | None = None,
+        machine: int = 0,
         private: Allocate | None = None,
     ) -> None:
         """With ``reserve`` (see `Backend.host_reserve`), what a model takes beside its gradients takes memory
         as it is written, and is to be pinned by `pin` when all of it is. What makes masters of their weights
         goes to ``disks`` for the units at the positions ``on_disk``, the weights for ``weights_on_disk``.
 
-        ``rank`` is this one of so many ``ranks``, which share the store and each update a share of every
-        unit. ``private`` gives memory that the others do not see.
+        ``rank`` is this one of its ``machine``, whose ranks share the store and each update a share of every
+        unit, as ``division`` says. ``private`` gives memory that the others do not see.
         """
-        self.shards = [HostShard(layout, shares_of(layout, ranks)[rank]) for layout in layouts]
-        self._ranks = ranks
+        self.division = division or Division()
+        self._ranks = self.division.ranks
+        self.shards = [
+            HostShard(
+                layout,
+                shares_of(layout, self._ranks)[rank],
+                self.division.parts(layout)[machine] if self.is_divided else (),
+                rank,
+            )
+            for layout in layouts
+        ]
         self._allocate = allocate
         self._private = private or allocate
         self.disks = disks
@@ -361,7 +409,7 @@ class HostStore:
         for purpose in MODEL:
             elsewhere = weights_on_disk if purpose is WEIGHTS else on_disk
             shards = [shard for index, shard in enumerate(self.shards) if index not in elsewhere]
-            nbytes = sum(purpose.nbytes(shard.layout) for shard in shards)
+            nbytes = sum(self._nbytes(purpose, shard) for shard in shards)
             buffer = reserve(nbytes) if reserve else allocate(nbytes, pinned=purpose.pinned)
             self._deal(purpose, buffer, shards)
 
@@ -399,8 +447,16 @@ class HostStore:
                     shard.held[purpose.name] = _piece(purpose, buffer, shard)
                 self._apart[purpose.name] = [*among]
                 continue
-            nbytes = sum(purpose.nbytes(shard.layout) for shard in among)
+            nbytes = sum(self._nbytes(purpose, shard) for shard in among)
             self._deal(purpose, self._allocate(nbytes, pinned=purpose.pinned), among)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether other machines have parts of the state that this one has not."""
+        return self.division.machines > 1
+
+    def _nbytes(self, purpose: Purpose, shard: HostShard) -> int:
+        return self.division.nbytes(purpose, shard.layout)
 
     @property
     def is_shared(self) -> bool:
@@ -533,7 +589,7 @@ class HostStore:
     def _deal(self, purpose: Purpose, buffer: torch.Tensor, shards: Sequence[HostShard]) -> None:
         """Let each of ``shards`` have its piece of ``buffer``."""
         self._buffers[purpose.name] = buffer
-        sizes = [purpose.nbytes(shard.layout) for shard in shards]
+        sizes = [self._nbytes(purpose, shard) for shard in shards]
         for shard, piece in zip(shards, buffer.split(sizes), strict=True):
             shard.held[purpose.name] = _piece(purpose, piece, shard)
 

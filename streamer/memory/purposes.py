@@ -104,6 +104,8 @@ MOMENTS = {
     ),
 }
 ALL_MOMENTS = tuple(purpose for kept in MOMENTS.values() for purpose in kept)
+#: What each of several machines may hold a part of.
+DIVIDED = frozenset(purpose.name for purpose in (*MASTERING, *ALL_MOMENTS))
 
 
 def host_bytes(layouts: Sequence[Layout], purposes: Iterable[Purpose]) -> dict[str, int]:

@@ -1,23 +1,30 @@
-"""Which part of each unit's optimizer state a rank updates. Pure arithmetic."""
+"""Which share of each unit's optimizer state a rank updates, and what of it each of several machines holds.
+Pure arithmetic.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from streamer.memory.layout import Layout, Stretch
-from streamer_native import BLOCK
+from streamer.memory.layout import Layout, Slice, Stretch
+from streamer.memory.purposes import DIVIDED, SHARD_ALIGN, Purpose
+from streamer_native import BLOCK, QUANTUM
 
 
 @dataclass(frozen=True)
 class Share:
-    """Elements ``start`` to ``stop`` of a unit's flat state, and the bytes of their gradients."""
+    """Elements ``start`` to ``stop`` of a unit's flat state, the bytes of their gradients, which are those of
+    their weights too, and the blocks of 256 elements that they begin."""
 
     start: int
     stop: int
     first_byte: int
     stop_byte: int
+    first_block: int
+    stop_block: int
 
     @property
     def elements(self) -> range:
@@ -29,6 +36,12 @@ class Share:
         """Of the unit's flat gradient, in bytes."""
         return slice(self.first_byte, self.stop_byte)
 
+    def range(self, purpose: Purpose) -> range:
+        """What the share has of a unit's flat buffer of optimizer state for ``purpose``."""
+        if purpose.part is Slice.blocks:
+            return range(self.first_block, self.stop_block)
+        return self.elements
+
 
 def shares_of(layout: Layout, size: int) -> list[Share]:
     """Cut a unit's state into a share for each of ``size`` ranks, as even as they can be.
@@ -36,19 +49,70 @@ def shares_of(layout: Layout, size: int) -> list[Share]:
     A share begins where a parameter begins, or a multiple of `BLOCK` elements after that, so that an update
     of shares draws the random bits of an update of the whole, and 8-bit blocks stay whole.
     """
-    cuts = [_cut(layout, layout.state_numel * rank // size) for rank in range(1, size)]
-    edges = [(0, 0), *cuts, (layout.state_numel, layout.grad_nbytes)]
-    return [Share(start, stop, first, last) for (start, first), (stop, last) in pairwise(edges)]
+    whole = Share(0, layout.state_numel, 0, layout.grad_nbytes, 0, layout.state_blocks)
+    return parts_of(layout, whole, size)
 
 
-def _cut(layout: Layout, element: int) -> tuple[int, int]:
-    """The nearest place at or before ``element`` where a share may begin: an element, and its byte."""
+def parts_of(layout: Layout, share: Share, size: int) -> list[Share]:
+    """Cut a ``share`` of a unit's state, or the whole of it, into ``size`` parts, as `shares_of` does."""
+    numel = share.stop - share.start
+    cuts = [_cut(layout, share.start + numel * part // size) for part in range(1, size)]
+    first = share.start, share.first_byte, share.first_block
+    last = share.stop, share.stop_byte, share.stop_block
+    return [
+        Share(start, stop, first_byte, stop_byte, first_block, stop_block)
+        for (start, first_byte, first_block), (stop, stop_byte, stop_block) in pairwise([first, *cuts, last])
+    ]
+
+
+def _cut(layout: Layout, element: int) -> tuple[int, int, int]:
+    """The nearest place at or before ``element`` where a share may begin: an element, its byte, its block."""
     begins = [each.index for each in layout.trainable]
     if not begins:
-        return 0, 0
+        return 0, 0, 0
     inside = layout.trainable[bisect_right(begins, element) - 1]
     at = (element - inside.index) // BLOCK * BLOCK
-    return inside.index + at, inside.offset + at * inside.dtype.itemsize
+    return inside.index + at, inside.offset + at * inside.dtype.itemsize, inside.block + at // QUANTUM
+
+
+@dataclass(frozen=True)
+class Division:
+    """So many ``ranks`` of each machine share a state, which so many ``machines`` divide among them, or of
+    which each has the whole if that is 1."""
+
+    ranks: int = 1
+    machines: int = 1
+
+    def parts(self, layout: Layout) -> list[list[Share]]:
+        """By machine what each of its ranks updates of a unit: a part of that rank's share. The other parts
+        of the share are for the ranks of that number of the other machines."""
+        of_ranks = [parts_of(layout, share, self.machines) for share in shares_of(layout, self.ranks)]
+        return [list(of_machine) for of_machine in zip(*of_ranks, strict=True)]
+
+    def nbytes(self, purpose: Purpose, layout: Layout) -> int:
+        """Bytes that a unit takes on each machine: as many on all, though parts are not all of one size."""
+        if self.machines == 1 or purpose.name not in DIVIDED:
+            return purpose.nbytes(layout)
+        if not purpose.numel(layout):
+            return 0
+        most = max(sum(len(part.range(purpose)) for part in parts) for parts in self.parts(layout))
+        return -(-most * purpose.dtype.itemsize // SHARD_ALIGN) * SHARD_ALIGN
+
+    def host_bytes(self, layouts: Sequence[Layout], purposes: Iterable[Purpose]) -> dict[str, int]:
+        """Bytes of each machine's host memory by purpose for units of these layouts."""
+        return {p.name: sum(self.nbytes(p, layout) for layout in layouts) for p in purposes}
+
+
+def places_of(parts: Sequence[Share], purpose: Purpose, wanted: range) -> Iterator[tuple[int, int, int]]:
+    """What ``parts`` that lie one after the other have of the ``wanted`` elements (or blocks) of a unit: for
+    each piece where it starts and stops in the unit, and where it begins among the parts."""
+    at = 0
+    for part in parts:
+        has = part.range(purpose)
+        start, stop = max(has.start, wanted.start), min(has.stop, wanted.stop)
+        if start < stop:
+            yield start, stop, at + start - has.start
+        at += len(has)
 
 
 def within(whole: Stretch, elements: range) -> Stretch:

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
-from streamer.memory.layout import Layout
+from streamer.memory.layout import ALIGN_BYTES, Layout
+from streamer.memory.shares import Division
 
 #: What device memory is for.
 WEIGHT_SLOTS, GRAD_SLOTS = "weight slots", "gradient slots"
@@ -38,6 +39,21 @@ def reduce_bytes(layouts: Iterable[Layout]) -> int:
         if any(each.dtype != torch.float32 for each in layout.trainable)
     ]
     return min(MOST_AVERAGING, max(short, default=0))
+
+
+def gather_bytes(layouts: Iterable[Layout], division: Division) -> int:
+    """Bytes through which ranks gather weights of units of these layouts from other machines, a piece after
+    another: room for what a rank sends, and for what it gets of each machine."""
+    if division.machines == 1:
+        return 0
+    longest = max(
+        part.stop_byte - part.first_byte
+        for layout in layouts
+        for parts in division.parts(layout)
+        for part in parts
+    )
+    pieces = division.machines + 1
+    return pieces * -(-min(MOST_AVERAGING // pieces, longest) // ALIGN_BYTES) * ALIGN_BYTES
 
 
 class WeightSlots:

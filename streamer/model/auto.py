@@ -202,7 +202,7 @@ def plan_of(
 
     def planned_with(given: WrapOptions, choice: Choice) -> StepPlan:
         backend = VirtualBackend(roomy)
-        ranks = VirtualRanks(backend) if roomy.ranks > 1 else None
+        ranks = VirtualRanks(backend) if roomy.has_ranks else None
         planned = stream(skeleton(model).train(), backend, given, ranks=ranks)
         executor = wrapped(planned).executor
         try:
@@ -229,16 +229,18 @@ def choose_options(
     example: object,
     machine: Machine | str | None,
     ranks: int = 1,
+    machines: int = 1,
 ) -> Chosen:
     """A choice for those of ``options`` that are "auto", for ``backend``'s device and memory and for so many
-    ``ranks``, each with such an example. Where none is, the choice is what ``options`` say, planned.
+    ``ranks`` of each of ``machines``, each with such an example. Where none is, the choice is what
+    ``options`` say, planned.
 
     ``machine`` says how fast the device is, itself or by name. Raises ValueError for what cannot be planned,
     or not be run, and MemoryError where no step fits. [Note: options that are chosen]
     """
     batch = Batch.like(example)
     batch.check_arguments(model)
-    machine = replace(machine_of(backend, machine), ranks=ranks)
+    machine = replace(machine_of(backend, machine), ranks=ranks, machines=machines)
     layers = find_layers(model, options.layers)
     units, root = make_units(model, layers, None)
     if not isinstance(backend, VirtualBackend):

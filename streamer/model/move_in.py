@@ -25,6 +25,7 @@ from streamer.engine.paging.unit import Unit
 from streamer.engine.tensors.guarded import not_a_number
 from streamer.errors import DiskError, shortened, warn
 from streamer.memory.host import HostShard, HostStore
+from streamer.memory.purposes import DIVIDED
 from streamer.planner.room import Room
 from streamer.planner.step_plan import context_bytes
 from streamer.simulate.backend import VirtualBackend
@@ -267,7 +268,13 @@ class MoveIn:
                     shard.rebase(slice, alone=True)
         if self._ranks is not None:
             self._ranks.meet("all weights are in host memory")
-            self._ranks.replicate(held for shard in self._store.shards for held in shard.held.values())
+            whole = (
+                held
+                for shard in self._store.shards
+                for name, held in shard.held.items()
+                if not (shard.is_divided and name in DIVIDED)
+            )
+            self._ranks.replicate(whole)
             for buffer in self._moved_buffers.values():
                 self._ranks.broadcast(buffer)
         self._store.pin(self._backend.pin)
@@ -303,6 +310,8 @@ class MoveIn:
                 for slice, param in unit.placed():
                     # a copy from a GPU runs on the caller's own stream, so after what has written them
                     self._backend.on_host(partial(shard.load, slice, param.detach().cpu()))
+        if self._ranks is not None and self._store.is_divided and not virtual:
+            self._take_masters(self._ranks, unit, shard)
         self._moved.append(unit)
         for slice, param in unit.placed():
             param.grad = None
@@ -322,6 +331,21 @@ class MoveIn:
                 owner._buffers[name] = self._moved_buffers[buffer]
         give_back_freed()
 
+    def _take_masters(self, ranks: Ranks, unit: Unit, shard: HostShard) -> None:
+        """Let masters that lie beside short weights, of which no machine holds all, be made of the values of
+        the first machine on all of them."""
+        short = [
+            (slice, param)
+            for slice, param in unit.placed()
+            if slice.param.trainable and slice.dtype != torch.float32
+        ]
+        exact = [param.detach().cpu().float().contiguous() for _, param in short if self._gives_values]
+        ranks.meet(f"'{unit.name}' is in host memory")
+        ranks.replicate(values.view(-1) for values in exact)
+        if ranks.machine and self._gives_values:
+            for (slice, _), values in zip(short, exact, strict=True):
+                self._backend.on_host(partial(shard.load, slice, values))
+
 
 def take_out(
     backend: Backend,
@@ -340,6 +364,14 @@ def take_out(
         if param in moved:
             param.data = param.data.cpu()
         elif backend.device.type != "meta":
+            if shard.is_divided and slice.param.trainable:
+                # after an error in `wrap`, when other machines cannot be asked
+                param.data = shard.weight_of(slice).clone()
+                if slice.dtype != torch.float32:
+                    inexact.append(slice.param.name)
+                    why = "other machines have parts of them"
+                param.data = param.data.to(dtypes[param])
+                continue
             try:
                 param.data = backend.on_host(partial(shard.exact, slice))
             except DiskError as error:

@@ -25,6 +25,7 @@ from streamer.engine.wrapped.handle import HANDLE, Wrapped, settle_in
 from streamer.memory.host import Disks as HostDisks
 from streamer.memory.host import HostStore
 from streamer.memory.purposes import GRADIENTS, of_all_ranks
+from streamer.memory.shares import Division
 from streamer.model.guards import attach_guards
 from streamer.model.layers import find_layers
 from streamer.model.move_in import Initialiser, MoveIn, check_init, room_of
@@ -87,14 +88,16 @@ def stream(
         units, root = cut.units, cut.root
         plain_dtypes = {param: param.dtype for unit in (*units, root) for param in unit.params}
         slots = min(slots, len(units))
+        division = Division() if ranks is None else Division(ranks.local_size, ranks.state_machines)
         planned = ledger(
             units,
             root,
             num_slots=slots,
             update_in_backward=in_backward,
             averages_in_fp32=ranks is not None and options.grad_dtype is not None,
+            division=division,
         )
-        disks, on_disk, moments = None, OnDisk(), least_moments(units, root)
+        disks, on_disk, moments = None, OnDisk(), least_moments(units, root, division)
         for_inputs = 0 if chosen is None else chosen.plan.host_beside
         if options.disk is not None and ranks is not None and ranks.machines > 1:
             raise ValueError(
@@ -133,7 +136,8 @@ def stream(
             on_disk=on_disk.masters,
             weights_on_disk=on_disk.weights,
             rank=0 if ranks is None else ranks.local_rank,
-            ranks=1 if ranks is None else ranks.local_size,
+            division=division,
+            machine=0 if ranks is None else ranks.machine,
             private=backend.host_buffer,
         )
         undo.callback(store.close_disks)

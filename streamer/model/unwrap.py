@@ -121,7 +121,8 @@ class Copier:
     def _exact(self, unit: Unit, slice: Slice, param: nn.Parameter) -> torch.Tensor:
         if param.is_meta:
             return param.detach().clone()
-        exact = self._executor.backend.on_host(partial(self._executor.shard(unit).exact, slice))
+        shard = self._executor.whole_shard(unit, only=slice)
+        exact = self._executor.backend.on_host(partial(shard.exact, slice))
         return exact.to(self._plain_dtypes[param])
 
     def _check_room(self, params: Iterable[nn.Parameter]) -> None:
@@ -171,7 +172,7 @@ def unwrap(model: M) -> M:
     executor.store.drop(ALL_MOMENTS)
     for unit in units:
         unit.drop_leaves()
-        take_out(executor.backend, unit, executor.shard(unit), handle.plain_dtypes, moved)
+        take_out(executor.backend, unit, executor.whole_shard(unit), handle.plain_dtypes, moved)
     forget(model, executor)
     handle.take_off()
     handle.close()

@@ -139,11 +139,13 @@ def wrap(
             GPUs, gloo for the CPU): every process of it calls ``wrap``, with a device of its own and the same
             model and options, and gets the values of the first one. Weights, gradients and optimizer state
             lie in host memory once on each machine, which the ranks of that machine share, and each updates a
-            share of each layer. A group may have as many ranks on each of several machines, or a
-            `torch.distributed.device_mesh.DeviceMesh` says what belongs together, as for FSDP2's
-            ``fully_shard(mesh=)``: its first dimension is over machines, which are replicas, its second over
-            the ranks of a machine. Gradients are averaged over the ranks, in ``grad_dtype``, as
-            `torch.nn.parallel.DistributedDataParallel` does. All ranks make the same calls in the same order,
+            share of each layer. A group may have as many ranks on each of several machines: these divide the
+            optimizer's state and what makes fp32 masters of the weights, so that each holds a part of it.
+            With a `torch.distributed.device_mesh.DeviceMesh` of two dimensions, as for FSDP2's
+            ``fully_shard(mesh=)``, each machine holds all of it: the first dimension is over machines, which
+            are replicas, the second over the ranks of a machine. Gradients are averaged over the ranks, in
+            ``grad_dtype``, as `torch.nn.parallel.DistributedDataParallel` does. All ranks make the same calls
+            in the same order,
             `save` and `load` too. ``example`` is a rank's part of a batch, and the first one chooses what is
             "auto". [Note: ranks]
         backend: the backend to run on in place of the device's own. A virtual one has no values and compiles
@@ -196,9 +198,8 @@ def wrap(
             undo.callback(ranks.leave)
             undo.push(partial(_tell_of_failure, ranks))
         if example is not None or AUTO in may_be_auto(options):
-            chosen = choose_options(
-                model, backend, options, example, machine, 1 if ranks is None else ranks.local_size
-            )
+            there = (1, 1) if ranks is None else (ranks.local_size, ranks.state_machines)
+            chosen = choose_options(model, backend, options, example, machine, *there)
             # what is free may differ from rank to rank
             chosen = chosen if ranks is None else ranks.as_first(chosen)
             options = replace(options, **chosen.choice.options())
@@ -210,7 +211,7 @@ def wrap(
 def _ranks(process_group: ProcessGroup | DeviceMesh | None, backend: Backend) -> Ranks | None:
     if process_group is not None:
         return Ranks(process_group, backend.device)
-    planned = isinstance(backend, VirtualBackend) and backend.machine.ranks > 1
+    planned = isinstance(backend, VirtualBackend) and backend.machine.has_ranks
     return VirtualRanks(backend) if isinstance(backend, VirtualBackend) and planned else None
 
 

@@ -325,7 +325,7 @@ class AdamW(torch.optim.Optimizer):
             if is_finite[0]:
                 update_shard(shard, updates, state_dtype, 1.0, seed=unit.index + 1, gradient=gradient)
 
-        return update, update_bytes(updates, executor.shard(unit).share.elements, state_dtype)
+        return update, update_bytes(updates, executor.shard(unit).range, state_dtype)
 
     def _members(self, wanted: Callable[[torch.Tensor], bool]) -> list[_Member]:
         """Those of the optimizer's parameters that are ``wanted``."""
@@ -425,7 +425,7 @@ class AdamW(torch.optim.Optimizer):
                     grad_scale=scale,
                     seed=unit.index + 1,  # another one for each unit; ROOT is -1
                 )
-                elements = executor.shard(unit).share.elements
+                elements = executor.shard(unit).range
                 work[unit.index] = (update, update_bytes(of_unit, elements, self.state_dtype))
         scale = unscale * executor.gradients.scale
         of_all = crc32(repr((sorted(hypers), scale, sorted(updates))).encode())

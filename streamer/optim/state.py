@@ -15,7 +15,7 @@ from streamer.engine.paging.executor import Executor
 from streamer.engine.wrapped.handle import Home, require_home
 from streamer.engine.wrapped.user_view import guarded_state
 from streamer.memory.layout import num_blocks
-from streamer.memory.purposes import ALL_MOMENTS, BF16, FP32, INT8, MOMENTS, Purpose, host_bytes
+from streamer.memory.purposes import ALL_MOMENTS, BF16, FP32, INT8, MOMENTS, Purpose
 from streamer.memory.verdict import host, require
 from streamer.planner.ledger import Ledger
 from streamer_native import QUANTUM
@@ -102,7 +102,7 @@ def place_moments(executor: Executor, state_dtype: torch.dtype) -> frozenset[int
     if store.disks is not None:
         return executor.place_moments(purposes, ALL_MOMENTS)
     layouts = [shard.layout for shard in store.shards]
-    wanted, held = host_bytes(layouts, purposes), store.bytes_by_purpose()
+    wanted, held = store.division.host_bytes(layouts, purposes), store.bytes_by_purpose()
     kept = {name: nbytes for name, nbytes in held.items() if name not in _NAMES_OF_MOMENTS}
     given_up = sum(held.values()) - sum(kept.values())
     needed, available = sum(wanted.values()), executor.host_available() + given_up
@@ -158,7 +158,8 @@ def check_owner(home: Home, owner: object) -> None:
 
 
 def moments_of(home: Home, state_dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """A parameter's moments by name: views of host memory, or copies of what is on disk."""
+    """A parameter's moments by name, each of which one machine holds: views of host memory, or copies of what
+    is on disk."""
     shard = home.executor.shard(home.unit)
     return {purpose.name: shard.part(purpose, home.slice) for purpose in MOMENTS[state_dtype]}
 
@@ -212,7 +213,8 @@ class State(dict[str, Any]):
     @staticmethod
     def of(home: Home, state_dtype: torch.dtype, values: Mapping[str, Any] | None = None) -> State:
         """A parameter's state with the moments as they are or, once updates are done, those of ``values``."""
-        kind = StateBesideDisk if home.executor.store.can_move else State
+        store = home.executor.store
+        kind = StateInCopies if store.can_move or store.is_divided else State
         state = kind(home, state_dtype)
         if values is not None:
             dict.__setitem__(state, "step", torch.as_tensor(values["step"]).clone())
@@ -245,11 +247,14 @@ class State(dict[str, Any]):
         return dict, (dict(self),)
 
 
-class StateBesideDisk(State):
-    """The state of one parameter whose moments are on disk, or may go there: each is asked for anew.
+class StateInCopies(State):
+    """The state of one parameter whose moments are on disk, or may go there, or are divided among machines:
+    each is asked for anew.
 
-    Of what is on disk a copy is shown. What is put in place of a moment is written to disk. A write into a
-    copy, or into what has gone to disk since, would reach nothing: it is refused when the next update begins.
+    Of what is on disk a copy is shown. What is put in place of a moment is written where the moment is. A
+    write into a copy, or into what has gone to disk since, would reach nothing: it is refused when the next
+    update begins. Of what machines divide the copy is gathered from all of them, in a meeting, and a write
+    into it is refused at once.
     """
 
     def _begin(self) -> dict[str, torch.Tensor]:
@@ -277,8 +282,11 @@ class StateBesideDisk(State):
         home = self._home
         shard = home.executor.shard(home.unit)
         home.executor.await_state(home.unit)
-        shown = shard.part(purpose, home.slice)
+        whole = home.executor.whole_shard(home.unit, [purpose], only=home.slice)
+        shown = whole.part(purpose, home.slice)
         is_copy = shard.is_on_disk(purpose)
+        if whole is not shard:
+            return guarded_state(home.executor, home.unit, shown, is_copy=True)
         if not is_copy:
             shown = guarded_state(home.executor, home.unit, shown)
         self._seen = [each for each in self._seen if each[0]() is not None]

@@ -36,6 +36,7 @@ from streamer.memory.purposes import (
     host_bytes,
     of_all_ranks,
 )
+from streamer.memory.shares import Division
 from streamer.memory.slots import (
     AVERAGING,
     BUFFERS,
@@ -43,6 +44,7 @@ from streamer.memory.slots import (
     ROOT_GRADIENTS,
     ROOT_WEIGHTS,
     WEIGHT_SLOTS,
+    gather_bytes,
     num_grad_slots,
     reduce_bytes,
 )
@@ -161,9 +163,12 @@ def ledger(
     num_slots: int,
     update_in_backward: bool = False,
     averages_in_fp32: bool = False,
+    division: Division | None = None,
 ) -> Ledger:
     """What streaming ``units`` through ``num_slots`` slots takes; an optimizer's state comes on top. Ranks,
-    each of which takes all that is on its device, may average gradients in fp32."""
+    each of which takes all that is on its device, may average gradients in fp32. Where their machines divide
+    the state, the host's bytes are those of one machine."""
+    division = division or Division()
     layouts = [unit.layout for unit in (*units, root)]
     device = {
         WEIGHT_SLOTS: num_slots * max(unit.layout.nbytes for unit in units),
@@ -171,9 +176,9 @@ def ledger(
         ROOT_WEIGHTS: root.layout.nbytes,
         ROOT_GRADIENTS: root.layout.grad_nbytes,
         BUFFERS: buffer_bytes((*units, root)),
-        AVERAGING: reduce_bytes(layouts) if averages_in_fp32 else 0,
+        AVERAGING: max(reduce_bytes(layouts) if averages_in_fp32 else 0, gather_bytes(layouts, division)),
     }
-    host = host_bytes(layouts, MODEL)
+    host = division.host_bytes(layouts, MODEL)
     if update_in_backward:
         host |= host_bytes([root.layout], [GRADIENTS])
         host[STAGING] = RING * max(unit.layout.grad_nbytes for unit in units)
@@ -265,13 +270,14 @@ def to_disk(
     return Ledger(planned.device, _nonzero(host), _nonzero(disk)), OnDisk(masters, out)
 
 
-def least_moments(units: Sequence[Unit], root: Unit) -> dict[str, int]:
-    """The bytes of host memory that no AdamW of theirs can do without."""
+def least_moments(units: Sequence[Unit], root: Unit, division: Division | None = None) -> dict[str, int]:
+    """The bytes of a machine's host memory that no AdamW of theirs can do without."""
+    division = division or Division()
     layouts = [unit.layout for unit in (*units, root)]
     dtypes = {slice.param.dtype for layout in layouts for slice in layout.trainable}
     # short ones have padding and scales, which small parameters may not be worth
     kept = MOMENTS if dtypes <= {BF16} else [FP32]
-    least = min(sum(host_bytes(layouts, MOMENTS[dtype]).values()) for dtype in kept)
+    least = min(sum(division.host_bytes(layouts, MOMENTS[dtype]).values()) for dtype in kept)
     return _nonzero({"moments of AdamW at least": least})
 
 

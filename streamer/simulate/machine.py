@@ -67,6 +67,8 @@ NVME_READ, NVME_WRITE = PCIE_4 / 4, PCIE_4 / 8
 #: A server of two sockets: the update takes three quarters of sixteen channels of DDR5-4800, 614 GB/s
 #: (JESD79-5), as elsewhere; its memory is assumed.
 SERVER_BYTES_PER_SECOND, SERVER_BYTES = 460e9, 1024 * GIB
+#: A network of 100 Gbit/s; four fifths of that, assumed.
+ETHERNET_100 = 0.8 * 12.5e9
 #: NVLink of the fourth generation, one way: half of the H100 data sheet's 900 GB/s; four fifths of that.
 NVLINK_4 = 0.8 * 450e9
 
@@ -94,6 +96,8 @@ class Machine:
         disk_read_bytes_per_second, disk_write_bytes_per_second: of the drives that ``disk=`` names, together.
         ranks: GPUs that train one model together, each with a process of its own; the host's memory, its
             update and its drives are for all of them, every other rate and size is of one.
+        machines: so many machines of ``ranks`` GPUs each train one model together; everything else is of one.
+        network_bytes_per_second: of what a machine sends to the others, for all of its GPUs.
         collective_bytes_per_second: of what a GPU sends to the others while gradients are averaged.
         interconnect: what that goes over: "nvlink", links of its own; "pcie", the links that copies take,
             straight to the other GPUs; "host", the same links by way of the host's memory.
@@ -122,6 +126,8 @@ class Machine:
     disk_read_bytes_per_second: float = NVME_READ
     disk_write_bytes_per_second: float = NVME_WRITE
     ranks: int = 1
+    machines: int = 1
+    network_bytes_per_second: float = ETHERNET_100
     collective_bytes_per_second: float = PCIE_4
     interconnect: str = BY_HOST
 
@@ -141,6 +147,16 @@ class Machine:
         # what goes by way of the host's memory is written there and read again
         return min(rate, memory / 2) if self.interconnect == BY_HOST else rate
 
+    @property
+    def has_ranks(self) -> bool:
+        """Whether several processes train one model together."""
+        return self.ranks * self.machines > 1
+
+    @property
+    def network_rate(self) -> float:
+        """Bytes per second that one GPU sends to other machines, while the others of its machine do."""
+        return self.network_bytes_per_second / self.ranks
+
     def kept(self, lane: Lane, other: Lane) -> float:
         """The share of its rate, in (0, 1], that ``lane`` keeps while ``other`` works beside it."""
         together = {lane, other}
@@ -148,14 +164,16 @@ class Machine:
             return 1.0 if self.interconnect == NVLINK else 0.5
         return self.beside.kept(lane, other)
 
-    def of_ranks(self, ranks: int) -> Machine:
-        """This machine with so many GPUs. More than two are taken to be in a server of two sockets, with
-        `SERVER_BYTES` of memory at `SERVER_BYTES_PER_SECOND`, unless this one has more."""
+    def of_ranks(self, ranks: int, machines: int = 1) -> Machine:
+        """This machine with so many GPUs, as one of so many ``machines``. More than two GPUs are taken to be
+        in a server of two sockets, with `SERVER_BYTES` of memory at `SERVER_BYTES_PER_SECOND`, unless this
+        one has more."""
         if ranks <= 2:
-            return replace(self, ranks=ranks)
+            return replace(self, ranks=ranks, machines=machines)
         return replace(
             self,
             ranks=ranks,
+            machines=machines,
             host_bytes=max(self.host_bytes, SERVER_BYTES),
             host_bytes_per_second=max(self.host_bytes_per_second, SERVER_BYTES_PER_SECOND),
         )

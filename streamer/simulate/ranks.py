@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
 
+from streamer.backends.base import Lane
 from streamer.backends.machines import Placement
 from streamer.backends.ranks import Channel, Ranks
 from streamer.simulate.backend import VirtualBackend
@@ -15,11 +16,14 @@ T = TypeVar("T")
 
 
 class VirtualRanks(Ranks):
-    """As many ranks as the machine of ``backend`` has, for a plan. Nothing is shared, sent or waited for."""
+    """As many ranks as the machine of ``backend`` has, and on as many machines that divide the state, for a
+    plan. Nothing is shared, sent or waited for."""
 
     def __init__(self, backend: VirtualBackend) -> None:
-        self.rank, self.size = 0, backend.machine.ranks
-        self._place(Placement((tuple(range(self.size)),), 0))
+        here, machines = backend.machine.ranks, backend.machine.machines
+        self.rank, self.size = 0, here * machines
+        rows = tuple(tuple(range(start, start + here)) for start in range(0, self.size, here))
+        self._place(Placement(rows, 0), are_replicas=False)
         self.has_agreed = False
         self._backend = backend
 
@@ -43,11 +47,23 @@ class VirtualRanks(Ranks):
     ) -> list[object]:
         return [brought] * self.size
 
-    def average(self, tensor: torch.Tensor, owner: int | None = None) -> None:
+    def average(self, tensor: torch.Tensor, owner: int | None = None, on_machine: int | None = None) -> None:
         return
 
-    def gathered(self, number: torch.Tensor) -> torch.Tensor:
-        return number.expand(self.size)
+    def gathered(self, number: torch.Tensor, *, of_machines: bool = False) -> torch.Tensor:
+        return number.expand(self.size if of_machines else self.local_size)
+
+    def gather(self, pieces: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+        return
+
+    def replicate(self, shared: Iterable[torch.Tensor]) -> None:
+        return
+
+    def over_network(self, nbytes: int) -> int:
+        """The bytes between GPUs of one machine that take as long as ``nbytes`` to other machines: one lane
+        sends both, and its rate is that between GPUs."""
+        machine = self._backend.machine
+        return int(nbytes * machine.bytes_per_second(Lane.COLLECTIVE) / machine.network_rate)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         return

@@ -134,7 +134,7 @@ def test_weights_on_disk_are_what_each_rank_has_written_of_its_share(
 
 def test_a_unit_that_is_frozen_has_nothing_to_share() -> None:
     of = Layout.of([Param("a", (4,), torch.float32, trainable=False)])
-    assert shares_of(of, 2) == [Share(0, 0, 0, 0)] * 2
+    assert shares_of(of, 2) == [Share(0, 0, 0, 0, 0, 0)] * 2
 
 
 @pytest.mark.parametrize(

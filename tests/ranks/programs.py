@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import streamer
+from streamer.backends import ranks
 from streamer.optim import clip as clip_module
 
 WIDTH, WORDS, BATCH, TIME = 64, 48, 4, 6
@@ -155,14 +156,19 @@ Case = tuple[int, dict[str, Any], dict[str, Any]]
 CASE_OF_RACES: Case = (1, {"num_slots": 1}, {"clip": None, "steps": 3})
 
 
-def everyone(machines: int | None = None) -> Any:
-    """All ranks: as a mesh whose so many rows are taken for machines, or as a group."""
-    if machines is None:
+def everyone(machines: int | str | None = None) -> Any:
+    """All ranks: as a mesh whose so many rows are taken for machines, or as a group, which is told that each
+    rank is on the machine of its letter, if there are any."""
+    if isinstance(machines, str):
+        ranks.machine_id = lambda: machines[dist.get_rank()]
+    if not isinstance(machines, int):
         return dist.group.WORLD
     return init_device_mesh("cpu", (machines, dist.get_world_size() // machines))
 
 
-def train(rank: int, size: int, cases: Mapping[str, Case], machines: int | None = None) -> dict[str, Any]:
+def train(
+    rank: int, size: int, cases: Mapping[str, Case], machines: int | str | None = None
+) -> dict[str, Any]:
     """By case, what a rank's part of each batch leads to."""
     group = everyone(machines)
     return {

@@ -26,7 +26,7 @@ def go(
     start: str | None,
     end: str | None,
     block: bool,
-    machines: int | None = None,
+    machines: int | str | None = None,
 ) -> tuple[Arrays, Arrays]:
     """Go on from a checkpoint, make ``steps``, save: the weights and moments at both ends."""
     group = {"process_group": everyone(machines)} if size else {}
@@ -60,8 +60,9 @@ def held(wrapped: Any, optimizer: Any) -> Arrays:
     }
     executor = wrapped.__dict__["_streamer"].executor
     masters = {
-        slice.param.name + " exact": executor.shard(unit).joined(slice)
+        slice.param.name + " exact": whole.joined(slice)
         for unit in (*executor.units, executor.root)
+        for whole in [executor.whole_shard(unit)]
         for slice in unit.layout.slices
     }
     return arrays({**moments, **masters, **wrapped.state_dict()})
@@ -113,8 +114,24 @@ def test_machines_write_a_checkpoint_once_and_all_go_on_from_it(tmp_path: Path) 
     same(before, resumed)
 
 
-def fails(rank: int, folder: str) -> str:
-    wrapped = streamer.wrap(model(), layers="layers", device="cpu", process_group=dist.group.WORLD)
+def test_machines_that_divide_the_state_save_and_load_as_others_do(tmp_path: Path) -> None:
+    saved = str(tmp_path / "saved")
+    first, *others = run_ranks(4, go, 4, [0, 1, 2, 3], None, saved, False, "aabb")
+    for _, whole in others:
+        same(whole, first[1])
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    resumed, _ = go(0, 0, [], saved, None, True)
+    for before, end in run_ranks(4, go, 4, [2, 3], saved, None, True, "aabb"):
+        same(before, resumed)
+        same(end, first[1])
+    go(0, 0, [1], saved, str(tmp_path / "alone"), True)
+    alone, _ = go(0, 0, [], str(tmp_path / "alone"), None, True)
+    for before, _ in run_ranks(2, go, 2, [], str(tmp_path / "alone"), None, True, "ab"):
+        same(before, alone)
+
+
+def fails(rank: int, folder: str, machines: str | None = None) -> str:
+    wrapped = streamer.wrap(model(), layers="layers", device="cpu", process_group=everyone(machines))
     answers = []
     for write in (
         lambda: streamer.save(wrapped, None, folder, step=0),
@@ -129,11 +146,14 @@ def fails(rank: int, folder: str) -> str:
 
 
 def test_all_ranks_know_that_a_checkpoint_could_not_be_written(tmp_path: Path) -> None:
-    assert run_ranks(2, fails, str(tmp_path)) == [
-        "FileExistsError CheckpointError",
-        "RanksError CheckpointError",
-    ]
-    assert (tmp_path / "good" / "manifest.json").is_file()
+    for machines in (None, "ab"):
+        folder = tmp_path / f"on {machines}"
+        folder.mkdir()
+        assert run_ranks(2, fails, str(folder), machines) == [
+            "FileExistsError CheckpointError",
+            "RanksError CheckpointError",
+        ]
+        assert (folder / "good" / "manifest.json").is_file()
 
 
 def saves_beside_backward(rank: int, folder: str) -> Arrays:

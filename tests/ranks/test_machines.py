@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 import warnings
@@ -90,7 +91,7 @@ def have_its_gradient_and_norm(mesh: str, name: str) -> None:
         equal(found_state, first[2])
 
 
-def of_first(rank: int, machines: int, kind: str) -> Arrays:
+def of_first(rank: int, machines: int | str, kind: str) -> Arrays:
     """The weights and the buffer of a model that has other values on each rank."""
     made = model()
     with torch.no_grad():
@@ -102,22 +103,25 @@ def of_first(rank: int, machines: int, kind: str) -> Arrays:
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
-@pytest.mark.parametrize(("size", "machines"), [(2, 2), (4, 2), (3, 3)])
-def test_all_machines_begin_with_the_values_of_the_first_rank(size: int, machines: int, kind: str) -> None:
+@pytest.mark.parametrize(("size", "machines"), [(2, 2), (4, 2), (3, 3), (3, "abc")])
+def test_all_machines_begin_with_the_values_of_the_first_rank(
+    size: int, machines: int | str, kind: str
+) -> None:
     for found_state in run_ranks(size, of_first, machines, kind):
         equal(found_state, arrays(model().state_dict()))
 
 
-def skipping(rank: int, update: str, machines: int) -> tuple[Arrays, int]:
-    """In the second step the last rank's gradient of one layer is not a number."""
+def skipping(rank: int, update: str, machines: int | str) -> tuple[Arrays, int]:
+    """In the second step one element of the last rank's gradient of one layer is not a number."""
     made = streamer.wrap(
         model(), layers="layers", device="cpu", update=update, process_group=everyone(machines)
     )
     optimizer = streamer.AdamW(made.parameters(), lr=1e-2)
-    is_last = rank == dist.get_world_size() - 1
+    factor = torch.ones_like(made.layers[1].down.weight)
+    factor[0, 0] = math.nan if rank == dist.get_world_size() - 1 else 1.0
     for step in range(3):
         if step == 1:
-            hook = made.layers[1].down.weight.register_hook(lambda g: g * (math.nan if is_last else 1.0))
+            hook = made.layers[1].down.weight.register_hook(lambda g: g * factor)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             backward(made, step, rank, 1, None)
@@ -131,9 +135,9 @@ def skipping(rank: int, update: str, machines: int) -> tuple[Arrays, int]:
     return arrays({**steps, **streamer.unwrap(made).state_dict()}), skipped
 
 
-@pytest.mark.parametrize("update", ["step", "backward"])
-def test_machines_skip_a_step_together(update: str) -> None:
-    (first, skipped), *others = run_ranks(4, skipping, update, 2)
+@pytest.mark.parametrize(("update", "machines"), [("step", 2), ("backward", 2), ("backward", "aabb")])
+def test_machines_skip_a_step_together(update: str, machines: int | str) -> None:
+    (first, skipped), *others = run_ranks(4, skipping, update, machines)
     assert skipped == 1
     assert first["layers.1.down.weight step"] == 2
     assert all(np.isfinite(value).all() for value in first.values())
@@ -209,15 +213,83 @@ def test_a_disk_is_for_one_machine(tmp_path: Path) -> None:
         )
 
 
-def train_on(rank: int, machines: Sequence[str]) -> Any:
-    ranks.machine_id = lambda: machines[rank]
-    return train(rank, len(machines), {"plain": CASES["plain"]})["plain"]
+FP16: Case = (1, {"dtype": torch.float16}, {"scaled": True})
+#: Where the ranks of a group are, the mesh of as many, and what is trained by both.
+DIVIDED = {
+    "ab": ("2x1", ["scaler", "frozen parts", "bf16 moments", "in backward"]),
+    "aabb": ("2x2", ["8-bit moments", "several in bf16", "in backward, bf16"]),
+}
 
 
-def test_a_group_of_several_machines_trains_as_their_mesh_does() -> None:
-    for (_, gradients, state), of_mesh in zip(run_ranks(4, train_on, "aabb"), found("2x2"), strict=True):
-        equal(gradients, of_mesh["plain"][1])
-        equal(state, of_mesh["plain"][2])
+def divide(rank: int, machines: str, names: Sequence[str]) -> tuple[dict[str, Any], list[Any], Any]:
+    """Train by a group, whose machines divide the state, and look at what they show of it."""
+    size = len(machines)
+    trained = train(rank, size, {name: ALL[name] for name in names}, machines)
+    forms: tuple[int | str, ...] = (machines, 2) if size == 2 else ()
+    fp16 = [train(rank, size, {"fp16": FP16}, form)["fp16"] for form in forms]
+    return trained, fp16, look(rank, machines)
+
+
+def look(rank: int, machines: str) -> dict[str, Any]:
+    """What is shown of a state that is divided, and what becomes of writing it."""
+    made = streamer.wrap(
+        model(), layers="layers", device="cpu", dtype=torch.bfloat16, process_group=everyone(machines)
+    )
+    optimizer = streamer.AdamW(made.parameters(), lr=1e-2)
+
+    def step(number: int) -> None:
+        backward(made, number, rank, 1, None)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(0)
+    executor = wrapped(made).executor
+    streamer.synchronize(made)
+    issued = [str(record.op) for record in executor.issuer.trace.records()]
+    found: dict[str, Any] = {"ops": [op for op in issued if op in ("1STEP", "1GATHER", "1AGREE")]}
+    weight = made.layers[1].up.weight
+    copied = copy.deepcopy(made.layers[1]).up.weight
+    with pytest.raises(RuntimeError, match="a copy of a moment that is divided among machines: assign"):
+        optimizer.state[weight]["exp_avg"].zero_()
+    optimizer.state[weight]["exp_avg"] = torch.full_like(weight, 3.0)
+    found["assigned"] = arrays({"": optimizer.state[weight]["exp_avg"]})[""]
+    saved = optimizer.state_dict()["state"]
+    found["in state_dict"] = arrays({f"{n}": state["exp_avg"] for n, state in saved.items()})
+    with torch.no_grad():
+        weight.mul_(2.0)
+        made.embedding.weight.mul_(2.0)
+    streamer.synchronize(made)
+    found["masters"] = arrays(streamer.unwrap(made).state_dict())
+    found["copied"] = arrays({"": copied})[""]
+    return found
+
+
+@pytest.mark.parametrize("machines", DIVIDED)
+def test_machines_that_divide_the_state_train_as_replicas_do(machines: str) -> None:
+    mesh, names = DIVIDED[machines]
+    looks = []
+    for (trained, fp16, looked), of_mesh in zip(
+        run_ranks(len(machines), divide, machines, names), found(mesh), strict=True
+    ):
+        for name in names:
+            with naming(name):
+                assert trained[name][0] == of_mesh[name][0]
+                equal(trained[name][1], of_mesh[name][1])
+                equal(trained[name][2], of_mesh[name][2])
+        for divided, replicated in zip(fp16[:1], fp16[1:], strict=True):
+            equal(divided[1], replicated[1])
+            equal(divided[2], replicated[2])
+        looks.append(looked)
+    for looked in looks:
+        assert looked["ops"] == ["1STEP", "1GATHER", "1AGREE"]
+        assert (looked["assigned"] == 3.0).all()
+        equal(looked["in state_dict"], looks[0]["in state_dict"])
+        equal(looked["masters"], looks[0]["masters"])
+        assert np.array_equal(looked["copied"], looks[0]["copied"])
+        # the weight was doubled as it is streamed, in bf16, and so became its own master
+        doubled = looked["masters"]["layers.1.up.weight"]
+        assert np.allclose(doubled, 2 * looked["copied"], rtol=2**-8, atol=0.0)
+        assert np.array_equal(doubled, torch.from_numpy(doubled).bfloat16().float().numpy())
 
 
 def waits(rank: int) -> list[int]:

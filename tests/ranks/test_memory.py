@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import streamer
 from streamer.memory.slots import AVERAGING
+from streamer_native import BLOCK
 from tests.ranks.common import run_ranks
 from tests.ranks.programs import backward, everyone, model
 
@@ -28,7 +29,9 @@ def shared_bytes() -> int:
     return found
 
 
-def measure(rank: int, size: int, machines: int | None = None) -> tuple[dict[str, int], dict[str, int], int]:
+def measure(
+    rank: int, size: int, machines: int | str | None = None
+) -> tuple[dict[str, int], dict[str, int], int]:
     group = {"process_group": everyone(machines)} if size else {}
     made = streamer.wrap(model(), layers="layers", device="cpu", num_slots=2, **BF16, **group)
     planned: Any = made.__dict__["_streamer"].planned
@@ -50,14 +53,50 @@ def measure(rank: int, size: int, machines: int | None = None) -> tuple[dict[str
 
 def test_host_memory_does_not_grow_with_the_ranks() -> None:
     host, device, _ = measure(0, 0)
-    for size, machines in ((1, None), (3, None), (4, 2)):
+    for size, machines in ((1, None), (3, None), (4, 2), (4, "aabb")):
+        on_each, count = host, machines if isinstance(machines, int) else 1
+        if machines == "aabb":
+            on_each, count = divided(host), 2
         found = run_ranks(size, measure, size, machines)
         for of_rank, on_device, _ in found:
             # each tells of all; what gradients pass through is its own
-            assert of_rank == host
+            assert of_rank == on_each
             assert {name: nbytes for name, nbytes in on_device.items() if name != AVERAGING} == device
         shared = sum(nbytes for _, _, nbytes in found)
         private = host["gradient staging"]
-        states = (machines or 1) * (sum(host.values()) - private)
-        table = (machines or 1) * size << 20
+        states = count * (sum(on_each.values()) - private)
+        table = count * size << 20
         assert states <= shared <= states + table + (1 << 17)
+
+
+def divided(host: dict[str, int]) -> dict[str, int]:
+    """What each of two machines with two ranks holds of what one machine would hold: of masters and moments
+    the parts of its ranks, by the machine that has the most, each from a multiple of 64 bytes on."""
+    plain = model()
+    found, state = dict(host), {"remainders": 2, "exp_avg": 4, "exp_avg_sq": 4}
+    units = [*(list(layer.parameters()) for layer in plain.layers)]
+    units.append([plain.embedding.weight, plain.norm.weight, plain.norm.bias])
+    for name, itemsize in state.items():
+        found[name] = 0
+        for params in units:
+            most = max(map(sum, zip(*(halves(quarter) for quarter in quarters(params)), strict=True)))
+            found[name] += -(-most * itemsize // 64) * 64
+    return found
+
+
+def quarters(params: list[torch.nn.Parameter]) -> list[tuple[int, int, list[int]]]:
+    """The shares of two ranks, from where to where, and the places where parts may begin."""
+    begins, at = list[int](), 0
+    for param in params:
+        padded = -(-param.numel() // 32) * 32
+        begins += range(at, at + padded, BLOCK)
+        at += padded
+    middle = max(begin for begin in begins if begin <= at // 2)
+    return [(0, middle, begins), (middle, at, begins)]
+
+
+def halves(share: tuple[int, int, list[int]]) -> tuple[int, int]:
+    """Elements of a share that each of two machines has."""
+    start, stop, begins = share
+    middle = max(begin for begin in begins if begin <= start + (stop - start) // 2)
+    return middle - start, stop - middle

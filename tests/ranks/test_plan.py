@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import streamer
 from streamer.backends.base import Lane
@@ -21,7 +20,7 @@ from streamer.planner.step_plan import StepPlan, plan_step, predict_step
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import BY_HOST, BY_PCIE, NVLINK, Machine
 from tests.ranks.common import run_ranks
-from tests.ranks.programs import backward, model
+from tests.ranks.programs import backward, everyone, model
 
 RANKS = 2
 CPU = Machine("cpu", 1e12, 1e10, 1e10, 1e10, 1 << 40, 1 << 40, kind="cpu")
@@ -56,8 +55,8 @@ def done(made: torch.nn.Module) -> Done:
     return names, dict(stats.host_bytes), dict(stats.device_bytes)
 
 
-def train(rank: int, options: dict[str, Any]) -> Done:
-    made, step = ready(rank, options, device="cpu", process_group=dist.group.WORLD)
+def train(rank: int, options: dict[str, Any], machines: str | None = None) -> Done:
+    made, step = ready(rank, options, device="cpu", process_group=everyone(machines))
     for _ in range(2):
         step()
     streamer.synchronize(made)
@@ -75,6 +74,33 @@ def test_a_plan_of_ranks_is_what_they_do(options: dict[str, Any]) -> None:
     for found in run_ranks(RANKS, train, options):
         assert found[0] == planned[0]
         assert found[1:] == planned[1:]
+
+
+@pytest.mark.parametrize("name", ["offloaded", "backward"])
+def test_a_plan_of_machines_is_what_each_of_them_does(name: str) -> None:
+    backend = VirtualBackend(replace(CPU, machines=2))
+    made, step = ready(0, OPTIONS[name], backend=backend)
+    predict_step(wrapped(made).executor, step, warmup=1)
+    planned = done(made)
+    assert planned[0]["1GATHER"] > 0
+    for found in run_ranks(2, train, OPTIONS[name], "ab"):
+        assert found[0] == planned[0]
+        assert found[1:] == planned[1:]
+
+
+def test_a_plan_has_the_seconds_of_the_network() -> None:
+    """Of the gradient each machine sends half twice, and then its half of the new weights."""
+    machine = replace(CUDA, machines=2, network_bytes_per_second=1e8)
+    (found, _, executor), (alone, *_) = plan(machine), plan(CUDA)
+    nbytes = sum(unit.layout.grad_nbytes for unit in (*executor.units, executor.root))
+    sent = (nbytes + nbytes / 2) / 1e8
+    assert found.prediction.busy_seconds[Lane.COLLECTIVE] == pytest.approx(sent, rel=0.1)
+    state = ("remainders", "exp_avg", "exp_avg_sq")
+    for name, held in found.host_bytes.items():
+        assert held == pytest.approx(alone.host_bytes[name] / (2 if name in state else 1), rel=0.1), name
+    assert alone.prediction.busy_seconds[Lane.HOST] == pytest.approx(
+        2 * found.prediction.busy_seconds[Lane.HOST], rel=0.1
+    )
 
 
 def plan(machine: Machine) -> tuple[StepPlan, VirtualBackend, Any]:

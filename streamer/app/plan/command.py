@@ -30,14 +30,15 @@ from streamer.planner.recall import Recollection
 from streamer.simulate.machine import MACHINES, Machine
 
 
-def check_memory(config: Config, ranks: int = 1) -> RunPlan | None:
+def check_memory(config: Config, ranks: int = 1, machines: int = 1) -> RunPlan | None:
     """Raise ConfigError, with the plan's bytes by owner and what would help, where a step of ``config`` on so
-    many ``ranks`` needs more than the device or the host has left. Returns the plan, None if none was needed.
+    many ``ranks``, of each of so many ``machines``, needs more than the device or the host has left. Returns
+    the plan, None if none was needed.
 
     A model that cannot be planned (its forward asks for values) is let through, which a line says.
     """
     try:
-        machine, _ = this_machine(config.stream, ranks)
+        machine, _ = this_machine(config.stream, ranks, machines)
         model = without_values(config.model, config.lora)
     except (TypeError, ValueError):
         return None  # which building the model is about to refuse, in better words
@@ -67,6 +68,7 @@ def plan(
     machine_name: str,
     *,
     ranks: int = 1,
+    nodes: int = 1,
     host_memory: str | None = None,
     as_json: bool = False,
     timeline: str | None = None,
@@ -76,7 +78,7 @@ def plan(
 
     Raises ConfigError, in one line, for what cannot be planned.
     """
-    machine = machine_file.machine(machine_name, ranks)
+    machine = machine_file.machine(machine_name, ranks, nodes)
     try:
         host_bytes = parse_bytes("--host-memory", host_memory)
     except ValueError as error:
@@ -108,12 +110,18 @@ def plan(
 
 
 def plan_table(
-    config: Config, machines: Sequence[str], sizes: Sequence[str], *, ranks: int = 1, as_json: bool
+    config: Config,
+    machines: Sequence[str],
+    sizes: Sequence[str],
+    *,
+    ranks: int = 1,
+    nodes: int = 1,
+    as_json: bool,
 ) -> bool:
-    """Print a row for each machine, with so many ``ranks``, and batch size; whether all fit. Raises
-    ConfigError for what is no name of a machine, or no size."""
+    """Print a row for each machine, with so many ``ranks`` and as one of so many ``nodes``, and batch size;
+    whether all fit. Raises ConfigError for what is no name of a machine, or no size."""
     names = [*MACHINES] if [*machines] == ["all"] else machines
-    there = {name: machine_file.machine(name, ranks) for name in names}
+    there = {name: machine_file.machine(name, ranks, nodes) for name in names}
     config, _ = settle_fp16(config)
     batches = [_batch_size(size) for size in sizes]
     rows = []

@@ -55,14 +55,16 @@ from streamer.simulate.machine import CPU, Machine
 PROCESS, PROCESS_BYTES = "Python and its libraries", 1 << 30
 
 
-def this_machine(stream: StreamConfig, ranks: int = 1) -> tuple[Machine, Room]:
-    """Rates to plan with where no others are known, and what is free here and now, for ``ranks``."""
+def this_machine(stream: StreamConfig, ranks: int = 1, machines: int = 1) -> tuple[Machine, Room]:
+    """Rates to plan with where no others are known, and what is free here and now, for ``ranks`` of each of
+    ``machines``."""
     limit = parse_bytes("device_memory", stream.device_memory)
     with closing(backend_for(stream.device)) as backend:
         machine, room = machine_of(backend), room_of(backend, limit=limit)
     # what this process has taken already is planned again
     host = room.host + PROCESS_BYTES
-    return replace(machine, device_bytes=room.device, host_bytes=host, ranks=ranks), room
+    machine = replace(machine, ranks=ranks, machines=machines)
+    return replace(machine, device_bytes=room.device, host_bytes=host), room
 
 
 def room_on(machine: Machine, config: Config) -> Room:
@@ -440,12 +442,14 @@ def settle(
     recollection: Recollection | None = None,
     *,
     ranks: int = 1,
+    machines: int = 1,
 ) -> tuple[Config, Chosen | None]:
     """``config`` with a choice for each of ``stream.activations``, ``num_slots`` and ``micro_batch_size``
     that is "auto", and why each was chosen, or None if nothing was to be chosen.
 
-    ``machine`` has the rates and the sizes. None is this one with ``ranks``: the sizes are then what is free
-    now, and the rates those that `streamer.wrap` would take. ``recollection`` is that of other plans of it.
+    ``machine`` has the rates and the sizes. None is this one with ``ranks``, of so many ``machines``: the
+    sizes are then what is free now, and the rates those that `streamer.wrap` would take. ``recollection`` is
+    that of other plans of it.
     Raises ConfigError for a config that cannot be run, and where nothing fits.
     """
     stream, asked = config.stream, may_be_auto(config.stream)
@@ -453,7 +457,7 @@ def settle(
         return config, None
     try:
         machine, room = (
-            this_machine(stream, ranks) if machine is None else (machine, room_on(machine, config))
+            this_machine(stream, ranks, machines) if machine is None else (machine, room_on(machine, config))
         )
         room = replace(room, host_limit=parse_bytes("host_memory", config.memory.host))
         layers = find_layers(without_values(config.model, config.lora), stream.layers)

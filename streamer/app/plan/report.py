@@ -35,6 +35,12 @@ def plan_lines(config: Config, plan_of: RunPlanOf) -> Iterator[str]:
             "what follows is of one GPU; the host's bytes are for all, which copy and update at "
             f"{plan.machine.host_bytes_per_second / 1e9:,.0f} GB/s together"
         )
+    if plan.machine.machines > 1:
+        yield (
+            f"and of one of {plan.machine.machines} machines: each holds all weights and gradients, and of "
+            f"the masters and moments the part that it updates, 1 of {plan.machine.machines}; "
+            f"data.batch_size is its part of the batch"
+        )
     yield ""
     yield from ledger_lines(plan)
     yield ""
@@ -142,7 +148,8 @@ def _shown(plan: RunPlan) -> list[Lane]:
 
 
 def _machine(machine: Machine) -> str:
-    return machine.name if machine.ranks == 1 else f"{machine.ranks} x {machine.name}"
+    name = machine.name if machine.ranks == 1 else f"{machine.ranks} x {machine.name}"
+    return name if machine.machines == 1 else f"{name}, one of {machine.machines} machines"
 
 
 def ledger_lines(plan: RunPlan) -> Iterator[str]:

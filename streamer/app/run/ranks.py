@@ -46,6 +46,11 @@ class RunRanks:
         self._meetings: Ranks | None = None
 
     @property
+    def machines(self) -> int:
+        """On how many machines the ranks are, as torchrun has started them."""
+        return self.size // self.local_size
+
+    @property
     def leads(self) -> bool:
         return self.rank == 0
 

@@ -31,9 +31,19 @@ The caller's thread meets the others' at the end of a backward, when ``p.grad`` 
 whole, and wherever user code is about to write what all see.
 
 Ranks of several machines have a host state on each, where the ranks of that machine have their shares. REDUCE
-adds a share up within each machine, then its owners, one on each machine, make the mean over all ranks of it:
-every machine takes the same updates of the same gradients, so that their states stay equal. What is averaged
-is measured after that, and AGREE waits for the ranks of all machines.
+adds a share up within each machine, then its owners, one on each machine, make the mean over all ranks of it.
+What is averaged is measured after that, and AGREE waits for the ranks of all machines. Machines either are
+replicas: each has the whole state and takes all updates, of the same gradients, so that their states stay
+equal. Or they divide the state: each owner of a share holds the masters and moments of a part of it, and
+updates that part. The weights, 16 bits or masters themselves, are whole on each machine, so new ones are
+gathered from the others' parts before anybody reads them:
+
+    1STEP               update this rank's part of its share
+    1GATHER             the owners have updated theirs: bring their new weights here
+    1AGREE              this machine has the new weights of all shares
+
+Weights cross the network once in a step. Gradients are averaged for all owners of a share where ``p.grad``
+shows them; with ``update="backward"`` nobody sees them, and the mean goes to the one that updates.
 
 The root unit is replicated on the devices. Autograd adds to its gradients, so they are averaged where a
 backward ends: what was averaged before is the same on all ranks, and the mean leaves it as it is.
@@ -61,8 +71,9 @@ from streamer.engine.schedule.op import ROOT
 from streamer.engine.tensors.guarded import as_plain
 from streamer.memory.host import HostStore
 from streamer.memory.layout import Layout, Stretch
-from streamer.memory.shares import shares_of, within
-from streamer.memory.slots import reduce_bytes
+from streamer.memory.purposes import Purpose
+from streamer.memory.shares import Share, places_of, shares_of, within
+from streamer.memory.slots import gather_bytes, reduce_bytes
 
 #: Tells that gradients of a unit that nobody has used were dropped.
 Dropped = Callable[[Unit], None]
@@ -136,17 +147,25 @@ class AcrossRanks:
         self._root = root
         self._gradients = gradients
         self._store = store
-        nbytes = reduce_bytes([unit.layout for unit in (*units, root)]) if in_fp32 else 0
-        self.buffer = issuer.backend.device_buffer(nbytes)
+        layouts = [unit.layout for unit in (*units, root)]
+        averaging = reduce_bytes(layouts) if in_fp32 else 0
+        self.buffer = issuer.backend.device_buffer(max(averaging, gather_bytes(layouts, store.division)))
+        #: that of the buffer in which gradients are averaged
+        self._exact = self.buffer[:averaging].view(FP32)
+        #: whether the mean of a gradient is for the rank alone that updates from it
+        self._for_one = store.is_divided and in_backward
         self._squares = issuer.backend.host_buffer(4 * len(units) if in_backward else 0).view(FP32)
         #: what a plan takes for the sum of squares, since its lanes do no work
         is_planned = issuer.backend.device.type == "meta"
         self._without_values = torch.empty((), device="meta") if is_planned else None
         #: the arguments of the function by which the caller's thread is writing what all ranks see
         self.writing: object = None
-        #: the units of the parameters that it is given
+        #: the units of the parameters that it is given, and the positions of those of the root
         self.written: set[int] = set()
+        self.written_of_root: set[int] = set()
         self._shares = {unit.index: shares_of(unit.layout, ranks.local_size) for unit in units}
+        #: by unit and machine, what each of its ranks updates
+        self._parts = {unit.index: store.division.parts(unit.layout) for unit in (*units, root)}
         self._used: dict[int, int] = {}
         self._new: dict[int, int] = {}
 
@@ -165,43 +184,56 @@ class AcrossRanks:
         # when the others have this rank's gradient, their shares may land in the place of the last ones
         self._gradients.held[unit.index].copy_out_kept(1.0)
         words = f"averaging the gradient of '{unit.name}' ({sum(wanted)} parameters)"
-        shares = self._shares[unit.index]
+        # which ranks are to have the mean of what
+        means: list[tuple[int, int | None, Share]] = [
+            (owner, None, share) for owner, share in enumerate(self._shares[unit.index])
+        ]
+        mine_of_it = self._store.shards[unit.index].share
+        if self._for_one:
+            of_machines = [*enumerate(self._parts[unit.index])]
+            means = [
+                (owner, machine, parts[owner]) for owner, _, _ in means for machine, parts in of_machines
+            ]
+            mine_of_it = self._store.shards[unit.index].updated
 
         def work() -> None:
             of_all = self.ranks.meet(words, mine, channel=Channel.LANE)
-            for run, (owner, share) in product(_runs(unit.layout), enumerate(shares)):
+            for run, (owner, machine, share) in product(_runs(unit.layout), means):
                 if (own := within(run, share.elements)).numel:
-                    self._average(own.view(gradient), owner)
-            squares = sum_squares(unit.layout, gradient, wanted, shares[self.ranks.local_rank].elements)
+                    self._average(own.view(gradient), owner, machine)
+            squares = sum_squares(unit.layout, gradient, wanted, mine_of_it.elements)
             # added up in the same order on all ranks, which come to the same norm
-            reduced.set(reduce(or_, of_all), self.ranks.gathered(squares).sum())
+            of_each = self.ranks.gathered(squares, of_machines=self._for_one)
+            reduced.set(reduce(or_, of_all), of_each.sum())
 
-        self._issue(ops.reduce(unit.index, slot, self._sent(unit.layout.grad_nbytes, rounds=1)), work)
+        sent = self._sent(unit.layout.grad_nbytes, rounds=1, for_one=self._for_one)
+        self._issue(ops.reduce(unit.index, slot, sent), work)
         return reduced
 
     def _issue(self, op: ops.Op, work: Callable[[], object]) -> None:
         self.ranks.issue()
         self._issuer.issue(op, work)
 
-    def _sent(self, nbytes: int, *, rounds: int) -> int:
+    def _sent(self, nbytes: int, *, rounds: int, for_one: bool = False) -> int:
         """Bytes that each rank sends where ``nbytes`` are averaged in a ring: pieces of them, one for each
         rank, are passed on from rank to rank to be added up, and in a second round to be known by all:
         Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009."""
         here, machines = self.ranks.local_size, self.ranks.machines
-        # and the share is averaged over the machines, whose ranks all need it
-        between_machines = 2 * (nbytes // here) * (machines - 1) // machines
-        return rounds * nbytes * (here - 1) // here + between_machines
+        # and the share is averaged over the machines, whose ranks all need it unless it is ``for_one``
+        between_machines = (1 if for_one else 2) * (nbytes // here) * (machines - 1) // machines
+        return rounds * nbytes * (here - 1) // here + self.ranks.over_network(between_machines)
 
-    def _average(self, gradient: torch.Tensor, owner: int | None = None) -> None:
-        """Let ``gradient`` be the mean over the ranks, for the rank ``owner`` alone if it is given."""
-        buffer = self.buffer.view(FP32)
-        if gradient.dtype == FP32 or not buffer.numel():
-            self.ranks.average(gradient, owner)
+    def _average(
+        self, gradient: torch.Tensor, owner: int | None = None, on_machine: int | None = None
+    ) -> None:
+        """Let ``gradient`` be the mean over the ranks: `Ranks.average`."""
+        if gradient.dtype == FP32 or not self._exact.numel():
+            self.ranks.average(gradient, owner, on_machine)
             return
-        for piece in gradient.view(-1).split(buffer.numel()):
-            exact = buffer[: piece.numel()]
+        for piece in gradient.view(-1).split(self._exact.numel()):
+            exact = self._exact[: piece.numel()]
             exact.copy_(piece)
-            self.ranks.average(exact, owner)
+            self.ranks.average(exact, owner, on_machine)
             piece.copy_(exact)
 
     @as_plain
@@ -283,8 +315,53 @@ class AcrossRanks:
 
     def after_update(self, unit: Unit) -> None:
         """The update of ``unit`` was issued."""
+        if self._store.is_divided:
+            self._gather(unit)
         words = f"updating '{unit.name}'"
         self._agree((unit.index,), words)
+
+    def _gather(self, unit: Unit) -> None:
+        """Bring the weights that the other owners of this rank's share have updated into the host shard."""
+        # .data: a version counter of its own, so that this write is not taken for the user's
+        weight = self._store.shards[unit.index].weight.data
+        pieces = [weight[parts[self.ranks.local_rank].gradient] for parts in self._parts[unit.index]]
+        words = f"gathering the weights of '{unit.name}'"
+
+        def work() -> None:
+            # a rank whose update has failed comes to no collective, in which the others would hang
+            self.ranks.meet(words, channel=Channel.LANE)
+            try:
+                self.ranks.gather(pieces, self.buffer)
+            except Exception as error:
+                # what comes next in this lane does not wait for this op, and meets nobody then
+                self.ranks.tell(error)
+                raise
+
+        sent = (len(pieces) - 1) * pieces[self.ranks.machine].numel()
+        self._issue(ops.gather(unit.index, self.ranks.over_network(sent)), work)
+
+    @as_plain
+    def whole(self, unit: Unit, purpose: Purpose, wanted: range, *, to_first: bool = False) -> torch.Tensor:
+        """The ``wanted`` elements (or blocks) of ``unit`` for ``purpose``, of which each machine holds some,
+        in a copy. A meeting, when all that was issued is done. With ``to_first`` the first rank alone has
+        them, and what others get is unset."""
+        self._issuer.synchronize()
+        self.ranks.meet(f"reading {purpose.name} of '{unit.name}' from all machines")
+        found = torch.empty(len(wanted), dtype=purpose.dtype)
+        if to_first and not self.ranks.leads_machine:
+            return found
+        places = [[*places_of(parts, purpose, wanted)] for parts in self._parts[unit.index]]
+        sizes = [sum(stop - start for start, stop, _ in of_machine) for of_machine in places]
+        here = [held for held, _ in self._store.shards[unit.index].here(purpose, wanted)]
+        mine = torch.cat([torch.empty(0, dtype=purpose.dtype), *here]).view(torch.uint8)
+        nbytes = [size * purpose.dtype.itemsize for size in sizes]
+        of_machines = self.ranks.of_machines(mine, nbytes, to_first=to_first)
+        for of_machine, held in zip(places, of_machines, strict=True):
+            values, at = held.view(purpose.dtype), 0
+            for start, stop, _ in of_machine if values.numel() else ():
+                found[start - wanted.start : stop - wanted.start] = values[at : at + stop - start]
+                at += stop - start
+        return found
 
     def _agree(self, units: tuple[int, ...], words: str) -> None:
         masters = (place for unit in units for place in masters_of(unit, self._store.shards[unit]))
@@ -293,6 +370,7 @@ class AcrossRanks:
     def release(self) -> None:
         """Give up the buffers."""
         self.buffer = self._squares = torch.empty(0, dtype=torch.uint8)
+        self._exact = self.buffer.view(FP32)
 
 
 def _bits(flags: Sequence[bool]) -> int:

@@ -14,7 +14,7 @@ layer's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -46,8 +46,18 @@ from streamer.engine.tensors.samples import Samples
 from streamer.engine.tensors.saved import SavedBytes
 from streamer.engine.tensors.threads import Turns
 from streamer.memory.host import HostShard, HostStore
+from streamer.memory.layout import Slice
 from streamer.memory.placement import ON_DISK, REMEDY, beyond, ring_bytes, state_sizes
-from streamer.memory.purposes import ASKED_FOR, SAVED_INPUTS, STATE_RING, Purpose, host_bytes, of_all_ranks
+from streamer.memory.purposes import (
+    ASKED_FOR,
+    MASTERING,
+    SAVED_INPUTS,
+    STATE_RING,
+    WEIGHTS,
+    Purpose,
+    host_bytes,
+    of_all_ranks,
+)
 from streamer.memory.verdict import Tier, host, require
 
 T = TypeVar("T")
@@ -407,13 +417,41 @@ class Executor:
 
     @contextmanager
     def writing_state(self, words: str) -> Iterator[None]:
-        """All ranks write optimizer state in the block, each what is in its share where it is on disk. Before
-        it none reads what was there, after it each reads what all have written."""
-        ranks = None if self.across is None or not self.store.can_move else self.across.ranks
+        """All ranks write optimizer state in the block, each what is in its share where it is on disk, or
+        what its machine holds where machines divide it. Before the block none reads what was there, after it
+        each reads what all have written."""
+        is_shown_whole = not (self.store.can_move or self.store.is_divided)
+        ranks = None if self.across is None or is_shown_whole else self.across.ranks
         if ranks is not None:
             ranks.meet(f"before {words}")
         with together(ranks, words):
             yield
+
+    def whole_shard(
+        self,
+        unit: Unit,
+        purposes: Iterable[Purpose] = MASTERING,
+        *,
+        only: Slice | None = None,
+        to_first: bool = False,
+    ) -> HostShard:
+        """The host shard of ``unit``; where machines divide the state, one with copies of the pieces for
+        ``purposes``, of one parameter ``only`` or of all, with ``to_first`` on the first rank alone. Then a
+        meeting, which all ranks come to, when all updates are done."""
+        shard = self.shard(unit)
+        if not shard.is_divided or self.backend.device.type == "meta":
+            return shard
+        assert self.across is not None, "they are of ranks"
+        whole = HostShard(unit.layout)
+        whole.held = {WEIGHTS.name: shard.weight}
+        for purpose in purposes:
+            if not (numel := purpose.numel(unit.layout)) or not shard.has(purpose):
+                continue
+            wanted = range(numel) if only is None else purpose.range(only)
+            piece = whole.held[purpose.name] = torch.empty(numel, dtype=purpose.dtype)
+            found = self.across.whole(unit, purpose, wanted, to_first=to_first)
+            piece[wanted.start : wanted.stop] = found
+        return whole
 
     def _move_to_disk(self, lacking: int) -> None:
         """Let moments of the units that are needed last go to disk, ``lacking`` bytes of them, if there are

@@ -87,7 +87,7 @@ class UpdateInBackward(Landing):
         self._weights.begin_flight(unit)
         number, self._next = self._next, (self._next + 1) % len(self._ring)
         place = ops.staging(number)
-        share = self._store.shards[unit.index].share.gradient
+        share = self._store.shards[unit.index].updated.gradient
         landed, source = self._ring[number], self._gradients.in_slot(slot)[share]
         offload = ops.offload_grad(unit.index, slot, place, source.numel())
         self._issuer.issue(offload, lambda: self._issuer.backend.copy(landed[share], source))

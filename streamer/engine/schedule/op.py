@@ -63,6 +63,7 @@ class OpKind(enum.StrEnum):
     STEP = "STEP", Lane.HOST  # update a host shard from its gradient
     REDUCE = "REDUCE", Lane.COLLECTIVE  # average a gradient slot over the ranks
     AGREE = "AGREE", Lane.COLLECTIVE  # wait until all ranks have read, or updated, their shares of shards
+    GATHER = "GATHER", Lane.COLLECTIVE  # bring the weights that other machines have updated into the shard
     READ_WEIGHTS = "READ_WEIGHTS", Lane.DISK_READ  # a unit's weights -> ring
     WRITE_WEIGHTS = "WRITE_WEIGHTS", Lane.DISK_WRITE  # ring -> disk
     READ_STATE = "READ_STATE", Lane.DISK_READ  # a chunk of a unit's state -> ring
@@ -204,6 +205,12 @@ def step(unit: int, source: Place, nbytes: int, ring: int | None = None, weights
 def reduce(unit: int, slot: int, nbytes: int) -> Op:
     """Average gradient slot ``slot`` over the ranks, and take its sum of squares."""
     return Op(OpKind.REDUCE, unit, slot, (grad_slot(slot),), (grad_slot(slot),), nbytes)
+
+
+@_made_once
+def gather(unit: int, nbytes: int) -> Op:
+    """Bring what the ranks of other machines have made of a unit's weights into its host shard."""
+    return Op(OpKind.GATHER, unit, None, (shard(unit),), (shard(unit),), nbytes)
 
 
 @_made_once

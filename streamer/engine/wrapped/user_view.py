@@ -15,6 +15,7 @@ from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.unit import Unit
 from streamer.engine.schedule.op import ROOT
 from streamer.engine.tensors.guarded import (
+    GUARD,
     Function,
     Guarded,
     GuardedTensor,
@@ -53,10 +54,25 @@ class _UnitGuard:
 
     def after(self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object) -> None:
         if (executor := self._executor()) is not None and executor.across is not None:
-            _end_writing(executor, executor.across, args)
+            _end_writing(executor, executor.across, function, args)
 
     def __reduce__(self) -> NoReturn:
         raise RuntimeError("what belongs to a wrapped model cannot be pickled: save model.state_dict()")
+
+
+class _CopyGuard(_UnitGuard):
+    """Refuses writes in place into a copy of the optimizer's state, which would reach nothing."""
+
+    def before(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        if any(tensor.__dict__.get(GUARD) is self for tensor in written_by(function, args, kwargs)):
+            raise RuntimeError(
+                "this is a copy of a moment that is divided among machines: assign what you want it to be "
+                "(optimizer.state[p]['exp_avg'] = tensor), on all ranks"
+            )
+        return True
+
+    def after(self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object) -> None:
+        return
 
 
 class _ParameterGuard(_UnitGuard):
@@ -71,6 +87,8 @@ class _ParameterGuard(_UnitGuard):
         across = None if (executor := self._executor()) is None else executor.across
         if across is not None and across.writing is args:
             across.written.add(self._index)
+            if self._index == ROOT:
+                across.written_of_root.add(self._position)
         # each rank has the root's weights on its device
         return is_to_write or self._index == ROOT
 
@@ -121,19 +139,11 @@ def _begin_writing(
 ) -> bool:
     """If ``function`` writes what all ranks see: wait until none of them reads the values of before. Whether
     this rank is to write it: the first one of each machine does, once for all of them there.
-
-    Raises RuntimeError for a function that also tells of what it reads, which only that rank would know.
     """
     written = written_by(function, args, kwargs)
     if not any(isinstance(tensor, Guarded) for tensor in written) or _only_checks(function, args):
         return True
     if across.writing is not args:  # a function of many tensors asks for each of them
-        if function is torch._amp_foreach_non_finite_check_and_unscale_:
-            raise RuntimeError(
-                "scaler.unscale_(optimizer) does not go with gradients that ranks share: clip with "
-                "streamer.clip_grad_norm_(model, most, grad_scale=scaler.get_scale()), and leave the rest to "
-                "scaler.step(optimizer)"
-            )
         mine = {id(tensor) for tensor in written}
         with unguarded():
             given = [item for item in walk((*args, *kwargs.values())) if isinstance(item, torch.Tensor)]
@@ -148,11 +158,12 @@ def _begin_writing(
         )
         across.writing = args
         across.written.clear()  # of a function that has failed
+        across.written_of_root.clear()
     return across.ranks.leads_machine
 
 
-def _end_writing(executor: Executor, across: AcrossRanks, args: Sequence[Any]) -> None:
-    """All ranks may read what has been written."""
+def _end_writing(executor: Executor, across: AcrossRanks, function: Function, args: Sequence[Any]) -> None:
+    """All ranks may read what has been written, and know what a GradScaler has found in it."""
     if across.writing is not args:
         return
     across.writing = None
@@ -162,9 +173,34 @@ def _end_writing(executor: Executor, across: AcrossRanks, args: Sequence[Any]) -
     with together(across.ranks, "what the ranks share was written"):
         if across.ranks.leads:
             executor.weights.write_through(on_disk)
+    if across.written_of_root:
+        _compare_root(executor.root, across, function)
+    if function is torch._amp_foreach_non_finite_check_and_unscale_:
+        found_inf = args[1]
+        found_inf.fill_(max(across.ranks.meet("what is not finite in gradients", float(found_inf))))
     if on_disk:
         with together(across.ranks, "what the ranks share is on disk"):
             executor.weights.follow(on_disk)
+
+
+def _compare_root(root: Unit, across: AcrossRanks, function: Function) -> None:
+    """Raise RuntimeError on all ranks where ``function`` has given a parameter of the root, which each rank
+    has on its device and writes there, other values on one of them."""
+    positions = sorted(across.written_of_root)
+    across.written_of_root.clear()
+    with unguarded():
+        values = [root.params[position].detach().cpu().contiguous().view(-1) for position in positions]
+        mine = [crc32(each.view(torch.uint8).numpy().tobytes()) for each in values]
+    everyone: list[list[int]] = across.ranks.meet("comparing what is in no layer", mine)
+    for rank, found in enumerate(everyone):
+        for position, here, there in zip(positions, everyone[0], found, strict=True):
+            if here != there:
+                name = root.layout.slices[position].param.name
+                raise RuntimeError(
+                    f"{function.__name__} gave '{name}' other values on rank {rank} than on rank 0, and each "
+                    "has it on its device: call torch.manual_seed with one seed on all ranks before, or write "
+                    "values that are the same on all"
+                )
 
 
 def _only_checks(function: Function, args: Sequence[Any]) -> bool:
@@ -201,6 +237,10 @@ def unguard_model(executor: Executor) -> None:
             unguard_parameter(param)
 
 
-def guarded_state(executor: Executor, unit: Unit, state: torch.Tensor) -> torch.Tensor:
-    """A tensor of the optimizer's state of ``unit``, for the user."""
+def guarded_state(
+    executor: Executor, unit: Unit, state: torch.Tensor, *, is_copy: bool = False
+) -> torch.Tensor:
+    """A tensor of the optimizer's state of ``unit``, for the user; a copy is not to be written."""
+    if is_copy:
+        return GuardedTensor.of(state, _CopyGuard(executor, unit))
     return GuardedTensor.of(state, _UnitGuard(executor, unit))
