@@ -198,8 +198,8 @@ def _compare_root(root: Unit, across: AcrossRanks, function: Function) -> None:
                 name = root.layout.slices[position].param.name
                 raise RuntimeError(
                     f"{function.__name__} gave '{name}' other values on rank {rank} than on rank 0, and each "
-                    "has it on its device: call torch.manual_seed with one seed on all ranks before, or write "
-                    "values that are the same on all"
+                    "has it on its device: call torch.manual_seed with one seed on all ranks before, or "
+                    "write values that are the same on all"
                 )
 
 
