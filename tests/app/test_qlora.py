@@ -145,6 +145,14 @@ def test_a_plan_counts_what_a_run_holds(word: str, has_files: bool, place: Path)
     exact = plan_run(without, MACHINES["rtx-4090"])
     assert plan.parameters == exact.parameters
     assert plan.flops_per_token == exact.flops_per_token
+    skipping = [
+        *SETTINGS,
+        f"model.quantize={word}",
+        'model.pretrained="llama"',
+        'model.quantize_skip=["mlp"]',
+    ]
+    skipped = plan_run(load_config(CONFIG, skipping), MACHINES["rtx-4090"]).step.host_bytes["weights"]
+    assert plan.step.host_bytes["weights"] < skipped < exact.step.host_bytes["weights"]
     # two layers, each of four projections of 64 x 64 and three of 64 x 128: a byte or half of one in place
     # of two, and for 4 bits a kilobyte of tables for each
     saved = exact.step.host_bytes["weights"] - plan.step.host_bytes["weights"]

@@ -441,20 +441,23 @@ def test_too_little_memory(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "there", "told"),
+    ("dtype", "frozen", "there", "told"),
     [
-        (torch.bfloat16, 10_000, 'quantize the frozen weights (from_pretrained(quantize="int8"))'),
-        (torch.float16, 3_000, 'quantize the frozen weights (from_pretrained(quantize="nf4"))'),
+        (torch.bfloat16, 3, 10_000, 'quantize the frozen weights (from_pretrained(quantize="int8"))'),
+        (torch.float16, 3, 3_000, 'quantize the frozen weights (from_pretrained(quantize="nf4"))'),
         # not even that would do, or something exact does
-        (torch.bfloat16, 1_000, HOST_REMEDY),
-        (torch.float32, 20_000, HOST_REMEDY),
+        (torch.bfloat16, 3, 1_000, HOST_REMEDY),
+        (torch.float32, 3, 20_000, HOST_REMEDY),
+        # most of it is trained
+        (torch.bfloat16, 1, 131_000, HOST_REMEDY),
     ],
 )
 def test_quantization_is_proposed_for_what_is_frozen(
-    dtype: torch.dtype, there: int, told: str, refuses: Refuses, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, frozen: int, there: int, told: str, refuses: Refuses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Net()
-    model.blocks = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3)).requires_grad_(False)
+    model.blocks = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3))
+    model.blocks[:frozen].requires_grad_(False)
     model.blocks.to(dtype)
     monkeypatch.setattr(ThreadBackend, "device_available", lambda self: 10**6)
     monkeypatch.setattr(ThreadBackend, "host_available", lambda self: there)

@@ -148,6 +148,7 @@ def test_layers_that_are_alike_are_planned_once(kind: str) -> None:
     from streamer.planner.alike import Numbers, structure_of
 
     model = skeleton(llama(kind))
+    assert {param.device.type for param in model.parameters()} == {"meta"}
     units, _ = make_units(model, find_layers(model, LAYERS), None)
     numbers = Numbers()
     assert len({structure_of(unit, numbers) for unit in units}) == 1

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 
 import streamer
 from streamer.backends.base import Lane
+from streamer.engine.tensors.parts import composite_of
 from streamer.engine.wrapped.handle import wrapped
 from streamer.planner.step_plan import StepPlan, plan_step
 from streamer.pretrained.quantize import SCHEMES
@@ -194,6 +195,7 @@ def test_experts_that_are_in_fp8_in_their_files(mixture: Path, tmp_path: Path) -
     assert_equal(history(model), history(reference))
     streamer.unwrap(model)
     assert of_experts == {"Float8Tensor"}
+    assert experts_of(model)[0].parametrizations["down_proj"].original.block_size == [1, 32, 32]  # type: ignore[index]
     for mine, theirs in zip(experts_of(model), experts_of(reference), strict=True):
         assert all(torch.equal(getattr(mine, key), getattr(theirs, key)) for key in STACKS)
 
@@ -271,6 +273,13 @@ def test_codes_that_the_user_has_made_with_a_parametrization(mixture: Path) -> N
     streamer.unwrap(model)
     after = logits(reference)
     assert torch.equal(logits(model), after) and torch.equal(logits(copied), after)
+    # what the module is lent has its scales where its codes are, such as in a slot
+    of_stack = experts_of(model)[0].parametrizations["down_proj"]  # type: ignore[index]
+    composite = composite_of("down_proj", of_stack.original, [of_stack])
+    assert composite is not None
+    parts = [part.clone() for part in composite.parts()]
+    state: Any = composite.lent(composite.like(parts))["quant_state"]
+    assert state.absmax is parts[1]
 
 
 def test_experts_that_lie_in_4_bits_one_by_one_are_dequantized(mixture: Path, tmp_path: Path) -> None:
