@@ -157,6 +157,10 @@ class Machine:
         """Bytes per second that one GPU sends to other machines, while the others of its machine do."""
         return self.network_bytes_per_second / self.ranks
 
+    def as_between_gpus(self, nbytes: int) -> int:
+        """The bytes that a GPU sends to others of this machine while it sends ``nbytes`` to other machines."""
+        return int(nbytes * self.bytes_per_second(Lane.COLLECTIVE) / self.network_rate)
+
     def kept(self, lane: Lane, other: Lane) -> float:
         """The share of its rate, in (0, 1], that ``lane`` keeps while ``other`` works beside it."""
         together = {lane, other}

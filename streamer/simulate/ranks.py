@@ -7,7 +7,6 @@ from typing import TypeVar
 
 import torch
 
-from streamer.backends.base import Lane
 from streamer.backends.machines import Placement
 from streamer.backends.ranks import Channel, Ranks
 from streamer.simulate.backend import VirtualBackend
@@ -62,8 +61,7 @@ class VirtualRanks(Ranks):
     def over_network(self, nbytes: int) -> int:
         """The bytes between GPUs of one machine that take as long as ``nbytes`` to other machines: one lane
         sends both, and its rate is that between GPUs."""
-        machine = self._backend.machine
-        return int(nbytes * machine.bytes_per_second(Lane.COLLECTIVE) / machine.network_rate)
+        return self._backend.machine.as_between_gpus(nbytes)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         return
