@@ -158,7 +158,7 @@ class Machine:
         return self.network_bytes_per_second / self.ranks
 
     def as_between_gpus(self, nbytes: int) -> int:
-        """The bytes that a GPU sends to others of this machine while it sends ``nbytes`` to other machines."""
+        """The bytes that a GPU sends to others of this machine as it sends ``nbytes`` to other machines."""
         return int(nbytes * self.bytes_per_second(Lane.COLLECTIVE) / self.network_rate)
 
     def kept(self, lane: Lane, other: Lane) -> float:
