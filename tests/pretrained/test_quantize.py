@@ -310,7 +310,8 @@ def taken():
 
 def watch():
     while True:
-        most[0] = max(most[0], taken())
+        record = most
+        record[0] = max(record[0], taken())
         time.sleep(0.001)
 
 most = [0]
@@ -321,7 +322,7 @@ for word in (None, "int8", "nf4"):
     streamer.unwrap(streamer.from_pretrained(sys.argv[1], device="cpu", **options))
     gc.collect()
     before = taken()
-    most[0] = before
+    most = [before]  # another one: the thread may be about to write what it has read of the one before
     model = streamer.from_pretrained(sys.argv[2], device="cpu", **options)
     print(most[0] - before)
     streamer.unwrap(model)
