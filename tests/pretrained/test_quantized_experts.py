@@ -177,12 +177,14 @@ def test_gradients_of_micro_batches(word: str, mixture: Path) -> None:
     seen = []
     for options in ({}, {"micro_batch_size": 1}):
         torch.manual_seed(1)
-        model = streamed(mixture, word, **options).eval()  # without dropout
+        # in bf16 the order of sums would hide a wrong one
+        model = streamed(mixture, word, dtype=torch.float32, **options).eval()  # without dropout
         take_adapters(copy.deepcopy(model), model)
         loss_of(model, 0).backward()
         seen.append(torch.cat([param.grad.float().flatten() for param in trained(model)]))
         streamer.unwrap(model)
-    torch.testing.assert_close(seen[1], seen[0], rtol=0, atol=0.02 * float(seen[0].abs().max()))
+    torch.testing.assert_close(seen[1], seen[0], rtol=1e-4, atol=1e-6)
+    assert seen[0].abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("mixture", ["mixtral", "qwen3_moe"], indirect=True)
