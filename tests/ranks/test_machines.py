@@ -23,6 +23,7 @@ import streamer
 from streamer.backends import ranks
 from streamer.backends.machines import LEFT, Placement, Relay
 from streamer.engine.wrapped.handle import wrapped
+from streamer.errors import RanksError
 from tests.ranks.common import run_ranks
 from tests.ranks.programs import Arrays, Case, arrays, backward, everyone, model, train, train_alone
 from tests.ranks.test_equal import CASES, IN_BACKWARD, SEVERAL, close, equal
@@ -353,3 +354,27 @@ class LateStore:
     def get(self, key: str) -> bytes:
         time.sleep(0.05)
         return self._get(key)
+
+
+def reads_alone(rank: int) -> str:
+    made = streamer.wrap(
+        model(), layers="layers", device="cpu", dtype=torch.bfloat16, process_group=everyone("ab")
+    )
+    optimizer = streamer.AdamW(made.parameters(), lr=1e-2)
+    try:
+        for step in range(2):
+            backward(made, step, rank, 1, None)
+            optimizer.step()
+            optimizer.zero_grad()
+            if not rank:
+                optimizer.state[made.layers[1].up.weight]["exp_avg"].sum()
+    except RanksError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_reads_a_divided_moment_alone_is_told() -> None:
+    reader, other = run_ranks(2, reads_alone, timeout=20.0)
+    assert reader.startswith("the ranks have come apart"), reader
+    assert "reading exp_avg of 'layers.1' from all machines" in reader
+    assert "the ranks have come apart" in other or "rank 0 has" in other, other
