@@ -24,6 +24,7 @@ from streamer.backends import ranks
 from streamer.backends.machines import LEFT, Placement, Relay
 from streamer.engine.wrapped.handle import wrapped
 from streamer.errors import RanksError
+from streamer.model import move_in
 from tests.ranks.common import run_ranks
 from tests.ranks.programs import Arrays, Case, arrays, backward, everyone, model, train, train_alone
 from tests.ranks.test_equal import CASES, IN_BACKWARD, SEVERAL, close, equal
@@ -378,3 +379,40 @@ def test_a_rank_that_reads_a_divided_moment_alone_is_told() -> None:
     assert reader.startswith("the ranks have come apart"), reader
     assert "reading exp_avg of 'layers.1' from all machines" in reader
     assert "the ranks have come apart" in other or "rank 0 has" in other, other
+
+
+def wrap_fails_late(rank: int) -> tuple[str, list[str], Arrays]:
+    """The error, the warnings, and the weights that the model has then."""
+    made = model()
+    take = move_in.MoveIn._take
+
+    def take_two(self: Any, unit: Any, shard: Any) -> None:
+        if len(self._moved) == 2:
+            raise OSError("no more")
+        take(self, unit, shard)
+
+    move_in.MoveIn._take = take_two  # type: ignore[method-assign]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            streamer.wrap(
+                made,
+                layers="layers",
+                device="cpu",
+                dtype=torch.bfloat16,
+                process_group=everyone("ab"),
+            )
+        except (OSError, RanksError) as error:
+            return str(error), [str(each.message) for each in told], arrays(made.state_dict())
+    return "", [], {}
+
+
+def test_a_wrap_that_fails_where_the_state_is_divided_gives_back_rounded_weights_and_says_so() -> None:
+    before = arrays(model().state_dict())
+    for error, told, weights in run_ranks(2, wrap_fails_late):
+        assert "no more" in error
+        assert any("no more exact than as streamed" in line for line in told), told
+        assert weights.keys() == before.keys()
+        for name, values in weights.items():
+            assert values.dtype == before[name].dtype
+            np.testing.assert_allclose(values, before[name], rtol=2**-8, atol=0.0, err_msg=name)
