@@ -183,7 +183,7 @@ class Relay:
         #: the machines whose last word was heard
         self._farewells: set[int] = set()
         self._sent: tuple[object, ...] = ()
-        #: held while a word is said, by the relay's thread or by that of a rank that fails
+        #: held while a word is said, by the relay's thread or by that of a rank that goes on
         self._saying = threading.Lock()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="streamer relay", daemon=True)
@@ -194,8 +194,8 @@ class Relay:
         self._thread.start()
 
     def tell(self) -> None:
-        """A rank of this process fails, and may have ended before the relay's thread looks again: say now to
-        which meeting it has come."""
+        """The rank of this process goes on, and may have ended before the relay's thread looks again: say now
+        to which meeting it has come."""
         # a store that is gone has nobody to tell
         with suppress(RuntimeError):
             self._send(is_last=False)

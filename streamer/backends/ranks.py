@@ -341,6 +341,9 @@ class Ranks:
             mine["order"] += ISSUED
         mine["come"][channel] = number
         self._await(channel, number, words, patient=patient)
+        if self._relay is not None:
+            # those of other machines may wait still, and this process may end at once
+            self._relay.tell()
         self._check_words(place)
         return [self._brought(rank, place) for rank in range(self.size)]
 

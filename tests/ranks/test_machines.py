@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -307,6 +308,26 @@ def waits(rank: int) -> list[int]:
 
 def test_a_machine_that_writes_for_longer_than_the_timeout_is_waited_for() -> None:
     assert run_ranks(2, waits, timeout=4.0) == [[0, 1], [0, 1]]
+
+
+def meets_and_ends(rank: int) -> list[int]:
+    """The relay of the first machine says nothing by itself: its thread is always too late."""
+    send = Relay._send
+
+    def by_others_alone(self: Relay, *, is_last: bool) -> bool:
+        return threading.current_thread() is not self._thread and send(self, is_last=is_last)
+
+    if not rank:
+        Relay._send = by_others_alone  # type: ignore[method-assign]
+    made = streamer.wrap(model(), layers="layers", device="cpu", process_group=everyone(2))
+    across = wrapped(made).executor.across
+    assert across is not None
+    return across.ranks.meet("the last meeting", rank)
+
+
+def test_who_goes_on_from_a_meeting_has_said_that_it_came() -> None:
+    """Or it could end before the others have heard of it, and they would take it to have stayed away."""
+    assert run_ranks(2, meets_and_ends, timeout=10.0) == [[0, 1], [0, 1]]
 
 
 class Store:
