@@ -12,15 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from streamer.simulate.cost import NOTHING, Cost, Operations, is_wrapper, tensors_in
+from streamer.simulate.cost import NOTHING, Cost, Observer, Operations, tensors_in
 from streamer.simulate.machine import Machine
 from streamer.simulate.temporaries import temporary_bytes
 from streamer.torch_private import storage_id
 
 
-class Tracker(TorchDispatchMode):
+class Tracker(Observer):
     """``now`` and ``peak`` bytes of the storages that operations of this thread make inside the block, on any
     device, on meta tensors too. What was made before, or by other means, does not count.
 
@@ -30,7 +29,7 @@ class Tracker(TorchDispatchMode):
     """
 
     def __init__(self, machine: Machine | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._machine = machine
         self.now = self.peak = 0
         #: bytes now by owner, and at the peak
@@ -41,13 +40,9 @@ class Tracker(TorchDispatchMode):
         """Who makes what is made now."""
         return "all"
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(map(is_wrapper, types)):
-            return NotImplemented  # what it does with its inner tensors comes here
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+    def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         if func.is_view:
-            return result
+            return
         given = None
         for tensor in tensors_in((result,)):
             storage = tensor.untyped_storage()
@@ -60,7 +55,6 @@ class Tracker(TorchDispatchMode):
             self._note_peak()
         if self._machine is not None:
             self.rise(temporary_bytes(self._machine, func, args, kwargs, result))
-        return result
 
     def rise(self, nbytes: int) -> None:
         """Count ``nbytes`` that came and are gone again."""
@@ -99,10 +93,10 @@ class Meter(ExitStack):
 
     def __init__(self, machine: Machine) -> None:
         super().__init__()
-        self._tracker, self._operations = Tracker(machine), Operations(machine)
+        self._tracker = Tracker(machine)
+        self._operations = Operations(machine, self._tracker)
 
     def __enter__(self) -> Meter:
-        self.enter_context(self._tracker)
         self.enter_context(self._operations)
         return self
 

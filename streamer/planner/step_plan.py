@@ -42,8 +42,11 @@ class Prediction:
         return max(Lane, key=lambda lane: self.busy_seconds[lane])
 
 
-def predict_step(executor: Executor, step: Callable[[], object], *, warmup: int = 2) -> Prediction:
-    """Run ``step`` (forward, backward, update) on the virtual backend of ``executor`` and time one of them.
+def predict_step(
+    executor: Executor, step: Callable[[], object], *, warmup: int = 2, memory: Tracker | None = None
+) -> Prediction:
+    """Run ``step`` (forward, backward, update) on the virtual backend of ``executor`` and time one of them;
+    ``memory`` counts what they hold.
 
     The ``warmup`` steps before it let the executor learn its order. Compute time is that of the operations of
     the layers, the head and the loss: see `streamer.simulate.cost`.
@@ -55,7 +58,7 @@ def predict_step(executor: Executor, step: Callable[[], object], *, warmup: int 
         backend.let_caller_compute()
         return trace.busy_seconds | {Lane.COMPUTE: trace.busy_seconds[Lane.COMPUTE] + backend.caller_seconds}
 
-    with backend.counting_caller():
+    with backend.counting_caller(memory):
         for _ in range(warmup):
             step()
         busy, exposed = busy_seconds(), dict(trace.exposed_seconds)
@@ -196,9 +199,10 @@ def plan_step(
     tracker = StepTracker(executor)
     before = sum(of_all_ranks(executor.host_bytes(), backend.machine.ranks).values())
     recall_layers(executor, tracker, Recollection() if recollection is None else recollection)
-    with backend.counting_memory(tracker), counted_positions(given):
+    with counted_positions(given):
         # a step to learn the order, and one more where slots are added at its end
-        prediction = predict_step(executor, step, warmup=1 if executor.budget is None else 2)
+        warmup = 1 if executor.budget is None else 2
+        prediction = predict_step(executor, step, warmup=warmup, memory=tracker)
     kind = backend.machine.kind
     reserve = {GAPS: gaps(tracker.comes_and_goes), CONTEXT: context_bytes(kind)} if kind == "cuda" else {}
     on_host = of_all_ranks(executor.host_bytes(), backend.machine.ranks)

@@ -8,15 +8,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from streamer.backends.base import Backend, Event, Lane, buffers_within
 from streamer.simulate.clock import Clock
-from streamer.simulate.cost import NOTHING, Cost, DeviceKernels, Operations
-from streamer.simulate.machine import CPU, Machine
+from streamer.simulate.cost import NOTHING, Cost, DeviceKernels, Operations, SeesOperations
+from streamer.simulate.machine import CPU, CUDA, Machine
 
 #: Kernels that the executor adds to a layer's visit on a GPU: one for each tensor of which it takes a sample,
 #: so that a layer which runs twice can be seen to compute the same. [Note: samples] Without them (where
@@ -24,15 +24,11 @@ from streamer.simulate.machine import CPU, Machine
 KERNELS_PER_VISIT = 2
 
 
-class CountsBytes(Protocol):
-    """A context manager that counts bytes: those that there are now, and were at most."""
+class CountsBytes(SeesOperations, Protocol):
+    """Counts the bytes that operations hold: those that there are now, and were at most."""
 
     now: int
     peak: int
-
-    def __enter__(self) -> object: ...
-
-    def __exit__(self, *exception: Any) -> object: ...
 
 
 class VirtualBackend(Backend):
@@ -63,9 +59,14 @@ class VirtualBackend(Backend):
         self._counted = NOTHING
 
     @contextmanager
-    def counting_caller(self) -> Iterator[None]:
-        """Count what the calling thread runs inside the block, also what is in no submitted work."""
-        with DeviceKernels(self.machine.kind), Operations(self.machine) as self._caller:
+    def counting_caller(self, memory: CountsBytes | None = None) -> Iterator[None]:
+        """Count what the calling thread runs inside the block, also what is in no submitted work, and let
+        ``memory`` see it. What ``memory`` counts is taken for what is on the device beside the buffers, where
+        the machine's device has an allocator that would count it."""
+        self._memory = memory if self.machine.kind == CUDA else None
+        beside = () if memory is None else (memory,)
+        self._caller = Operations(self.machine, *beside)
+        with DeviceKernels(self.machine.kind), self._caller:
             self._counted = NOTHING
             try:
                 yield
@@ -103,13 +104,9 @@ class VirtualBackend(Backend):
             return self._clock.submit(lane, seconds, waits, self._issued)
         self.is_computing, self._recalled = True, NOTHING
         try:
-            with DeviceKernels(self.machine.kind), Operations(self.machine) as counter:
-                work()
+            cost = self._cost_of(work) + self._recalled
         finally:
             self.is_computing = False
-        # the mode around this one has seen them too
-        self._counted += counter.cost
-        cost = counter.cost + self._recalled
         self.flops += cost.flops
         seconds = cost.seconds
         if not seconds:  # some work marks a moment and does nothing
@@ -121,17 +118,24 @@ class VirtualBackend(Backend):
         seconds += machine.seconds_per_visit if is_cpu else KERNELS_PER_VISIT * machine.seconds_per_op
         return self._clock.submit(lane, seconds, waits, issued)
 
+    def _cost_of(self, work: Callable[[], object]) -> Cost:
+        """What ``work`` takes, which is run."""
+        # the caller's own are off where PyTorch calls Python: in backward
+        kernels, caller = DeviceKernels(self.machine.kind), self._caller
+        if caller is None:
+            alone = Operations(self.machine)
+            with kernels, alone:
+                work()
+            return alone.cost
+        before = caller.cost
+        with kernels:
+            work()
+        self._counted = caller.cost
+        return self._counted - before
+
     def recall(self, cost: Cost) -> None:
         """Let the work that runs have cost this too, which it did not execute."""
         self._recalled += cost
-
-    @contextmanager
-    def counting_memory(self, counter: CountsBytes) -> Iterator[None]:
-        """Take what ``counter`` counts inside the block for what is on the device beside the buffers, where
-        the machine's device has an allocator that would count it."""
-        self._memory = counter if self.machine.kind == "cuda" else None
-        with counter:
-            yield
 
     def device_used(self) -> tuple[int, int] | None:
         if self._memory is None:
@@ -139,7 +143,7 @@ class VirtualBackend(Backend):
         return self._device_taken + self._memory.now, self._device_taken + self._memory.peak
 
     def device_buffers_within(self, nbytes: int, beside: int, each: int, there: int) -> int:
-        if self.machine.kind == "cuda":
+        if self.machine.kind == CUDA:
             return buffers_within(nbytes, beside, each)
         return super().device_buffers_within(nbytes, beside, each, there)
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -276,7 +276,35 @@ class Cost:
 NOTHING = Cost()
 
 
-class Operations(TorchDispatchMode):
+class SeesOperations(Protocol):
+    """What is told of each operation after it has run."""
+
+    def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None: ...
+
+
+class Observer(TorchDispatchMode):
+    """A mode that sees the operations of the block, and lets those ``beside`` it see them: one more mode in
+    Python would take as long as an operation on meta tensors does."""
+
+    def __init__(self, *beside: SeesOperations) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._all: tuple[SeesOperations, ...] = (self, *beside)
+
+    def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Take note of an operation that has run."""
+        raise NotImplementedError
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_wrapper, types)):
+            return NotImplemented  # what it does with its inner tensors comes here
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        for each in self._all:
+            each.see(func, args, kwargs, result)
+        return result
+
+
+class Operations(Observer):
     """Counts what runs in the block, and the seconds that it takes on ``machine`` (without one: 0).
 
     A matrix product, a convolution or an attention takes the time of its FLOPs, or that of its bytes if that
@@ -285,8 +313,8 @@ class Operations(TorchDispatchMode):
     `torch.utils.flop_counter.FlopCounterMode` counts the same, by module too, and takes several times longer.
     """
 
-    def __init__(self, machine: Machine | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(self, machine: Machine | None = None, *beside: SeesOperations) -> None:
+        super().__init__(*beside)
         self.flops = self.nbytes = self.ops = 0
         self.seconds = 0.0
         self._machine = machine
@@ -302,14 +330,10 @@ class Operations(TorchDispatchMode):
         self.seconds += cost.seconds
         self.ops += cost.ops
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(map(is_wrapper, types)):
-            return NotImplemented  # what it does with its inner tensors comes here
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+    def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         packet = func.overloadpacket
         if func.is_view or packet in _FREE or self._is_of_host(args, result):
-            return result
+            return
         self.ops += 1
         flops = _operation_flops(packet, args, kwargs, result)
         self.flops += flops
@@ -323,7 +347,6 @@ class Operations(TorchDispatchMode):
             if machine.device_bytes_per_second is not None:
                 seconds = max(seconds, nbytes / machine.device_bytes_per_second)
             self.seconds += seconds + machine.seconds_per_op
-        return result
 
     def _is_of_host(self, args: Any, result: Any) -> bool:
         """Whether an operation runs on the host beside a GPU, where an optimizer counts its steps."""
