@@ -40,3 +40,11 @@ def logged(run: Path, key: str = "step") -> list[dict[str, Any]]:
     """The lines of a run's ``metrics.jsonl`` that have ``key``."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if key in line]
+
+
+def chat(number: int) -> list[dict[str, str]]:
+    """A conversation of one question and its answer."""
+    return [
+        {"role": "user", "content": f"after {number}?"},
+        {"role": "assistant", "content": f"{number + 1}"},
+    ]

@@ -21,7 +21,7 @@ import torch
 import transformers
 
 from tests import tiny_llama
-from tests.app.common import HOME, sets
+from tests.app.common import HOME, chat, sets
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # the libraries' own
@@ -34,13 +34,6 @@ SETTINGS = [
     *('sample.prompts=["after 3?"]', "sample.chat=true", "sample.temperature=0", "sample.tokens=8"),
     *("stream.micro_batch_size=1", "optimizer.lr=1e-2", "data.packing=false"),
 ]
-
-
-def chat(number: int) -> list[dict[str, str]]:
-    return [
-        {"role": "user", "content": f"after {number}?"},
-        {"role": "assistant", "content": f"{number + 1}"},
-    ]
 
 
 class Place:

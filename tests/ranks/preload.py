@@ -1,11 +1,23 @@
 """What the server imports and loads once, of which all ranks are forked."""
 
+from contextlib import suppress
+
 import numpy as np
+import pytest  # noqa: F401 - the modules of tests import it
+import torch
 import torch._dynamo  # noqa: F401 - optimizers import it, in more than a second
 
 import streamer
 import streamer.app.train
 import streamer_native as native
+
+with suppress(ImportError):
+    from transformers import LlamaForCausalLM  # noqa: F401 - a second of each rank that uses it
+
+for devices in (torch.cuda, torch.xpu, torch.mtia):
+    if not devices.is_available():
+        # `torch.manual_seed` would keep every seed for when there are any, each with the stack as a text
+        devices.manual_seed_all = lambda seed: None
 
 streamer.AdamW, streamer.wrap, streamer.save, streamer.load, streamer.unwrap  # noqa: B018 - imported when asked for
 

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,25 +30,40 @@ from tests.ranks.programs import Arrays, Case, arrays, backward, everyone, model
 from tests.ranks.test_equal import CASES, IN_BACKWARD, SEVERAL, close, equal
 
 ALL: dict[str, Case] = {**CASES, **SEVERAL, **IN_BACKWARD}
-#: Machines, and the ranks of each.
-MESHES = {"2x1": (2, 1), "1x2": (1, 2), "2x2": (2, 2)}
-
-
-@cache
-def found(mesh: str) -> list[dict[str, Any]]:
-    """What each rank has found, by case."""
-    machines, here = MESHES[mesh]
-    return run_ranks(machines * here, train, machines * here, ALL, machines)
+#: Machines, the ranks of each, and what they are tried with. One machine does what a group of its ranks does;
+#: both ways meet in 2x2, where what each does alone has been tried.
+MESHES = {
+    "2x1": (2, 1, [*ALL]),
+    "1x2": (1, 2, ["plain", "8-bit moments", "in backward, bf16"]),
+    "2x2": (
+        2,
+        2,
+        [
+            *("plain", "micro-batches", "frozen parts", "8-bit moments"),
+            *("several in bf16", "in backward", "in backward, bf16"),
+        ],
+    ),
+}
+#: A mesh, where as many ranks of a group are whose machines divide the state, and what is trained by both.
+DIVIDED = {
+    "2x1": ("ab", ["scaler", "frozen parts", "bf16 moments", "in backward"]),
+    "2x2": ("aabb", ["8-bit moments", "several in bf16", "in backward, bf16"]),
+}
 
 
 # all cases in one test: their ranks run once, and tests of several processes would each run them again
 @pytest.mark.parametrize("mesh", MESHES)
 def test_ranks_of_a_mesh_equal_one_process(mesh: str) -> None:
-    for name in ALL:
+    machines, here, names = MESHES[mesh]
+    found = run_ranks(machines * here, train, machines * here, {name: ALL[name] for name in names}, machines)
+    for name in names:
+        of_ranks = [of_rank[name] for of_rank in found]
         with naming(name):
-            have_its_gradient_and_norm(mesh, name)
+            have_its_gradient_and_norm(of_ranks, name)
             if mesh != "2x2" and name not in SEVERAL:
-                equal_to_the_bit(mesh, name)
+                equal_to_the_bit(of_ranks, name)
+    if mesh in DIVIDED:
+        train_as_replicas_do(found, *DIVIDED[mesh])
 
 
 @contextmanager
@@ -60,27 +74,26 @@ def naming(name: str) -> Iterator[None]:
         raise AssertionError(f"in the case '{name}'") from error
 
 
-def equal_to_the_bit(mesh: str, name: str) -> None:
+def equal_to_the_bit(found: list[Any], name: str) -> None:
     backwards, options, more = ALL[name]
     # one process adds two gradients up in their own dtype, rounding once as the mean of two is rounded
     alone = {key: value for key, value in options.items() if key != "update"}
     if "dtype" in alone:
         alone["grad_dtype"] = None
-    norms = found(mesh)[0][name][0]
+    norms = found[0][0]
     _, gradients, state = train_alone(2, (backwards, alone, {**more, "given_norms": norms}))
-    for of_rank in found(mesh):
-        found_norms, found_gradients, found_state = of_rank[name]
+    for found_norms, found_gradients, found_state in found:
         assert found_norms == norms
         if name not in IN_BACKWARD:
             equal(found_gradients, gradients)
         equal(found_state, state)
 
 
-def have_its_gradient_and_norm(mesh: str, name: str) -> None:
+def have_its_gradient_and_norm(found: list[Any], name: str) -> None:
     backwards, options, more = ALL[name]
     alone = {key: value for key, value in options.items() if key != "update"}
-    norms, gradients, _ = train_alone(len(found(mesh)), (backwards, alone, more))
-    first, *others = [of_rank[name] for of_rank in found(mesh)]
+    norms, gradients, _ = train_alone(len(found), (backwards, alone, more))
+    first, *others = found
     # the mean over ranks is rounded to bf16, of which one process has fp32 sums
     rounding = 2**-8 if "dtype" in options else 0.0
     if norms:
@@ -217,11 +230,6 @@ def test_a_disk_is_for_one_machine(tmp_path: Path) -> None:
 
 
 FP16: Case = (1, {"dtype": torch.float16}, {"scaled": True})
-#: Where the ranks of a group are, the mesh of as many, and what is trained by both.
-DIVIDED = {
-    "ab": ("2x1", ["scaler", "frozen parts", "bf16 moments", "in backward"]),
-    "aabb": ("2x2", ["8-bit moments", "several in bf16", "in backward, bf16"]),
-}
 
 
 def divide(rank: int, machines: str, names: Sequence[str]) -> tuple[dict[str, Any], list[Any], Any]:
@@ -267,12 +275,10 @@ def look(rank: int, machines: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("machines", DIVIDED)
-def test_machines_that_divide_the_state_train_as_replicas_do(machines: str) -> None:
-    mesh, names = DIVIDED[machines]
+def train_as_replicas_do(replicas: list[dict[str, Any]], machines: str, names: Sequence[str]) -> None:
     looks = []
     for (trained, fp16, looked), of_mesh in zip(
-        run_ranks(len(machines), divide, machines, names), found(mesh), strict=True
+        run_ranks(len(machines), divide, machines, names), replicas, strict=True
     ):
         for name in names:
             with naming(name):
