@@ -15,6 +15,9 @@ CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 NULLGPU_TORCH ?= 2.14.1
 NULLGPU := .venv-nullgpu/bin/python
 
+# dozens of processes of the tests import the package: what the first has compiled is there for the others
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo demo-disk test test-nullgpu nullgpu clean
 
 demo: $(VENV)/.demo

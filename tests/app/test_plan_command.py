@@ -24,6 +24,8 @@ from streamer.planner.step_plan import BESIDE, WORKING_SET
 from streamer.simulate.machine import MACHINES
 from tests.app.common import sets
 
+pytestmark = pytest.mark.usefixtures("each_plan_is_made_once")
+
 SMALL = """
 [run]
 name = "small"

@@ -32,6 +32,8 @@ from streamer.simulate.machine import MACHINES
 from tests.app.common import sets
 from tests.app.test_plan_command import SMALL, Light, planned, refused, written
 
+pytestmark = pytest.mark.usefixtures("each_plan_is_made_once")
+
 #: Beside the weights, the gradients and the ring, room for the state of some layers.
 BUDGET = "8MB"
 ON_DISK = sets(f'memory.host="{BUDGET}"', 'memory.disk="/nvme"')

@@ -17,7 +17,7 @@ import torch
 from tests.reference import assert_equal
 
 HOME = Path(__file__).parents[3]
-STEPS = 18
+STEPS = 12
 
 #: Forks, for each folder that it reads, a process that trains there from the last checkpoint on. It saves one
 #: after every third step, and prints each step.

@@ -96,12 +96,13 @@ def covering(more: int = 12) -> list[Case]:
         return set(itertools.combinations(named, 2))
 
     pool = [a_case() for _ in range(3000)]
-    left = set().union(*map(pairs, pool))
+    pairs_of = {case: pairs(case) for case in pool}
+    left = set().union(*pairs_of.values())
     cases: list[Case] = []
     while left:
-        best = max(pool, key=lambda case: len(pairs(case) & left))
+        best = max(pool, key=lambda case: len(pairs_of[case] & left))
         cases.append(best)
-        left -= pairs(best)
+        left -= pairs_of[best]
     return list(dict.fromkeys([*cases, *pool[:more]]))
 
 
