@@ -21,7 +21,7 @@ from streamer.planner.step_plan import StepPlan, plan_step
 from streamer.pretrained.quantize import SCHEMES
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import RTX_4090
-from tests.pretrained.test_quantize import CONFIGS, refused, stored_in_fp8, take_adapters
+from tests.pretrained.test_quantize import CONFIGS, least_memory, refused, stored_in_fp8, take_adapters
 from tests.quantized import (
     assert_equal,
     bytes_moved,
@@ -134,6 +134,28 @@ def test_it_trains_as_what_the_library_quantizes(word: str, mixture: Path) -> No
         for mine, theirs in zip(trained(each), trained(reference), strict=True):
             mine.data = theirs.data
         assert torch.equal(logits(each), expected)
+
+
+@pytest.mark.filterwarnings("ignore:no direct I/O")
+def test_quantized_experts_lie_on_disk(word: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    # more layers than the buffers take through which scratch files are read
+    shape = sizes(64, 6) | {"num_experts_per_tok": 2} | OF_EXPERTS["mixtral"]
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **shape)).to(BF16).save_pretrained(
+        tmp_path
+    )
+    seen = []
+    for disk in (None, str(tmp_path)):
+        options: dict[str, Any] = {}
+        if disk is not None:
+            least = least_memory(tmp_path, quantize=word, adapt=adapt, disk=disk)
+            options = {"disk": disk, "host_memory": least}
+        torch.manual_seed(3)
+        model = streamed(tmp_path, word, **options)
+        assert all(shard.is_out for shard in wrapped(model).executor.store.shards[:-1]) == (disk is not None)
+        seen.append(history(model))
+        streamer.unwrap(model)
+    assert_equal(*seen)
 
 
 def planned(folder: Path, word: str | None, **options: Any) -> StepPlan:

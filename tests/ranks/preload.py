@@ -1,7 +1,5 @@
 """What the server imports and loads once, of which all ranks are forked."""
 
-from contextlib import suppress
-
 import numpy as np
 import pytest  # noqa: F401 - the modules of tests import it
 import torch
@@ -10,9 +8,6 @@ import torch._dynamo  # noqa: F401 - optimizers import it, in more than a second
 import streamer
 import streamer.app.train
 import streamer_native as native
-
-with suppress(ImportError):
-    from transformers import LlamaForCausalLM  # noqa: F401 - a second of each rank that uses it
 
 for devices in (torch.cuda, torch.xpu, torch.mtia):
     if not devices.is_available():

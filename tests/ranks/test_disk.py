@@ -230,7 +230,7 @@ def write(rank: int, folder: str, names: list[str]) -> dict[str, Any]:
 
 def test_what_ranks_write_is_what_runs(tmp_path: Path) -> None:
     # each way to write; what is on disk shows copies of moments, which cannot be written in place
-    names = ["clips", "scales", "unscales", "writes_weights", "follows"]
+    names = ["scales", "unscales", "writes_weights", "follows"]
     for of_rank in run_ranks(2, write, str(tmp_path), names):
         for name, ((losses, weights), (losses_of_disk, weights_of_disk)) in of_rank.items():
             assert losses_of_disk == losses, name

@@ -205,7 +205,7 @@ class Deep(in_place.Base):
     """With layers enough for the rings of two ranks to take less memory."""
 
     def __init__(self) -> None:
-        super().__init__(32)
+        super().__init__(20)
 
 
 def deep(path: Path, disk: bool, **options: Any) -> torch.nn.Module:
@@ -213,7 +213,7 @@ def deep(path: Path, disk: bool, **options: Any) -> torch.nn.Module:
     in_place.Base = Deep  # type: ignore[misc]
     stay = 0 if disk else None
     made = in_place.make(path, disk or None, stay=stay, process_group=dist.group.WORLD, **options)
-    assert in_place.read_in_place(made) == [*range(32 if disk else 0)]
+    assert in_place.read_in_place(made) == [*range(20 if disk else 0)]
     return made
 
 
