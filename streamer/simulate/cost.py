@@ -283,8 +283,8 @@ class SeesOperations(Protocol):
 
 
 class Observer(TorchDispatchMode):
-    """A mode that sees the operations of the block, and lets those ``beside`` it see them: one more mode in
-    Python would take as long as an operation on meta tensors does."""
+    """A mode that sees the operations of the block, and lets those ``beside`` it see them: each further
+    mode in Python would delay every operation."""
 
     def __init__(self, *beside: SeesOperations) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
