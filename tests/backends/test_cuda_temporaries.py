@@ -32,7 +32,10 @@ class Compared(TorchDispatchMode):
         self.found: list[tuple[str, int, int]] = []
 
     def __enter__(self) -> Compared:
-        # what is freed during an operation would be taken for its own
+        # What is freed during an operation would be taken for its own. Autograd's thread may hold what is
+        # left of a backward until it takes up the next one.
+        one = torch.ones((), device="cuda", requires_grad=True)
+        torch.autograd.grad(one * one, one)
         gc.collect()
         gc.disable()
         super().__enter__()
