@@ -8,6 +8,7 @@ only if the graph has these kernels.
 
 from __future__ import annotations
 
+import abc
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -282,7 +283,7 @@ class SeesOperations(Protocol):
     def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None: ...
 
 
-class Observer(TorchDispatchMode):
+class Observer(TorchDispatchMode, abc.ABC):
     """A mode that sees the operations of the block, and lets those ``beside`` it see them: each further
     mode in Python would delay every operation."""
 
@@ -290,9 +291,9 @@ class Observer(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._all: tuple[SeesOperations, ...] = (self, *beside)
 
+    @abc.abstractmethod
     def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Take note of an operation that has run."""
-        raise NotImplementedError
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_wrapper, types)):
