@@ -21,8 +21,8 @@ batch that is cut has such a graph for each slice: [Note: micro-batches].
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import compress
 from typing import NamedTuple
@@ -54,14 +54,12 @@ class Gate(OwnHook):
         self._layer = layer
         self._is_open = False
 
-    @contextmanager
-    def opened(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         """Let gradients through inside the block."""
         self._is_open = True
-        try:
-            yield
-        finally:
-            self._is_open = False
+
+    def __exit__(self, *_: object) -> None:
+        self._is_open = False
 
     def check(self, *_: object) -> None:
         """Raise RuntimeError unless open."""
@@ -189,7 +187,7 @@ class LayerRun(abc.ABC):
         with self.graph(weights, inputs) as graph:
             try:
                 # for checkpoints inside of the layer: [Note: checkpointing]
-                with self.gate.opened(), unit.restored(), unit.using(graph.leaves):
+                with self.gate, unit.restored(), unit.using(graph.leaves):
                     backpropagate(self.executor, unit, graph, gradients, collector)
                 collector.keep_returned(graph.leaves)
                 return [tensor.grad for tensor in graph.inputs]

@@ -17,8 +17,8 @@ from __future__ import annotations
 import abc
 import ctypes
 import random
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,9 @@ from streamer.torch_private import (
     set_attention_order,
     top_saved_hooks,
 )
+
+#: Blocks of each visit that mostly have nothing to change share this one: a generator for each takes longer.
+NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -54,15 +57,17 @@ class Autocast:
         """Whether it is enabled for any type of device."""
         return any(enabled for _, enabled, _ in self.settings)
 
-    @contextmanager
-    def uncached(self) -> Iterator[None]:
+    def uncached(self) -> AbstractContextManager[None]:
         """These settings without autocast's cache of cast weights.
 
         The cache would keep a cast copy of every layer's weights on the device until autocast ends.
         """
         if not self.is_on() and not any(torch.is_autocast_enabled(type) for type, _, _ in self.settings):
-            yield
-            return
+            return NOTHING
+        return self._uncached()
+
+    @contextmanager
+    def _uncached(self) -> Iterator[None]:
         with ExitStack() as stack:
             for type, enabled, dtype in self.settings:
                 stack.enter_context(
@@ -81,22 +86,18 @@ class Attention:
     enabled: tuple[bool, ...]
     priority: tuple[int, ...]
 
-    _NAMES = ("flash", "mem_efficient", "math", "cudnn")
-
     @staticmethod
     def now() -> Attention:
         """What holds in the process."""
-        cuda = torch.backends.cuda
-        enabled = tuple(getattr(cuda, f"{name}_sdp_enabled")() for name in Attention._NAMES)
-        return Attention(enabled, tuple(attention_order()))
+        return Attention(tuple([is_enabled() for is_enabled, _ in _ATTENTIONS]), tuple(attention_order()))
 
-    @contextmanager
-    def again(self) -> Iterator[None]:
+    def again(self) -> AbstractContextManager[None]:
         """Set it up inside the block."""
         now = Attention.now()
-        if now == self:
-            yield
-            return
+        return NOTHING if now == self else self._in_place_of(now)
+
+    @contextmanager
+    def _in_place_of(self, now: Attention) -> Iterator[None]:
         try:
             self._set()
             yield
@@ -104,73 +105,88 @@ class Attention:
             now._set()
 
     def _set(self) -> None:
-        for name, enabled in zip(self._NAMES, self.enabled, strict=True):
-            getattr(torch.backends.cuda, f"enable_{name}_sdp")(enabled)
+        for (_, enable), enabled in zip(_ATTENTIONS, self.enabled, strict=True):
+            enable(enabled)
         set_attention_order(list(self.priority))
+
+
+_cuda = torch.backends.cuda
+#: For each implementation the function that tells whether it may be chosen, and the one that says so.
+_ATTENTIONS: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
+    (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
+    (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
+    (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
+    (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
+)
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """The states of random generators at one moment: Python's, NumPy's and PyTorch's own, and some others."""
+
+    device: torch.device
+    python: Any
+    numpy: Any
+    cpu: torch.Tensor
+    on_device: torch.Tensor | None
+    others: tuple[tuple[Generator, Any], ...]
+
+    @staticmethod
+    def now(device: torch.device, others: Iterable[Generator] = ()) -> RandomState:
+        """What holds in the calling thread; of PyTorch's generators those of the CPU and of ``device``."""
+        return RandomState(
+            device,
+            _python.get(),
+            _numpy.get(),
+            torch.get_rng_state(),
+            torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+            tuple([(generator, _state_of(generator)) for generator in others]),
+        )
+
+    def has_moved_on(self) -> bool:
+        """Whether random numbers of PyTorch were drawn since."""
+        state = self.on_device
+        return not torch.equal(torch.get_rng_state(), self.cpu) or (
+            state is not None and not torch.equal(torch.cuda.get_rng_state(self.device), state)
+        )
+
+    def rewind(self) -> None:
+        """Go back to this moment for good."""
+        _python.set(self.python)
+        _numpy.set(self.numpy)
+        torch.set_rng_state(self.cpu)
+        if self.on_device is not None:
+            torch.cuda.set_rng_state(self.on_device, self.device)
+        for generator, state in self.others:
+            _set_state(generator, state)
 
 
 @dataclass(frozen=True)
 class Ambient:
     """The random state and the settings of autocast and attention at one moment, to be restored later."""
 
-    device: torch.device
     autocast: Autocast
     attention: Attention
-    python_random_state: Any
-    numpy_random_state: Any
-    cpu_random_state: torch.Tensor
-    device_random_state: torch.Tensor | None
-    #: the states of generators beside PyTorch's, Python's and NumPy's own
-    generators: tuple[tuple[Generator, Any], ...]
+    random: RandomState
 
     @staticmethod
     def now(device: torch.device, generators: Iterable[Generator] = ()) -> Ambient:
-        """What holds in the calling thread, and the states of these ``generators``."""
-        device_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return Ambient(
-            device,
-            Autocast.now(device),
-            Attention.now(),
-            _python.get(),
-            _numpy.get(),
-            torch.get_rng_state(),
-            device_state,
-            tuple((generator, _state_of(generator)) for generator in generators),
-        )
-
-    def has_moved_on(self) -> bool:
-        """Whether random numbers of PyTorch were drawn since."""
-        state = self.device_random_state
-        return not torch.equal(torch.get_rng_state(), self.cpu_random_state) or (
-            state is not None and not torch.equal(torch.cuda.get_rng_state(self.device), state)
-        )
-
-    def rewind(self) -> None:
-        """Go back to this moment's random state for good."""
-        _python.set(self.python_random_state)
-        _numpy.set(self.numpy_random_state)
-        torch.set_rng_state(self.cpu_random_state)
-        if self.device_random_state is not None:
-            torch.cuda.set_rng_state(self.device_random_state, self.device)
-        for generator, state in self.generators:
-            _set_state(generator, state)
+        """What holds in the calling thread, and the states of these ``generators`` beside PyTorch's, Python's
+        and NumPy's own."""
+        return Ambient(Autocast.now(device), Attention.now(), RandomState.now(device, generators))
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Restore this moment inside the block. What held before the block holds after it, even if random
         numbers were drawn inside."""
-        devices = [] if self.device_random_state is None else [self.device]
-        with torch.random.fork_rng(devices=devices), self.autocast.uncached(), self.attention.again():
-            now = _python.get(), _numpy.get()
-            generators = [(generator, _state_of(generator)) for generator, _ in self.generators]
+        random = self.random
+        with self.autocast.uncached(), self.attention.again():
+            now = RandomState.now(random.device, [generator for generator, _ in random.others])
             try:
-                self.rewind()
+                random.rewind()
                 yield
             finally:
-                _python.set(now[0])
-                _numpy.set(now[1])
-                for generator, state in generators:
-                    _set_state(generator, state)
+                now.rewind()
 
 
 class Memory(ctypes.Array[ctypes.c_uint32]):
@@ -304,9 +320,13 @@ def _set_state(generator: Generator, state: Any) -> None:
 _FLAG = "gradient_checkpointing"
 
 
-@contextmanager
-def past_checkpoints() -> Iterator[None]:
+def past_checkpoints() -> AbstractContextManager[None]:
     """Save for backward as if no checkpoint were around the block. [Note: checkpointing]"""
+    return NOTHING if top_saved_hooks() is None else _past_checkpoints()
+
+
+@contextmanager
+def _past_checkpoints() -> Iterator[None]:
     hooks = []
     while (top := top_saved_hooks()) is not None:
         if getattr(top[0], "__module__", None) != torch.utils.checkpoint.__name__:
@@ -320,13 +340,14 @@ def past_checkpoints() -> Iterator[None]:
             push_saved_hooks(pack, unpack)
 
 
-@contextmanager
-def without_own_checkpoint(layer: nn.Module) -> Iterator[None]:
+def without_own_checkpoint(layer: nn.Module) -> AbstractContextManager[None]:
     """Run the block with a layer of Hugging Face that does not checkpoint itself. [Note: checkpointing]"""
     is_set = layer.__dict__.get(_FLAG)
-    if not is_set:
-        yield
-        return
+    return _without_own_checkpoint(layer, is_set) if is_set else NOTHING
+
+
+@contextmanager
+def _without_own_checkpoint(layer: nn.Module, is_set: object) -> Iterator[None]:
     setattr(layer, _FLAG, False)
     try:
         yield

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from streamer.engine.layer.ambient import Ambient
+from streamer.engine.layer.ambient import RandomState
 from streamer.engine.layer.sharing import untangle
 from streamer.engine.paging.unit import Attributes, Unit
 from streamer.engine.tensors.nested import Rebuild, Tensors, fingerprint, flatten, reachable, stamps
@@ -60,7 +60,7 @@ class CompiledForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.works:
-            before, buffers = Ambient.now(self._compiler.device), self._unit.buffers_now()
+            before, buffers = RandomState.now(self._compiler.device), self._unit.buffers_now()
             try:
                 return self._compiled(*args, **kwargs)
             except self.failure as error:
@@ -173,6 +173,8 @@ def run_on_slot(
     slot = (weights, *leaves)
     before = [tensor._version for tensor in slot]
     attributes = unit.attributes() if attributes is None else attributes
+    # the attributes were asked for a moment ago, and with them the modules
+    unit.check_owned(unit.tree.last)
     with unit.restored(), unit.using(leaves):
         result = forward(*args, **kwargs)
     if changed := attributes.changed():

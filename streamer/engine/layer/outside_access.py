@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,13 +137,14 @@ def watch_split(executor: Executor, splits: Sequence[Split]) -> Callable[[], Non
         return stack.pop_all().close
 
 
-@contextmanager
-def unwatched() -> Iterator[None]:
+def unwatched() -> AbstractContextManager[None]:
     """Run the block without any `Watch`."""
     modes = function_modes()
-    if not any(isinstance(mode, Watch) for mode in modes):
-        yield
-        return
+    return _unwatched(modes) if any(isinstance(mode, Watch) for mode in modes) else nullcontext()
+
+
+@contextmanager
+def _unwatched(modes: list[TorchFunctionMode]) -> Iterator[None]:
     others = [mode for mode in modes if not isinstance(mode, Watch)]
     exchange_function_modes(len(modes), others)
     try:

@@ -153,10 +153,11 @@ class Keep(LayerRun):
                 f"layer '{self.call.unit.name}' is gone through backward a second time: "
                 "call backward(retain_graph=True) the first time"
             )
-        graph = self._graph
+        graph, unit = self._graph, self.call.unit
+        unit.check_owned(unit.modules)
         self._slot.weights = weights
         self._in_contexts.point(weights)
-        point(graph.leaves, self.call.unit.leaves(weights))
+        point(graph.leaves, unit.leaves(weights))
         if not graph_is_retained():
             self._graph = None
         yield graph

@@ -121,9 +121,9 @@ class _SavedRef:
 
     __slots__ = ("__weakref__", "has_gradient", "is_computed", "number", "origin", "sample", "saved")
 
-    def __init__(self, tensor: torch.Tensor, start: int, number: int) -> None:
+    def __init__(self, origin: _Origin, number: int) -> None:
         self.number = number
-        self.origin = _origin(tensor, start)
+        self.origin = origin
         self.saved: Saved | None = None
         #: whether the tensor was looked at, and is neither a leaf nor a view of the weights
         self.is_computed = False
@@ -160,12 +160,13 @@ class RecomputedTensors:
         """Inside the block graphs save references only. Those that ``selection`` takes have samples, of
         tensors that are computed in the block, not of views of ``weights`` or other leaves."""
         start, slot = nodes_made(), storage_id(weights)
-        chosen = selection.chosen
+        chosen, refs = selection.chosen, self._refs
 
         def pack(tensor: torch.Tensor) -> _SavedRef:
-            ref = _SavedRef(tensor, start, len(self._refs))
-            self._refs.append(weakref.ref(ref))
-            if chosen is None or ref.number in chosen:
+            number = len(refs)
+            ref = _SavedRef(_origin(tensor, start), number)
+            refs.append(weakref.ref(ref))
+            if chosen is None or number in chosen:
                 ref.look(tensor, slot)
             return ref
 
@@ -237,7 +238,8 @@ class RecomputedTensors:
             ref = wanted.get(count)
             if ref is not None:
                 is_alike = ref.origin == _origin(tensor, start)
-                ref.saved = Saved.now(tensor.detach())
+                held = tensor.detach()
+                ref.saved = Saved(held, held._version)
                 if is_alike and ref.sample is not None:
                     self.samples.append((ref.sample, Sample.of(tensor)))
             count += 1
@@ -258,8 +260,9 @@ class RecomputedTensors:
 
     def drop(self) -> None:
         """Let go of the tensors that `fill` has brought."""
-        for ref in self._wanted().values():
-            ref.saved = None
+        for weak in self._refs:
+            if (ref := weak()) is not None:
+                ref.saved = None
 
     def _wanted(self) -> dict[int, _SavedRef]:
         """The references that a graph still has, by their number."""
@@ -381,7 +384,7 @@ class Recompute(LayerRun):
             )
         self._buffers = unit.buffers_changed(buffers)
         # compiled code may draw other random numbers than the forward that it was made of
-        self._needs_compiled = self.call.is_compiled and self._ambient.has_moved_on()
+        self._needs_compiled = self.call.is_compiled and self._ambient.random.has_moved_on()
         graph = Graph.of(inner, leaves, outputs)
         detached = [output.detach() for output in outputs]
         may_keep = may_keep and self._recomputed.are_all_of(outputs, (*inner, *leaves), unit.selection)
@@ -478,6 +481,9 @@ class RecomputeOffload(Recompute):
 
 def _let_go(leaves: Tensors) -> None:
     """Let ``leaves`` of a graph hold no memory until the graph is gone through."""
-    numbers = {(leaf.dtype, leaf.device): leaf for leaf in leaves}
-    numbers = {kind: leaf.new_empty(()) for kind, leaf in numbers.items()}
-    point(leaves, [numbers[leaf.dtype, leaf.device].expand(leaf.shape) for leaf in leaves])
+    numbers: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+    for leaf in leaves:
+        kind = leaf.dtype, leaf.device
+        if kind not in numbers:
+            numbers[kind] = leaf.new_empty(())
+        leaf.data = numbers[kind].expand(leaf.shape)

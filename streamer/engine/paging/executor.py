@@ -239,13 +239,16 @@ class Executor:
             if phase is Phase.FORWARD:
                 self.weights.check_depth(unit)
             visit = Visit(unit.index, phase)
-            with self.memory.naming_holders(unit), self.weights.visited(unit, visit) as slot:
-                buffer = self.weights.slots.buffers[slot]
-                result = self.issuer.compute(ops.forward(unit.index, slot), lambda: work(buffer))
-                if unit.index not in self._slot_checked:
-                    self.weights.check_slot(unit, slot)
-                    self._slot_checked.add(unit.index)
-                return result
+            try:
+                with self.weights.visited(unit, visit) as slot:
+                    buffer = self.weights.slots.buffers[slot]
+                    result = self.issuer.compute(ops.forward(unit.index, slot), lambda: work(buffer))
+                    if unit.index not in self._slot_checked:
+                        self.weights.check_slot(unit, slot)
+                        self._slot_checked.add(unit.index)
+                    return result
+            except torch.OutOfMemoryError as error:
+                raise self.memory.naming_holders(unit, error) from error
 
     def backward(
         self,
@@ -263,16 +266,20 @@ class Executor:
             self.wait_for_saving()
         self.gradients.settle_scale()
         visit = Visit(unit.index, Phase.BACKWARD)
-        with (
-            self.gradients.slots.taken() if unit.layout.grad_nbytes else nullcontext() as into,
-            self.memory.naming_holders(unit),
-            self.inputs.using(saved) as (inputs, places),
-            self.weights.visited(unit, visit) as slot,
-        ):
-            buffer = self.weights.slots.buffers[slot]
-            self.inputs.prefetch(saved)
-            op = ops.backward(unit.index, slot, into, places)
-            is_updated = self.pipeline.run(op, unit, into, lambda gradient: work(buffer, gradient, inputs))
+        try:
+            with (
+                self.gradients.slots.taken() if unit.layout.grad_nbytes else nullcontext() as into,
+                self.inputs.using(saved) as (inputs, places),
+                self.weights.visited(unit, visit) as slot,
+            ):
+                buffer = self.weights.slots.buffers[slot]
+                self.inputs.prefetch(saved)
+                op = ops.backward(unit.index, slot, into, places)
+                is_updated = self.pipeline.run(
+                    op, unit, into, lambda gradient: work(buffer, gradient, inputs)
+                )
+        except torch.OutOfMemoryError as error:
+            raise self.memory.naming_holders(unit, error) from error
         if is_updated:
             self.weights.update_issued(unit)
             self.weights.prefetch()

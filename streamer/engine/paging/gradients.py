@@ -94,6 +94,19 @@ class GradientViews:
             self._shown[id(param), summed] = shown
         param.grad = shown
 
+    def show_all(self, which: Sequence[bool]) -> None:
+        """`show`, for those ``which`` say, where there is no ``p.grad``."""
+        shown, start = self._shown, self._gradient.data_ptr()
+        for (slice, param), is_new in zip(self.pairs(), which, strict=True):
+            if not is_new or param.grad is not None:
+                continue
+            # as in `show`, at once where nothing has changed since the last step
+            gradient = shown.get((id(param), False))
+            if gradient is not None and gradient.data_ptr() == start + slice.offset:
+                param.grad = gradient
+            else:
+                self.show(slice, param, summed=False)
+
     @as_plain
     def copy_out_kept(self, scale: float) -> None:
         """Before new gradients are written: a gradient of an earlier step that the user still references
@@ -427,10 +440,7 @@ class Gradients:
     @as_plain
     def _show(self, unit: Unit, which: Sequence[bool]) -> None:
         """Let the gradient that has just been paged out be ``p.grad``, where there is none."""
-        held = self.held[unit.index]
-        for (slice, param), is_new in zip(held.pairs(), which, strict=True):
-            if is_new and param.grad is None:
-                held.show(slice, param, summed=False)
+        self.held[unit.index].show_all(which)
 
     def _gradient(self, unit: Unit) -> torch.Tensor:
         # .data: a version counter of its own, so that our writes are not taken for the user's

@@ -19,7 +19,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -145,6 +145,9 @@ OUTGOING = 2
 
 
 Saved = Sequence[Paged]
+#: Tensors on the device, and what an op must read that uses them.
+Fetched = tuple[Sequence[torch.Tensor], tuple[Place, ...]]
+_NONE: AbstractContextManager[Fetched] = nullcontext(((), ()))
 
 
 class InputPager:
@@ -193,10 +196,15 @@ class InputPager:
         """Nobody will ask for ``number`` again."""
         self._gone.append(number)
 
-    @contextmanager
-    def using(self, number: int | None) -> Iterator[tuple[list[torch.Tensor], tuple[Place, ...]]]:
+    def using(self, number: int | None) -> AbstractContextManager[Fetched]:
         """The tensors saved under ``number``, on the device inside the block, and what an op must read that
         uses them; none for None. Raises RuntimeError if one of them was written since."""
+        if number is None and not self._ahead and not self._gone:
+            return _NONE
+        return self._using(number)
+
+    @contextmanager
+    def _using(self, number: int | None) -> Iterator[Fetched]:
         saved = () if number is None else self._saved[number]
         self._hold(saved)
         self._drop_ahead()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -199,10 +199,10 @@ class Unit:
     @property
     def modules(self) -> tuple[nn.Module, ...]:
         """The unit's module and all that are in it, each once."""
-        return self._tree.modules()
+        return self.tree.modules()
 
     @cached_property
-    def _tree(self) -> _Tree:
+    def tree(self) -> _Tree:
         return _Tree(self.module)
 
     def buffers(self) -> list[torch.Tensor]:
@@ -213,14 +213,14 @@ class Unit:
 
     def attributes(self) -> Attributes:
         """The plain attributes of the unit's modules (training mode, counters, states of a recurrence)."""
-        tree, modules = self._tree, self.modules
+        tree, modules = self.tree, self.modules
         if modules is not tree.attributes.snapshot.modules or tree.attributes.snapshot.has_changed():
             tree.attributes = Attributes(modules)
         return tree.attributes
 
     def forget_attributes(self) -> None:
         """Do not keep alive what `attributes` has last found."""
-        self._tree.attributes = Attributes(())
+        self.tree.attributes = Attributes(())
 
     @contextmanager
     def with_attributes(self, then: Attributes) -> Iterator[None]:
@@ -263,10 +263,13 @@ class Unit:
         )
         return {place: values for place, (_, _, values) in before.items()} if changed else {}
 
-    @contextmanager
-    def with_buffers(self, values: dict[BufferPlace, torch.Tensor]) -> Iterator[None]:
+    def with_buffers(self, values: dict[BufferPlace, torch.Tensor]) -> AbstractContextManager[None]:
         """Run the block with copies of ``values`` as buffers: a forward run again starts from what the first
         one started from, and does not count twice."""
+        return self._with_buffers(values) if values else nullcontext()
+
+    @contextmanager
+    def _with_buffers(self, values: dict[BufferPlace, torch.Tensor]) -> Iterator[None]:
         now = {(owner, name): owner._buffers[name] for owner, name in values}
         try:
             for (owner, name), value in values.items():
@@ -327,16 +330,14 @@ class Unit:
 
     def restored(self) -> AbstractContextManager[None]:
         """After the block the unit's modules see their own parameters, even if Ctrl-C comes while `using`
-        lends leaves or gives the parameters back: one Ctrl-C cannot interrupt the ends of both blocks.
+        lends leaves or gives the parameters back: one Ctrl-C cannot interrupt the ends of both blocks."""
+        return _Restored(self)
 
-        Raises ValueError if the modules have others than they had when the model was wrapped.
-        """
-        return _Lent(self, None)
-
-    def check_owned(self) -> None:
-        """Raise ValueError if the unit's modules have others than their own parameters."""
-        checked = self._tree.checked
-        if self.modules is checked.modules and not checked.has_changed():
+    def check_owned(self, modules: tuple[nn.Module, ...]) -> None:
+        """Raise ValueError if ``modules``, which are the unit's now, have others than the parameters that
+        they had when the model was wrapped."""
+        checked = self.tree.checked
+        if modules is checked.modules and not checked.has_changed():
             return
         for _, param, owners in self.registered:
             for module, name in owners:
@@ -356,7 +357,7 @@ class Unit:
             if param is not None
         }
         if places == self._places:
-            self._tree.checked = Snapshot(self.modules, PARAMETERS)
+            self.tree.checked = Snapshot(self.modules, PARAMETERS)
             return
         paths = {module: path for path, module in self.module.named_modules()}
         differing = places - self._places or self._places - places
@@ -372,6 +373,7 @@ class Unit:
     def restore(self) -> None:
         """Let the unit's modules see their own parameters, whatever they see now."""
         self.register(self.params, [each.param for each in self.in_parts])
+        self.tree.lends = False
 
     def drop_leaves(self) -> None:
         """Let the unit's modules see their own parameters, should an interrupt have left them with leaves."""
@@ -430,6 +432,8 @@ class _Tree:
         self.checked = Snapshot((), PARAMETERS)
         #: what `Unit.attributes` has last found
         self.attributes = Attributes(())
+        #: whether the modules may see other tensors than their own parameters
+        self.lends = False
 
     def modules(self) -> tuple[nn.Module, ...]:
         """Each once, the top one first; the same tuple as long as they are the same."""
@@ -437,15 +441,35 @@ class _Tree:
             self._children = Snapshot(tuple(self._top.modules()), CHILDREN)
         return self._children.modules
 
+    @property
+    def last(self) -> tuple[nn.Module, ...]:
+        """What `modules` has last found."""
+        return self._children.modules
+
+
+class _Restored:
+    """The block of `Unit.restored`, not a generator either: see `_Lent`."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        # mostly the block of `using` has done so already
+        if self._unit.tree.lends:
+            self._unit.restore()
+
 
 class _Lent:
-    """The block of `Unit.using`, or without leaves that of `Unit.restored`.
+    """The block of `Unit.using`.
 
     Not a generator: one that an interrupt has left unfinished would give the parameters back when the garbage
     collector finds it, which may be in the middle of another run of the layer.
     """
 
-    def __init__(self, unit: Unit, leaves: Sequence[torch.Tensor] | None) -> None:
+    def __init__(self, unit: Unit, leaves: Sequence[torch.Tensor]) -> None:
         self._unit = unit
         self._leaves = leaves
         #: attributes that modules of quantized weights had before
@@ -453,9 +477,7 @@ class _Lent:
 
     def __enter__(self) -> None:
         unit, leaves = self._unit, self._leaves
-        if leaves is None:
-            unit.check_owned()
-            return
+        unit.tree.lends = True
         if not unit.in_parts:
             unit.register(leaves)
             return

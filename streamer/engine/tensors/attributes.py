@@ -7,7 +7,7 @@ import operator
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,12 +70,12 @@ class Contents:
                 self._held.append((value, held))
                 stack.extend(held.values() if isinstance(held, dict) else held)
 
-    @contextmanager
-    def again(self) -> Iterator[None]:
+    def again(self) -> AbstractContextManager[None]:
         """Let the containers hold, inside the block, what they held when this object was made."""
-        if not self._held:
-            yield
-            return
+        return self._again() if self._held else nullcontext()
+
+    @contextmanager
+    def _again(self) -> Iterator[None]:
         now = [(container, _copy(container)) for container, _ in self._held]
         try:
             _fill(self._held)

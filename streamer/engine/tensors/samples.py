@@ -31,6 +31,7 @@ SIZE = 256
 #: What may differ of that many elements, one in `FEW`, is taken for noise.
 FEW = 32
 
+_OF_NUMPY = (torch.float32, torch.float64)
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SHORT = (torch.bfloat16, torch.float16)
 
@@ -97,19 +98,23 @@ class Sample(NamedTuple):
         ):
             return None
         tensor = tensor.detach()
-        tensor = tensor.conj() if tensor.is_conj() else tensor
         if tensor.is_contiguous():
             # an odd step goes through the columns of a matrix too
-            line = tensor.as_strided((min(numel, SIZE),), ((numel // SIZE - 1) | 1 if numel > SIZE else 1,))
+            size, step = numel, (numel // SIZE - 1) | 1 if numel > SIZE else 1
         else:
             # what lies between the rows of a part may never have been written
-            size, step = max(zip(tensor.shape, tensor.stride(), strict=True))
-            line = tensor.as_strided((min(size, SIZE),), (max(size // SIZE, 1) * step,))
+            size, stride = max(zip(tensor.shape, tensor.stride(), strict=True))
+            step = max(size // SIZE, 1) * stride
+        if tensor.is_conj():
+            tensor = tensor.conj()
+        line = tensor.as_strided((min(size, SIZE),), (step,))
         if line.is_complex():
             line = torch.view_as_real(line)
-        if line.device.type == "cpu":
-            return Sample(line.view(_BITS[line.itemsize]).numpy().tobytes(), line.dtype)
-        return Sample(line.flatten().to(torch.float64, copy=True), line.dtype)
+        dtype = line.dtype
+        if line.is_cpu:
+            bits = line if dtype in _OF_NUMPY else line.view(_BITS[dtype.itemsize])
+            return Sample(bits.numpy().tobytes(), dtype)
+        return Sample(line.flatten().to(torch.float64, copy=True), dtype)
 
     def numbers(self) -> torch.Tensor:
         """The elements in float64."""
