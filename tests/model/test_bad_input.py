@@ -715,6 +715,16 @@ def test_changing_the_model(name: str, use: Callable[[nn.Module], None], grad: b
         step(model)
 
 
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_a_layer_that_changes_before_its_backward_is_noticed(activations: str) -> None:
+    """What it has gained would be dropped without a word where its graph is built already."""
+    with wrapped(activations=activations) as model:
+        loss = model(X).sum()
+        model.blocks[1].more = linear()
+        with pytest.raises(ValueError, match="layer 'blocks.1' has gained or lost parameters"):
+            loss.backward()
+
+
 def test_changing_what_has_no_parameters_works() -> None:
     """As in plain PyTorch; a module that is put around a layer, as `torch.distributed` does, calls it."""
     with wrapped() as model:
