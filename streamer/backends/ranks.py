@@ -37,6 +37,7 @@ from streamer.backends.machines import (
     ENDED,
     LEFT,
     UNHEARD,
+    Bell,
     Placement,
     Relay,
     groups_of,
@@ -131,6 +132,7 @@ class Ranks:
         self._collectives: ProcessGroup | None = None
         self._replicas: ProcessGroup | None = None
         self._relay: Relay | None = None
+        self._bell: Bell | None = None
         self._table: Any = None
         self._watched: dict[int, int] = {}
         self._is_leaving = False
@@ -202,19 +204,24 @@ class Ranks:
         if self.leads_machine:
             with _telling() as told:
                 file = _memory_file(_ROW.itemsize * self.size)
-        everyone = self._exchange((os.getpid(), file, os.urandom(8).hex(), told.error))
+                self._bell = Bell() if self.machines > 1 else None
+        rung = -1 if self._bell is None else self._bell.number
+        everyone = self._exchange((os.getpid(), file, rung, os.urandom(8).hex(), told.error))
         _raise_failures([error for *_, error in everyone], "making shared memory")
-        name = everyone[0][2]
-        pid, number, *_ = everyone[self._placement.row[0]]
+        name = everyone[0][3]
+        pid, number, rung, *_ = everyone[self._placement.row[0]]
         with _telling() as opened:
             block = _open(pid, number, _ROW.itemsize * self.size)
             self._table = block.numpy().view(_ROW)
             self._watched = {
                 rank: os.pidfd_open(everyone[rank][0]) for rank in self._placement.row if rank != self.rank
             }
-            if self.machines > 1 and self.leads_machine:
-                store = store_of(name, self._timeout)
-                self._relay = Relay(self._table, self._placement, store, self._timeout, self._has_gone)
+            if self.machines > 1:
+                self._bell = self._bell or Bell(_path(pid, rung))
+                if self.leads_machine:
+                    store = store_of(name, self._timeout)
+                    beside = self._timeout, self._has_gone, self._bell
+                    self._relay = Relay(self._table, self._placement, store, *beside)
         errors = self._exchange(opened.error)
         if self.leads_machine:
             os.close(file)
@@ -325,8 +332,14 @@ class Ranks:
         """Come to no meeting any more, which the others are to know before this process has ended."""
         self._failed = self._failed or error
         self._table["left"][self.rank] = self._table["left"][self.rank] or LEFT
+        self._ring()
         if self._relay is not None:
             self._relay.tell()
+
+    def _ring(self) -> None:
+        """Other machines are to know what this rank has written into its row."""
+        if (bell := self._bell) is not None:
+            bell.ring()
 
     def _meet(self, words: str, brought: object, channel: Channel, *, patient: bool) -> list[Any]:
         mine, number = self._table[self.rank], int(self._table["come"][self.rank, channel]) + 1
@@ -340,6 +353,7 @@ class Ranks:
         if channel is Channel.CALLER:
             mine["order"] += ISSUED
         mine["come"][channel] = number
+        self._ring()
         self._await(channel, number, words, patient=patient)
         if self._relay is not None:
             # those of other machines may wait still, and this process may end at once
@@ -592,9 +606,13 @@ class Ranks:
         self._is_leaving = True
         if self._table is not None:
             self._table["left"][self.rank] = LEFT
+            self._ring()
         if self._relay is not None:
             self._relay.leave()
             self._relay = None
+        if self._bell is not None:
+            self._bell.close()
+            self._bell = None
         while self._watched:
             with suppress(OSError):
                 os.close(self._watched.popitem()[1])
