@@ -206,9 +206,9 @@ def _close(*files: FileIO | None) -> None:
             file.close()
 
 
-#: What a machine tells of one of its ranks: its number, the fields ``come``, ``order`` and ``left`` of its
-#: row, and of the last two meetings of each channel what they were for and what it brought.
-_Told = tuple[int, list[int], int, int, list[tuple[bytes, bytes]]]
+#: What a machine tells of one of its ranks: its number, the fields ``come``, ``order``, ``left`` and
+#: ``error`` of its row, and of the last two meetings of each channel what they were for and what it brought.
+_Told = tuple[int, list[int], int, int, bytes, list[tuple[bytes, bytes]]]
 
 
 class Relay:
@@ -326,7 +326,8 @@ class Relay:
             self._watch(rank)
         beat = int(time.monotonic() / self._gone_seconds * WORDS_EXPECTED)
         come, left = self._table["come"][[*mine]], self._table["left"][[*mine]]
-        news = (is_last, beat, come.tolist(), left.tolist())
+        errors = self._table["error"][[*mine]]
+        news = (is_last, beat, come.tolist(), left.tolist(), errors.tolist())
         if news == self._sent:
             return False
         told = [self._told(rank, is_last=is_last) for rank in mine]
@@ -340,11 +341,12 @@ class Relay:
         # a rank writes what it brings, then that it has come, last that it has left: they are read the other
         # way round, so that who has left is not taken to have stayed away from its last meeting
         left, come, order = int(row["left"]), row["come"].tolist(), int(row["order"])
+        error = bytes(row["error"])
         brought = [
             (bytes(row["words"][place]), row["brought"][place][: int(row["nbytes"][place])].tobytes())
             for place in np.ndindex(row["words"].shape)
         ]
-        return rank, come, order, left or (LEFT if is_last else 0), brought
+        return rank, come, order, left or (LEFT if is_last else 0), error, brought
 
     def _listen(self, machine: int, now: float) -> bool:
         """Bring the last word of ``machine`` into the table. Whether it was new."""
@@ -363,13 +365,20 @@ class Relay:
         return True
 
     def _take(
-        self, rank: int, come: list[int], order: int, left: int, brought: list[tuple[bytes, bytes]]
+        self,
+        rank: int,
+        come: list[int],
+        order: int,
+        left: int,
+        error: bytes,
+        brought: list[tuple[bytes, bytes]],
     ) -> None:
         row = self._table[rank]
         for place, (words, data) in zip(np.ndindex(row["words"].shape), brought, strict=True):
             row["words"][place] = words
             row["nbytes"][place] = len(data)
             row["brought"][place][: len(data)] = np.frombuffer(data, np.uint8)
+        row["error"] = error
         row["order"], row["come"][:], row["left"] = order, come, max(left, int(row["left"]))
 
     def _miss(self, machine: int) -> None:

@@ -272,11 +272,11 @@ class Ranks:
         return block
 
     def open_files(self, words: str, make: Callable[[], tuple[Sequence[int], T]]) -> tuple[list[str], T]:
-        """Where the others find, under /proc, the files that ``make`` has opened on the first rank, which
-        needs no such places, and what else ``make`` tells of them. A meeting; see `led`. The first rank keeps
-        the files open until the next meeting at least."""
-        pid, numbers, told = self.led(words, lambda: (os.getpid(), *make()))
-        return [] if self.leads else [_path(pid, number) for number in numbers], told
+        """Where the others of a machine find, under /proc, the files that ``make`` has opened on its first
+        rank, which needs no such places, and what else ``make`` tells of them. A meeting; see
+        `led_on_machine`. The first rank keeps the files open until the next meeting at least."""
+        pid, numbers, told = self.led_on_machine(words, lambda: (os.getpid(), *make()))
+        return [] if self.leads_machine else [_path(pid, number) for number in numbers], told
 
     # meetings
 
@@ -298,13 +298,41 @@ class Ranks:
         there: T = found
         return there
 
+    def led_on_machine(self, words: str, work: Callable[[], T]) -> T:
+        """What ``work`` returns on the first rank of this machine; the first one of each machine does it, as
+        its own is. A meeting of all.
+
+        Raises, where that fails on any machine, the error itself on the rank that has met it and RanksError
+        on the others, which names that rank and its machine.
+        """
+        told: tuple[str | None, T | None] = None, None
+        failed: Exception | None = None
+        if self.leads_machine:
+            try:
+                told = None, work()
+            except Exception as error:
+                failed = error
+                told = f"{_in_a_line(error)}{self._here()}", None
+        everyone = self.meet(words, told, patient=True)
+        if failed is not None:
+            raise failed
+        _raise_failures([error for error, _ in everyone], words)
+        result: T = everyone[self._placement.row[0]][1]
+        return result
+
+    def _here(self) -> str:
+        """The name of this machine, if there are others."""
+        return "" if self.machines == 1 else f" (machine {self.machine}, '{os.uname().nodename}')"
+
     def tell(self, error: BaseException) -> None:
         """This rank cannot go on after ``error``: whoever waits for it is told so, whatever it does next. May
         be called by any thread, and again."""
         if self._failed is None:
-            self._failed = RanksError(f"rank {self.rank} has failed: {_in_a_line(error)}")
+            told = f"{_in_a_line(error)}{self._here()}"
+            self._failed = RanksError(f"rank {self.rank} has failed: {told}")
             if self._table is not None:
-                self._table["error"][self.rank] = _in_a_line(error).encode()[:ERROR]
+                self._table["error"][self.rank] = told.encode()[:ERROR]
+                self._ring()
 
     def issue(self) -> None:
         """The caller is about to give the COLLECTIVE lane work with a meeting in it."""

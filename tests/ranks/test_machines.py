@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -215,19 +214,6 @@ def test_ranks_that_share_no_memory_are_refused(machines: str, make: Callable[[]
     assert error in answers[0]
     assert 'process_group=init_device_mesh("cuda", (machines, ranks_per_machine))' in answers[0]
     assert "\n" not in answers[0]
-
-
-def with_a_disk(rank: int, folder: str) -> str:
-    with pytest.raises(ValueError) as refused:
-        streamer.wrap(model(), layers="layers", device="cpu", process_group=everyone(2), disk=folder)
-    return str(refused.value)
-
-
-def test_a_disk_is_for_one_machine(tmp_path: Path) -> None:
-    for told in run_ranks(2, with_a_disk, str(tmp_path)):
-        assert told == (
-            "disk= is for ranks of one machine, and these are on 2: leave it out, or train on one machine"
-        )
 
 
 FP16: Case = (1, {"dtype": torch.float16}, {"scaled": True})
