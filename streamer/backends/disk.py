@@ -13,9 +13,10 @@ direction move them with preadv(2) and pwritev(2), which run without Python's lo
 threads of their own, so a read does not queue behind a write. Nothing here outlasts the process: no name in
 a folder, no flush of the drive's own cache. What must last is a checkpoint's.
 
-Ranks that train one model share its scratch files: the first one makes and allocates them, the others open
-them. All of them ask for the same extents in the same order, so each knows where everything lies. Which bytes
-a rank may read and write when is not decided here.
+Ranks that train one model share the scratch files of their machine: its first rank makes and allocates them,
+the others open them. All of them ask for the same extents in the same order, so each knows where everything
+lies. Which bytes a rank may read and write when is not decided here. Other machines have files of their own,
+and come to the same meetings, so that one without room is known to all before anything is written.
 
 Memory for direct I/O must not be shared with forked processes (``in_forks=False``): a fork in the middle of a
 read can leave the bytes with the other process.
@@ -118,8 +119,9 @@ class Scratch:
     then lasts at least ``n / rate`` seconds, its caller asleep once the bytes are there. ``clock`` (seconds)
     and ``sleep`` are the functions of time used for that. ``system`` has the calls of the system, for tests.
 
-    ``ranks`` share the files, and what none of them has written is zero; where a transfer fails on one, all
-    are told. For them this and `allocate` are meetings, and raise RanksError for what has failed on another.
+    ``ranks`` of one machine share the files, and what none of them has written is zero; where a transfer
+    fails on one, all are told. For them this and `allocate` are meetings, and raise RanksError for what has
+    failed on another, of this machine or not.
 
     Raises DiskError for a folder that cannot be used, before anything is allocated, and ValueError for
     options out of range.
@@ -233,7 +235,7 @@ class Scratch:
             if self._ranks is None:
                 self._allocate()
             else:
-                self._ranks.led("allocating scratch files", self._allocate)
+                self._ranks.led_on_machine("allocating scratch files", self._allocate)
                 for one in self._drives:
                     one.file.nbytes = one.planned
         except BaseException:

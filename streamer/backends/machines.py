@@ -5,19 +5,25 @@ Every machine has a table of its own with a row for each rank of all machines (`
 ranks of the machine write their rows themselves. The rows of the others are copies, which the `Relay` of the
 machine's first rank fetches, as it passes its own machine's rows on, through the store of torch.distributed:
 so a meeting is the same wherever its ranks are. The store is slow: gradients go by collectives.
+
+The relay sleeps until a rank of its machine rings its `Bell`, as each does when it comes to a meeting. While
+that rank waits for other machines the relay asks the store again and again, for the store wakes nobody.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
+import select
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
@@ -34,11 +40,15 @@ if TYPE_CHECKING:
 #: Seconds without a word from a machine after which its ranks have ended, at most; how many words of it are
 #: expected in that time.
 GONE_SECONDS, WORDS_EXPECTED = 30.0, 8
-#: Seconds that a machine that leaves waits until the others have read its last word.
-FAREWELL_SECONDS = 2.0
-#: Seconds between two looks, at first, and how much longer each pause is than the one before, so that a look
-#: comes too late by a tenth of the wait. At most so long are those between looks at the table, and the store.
-FIRST_PAUSE, LONGER, LONGEST_PAUSE, IDLE_PAUSE = 2e-5, 1.1, 1e-3, 2e-2
+#: Seconds that a machine that leaves waits until the others have read its last word, and between two looks.
+FAREWELL_SECONDS, FAREWELL_PAUSE = 2.0, 1e-3
+#: Seconds between two looks at the store while a rank waits for other machines, at first and at most, and how
+#: much longer each pause is than the one before, so that a look comes too late by a tenth of the wait.
+FIRST_PAUSE, LONGEST_PAUSE, LONGER = 2e-5, 2e-2, 1.1
+#: Seconds between two looks while none does: at who has ended without a word, and whether to say a new one.
+IDLE_PAUSE = 0.1
+#: The system waits for a bell for whole milliseconds, rounded up. This many seconds or less are slept.
+SLEPT = 1e-3
 
 #: In the table: a rank that says so comes to no meeting any more; a rank was found to have ended; nothing is
 #: heard of its machine.
@@ -151,9 +161,54 @@ def store_of(name: str, timeout: timedelta) -> Store:
     return store
 
 
-#: What a machine tells of one of its ranks: its number, the fields ``come``, ``order`` and ``left`` of its
-#: row, and of the last two meetings of each channel what they were for and what it brought.
-_Told = tuple[int, list[int], int, int, list[tuple[bytes, bytes]]]
+class Bell:
+    """Wakes the relay of a machine: a pipe, which the other ranks of that machine open by its ``path``. What
+    becomes of one of them changes nothing for the others."""
+
+    def __init__(self, path: str | None = None) -> None:
+        # file objects: once closed they are not the number of what is opened next
+        self._heard: FileIO | None = None
+        if path is None:
+            heard, rung = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+            self._heard = FileIO(heard, "rb")
+        else:
+            rung = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        self._rung = FileIO(rung, "wb")
+        #: nobody rings it any more, or waits for it
+        self.close = weakref.finalize(self, _close, self._rung, self._heard)
+
+    @property
+    def number(self) -> int:
+        """The file by which others ring it, as long as this process has it open."""
+        return self._rung.fileno()
+
+    def ring(self) -> None:
+        """End the relay's wait, or its next one."""
+        # where the relay's process has ended nobody hears; a pipe that is full has been rung
+        with suppress(BrokenPipeError):
+            self._rung.write(b"\0")
+
+    def wait(self, seconds: float) -> None:
+        """Return after so many seconds, or soon after the bell is rung. It is silent then."""
+        assert self._heard is not None, "it is heard where it was made"
+        if seconds <= SLEPT:
+            time.sleep(seconds)
+            seconds = 0.0
+        poll = select.poll()
+        poll.register(self._heard, select.POLLIN)
+        if poll.poll(1e3 * seconds):
+            self._heard.read(select.PIPE_BUF)
+
+
+def _close(*files: FileIO | None) -> None:
+    for file in files:
+        if file is not None:
+            file.close()
+
+
+#: What a machine tells of one of its ranks: its number, the fields ``come``, ``order``, ``left`` and
+#: ``error`` of its row, and of the last two meetings of each channel what they were for and what it brought.
+_Told = tuple[int, list[int], int, int, bytes, list[tuple[bytes, bytes]]]
 
 
 class Relay:
@@ -171,14 +226,17 @@ class Relay:
         store: Store,
         timeout: timedelta,
         watch: Callable[[int], object],
+        bell: Bell,
     ) -> None:
-        """Says this machine's first word. ``watch`` marks a rank of this machine that has ended."""
+        """Says this machine's first word. ``watch`` marks a rank of this machine that has ended; ``bell`` is
+        rung by a rank that has changed its row."""
         self._table = table
         self._rows = placement.rows
         self._machine = placement.machine
         self._store = store
         self._gone_seconds = seconds_until_gone(timeout)
         self._watch = watch
+        self._bell = bell
         self._heard: dict[int, tuple[bytes, float]] = {}
         #: the machines whose last word was heard
         self._farewells: set[int] = set()
@@ -204,6 +262,7 @@ class Relay:
         """Say a last word. The first machine, where the store is, waits a little until the others have heard
         it, after which they leave the store alone."""
         self._stopped.set()
+        self._bell.ring()
         if self._thread.ident is None:
             return
         self._thread.join(FAREWELL_SECONDS)
@@ -216,7 +275,7 @@ class Relay:
             while not self._machine and time.monotonic() < until:
                 if all(map(self._has_heard, self._others())):
                     return
-                time.sleep(LONGEST_PAUSE)
+                time.sleep(FAREWELL_PAUSE)
 
     def _others(self) -> list[int]:
         return [machine for machine in range(len(self._rows)) if machine != self._machine]
@@ -230,23 +289,21 @@ class Relay:
         return all(self._table["left"][rank] for rank in self._rows[machine])
 
     def _run(self) -> None:
-        pause = pause_of_store = FIRST_PAUSE
-        listened = 0.0
+        pause, listened = FIRST_PAUSE, 0.0
         try:
-            while not self._stopped.wait(pause):
+            while not self._stopped.is_set():
+                is_awaited = self._is_awaited()
+                self._bell.wait(pause if is_awaited else IDLE_PAUSE)
                 has_news = self._send(is_last=False)
                 now = time.monotonic()
-                if now - listened >= (pause_of_store if self._is_awaited() else IDLE_PAUSE):
+                if self._is_awaited() or now - listened >= IDLE_PAUSE:
                     listened = now
-                    pause_of_store = min(IDLE_PAUSE, LONGER * pause_of_store)
                     has_news |= any([self._listen(machine, now) for machine in self._others()])
                 if 0 in self._farewells:
                     # nobody meets without the first machine, whose store may be gone after this
                     self._send(is_last=True)
                     return
-                pause = min(LONGEST_PAUSE, LONGER * pause)
-                if has_news:
-                    pause = pause_of_store = FIRST_PAUSE
+                pause = FIRST_PAUSE if has_news or not is_awaited else min(LONGEST_PAUSE, LONGER * pause)
         except RuntimeError:
             # the store is on the first machine: where it does not answer, that machine is gone
             for machine in [0] if self._machine else self._others():
@@ -269,7 +326,8 @@ class Relay:
             self._watch(rank)
         beat = int(time.monotonic() / self._gone_seconds * WORDS_EXPECTED)
         come, left = self._table["come"][[*mine]], self._table["left"][[*mine]]
-        news = (is_last, beat, come.tolist(), left.tolist())
+        errors = self._table["error"][[*mine]]
+        news = (is_last, beat, come.tolist(), left.tolist(), errors.tolist())
         if news == self._sent:
             return False
         told = [self._told(rank, is_last=is_last) for rank in mine]
@@ -283,11 +341,12 @@ class Relay:
         # a rank writes what it brings, then that it has come, last that it has left: they are read the other
         # way round, so that who has left is not taken to have stayed away from its last meeting
         left, come, order = int(row["left"]), row["come"].tolist(), int(row["order"])
+        error = bytes(row["error"])
         brought = [
             (bytes(row["words"][place]), row["brought"][place][: int(row["nbytes"][place])].tobytes())
             for place in np.ndindex(row["words"].shape)
         ]
-        return rank, come, order, left or (LEFT if is_last else 0), brought
+        return rank, come, order, left or (LEFT if is_last else 0), error, brought
 
     def _listen(self, machine: int, now: float) -> bool:
         """Bring the last word of ``machine`` into the table. Whether it was new."""
@@ -306,13 +365,20 @@ class Relay:
         return True
 
     def _take(
-        self, rank: int, come: list[int], order: int, left: int, brought: list[tuple[bytes, bytes]]
+        self,
+        rank: int,
+        come: list[int],
+        order: int,
+        left: int,
+        error: bytes,
+        brought: list[tuple[bytes, bytes]],
     ) -> None:
         row = self._table[rank]
         for place, (words, data) in zip(np.ndindex(row["words"].shape), brought, strict=True):
             row["words"][place] = words
             row["nbytes"][place] = len(data)
             row["brought"][place][: len(data)] = np.frombuffer(data, np.uint8)
+        row["error"] = error
         row["order"], row["come"][:], row["left"] = order, come, max(left, int(row["left"]))
 
     def _miss(self, machine: int) -> None:

@@ -37,6 +37,7 @@ from streamer.backends.machines import (
     ENDED,
     LEFT,
     UNHEARD,
+    Bell,
     Placement,
     Relay,
     groups_of,
@@ -131,6 +132,7 @@ class Ranks:
         self._collectives: ProcessGroup | None = None
         self._replicas: ProcessGroup | None = None
         self._relay: Relay | None = None
+        self._bell: Bell | None = None
         self._table: Any = None
         self._watched: dict[int, int] = {}
         self._is_leaving = False
@@ -202,19 +204,24 @@ class Ranks:
         if self.leads_machine:
             with _telling() as told:
                 file = _memory_file(_ROW.itemsize * self.size)
-        everyone = self._exchange((os.getpid(), file, os.urandom(8).hex(), told.error))
+                self._bell = Bell() if self.machines > 1 else None
+        rung = -1 if self._bell is None else self._bell.number
+        everyone = self._exchange((os.getpid(), file, rung, os.urandom(8).hex(), told.error))
         _raise_failures([error for *_, error in everyone], "making shared memory")
-        name = everyone[0][2]
-        pid, number, *_ = everyone[self._placement.row[0]]
+        name = everyone[0][3]
+        pid, number, rung, *_ = everyone[self._placement.row[0]]
         with _telling() as opened:
             block = _open(pid, number, _ROW.itemsize * self.size)
             self._table = block.numpy().view(_ROW)
             self._watched = {
                 rank: os.pidfd_open(everyone[rank][0]) for rank in self._placement.row if rank != self.rank
             }
-            if self.machines > 1 and self.leads_machine:
-                store = store_of(name, self._timeout)
-                self._relay = Relay(self._table, self._placement, store, self._timeout, self._has_gone)
+            if self.machines > 1:
+                self._bell = self._bell or Bell(_path(pid, rung))
+                if self.leads_machine:
+                    store = store_of(name, self._timeout)
+                    beside = self._timeout, self._has_gone, self._bell
+                    self._relay = Relay(self._table, self._placement, store, *beside)
         errors = self._exchange(opened.error)
         if self.leads_machine:
             os.close(file)
@@ -265,11 +272,11 @@ class Ranks:
         return block
 
     def open_files(self, words: str, make: Callable[[], tuple[Sequence[int], T]]) -> tuple[list[str], T]:
-        """Where the others find, under /proc, the files that ``make`` has opened on the first rank, which
-        needs no such places, and what else ``make`` tells of them. A meeting; see `led`. The first rank keeps
-        the files open until the next meeting at least."""
-        pid, numbers, told = self.led(words, lambda: (os.getpid(), *make()))
-        return [] if self.leads else [_path(pid, number) for number in numbers], told
+        """Where the others of a machine find, under /proc, the files that ``make`` has opened on its first
+        rank, which needs no such places, and what else ``make`` tells of them. A meeting; see
+        `led_on_machine`. The first rank keeps the files open until the next meeting at least."""
+        pid, numbers, told = self.led_on_machine(words, lambda: (os.getpid(), *make()))
+        return [] if self.leads_machine else [_path(pid, number) for number in numbers], told
 
     # meetings
 
@@ -291,13 +298,41 @@ class Ranks:
         there: T = found
         return there
 
+    def led_on_machine(self, words: str, work: Callable[[], T]) -> T:
+        """What ``work`` returns on the first rank of this machine; the first one of each machine does it, as
+        its own is. A meeting of all.
+
+        Raises, where that fails on any machine, the error itself on the rank that has met it and RanksError
+        on the others, which names that rank and its machine.
+        """
+        told: tuple[str | None, T | None] = None, None
+        failed: Exception | None = None
+        if self.leads_machine:
+            try:
+                told = None, work()
+            except Exception as error:
+                failed = error
+                told = f"{_in_a_line(error)}{self._here()}", None
+        everyone = self.meet(words, told, patient=True)
+        if failed is not None:
+            raise failed
+        _raise_failures([error for error, _ in everyone], words)
+        result: T = everyone[self._placement.row[0]][1]
+        return result
+
+    def _here(self) -> str:
+        """The name of this machine, if there are others."""
+        return "" if self.machines == 1 else f" (machine {self.machine}, '{os.uname().nodename}')"
+
     def tell(self, error: BaseException) -> None:
         """This rank cannot go on after ``error``: whoever waits for it is told so, whatever it does next. May
         be called by any thread, and again."""
         if self._failed is None:
-            self._failed = RanksError(f"rank {self.rank} has failed: {_in_a_line(error)}")
+            told = f"{_in_a_line(error)}{self._here()}"
+            self._failed = RanksError(f"rank {self.rank} has failed: {told}")
             if self._table is not None:
-                self._table["error"][self.rank] = _in_a_line(error).encode()[:ERROR]
+                self._table["error"][self.rank] = told.encode()[:ERROR]
+                self._ring()
 
     def issue(self) -> None:
         """The caller is about to give the COLLECTIVE lane work with a meeting in it."""
@@ -325,8 +360,14 @@ class Ranks:
         """Come to no meeting any more, which the others are to know before this process has ended."""
         self._failed = self._failed or error
         self._table["left"][self.rank] = self._table["left"][self.rank] or LEFT
+        self._ring()
         if self._relay is not None:
             self._relay.tell()
+
+    def _ring(self) -> None:
+        """Other machines are to know what this rank has written into its row."""
+        if (bell := self._bell) is not None:
+            bell.ring()
 
     def _meet(self, words: str, brought: object, channel: Channel, *, patient: bool) -> list[Any]:
         mine, number = self._table[self.rank], int(self._table["come"][self.rank, channel]) + 1
@@ -340,6 +381,7 @@ class Ranks:
         if channel is Channel.CALLER:
             mine["order"] += ISSUED
         mine["come"][channel] = number
+        self._ring()
         self._await(channel, number, words, patient=patient)
         if self._relay is not None:
             # those of other machines may wait still, and this process may end at once
@@ -592,9 +634,13 @@ class Ranks:
         self._is_leaving = True
         if self._table is not None:
             self._table["left"][self.rank] = LEFT
+            self._ring()
         if self._relay is not None:
             self._relay.leave()
             self._relay = None
+        if self._bell is not None:
+            self._bell.close()
+            self._bell = None
         while self._watched:
             with suppress(OSError):
                 os.close(self._watched.popitem()[1])

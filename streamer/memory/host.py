@@ -152,6 +152,11 @@ class HostShard:
         return bool(self.parts)
 
     @property
+    def held_parts(self) -> Sequence[Share]:
+        """What this machine has of the state."""
+        return self.parts or shares_of(self.layout, 1)
+
+    @property
     def updated(self) -> Share:
         """What this rank updates."""
         return self.parts[self._rank] if self.parts else self.share
@@ -191,21 +196,25 @@ class HostShard:
         """Set a parameter's part of the piece for ``purpose``, or what of it this machine holds. All ranks
         do so, unless this one does so ``alone`` on its machine; until they have met, others may find what was
         there before."""
-        if self.is_divided and purpose.name in DIVIDED:
+        if self.disk is not None and self.disk.holds(purpose.name):
+            self.disk.write(purpose, purpose.range(slice), values.to(purpose.dtype), alone=alone)
+        elif self.is_divided and purpose.name in DIVIDED:
             values = values.expand(purpose.shape(slice)).reshape(-1)
             for held, wanted in self.here(purpose, purpose.range(slice)):
                 held.copy_(values[wanted])
-        elif self.disk is None or not self.disk.holds(purpose.name):
-            purpose.part(slice, self[purpose]).copy_(values)
         else:
-            self.disk.write(purpose, purpose.range(slice), values.to(purpose.dtype), alone=alone)
+            purpose.part(slice, self[purpose]).copy_(values)
 
     def here(self, purpose: Purpose, wanted: range) -> Iterator[tuple[torch.Tensor, slice]]:
         """What of the ``wanted`` elements (or blocks) of the unit is on this machine, of a state that is
-        divided, and where it lies among those that are wanted."""
-        piece = self[purpose]
+        divided, and where it lies among those that are wanted: views, or copies of what is on disk."""
+        disk = self.disk if self.is_on_disk(purpose) else None
         for start, stop, at in places_of(self.parts, purpose, wanted):
-            yield piece[at : at + stop - start], slice(start - wanted.start, stop - wanted.start)
+            if disk is None:
+                held = self[purpose][at : at + stop - start]
+            else:
+                held = disk.read(purpose, range(start, stop))
+            yield held, slice(start - wanted.start, stop - wanted.start)
 
     def weight_of(self, slice: Slice) -> torch.Tensor:
         """A parameter's weight: a view, or a copy of what is on disk."""
@@ -336,7 +345,7 @@ class Window(HostShard):
     def __init__(
         self, whole: HostShard, pieces: Mapping[str, torch.Tensor], chunk: Chunk | None = None
     ) -> None:
-        super().__init__(whole.layout, whole.share)
+        super().__init__(whole.layout, whole.share, whole.parts, whole._rank)
         self.held = {**whole.held, **pieces}
         self._whole, self._chunk, self._pieces = whole, chunk, pieces
 
@@ -349,7 +358,7 @@ class Window(HostShard):
 
     def begin(self, purpose: Purpose) -> int:
         if self._chunk is None or purpose.name not in self._pieces:
-            return 0
+            return super().begin(purpose)
         return self._chunk.range(purpose).start
 
 
@@ -375,16 +384,21 @@ class HostStore:
         division: Division | None = None,
         machine: int = 0,
         private: Allocate | None = None,
+        is_shared: bool = False,
     ) -> None:
         """With ``reserve`` (see `Backend.host_reserve`), what a model takes beside its gradients takes memory
         as it is written, and is to be pinned by `pin` when all of it is. What makes masters of their weights
         goes to ``disks`` for the units at the positions ``on_disk``, the weights for ``weights_on_disk``.
 
         ``rank`` is this one of its ``machine``, whose ranks share the store and each update a share of every
-        unit, as ``division`` says. ``private`` gives memory that the others do not see.
+        unit, as ``division`` says. ``private`` gives memory that the others do not see. ``is_shared`` says
+        that there are other ranks, if only on other machines.
         """
         self.division = division or Division()
         self._ranks = self.division.ranks
+        self._machine = machine if self.is_divided else 0
+        #: whether other ranks, of this machine or of others, take part in what is done to the store
+        self.is_shared = is_shared or self.division != Division()
         self.shards = [
             HostShard(
                 layout,
@@ -443,7 +457,7 @@ class HostStore:
             among = shards if only is None else only
             if self.can_move and not purpose.pinned:
                 for shard in among:
-                    buffer = self._allocate(purpose.nbytes(shard.layout), pinned=False)
+                    buffer = self._allocate(self._nbytes(purpose, shard), pinned=False)
                     shard.held[purpose.name] = _piece(purpose, buffer, shard)
                 self._apart[purpose.name] = [*among]
                 continue
@@ -459,11 +473,6 @@ class HostStore:
         return self.division.nbytes(purpose, shard.layout)
 
     @property
-    def is_shared(self) -> bool:
-        """Whether other ranks have the store too."""
-        return self._ranks > 1
-
-    @property
     def can_move(self) -> bool:
         """Whether state may be on disk, and what is in memory may go there later."""
         return self.disks is not None and self.disks.may_write
@@ -472,7 +481,7 @@ class HostStore:
         """What a shard has in memory that may go to disk, with its bytes."""
         names = [name for name, shards in self._apart.items() if shard in shards]
         purposes = [purpose for purpose in ALL_MOMENTS if purpose.name in names and shard.has(purpose)]
-        return {purpose: nbytes for purpose in purposes if (nbytes := purpose.nbytes(shard.layout))}
+        return {purpose: nbytes for purpose in purposes if (nbytes := self._nbytes(purpose, shard))}
 
     def move(self, shards: Sequence[HostShard]) -> None:
         """Let what is `movable` of ``shards`` go to disk. The caller sees to it that nobody uses it.
@@ -488,8 +497,11 @@ class HostStore:
             for shard, movable in moved.items():
                 for purpose in movable:
                     piece = shard.held[purpose.name]
-                    if shard.disk is not None and not piece.is_meta:
-                        shard.disk.write(purpose, range(piece.numel()), piece)
+                    if shard.disk is None or piece.is_meta:
+                        continue
+                    whole = range(purpose.numel(shard.layout))
+                    for start, stop, at in places_of(shard.held_parts, purpose, whole):
+                        shard.disk.write(purpose, range(start, stop), piece[at : at + stop - start])
         except BaseException:
             for shard, was in were.items():
                 for purpose in purposes:
@@ -518,10 +530,12 @@ class HostStore:
             number = 0
             states: dict[HostShard, StateOnDisk] = {}
             for shard in self.shards:
-                chunks = chunks_of(shard.layout, first_number=number, ranks=self._ranks)
+                chunks = chunks_of(
+                    shard.layout, first_number=number, division=self.division, machine=self._machine
+                )
                 number += len(chunks)
                 if shard in shards:
-                    given = shard.layout, chunks, self.disks.buffer, shard.share.elements
+                    given = shard.layout, chunks, self.disks.buffer, shard.range
                     states[shard] = shard.disk or StateOnDisk(*given)
             places = [
                 (state, purpose, state.extents(purpose, scratch))

@@ -8,8 +8,9 @@ While a chunk is updated the disk has its state of before, and memory the weight
 follows fails, the chunk is lost: reading it raises DiskError until it is written. Where only a part of it is,
 by a checkpoint that is loaded, the rest is NaN from then on.
 
-Ranks share what is on disk. No chunk is in two ranks' shares: what all ranks write is written by the one that
-owns the chunk, and any of them may read it. [Note: ranks]
+The ranks of a machine share what is on its disk. No chunk is in two ranks' shares: what all ranks write is
+written by the one that owns the chunk, and any of them may read it. Where machines divide the state each has
+on its disk the chunks that its ranks update, and all of the weights. [Note: ranks]
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from streamer.backends.stored_tensors import StoredTensor
 from streamer.errors import DiskError
 from streamer.memory.layout import Layout, Slice
 from streamer.memory.purposes import Purpose
-from streamer.memory.shares import Share, shares_of
+from streamer.memory.shares import Division, Share, shares_of
 from streamer_native import QUANTUM
 
 #: Elements of a chunk at most. A multiple of the runs that share a draw of random bits.
@@ -76,16 +77,23 @@ class Chunk:
 
 
 def chunks_of(
-    layout: Layout, *, first_number: int = 0, most: int | None = None, ranks: int = 1
+    layout: Layout,
+    *,
+    first_number: int = 0,
+    most: int | None = None,
+    division: Division | None = None,
+    machine: int | None = None,
 ) -> tuple[Chunk, ...]:
     """Cut a unit's state into chunks of at most ``most`` elements (`CHUNK_ELEMENTS` if None), each of which
-    is in the share of one of so many ``ranks``.
+    one rank updates, as ``division`` says; of a state that machines divide those of one ``machine``, or of
+    all of them if None.
 
-    A chunk begins where a parameter or a share begins, or a multiple of ``most`` elements after that, so that
-    an update of chunks draws the random bits of an update of the whole.
+    A chunk begins where a parameter or what a rank updates begins, or a multiple of ``most`` elements after
+    that, so that an update of chunks draws the random bits of an update of the whole.
     """
     most = CHUNK_ELEMENTS if most is None else most
-    edges = {share.start for share in shares_of(layout, ranks)[1:]}
+    parts = (division or Division()).parts(layout)
+    edges = {part.start for of_machine in parts for part in of_machine}
     begins: list[tuple[int, int]] = []  # elements and blocks
     filled = most
     for slice in layout.trainable:
@@ -98,10 +106,12 @@ def chunks_of(
             else:
                 filled += stop - start
     ends = [*begins[1:], (layout.state_numel, layout.state_blocks)][: len(begins)]
-    return tuple(
-        Chunk(first_number + number, start, stop, first_block, stop_block)
-        for number, ((start, first_block), (stop, stop_block)) in enumerate(zip(begins, ends, strict=True))
+    found = (
+        (start, stop, first_block, stop_block)
+        for (start, first_block), (stop, stop_block) in zip(begins, ends, strict=True)
+        if machine is None or any(start in part.elements for part in parts[machine])
     )
+    return tuple(Chunk(first_number + number, *each) for number, each in enumerate(found))
 
 
 class StateOnDisk:
@@ -128,14 +138,15 @@ class StateOnDisk:
         self._lost: set[Extent] = set()
 
     def extents(self, purpose: Purpose, disk: Disk) -> list[Extent]:
-        """Places for `add`, one for each chunk; none where the unit has nothing of ``purpose``."""
+        """Places for `add`, one for each chunk; none where the unit has nothing of ``purpose``, or this
+        machine has no part of it."""
         if not purpose.numel(self._layout):
             return []
         return [disk.extent(chunk.nbytes(purpose)) for chunk in self.chunks]
 
     def add(self, purpose: Purpose, disk: Disk, extents: Sequence[Extent]) -> None:
-        """Have room for ``purpose``, which is zero, at ``extents``, if there are any."""
-        if not extents:
+        """Have room for ``purpose``, which is zero, at ``extents``, if the unit has anything of it."""
+        if not purpose.numel(self._layout):
             return
         self._purposes[purpose.name], self._disks[purpose.name] = purpose, disk
         for chunk, extent in zip(self.chunks, extents, strict=True):

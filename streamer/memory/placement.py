@@ -10,7 +10,8 @@ First to go are frozen weights that lie in files anyway, which nobody needs to w
 state; then other weights. Where something else needs room later (sums of gradients, saved inputs), moments
 that are in memory go to disk, those that the next forward asks for last before the others.
 
-Ranks have one budget, in which each has rings of its own; the first of them decides for all.
+The ranks of a machine have one budget, in which each has rings of its own; the first of all ranks decides for
+all of them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from streamer.backends.direct_io import ALIGNMENT
 from streamer.memory.layout import Layout
 from streamer.memory.on_disk import RING, WEIGHT_BUFFERS, chunks_of, weights_edges
 from streamer.memory.purposes import Purpose
+from streamer.memory.shares import Division
 
 #: What helps where `wrap` was given too small a budget of host memory.
 REMEDY = "raise host_memory, or wrap with update='backward', dtype=torch.bfloat16, or frozen parameters"
@@ -41,11 +43,12 @@ def beyond(sizes: Mapping[int, int], room: int) -> frozenset[int]:
     return frozenset(found)
 
 
-def state_sizes(layouts: Sequence[Layout], purposes: Sequence[Purpose]) -> dict[int, int]:
-    """Bytes for ``purposes`` of the units of these ``layouts``, the root's is last, for `beyond`."""
+def state_sizes(layouts: Sequence[Layout], purposes: Sequence[Purpose], division: Division) -> dict[int, int]:
+    """Bytes on each machine for ``purposes`` of the units of these ``layouts``, the root's is last, for
+    `beyond`."""
     root = len(layouts) - 1
     return {
-        position: sum(purpose.nbytes(layouts[position]) for purpose in purposes)
+        position: sum(division.nbytes(purpose, layouts[position]) for purpose in purposes)
         for position in (root, *range(root))
     }
 
@@ -61,22 +64,23 @@ def weights_on_disk_bytes(layout: Layout, ranks: int = 1) -> int:
     return sum(_padded(stop - start // ALIGNMENT * ALIGNMENT) for start, stop in pairwise(edges))
 
 
-def ring_bytes(layouts: Sequence[Layout], purposes: Sequence[Purpose], ranks: int = 1) -> int:
-    """Bytes of a ring that chunks of any of these units pass through: of one of so many ``ranks``."""
+def ring_bytes(layouts: Sequence[Layout], purposes: Sequence[Purpose], division: Division) -> int:
+    """Bytes of a ring that chunks of any of these units pass through: of one rank, as many on all."""
     from_disk = (
         sum(_padded(chunk.nbytes(purpose)) for purpose in purposes if purpose.numel(layout))
         for layout in layouts
-        for chunk in chunks_of(layout, ranks=ranks)
+        for chunk in chunks_of(layout, division=division)
     )
     return RING * max(from_disk, default=0)
 
 
-def disk_bytes(layouts: Sequence[Layout], purposes: Sequence[Purpose], ranks: int = 1) -> int:
-    """Bytes on disk for ``purposes`` of units of these layouts, of so many ``ranks``, padding included."""
+def disk_bytes(layouts: Sequence[Layout], purposes: Sequence[Purpose], division: Division) -> int:
+    """Bytes on the disk of the first machine, padding included, for ``purposes`` of units of these layouts;
+    those of the others differ from it by what is left over where a state is divided."""
     return sum(
         _padded(chunk.nbytes(purpose))
         for layout in layouts
-        for chunk in chunks_of(layout, ranks=ranks)
+        for chunk in chunks_of(layout, division=division, machine=0)
         for purpose in purposes
         if purpose.numel(layout)
     )

@@ -25,6 +25,7 @@ from streamer.engine.paging.unit import Unit
 from streamer.engine.tensors.guarded import not_a_number
 from streamer.errors import DiskError, shortened, warn
 from streamer.memory.host import HostShard, HostStore
+from streamer.memory.layout import Slice
 from streamer.memory.purposes import DIVIDED
 from streamer.planner.room import Room
 from streamer.planner.step_plan import context_bytes
@@ -305,13 +306,15 @@ class MoveIn:
         if self._initialise is not None:
             self._initialise(unit)
         virtual = self._backend.device.type == "meta"
-        if not virtual and self._gives_values:
-            with self._store.weights_in(shard):
-                for slice, param in unit.placed():
-                    # a copy from a GPU runs on the caller's own stream, so after what has written them
-                    self._backend.on_host(partial(shard.load, slice, param.detach().cpu()))
-        if self._ranks is not None and self._store.is_divided and not virtual:
-            self._take_masters(self._ranks, unit, shard)
+        if not virtual:
+            # a copy from a GPU runs on the caller's own stream, so after what has written them
+            given = {slice: param.detach().cpu() for slice, param in unit.placed() if self._gives_values}
+            if self._ranks is not None and self._ranks.machines > 1:
+                given |= self._of_first_machine(self._ranks, unit, shard)
+            if self._gives_values:
+                with self._store.weights_in(shard):
+                    for slice, values in given.items():
+                        self._backend.on_host(partial(shard.load, slice, values))
         self._moved.append(unit)
         for slice, param in unit.placed():
             param.grad = None
@@ -331,20 +334,26 @@ class MoveIn:
                 owner._buffers[name] = self._moved_buffers[buffer]
         give_back_freed()
 
-    def _take_masters(self, ranks: Ranks, unit: Unit, shard: HostShard) -> None:
-        """Let masters that lie beside short weights, of which no machine holds all, be made of the values of
-        the first machine on all of them."""
-        short = [
-            (slice, param)
-            for slice, param in unit.placed()
-            if slice.param.trainable and slice.dtype != torch.float32
-        ]
-        exact = [param.detach().cpu().float().contiguous() for _, param in short if self._gives_values]
-        ranks.meet(f"'{unit.name}' is in host memory")
-        ranks.replicate(values.view(-1) for values in exact)
-        if ranks.machine and self._gives_values:
-            for (slice, _), values in zip(short, exact, strict=True):
-                self._backend.on_host(partial(shard.load, slice, values))
+    def _of_first_machine(self, ranks: Ranks, unit: Unit, shard: HostShard) -> dict[Slice, torch.Tensor]:
+        """The first machine's values of what is not copied from its host memory to the others' later: weights
+        on disk, and short ones whose masters are on disk, or in parts on the machines."""
+        out, wanted = shard.weights_on_disk, list[tuple[Slice, torch.dtype, torch.Tensor]]()
+        has_masters_apart = shard.is_divided or shard.disk is not None
+        for slice, param in unit.placed():
+            is_short = slice.param.trainable and slice.dtype != torch.float32
+            if (is_short and has_masters_apart) or (out is not None and not out.is_stored(slice)):
+                wanted.append((slice, torch.float32 if is_short else slice.dtype, param))
+        if not wanted:
+            return {}
+        # copies: those of another machine are replaced
+        values = {
+            slice: param.detach().to("cpu", dtype, copy=True).contiguous()
+            for slice, dtype, param in wanted
+            if self._gives_values
+        }
+        ranks.meet(f"'{unit.name}' is about to be in host memory")
+        ranks.replicate(each.view(-1) for each in values.values())
+        return values
 
 
 def take_out(

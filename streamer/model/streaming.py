@@ -99,11 +99,6 @@ def stream(
         )
         disks, on_disk, moments = None, OnDisk(), least_moments(units, root, division)
         for_inputs = 0 if chosen is None else chosen.plan.host_beside
-        if options.disk is not None and ranks is not None and ranks.machines > 1:
-            raise ValueError(
-                f"disk= is for ranks of one machine, and these are on {ranks.machines}: leave it out, or "
-                "train on one machine"
-            )
         if options.disk is not None:
             disks, moments = _disks(backend, options.disk), {}
             left = room.host_room(sum(planned.device.values())) - for_inputs
@@ -112,7 +107,7 @@ def stream(
                 *given,
                 stored=disks.stored,
                 may_write=disks.may_write,
-                ranks=1 if ranks is None else ranks.local_size,
+                division=division,
             )
         if ranks is not None:
             # what is free differs from rank to rank
@@ -139,6 +134,7 @@ def stream(
             division=division,
             machine=0 if ranks is None else ranks.machine,
             private=backend.host_buffer,
+            is_shared=ranks is not None and ranks.size > 1,
         )
         undo.callback(store.close_disks)
         initialise = None if init is None or virtual else Initialiser(init, backend.device, units)

@@ -117,17 +117,18 @@ def wrap(
             ``PYTORCH_CUDA_ALLOC_CONF`` sets something else. Where a later step takes more, slots are given
             back. One that runs out of memory takes back all but two for good: run it again.
         host_memory: bytes, or a text such as ``"48GiB"``: what the wrapped model may take of host memory,
-            beside what PyTorch and the program itself take; of ranks, what all of them together may take.
-            None means as much as is free.
+            beside what PyTorch and the program itself take; of ranks, what all of one machine together may
+            take. None means as much as is free.
         disk: a folder, or several on different drives: where that goes which host memory, or ``host_memory``,
             has no room for: the optimizer's state, then weights of layers. The layers that the next forward
             asks for first keep theirs in memory. [Note: placement] Results are those without a disk, to the
             bit. A parameter that is on disk is read when user code touches it, and let go when other layers'
             are asked for. Files have no name and end with the process; `streamer.save` is what lasts. With
             ``"recompute+offload"`` give ``example`` too, so that room is left for the inputs that wait.
-            Ranks share what is on disk, where the first one has chosen. Each reads and writes its share of
-            state, and reads all weights for itself. They write a parameter that is on disk by PyTorch's
-            functions, not through ``p.data``. A disk that fails on one ends all of them.
+            Ranks share what is on the disk of their machine; the first of all has chosen what that is. Each
+            reads and writes its share of state, and reads all weights for itself. They write a parameter that
+            is on disk by PyTorch's functions, not through ``p.data``. A disk that fails on one, or has no
+            room on one machine, ends all of them.
         example: a batch to plan a step with, needed where ``activations``, ``num_slots`` or
             ``micro_batch_size`` is ``"auto"``: a tensor, a tuple of the model's arguments, or a dict of them
             by name. Only its shapes and dtypes count, which should be those of the steps' batches. With it,

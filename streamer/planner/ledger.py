@@ -203,24 +203,27 @@ def to_disk(
     *,
     stored: Mapping[str, StoredTensor] | None = None,
     may_write: bool = True,
-    ranks: int = 1,
+    division: Division | None = None,
 ) -> tuple[Ledger, OnDisk]:
     """What ``planned`` becomes where ``room`` bytes of host memory are all that there is, and the rest is on
     disk: first frozen weights that are ``stored`` in files, by name, which nobody needs to write; then, if
     something ``may_write``, the optimizer's state, and then weights of other layers. Moments are counted in
-    fp32, though they may be shorter. ``room`` is for all of ``ranks``; what each of them takes is told once.
+    fp32, though they may be shorter. ``room`` is for all ranks of a machine, as ``division`` has them; what
+    each of them takes is told once.
 
     Raises MemoryError if there is not even room for the rings that what is on disk passes through.
     """
+    division = division or Division()
+    ranks = division.ranks
     layouts = [unit.layout for unit in (*units, root)]
     layers = frozenset(range(len(units)))
     parts = {position: stored_part(layouts[position], stored or {}) for position in layers}
     beside = {p: held_beside(layouts[p], part) for p, part in parts.items() if part}
     in_files = frozenset(beside)
-    state = host_bytes(layouts, MASTERING)
+    state = division.host_bytes(layouts, MASTERING)
     others = {name: n for name, n in planned.host.items() if name not in state and name != WEIGHTS.name}
-    all_state = sum((state | host_bytes(layouts, MOMENTS[FP32])).values())
-    ring = ring_bytes(layouts, [*MASTERING, *MOMENTS[FP32]], ranks) * ranks
+    all_state = sum((state | division.host_bytes(layouts, MOMENTS[FP32])).values())
+    ring = ring_bytes(layouts, [*MASTERING, *MOMENTS[FP32]], division) * ranks
 
     def with_weights(out: frozenset[int]) -> dict[str, int]:
         """Bytes of host memory, but for state, if the weights of layers ``out`` are on disk."""
@@ -257,16 +260,16 @@ def to_disk(
     if step == 1:
         out -= stay(in_files, left)
     elif step == 2:
-        masters = beyond(state_sizes(layouts, MASTERING), left)
+        masters = beyond(state_sizes(layouts, MASTERING, division), left)
     else:
         out -= stay(layers - in_files, left)
-        masters = beyond(state_sizes(layouts, MASTERING), 0)
+        masters = beyond(state_sizes(layouts, MASTERING, division), 0)
     disk = {
         WEIGHTS.name: sum(weights_on_disk_bytes(layouts[p], ranks) for p in out - in_files),
-        **{p.name: disk_bytes([layouts[at] for at in masters], [p], ranks) for p in MASTERING},
+        **{p.name: disk_bytes([layouts[at] for at in masters], [p], division) for p in MASTERING},
     }
     in_memory = [layout for position, layout in enumerate(layouts) if position not in masters]
-    host = with_weights(out) | host_bytes(in_memory, MASTERING)
+    host = with_weights(out) | division.host_bytes(in_memory, MASTERING)
     return Ledger(planned.device, _nonzero(host), _nonzero(disk)), OnDisk(masters, out)
 
 

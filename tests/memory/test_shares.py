@@ -13,7 +13,7 @@ from streamer.memory.layout import Layout, Param
 from streamer.memory.on_disk import WeightsInScratch, chunks_of
 from streamer.memory.placement import weights_on_disk_bytes
 from streamer.memory.purposes import ALL_MOMENTS, GRADIENTS, MOMENTS, SUMS
-from streamer.memory.shares import Share, shares_of
+from streamer.memory.shares import Division, Share, shares_of
 from streamer.optim.update import ParamUpdate, update_shard
 from streamer_native import BLOCK, QUANTUM, Hyper
 
@@ -50,7 +50,7 @@ def test_shares_cover_the_state_once(size: int, dtypes: tuple[torch.dtype, ...])
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_chunks_of_state_on_disk_are_each_in_one_share(size: int, most: int) -> None:
     of = layout(torch.bfloat16, torch.float32)
-    chunks = chunks_of(of, most=most, ranks=size)
+    chunks = chunks_of(of, most=most, division=Division(size))
     assert [element for chunk in chunks for element in range(chunk.start, chunk.stop)] == [
         *range(of.state_numel)
     ]
@@ -67,6 +67,20 @@ def test_chunks_of_state_on_disk_are_each_in_one_share(size: int, most: int) -> 
         for chunk in chunks
     ]
     assert all(sum(owner) == 1 for owner in owners)
+
+
+@pytest.mark.parametrize("division", [Division(1, 3), Division(2, 2)])
+def test_each_machine_has_the_chunks_that_its_ranks_update(division: Division) -> None:
+    of = layout(torch.bfloat16, torch.float32)
+    of_machines = [
+        chunks_of(of, most=BLOCK, division=division, machine=machine) for machine in range(division.machines)
+    ]
+    for chunks, parts in zip(of_machines, division.parts(of), strict=True):
+        found = [element for chunk in chunks for element in range(chunk.start, chunk.stop)]
+        assert found == [element for part in parts for element in part.elements]
+        assert [chunk.number for chunk in chunks] == [*range(len(chunks))]
+    every = {(chunk.start, chunk.stop) for chunks in of_machines for chunk in chunks}
+    assert every == {(chunk.start, chunk.stop) for chunk in chunks_of(of, most=BLOCK, division=division)}
 
 
 class Drive:

@@ -25,7 +25,7 @@ from streamer.errors import RanksError
 from streamer.memory import on_disk
 from tests.ranks import test_writes
 from tests.ranks.common import run_ranks
-from tests.ranks.programs import Case, arrays, backward, model, run
+from tests.ranks.programs import Case, arrays, backward, everyone, model, run
 
 #: Elements of a chunk: no fewer draw the random bits of the whole. A layer of `programs.Model` has five.
 CHUNK = 1 << 14
@@ -78,10 +78,18 @@ def disks(folder: str, **options: Any) -> Disks:
     return Disks(folders, partial(Scratch, **{"direct_io": "off", "in_flight": 2, **options}))
 
 
+#: The machines on which ranks are, as `everyone` has them. Set in a rank's process, before all else.
+MACHINES: int | str | None = None
+
+
+def world() -> Any:
+    """All ranks on their `MACHINES`, None where there are no ranks."""
+    return everyone(MACHINES) if dist.is_initialized() else None
+
+
 def least_budget(folder: str, made: torch.nn.Module, **options: Any) -> int:
     """The least ``host_memory`` of ranks, as they are told of too small a one. A meeting."""
-    group = dist.group.WORLD if dist.is_initialized() else None
-    given = {"layers": "layers", "device": "cpu", "process_group": group, **options}
+    given = {"layers": "layers", "device": "cpu", "process_group": world(), **options}
     with pytest.raises((MemoryError, RanksError)) as refused:
         streamer.wrap(made, host_memory=1, disk=disks(folder), **given)
     least = re.search(r"host_memory needs ([0-9]+) bytes", str(refused.value))
@@ -94,9 +102,9 @@ def in_group(
 ) -> dict[str, Any]:
     """Options of `wrap` for ranks, and for what is on disk in ``folder``: all that may, but for ``more``. The
     second rank has room for other things there, and takes what the first one has chosen."""
-    given = {**options, "process_group": dist.group.WORLD if dist.is_initialized() else None}
+    given = {"process_group": world(), **options}
     if folder is not None:
-        least = least_budget(folder, model(frozen=frozen, layers=layers), **options)
+        least = least_budget(folder, model(frozen=frozen, layers=layers), **given)
         own = 300_000 if dist.is_initialized() and dist.get_rank() else 0
         given |= {"host_memory": least + more + own, "disk": disks(folder)}
     return given
@@ -222,7 +230,7 @@ def write(rank: int, folder: str, names: list[str]) -> dict[str, Any]:
         options: dict[str, Any] = {} if number % 2 else BF16
         given = in_group(folder, options)
         found[name] = (
-            test_writes.train([rank], name, layers=ALL, **options, process_group=dist.group.WORLD),
+            test_writes.train([rank], name, layers=ALL, **options, process_group=world()),
             test_writes.train([rank], name, layers=ALL, **given),
         )
     return found

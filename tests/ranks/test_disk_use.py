@@ -32,7 +32,7 @@ from tests.pretrained import test_in_place as in_place
 from tests.ranks.common import run_ranks
 from tests.ranks.programs import Arrays, backward, model
 from tests.ranks.test_checkpoint import held, same
-from tests.ranks.test_disk import ALL, BF16, CHUNK, STATE, disks, in_group
+from tests.ranks.test_disk import ALL, BF16, CHUNK, STATE, disks, in_group, world
 
 
 def ready(
@@ -44,8 +44,7 @@ def ready(
     if budget is None:
         options = in_group(folder, options, layers=layers)
     else:
-        group = dist.group.WORLD if dist.is_initialized() else None
-        options |= {"process_group": group, "host_memory": budget, "disk": disks(folder or "")}
+        options |= {"process_group": world(), "host_memory": budget, "disk": disks(folder or "")}
     made = streamer.wrap(model(layers=layers), **{"layers": "layers", "device": "cpu", **options})
     return made, streamer.AdamW(made.parameters(), lr=1e-2)
 
@@ -149,6 +148,29 @@ def train(rank: int, folder: str, options: dict[str, Any]) -> Any:
     return given["host_memory"], at_first, on_host, there, allocated, ops, nbytes
 
 
+def planned_on(
+    machine: Machine, options: dict[str, Any], budget: int, folder: str
+) -> tuple[torch.nn.Module, Callable[[], None], Counter[str], Counter[str]]:
+    """A model that is planned for, after two steps; a step of it; by op, how many and their bytes."""
+    layers = options.get("layers", ALL)
+    made = streamer.wrap(
+        model(layers=layers).to("meta"),
+        **{**BF16, **options, "layers": "layers"},
+        backend=VirtualBackend(machine),
+        host_memory=budget,
+        disk=folder,
+    )
+    step = steps_of(made, streamer.AdamW(made.parameters(), lr=1e-2), 0)
+    for _ in range(2):
+        step()
+    records = [record.op for record in wrapped(made).executor.issuer.trace.records()]
+    ops, nbytes = Counter(map(str, records)), Counter[str]()
+    for op in records:
+        nbytes[op.kind.value] += op.nbytes
+    del ops["SYNC"]
+    return made, step, ops, nbytes
+
+
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_a_plan_of_ranks_is_what_they_have_and_do(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -156,25 +178,8 @@ def test_a_plan_of_ranks_is_what_they_have_and_do(
     monkeypatch.setattr(on_disk, "CHUNK_ELEMENTS", CHUNK)
     answers = run_ranks(2, train, str(tmp_path), options)
     budget = answers[0][0]
-    layers = options.get("layers", ALL)
-    backend = VirtualBackend(CPU)
-    made = streamer.wrap(
-        model(layers=layers).to("meta"),
-        **{**BF16, **options, "layers": "layers"},
-        backend=backend,
-        host_memory=budget,
-        disk=str(tmp_path),
-    )
-    optimizer = streamer.AdamW(made.parameters(), lr=1e-2)
-    executor, step = wrapped(made).executor, steps_of(made, optimizer, 0)
-    planned: Any = wrapped(made).planned
-    for _ in range(2):
-        step()
-    records = [record.op for record in executor.issuer.trace.records()]
-    ops, nbytes = Counter(map(str, records)), Counter[str]()
-    for op in records:
-        nbytes[op.kind.value] += op.nbytes
-    del ops["SYNC"]
+    made, step, ops, nbytes = planned_on(CPU, options, budget, str(tmp_path))
+    executor, planned = wrapped(made).executor, wrapped(made).planned
     shared = 0
     for rank, (_, at_first, on_host, there, allocated, ops_there, nbytes_there) in enumerate(answers):
         assert at_first == (dict(planned.host), dict(planned.disk))

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import streamer
+from streamer.backends import machines as between_machines
 from streamer.backends import ranks
-from streamer.backends.machines import LEFT, Placement, Relay
+from streamer.backends.machines import IDLE_PAUSE, LEFT, LONGEST_PAUSE, Bell, Placement, Relay
 from streamer.engine.wrapped.handle import wrapped
 from streamer.errors import RanksError
 from streamer.model import move_in
@@ -216,19 +216,6 @@ def test_ranks_that_share_no_memory_are_refused(machines: str, make: Callable[[]
     assert "\n" not in answers[0]
 
 
-def with_a_disk(rank: int, folder: str) -> str:
-    with pytest.raises(ValueError) as refused:
-        streamer.wrap(model(), layers="layers", device="cpu", process_group=everyone(2), disk=folder)
-    return str(refused.value)
-
-
-def test_a_disk_is_for_one_machine(tmp_path: Path) -> None:
-    for told in run_ranks(2, with_a_disk, str(tmp_path)):
-        assert told == (
-            "disk= is for ranks of one machine, and these are on 2: leave it out, or train on one machine"
-        )
-
-
 FP16: Case = (1, {"dtype": torch.float16}, {"scaled": True})
 
 
@@ -354,17 +341,23 @@ class Store:
         return self.values[key]
 
 
-def test_the_last_word_of_the_machine_that_has_the_store_is_heard() -> None:
+def relays_of(stores: Sequence[Any], bells: Sequence[Bell]) -> tuple[list[Any], list[Relay]]:
+    """The tables of two machines with a rank each, and what passes their rows on."""
     tables: list[Any] = [np.zeros(2, ranks._ROW) for _ in range(2)]
-    # the second machine is a little late
-    stores: list[Any] = [store := Store(), LateStore(store)]
     placements = [Placement(((0,), (1,)), rank) for rank in range(2)]
     relays = [
-        Relay(*beside, timedelta(seconds=60), lambda _: False)
-        for beside in zip(tables, placements, stores, strict=True)
+        Relay(table, placement, store, timedelta(seconds=60), lambda _: False, bell)
+        for table, placement, store, bell in zip(tables, placements, stores, bells, strict=True)
     ]
     for relay in relays:
         relay.start()
+    return tables, relays
+
+
+def test_the_last_word_of_the_machine_that_has_the_store_is_heard() -> None:
+    # the second machine is a little late
+    stores: list[Any] = [store := Store(), LateStore(store)]
+    tables, relays = relays_of(stores, bells := [Bell(), Bell()])
     tables[0]["words"][0, 0, 1] = b"the end"
     tables[0]["come"][0, 0] = 1
     relays[0].leave()
@@ -373,6 +366,70 @@ def test_the_last_word_of_the_machine_that_has_the_store_is_heard() -> None:
     assert tables[1]["words"][0, 0, 1] == b"the end"
     assert tables[1]["left"][0] == LEFT
     relays[1].leave()
+    for bell in bells:
+        bell.close()
+
+
+class CountingBell(Bell):
+    """The seconds that its relay was to wait, each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[float] = []
+
+    def wait(self, seconds: float) -> None:
+        self.waits.append(seconds)
+        super().wait(seconds)
+
+    def next_waits(self, number: int) -> list[float]:
+        """So many, of those that begin from now on."""
+        begin = len(self.waits)
+        wait_for(lambda: len(self.waits) >= begin + number)
+        return self.waits[begin : begin + number]
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    until = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_relay_looks_often_only_while_a_rank_waits() -> None:
+    bells = [CountingBell(), CountingBell()]
+    tables, relays = relays_of([store := Store(), store], bells)
+    assert {*bells[0].next_waits(3)} == {IDLE_PAUSE}
+    tables[0]["come"][0, 0] = 1
+    bells[0].ring()
+    bells[0].next_waits(1)
+    assert max(bells[0].next_waits(10)) <= LONGEST_PAUSE < IDLE_PAUSE
+    tables[1]["come"][1, 0] = 1
+    bells[1].ring()
+    for table, bell in zip(tables, bells, strict=True):
+        wait_for(lambda table=table: table["come"].min(axis=0)[0] == 1)
+        bell.next_waits(1)
+        assert {*bell.next_waits(3)} == {IDLE_PAUSE}
+    for relay, bell in zip(relays, bells, strict=True):
+        relay.leave()
+        bell.close()
+
+
+def meets_late(rank: int) -> list[list[int]]:
+    """Nothing but a rank that comes wakes a relay."""
+    between_machines.IDLE_PAUSE = 1e3
+    made = streamer.wrap(model(), layers="layers", device="cpu", process_group=everyone(2))
+    across = wrapped(made).executor.across
+    assert across is not None
+    found = []
+    for late in range(dist.get_world_size()):
+        time.sleep(0.1 * (rank == late))
+        found.append(across.ranks.meet("a meeting", rank))
+    streamer.unwrap(made)
+    return found
+
+
+def test_every_rank_of_a_machine_wakes_its_relay() -> None:
+    assert run_ranks(4, meets_late, timeout=10.0) == [[[0, 1, 2, 3]] * 4] * 4
 
 
 class LateStore:

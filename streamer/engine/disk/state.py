@@ -66,7 +66,7 @@ class StatePager:
             if weight is not None:
                 pieces[WEIGHTS.name] = weight
             window = partial(Window, shard, pieces, chunk)
-            part = nbytes * (chunk.stop - chunk.start) // len(shard.share.elements)
+            part = nbytes * (chunk.stop - chunk.start) // len(shard.range)
             step = ops.step(unit, source, part, mine, place)
             run = partial(_run, work, shard.disk, chunk, window, before)
             is_last = chunk is shard.disk.own[-1]

@@ -12,6 +12,10 @@ Of a unit that this rank updates a part of, in buffer 1, and then goes through a
 
     3READ_WEIGHTS@1 3STEP@0 3WRITE_WEIGHTS@1 3AGREE 3READ_WEIGHTS@2 3UNSHARD@0
 
+Where machines divide the state, what this rank writes has the other owners' parts of its share in it:
+
+    3READ_WEIGHTS@1 3STEP@0 3GATHER@1 3WRITE_WEIGHTS@1 3AGREE 3READ_WEIGHTS@2 3UNSHARD@0
+
 A buffer of the ring is free for other weights when the visit is over for which those in it were read: with
 ``update="backward"`` they are updated by then. The ring is filled as long as a buffer is free, in the order
 in which the units are expected. As everywhere, what an op waits for follows from what it reads and writes.
@@ -20,7 +24,7 @@ in which the units are expected. As everywhere, what an op waits for follows fro
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -33,6 +37,10 @@ from streamer.engine.schedule.op import Place
 from streamer.engine.schedule.order import Phase
 from streamer.memory.host import HostStore
 from streamer.memory.on_disk import WeightsOnDisk
+
+#: Issues what brings the other owners' parts of this rank's share of a unit's weights into the tensor that is
+#: given, which is in the buffer of that number.
+Gather = Callable[[int, torch.Tensor, int], object]
 
 
 class _Update(NamedTuple):
@@ -51,6 +59,8 @@ class WeightRing:
         self._store = store
         self._state = state
         self._buffers = store.weight_ring
+        #: given where machines divide the state
+        self.gather: Gather | None = None
         #: the units whose weights are in the ring, each with its buffer
         self._held: dict[int, int] = {}
         #: buffers that may be used for others, the one that is free for longest first
@@ -165,10 +175,15 @@ class WeightRing:
         disk, buffer = self._disk(unit), self._buffers[place]
         weight = buffer[: self._store.shards[unit].layout.nbytes]
         op = ops.write_weights(unit, place, disk.own_written_bytes)
+
         # before the state, which is several times as long: the buffer is wanted for other weights, whose read
         # keeps those behind it in its lane
-        write = partial(self._issuer.issue, op, partial(disk.write_own, buffer))
-        self._state.update(unit, *update, weight=weight, place=place, then=write)
+        def then() -> None:
+            if self.gather is not None:
+                self.gather(unit, weight, place)
+            self._issuer.issue(op, partial(disk.write_own, buffer))
+
+        self._state.update(unit, *update, weight=weight, place=place, then=then)
 
     def _disk(self, unit: int) -> WeightsOnDisk:
         disk = self._store.shards[unit].weights_on_disk

@@ -14,9 +14,9 @@ print, where one process would have 1B@1, 1OFFLOAD_GRAD@0 and, in the step, 1STE
     1UNSHARD@0          the whole layer, for the next forward
 
 AGREE reads and writes the shard and the gradient, so that whoever comes to those waits for it: order is
-derived as everywhere. What is on disk is in files that all ranks share, so AGREE reads and writes its places
-too: a rank comes to it when its share is on disk, and nobody reads the whole before. Layer 1 with a chunk of
-state in the share of this rank, and the weights of all:
+derived as everywhere. What is on disk is in files that a machine's ranks share, so AGREE reads and writes its
+places too: a rank comes to it when its share is on disk, and nobody reads the whole before. Layer 1 with a
+chunk of state in the share of this rank, and the weights of all:
 
     1READ_WEIGHTS@0     this rank's share
     1READ_STATE@0       its chunk
@@ -41,6 +41,15 @@ gathered from the others' parts before anybody reads them:
     1STEP               update this rank's part of its share
     1GATHER             the owners have updated theirs: bring their new weights here
     1AGREE              this machine has the new weights of all shares
+
+Weights on disk are gathered before this rank writes its share of them, in the buffer where it has updated it:
+
+    1READ_WEIGHTS@0     this rank's share
+    1STEP@0             update a part of it
+    1GATHER@0           the other parts
+    1WRITE_WEIGHTS@0
+
+Each machine has on its own disk what it would hold in host memory.
 
 Weights cross the network once in a step. Gradients are averaged for all owners of a share where ``p.grad``
 shows them; with ``update="backward"`` nobody sees them, and the mean goes to the one that updates.
@@ -315,16 +324,18 @@ class AcrossRanks:
 
     def after_update(self, unit: Unit) -> None:
         """The update of ``unit`` was issued."""
-        if self._store.is_divided:
-            self._gather(unit)
+        shard = self._store.shards[unit.index]
+        if self._store.is_divided and shard.weights_on_disk is None:
+            # .data: a version counter of its own, so that this write is not taken for the user's
+            self.gather(unit.index, shard.weight.data)
         words = f"updating '{unit.name}'"
         self._agree((unit.index,), words)
 
-    def _gather(self, unit: Unit) -> None:
-        """Bring the weights that the other owners of this rank's share have updated into the host shard."""
-        # .data: a version counter of its own, so that this write is not taken for the user's
-        weight = self._store.shards[unit.index].weight.data
-        pieces = [weight[parts[self.ranks.local_rank].gradient] for parts in self._parts[unit.index]]
+    def gather(self, index: int, weight: torch.Tensor, place: int | None = None) -> None:
+        """Bring the weights that the other owners of this rank's share have updated into ``weight``, those of
+        the host shard of unit ``index``, or of weights on disk those in buffer ``place`` of their ring."""
+        unit = self._root if index == ROOT else self._units[index]
+        pieces = [weight[parts[self.ranks.local_rank].gradient] for parts in self._parts[index]]
         words = f"gathering the weights of '{unit.name}'"
 
         def work() -> None:
@@ -338,7 +349,7 @@ class AcrossRanks:
                 raise
 
         sent = (len(pieces) - 1) * pieces[self.ranks.machine].numel()
-        self._issue(ops.gather(unit.index, self.ranks.over_network(sent)), work)
+        self._issue(ops.gather(index, self.ranks.over_network(sent), place), work)
 
     @as_plain
     def whole(self, unit: Unit, purpose: Purpose, wanted: range, *, to_first: bool = False) -> torch.Tensor:

@@ -55,7 +55,6 @@ from streamer.memory.purposes import (
     STATE_RING,
     WEIGHTS,
     Purpose,
-    host_bytes,
     of_all_ranks,
 )
 from streamer.memory.verdict import Tier, host, require
@@ -131,6 +130,8 @@ class Executor:
                 in_backward=update_in_backward,
             )
             self.gradients.meet = ranks.meet
+            if store.is_divided:
+                self.weights.gather_by(self.across.gather)
         self.norms = Norms(self.issuer, units, root, store)
         self.landing: Landing = UpdateInStep(self.gradients, self.norms)
         if update_in_backward:
@@ -450,7 +451,9 @@ class Executor:
             return shard
         assert self.across is not None, "they are of ranks"
         whole = HostShard(unit.layout)
-        whole.held = {WEIGHTS.name: shard.weight}
+        whole.weights_on_disk = shard.weights_on_disk
+        if not shard.is_out:
+            whole.held[WEIGHTS.name] = shard.weight
         for purpose in purposes:
             if not (numel := purpose.numel(unit.layout)) or not shard.has(purpose):
                 continue
@@ -466,8 +469,8 @@ class Executor:
         found, freed, held = list[Unit](), 0, self.store.bytes_by_purpose().get(STATE_RING, 0)
         purposes = {purpose for shard in self.store.shards for purpose in self.store.movable(shard)}
         layouts = [shard.layout for shard in self.store.shards]
-        ring = ring_bytes(layouts, [*{*purposes, *self.store.on_disk()}], self._num_ranks) * self._num_ranks
-        held *= self._num_ranks
+        ring = ring_bytes(layouts, [*{*purposes, *self.store.on_disk()}], self.store.division)
+        ring, held = ring * self._num_ranks, held * self._num_ranks
         for unit in (*reversed(self.units), self.root):
             if freed < lacking + max(0, ring - held) and (moved := self.store.movable(self.shard(unit))):
                 found.append(unit)
@@ -500,11 +503,11 @@ class Executor:
         room = self.host_available() + sum(held[name] for name in goes & held.keys())
         room -= max(0, self._for_inputs - self.inputs.places.nbytes * ranks)
         stays = [purpose for purpose in store.on_disk() if purpose.name not in goes]
-        if not stays and sum(host_bytes(layouts, purposes).values()) <= room:
+        if not stays and sum(store.division.host_bytes(layouts, purposes).values()) <= room:
             return frozenset()
-        ring = ring_bytes(layouts, [*purposes, *stays], ranks) * ranks
+        ring = ring_bytes(layouts, [*purposes, *stays], store.division) * ranks
         require(ON_DISK, Tier("host_memory", ring, room, REMEDY))
-        return beyond(state_sizes(layouts, purposes), room - ring)
+        return beyond(state_sizes(layouts, purposes, store.division), room - ring)
 
     def add_moments(
         self, purposes: Sequence[Purpose], on_disk: Collection[int], in_place_of: Sequence[Purpose]

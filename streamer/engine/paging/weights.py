@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from streamer.engine.disk.state import ShardUpdate, StatePager, masters_of
-from streamer.engine.disk.weights import WeightRing
+from streamer.engine.disk.weights import Gather, WeightRing
 from streamer.engine.paging.unit import Unit
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
@@ -272,9 +272,14 @@ class Weights:
         self._hide_out(unit)
         shard.send_out(write=has_changed)
 
+    def gather_by(self, gather: Gather) -> None:
+        """Machines divide the state: ``gather`` completes weights on disk that this rank has updated."""
+        if self._ring is not None:
+            self._ring.gather = gather
+
     def write_through(self, units: Iterable[Unit]) -> None:
-        """The user's code has written parameters of ``units`` on this rank, the first one: write what of them
-        is on disk there. Raises RuntimeError for what is in somebody's files."""
+        """The user's code has written parameters of ``units`` on this rank, the first one of its machine:
+        write what of them is on disk there. Raises RuntimeError for what is in somebody's files."""
         for unit in units:
             if unit.index in self._brought:
                 self._await_masters(unit)
@@ -287,8 +292,8 @@ class Weights:
                 shard.write_back()
 
     def follow(self, units: Iterable[Unit]) -> None:
-        """Some rank has written ``units``, all of them or the first for all: take over what is on disk, and
-        let there be on disk what follows from it."""
+        """Ranks have written ``units``, all of them or the first one of each machine for all of it: take over
+        what is on disk, and let there be on disk what follows from it."""
         for unit in units:
             if unit.index in self._brought:
                 assert self._ring is not None, "it was brought from disk"

@@ -208,9 +208,11 @@ def reduce(unit: int, slot: int, nbytes: int) -> Op:
 
 
 @_made_once
-def gather(unit: int, nbytes: int) -> Op:
-    """Bring what the ranks of other machines have made of a unit's weights into its host shard."""
-    return Op(OpKind.GATHER, unit, None, (shard(unit),), (shard(unit),), nbytes)
+def gather(unit: int, nbytes: int, weights: int | None = None) -> Op:
+    """Bring what the ranks of other machines have made of a unit's weights into its host shard; of weights on
+    disk into those in buffer ``weights`` of their ring."""
+    places = (shard(unit),) if weights is None else (shard(unit), weight_ring(weights))
+    return Op(OpKind.GATHER, unit, weights, places, places, nbytes)
 
 
 @_made_once

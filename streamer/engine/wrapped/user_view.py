@@ -171,7 +171,7 @@ def _end_writing(executor: Executor, across: AcrossRanks, function: Function, ar
     across.written.clear()
     on_disk = [unit for unit in units if executor.shard(unit).uses_disk]
     with together(across.ranks, "what the ranks share was written"):
-        if across.ranks.leads:
+        if across.ranks.leads_machine:
             executor.weights.write_through(on_disk)
     if across.written_of_root:
         _compare_root(executor.root, across, function)

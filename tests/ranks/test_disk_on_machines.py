@@ -1,0 +1,273 @@
+"""Machines with a disk each: what they compute, keep and tell is what they do in host memory, to the bit."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import streamer
+from streamer.backends.direct_io import System
+from streamer.engine.wrapped.handle import wrapped
+from streamer.memory import on_disk
+from tests.ranks import test_disk
+from tests.ranks import test_disk_use as use
+from tests.ranks.common import run_ranks
+from tests.ranks.programs import Arrays, arrays, backward, model, run
+from tests.ranks.test_checkpoint import held, same
+from tests.ranks.test_disk import ALL, BF16, CASES, CHUNK, STATE, disks, in_group
+from tests.ranks.test_equal import equal
+
+#: How many layers there are, beside `ALL` and `STATE`: so many are more than the rings of one rank take.
+MORE = 5
+#: Machines as `everyone` has them, replicas or such that divide the state, and what is trained on them, with
+#: how many layers: of more than `STATE` the weights are on disk, too.
+MACHINES: dict[str, tuple[int, int | str, dict[str, int]]] = {
+    "two that divide": (
+        2,
+        "ab",
+        {"fp32": MORE, "in backward, keep": MORE, "scaler": STATE},
+    ),
+    "two of two that divide": (4, "aabb", {"8-bit moments": ALL}),
+    "two replicas": (2, 2, {"8-bit moments": MORE}),
+    "two replicas of two": (4, 2, {"in backward, keep": STATE}),
+}
+#: What sums of several gradients take, besides. Moments have the room first, and go to disk then.
+FOR_SUMS = 1_350_000
+
+
+def on_machines(rank: int, machines: int | str, work: Callable[..., Any], folder: str, *given: Any) -> Any:
+    """What ``work(rank, folder of its machine, *given)`` returns on ranks of two machines."""
+    test_disk.MACHINES = machines
+    there = Path(folder) / f"machine {2 * rank // dist.get_world_size()}"
+    there.mkdir(exist_ok=True)
+    return work(rank, str(there), *given)
+
+
+def train(rank: int, folder: str, name: str) -> dict[str, Any]:
+    """By case, what training leads to without a disk, and with one; what was on disk in the end."""
+    on_disk.CHUNK_ELEMENTS = CHUNK
+    size, _, cases = MACHINES[name]
+    found = {}
+    for case, layers in cases.items():
+        backwards, options, given = CASES[case]
+        there: list[dict[str, int]] = []
+        ends = []
+        for where in (None, folder):
+            among = in_group(where, options, layers=layers)
+            parts = [[size * number + rank] for number in range(backwards)]
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(streamer, "unwrap", partial(_noting_disk, there))
+                ends.append(run(parts, among, divisor=backwards, layers=layers, **given))
+        found[case] = *ends, there[1]
+    return found
+
+
+def _noting_disk(there: list[dict[str, int]], made: torch.nn.Module) -> torch.nn.Module:
+    there.append(dict(streamer.stats(made).disk_bytes))
+    return _unwrap(made)
+
+
+_unwrap = streamer.unwrap
+
+
+# all cases in one test: their ranks run once, and tests of several processes would each run them again
+@pytest.mark.parametrize("name", MACHINES)
+def test_what_is_on_the_disks_of_machines_changes_nothing(name: str, tmp_path: Path) -> None:
+    size, machines, cases = MACHINES[name]
+    answers = run_ranks(size, on_machines, machines, train, str(tmp_path), name)
+    assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
+    for case, layers in cases.items():
+        for of_rank in answers:
+            in_memory, (norms, gradients, state), there = of_rank[case]
+            assert there.keys() & {"exp_avg", "remainders"}, case
+            assert ("weights" in there) == (layers > STATE), case
+            assert norms == in_memory[0], case
+            equal(gradients, in_memory[1])
+            equal(state, in_memory[2])
+
+
+def move(rank: int, folder: str) -> list[tuple[list[bool], Arrays]]:
+    """Whether moments are on disk after a step of one backward, and after one of two; what they lead to."""
+    on_disk.CHUNK_ELEMENTS = CHUNK
+    found = []
+    for where in (None, folder):
+        given = in_group(where, BF16, layers=STATE, more=FOR_SUMS)
+        made = streamer.wrap(model(layers=STATE), **{"layers": "layers", "device": "cpu", **given})
+        optimizer = streamer.AdamW(made.parameters(), lr=1e-2)
+        are_there = []
+        for step, backwards in enumerate((1, 2)):
+            for number in range(backwards):
+                backward(made, step, 2 * number + rank, 1, None)
+            optimizer.step()
+            optimizer.zero_grad()
+            are_there.append("exp_avg" in streamer.stats(made).disk_bytes)
+        found.append((are_there, held(made, optimizer)))
+        streamer.unwrap(made)
+    return found
+
+
+def test_moments_that_machines_divide_make_room_for_sums(tmp_path: Path) -> None:
+    for (_, in_memory), (are_there, there) in run_ranks(2, on_machines, "ab", move, str(tmp_path)):
+        assert are_there == [False, True]
+        same(there, in_memory)
+
+
+def begin(rank: int, folder: str) -> list[Arrays]:
+    """In fp32 and in bf16, the weights of a model that has other values on each rank."""
+    found = []
+    for options in ({}, BF16):
+        made = model(layers=MORE)
+        with torch.no_grad():
+            for value in (*made.parameters(), made.scale):
+                value.add_(rank)
+        given = in_group(folder, options, layers=MORE)
+        made = streamer.wrap(made, layers="layers", device="cpu", **given)
+        assert streamer.stats(made).disk_bytes["weights"]
+        found.append(arrays(streamer.unwrap(made).state_dict()))
+    return found
+
+
+@pytest.mark.parametrize("machines", [2, "ab"])
+def test_disks_begin_with_the_values_of_the_first_rank(machines: int | str, tmp_path: Path) -> None:
+    for of_rank in run_ranks(2, on_machines, machines, begin, str(tmp_path)):
+        for found in of_rank:
+            equal(found, arrays(model(layers=MORE).state_dict()))
+
+
+@pytest.mark.parametrize("machines", [2, "ab"])
+def test_what_is_written_is_written_to_the_disk_of_each_machine(machines: int | str, tmp_path: Path) -> None:
+    names = ["writes_weights", "follows"]
+    for of_rank in run_ranks(2, on_machines, machines, test_disk.write, str(tmp_path), names):
+        for name, ((losses, weights), (losses_of_disk, weights_of_disk)) in of_rank.items():
+            assert losses_of_disk == losses, name
+            assert not [k for k in weights if not np.array_equal(weights[k], weights_of_disk[k])], name
+
+
+def save_and_go_on(rank: int, folder: str, saved: str) -> list[tuple[Arrays, Arrays]]:
+    return [
+        use.go(rank, folder, [0, 1, 2], None, saved, True),
+        use.go(rank, folder, [2], saved, None, True),
+    ]
+
+
+def test_a_checkpoint_does_not_know_the_disks_of_machines(tmp_path: Path) -> None:
+    saved = str(tmp_path / "saved")
+    by_rank = run_ranks(2, on_machines, "ab", save_and_go_on, str(tmp_path), saved)
+    (_, whole), (resumed, _) = by_rank[0]
+    for _, end in (end for ends in by_rank for end in ends):
+        same(end, whole)
+    for before, _ in run_ranks(2, on_machines, 2, use.go, str(tmp_path), [], saved, None, True):
+        same(before, resumed)
+    alone, _ = use.go(0, None, [], saved, None, True)
+    same(alone, resumed)
+
+
+CPU = replace(use.CPU, ranks=1, machines=2)
+
+
+@pytest.mark.parametrize("options", [{}, {"update": "backward", "layers": STATE}], ids=["weights", "state"])
+def test_a_plan_of_machines_is_what_they_have_and_do(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_disk, "CHUNK_ELEMENTS", CHUNK)
+    options = {"layers": MORE, **options}
+    answers = run_ranks(2, on_machines, "ab", use.train, str(tmp_path), options)
+    budget, at_first, on_host, there, _, ops, nbytes = answers[0]
+    made, _, planned_ops, planned_nbytes = use.planned_on(CPU, options, budget, str(tmp_path))
+    planned, executor = wrapped(made).planned, wrapped(made).executor
+    assert at_first == (dict(planned.host), dict(planned.disk))
+    assert there == executor.disk_bytes()
+    assert on_host == executor.host_bytes()
+    assert ops == planned_ops
+    disk = ("READ_STATE", "WRITE_STATE", "READ_WEIGHTS", "WRITE_WEIGHTS")
+    assert [nbytes[kind] for kind in disk] == [planned_nbytes[kind] for kind in disk]
+    # each machine has its part of the state, and all weights that are on disk, of which it has written all
+    for _, _, _, on_disk_there, allocated, _, nbytes_there in answers:
+        assert allocated == sum(on_disk_there.values())
+        assert nbytes_there["WRITE_STATE"] + nbytes_there["WRITE_WEIGHTS"] == 2 * allocated
+    of_both = [Counter(each[3]) for each in answers]
+    whole = on_disk_of_one(options, str(tmp_path))
+    for name, nbytes_of_one in whole.items():
+        found = sum(each[name] for each in of_both)
+        assert found == pytest.approx((2 if name == "weights" else 1) * nbytes_of_one, rel=0.05)
+
+
+def on_disk_of_one(options: dict[str, Any], folder: str) -> dict[str, int]:
+    """The bytes on the disk of one machine that has all of the state there."""
+    machine = replace(CPU, machines=1)
+    with pytest.raises(MemoryError) as refused:
+        use.planned_on(machine, options, 1, folder)
+    least = re.search(r"host_memory needs ([0-9]+) bytes", str(refused.value))
+    assert least is not None
+    made, *_ = use.planned_on(machine, options, int(least[1]), folder)
+    return dict(wrapped(made).executor.disk_bytes())
+
+
+def has_no_room(rank: int, folder: str) -> None:
+    """The disk of the second machine has none. Nobody writes to the other one's."""
+
+    def allocate(*given: int) -> None:
+        if rank >= dist.get_world_size() // 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        os.posix_fallocate(*given)
+
+    def write(*_: Any) -> int:
+        raise AssertionError("it is known that there is no room")
+
+    given = in_group(folder, BF16)
+    given["disk"] = disks(folder, system=System(allocate=allocate, pwritev=write))
+    streamer.wrap(model(layers=ALL), **{"layers": "layers", "device": "cpu", **given})
+
+
+def write_fails(rank: int, folder: str) -> None:
+    use.faulty(rank, folder, use.of_rank_1(rank, "write", use.fail))
+
+
+THERE = r"\(machine 1, '.+'\)$"
+TOLD: dict[str, tuple[Callable[[int, str], None], int, str, str]] = {
+    "no room": (
+        has_no_room,
+        4,
+        rf"RanksError: allocating scratch files has failed on rank 2: DiskError: .*has no room.* {THERE}",
+        "DiskError: .*has no room",
+    ),
+    "a write fails": (
+        write_fails,
+        2,
+        rf"RanksError: rank 1 has failed: DiskError: disk=.*writing .* failed .*error.* {THERE}",
+        "(DiskError: disk|RanksError: rank 1 has failed: DiskError: disk)=.*writing .* failed .*error",
+    ),
+}
+
+
+def ends(rank: int, folder: str, name: str) -> str:
+    try:
+        TOLD[name][0](rank, folder)
+    except (OSError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("machines", [2, "by letters"])
+@pytest.mark.parametrize("name", TOLD)
+def test_all_are_told_which_machine_has_no_disk_any_more(
+    name: str, machines: int | str, tmp_path: Path
+) -> None:
+    _, size, others, mine = TOLD[name]
+    letters = machines if isinstance(machines, int) else "a" * (size // 2) + "b" * (size // 2)
+    for rank, told in enumerate(run_ranks(size, on_machines, letters, ends, str(tmp_path), name)):
+        assert re.match(mine if rank == size // 2 else others, told), told
+        assert "\n" not in told
+    assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
