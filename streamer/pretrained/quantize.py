@@ -245,7 +245,7 @@ def take_quantized(
         source = tensors.source(module._parameters[key])  # type: ignore[arg-type]
         if source is not None and (stack := quantized_stack(source, dtype or source.dtype)) is not None:
             _put(module, key, dequantize_in_forward, stack, tensors)
-            left -= {it.name for it in source.made_of}
+            left -= {it.name for it in source.pieces}
     if left:
         warn(
             f"{shortened(sorted(left))}: quantized in the files, and dequantized while they are read, since "

@@ -149,26 +149,33 @@ def _eight_bits(
 
 
 def quantized_stack(source: Source, dtype: torch.dtype) -> Callable[[torch.device], nn.Parameter] | None:
-    """What reads to a device the stack that is made of block-wise 8-bit floats, as experts are that lie one
-    by one in the files: their codes and their scales are stacked alike. None for what is made of others."""
-    convert, made_of = source.convert, source.made_of
-    blocks = {it.block if isinstance(it, StoredQuantized) else () for it in made_of}
-    block = blocks.pop() if len(blocks) == 1 else ()
-    if convert is None or not block:
+    """What reads to a device the stack of matrices in block-wise 8-bit floats, as experts are that lie one by
+    one in the files. Codes and scales lie alike, since the stack is the matrices one after the other: blocks
+    divide each. None for what is made of others, or in another way (turned, or interleaved)."""
+    matrices = [it for it in source.pieces if isinstance(it, StoredQuantized) and it.block]
+    kinds = {(it.block, it.parts["qdata"].dtype, it.parts["scale"].dtype) for it in matrices}
+    if len(kinds) != 1 or len(matrices) != len(source.pieces):
         return None
+    block = (1, *matrices[0].block)
+    shapes = {"qdata": source.shape, "scale": tuple(map(int.__floordiv__, source.shape, block))}
 
-    def stack(device: torch.device) -> dict[str, torch.Tensor]:
-        return {part: convert(partial(_read_part, part, device)) for part in ("qdata", "scale")}
+    def stack(device: torch.device) -> nn.Parameter:
+        parts = {
+            part: _joined([it.parts[part] for it in matrices], shape, device)
+            for part, shape in shapes.items()
+        }
+        return _eight_bits(parts, dtype, block=block)
 
-    without = stack(torch.device("meta"))
-    grid = (len(without["qdata"]), *map(int.__floordiv__, without["qdata"].shape[1:], block))
-    if without["scale"].shape != grid:  # turned, or interleaved
-        return None
-    return lambda device: _eight_bits(stack(device), dtype, block=(1, *block))
+    return stack
 
 
-def _read_part(part: str, device: torch.device, it: StoredQuantized) -> torch.Tensor:
-    return _read(it.parts[part], device)
+def _joined(pieces: Sequence[Stored], shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    """A tensor of that shape on ``device``, whose elements are those of ``pieces``, one after the other."""
+    whole = torch.empty(shape, dtype=pieces[0].dtype, device=device)
+    if not whole.is_meta:
+        for piece, place in zip(pieces, whole.view(-1).split([prod(it.shape) for it in pieces]), strict=True):
+            place.copy_(piece.read().view(-1))
+    return whole
 
 
 def _read(stored: Stored, device: torch.device | str) -> torch.Tensor:

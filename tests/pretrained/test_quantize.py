@@ -456,6 +456,17 @@ def test_quantized_files_that_are_not_whole(llama: Path, tmp_path: Path) -> None
     refused(r"with scales of .* for blocks of \[48, 128\], which do not divide it", tmp_path / "8")
 
 
+def test_what_is_quantized_while_it_is_read_is_not_read_where_it_lies(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(3))
+
+    save_file(Model().state_dict(), tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"and there is none: .* leave quantize= out, or give disk="):
+        streamer.from_pretrained(tmp_path, Model, quantize="int8", device="cpu", disk=True)
+
+
 def test_a_model_that_is_mostly_other_than_linear(tmp_path: Path) -> None:
     class Layer(nn.Module):
         def __init__(self) -> None:
