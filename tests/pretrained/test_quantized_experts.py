@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +228,9 @@ def test_experts_that_are_in_fp8_in_their_files(mixture: Path, tmp_path: Path) -
     assert_equal(history(model), history(reference))
     streamer.unwrap(model)
     assert of_experts == {"Float8Tensor"}
+    with pytest.raises(ValueError, match="has no files for block-wise fp8"):
+        model.get_base_model().save_pretrained(tmp_path / "whole")  # type: ignore[operator,union-attr]
+    assert not (tmp_path / "whole").exists()
     assert experts_of(model)[0].parametrizations["down_proj"].original.block_size == [1, 32, 32]  # type: ignore[index]
     for mine, theirs in zip(experts_of(model), experts_of(reference), strict=True):
         assert all(torch.equal(getattr(mine, key), getattr(theirs, key)) for key in STACKS)
@@ -349,6 +354,30 @@ def test_a_checkpoint_and_the_adapters(word: str, mixture: Path, tmp_path: Path)
     base = streamer.unwrap(streamed(mixture, word, adapt=None))
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapters", autocast_adapter_dtype=False)
     assert torch.equal(logits(adapted), expected)
+
+
+def test_a_whole_model_is_not_saved_by_transformers(
+    word: str, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would fail halfway, or write what it cannot read. Adapters without peft's wrapper are saved."""
+    model = streamed(mixture, word, adapt=None)
+    copied = copy.deepcopy(model)
+    for each in (model, copied, streamer.unwrap(model)):
+        with pytest.raises(ValueError, match="for experts that are one quantized tensor: save adapters"):
+            each.save_pretrained(tmp_path / "whole")
+    assert not (tmp_path / "whole").exists()
+    # transformers asks for a newer peft than it needs here
+    monkeypatch.setattr("transformers.integrations.peft.check_peft_version", lambda min_version: None)
+    copied.add_adapter(peft.LoraConfig(target_modules=ATTENTION, r=4))
+    copied.save_pretrained(tmp_path / "adapters")
+    freed = weakref.ref(copied)
+    gc.disable()  # which would free what refers to itself
+    del copied, each
+    gc.enable()
+    assert freed() is None
+    assert [path.name for path in (tmp_path / "adapters").glob("*.safetensors")] == [
+        "adapter_model.safetensors"
+    ]
 
 
 def test_codes_that_the_user_has_made_with_a_parametrization(mixture: Path) -> None:
