@@ -22,7 +22,7 @@ from streamer.errors import shortened, warn
 from streamer.pretrained.architecture import of_library, transformers_library
 from streamer.pretrained.files import Stored
 from streamer.pretrained.match import Tensors, compiled
-from streamer.pretrained.quantized_files import StoredQuantized, need, quantized_stack
+from streamer.pretrained.quantized_files import StoredQuantized, StoredStack, need
 from streamer.pretrained.stacks import dequantize_in_forward, original, stacks_in
 
 #: Layers by their paths.
@@ -246,9 +246,9 @@ def take_quantized(
             left.discard(it.name)
     for module, key in stacks_in([("", model)]).values():
         source = tensors.source(module._parameters[key])  # type: ignore[arg-type]
-        if source is not None and (stack := quantized_stack(source, dtype or source.dtype)) is not None:
-            _put(module, key, dequantize_in_forward, stack, tensors)
-            left -= {it.name for it in source.pieces}
+        if source is not None and (stack := StoredStack.of(source)) is not None:
+            _put(module, key, dequantize_in_forward, _reading(stack, dtype or source.dtype), tensors)
+            left -= {it.name for it in stack.matrices}
     if left:
         warn(
             f"{shortened(sorted(left))}: quantized in the files, and dequantized while they are read, since "
@@ -259,7 +259,7 @@ def take_quantized(
         _refuse_files(model, "block-wise fp8 that is in tensors of torchao")
 
 
-def _reading(stored: StoredQuantized, for_inputs: torch.dtype) -> Quantized:
+def _reading(stored: StoredQuantized | StoredStack, for_inputs: torch.dtype) -> Quantized:
     return lambda device: stored.quantized(device, for_inputs)
 
 

@@ -148,28 +148,43 @@ def _eight_bits(
     return nn.Parameter(values, requires_grad=False)
 
 
-def quantized_stack(source: Source, dtype: torch.dtype) -> Callable[[torch.device], nn.Parameter] | None:
-    """What reads to a device the stack of matrices in block-wise 8-bit floats, as experts are that lie one by
-    one in the files. Codes and scales lie alike, since the stack is the matrices one after the other: blocks
-    divide each. None for what is made of others, or in another way (turned, or interleaved)."""
-    matrices = [it for it in source.pieces if isinstance(it, StoredQuantized) and it.block]
-    kinds = {(it.block, it.parts["qdata"].dtype, it.parts["scale"].dtype) for it in matrices}
-    if len(kinds) != 1 or len(matrices) != len(source.pieces):
-        return None
-    block = (1, *matrices[0].block)
-    shapes = {"qdata": source.shape, "scale": tuple(map(int.__floordiv__, source.shape, block))}
+@dataclass(frozen=True)
+class StoredStack:
+    """Matrices in block-wise 8-bit floats that are one after the other a stack, as experts are that lie one
+    by one in the files. Codes and scales lie alike, since blocks divide each matrix."""
 
-    def stack(device: torch.device) -> nn.Parameter:
-        parts = {
-            part: _joined([it.parts[part] for it in matrices], shape, device)
+    matrices: tuple[StoredQuantized, ...]
+    shape: tuple[int, ...]
+
+    @staticmethod
+    def of(source: Source) -> StoredStack | None:
+        """None for what is made of others, or in another way (turned, or interleaved)."""
+        matrices = tuple(it for it in source.pieces if isinstance(it, StoredQuantized) and it.block)
+        kinds = {(it.block, *(part.dtype for part in it.parts.values())) for it in matrices}
+        if len(kinds) != 1 or len(matrices) != len(source.pieces):
+            return None
+        return StoredStack(matrices, source.shape)
+
+    @property
+    def parts(self) -> dict[str, Callable[[torch.device | str], torch.Tensor]]:
+        """By name what reads each to a device; to the meta device without values."""
+        shapes = {"qdata": self.shape, "scale": tuple(map(int.__floordiv__, self.shape, self._block))}
+        return {
+            part: partial(_joined, [it.parts[part] for it in self.matrices], shape)
             for part, shape in shapes.items()
         }
-        return _eight_bits(parts, dtype, block=block)
 
-    return stack
+    def quantized(self, device: torch.device | str, dtype: torch.dtype) -> nn.Parameter:
+        """The stack, read to ``device``, for inputs of ``dtype``."""
+        parts = {part: read(device) for part, read in self.parts.items()}
+        return _eight_bits(parts, dtype, block=self._block)
+
+    @property
+    def _block(self) -> tuple[int, ...]:
+        return 1, *self.matrices[0].block
 
 
-def _joined(pieces: Sequence[Stored], shape: Sequence[int], device: torch.device) -> torch.Tensor:
+def _joined(pieces: Sequence[Stored], shape: Sequence[int], device: torch.device | str) -> torch.Tensor:
     """A tensor of that shape on ``device``, whose elements are those of ``pieces``, one after the other."""
     whole = torch.empty(shape, dtype=pieces[0].dtype, device=device)
     if not whole.is_meta:

@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from streamer.planner.step_plan import StepPlan, plan_step
 from streamer.pretrained.quantize import SCHEMES
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import RTX_4090
+from tests.model_folders import rewritten
 from tests.pretrained.test_quantize import CONFIGS, least_memory, refused, stored_in_fp8, take_adapters
 from tests.quantized import (
     assert_equal,
@@ -263,7 +265,7 @@ def test_experts_are_read_where_they_lie(kind: str, deep: Path, tmp_path: Path) 
     assert_equal(*seen)
 
 
-@pytest.mark.parametrize("why", ["interleaved", "not all in fp8"])
+@pytest.mark.parametrize("why", ["interleaved", "not all in fp8", "scales of two dtypes"])
 def test_experts_in_fp8_that_cannot_be_one_stack_of_codes_are_dequantized(
     why: str, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,14 +279,30 @@ def test_experts_in_fp8_that_cannot_be_one_stack_of_codes_are_dequantized(
                 rule.operations.append(Interleave(dim=1))  # type: ignore[union-attr]
         return rules
 
+    def scales(held: dict[str, torch.Tensor], *, dtype: torch.dtype, of: str) -> None:
+        for name in [name for name in held if of in name and name.endswith("_scale_inv")]:
+            # powers of two, which are exact in all dtypes
+            held[name] = held[name].log2().round().exp2().to(dtype)
+
     stored_in_fp8(mixture, tmp_path, block=32, of=("experts", "proj"))
+    file = tmp_path / "model.safetensors"
+    rewritten(file, partial(scales, dtype=torch.float32, of="experts"))
     expected = [experts.gate_up_proj.detach().clone() for experts in experts_of(plain_fp8(tmp_path))]
     if why == "interleaved":
         monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", interleaving)
         expected = [stack.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2) for stack in expected]
+    elif why == "scales of two dtypes":
+        rewritten(file, partial(scales, dtype=BF16, of="experts.2"))
     else:
-        stored_in_fp8(mixture, tmp_path, block=32, of=("experts.1", "experts.2", "proj"))
         exact = AutoModelForCausalLM.from_pretrained(mixture, dtype=BF16)
+        held = load_file(mixture / "model.safetensors")
+
+        def some_exact(tensors: dict[str, torch.Tensor]) -> None:
+            for name in [name for name in tensors if "experts.0" in name or "experts.3" in name]:
+                del tensors[name]
+                tensors |= {name: held[name]} if name in held else {}
+
+        rewritten(file, some_exact)
         for stack, experts in zip(expected, experts_of(exact), strict=True):
             stack[[0, 3]] = experts.gate_up_proj.detach()[[0, 3]]  # type: ignore[index,operator]
     with pytest.warns(UserWarning, match=r"experts.* quantized in the files, and dequantized"):
