@@ -44,7 +44,7 @@ from streamer.backends.base import Lane, Process
 from streamer.backends.direct_io import ScratchFile, System, too_full
 from streamer.backends.host_memory import mapped
 from streamer.backends.ranks import Ranks, together
-from streamer.backends.stored_tensors import StoredTensor, StoredTensors
+from streamer.backends.stored_tensors import Pieces, StoredTensors
 from streamer.backends.thread import Worker, run_all
 from streamer.errors import DiskError, warn
 
@@ -413,7 +413,7 @@ class Disks:
         folders: Sequence[str | os.PathLike[str]],
         scratch: Callable[..., Scratch] = Scratch,
         *,
-        stored: Mapping[str, StoredTensor] | None = None,
+        stored: Mapping[str, Pieces] | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         """``scratch`` makes scratch files in ``folders``, of which there may be none if nothing is to be
@@ -427,7 +427,7 @@ class Disks:
         if folders and ranks is None:
             scratch(folders).close()
 
-    def with_stored(self, stored: Mapping[str, StoredTensor]) -> Disks:
+    def with_stored(self, stored: Mapping[str, Pieces]) -> Disks:
         """The same folders, beside which these parameters are ``stored`` in files."""
         return Disks(self.folders, self._scratch, stored=stored, ranks=self._ranks)
 

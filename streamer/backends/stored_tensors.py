@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +41,15 @@ class StoredTensor:
     def nbytes(self) -> int:
         """Bytes in the file."""
         return self.numel * self.dtype.itemsize
+
+
+#: Tensors that are, one after the other, one parameter.
+Pieces = Sequence[StoredTensor]
+
+
+def read_into(pieces: Pieces, values: torch.Tensor) -> Iterator[tuple[StoredTensor, torch.Tensor]]:
+    """What `StoredTensors` is to read, that contiguous ``values`` are those of ``pieces``."""
+    return zip(pieces, values.view(-1).split([piece.numel for piece in pieces]), strict=True)
 
 
 def between_bytes(tensors: Iterable[StoredTensor]) -> int:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 import streamer_native as native
-from streamer.backends.stored_tensors import StoredTensor, between_bytes
+from streamer.backends.stored_tensors import Pieces, between_bytes
 from streamer.memory.layout import Layout, Slice, Stretch
 from streamer.memory.on_disk import (
     RING,
@@ -73,7 +73,7 @@ class Disks(Protocol):
     makes scratch files in the folders, `reader` reads what is stored by way of ``between``, and `buffer` is
     memory that both can read into."""
 
-    stored: Mapping[str, StoredTensor]
+    stored: Mapping[str, Pieces]
     may_write: bool
 
     def open(self) -> Scratch: ...
@@ -583,11 +583,11 @@ class HostStore:
         self._buffers[WEIGHT_RING] = self.disks.buffer(WEIGHT_BUFFERS * nbytes)
         return list(self._buffers[WEIGHT_RING].split(nbytes))
 
-    def _read_in_place(self, shards: Sequence[tuple[HostShard, Mapping[str, StoredTensor]]]) -> None:
+    def _read_in_place(self, shards: Sequence[tuple[HostShard, Mapping[str, Pieces]]]) -> None:
         if not shards:
             return
         assert self.disks is not None, "no disk was given"
-        places = [place for _, stored in shards for place in stored.values()]
+        places = [place for _, stored in shards for pieces in stored.values() for place in pieces]
         self._buffers[FILE_BLOCKS] = self.disks.buffer(between_bytes(places))
         self._reader = self.disks.reader(self._buffers[FILE_BLOCKS])
         self._reader.open({place.file for place in places})

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Protocol
 
 import torch
 
 from streamer.backends.direct_io import ALIGNMENT
 from streamer.backends.disk import Extent
-from streamer.backends.stored_tensors import StoredTensor
+from streamer.backends.stored_tensors import Pieces, StoredTensor, read_into
 from streamer.errors import DiskError
 from streamer.memory.layout import Layout, Slice
 from streamer.memory.purposes import Purpose
@@ -467,7 +467,7 @@ class WeightsInFiles:
     def __init__(
         self,
         layout: Layout,
-        stored: Mapping[str, StoredTensor],
+        stored: Mapping[str, Pieces],
         reader: Reader,
         *,
         hold: Callable[[int], torch.Tensor],
@@ -483,11 +483,13 @@ class WeightsInFiles:
         self._held = [*zip(held, pieces, strict=True)]
         self._share = range(share.first_byte, share.stop_byte)
         self.padded_bytes = -(-layout.nbytes // ALIGNMENT) * ALIGNMENT
-        self.read_bytes = sum(place.nbytes for _, place in self._stored)
+        self.read_bytes = sum(piece.nbytes for _, pieces in self._stored for piece in pieces)
         self.disk_bytes = self.own_read_bytes = self.own_written_bytes = 0
 
     def read_all(self, buffer: torch.Tensor) -> None:
-        self._reader.read([(place, slice.view(buffer)) for slice, place in self._stored])
+        self._reader.read(
+            chain.from_iterable(read_into(pieces, slice.view(buffer)) for slice, pieces in self._stored)
+        )
         self.read_own(buffer)
 
     def read_own(self, buffer: torch.Tensor) -> None:
@@ -509,7 +511,9 @@ class WeightsInFiles:
             if known is slice:
                 return values.clone().view(slice.dtype).view(slice.param.shape)
         values = torch.empty(slice.param.shape, dtype=slice.dtype)
-        self._reader.read([(place, values) for known, place in self._stored if known is slice])
+        for known, pieces in self._stored:
+            if known is slice:
+                self._reader.read(read_into(pieces, values))
         return values
 
     def is_stored(self, slice: Slice) -> bool:
@@ -525,7 +529,7 @@ class WeightsInFiles:
         return [*differing]
 
 
-def stored_part(layout: Layout, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def stored_part(layout: Layout, stored: Mapping[str, Pieces]) -> dict[str, Pieces]:
     """Those of the ``stored`` tensors that a unit of this layout reads where they are: its frozen parameters,
     if they have most of its bytes."""
     found = [slice for slice in layout.slices if _is_in(slice, stored)]
@@ -534,12 +538,12 @@ def stored_part(layout: Layout, stored: Mapping[str, StoredTensor]) -> dict[str,
     return {slice.param.name: stored[slice.param.name] for slice in found}
 
 
-def held_beside(layout: Layout, stored: Mapping[str, StoredTensor]) -> int:
+def held_beside(layout: Layout, stored: Mapping[str, Pieces]) -> int:
     """Bytes of the weights of a unit that are held in memory while those ``stored`` are not."""
     return sum(slice.nbytes for slice in layout.slices if not _is_in(slice, stored))
 
 
-def _is_in(slice: Slice, stored: Mapping[str, StoredTensor]) -> bool:
+def _is_in(slice: Slice, stored: Mapping[str, Pieces]) -> bool:
     return not slice.param.trainable and slice.param.name in stored
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from streamer.backends.host_memory import RAISE_LOCKED_LIMIT
-from streamer.backends.stored_tensors import StoredTensor, between_bytes
+from streamer.backends.stored_tensors import Pieces, between_bytes
 from streamer.engine.paging.unit import Unit, buffer_bytes
 from streamer.engine.paging.update_in_backward import RING
 from streamer.memory.on_disk import held_beside, stored_part
@@ -201,7 +201,7 @@ def to_disk(
     root: Unit,
     room: int,
     *,
-    stored: Mapping[str, StoredTensor] | None = None,
+    stored: Mapping[str, Pieces] | None = None,
     may_write: bool = True,
     division: Division | None = None,
 ) -> tuple[Ledger, OnDisk]:
@@ -231,7 +231,7 @@ def to_disk(
             beside.get(position, 0) if position in out else WEIGHTS.nbytes(layout)
             for position, layout in enumerate(layouts)
         )
-        read = [tensor for position in out & in_files for tensor in parts[position].values()]
+        read = [piece for position in out & in_files for it in parts[position].values() for piece in it]
         return others | {
             WEIGHTS.name: sum(held),
             WEIGHT_RING: weight_ring_bytes([layouts[position] for position in out]),

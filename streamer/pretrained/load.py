@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +80,10 @@ def from_pretrained(
             in their name.
         disk: True reads frozen parameters of layers, such as the base of adapters, from the files where they
             are, for as many layers as ``host_memory`` (or what is free) has no room for: nothing is copied
-            and nothing written, and memory has a ring of a few layers. The files must stay. A layer of which
-            half or more is trained, or which the files have in another layout, is not read in this way. A
-            folder, or several, is what `streamer.wrap` takes for what cannot be read from these files, too.
+            and nothing written, and memory has a ring of a few layers. The files must stay. Experts that lie
+            there one by one, and are one tensor here, are read one after the other. A layer of which half or
+            more is trained, or which the files have in another layout, is not read in this way. A folder,
+            or several, is what `streamer.wrap` takes for what cannot be read from these files, too.
         options: the other ones of `streamer.wrap`.
 
     A transformers model is in evaluation mode, as that library's ``from_pretrained`` leaves it: call
@@ -141,22 +143,26 @@ def _adapted(model: nn.Module, adapt: Callable[[nn.Module], nn.Module | None], t
 def _with_files(disk: bool | Folders | Disks, model: nn.Module, tensors: Tensors) -> Disks:
     """``disk`` with what can be read from the files. Raises ValueError where that is nothing, and nothing
     else may be used."""
-    frozen: dict[str, Stored] = {}
+    frozen: dict[str, Sequence[Stored]] = {}
     for name, param in model.named_parameters():
         source = tensors.source(param)
-        if param.requires_grad or source is None or source.stored is None:
+        if param.requires_grad or source is None or not source.pieces:
             continue
-        if isinstance(source.stored, StoredQuantized):
-            frozen |= {f"{name}.{part}": stored for part, stored in source.stored.parts.items()}
-        elif not tensors.is_quantized(param):
-            frozen[name] = source.stored
+        in_parts = [it.parts for it in source.pieces if isinstance(it, StoredQuantized)]
+        if bool(in_parts) != tensors.is_quantized(param):
+            continue  # quantized, or dequantized, while it is read
+        if in_parts:
+            frozen |= {f"{name}.{part}": [it[part] for it in in_parts] for part in in_parts[0]}
+        else:
+            frozen[name] = source.pieces
     if disk is True and not frozen:
         raise ValueError(
-            "disk=True reads frozen parameters from the files where they are, and none is frozen: freeze "
-            "some in adapt=, or give disk= a folder, where weights and the optimizer's state can be written"
+            "disk=True reads frozen parameters as they are in the files, and there is none: freeze some in "
+            "adapt=, leave quantize= out, or give disk= a folder, where weights and the optimizer's state "
+            "can be written"
         )
-    found = places(frozen.values())
-    stored = {name: found[place.name] for name, place in frozen.items()}
+    found = places(chain.from_iterable(frozen.values()))
+    stored = {name: [found[piece.name] for piece in pieces] for name, pieces in frozen.items()}
     if isinstance(disk, Disks):
         return disk.with_stored(stored)
     return Disks([] if isinstance(disk, bool) else folders_of(disk), stored=stored)

@@ -23,21 +23,26 @@ from streamer.model.move_in import exchange
 from streamer.model.units import DTYPES
 from streamer.pretrained.architecture import of_library
 from streamer.pretrained.files import Stored
+from streamer.pretrained.joined import Joining, Pieces
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a tensor of the model comes from: the names of the files, and what reads it, on the CPU; and what
-    is ``stored`` there if that is the tensor as it is. One that is ``made_of`` several is what ``convert``
-    makes of a function that reads one of them, or a part of each."""
+    """Where a tensor of the model comes from: the names of the files, and what reads it, on the CPU; and its
+    ``pieces``, the tensors there whose elements are its own, one after the other. There are none if it is
+    made in another way."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     files: str
     read: Callable[[], torch.Tensor]
-    stored: Stored | None = None
-    made_of: tuple[Stored, ...] = ()
-    convert: Callable[[Callable[[Any], torch.Tensor]], torch.Tensor] | None = None
+    pieces: Pieces = ()
+
+    @property
+    def stored(self) -> Stored | None:
+        """The one tensor in the files that this is as it is, if there is one."""
+        is_one = len(self.pieces) == 1 and self.pieces[0].shape == self.shape
+        return self.pieces[0] if is_one else None
 
 
 class Tensors:
@@ -258,7 +263,7 @@ def _by_rules(model: Any, stored: Mapping[str, Stored], here: dict[str, torch.Te
 
 def _direct(stored: Stored) -> Source:
     """A tensor as it is in its file."""
-    return Source(stored.dtype, stored.shape, stored.file.name, stored.read, stored)
+    return Source(stored.dtype, stored.shape, stored.file.name, stored.read, (stored,))
 
 
 @dataclass
@@ -275,8 +280,10 @@ class _Conversion:
     def sources(self) -> dict[str, Source]:
         """Those that come out, by name. Their shapes are found out without reading anything."""
         files = ", ".join(sorted({stored.file.name for _, stored in self.parts}))
+        joining = Joining()
         try:
-            made = self._convert(lambda it: torch.empty(it.shape, dtype=it.dtype, device="meta"))
+            with joining:
+                made = self._convert(joining.empty)
         except Exception as error:  # whatever the library raises for shapes that do not fit together
             names = shortened([stored.name for _, stored in self.parts])
             raise CheckpointError(
@@ -288,8 +295,7 @@ class _Conversion:
                 tuple(tensor.shape),
                 files,
                 partial(self._read, name),
-                made_of=tuple(stored for _, stored in self.parts),
-                convert=partial(self._one, name),
+                joining.pieces(tensor),
             )
             for name, tensor in made.items()
         }
@@ -298,9 +304,6 @@ class _Conversion:
         if name not in self._made:
             self._made = self._convert(lambda stored: stored.read())
         return self._made.pop(name)
-
-    def _one(self, name: str, read: Callable[[Stored], torch.Tensor]) -> torch.Tensor:
-        return self._convert(read)[name]
 
     def _convert(self, read: Callable[[Stored], torch.Tensor]) -> dict[str, torch.Tensor]:
         converter = copy.deepcopy(self.converter)

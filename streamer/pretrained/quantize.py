@@ -9,6 +9,7 @@ the next one is read.
 from __future__ import annotations
 
 import abc
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -21,7 +22,7 @@ from streamer.errors import shortened, warn
 from streamer.pretrained.architecture import of_library, transformers_library
 from streamer.pretrained.files import Stored
 from streamer.pretrained.match import Tensors, compiled
-from streamer.pretrained.quantized_files import StoredQuantized, need, quantized_stack
+from streamer.pretrained.quantized_files import StoredQuantized, StoredStack, need
 from streamer.pretrained.stacks import dequantize_in_forward, original, stacks_in
 
 #: Layers by their paths.
@@ -223,6 +224,8 @@ def quantize_weights(
     if of_library(model):
         left = [name for name, each in model.named_modules() if _is_linear(each) and name not in chosen]
         _tell_transformers(model, scheme.config(left, for_inputs))
+        if stacks.keys() & chosen.keys():
+            _refuse_files(model, "experts that are one quantized tensor")
 
 
 def take_quantized(
@@ -243,18 +246,20 @@ def take_quantized(
             left.discard(it.name)
     for module, key in stacks_in([("", model)]).values():
         source = tensors.source(module._parameters[key])  # type: ignore[arg-type]
-        if source is not None and (stack := quantized_stack(source, dtype or source.dtype)) is not None:
-            _put(module, key, dequantize_in_forward, stack, tensors)
-            left -= {it.name for it in source.made_of}
+        if source is not None and (stack := StoredStack.of(source)) is not None:
+            _put(module, key, dequantize_in_forward, _reading(stack, dtype or source.dtype), tensors)
+            left -= {it.name for it in stack.matrices}
     if left:
         warn(
             f"{shortened(sorted(left))}: quantized in the files, and dequantized while they are read, since "
             "each is no linear module's own weight here"
         )
     _tell_transformers(model, model.config.quantization_config)
+    if any(isinstance(it, StoredQuantized) and it.block for it in stored.values()):
+        _refuse_files(model, "block-wise fp8 that is in tensors of torchao")
 
 
-def _reading(stored: StoredQuantized, for_inputs: torch.dtype) -> Quantized:
+def _reading(stored: StoredQuantized | StoredStack, for_inputs: torch.dtype) -> Quantized:
     return lambda device: stored.quantized(device, for_inputs)
 
 
@@ -346,3 +351,31 @@ def _tell_transformers(model: Any, config: Any) -> None:
     model.config._is_quantized = True
     if getattr(model.hf_quantizer.quantization_config, "load_in_4bit", False):
         model.is_loaded_in_4bit = True
+
+
+def _refuse_files(model: Any, what: str) -> None:
+    """Let ``save_pretrained`` refuse the whole ``model``, before it writes anything. Without that
+    transformers fails later, or writes files that it cannot read."""
+    model.hf_quantizer.is_serializable = _NotSerializable(model, what)
+
+
+class _NotSerializable:
+    """What transformers asks the quantizer of ``model`` before it saves, where there are no files for
+    ``what`` is in the model. It refers weakly to the model, which is to be freed when nobody else has it."""
+
+    def __init__(self, model: Any, what: str) -> None:
+        self._model = weakref.ref(model)
+        self._what = what
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # in a copy of the model it is the copy's
+        return type(self), (self._model(), self._what)
+
+    def __call__(self) -> bool:
+        """False where adapters alone are saved. Raises ValueError otherwise."""
+        if getattr(self._model(), "_hf_peft_config_loaded", False):
+            return False
+        raise ValueError(
+            f"transformers has no files for {self._what}: save adapters alone (by peft), a checkpoint "
+            "(streamer.save), or of a run of streamer train a whole model (streamer export --merge)"
+        )

@@ -148,27 +148,49 @@ def _eight_bits(
     return nn.Parameter(values, requires_grad=False)
 
 
-def quantized_stack(source: Source, dtype: torch.dtype) -> Callable[[torch.device], nn.Parameter] | None:
-    """What reads to a device the stack that is made of block-wise 8-bit floats, as experts are that lie one
-    by one in the files: their codes and their scales are stacked alike. None for what is made of others."""
-    convert, made_of = source.convert, source.made_of
-    blocks = {it.block if isinstance(it, StoredQuantized) else () for it in made_of}
-    block = blocks.pop() if len(blocks) == 1 else ()
-    if convert is None or not block:
-        return None
+@dataclass(frozen=True)
+class StoredStack:
+    """Matrices in block-wise 8-bit floats that are one after the other a stack, as experts are that lie one
+    by one in the files. Codes and scales lie alike, since blocks divide each matrix."""
 
-    def stack(device: torch.device) -> dict[str, torch.Tensor]:
-        return {part: convert(partial(_read_part, part, device)) for part in ("qdata", "scale")}
+    matrices: tuple[StoredQuantized, ...]
+    shape: tuple[int, ...]
 
-    without = stack(torch.device("meta"))
-    grid = (len(without["qdata"]), *map(int.__floordiv__, without["qdata"].shape[1:], block))
-    if without["scale"].shape != grid:  # turned, or interleaved
-        return None
-    return lambda device: _eight_bits(stack(device), dtype, block=(1, *block))
+    @staticmethod
+    def of(source: Source) -> StoredStack | None:
+        """None for what is made of others, or in another way (turned, or interleaved)."""
+        matrices = tuple(it for it in source.pieces if isinstance(it, StoredQuantized) and it.block)
+        kinds = {(it.block, *(part.dtype for part in it.parts.values())) for it in matrices}
+        if len(kinds) != 1 or len(matrices) != len(source.pieces):
+            return None
+        return StoredStack(matrices, source.shape)
+
+    @property
+    def parts(self) -> dict[str, Callable[[torch.device | str], torch.Tensor]]:
+        """By name what reads each to a device; to the meta device without values."""
+        shapes = {"qdata": self.shape, "scale": tuple(map(int.__floordiv__, self.shape, self._block))}
+        return {
+            part: partial(_joined, [it.parts[part] for it in self.matrices], shape)
+            for part, shape in shapes.items()
+        }
+
+    def quantized(self, device: torch.device | str, dtype: torch.dtype) -> nn.Parameter:
+        """The stack, read to ``device``, for inputs of ``dtype``."""
+        parts = {part: read(device) for part, read in self.parts.items()}
+        return _eight_bits(parts, dtype, block=self._block)
+
+    @property
+    def _block(self) -> tuple[int, ...]:
+        return 1, *self.matrices[0].block
 
 
-def _read_part(part: str, device: torch.device, it: StoredQuantized) -> torch.Tensor:
-    return _read(it.parts[part], device)
+def _joined(pieces: Sequence[Stored], shape: Sequence[int], device: torch.device | str) -> torch.Tensor:
+    """A tensor of that shape on ``device``, whose elements are those of ``pieces``, one after the other."""
+    whole = torch.empty(shape, dtype=pieces[0].dtype, device=device)
+    if not whole.is_meta:
+        for piece, place in zip(pieces, whole.view(-1).split([prod(it.shape) for it in pieces]), strict=True):
+            place.copy_(piece.read().view(-1))
+    return whole
 
 
 def _read(stored: Stored, device: torch.device | str) -> torch.Tensor:

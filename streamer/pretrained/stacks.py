@@ -65,6 +65,12 @@ def _end(module: nn.Module, *_: Any) -> None:
         sharing.__exit__(None, None, None)
 
 
+def name_of_original(name: str) -> str:
+    """The name of the quantized parameter that stands for the stack of that ``name``."""
+    owner, _, key = name.rpartition(".")
+    return f"{owner}.parametrizations.{key}.original"
+
+
 def original(module: nn.Module, key: str) -> ParametrizationList:
     """The module that has the quantized parameter."""
     parametrizations: Any = module.parametrizations

@@ -9,7 +9,7 @@ import torch
 
 from streamer.backends.direct_io import ALIGNMENT
 from streamer.backends.disk import Extent
-from streamer.backends.stored_tensors import StoredTensor
+from streamer.backends.stored_tensors import Pieces, StoredTensor
 from streamer.simulate.backend import VirtualBackend
 
 
@@ -59,7 +59,7 @@ class VirtualDisks:
     """As many disks as are needed, and what is ``stored`` in files."""
 
     def __init__(
-        self, backend: VirtualBackend, stored: Mapping[str, StoredTensor], *, may_write: bool = True
+        self, backend: VirtualBackend, stored: Mapping[str, Pieces], *, may_write: bool = True
     ) -> None:
         self._backend = backend
         self.stored = stored

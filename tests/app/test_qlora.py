@@ -24,6 +24,8 @@ from streamer.simulate.machine import MACHINES
 from tests import tiny_llama
 from tests.app.common import HOME, refused, sets
 from tests.app.test_train_pretrained import SHORT, losses, place
+from tests.model_folders import rewritten
+from tests.pretrained.test_quantize import stored_in_fp8
 
 __all__ = ["place"]
 pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' own
@@ -94,13 +96,20 @@ def test_a_run_learns_resumes_and_is_exported(
     is_merged(model, plain.float())
 
 
-def test_a_mixture_is_planned_trained_and_exported(place: Path) -> None:
+OF_MIXTURE = [*SETTINGS, "run.steps=2", f"lora.targets={json.dumps(ATTENTION)}"]
+
+
+def mixture() -> Any:
     tiny_llama.tokenizer().save_pretrained("mixture")
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
     made = transformers.MixtralConfig(vocab_size=300, num_key_value_heads=2, num_local_experts=4, **sizes)
     plain = transformers.MixtralForCausalLM(made).to(BF16)
     plain.save_pretrained("mixture")
-    settings = [*SETTINGS, "run.steps=2", f"lora.targets={json.dumps(ATTENTION)}"]
+    return plain
+
+
+def test_a_mixture_is_planned_trained_and_exported(place: Path) -> None:
+    plain, settings = mixture(), OF_MIXTURE
     plan, exact = (
         plan_run(load_config(CONFIG, [*each, 'model.pretrained="mixture"']), MACHINES["rtx-4090"])
         for each in (settings, [*settings, "model.quantize=none"])
@@ -111,6 +120,24 @@ def test_a_mixture_is_planned_trained_and_exported(place: Path) -> None:
     assert 1.2 * elements < saved < 1.5 * elements
     assert main(command(model="mixture", settings=settings)) == 0
     is_merged(merged(), plain.float())
+
+
+def test_a_mixture_in_fp8_is_trained_as_it_is(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mixture()
+    stored_in_fp8(Path("mixture"), Path("fp8"), block=32, of=("experts", "proj"))
+    tiny_llama.tokenizer().save_pretrained("fp8")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(
+        "fp8", dtype=BF16, quantization_config=transformers.FineGrainedFP8Config(dequantize=True)
+    )
+    assert main(command(model="fp8", settings=[*OF_MIXTURE, "model.quantize=none"])) == 0
+    capsys.readouterr()
+    model = merged()
+    assert "quantized" not in capsys.readouterr().out
+    is_merged(model, plain.float())
+    scale = "model.layers.1.block_sparse_moe.experts.2.w2.weight_scale_inv"
+    rewritten(Path("fp8/model.safetensors"), lambda held: held[scale].mul_(2))
+    told = refused(capsys, "export", str(RUN), "--to", "again", "--merge")
+    assert "layers.1.mlp.experts.down_proj' has other values than in training" in told
 
 
 def test_a_folder_in_4_bits_is_trained_as_it_is(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -173,6 +173,41 @@ def test_a_checkpoint_holds_the_parts(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["torchao int8", "bitsandbytes nf4"])
+def test_quantized_weights_are_parameters_wherever_layers_see_them(kind: str) -> None:
+    seen: list[bool] = []
+    with streamed(llama(kind)) as model:
+        for module in model.model.layers.modules():
+            if "weight" in module._parameters:
+                module.register_forward_pre_hook(
+                    lambda module, _: seen.append(isinstance(module.weight, nn.Parameter))
+                )
+        loss_of(model, 0).backward()
+        assert all(isinstance(param, nn.Parameter) for param in copy.deepcopy(model).parameters())
+    assert len(seen) > 100 and all(seen)
+    assert all(isinstance(param, nn.Parameter) for param in skeleton(llama(kind)).parameters())
+
+
+def states_in(model: nn.Module) -> list[Any]:
+    return [module.state for module in model.modules() if hasattr(module, "state")]
+
+
+def test_modules_keep_nothing_of_a_slot() -> None:
+    """The first forward of an Int8Params moves its codes and scales into its module's state, which an
+    autograd context keeps."""
+    model = llama("bitsandbytes int8")
+    before = [dict(vars(state)) for state in states_in(model)]
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    with streamed(model, num_slots=1, activations="keep"):
+        loss_of(model, 0).backward()
+        for each in (model, copy.deepcopy(model)):
+            assert [vars(state) for state in states_in(each)] == before
+        saved = model.state_dict()
+    assert len(before) == len(model.model.layers) * 7
+    assert saved.keys() == expected.keys()
+    assert_equal([*saved.values()], [*expected.values()])
+
+
+@pytest.mark.parametrize("kind", ["torchao int8", "bitsandbytes nf4"])
 def test_micro_batches(kind: str) -> None:
     def gradients(**options: Any) -> list[torch.Tensor]:
         model = llama(kind)

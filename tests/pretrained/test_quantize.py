@@ -132,6 +132,17 @@ def test_it_trains_as_what_transformers_quantizes(word: str, activations: str, l
         assert type(mine) is type(other) and torch.equal(_values(mine), _values(other))
 
 
+@pytest.mark.parametrize("word", WORDS)
+def test_transformers_reads_what_it_saves_of_it(word: str, llama: Path, tmp_path: Path) -> None:
+    model = streamed(llama, quantize=word, adapt=None)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=BF16, device_map={"": "cpu"})
+    mine, theirs = streamer.unwrap(model).state_dict(), again.state_dict()
+    assert [*mine] == [*theirs] and len({*map(type, mine.values())}) == (2 if word == "int8" else 1)
+    for name, value in mine.items():
+        assert type(value) is type(theirs[name]) and torch.equal(_values(value), _values(theirs[name]))
+
+
 def _told(model: Any) -> dict[str, Any]:
     """What trainers may ask a model about its quantization, but for the modules that are left out."""
     base = model.get_base_model()
@@ -454,6 +465,17 @@ def test_quantized_files_that_are_not_whole(llama: Path, tmp_path: Path) -> None
 
     rewritten(tmp_path / "8/model.safetensors", in_blocks_of_48)
     refused(r"with scales of .* for blocks of \[48, 128\], which do not divide it", tmp_path / "8")
+
+
+def test_what_is_quantized_while_it_is_read_is_not_read_where_it_lies(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(3))
+
+    save_file(Model().state_dict(), tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"and there is none: .* leave quantize= out, or give disk="):
+        streamer.from_pretrained(tmp_path, Model, quantize="int8", device="cpu", disk=True)
 
 
 def test_a_model_that_is_mostly_other_than_linear(tmp_path: Path) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
+import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
+from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config, conversion_mapping
+from transformers.core_model_loading import Interleave
 
 import streamer
 from streamer.backends.base import Lane
@@ -21,6 +25,7 @@ from streamer.planner.step_plan import StepPlan, plan_step
 from streamer.pretrained.quantize import SCHEMES
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import RTX_4090
+from tests.model_folders import rewritten
 from tests.pretrained.test_quantize import CONFIGS, least_memory, refused, stored_in_fp8, take_adapters
 from tests.quantized import (
     assert_equal,
@@ -64,6 +69,18 @@ def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     config = AutoConfig.for_model(name, **sizes(64, 2) | {"num_experts_per_tok": 2} | OF_EXPERTS[name])
     folder = tmp_path_factory.mktemp(name)
     AutoModelForCausalLM.from_config(config).to(BF16).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in bf16 with more layers than the buffers take through which weights are read from disk."""
+    torch.manual_seed(0)
+    shape = sizes(64, 6) | {"num_experts_per_tok": 2} | OF_EXPERTS["mixtral"]
+    folder = tmp_path_factory.mktemp("deep")
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **shape)).to(BF16).save_pretrained(
+        folder
+    )
     return folder
 
 
@@ -137,21 +154,15 @@ def test_it_trains_as_what_the_library_quantizes(word: str, mixture: Path) -> No
 
 
 @pytest.mark.filterwarnings("ignore:no direct I/O")
-def test_quantized_experts_lie_on_disk(word: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    # more layers than the buffers take through which scratch files are read
-    shape = sizes(64, 6) | {"num_experts_per_tok": 2} | OF_EXPERTS["mixtral"]
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **shape)).to(BF16).save_pretrained(
-        tmp_path
-    )
+def test_quantized_experts_lie_on_disk(word: str, deep: Path, tmp_path: Path) -> None:
     seen = []
     for disk in (None, str(tmp_path)):
         options: dict[str, Any] = {}
         if disk is not None:
-            least = least_memory(tmp_path, quantize=word, adapt=adapt, disk=disk)
+            least = least_memory(deep, quantize=word, adapt=adapt, disk=disk)
             options = {"disk": disk, "host_memory": least}
         torch.manual_seed(3)
-        model = streamed(tmp_path, word, **options)
+        model = streamed(deep, word, **options)
         assert all(shard.is_out for shard in wrapped(model).executor.store.shards[:-1]) == (disk is not None)
         seen.append(history(model))
         streamer.unwrap(model)
@@ -219,9 +230,85 @@ def test_experts_that_are_in_fp8_in_their_files(mixture: Path, tmp_path: Path) -
     assert_equal(history(model), history(reference))
     streamer.unwrap(model)
     assert of_experts == {"Float8Tensor"}
+    with pytest.raises(ValueError, match="has no files for block-wise fp8"):
+        model.get_base_model().save_pretrained(tmp_path / "whole")  # type: ignore[operator,union-attr]
+    assert not (tmp_path / "whole").exists()
     assert experts_of(model)[0].parametrizations["down_proj"].original.block_size == [1, 32, 32]  # type: ignore[index]
     for mine, theirs in zip(experts_of(model), experts_of(reference), strict=True):
         assert all(torch.equal(getattr(mine, key), getattr(theirs, key)) for key in STACKS)
+
+
+@pytest.mark.filterwarnings("ignore:no direct I/O")
+@pytest.mark.parametrize("kind", ["fp8", "exact"])
+def test_experts_are_read_where_they_lie(kind: str, deep: Path, tmp_path: Path) -> None:
+    """One by one in the files, and several times as many tensors as the model has."""
+    folder = deep
+    if kind == "fp8":
+        folder = tmp_path
+        stored_in_fp8(deep, folder, block=32, of=("experts", "proj"))
+    seen = []
+    for disk in (None, True):
+        options: dict[str, Any] = {"adapt": adapt, "device": "cpu", "dtype": BF16, "disk": disk}
+        if disk:
+            options["host_memory"] = least_memory(folder, adapt=adapt, disk=True)
+        torch.manual_seed(3)
+        model = streamer.from_pretrained(folder, **options).train()
+        shards = wrapped(model).executor.store.shards[:-1]
+        for shard in shards:
+            experts = [slice for slice in shard.layout.slices if "experts" in slice.param.name]
+            assert len(experts) == (4 if kind == "fp8" else 2)
+            assert shard.is_out == bool(disk)
+            assert not disk or all(map(shard.weights_on_disk.is_stored, experts))  # type: ignore[union-attr]
+        seen.append(history(model))
+        streamer.unwrap(model)
+        seen[-1] += [experts.down_proj.detach() for experts in experts_of(model)]
+    assert_equal(*seen)
+
+
+@pytest.mark.parametrize("why", ["interleaved", "not all in fp8", "scales of two dtypes"])
+def test_experts_in_fp8_that_cannot_be_one_stack_of_codes_are_dequantized(
+    why: str, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scales that are interleaved are so by whole blocks, which are not those of their codes."""
+    mapping = conversion_mapping.get_model_conversion_mapping
+
+    def interleaving(model: nn.Module) -> Any:
+        rules = mapping(model)  # type: ignore[arg-type]
+        for rule in rules:
+            if "experts.gate_up_proj" in "".join(rule.target_patterns):
+                rule.operations.append(Interleave(dim=1))  # type: ignore[union-attr]
+        return rules
+
+    def scales(held: dict[str, torch.Tensor], *, dtype: torch.dtype, of: str) -> None:
+        for name in [name for name in held if of in name and name.endswith("_scale_inv")]:
+            # powers of two, which are exact in all dtypes
+            held[name] = held[name].log2().round().exp2().to(dtype)
+
+    stored_in_fp8(mixture, tmp_path, block=32, of=("experts", "proj"))
+    file = tmp_path / "model.safetensors"
+    rewritten(file, partial(scales, dtype=torch.float32, of="experts"))
+    expected = [experts.gate_up_proj.detach().clone() for experts in experts_of(plain_fp8(tmp_path))]
+    if why == "interleaved":
+        monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", interleaving)
+        expected = [stack.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2) for stack in expected]
+    elif why == "scales of two dtypes":
+        rewritten(file, partial(scales, dtype=BF16, of="experts.2"))
+    else:
+        exact = AutoModelForCausalLM.from_pretrained(mixture, dtype=BF16)
+        held = load_file(mixture / "model.safetensors")
+
+        def some_exact(tensors: dict[str, torch.Tensor]) -> None:
+            for name in [name for name in tensors if "experts.0" in name or "experts.3" in name]:
+                del tensors[name]
+                tensors |= {name: held[name]} if name in held else {}
+
+        rewritten(file, some_exact)
+        for stack, experts in zip(expected, experts_of(exact), strict=True):
+            stack[[0, 3]] = experts.gate_up_proj.detach()[[0, 3]]  # type: ignore[index,operator]
+    with pytest.warns(UserWarning, match=r"experts.* quantized in the files, and dequantized"):
+        model = streamer.from_pretrained(tmp_path, device="cpu", disk=True)
+    streamer.unwrap(model)
+    assert all(map(torch.equal, [experts.gate_up_proj for experts in experts_of(model)], expected))
 
 
 def plain_fp8(folder: Path) -> nn.Module:
@@ -285,6 +372,30 @@ def test_a_checkpoint_and_the_adapters(word: str, mixture: Path, tmp_path: Path)
     base = streamer.unwrap(streamed(mixture, word, adapt=None))
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapters", autocast_adapter_dtype=False)
     assert torch.equal(logits(adapted), expected)
+
+
+def test_a_whole_model_is_not_saved_by_transformers(
+    word: str, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would fail halfway, or write what it cannot read. Adapters without peft's wrapper are saved."""
+    model = streamed(mixture, word, adapt=None)
+    copied = copy.deepcopy(model)
+    for each in (model, copied, streamer.unwrap(model)):
+        with pytest.raises(ValueError, match="for experts that are one quantized tensor: save adapters"):
+            each.save_pretrained(tmp_path / "whole")
+    assert not (tmp_path / "whole").exists()
+    # transformers asks for a newer peft than it needs here
+    monkeypatch.setattr("transformers.integrations.peft.check_peft_version", lambda min_version: None)
+    copied.add_adapter(peft.LoraConfig(target_modules=ATTENTION, r=4))
+    copied.save_pretrained(tmp_path / "adapters")
+    freed = weakref.ref(copied)
+    gc.disable()  # which would free what refers to itself
+    del copied, each
+    gc.enable()
+    assert freed() is None
+    assert [path.name for path in (tmp_path / "adapters").glob("*.safetensors")] == [
+        "adapter_model.safetensors"
+    ]
 
 
 def test_codes_that_the_user_has_made_with_a_parametrization(mixture: Path) -> None:

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +26,8 @@ from streamer.errors import CheckpointError, amount, shortened
 from streamer.pretrained.architecture import is_quantized
 from streamer.pretrained.files import Stored, stored_tensors
 from streamer.pretrained.match import Tensors
-from streamer.pretrained.quantized_files import StoredQuantized, with_quantized
+from streamer.pretrained.quantized_files import StoredQuantized, StoredStack, with_quantized
+from streamer.pretrained.stacks import name_of_original
 
 #: The names of files and tensors that peft looks for.
 WEIGHTS, PREFIX = "adapter_model.safetensors", "base_model.model."
@@ -145,9 +147,19 @@ class Merged:
     def was_quantized(self, param: nn.Parameter, left_out: Mapping[str, LeftOut]) -> bool:
         """Whether ``param`` was quantized for the run, and is not in the files; of what was frozen then
         ``left_out`` tells. What the parts of such a parameter were depends on the device too."""
-        source = self._sources.source(param)
+        return self.beside[param] not in left_out and not self._parts_in_files(param)
+
+    def _parts_in_files(self, param: nn.Parameter) -> dict[str, Callable[[], torch.Tensor]]:
+        """What reads the parts of ``param``, by the names that they have in training, if it is quantized in
+        the files."""
+        source, name = self._sources.source(param), self.beside[param]
         assert source is not None, "looked for at first"
-        return self.beside[param] not in left_out and not isinstance(source.stored, StoredQuantized)
+        if isinstance(source.stored, StoredQuantized):
+            return {f"{name}.{part}": it.read for part, it in source.stored.parts.items()}
+        if (stack := StoredStack.of(source)) is not None:
+            name = name_of_original(name)
+            return {f"{name}.{part}": partial(read, "cpu") for part, read in stack.parts.items()}
+        return {}
 
     def read(self, param: nn.Parameter, left_out: Mapping[str, LeftOut], dtype: torch.dtype) -> torch.Tensor:
         """The parameter in ``dtype``, what its adapter adds with it. Raises CheckpointError unless the base
@@ -159,11 +171,8 @@ class Merged:
             values = values.to(BY_NAME[known.dtype])
             is_same = LeftOut.of(values) == known
         else:
-            stored = source.stored
-            parts = stored.parts if isinstance(stored, StoredQuantized) else {}
-            is_same = all(
-                LeftOut.of(part.read()) == left_out.get(f"{beside}.{name}") for name, part in parts.items()
-            )
+            parts = self._parts_in_files(param)
+            is_same = all(LeftOut.of(read()) == left_out.get(name) for name, read in parts.items())
         if not is_same:
             raise CheckpointError(
                 f"'{self.names[param][0]}' has other values than in training: put the weights "

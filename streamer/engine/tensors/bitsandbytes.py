@@ -184,8 +184,11 @@ class _EightBits(Composite):
         return made
 
     def show(self, parts: Sequence[torch.Tensor]) -> None:
-        self.param.data = parts[0]
-        self.param.__dict__.update(CB=parts[0], SCB=parts[1])
+        if self.param.is_meta == parts[0].is_meta:
+            self.param.data = parts[0]
+            self.param.__dict__.update(CB=parts[0], SCB=parts[1])
+        else:
+            become(self.param, self.like(parts))
         for module in self.modules:
             if (state := getattr(module, "state", None)) is not None:
                 state.CB = state.SCB = None

@@ -222,6 +222,8 @@ def _on_device(context: Any, device: torch.device) -> Any:
         return device
     if isinstance(context, dict):
         return {key: _on_device(value, device) for key, value in context.items()}
+    if type(context) in (list, tuple):
+        return type(context)(_on_device(value, device) for value in context)
     told = dataclasses.is_dataclass(context) and not isinstance(context, type)
     if told and isinstance(getattr(context, "device", None), torch.device):
         return dataclasses.replace(context, device=device)
