@@ -81,7 +81,11 @@ class Placement:
     @property
     def machine(self) -> int:
         """The number of the machine of this rank."""
-        return next(number for number, row in enumerate(self.rows) if self.rank in row)
+        return self.place_of(self.rank)[0]
+
+    def place_of(self, rank: int) -> tuple[int, int]:
+        """The number of the machine of ``rank``, and its number among the ranks of that machine."""
+        return next((number, row.index(rank)) for number, row in enumerate(self.rows) if rank in row)
 
     @property
     def row(self) -> tuple[int, ...]:

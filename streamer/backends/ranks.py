@@ -153,6 +153,10 @@ class Ranks:
         """Whether this is the rank that does what is done once for all: choose, write files."""
         return self.rank == 0
 
+    def place_of(self, rank: int) -> tuple[int, int]:
+        """The number of the machine of ``rank``, and its number among the ranks of that machine."""
+        return self._placement.place_of(rank)
+
     @property
     def leads_machine(self) -> bool:
         """Whether this is the rank that does what is done once on each machine: write what they share."""
@@ -548,31 +552,33 @@ class Ranks:
             # who is told so reads them by way of other streams and processes
             torch.cuda.current_stream(buffer.device).synchronize()
 
-    def of_machines(self, mine: torch.Tensor, sizes: Sequence[int], *, to_first: bool) -> list[torch.Tensor]:
+    def of_machines(
+        self, mine: torch.Tensor, sizes: Sequence[int], *, to: int | None = None
+    ) -> list[torch.Tensor]:
         """What each machine has, flat uint8 on the host, of so many bytes each; ``mine`` is this one's. The
-        ranks of a column call it, not while the COLLECTIVE lane has work. With ``to_first`` that of the first
-        machine alone is told, the others only of their own."""
+        ranks of a column call it, not while the COLLECTIVE lane has work. With ``to`` that of this machine
+        alone is told, the others only of their own."""
         found = []
         for machine, nbytes in enumerate(sizes):
-            is_told = not to_first or not self.machine
+            is_told = to is None or to == self.machine
             if machine == self.machine:
                 found.append(mine)
             else:
                 found.append(torch.empty(nbytes if is_told else 0, dtype=torch.uint8))
-            passes = machine > 0 and (is_told or machine == self.machine) if to_first else True
+            passes = to is None or (machine != to and self.machine in (machine, to))
             if passes and nbytes:
                 pieces = found[-1].split(REPLICATED)
-                self._collective(partial(self._pass_on, pieces, machine, to_first=to_first), GATHERING)
+                self._collective(partial(self._pass_on, pieces, machine, to=to), GATHERING)
         return found
 
-    def _pass_on(self, pieces: Sequence[torch.Tensor], machine: int, *, to_first: bool) -> None:
+    def _pass_on(self, pieces: Sequence[torch.Tensor], machine: int, *, to: int | None) -> None:
         for piece in pieces:
             # NCCL sends from the device; a tensor of the CPU is its own copy
             sent = piece.to(self._device)
-            if not to_first:
+            if to is None:
                 dist.broadcast(sent, group_src=machine, group=self._replicas)
-            elif self.machine:
-                dist.send(sent, group_dst=0, group=self._replicas)
+            elif self.machine == machine:
+                dist.send(sent, group_dst=to, group=self._replicas)
             else:
                 dist.recv(sent, group_src=machine, group=self._replicas)
             if machine != self.machine:

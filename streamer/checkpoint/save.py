@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import shutil
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -47,6 +49,9 @@ RANDOM_OF_RANKS = "random of ranks"
 #: Upper bounds for the manifest's JSON, for each tensor and for the rest, in the room that is asked for.
 ENTRY_BYTES, MANIFEST_BYTES = 1 << 9, 1 << 16
 
+#: A file in a folder that is written, with a text by which ranks know that they see the same folder.
+TOKEN = "token"
+
 #: Units that may wait in copies while training goes on.
 MOST_COPIES = 2
 
@@ -77,10 +82,11 @@ def save(
     ``result()`` raises what went wrong, or else the next `save` does. ``optimizer`` may be one of
     ``torch.optim``, or None.
 
-    Ranks all call this; the first one writes, and the others wait for it unless ``block=False``. In the
-    checkpoint are the states of all ranks' generators; it is read by any number of ranks. Where machines
-    divide the state among them, the first rank gathers it unit by unit, so that all wait for it whatever
-    ``block`` is.
+    Ranks all call this, and each writes some of the units, those of the first machine alone if the others do
+    not find the folder. With ``block=False`` the first one writes all. In the checkpoint are the states of
+    all ranks' generators; it is read by any number of ranks. Where machines divide the state among them, it
+    is gathered unit by unit for the rank that writes it, which has two units' state in memory beside the
+    model's; all wait for that whatever ``block`` is.
 
     ``frozen=False`` leaves out the parameters that are not trained, such as the base of adapters: of each the
     manifest has the CRC-32, by which `streamer.load` tells whether its model has the same one.
@@ -96,8 +102,8 @@ def save(
         of_ranks = ranks.meet(f"saving step {step} to '{path}'", random_states())
     done: Future[None] = Future()
     what = partial(_content, model, optimizer, executor, dict(extra or {}), of_ranks, frozen=frozen)
-    if ranks is not None and executor.store.is_divided:
-        _save_divided(model, optimizer, executor, ranks, Path(path), step, what)
+    if ranks is not None and (block or executor.store.is_divided):
+        _save_together(model, optimizer, executor, ranks, Path(path), step, what)
         done.set_result(None)
         return done
     with together(ranks, "writing a checkpoint", patient=True):
@@ -118,9 +124,7 @@ def _save(
     *,
     block: bool,
 ) -> Future[None]:
-    executor.wait_for_saving()
-    if executor.saving is not None and not executor.saving.asked:
-        executor.saving.result()
+    _settle_saving(executor)
     units = [*executor.units, executor.root]
     content = _checked_content(model, optimizer, executor, make_content)
     nbytes = content.nbytes(units)
@@ -135,9 +139,7 @@ def _save(
             with new_folder(path, nbytes=nbytes) as folder, content.flushing:
 
                 def write_unit(index: int, copy: HostShard | None) -> None:
-                    shard = copy or shards[index]
-                    content.write(folder, content.of_unit(by_index[index], shard, on_host=block))
-                    content.note_left_out(by_index[index], shard)
+                    content.write_unit(folder, by_index[index], copy or shards[index], on_host=block)
 
                 handover.read_all(write_unit)
                 content.write(folder, content.files)
@@ -173,7 +175,7 @@ def _checked_content(
     return make_content()
 
 
-def _save_divided(
+def _save_together(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     executor: Executor,
@@ -182,28 +184,82 @@ def _save_divided(
     step: int,
     make_content: Callable[[], _Content],
 ) -> None:
-    """Write what several machines hold parts of: the first rank has one unit's state whole at a time."""
+    """Write a checkpoint of which each rank writes some units, and the first one the rest. What machines hold
+    parts of is gathered for who writes it."""
     units = [*executor.units, executor.root]
     state_dtype = optimizer.state_dtype if isinstance(optimizer, AdamW) else torch.float32
     purposes = (*MASTERING, *MOMENTS[state_dtype])
-    content: _Content | None = None
-    with ExitStack() as writing:
-        with together(ranks, "beginning a checkpoint", patient=True):
-            if ranks.leads:
-                content = _checked_content(model, optimizer, executor, make_content)
-                folder = writing.enter_context(new_folder(path, nbytes=content.nbytes(units)))
-                writing.enter_context(content.flushing)
-        for unit in units:
-            whole = executor.whole_shard(unit, purposes, to_first=True)
-            with together(ranks, f"writing '{unit.name}' into a checkpoint", patient=True):
-                if content is not None:
-                    content.write(folder, content.of_unit(unit, whole, on_host=True))
-                    content.note_left_out(unit, whole)
-        with together(ranks, "writing a checkpoint", patient=True):
-            if content is not None:
-                content.write(folder, content.files)
-                Manifest(step, content.entries, content.values, _written_by()).write(folder)
-                writing.close()
+    with together(ranks, "beginning a checkpoint", patient=True):
+        _settle_saving(executor)
+        content = _checked_content(model, optimizer, executor, make_content)
+    with ExitStack() as made:
+        open_folder = partial(_open_folder, made, path, content.nbytes(units))
+        folder, token = ranks.led("beginning a checkpoint", open_folder)
+        # a folder that is on the first machine's own disk is written there alone
+        seen = ranks.meet("finding the folder of a checkpoint", _token_in(folder) == token)
+        writer_of = _dealt(units, [rank for rank, sees in enumerate(seen) if sees])
+        try:
+            with content.flushing, ThreadPoolExecutor(1) as pool:
+                writing = [pool.submit(content.write, folder, content.files)] if ranks.leads else []
+                for unit in units:
+                    writer = writer_of[unit.index]
+                    whole = executor.whole_shard(unit, purposes, to=writer)
+                    if writer == ranks.rank:
+                        wait(writing)  # one is written while the next is gathered
+                        writing.append(pool.submit(content.write_unit, folder, unit, whole))
+                with together(ranks, "writing a checkpoint", patient=True):
+                    for written in writing:
+                        written.result()
+            with together(ranks, "flushing a checkpoint", patient=True):
+                if not ranks.leads and ranks.rank in writer_of.values():
+                    part = folder / f"part-{ranks.rank}"
+                    part.mkdir()
+                    Manifest(step, content.entries, {FROZEN: content.values[FROZEN]}, {}).write(part)
+            with together(ranks, "writing a checkpoint", patient=True):
+                if ranks.leads:
+                    for part in folder.glob("part-*"):
+                        content.take_over(Manifest.read(part))
+                        shutil.rmtree(part)
+                    (folder / TOKEN).unlink()
+                    Manifest(step, content.entries, content.values, _written_by()).write(folder)
+                    made.close()
+        except BaseException:
+            # who ends last leaves nothing, also where the first one was killed
+            if seen[ranks.rank]:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+
+def _open_folder(made: ExitStack, path: Path, nbytes: int) -> tuple[Path, str]:
+    folder = made.enter_context(new_folder(path, nbytes=nbytes)).absolute()
+    token = os.urandom(8).hex()
+    (folder / TOKEN).write_text(token)
+    return folder, token
+
+
+def _token_in(folder: Path) -> str | None:
+    try:
+        return (folder / TOKEN).read_text()
+    except OSError:
+        return None
+
+
+def _dealt(units: Sequence[Unit], writers: Sequence[int]) -> dict[int, int]:
+    """Who writes which unit, so that each writes about as many bytes."""
+    given = dict.fromkeys(writers, 0)
+    found: dict[int, int] = {}
+    for unit in sorted(units, key=lambda unit: unit.layout.nbytes, reverse=True):
+        found[unit.index] = min(given, key=lambda rank: given[rank])
+        given[found[unit.index]] += unit.layout.nbytes
+    return found
+
+
+def _settle_saving(executor: Executor) -> None:
+    """Wait for the checkpoint that is being written, if there is one, and raise what went wrong in it if
+    nobody has asked."""
+    executor.wait_for_saving()
+    if executor.saving is not None and not executor.saving.asked:
+        executor.saving.result()
 
 
 Files = dict[str, list[Piece]]
@@ -243,10 +299,16 @@ class _Content:
         files = {file_name(WEIGHTS, unit): weights, file_name(OPTIMIZER, unit): moments}
         return {name: pieces for name, pieces in files.items() if pieces}
 
-    def note_left_out(self, unit: Unit, shard: HostShard) -> None:
-        """Let the manifest know the parameters of ``unit`` that are not written."""
+    def write_unit(self, folder: Path, unit: Unit, shard: HostShard, *, on_host: bool = True) -> None:
+        """Write a unit's files, and let the manifest know its parameters that are not written."""
+        self.write(folder, self.of_unit(unit, shard, on_host=on_host))
         for slice in () if self.frozen else left_out(unit):
             self.values[FROZEN][slice.param.name] = asdict(LeftOut.held(slice, shard))
+
+    def take_over(self, part: Manifest) -> None:
+        """Let the manifest know what another rank has written."""
+        self.entries |= part.files
+        self.values[FROZEN] |= part.values[FROZEN]
 
     def write(self, folder: Path, files: Files) -> None:
         for name, pieces in files.items():

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +159,87 @@ def test_all_ranks_know_that_a_checkpoint_could_not_be_written(tmp_path: Path) -
             "RanksError CheckpointError",
         ]
         assert (folder / "good" / "manifest.json").is_file()
+
+
+def saves(
+    rank: int,
+    folder: str,
+    machines: str | None,
+    sees: list[bool],
+    before: partial[None] | None = None,
+) -> list[str]:
+    """Save, ``before`` being called before its rank writes a file: the names of the files that this rank has
+    written, or the error."""
+    made = streamer.wrap(model(), layers="layers", device="cpu", process_group=everyone(machines), **BF16)
+    written: list[str] = []
+    write, token_in = save.write_tensors, save._token_in
+
+    def note(path: Path, *given: Any, **options: Any) -> Any:
+        if before is not None and rank == before.args[0]:
+            before(path)
+        written.append(path.name)
+        return write(path, *given, **options)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(save, "write_tensors", note)
+        patched.setattr(save, "_token_in", lambda path: token_in(path) if sees[rank] else None)
+        try:
+            streamer.save(made, None, folder, step=0)
+        except (OSError, RuntimeError) as error:
+            return [f"{type(error).__name__}: {error}"]
+    streamer.unwrap(made)
+    return written
+
+
+@pytest.mark.parametrize(
+    ("machines", "sees"),
+    [(None, [True, True]), ("aabb", [True] * 4), ("aabb", [True, True, False, False])],
+)
+def test_each_rank_that_finds_the_folder_writes_units(
+    machines: str | None, sees: list[bool], tmp_path: Path
+) -> None:
+    whole, saved = tmp_path / "whole", tmp_path / "saved"
+    run_ranks(1, saves, str(whole), None, [True])
+    by_rank = run_ranks(len(sees), saves, str(saved), machines, sees)
+    assert [bool(written) for written in by_rank] == sees
+    written = sorted(name for names in by_rank for name in names)
+    assert written == sorted(path.name for path in whole.glob("*.safetensors"))
+    # the states of generators differ
+    for name in [name for name in written if name.startswith("weights-")]:
+        assert (saved / name).read_bytes() == (whole / name).read_bytes()
+    assert {path.name for path in saved.iterdir()} == {path.name for path in whole.iterdir()}
+    fresh = streamer.wrap(model(), layers="layers", device="cpu", **BF16)
+    streamer.load(fresh, None, saved)
+    streamer.unwrap(fresh)
+
+
+def no_room(rank: int, path: Path) -> None:
+    if path.name.startswith("weights-"):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+
+def ends(rank: int, path: Path) -> None:
+    if path.name.startswith("weights-"):
+        path.write_text("a part of it")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("machines", [None, "ab"])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("happens", [no_room, ends])
+def test_what_ends_the_writing_of_a_rank_leaves_nothing(
+    happens: Callable[[int, Path], None], rank: int, machines: str | None, tmp_path: Path
+) -> None:
+    given = str(tmp_path / "saved"), machines, [True, True], partial(happens, rank)
+    answers = run_ranks(2, saves, *given, timeout=2.0 if machines else 60.0, may_end=True)
+    other, failed = answers[1 - rank], answers[rank]
+    if happens is no_room:
+        assert failed[0].startswith("OSError") and "No space left on device" in failed[0]
+        assert other[0].startswith(f"RanksError: writing a checkpoint has failed on rank {rank}: OSError")
+    else:
+        assert failed is None
+        assert other[0].startswith(f"RanksError: rank {rank} has ended")
+    assert list(tmp_path.iterdir()) == []
 
 
 def saves_beside_backward(rank: int, folder: str) -> Arrays:

@@ -352,24 +352,28 @@ class AcrossRanks:
         self._issue(ops.gather(index, self.ranks.over_network(sent), place), work)
 
     @as_plain
-    def whole(self, unit: Unit, purpose: Purpose, wanted: range, *, to_first: bool = False) -> torch.Tensor:
+    def whole(self, unit: Unit, purpose: Purpose, wanted: range, *, to: int | None = None) -> torch.Tensor:
         """The ``wanted`` elements (or blocks) of ``unit`` for ``purpose``, of which each machine holds some,
-        in a copy. A meeting, when all that was issued is done. With ``to_first`` the first rank alone has
-        them, and what others get is unset."""
+        in a copy. A meeting, when all that was issued is done. With ``to`` that rank alone has them, others
+        nothing."""
         self._issuer.synchronize()
         self.ranks.meet(f"reading {purpose.name} of '{unit.name}' from all machines")
-        found = torch.empty(len(wanted), dtype=purpose.dtype)
-        if to_first and not self.ranks.leads_machine:
-            return found
+        machine, column = (None, self.ranks.local_rank) if to is None else self.ranks.place_of(to)
+        nothing = torch.empty(0, dtype=purpose.dtype)
+        if column != self.ranks.local_rank:
+            return nothing
         places = [[*places_of(parts, purpose, wanted)] for parts in self._parts[unit.index]]
         sizes = [sum(stop - start for start, stop, _ in of_machine) for of_machine in places]
         here = [held for held, _ in self._store.shards[unit.index].here(purpose, wanted)]
-        mine = torch.cat([torch.empty(0, dtype=purpose.dtype), *here]).view(torch.uint8)
+        mine = torch.cat([nothing, *here]).view(torch.uint8)
         nbytes = [size * purpose.dtype.itemsize for size in sizes]
-        of_machines = self.ranks.of_machines(mine, nbytes, to_first=to_first)
+        of_machines = self.ranks.of_machines(mine, nbytes, to=machine)
+        if to not in (None, self.ranks.rank):
+            return nothing
+        found = torch.empty(len(wanted), dtype=purpose.dtype)
         for of_machine, held in zip(places, of_machines, strict=True):
             values, at = held.view(purpose.dtype), 0
-            for start, stop, _ in of_machine if values.numel() else ():
+            for start, stop, _ in of_machine:
                 found[start - wanted.start : stop - wanted.start] = values[at : at + stop - start]
                 at += stop - start
         return found

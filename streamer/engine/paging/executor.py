@@ -441,11 +441,11 @@ class Executor:
         purposes: Iterable[Purpose] = MASTERING,
         *,
         only: Slice | None = None,
-        to_first: bool = False,
+        to: int | None = None,
     ) -> HostShard:
         """The host shard of ``unit``; where machines divide the state, one with copies of the pieces for
-        ``purposes``, of one parameter ``only`` or of all, with ``to_first`` on the first rank alone. Then a
-        meeting, which all ranks come to, when all updates are done."""
+        ``purposes``, of one parameter ``only`` or of all, with ``to`` on that rank alone. Then a meeting,
+        which all ranks come to, when all updates are done."""
         shard = self.shard(unit)
         if not shard.is_divided or self.backend.device.type == "meta":
             return shard
@@ -458,9 +458,10 @@ class Executor:
             if not (numel := purpose.numel(unit.layout)) or not shard.has(purpose):
                 continue
             wanted = range(numel) if only is None else purpose.range(only)
-            piece = whole.held[purpose.name] = torch.empty(numel, dtype=purpose.dtype)
-            found = self.across.whole(unit, purpose, wanted, to_first=to_first)
-            piece[wanted.start : wanted.stop] = found
+            found = self.across.whole(unit, purpose, wanted, to=to)
+            if to in (None, self.across.ranks.rank):
+                piece = whole.held[purpose.name] = torch.empty(numel, dtype=purpose.dtype)
+                piece[wanted.start : wanted.stop] = found
         return whole
 
     def _move_to_disk(self, lacking: int) -> None:
