@@ -248,6 +248,11 @@ def write_fails(rank: int, folder: str) -> None:
     use.faulty(rank, folder, use.of_rank_1(rank, "write", use.fail))
 
 
+def has_no_folder(rank: int, folder: str) -> None:
+    given = in_group(folder, BF16) | ({"disk": f"{folder}/nowhere"} if rank else {})
+    streamer.wrap(model(layers=ALL), **{"layers": "layers", "device": "cpu", **given})
+
+
 THERE = r"\(machine 1, '.+'\)$"
 TOLD: dict[str, tuple[Callable[[int, str], None], int, str, str]] = {
     "no room": (
@@ -255,6 +260,12 @@ TOLD: dict[str, tuple[Callable[[int, str], None], int, str, str]] = {
         4,
         rf"RanksError: allocating scratch files has failed on rank 2: DiskError: .*has no room.* {THERE}",
         "DiskError: .*has no room",
+    ),
+    "no folder": (
+        has_no_folder,
+        2,
+        rf"RanksError: wrap has failed on rank 1: DiskError: .*no such folder.* {THERE}",
+        "DiskError: .*no such folder",
     ),
     "a write fails": (
         write_fails,
