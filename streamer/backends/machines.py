@@ -180,6 +180,7 @@ class Bell:
         self._rung = FileIO(rung, "wb")
         #: nobody rings it any more, or waits for it
         self.close = weakref.finalize(self, _close, self._rung, self._heard)
+        self.close.atexit = False  # the relay may wait for it until the process has ended
 
     @property
     def number(self) -> int:

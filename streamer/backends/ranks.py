@@ -192,7 +192,7 @@ class Ranks:
 
     def _exchange_before(self, value: object, failed: BaseException | None = None) -> list[Any]:
         """`_exchange` with ranks that may have ``failed`` before they came: these come to none after this."""
-        everyone = self._exchange((None if failed is None else _in_a_line(failed), value))
+        everyone = self._exchange((None if failed is None else self.line_of(failed), value))
         if failed is None:
             errors = [error for error, _ in everyone]
             self.has_agreed = any(errors)
@@ -293,7 +293,7 @@ class Ranks:
             try:
                 result = work()
             except Exception as error:
-                self.meet(words, (_in_a_line(error), None), patient=True)
+                self.meet(words, (self.line_of(error), None), patient=True)
                 raise
             self.meet(words, (None, result), patient=True)
             return result
@@ -316,7 +316,7 @@ class Ranks:
                 told = None, work()
             except Exception as error:
                 failed = error
-                told = f"{_in_a_line(error)}{self._here()}", None
+                told = self.line_of(error), None
         everyone = self.meet(words, told, patient=True)
         if failed is not None:
             raise failed
@@ -324,15 +324,16 @@ class Ranks:
         result: T = everyone[self._placement.row[0]][1]
         return result
 
-    def _here(self) -> str:
-        """The name of this machine, if there are others."""
-        return "" if self.machines == 1 else f" (machine {self.machine}, '{os.uname().nodename}')"
+    def line_of(self, error: BaseException) -> str:
+        """What others are told of an ``error`` of this rank, with this machine if there are others."""
+        here = "" if self.machines == 1 else f" (machine {self.machine}, '{os.uname().nodename}')"
+        return f"{_in_a_line(error)}{here}"
 
     def tell(self, error: BaseException) -> None:
         """This rank cannot go on after ``error``: whoever waits for it is told so, whatever it does next. May
         be called by any thread, and again."""
         if self._failed is None:
-            told = f"{_in_a_line(error)}{self._here()}"
+            told = self.line_of(error)
             self._failed = RanksError(f"rank {self.rank} has failed: {told}")
             if self._table is not None:
                 self._table["error"][self.rank] = told.encode()[:ERROR]
@@ -682,7 +683,7 @@ def together(ranks: Ranks | None, words: str, *, patient: bool = False) -> Itera
         yield
     except Exception as error:
         if ranks is not None:
-            ranks.meet(words, _in_a_line(error), patient=patient)
+            ranks.meet(words, ranks.line_of(error), patient=patient)
         raise
     if ranks is not None:
         _raise_failures(ranks.meet(words, patient=patient), words)

@@ -222,16 +222,16 @@ def reference() -> list[Any]:
     return run_ranks(2, train_in_memory)
 
 
-def write(rank: int, folder: str, names: list[str]) -> dict[str, Any]:
+def write(rank: int, folder: str, names: list[str], layers: int = ALL) -> dict[str, Any]:
     """By the name of what writes, what that leads to in host memory and on disk."""
     on_disk.CHUNK_ELEMENTS = CHUNK
     found = {}
     for number, name in enumerate(names):
         options: dict[str, Any] = {} if number % 2 else BF16
-        given = in_group(folder, options)
+        given = in_group(folder, options, layers=layers)
         found[name] = (
-            test_writes.train([rank], name, layers=ALL, **options, process_group=world()),
-            test_writes.train([rank], name, layers=ALL, **given),
+            test_writes.train([rank], name, layers=layers, **options, process_group=world()),
+            test_writes.train([rank], name, layers=layers, **given),
         )
     return found
 

@@ -146,13 +146,26 @@ def test_disks_begin_with_the_values_of_the_first_rank(machines: int | str, tmp_
             equal(found, arrays(model(layers=MORE).state_dict()))
 
 
-@pytest.mark.parametrize("machines", [2, "ab"])
-def test_what_is_written_is_written_to_the_disk_of_each_machine(machines: int | str, tmp_path: Path) -> None:
-    names = ["writes_weights", "follows"]
-    for of_rank in run_ranks(2, on_machines, machines, test_disk.write, str(tmp_path), names):
+@pytest.mark.parametrize(
+    ("machines", "names"), [(2, ["writes_weights"]), ("ab", ["writes_weights", "follows"])], ids=["2", "ab"]
+)
+def test_what_is_written_is_written_to_the_disk_of_each_machine(
+    machines: int | str, names: list[str], tmp_path: Path
+) -> None:
+    for of_rank in run_ranks(2, on_machines, machines, test_disk.write, str(tmp_path), names, MORE):
         for name, ((losses, weights), (losses_of_disk, weights_of_disk)) in of_rank.items():
             assert losses_of_disk == losses, name
             assert not [k for k in weights if not np.array_equal(weights[k], weights_of_disk[k])], name
+
+
+def adapters(rank: int, folder: str, path: str) -> list[Arrays]:
+    return [use.adapters(rank, path, disk, {}) for disk in (False, True)]
+
+
+def test_a_base_is_read_from_its_files_on_each_machine(tmp_path: Path) -> None:
+    path = str(tmp_path / "base.safetensors")
+    for in_memory, from_files in run_ranks(2, on_machines, "ab", adapters, str(tmp_path), path):
+        same(from_files, in_memory)
 
 
 def save_and_go_on(rank: int, folder: str, saved: str) -> list[tuple[Arrays, Arrays]]:
@@ -235,6 +248,11 @@ def write_fails(rank: int, folder: str) -> None:
     use.faulty(rank, folder, use.of_rank_1(rank, "write", use.fail))
 
 
+def has_no_folder(rank: int, folder: str) -> None:
+    given = in_group(folder, BF16) | ({"disk": f"{folder}/nowhere"} if rank else {})
+    streamer.wrap(model(layers=ALL), **{"layers": "layers", "device": "cpu", **given})
+
+
 THERE = r"\(machine 1, '.+'\)$"
 TOLD: dict[str, tuple[Callable[[int, str], None], int, str, str]] = {
     "no room": (
@@ -242,6 +260,12 @@ TOLD: dict[str, tuple[Callable[[int, str], None], int, str, str]] = {
         4,
         rf"RanksError: allocating scratch files has failed on rank 2: DiskError: .*has no room.* {THERE}",
         "DiskError: .*has no room",
+    ),
+    "no folder": (
+        has_no_folder,
+        2,
+        rf"RanksError: wrap has failed on rank 1: DiskError: .*no such folder.* {THERE}",
+        "DiskError: .*no such folder",
     ),
     "a write fails": (
         write_fails,

@@ -217,7 +217,7 @@ def deep(path: Path, disk: bool, **options: Any) -> torch.nn.Module:
     """With adapters on a base that is read from its file if ``disk``."""
     in_place.Base = Deep  # type: ignore[misc]
     stay = 0 if disk else None
-    made = in_place.make(path, disk or None, stay=stay, process_group=dist.group.WORLD, **options)
+    made = in_place.make(path, disk or None, stay=stay, process_group=world(), **options)
     assert in_place.read_in_place(made) == [*range(20 if disk else 0)]
     return made
 
