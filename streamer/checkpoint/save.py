@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from os import PathLike
@@ -93,6 +93,7 @@ def save(
 
     Raises ValueError for what cannot be saved, FileExistsError where there is something at ``path``, and
     OSError, with the path and the bytes that are needed, where it cannot be written; then nothing is left.
+    Of ranks all raise what has kept one of them from writing.
     """
     executor = wrapped(model).executor
     ranks = None if executor.across is None else executor.across.ranks
@@ -189,7 +190,7 @@ def _save_together(
     units = [*executor.units, executor.root]
     state_dtype = optimizer.state_dtype if isinstance(optimizer, AdamW) else torch.float32
     purposes = (*MASTERING, *MOMENTS[state_dtype])
-    with together(ranks, "beginning a checkpoint", patient=True):
+    with _writing(ranks, "beginning a checkpoint"):
         _settle_saving(executor)
         content = _checked_content(model, optimizer, executor, make_content)
     with ExitStack() as made:
@@ -207,15 +208,15 @@ def _save_together(
                     if writer == ranks.rank:
                         wait(writing)  # one is written while the next is gathered
                         writing.append(pool.submit(content.write_unit, folder, unit, whole))
-                with together(ranks, "writing a checkpoint", patient=True):
+                with _writing(ranks, "writing a checkpoint"):
                     for written in writing:
                         written.result()
-            with together(ranks, "flushing a checkpoint", patient=True):
+            with _writing(ranks, "writing a part of the manifest"):
                 if not ranks.leads and ranks.rank in writer_of.values():
                     part = folder / f"part-{ranks.rank}"
                     part.mkdir()
                     Manifest(step, content.entries, {FROZEN: content.values[FROZEN]}, {}).write(part)
-            with together(ranks, "writing a checkpoint", patient=True):
+            with _writing(ranks, "writing a checkpoint"):
                 if ranks.leads:
                     for part in folder.glob("part-*"):
                         content.take_over(Manifest.read(part))
@@ -228,6 +229,26 @@ def _save_together(
             if seen[ranks.rank]:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
+
+
+@contextmanager
+def _writing(ranks: Ranks, words: str) -> Iterator[None]:
+    """A block that all ranks meet at the end of. An OSError of one is raised on all; of what else fails on
+    one the others raise RanksError."""
+    failed: OSError | None = None
+    with together(ranks, words, patient=True):
+        try:
+            yield
+        except OSError as error:
+            failed = error
+    told = None if failed is None else (failed.errno, failed.strerror or str(failed), failed.filename)
+    everyone = ranks.meet(f"{words}: how it went", told)
+    if failed is not None:
+        raise failed
+    for rank, other in enumerate(everyone):
+        if other is not None:
+            number, what, path = other
+            raise OSError(number, f"{what} on rank {rank}", path)
 
 
 def _open_folder(made: ExitStack, path: Path, nbytes: int) -> tuple[Path, str]:

@@ -235,7 +235,7 @@ def test_what_ends_the_writing_of_a_rank_leaves_nothing(
     other, failed = answers[1 - rank], answers[rank]
     if happens is no_room:
         assert failed[0].startswith("OSError") and "No space left on device" in failed[0]
-        assert other[0].startswith(f"RanksError: writing a checkpoint has failed on rank {rank}: OSError")
+        assert other[0].startswith("OSError") and f"No space left on device on rank {rank}" in other[0]
     else:
         assert failed is None
         assert other[0].startswith(f"RanksError: rank {rank} has ended")

@@ -153,9 +153,8 @@ class RunRanks:
                 raise ToldByTheFirstError(failed)
             if not again:
                 return value
-            with contextlib.suppress(
-                RanksError
-            ):  # rank 0 decides what follows; one that is lost raises again
+            # rank 0 knows of it, and decides what follows; one that is lost raises again
+            with contextlib.suppress(RanksError, OSError):
                 write(value)
 
 
