@@ -1,5 +1,6 @@
 """What a newcomer does, from a wheel and outside of any checkout: fine-tune a chat model on a JSONL file of
-their own, in full and with adapters, lose the machine on the way, go on, look at it, load it elsewhere.
+their own, lose the machine on the way, go on, look at it, load it elsewhere. With adapters it is tried in the
+tests' own process.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import pytest
 import torch
 import transformers
 
+from streamer.app.cli import main
 from tests import tiny_llama
 from tests.app.common import HOME, chat, sets
 
@@ -53,12 +55,9 @@ class Place:
         libraries = {Path(str(find_spec(name).origin)).parents[1] for name in ("torch", "peft", "matplotlib")}  # type: ignore[union-attr]
         (site / "libraries.pth").write_text("".join(f"{path}\n" for path in libraries))
         self.work.mkdir()
-        tiny_llama.write(self.work / "llama")
-        for name, numbers in (("train", range(60)), ("val", range(60, 70))):
-            lines = [json.dumps({"messages": chat(number)}) for number in numbers]
-            (self.work / f"{name}.jsonl").write_text("\n".join(lines))
+        write_model_and_data(self.work)
         usual = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "NUMBA"))}
-        self.environment = usual | {"XDG_CACHE_HOME": str(root / "cache"), "CUDA_VISIBLE_DEVICES": ""}
+        self.environment = usual | {"CUDA_VISIBLE_DEVICES": ""}
 
     def _pip(self, *arguments: str) -> None:
         options = [
@@ -95,13 +94,6 @@ class Place:
         return printed
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    found = Place(tmp_path_factory.mktemp("newcomer"))
-    found.install()
-    return found
-
-
 def validation_loss(model: Any, words: Any) -> float:
     """Of the answers in val.jsonl and the token that ends them, by transformers alone."""
     total, count = 0.0, 0
@@ -120,55 +112,20 @@ def validation_loss(model: Any, words: Any) -> float:
     return total / count
 
 
-@pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
-def test_a_folder_becomes_a_trained_model(place: Place, adapters: bool) -> None:
-    name = "lora" if adapters else "full"
-    more = ["lora.rank=4"] if adapters else []
-    settings = sets(*SETTINGS, *more, f"run.name={name}")
-    command = ["hf-finetune", "--model", "llama", "--data", "train.jsonl", *settings]
-    if not adapters:
-        shown = place.streamer("data", *command, "--show", "1")
-        assert "train: 60 conversations of " in shown and "⟦" in shown
-        assert ": fits" in place.streamer("plan", *command)
-
-    run = place.work / "runs" / name
-    if adapters:
-        printed = place.streamer("train", *command)
-    else:
-        process = place.start("train", *command, start_new_session=True)
-        third = run / "checkpoints" / f"step-{3 * STEPS_A_SAVE:07d}"
-        while not third.exists():
-            assert process.poll() is None, process.communicate()[0]
-            time.sleep(0.002)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        assert not (run / "summary.json").exists(), "it was to be killed before its end"
-        printed = place.streamer("train", *command, "--resume")
-
+def check_what_is_left(run: Path, out: Path, of_run: Any) -> None:
+    """A run has learnt in two epochs, and transformers computes with what it left, and with what was
+    exported to ``out``, what the run says."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
     assert [line["step"] for line in lines if "loss" in line] == [*range(1, 61)], "two epochs of 30 steps"
     assert sum(losses[-10:]) < sum(losses[:10])
     summary = json.loads((run / "summary.json").read_text())
-    assert "tokens/s" in printed and summary["last_val_loss"] < summary["first_val_loss"]
+    assert summary["last_val_loss"] < summary["first_val_loss"]
 
-    if not adapters:
-        assert "training.png" in place.streamer("plot", f"runs/{name}")
-        pictures = {path.name: path.stat().st_size for path in (run / "plots").iterdir()}
-        assert {"training.png", "lanes.png", "timeline.png"} <= pictures.keys()
-        assert min(pictures.values()) > 5000
-
-    out = place.work / f"{name}-out"
-    merge = ["--merge"] if adapters else []
-    place.streamer("export", f"runs/{name}", "--to", out.name, *merge)
     words = transformers.AutoTokenizer.from_pretrained(out)
     exported = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
-    if adapters:
-        of_run: Any = peft.AutoPeftModelForCausalLM.from_pretrained(run / "adapters").eval()
-    else:
-        of_run = transformers.AutoModelForCausalLM.from_pretrained(run / "model").eval()
     with torch.no_grad():
-        for model in (of_run, exported):
+        for model in (of_run.eval(), exported):
             assert validation_loss(model, words) == pytest.approx(summary["last_val_loss"], rel=1e-4)
     [sample] = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     asked = words.apply_chat_template(
@@ -179,17 +136,58 @@ def test_a_folder_becomes_a_trained_model(place: Place, adapters: bool) -> None:
     assert sample["text"] == words.decode(found[0, asked.shape[1] :], skip_special_tokens=True)
 
 
-def test_an_editable_installation_after_a_wheel(place: Place) -> None:
-    """Compiled kernels kept a folder alive in the place of the wheel, which hid the package."""
-    small = [
-        "gpt2-demo",
-        "--data",
-        "train.jsonl",
-        *sets("run.steps=2", "run.eval_batches=1", "run.sample_tokens=0"),
-    ]
-    sized = sets("model.args.n_layer=1", "model.args.n_embd=16", "model.args.n_head=1", "stream.device=cpu")
-    place.streamer("train", *small, *sized)
+def write_model_and_data(folder: Path) -> None:
+    tiny_llama.write(folder / "llama")
+    for name, numbers in (("train", range(60)), ("val", range(60, 70))):
+        lines = [json.dumps({"messages": chat(number)}) for number in numbers]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+
+
+COMMAND = ["hf-finetune", "--model", "llama", "--data", "train.jsonl", *sets(*SETTINGS)]
+
+
+def test_a_folder_becomes_a_trained_model(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    place.install()
+    command = [*COMMAND, *sets("run.name=full")]
+    shown = place.streamer("data", *command, "--show", "1")
+    assert "train: 60 conversations of " in shown and "⟦" in shown
+    assert ": fits" in place.streamer("plan", *command)
+
+    run, out = place.work / "runs" / "full", place.work / "out"
+    process = place.start("train", *command, start_new_session=True)
+    third = run / "checkpoints" / f"step-{3 * STEPS_A_SAVE:07d}"
+    while not third.exists():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.002)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert not (run / "summary.json").exists(), "it was to be killed before its end"
+    assert "tokens/s" in place.streamer("train", *command, "--resume")
+
+    assert "training.png" in place.streamer("plot", "runs/full")
+    pictures = {path.name: path.stat().st_size for path in (run / "plots").iterdir()}
+    assert {"training.png", "lanes.png", "timeline.png"} <= pictures.keys()
+    assert min(pictures.values()) > 5000
+    place.streamer("export", "runs/full", "--to", out.name)
+    check_what_is_left(run, out, transformers.AutoModelForCausalLM.from_pretrained(run / "model"))
+
+    # an editable installation after the wheel: what had been written beside the wheel's sources kept a folder
+    # alive in its place, which hid the package
     assert place.installed.exists()
     place.install("--editable", str(place.sources))
     assert not place.installed.exists()
-    assert "parameters  " in place.streamer("train", *small, *sized)
+    assert "gpt2-demo" in place.streamer("configs")
+
+
+def test_adapters_are_trained_and_merged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_model_and_data(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *COMMAND, *sets("lora.rank=4", "run.name=lora")]) == 0
+    assert "tokens/s" in capsys.readouterr().out
+    run, out = Path("runs", "lora"), Path("out")
+    assert main(["export", str(run), "--to", str(out), "--merge"]) == 0
+    of_run: Any = peft.AutoPeftModelForCausalLM.from_pretrained(run / "adapters")
+    check_what_is_left(run, out, of_run)
