@@ -307,14 +307,17 @@ class MoveIn:
             self._initialise(unit)
         virtual = self._backend.device.type == "meta"
         if not virtual:
-            # a copy from a GPU runs on the caller's own stream, so after what has written them
-            given = {slice: param.detach().cpu() for slice, param in unit.placed() if self._gives_values}
+            of_first = dict[Slice, torch.Tensor]()
             if self._ranks is not None and self._ranks.machines > 1:
-                given |= self._of_first_machine(self._ranks, unit, shard)
+                of_first = self._of_first_machine(self._ranks, unit, shard)
             if self._gives_values:
                 with self._store.weights_in(shard):
-                    for slice, values in given.items():
-                        self._backend.on_host(partial(shard.load, slice, values))
+                    for slice, param in unit.placed():
+                        # a copy from a GPU runs on the caller's own stream, so after what has written it;
+                        # nobody holds what it was copied from, or more than one copy
+                        load = partial(shard.load, slice, of_first.pop(slice, param.detach()).cpu())
+                        self._backend.on_host(load)
+                        del load
         self._moved.append(unit)
         for slice, param in unit.placed():
             param.grad = None
