@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +16,18 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from tests.quantized import LAYERS, llama  # noqa: E402
 
 STEPS, RANKS = 3, 2
+KINDS = "torchao int8", "bitsandbytes nf4"
+Found = tuple[dict[str, np.ndarray], int]
 
 
-def train(rank: int | None, kind: str) -> tuple[dict[str, np.ndarray], int]:
-    """The adapters after some steps, and the bytes of host memory; of one process for rank None."""
+def train(rank: int | None) -> list[Found]:
+    """Of each of `KINDS`, the adapters after some steps, and the bytes of host memory; of rank None, in one
+    process."""
     warnings.simplefilter("ignore")
+    return [_train(rank, kind) for kind in KINDS]
+
+
+def _train(rank: int | None, kind: str) -> Found:
     model = llama(kind)
     group = None if rank is None else dist.group.WORLD
     streamer.wrap(model, layers=LAYERS, device="cpu", process_group=group, grad_dtype=None)
@@ -41,12 +47,11 @@ def train(rank: int | None, kind: str) -> tuple[dict[str, np.ndarray], int]:
     return adapters, weights
 
 
-@pytest.mark.parametrize("kind", ["torchao int8", "bitsandbytes nf4"])
+# all kinds in one test: each process imports for seconds what they need
 @pytest.mark.filterwarnings("ignore")
-def test_two_ranks_equal_one_process(kind: str) -> None:
-    alone, weights = train(None, kind)
-    found: list[Any] = run_ranks(RANKS, train, kind)
-    for adapters, of_rank in found:
-        assert of_rank <= weights
-        for name, value in alone.items():
-            np.testing.assert_array_equal(adapters[name], value, err_msg=name)
+def test_two_ranks_equal_one_process() -> None:
+    for kind, (alone, weights), *found in zip(KINDS, train(None), *run_ranks(RANKS, train), strict=True):
+        for adapters, of_rank in found:
+            assert of_rank <= weights
+            for name, value in alone.items():
+                np.testing.assert_array_equal(adapters[name], value, err_msg=f"{kind}: {name}")

@@ -86,7 +86,7 @@ def by_trainer(folder: str, size: int) -> nn.Module:
 
 
 def by_lightning(folder: str, size: int) -> nn.Module:
-    L = pytest.importorskip("lightning")
+    import lightning as L
     from lightning.pytorch.strategies import DDPStrategy
 
     class Streamed(DDPStrategy):  # type: ignore[misc]
@@ -119,25 +119,31 @@ def by_lightning(folder: str, size: int) -> nn.Module:
     return module.model  # type: ignore[no-any-return]
 
 
-def train(rank: int, train_by: Callable[[str, int], nn.Module], folder: str, size: int, port: int) -> Arrays:
+TRAINERS: tuple[Callable[[str, int], nn.Module], ...] = (by_accelerate, by_trainer, by_lightning)
+
+
+def train(rank: int, folder: str, size: int, port: int) -> list[Arrays]:
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     if size > 1:
         os.environ.update({name: str(value) for name, value in names.items()})
         os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
-    return arrays(streamer.unwrap(train_by(folder, size)).state_dict())
+    return [arrays(streamer.unwrap(train_by(folder, size)).state_dict()) for train_by in TRAINERS]
 
 
-@pytest.mark.parametrize("train_by", [by_accelerate, by_trainer, by_lightning])
-def test_trainers_train_as_in_one_process(tmp_path: Path, train_by: Callable[[str, int], nn.Module]) -> None:
+# all in one test: each process imports for seconds what they need
+def test_trainers_train_as_in_one_process(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    (alone,) = run_ranks(1, train, train_by, str(tmp_path / "one"), 1, port, kind=None)
-    first, second = run_ranks(2, train, train_by, str(tmp_path / "two"), 2, port, kind="gloo")
-    assert alone.keys() == first.keys()
-    for name, value in alone.items():
-        assert (first[name] == second[name]).all(), name
-        np.testing.assert_allclose(first[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+    (alone,) = run_ranks(1, train, str(tmp_path / "one"), 1, port, kind=None)
+    both = run_ranks(2, train, str(tmp_path / "two"), 2, port, kind="gloo")
+    for train_by, expected, first, second in zip(TRAINERS, alone, *both, strict=True):
+        assert expected.keys() == first.keys()
+        for name, value in expected.items():
+            told = f"{train_by.__name__}: {name}"
+            assert (first[name] == second[name]).all(), told
+            np.testing.assert_allclose(first[name], value, rtol=1e-4, atol=1e-5, err_msg=told)
 
 
 def autocasts(rank: int) -> str:
