@@ -19,8 +19,7 @@ import ctypes
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,8 +38,7 @@ from streamer.torch_private import (
 NOTHING = nullcontext()
 
 
-@dataclass(frozen=True)
-class Autocast:
+class Autocast(NamedTuple):
     """The autocast settings of one moment, per device type: (type, enabled, dtype)."""
 
     settings: tuple[tuple[str, bool, torch.dtype], ...]
@@ -78,8 +76,7 @@ class Autocast:
             yield
 
 
-@dataclass(frozen=True)
-class Attention:
+class Attention(NamedTuple):
     """Which implementations of scaled_dot_product_attention PyTorch may choose at one moment, and in what
     order (`torch.nn.attention.sdpa_kernel`)."""
 
@@ -120,8 +117,7 @@ _ATTENTIONS: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class RandomState:
+class RandomState(NamedTuple):
     """The states of random generators at one moment: Python's, NumPy's and PyTorch's own, and some others."""
 
     device: torch.device
@@ -161,8 +157,7 @@ class RandomState:
             _set_state(generator, state)
 
 
-@dataclass(frozen=True)
-class Ambient:
+class Ambient(NamedTuple):
     """The random state and the settings of autocast and attention at one moment, to be restored later."""
 
     autocast: Autocast

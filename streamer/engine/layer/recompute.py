@@ -42,7 +42,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
 
 from streamer.engine.layer.activation import (
     Gate,
@@ -362,7 +362,9 @@ class Recompute(LayerRun):
         # a gate of its own, opened only if this graph is used: a part that the layer kept stays closed
         gate = Gate(unit.name)
         gate.guard([*inner, *leaves])
-        accumulators = [get_gradient_edge(tensor) for tensor in inner if tensor.requires_grad]
+        with torch.enable_grad():
+            # kept until the run is over; what `get_gradient_edge` does, which looks at much else
+            accumulators = [tensor.view_as(tensor).grad_fn for tensor in inner if tensor.requires_grad]
         held_by = holders(inner)
         self._recomputed = RecomputedTensors(gate)
         # hooks that do something would be compiled too

@@ -56,7 +56,16 @@ def fingerprint(value: object) -> list[tuple[int, int]]:
 
 def stamps(tensors: Tensors) -> list[tuple[int, int]]:
     """Identity and version of each of ``tensors``."""
-    return [(id(tensor), 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
+    return [(id(tensor), version_of(tensor)) for tensor in tensors]
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often ``tensor`` was written in place; 0 of one of inference mode, where nobody counts."""
+    # asked for several times in each visit; `is_inference` takes longer than to try
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0
 
 
 def constants(value: object) -> list[object]:

@@ -19,9 +19,11 @@ they are small tensors, and are compared when backward ends, where the host wait
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,9 +33,16 @@ SIZE = 256
 #: What may differ of that many elements, one in `FEW`, is taken for noise.
 FEW = 32
 
-_OF_NUMPY = (torch.float32, torch.float64)
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_UNSIGNED = {1: ctypes.c_uint8, 2: ctypes.c_uint16, 4: ctypes.c_uint32, 8: ctypes.c_uint64}
 _SHORT = (torch.bfloat16, torch.float16)
+
+
+@lru_cache(maxsize=1 << 10)
+def _numbers(itemsize: int, count: int) -> type[ctypes.Array[Any]]:
+    """So many numbers in memory, of ``itemsize`` bytes each."""
+    kind: type[ctypes.Array[Any]] = _UNSIGNED[itemsize] * count
+    return kind
 
 
 class KnownGraph(NamedTuple):
@@ -97,24 +106,25 @@ class Sample(NamedTuple):
             or not numel
         ):
             return None
-        tensor = tensor.detach()
+        dtype = tensor.dtype
         if tensor.is_contiguous():
             # an odd step goes through the columns of a matrix too
             size, step = numel, (numel // SIZE - 1) | 1 if numel > SIZE else 1
+            if tensor.is_cpu and not dtype.is_complex:
+                # several times in each visit, so without operations of PyTorch
+                memory = memoryview(_numbers(dtype.itemsize, numel).from_address(tensor.data_ptr()))
+                return Sample(memory[: SIZE * step : step].tobytes(), dtype)
         else:
             # what lies between the rows of a part may never have been written
             size, stride = max(zip(tensor.shape, tensor.stride(), strict=True))
             step = max(size // SIZE, 1) * stride
-        if tensor.is_conj():
-            tensor = tensor.conj()
-        line = tensor.as_strided((min(size, SIZE),), (step,))
-        if line.is_complex():
+        tensor = tensor.detach()
+        line = (tensor.conj() if tensor.is_conj() else tensor).as_strided((min(size, SIZE),), (step,))
+        if dtype.is_complex:
             line = torch.view_as_real(line)
-        dtype = line.dtype
         if line.is_cpu:
-            bits = line if dtype in _OF_NUMPY else line.view(_BITS[dtype.itemsize])
-            return Sample(bits.numpy().tobytes(), dtype)
-        return Sample(line.flatten().to(torch.float64, copy=True), dtype)
+            return Sample(line.view(_BITS[line.itemsize]).numpy().tobytes(), line.dtype)
+        return Sample(line.flatten().to(torch.float64, copy=True), line.dtype)
 
     def numbers(self) -> torch.Tensor:
         """The elements in float64."""
