@@ -203,6 +203,7 @@ class Unit:
 
     @cached_property
     def tree(self) -> _Tree:
+        """Its modules, and what was last found in them."""
         return _Tree(self.module)
 
     def buffers(self) -> list[torch.Tensor]:
