@@ -134,7 +134,8 @@ class Keep(LayerRun):
         ):
             outputs, rebuild = self.call.run(weights, leaves, inner)
         self._in_contexts = _InContexts(outputs, weights)
-        if owners.more() > len(leaves) + len(self._in_contexts):
+        # where it is not exact, the layer's next forward will tell
+        if owners.is_exact and owners.more() > len(leaves) + len(self._in_contexts):
             raise RuntimeError(
                 f"layer '{unit.name}' keeps views of its weights beyond its forward where nobody sees them "
                 "(in a custom function, or a closure), and other weights would be in their place in "

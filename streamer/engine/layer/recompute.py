@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -67,9 +68,14 @@ class Owners:
     """Counts the new owners of the storage of ``weights``: tensors, and what autograd has saved.
 
     In a ``with`` block the owners that the garbage collector takes away are not counted as room for new ones.
+    Where it runs in another thread, this one may make and give up owners meanwhile, so that nobody can tell
+    which of them it took.
     """
 
     def __init__(self, weights: torch.Tensor) -> None:
+        #: whether `more` is exact
+        self.is_exact = True
+        self._thread = threading.get_ident()
         self._weights = weights
         self._before = storage_owners(weights)
         self._at_start = 0
@@ -85,7 +91,9 @@ class Owners:
         return storage_owners(self._weights) - self._before
 
     def _collected(self, phase: str, _: Mapping[str, Any]) -> None:
-        if phase == "start":
+        if threading.get_ident() != self._thread:
+            self.is_exact = False
+        elif phase == "start":
             self._at_start = storage_owners(self._weights)
         else:
             self._before -= self._at_start - storage_owners(self._weights)
@@ -394,7 +402,7 @@ class Recompute(LayerRun):
         # a hook may have recorded what a module was given, and would see it lose its memory
         if may_keep and holders(inner) == held_by:
             _let_go(inner)
-            if owners.more() == len(leaves):
+            if owners.is_exact and owners.more() == len(leaves):
                 self.gate, self._graph, self._shown = gate, graph, weights
         self._samples = [] if self._graph is not None else [Sample.of(output) for output in detached]
         return detached, rebuild

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import weakref
 from typing import Any
 
@@ -193,6 +194,42 @@ def test_what_a_second_run_has_brought_in_vain_goes_before_a_third() -> None:
                 loss.backward()
             peaks.append(counted.peak)
     assert peaks[0] <= peaks[1]
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_garbage_that_another_thread_collects_meanwhile(activations: str) -> None:
+    """While it does, the layer gives up a view of its weights: they are none that it keeps, nor garbage."""
+    ran: list[str] = []
+
+    def run(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        view = [layer.up.weight.detach()]
+        has_begun, goes_on = threading.Event(), threading.Event()
+
+        def pause(phase: str, _: Any) -> None:
+            if phase == "start" and threading.current_thread() is collector:
+                has_begun.set()
+                assert goes_on.wait(10)
+
+        collector = threading.Thread(target=gc.collect)
+        gc.callbacks.append(pause)
+        try:
+            collector.start()
+            assert has_begun.wait(10)
+            view.clear()
+            goes_on.set()
+            collector.join()
+        finally:
+            gc.callbacks.remove(pause)
+        ran.append(str(collector))
+        return several(layer, x)
+
+    x = inputs()
+    expected = Net(several)
+    with streamed(Net(run), layers="blocks", activations=activations) as model:
+        loss = square(model, x)
+        loss.backward()
+        assert torch.equal(loss, square(expected, x))
+    assert len(ran) >= 3
 
 
 def test_garbage_makes_no_room_for_new_owners() -> None:
