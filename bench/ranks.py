@@ -7,6 +7,7 @@ steps of each way, in an order drawn anew, and all processes begin a way togethe
 
 - *one*: streamed by one process alone, on its part of the batch; the other process waits;
 - *two*: streamed by both, each on its part (`wrap(process_group=)`, gloo);
+- *gathered*: the same with `gather_weights=True`. Between processes of one CPU that copies more, not less;
 - *DDP*: PyTorch's DistributedDataParallel with its AdamW: each has a whole model and a whole optimizer;
 - *FSDP2*: `fully_shard` of each layer with `CPUOffloadPolicy`, and PyTorch's AdamW. Device and host are one
   here, so that it copies nothing that it would copy with a GPU; left out, and said, where this PyTorch
@@ -16,7 +17,7 @@ Ratios are of one round's tokens per second: of two ranks by one, and by those o
 
 And on paper, from `streamer plan`: tokens per second of 1, 2, 4 and 8 GPUs of three kinds in one server. They
 send gradients by way of the host's memory, over PCIe, or over NVLink. Each GPU has the batch of the config,
-or an eighth of it, which hides less.
+or an eighth of it, which hides less. GPUs with NVLink also gather weights over it.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ import streamer
 from bench.common import RESULTS, load_average, provenance, quartiles, write_json
 from models.gpt2 import GPT
 from streamer.app.config import load_config
-from streamer.app.plan.planning import plan_run, with_batch
+from streamer.app.plan.planning import plan_run, with_batch, with_options
 from streamer.backends.base import Lane
-from streamer.simulate.machine import named_machine
+from streamer.simulate.machine import NVLINK, named_machine
 
 RANKS = 2
 #: By what the gradients go from GPU to GPU over: the host's memory, PCIe, NVLink.
@@ -70,7 +71,13 @@ def ways(rank: int) -> tuple[dict[str, Step], dict[str, str]]:
     tokens = torch.randint(256, (2, SAMPLES, TIME), generator=torch.Generator().manual_seed(rank))
     found: dict[str, Step] = {}
     missing: dict[str, str] = {}
-    for way, options in {"one": {}, "two": {"process_group": dist.group.WORLD}}.items():
+    together = {"process_group": dist.group.WORLD}
+    streamed: dict[str, dict[str, Any]] = {
+        "one": {},
+        "two": together,
+        "gathered": {**together, "gather_weights": True},
+    }
+    for way, options in streamed.items():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that each of the ranks trains alone
             model = streamer.wrap(
@@ -107,9 +114,13 @@ def on_paper() -> list[dict[str, Any]]:
         batch = config.data.batch_size // share
         server = named_machine(name).of_ranks(GPUS[-1])
         alone = None
-        for gpus in GPUS:
+        ways = [(gpus, False) for gpus in GPUS]
+        if server.interconnect == NVLINK:
+            ways += [(gpus, True) for gpus in GPUS[1:]]
+        for gpus, gathers in ways:
             machine = replace(server, ranks=gpus)
-            plan = plan_run(with_batch(config, gpus * batch), machine)
+            of_all = with_options(with_batch(config, gpus * batch), stream={"gather_weights": gathers})
+            plan = plan_run(of_all, machine)
             alone = alone or plan.tokens_per_second
             busy = {lane.value: plan.step.prediction.busy_seconds[lane] for lane in Lane}
             rows.append(
@@ -117,6 +128,7 @@ def on_paper() -> list[dict[str, Any]]:
                     "machine": machine.name,
                     "interconnect": machine.interconnect,
                     "gpus": gpus,
+                    "gather_weights": gathers,
                     "tokens_of_a_gpu": batch * config.data.context,
                     "tokens_per_second": plan.tokens_per_second,
                     "of_linear": plan.tokens_per_second / (gpus * alone),
@@ -126,7 +138,8 @@ def on_paper() -> list[dict[str, Any]]:
                 }
             )
             print(
-                f"on paper: {gpus} x {machine.name}, batch {batch}: {plan.tokens_per_second:,.0f} tokens/s, "
+                f"on paper: {gpus} x {machine.name}{', gathered' * gathers}, batch {batch}: "
+                f"{plan.tokens_per_second:,.0f} tokens/s, "
                 f"{rows[-1]['of_linear']:.1%} of as many times one"
             )
     return rows

@@ -282,6 +282,7 @@ def ranks(report: Report) -> list[str]:
     names = {
         "one": "streamed by one process",
         "two": "streamed by two",
+        "gathered": "streamed by two, `gather_weights=True`",
         "DDP": "DistributedDataParallel, two",
         "FSDP2": "FSDP2 with CPU offload, two",
     }
@@ -293,7 +294,7 @@ def ranks(report: Report) -> list[str]:
     lines += [f"\n{names[way]}: left out ({why})" for way, why in report["left_out"].items()]
     planned = [
         [
-            f"{row['gpus']} x {row['machine']}, {row['interconnect']}",
+            f"{row['gpus']} x {row['machine']}, {row['interconnect']}{', gathered' * row['gather_weights']}",
             f"{row['tokens_of_a_gpu']:,}",
             f"{row['tokens_per_second']:,.0f}",
             f"{row['of_linear']:.1%}",

@@ -428,6 +428,12 @@ class StreamConfig:
     device_memory: Annotated[str | None, BYTES, "the most that the run may take of a GPU, such as 16GiB"] = (
         None
     )
+    gather_weights: Annotated[
+        bool,
+        FLAG,
+        "of several processes: each copies a part of each layer to its GPU, and the GPUs gather the parts "
+        "from one another, which pays where they have links of their own (NVLink); else each copies it all",
+    ] = False
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ class Lane(enum.Enum):
 
     All that is kept by lane follows from this list. The kind of an op decides on which lane it runs
     (`streamer.engine.schedule.op.OpKind`). A machine has a rate ``{name}_bytes_per_second`` for every lane
-    but COMPUTE, and a share ``{group}_{group}`` of it for every two groups that work beside one another
+    that moves bytes, and a share ``{group}_{group}`` of it for every two groups that work beside one another
     (`streamer.simulate.machine`); calibration measures both. A trace has a row for each lane.
     """
 
@@ -33,7 +33,8 @@ class Lane(enum.Enum):
     HOST = "host", "host"  # work on host memory: updates, accumulation, norms
     DISK_READ = "disk_read", "disk"  # disk to host memory
     DISK_WRITE = "disk_write", "disk"  # host memory to disk
-    COLLECTIVE = "collective", "copy"  # between ranks: their gradients, and waiting for their updates
+    COLLECTIVE = "collective", "copy"  # between ranks: their gradients, and parts of weights
+    BARRIER = "barrier", "copy"  # waiting for other ranks' reads and updates, which moves nothing
 
     group: str
 
@@ -57,7 +58,7 @@ WAITING: tuple[Lane, ...] = (Lane.COLLECTIVE,)
 #: The lanes between disk and host memory: from disk, and to disk.
 DISKS: tuple[Lane, Lane] = Lane.DISK_READ, Lane.DISK_WRITE
 #: The lanes that a run without ranks, and without anything on disk, does not use.
-SPECIAL: tuple[Lane, ...] = *DISKS, Lane.COLLECTIVE
+SPECIAL: tuple[Lane, ...] = *DISKS, Lane.COLLECTIVE, Lane.BARRIER
 
 
 class Span(NamedTuple):

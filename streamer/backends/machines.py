@@ -211,6 +211,9 @@ def _close(*files: FileIO | None) -> None:
             file.close()
 
 
+#: So many channels of meetings come first of which other machines are told: see `streamer.backends.ranks`.
+PASSED_ON = 3
+
 #: What a machine tells of one of its ranks: its number, the fields ``come``, ``order``, ``left`` and
 #: ``error`` of its row, and of the last two meetings of each channel what they were for and what it brought.
 _Told = tuple[int, list[int], int, int, bytes, list[tuple[bytes, bytes]]]
@@ -316,7 +319,7 @@ class Relay:
 
     def _is_awaited(self) -> bool:
         """Whether a rank of this machine waits for one of another machine."""
-        come = self._table["come"]
+        come = self._table["come"][:, :PASSED_ON]
         here = come[[*self._rows[self._machine]]].max(axis=0)
         return bool((come < here).any())
 
@@ -330,7 +333,7 @@ class Relay:
         for rank in mine:
             self._watch(rank)
         beat = int(time.monotonic() / self._gone_seconds * WORDS_EXPECTED)
-        come, left = self._table["come"][[*mine]], self._table["left"][[*mine]]
+        come, left = self._table["come"][[*mine], :PASSED_ON], self._table["left"][[*mine]]
         errors = self._table["error"][[*mine]]
         news = (is_last, beat, come.tolist(), left.tolist(), errors.tolist())
         if news == self._sent:
@@ -345,11 +348,11 @@ class Relay:
         row = self._table[rank]
         # a rank writes what it brings, then that it has come, last that it has left: they are read the other
         # way round, so that who has left is not taken to have stayed away from its last meeting
-        left, come, order = int(row["left"]), row["come"].tolist(), int(row["order"])
+        left, come, order = int(row["left"]), row["come"][:PASSED_ON].tolist(), int(row["order"])
         error = bytes(row["error"])
         brought = [
             (bytes(row["words"][place]), row["brought"][place][: int(row["nbytes"][place])].tobytes())
-            for place in np.ndindex(row["words"].shape)
+            for place in np.ndindex(PASSED_ON, 2)
         ]
         return rank, come, order, left or (LEFT if is_last else 0), error, brought
 
@@ -379,12 +382,12 @@ class Relay:
         brought: list[tuple[bytes, bytes]],
     ) -> None:
         row = self._table[rank]
-        for place, (words, data) in zip(np.ndindex(row["words"].shape), brought, strict=True):
+        for place, (words, data) in zip(np.ndindex(PASSED_ON, 2), brought, strict=True):
             row["words"][place] = words
             row["nbytes"][place] = len(data)
             row["brought"][place][: len(data)] = np.frombuffer(data, np.uint8)
         row["error"] = error
-        row["order"], row["come"][:], row["left"] = order, come, max(left, int(row["left"]))
+        row["order"], row["come"][:PASSED_ON], row["left"] = order, come, max(left, int(row["left"]))
 
     def _miss(self, machine: int) -> None:
         for rank in self._rows[machine]:

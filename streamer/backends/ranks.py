@@ -6,9 +6,10 @@ it is for, and ends when all ranks have come to it. Where the words differ, or t
 apart: each of them raises `RanksError` with what every rank was about to do, in place of waiting for ever. So
 it does for a rank that has ended, or that does not come within the group's timeout.
 
-Meetings are kept in a table in shared memory, in two `Channel`s, because each rank has two threads that meet
-others: the caller's, and that of the COLLECTIVE lane, which is given its work by the caller in an order that
-is the program's too. Ranks of other machines have their rows in the table as well, which a `Relay` brings.
+Meetings are kept in a table in shared memory, in several `Channel`s, because each rank has several threads
+that meet others: the caller's, and those of the lanes COLLECTIVE and BARRIER, which are given their work by
+the caller in an order that is the program's too. Ranks of other machines have their rows in the table as
+well, which a `Relay` brings.
 
 Shared memory is a file without a name (memfd_create), which other ranks open through /proc: nothing is left
 of it when the last process has ended, however it ends.
@@ -25,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -60,10 +61,23 @@ T = TypeVar("T")
 
 
 class Channel(enum.IntEnum):
-    """A thread of each rank that meets those of the others."""
+    """Meetings that come one after the other, in one thread of each rank."""
 
     CALLER = 0
-    LANE = 1
+    COLLECTIVE = 1
+    BARRIER = 2
+    MACHINE = 3  # in the thread of COLLECTIVE too, of one machine's ranks alone
+
+
+class Turn(NamedTuple):
+    """Work of a lane with a meeting in it: the meeting's channel, and the work's number among all such work
+    of this rank, whatever its channel, in the order in which the caller has issued it."""
+
+    channel: Channel
+    number: int
+
+
+_OF_CALLER = Turn(Channel.CALLER, 0)
 
 
 #: Bytes of what a meeting is for, of what a rank brings to it, and of the error that ends a rank, at most.
@@ -78,25 +92,26 @@ REPLICATED = 1 << 24
 GATHER_ALIGN = 64
 #: What was done where a rank has ended.
 AVERAGING, GATHERING = "Gradients were being averaged", "Parts of machines were being gathered"
+UNSHARDING = "The ranks' parts of a layer were being gathered"
 #: Seconds that a process may take to end after its connections are closed.
 CLOSING_SECONDS = 1.0
 
-#: More meetings of LANE than a program has.
+#: More work with a meeting in it than a program issues.
 ISSUED = 1 << 32
 
 #: A rank's row of the table: how many meetings of each channel it has come to; how far its program is, as
-#: many times `ISSUED` as meetings of CALLER that it has come to, and one for each of LANE that it has issued;
-#: whether it has left or ended, the error that ends it; of the last two meetings of each channel what they
-#: were for, what it brought.
+#: many times `ISSUED` as meetings of CALLER that it has come to, and one for each that it has issued to a
+#: lane; whether it has left or ended, the error that ends it; of the last two meetings of each channel what
+#: they were for, what it brought.
 _ROW = np.dtype(
     [
-        ("come", np.int64, 2),
+        ("come", np.int64, len(Channel)),
         ("order", np.int64),
         ("left", np.int64),
         ("error", f"S{ERROR}"),
-        ("words", f"S{WORDS}", (2, 2)),
-        ("nbytes", np.int64, (2, 2)),
-        ("brought", np.uint8, (2, 2, BROUGHT)),
+        ("words", f"S{WORDS}", (len(Channel), 2)),
+        ("nbytes", np.int64, (len(Channel), 2)),
+        ("brought", np.uint8, (len(Channel), 2, BROUGHT)),
     ]
 )
 
@@ -339,15 +354,17 @@ class Ranks:
                 self._table["error"][self.rank] = told.encode()[:ERROR]
                 self._ring()
 
-    def issue(self) -> None:
-        """The caller is about to give the COLLECTIVE lane work with a meeting in it."""
+    def issue(self, channel: Channel) -> Turn:
+        """The caller is about to give a lane work with a meeting of ``channel`` in it; its turn."""
         self._table["order"][self.rank] += 1
+        return Turn(channel, int(self._table["order"][self.rank]) % ISSUED)
 
     def meet(
-        self, words: str, brought: object = None, *, channel: Channel = Channel.CALLER, patient: bool = False
+        self, words: str, brought: object = None, *, turn: Turn = _OF_CALLER, patient: bool = False
     ) -> list[Any]:
-        """Wait until all ranks are here; what each has ``brought``. A meeting, for what ``words`` say;
-        ``patient`` where ranks may take longer than the group's timeout.
+        """Wait until all ranks are here, or of MACHINE all of this machine; what each has ``brought``. A
+        meeting, for what ``words`` say; ``patient`` where ranks may take longer than the group's timeout.
+        Work of a lane says its ``turn``.
 
         Raises RanksError if the ranks have come apart, one of them has ended, or does not come in time.
         """
@@ -355,7 +372,7 @@ class Ranks:
         if self._failed is not None:
             raise self._failed
         try:
-            return self._meet(words, brought, channel, patient=patient)
+            return self._meet(words, brought, turn, patient=patient)
         except RanksError as error:
             # nobody may wait for the work that has met it: whatever comes next is told
             self._fail(error)
@@ -374,7 +391,8 @@ class Ranks:
         if (bell := self._bell) is not None:
             bell.ring()
 
-    def _meet(self, words: str, brought: object, channel: Channel, *, patient: bool) -> list[Any]:
+    def _meet(self, words: str, brought: object, turn: Turn, *, patient: bool) -> list[Any]:
+        channel = turn.channel
         mine, number = self._table[self.rank], int(self._table["come"][self.rank, channel]) + 1
         place = channel, number % 2
         data = pickle.dumps(brought)
@@ -386,13 +404,22 @@ class Ranks:
         if channel is Channel.CALLER:
             mine["order"] += ISSUED
         mine["come"][channel] = number
-        self._ring()
-        self._await(channel, number, words, patient=patient)
-        if self._relay is not None:
+        if channel is not Channel.MACHINE:
+            self._ring()
+        self._await(turn, number, words, patient=patient)
+        if self._relay is not None and channel is not Channel.MACHINE:
             # those of other machines may wait still, and this process may end at once
             self._relay.tell()
         self._check_words(place)
-        return [self._brought(rank, place) for rank in range(self.size)]
+        return [self._brought(rank, place) for rank in self._of(channel)]
+
+    def _of(self, channel: Channel) -> Sequence[int]:
+        """The ranks that meet in ``channel``."""
+        return self._placement.row if channel is Channel.MACHINE else range(self.size)
+
+    def least(self, what: str, count: int) -> int:
+        """The least ``count`` that a rank has of ``what``. A meeting."""
+        return int(min(self.meet(f"agreeing on {what}", count)))
 
     def of_shares(self, everyone: Sequence[T]) -> list[T]:
         """Of what all ranks have brought to a meeting, what the first machine's have: each machine's ranks
@@ -403,12 +430,12 @@ class Ranks:
         row = self._table[rank]
         return pickle.loads(row["brought"][place][: int(row["nbytes"][place])].tobytes())
 
-    def _await(self, channel: Channel, number: int, words: str, *, patient: bool) -> None:
-        come = self._table["come"]
+    def _await(self, turn: Turn, number: int, words: str, *, patient: bool) -> None:
+        come, channel = self._table["come"], turn.channel
         pause, began = FIRST_PAUSE, time.monotonic()
         looked = began
-        while behind := [rank for rank in range(self.size) if come[rank, channel] < number]:
-            self._check_order(channel, number)
+        while behind := [rank for rank in self._of(channel) if come[rank, channel] < number]:
+            self._check_order(turn, number)
             time.sleep(pause)
             pause = min(LONGEST_PAUSE, 1.5 * pause)
             now = time.monotonic()
@@ -422,7 +449,7 @@ class Ranks:
                     raise RanksError(f"rank {rank} has failed: {failed.decode(errors='replace')}")
             gone = [rank for rank in behind if self._has_gone(rank) and come[rank, channel] < number]
             if gone:
-                self._check_order(channel, number)
+                self._check_order(turn, number)
                 raise RanksError(self._apart(self._how(gone)))
             if not patient and now - began > self._timeout.total_seconds():
                 late = ", ".join(map(str, behind))
@@ -430,25 +457,26 @@ class Ranks:
                     self._apart(f"rank {late} did not come within {self._timeout.total_seconds():.0f} s")
                 )
 
-    def _check_order(self, channel: Channel, number: int) -> None:
-        """Raise RanksError if another rank has come to a meeting in the program's order that this rank has
-        passed by: neither would ever come to the other's."""
+    def _check_order(self, turn: Turn, number: int) -> None:
+        """Raise RanksError if another rank has come to a meeting in the program's order that this rank, which
+        waits for the ``number``-th one of its channel, has passed by: neither would ever come to the
+        other's."""
         order = self._table["order"]
         come_here, issued_here = divmod(int(order[self.rank]), ISSUED)
-        for rank in range(self.size):
+        for rank in self._of(turn.channel):
             # one number, read at once: the other rank goes on meanwhile
             come, issued = divmod(int(order[rank]), ISSUED)
-            if channel is Channel.CALLER:
+            if turn.channel is Channel.CALLER:
                 # it has issued what this rank, which waits, has not, and is not here
                 is_apart = issued > issued_here and come < number
             else:
                 # it has come to the caller's next meeting, and has not issued this one
-                is_apart = come > come_here and issued < number
+                is_apart = come > come_here and issued < turn.number
             if is_apart:
                 raise RanksError(self._apart("the ranks have come apart"))
 
-    def _check_words(self, place: tuple[int, int]) -> None:
-        if len({bytes(row["words"][place]) for row in self._table}) > 1:
+    def _check_words(self, place: tuple[Channel, int]) -> None:
+        if len({bytes(self._table[rank]["words"][place]) for rank in self._of(place[0])}) > 1:
             raise RanksError(self._apart("the ranks have come apart", place))
 
     def _apart(self, what: str, place: tuple[int, int] | None = None) -> str:
@@ -532,6 +560,12 @@ class Ranks:
         places = [*found.split(mine.numel())]
         self._collective(lambda: dist.all_gather(places, mine, group=group))
         return found
+
+    def all_gather(self, whole: torch.Tensor) -> None:
+        """Let ``whole``, flat uint8 on the device, be the same on all ranks of this machine: of as many equal
+        parts as they are, each has the one of its number. Raises RanksError where a rank has ended."""
+        mine = whole.chunk(self.local_size)[self.local_rank]
+        self._collective(partial(all_gather_flat, whole, mine, group=self._collectives), UNSHARDING)
 
     def gather(self, pieces: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
         """Let each of ``pieces``, flat uint8 in host memory, be what the machine of its number has there: the

@@ -47,6 +47,7 @@ class WrapOptions:
     device_memory: int | str | None
     host_memory: int | str | None = None
     disk: Folders | Disks | None = None
+    gather_weights: bool = False
 
     @property
     def host_limit(self) -> int | None:
@@ -95,6 +96,8 @@ class WrapOptions:
             raise ValueError(
                 f"compile={self.compile!r} is no backend of torch.compile; there are: {', '.join(known)}"
             )
+        if not isinstance(self.gather_weights, bool):
+            raise ValueError(f"gather_weights={self.gather_weights!r}: use True or False")
         most = native.num_threads_available()
         if self.host_threads is not None and not (_is_count(self.host_threads) and self.host_threads <= most):
             raise ValueError(

@@ -16,7 +16,7 @@ from streamer.engine.wrapped.handle import wrapped
 @dataclass(frozen=True)
 class Stats:
     """Bytes by purpose, seconds by lane (``"compute"``, ``"h2d"``, ``"d2h"``, ``"host"``, ``"disk_read"``,
-    ``"disk_write"``, ``"collective"``), since `wrap`.
+    ``"disk_write"``, ``"collective"``, ``"barrier"``), since `wrap`.
 
     ``device_bytes_now`` and ``device_bytes_peak`` are the buffers of the wrapped model and what its layers
     have saved for backward; on a GPU they are all that PyTorch has allocated there.

@@ -154,6 +154,7 @@ def stream(
             host_limit=host_limit,
             for_inputs=for_inputs,
             ranks=ranks,
+            gather_weights=options.gather_weights,
         )
         undo.callback(forget, model, executor)
         settle_in(executor)
@@ -186,7 +187,7 @@ def _disks(backend: Backend, disk: Folders | Disks) -> HostDisks:
 
 def _told(options: WrapOptions, num_slots: int, units: Sequence[Unit]) -> list[str]:
     """A line for all that must be the same on all ranks."""
-    same = ("dtype", "update", "grad_dtype")
+    same = ("dtype", "update", "grad_dtype", "gather_weights")
     lines = [f"{name}={getattr(options, name)}" for name in same] + [f"num_slots={num_slots}"]
     lines.append(f"disk={'None' if options.disk is None else 'given'}")
     for unit in units:

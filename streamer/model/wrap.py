@@ -56,6 +56,7 @@ def wrap(
     example: object = None,
     machine: Machine | str | None = None,
     process_group: ProcessGroup | DeviceMesh | None = None,
+    gather_weights: bool = False,
     backend: Backend | None = None,
 ) -> M:
     """Stream the layers of ``model`` from host memory. Changes the model in place and returns it.
@@ -146,9 +147,15 @@ def wrap(
             ``fully_shard(mesh=)``, each machine holds all of it: the first dimension is over machines, which
             are replicas, the second over the ranks of a machine. Gradients are averaged over the ranks, in
             ``grad_dtype``, as `torch.nn.parallel.DistributedDataParallel` does. All ranks make the same calls
-            in the same order,
-            `save` and `load` too. ``example`` is a rank's part of a batch, and the first one chooses what is
-            "auto". [Note: ranks]
+            in the same order, `save` and `load` too. ``example`` is a rank's part of a batch, and the first
+            one chooses what is "auto". [Note: ranks]
+        gather_weights: how the ranks of a machine bring a layer to their devices. False copies the whole
+            layer over the bus of each. True copies another part of it over each bus, and each device gathers
+            the others' parts from there, as FSDP2 does: a bus and the host's memory move one part in place of
+            all, which pays where the devices have links of their own (NVLink). Then all ranks call the same
+            layers in the same order where gradients are on, and have as many slots. Without gradients one may
+            run a forward that others do not: such forwards copy whole layers. Results are the same to the
+            bit. [Note: gathered weights]
         backend: the backend to run on in place of the device's own. A virtual one has no values and compiles
             nothing.
 
@@ -183,6 +190,7 @@ def wrap(
         device_memory=device_memory,
         host_memory=host_memory,
         disk=disk,
+        gather_weights=gather_weights,
     )
     if process_group is None and alone_among() > 1:
         warn(

@@ -14,6 +14,7 @@ to erase what it has held before. ``streamer calibrate --disk DIR`` measures the
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -132,7 +133,10 @@ class Machine:
     interconnect: str = BY_HOST
 
     def bytes_per_second(self, lane: Lane) -> float:
-        """The rate of a lane that is not COMPUTE; of COLLECTIVE, that of what a GPU sends."""
+        """The rate of a lane that is not COMPUTE; of COLLECTIVE, that of what a GPU sends; of BARRIER, where
+        nothing moves, infinite."""
+        if lane is Lane.BARRIER:
+            return math.inf
         rate = float(getattr(self, f"{lane.value}_bytes_per_second"))
         if self.ranks == 1:
             return rate

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from streamer.backends.machines import Placement
-from streamer.backends.ranks import Channel, Ranks
+from streamer.backends.ranks import Channel, Ranks, Turn
 from streamer.simulate.backend import VirtualBackend
 
 T = TypeVar("T")
@@ -41,13 +41,16 @@ class VirtualRanks(Ranks):
     def led_on_machine(self, words: str, work: Callable[[], T]) -> T:
         return work()
 
-    def issue(self) -> None:
-        return
+    def issue(self, channel: Channel) -> Turn:
+        return Turn(channel, 0)
 
     def meet(
-        self, words: str, brought: object = None, *, channel: Channel = Channel.CALLER, patient: bool = False
+        self, words: str, brought: object = None, *, turn: object = None, patient: bool = False
     ) -> list[object]:
         return [brought] * self.size
+
+    def all_gather(self, whole: torch.Tensor) -> None:
+        return
 
     def average(self, tensor: torch.Tensor, owner: int | None = None, on_machine: int | None = None) -> None:
         return

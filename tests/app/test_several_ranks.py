@@ -147,7 +147,7 @@ class Batches(NamedTuple):
 #: Ranks have unequal parts of an odd number of sequences, and of an epoch's last batch, which has one only.
 BATCHES = {
     "crops": Batches(),
-    "odd": Batches(("data.batch_size=5",)),
+    "odd": Batches(("data.batch_size=5", "stream.gather_weights=true")),
     "epochs": Batches(("run.epochs=1", "run.steps=0")),
     "accumulated": Batches(("data.batch_size=8", "data.accumulate=2"), 4, 1e-5),
 }

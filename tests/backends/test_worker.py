@@ -97,6 +97,7 @@ def test_each_lane_is_one_thread_and_compute_the_callers(backend: ThreadBackend)
         Lane.DISK_READ: "streamer-disk_read",
         Lane.DISK_WRITE: "streamer-disk_write",
         Lane.COLLECTIVE: "streamer-collective",
+        Lane.BARRIER: "streamer-barrier",
     }
 
 

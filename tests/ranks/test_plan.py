@@ -29,6 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "keep": {"activations": "keep"},
     "offloaded": {"activations": "recompute+offload", "dtype": torch.bfloat16},
     "backward": {"update": "backward", "dtype": torch.bfloat16},
+    "gathered": {"gather_weights": True, "dtype": torch.bfloat16},
 }
 
 Done = tuple[Counter[str], dict[str, int], dict[str, int]]
@@ -103,11 +104,30 @@ def test_a_plan_has_the_seconds_of_the_network() -> None:
     )
 
 
-def plan(machine: Machine) -> tuple[StepPlan, VirtualBackend, Any]:
+def plan(machine: Machine, **more: Any) -> tuple[StepPlan, VirtualBackend, Any]:
     backend = VirtualBackend(machine)
-    made, step = ready(0, OPTIONS["offloaded"], backend=backend)
+    made, step = ready(0, {**OPTIONS["offloaded"], **more}, backend=backend)
     executor = wrapped(made).executor
     return plan_step(executor, partial(step)), backend, executor
+
+
+@pytest.mark.parametrize("interconnect", [BY_HOST, NVLINK])
+def test_weights_that_are_gathered_take_the_seconds_of_the_link(interconnect: str) -> None:
+    """A part of each layer crosses the bus, and the others' the link between the devices."""
+    machine = replace(CUDA, ranks=4, interconnect=interconnect)
+    (copied, *_), (gathered, _, executor) = plan(machine), plan(machine, gather_weights=True)
+    one, other = copied.prediction, gathered.prediction
+    to_device = one.moved_bytes[Lane.H2D] - other.moved_bytes[Lane.H2D]
+    between = other.moved_bytes[Lane.COLLECTIVE] - one.moved_bytes[Lane.COLLECTIVE]
+    layers = sum(unit.layout.nbytes for unit in executor.units)
+    # of three layers and two slots one is copied again in backward, and all are after their update
+    assert to_device == between
+    assert to_device == pytest.approx((layers + layers / 3) * 3 / 4, rel=0.01)
+    link = 1e10 / 4 / 2 if interconnect == BY_HOST else 4e10
+    seconds = other.busy_seconds[Lane.COLLECTIVE] - one.busy_seconds[Lane.COLLECTIVE]
+    assert 0.99 <= seconds / (between / link) <= (2.01 if interconnect == BY_HOST else 1.01)
+    assert gathered.device_bytes == copied.device_bytes
+    assert gathered.host_bytes == copied.host_bytes
 
 
 def test_what_each_rank_has_counts_as_often_as_there_are_ranks() -> None:

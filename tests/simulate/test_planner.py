@@ -202,6 +202,7 @@ def test_golden_of_a_virtual_step() -> None:
         Lane.DISK_READ: "",
         Lane.DISK_WRITE: "",
         Lane.COLLECTIVE: "",
+        Lane.BARRIER: "",
     }
 
 

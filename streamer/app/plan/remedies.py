@@ -65,6 +65,8 @@ def _changes(plan: RunPlan) -> Iterator[tuple[Mapping[str, Any], str]]:
     # only where slots are not given are there more of them
     if config.stream.device_memory is None and config.stream.num_slots is None and not plan.room.shared:
         yield {"stream.device_memory": f"{int(SHARE_OF_DEVICE * machine.device_bytes) >> 20}MiB"}, ""
+    if machine.ranks > 1 and not config.stream.gather_weights:
+        yield {"stream.gather_weights": True}, ""
     if config.stream.activations != "keep":
         yield {"stream.activations": "keep"}, ""
     if config.stream.activations == "recompute+offload":

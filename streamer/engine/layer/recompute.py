@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -45,6 +44,7 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
 
+from streamer.backends.base import current_thread
 from streamer.engine.layer.activation import (
     Gate,
     Graph,
@@ -75,7 +75,7 @@ class Owners:
     def __init__(self, weights: torch.Tensor) -> None:
         #: whether `more` is exact
         self.is_exact = True
-        self._thread = threading.get_ident()
+        self._thread = current_thread()
         self._weights = weights
         self._before = storage_owners(weights)
         self._at_start = 0
@@ -91,7 +91,7 @@ class Owners:
         return storage_owners(self._weights) - self._before
 
     def _collected(self, phase: str, _: Mapping[str, Any]) -> None:
-        if threading.get_ident() != self._thread:
+        if current_thread() is not self._thread:
             self.is_exact = False
         elif phase == "start":
             self._at_start = storage_owners(self._weights)

@@ -13,10 +13,18 @@ print, where one process would have 1B@1, 1OFFLOAD_GRAD@0 and, in the step, 1STE
     1AGREE              all ranks have updated theirs
     1UNSHARD@0          the whole layer, for the next forward
 
+With ``gather_weights`` each rank copies one part of the layer, and its device has the others' from theirs:
+
+    1UNSHARD@0          this rank's part
+    1ALL_GATHER@0       the parts of the others
+
 AGREE reads and writes the shard and the gradient, so that whoever comes to those waits for it: order is
-derived as everywhere. What is on disk is in files that a machine's ranks share, so AGREE reads and writes its
-places too: a rank comes to it when its share is on disk, and nobody reads the whole before. Layer 1 with a
-chunk of state in the share of this rank, and the weights of all:
+derived as everywhere. It has a lane of its own, BARRIER: in that of ALL_GATHER the first layer of a forward
+would wait until all layers are updated.
+
+What is on disk is in files that a machine's ranks share, so AGREE reads and writes its places too: a rank
+comes to it when its share is on disk, and nobody reads the whole before. Layer 1 with a chunk of state in the
+share of this rank, and the weights of all:
 
     1READ_WEIGHTS@0     this rank's share
     1READ_STATE@0       its chunk
@@ -63,13 +71,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from itertools import pairwise, product
 from operator import or_
 
 import torch
 
-from streamer.backends.ranks import Channel, Ranks
+from streamer.backends.ranks import Channel, Ranks, Turn
 from streamer.engine.disk.state import masters_of
 from streamer.engine.paging.gradients import FP32, Gradients, is_summed
 from streamer.engine.paging.norms import sum_squares
@@ -79,7 +87,7 @@ from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import ROOT
 from streamer.engine.tensors.guarded import as_plain
 from streamer.memory.host import HostStore
-from streamer.memory.layout import Layout, Stretch
+from streamer.memory.layout import ALIGN_BYTES, Layout, Stretch
 from streamer.memory.purposes import Purpose
 from streamer.memory.shares import Share, places_of, shares_of, within
 from streamer.memory.slots import gather_bytes, reduce_bytes
@@ -205,8 +213,8 @@ class AcrossRanks:
             ]
             mine_of_it = self._store.shards[unit.index].updated
 
-        def work() -> None:
-            of_all = self.ranks.meet(words, mine, channel=Channel.LANE)
+        def work(turn: Turn) -> None:
+            of_all = self.ranks.meet(words, mine, turn=turn)
             for run, (owner, machine, share) in product(_runs(unit.layout), means):
                 if (own := within(run, share.elements)).numel:
                     self._average(own.view(gradient), owner, machine)
@@ -219,9 +227,10 @@ class AcrossRanks:
         self._issue(ops.reduce(unit.index, slot, sent), work)
         return reduced
 
-    def _issue(self, op: ops.Op, work: Callable[[], object]) -> None:
-        self.ranks.issue()
-        self._issuer.issue(op, work)
+    def _issue(
+        self, op: ops.Op, work: Callable[[Turn], object], channel: Channel = Channel.COLLECTIVE
+    ) -> None:
+        self._issuer.issue(op, partial(work, self.ranks.issue(channel)))
 
     def _sent(self, nbytes: int, *, rounds: int, for_one: bool = False) -> int:
         """Bytes that each rank sends where ``nbytes`` are averaged in a ring: pieces of them, one for each
@@ -297,10 +306,8 @@ class AcrossRanks:
         if not gradients:
             return
 
-        def work() -> None:
-            self.ranks.meet(
-                f"averaging the gradients of what is in no layer ({len(gradients)})", channel=Channel.LANE
-            )
+        def work(turn: Turn) -> None:
+            self.ranks.meet(f"averaging the gradients of what is in no layer ({len(gradients)})", turn=turn)
             for gradient in gradients:
                 dense = gradient.contiguous()
                 self._average(dense)
@@ -338,9 +345,9 @@ class AcrossRanks:
         pieces = [weight[parts[self.ranks.local_rank].gradient] for parts in self._parts[index]]
         words = f"gathering the weights of '{unit.name}'"
 
-        def work() -> None:
+        def work(turn: Turn) -> None:
             # a rank whose update has failed comes to no collective, in which the others would hang
-            self.ranks.meet(words, channel=Channel.LANE)
+            self.ranks.meet(words, turn=turn)
             try:
                 self.ranks.gather(pieces, self.buffer)
             except Exception as error:
@@ -350,6 +357,28 @@ class AcrossRanks:
 
         sent = (len(pieces) - 1) * pieces[self.ranks.machine].numel()
         self._issue(ops.gather(index, self.ranks.over_network(sent), place), work)
+
+    def parts(self, nbytes: int) -> tuple[slice, list[slice]]:
+        """Of so many bytes of weights that all ranks of a machine are to have on their devices: what they cut
+        into a part for each of them, and what this rank copies there, its part and the few bytes that are
+        left over."""
+        each = nbytes // self.ranks.local_size // ALIGN_BYTES * ALIGN_BYTES
+        at, end = self.ranks.local_rank * each, self.ranks.local_size * each
+        own = [slice(at, at + each), slice(end, nbytes)]
+        return slice(0, end), [piece for piece in own if piece.start < piece.stop]
+
+    def all_gather(self, unit: Unit, slot: int, parts: torch.Tensor) -> None:
+        """Every rank of this machine is copying its part of the weights of ``unit`` into ``slot``, of which
+        ``parts`` are all of them: bring the others' there."""
+        words = f"gathering '{unit.name}' (gather_weights=True: all ranks call the same layers)"
+
+        def work(turn: Turn) -> None:
+            # a rank whose copy has failed comes to no collective, in which the others would hang
+            self.ranks.meet(words, turn=turn)
+            self.ranks.all_gather(parts)
+
+        sent = parts.numel() * (self.ranks.local_size - 1) // self.ranks.local_size
+        self._issue(ops.all_gather(unit.index, slot, sent), work, Channel.MACHINE)
 
     @as_plain
     def whole(self, unit: Unit, purpose: Purpose, wanted: range, *, to: int | None = None) -> torch.Tensor:
@@ -380,7 +409,8 @@ class AcrossRanks:
 
     def _agree(self, units: tuple[int, ...], words: str) -> None:
         masters = (place for unit in units for place in masters_of(unit, self._store.shards[unit]))
-        self._issue(ops.agree(units, tuple(masters)), lambda: self.ranks.meet(words, channel=Channel.LANE))
+        op = ops.agree(units, tuple(masters))
+        self._issue(op, lambda turn: self.ranks.meet(words, turn=turn), Channel.BARRIER)
 
     def release(self) -> None:
         """Give up the buffers."""

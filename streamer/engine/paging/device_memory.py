@@ -104,9 +104,21 @@ class Budget:
     larger batches); there are never fewer than at first. Of a GPU, all counts that PyTorch's allocator has
     taken: the gaps between tensors are there in the next step too. A pass for which the device's memory did
     not suffice takes back all that were added, for good: how much more it wanted is not known.
+
+    Ranks that gather layers on their devices must all have as many slots: those of the one with least room.
     """
 
-    def __init__(self, nbytes: int, memory: DeviceMemory, *, most: int, is_trained: bool) -> None:
+    def __init__(
+        self,
+        nbytes: int,
+        memory: DeviceMemory,
+        *,
+        most: int,
+        is_trained: bool,
+        least: Callable[[int], int] | None = None,
+    ) -> None:
+        """``least`` gives the least of the numbers that such ranks have."""
+        self._least_of_all = least
         self._nbytes = nbytes
         self._memory = memory
         self._backend = memory.backend
@@ -125,7 +137,8 @@ class Budget:
         begins, self._last_unit = unit <= self._last_unit, unit
         if begins and self._backend.device_refused() > self._refused:
             self._most = self._least
-            self._weights.resize(self._least)
+            if self._least_of_all is None:
+                self._weights.resize(self._least)
         elif begins and not self._is_trained:
             self.settle()
 
@@ -142,8 +155,13 @@ class Budget:
         there = len(slots.buffers)
         room = self._backend.device_buffers_within(self._nbytes, self._others, slots.nbytes, there)
         free = there + self._backend.device_available() // slots.nbytes
-        wanted = max(self._least, min(room, free, self._most))
+        wanted = self._agreed(max(self._least, min(room, free, self._most)))
         self._weights.resize(wanted)
+        if (agreed := self._agreed(len(slots.buffers))) < len(slots.buffers):
+            self._weights.resize(agreed)
         if len(slots.buffers) < wanted:
             self._most = len(slots.buffers)
         self._refused = self._backend.device_refused()
+
+    def _agreed(self, count: int) -> int:
+        return count if self._least_of_all is None else self._least_of_all(count)

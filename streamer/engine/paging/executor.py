@@ -74,7 +74,8 @@ class Executor:
     ``num_slots`` weight slots, and more as ``budget`` bytes of device memory leave room for them. Of host
     memory no more than ``host_limit`` bytes are taken, if that is given. What could be on disk leaves
     ``for_inputs`` bytes of them to the layer inputs that will wait there. ``ranks`` are those that share the
-    store. [Note: ranks]
+    store; with ``gather_weights`` each copies a part of a layer to its device, where they have the others'
+    from one another. [Note: ranks]
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Executor:
         host_limit: int | None = None,
         for_inputs: int = 0,
         ranks: Ranks | None = None,
+        gather_weights: bool = False,
         hazards: Hazards | None = None,
     ) -> None:
         self.backend = backend
@@ -104,6 +106,7 @@ class Executor:
         self.turns = Turns()
         self.issuer = Issuer(backend, hazards or Hazards())
         state = StatePager(self.issuer, store)
+        is_trained = any(unit.layout.grad_nbytes for unit in (*units, root))
         self.weights = Weights(self.issuer, units, root, store, state, num_slots=num_slots)
         self.gradients = Gradients(
             self.issuer,
@@ -130,6 +133,9 @@ class Executor:
                 in_backward=update_in_backward,
             )
             self.gradients.meet = ranks.meet
+            gather_weights = gather_weights and is_trained and ranks.local_size > 1
+            if gather_weights:
+                self.weights.unshard_by(self.across)
             if store.is_divided:
                 self.weights.gather_by(self.across.gather)
         self.norms = Norms(self.issuer, units, root, store)
@@ -152,8 +158,8 @@ class Executor:
         )
         self.budget: Budget | None = None
         if budget is not None:
-            is_trained = any(unit.layout.grad_nbytes for unit in (*units, root))
-            self.budget = Budget(budget, self.memory, most=len(units), is_trained=is_trained)
+            least = partial(ranks.least, "weight slots") if ranks is not None and gather_weights else None
+            self.budget = Budget(budget, self.memory, most=len(units), is_trained=is_trained, least=least)
         self.inputs = InputPager(self.issuer, self.saved, self.host)
         self.structure = Structure(units, root)
         self.skipped_steps = 0
@@ -338,6 +344,7 @@ class Executor:
             self.turns.end()
 
     def _step(self, updates: Mapping[int, tuple[ShardUpdate, int]], told: str) -> None:
+        self.weights.fill_alone(False)
         self.weights.refresh()
         self._host_watch.check(self.host_bytes)
         if self.across is not None:

@@ -6,24 +6,33 @@ import zlib
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from streamer.engine.disk.state import ShardUpdate, StatePager, masters_of
 from streamer.engine.disk.weights import Gather, WeightRing
+from streamer.engine.paging.across_ranks import AcrossRanks
 from streamer.engine.paging.unit import Unit
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import ROOT, Place
-from streamer.engine.schedule.order import Order, Visit, farthest
+from streamer.engine.schedule.order import Order, Phase, Visit, farthest
 from streamer.engine.tensors.guarded import Seen, as_plain, hide, not_a_number, show
 from streamer.memory.host import HostStore
 from streamer.memory.layout import Slice
 from streamer.memory.on_disk import WEIGHT_BUFFERS
 from streamer.memory.slots import MOST_GRAD_SLOTS, WeightSlots
 from streamer.memory.verdict import host, require
+
+
+class _Before(NamedTuple):
+    """The unit that each slot held, those that did not have their last update, and what was expected."""
+
+    holder: list[int | None]
+    outdated: set[int]
+    order: Order
 
 
 class Weights:
@@ -62,11 +71,16 @@ class Weights:
         self._stale: set[int] = set()
         #: of those of them that ranks have been lent, by position, the checksum when they were lent
         self._aliased: dict[int, dict[int, int]] = {}
-        self._order = Order(range(len(units)))
+        self._order, self._order_alone = Order(range(len(units))), Order(range(len(units)))
         #: whether the slots hold what `prefetch` has decided on, for visits as they have come since
         self._is_settled = False
         #: units in a slot that does not have their last update
         self._outdated: set[int] = set()
+        #: given where each rank copies a part of a layer to its device and has the others' from there: [Note:
+        #: gathered weights]
+        self._across: AcrossRanks | None = None
+        #: what was in the slots when this rank began to fill them for itself, None where it does not
+        self._before: _Before | None = None
         #: units whose update was issued and that nobody has waited for since
         self.in_flight: set[int] = set()
         self._written = {unit.index: unit.written() for unit in (*units, root)}
@@ -84,6 +98,8 @@ class Weights:
     def visited(self, unit: Unit, visit: Visit) -> Iterator[int]:
         """The slot that holds ``unit``, which stays there inside the block; what is expected next is
         unsharded as slots become free before and after it."""
+        is_alone = visit.phase is Phase.INFERENCE
+        self.fill_alone(is_alone)
         self._refresh_layer(unit)
         if not self._order.visit(visit):
             self._is_settled = False
@@ -98,7 +114,41 @@ class Weights:
             self.slots.leave(slot)
             if self._ring is not None:
                 self._ring.release(unit.index)
+            self.fill_alone(is_alone)
             self.prefetch()
+
+    def fill_alone(self, is_alone: bool) -> None:
+        """What is filled from here on is filled for this rank alone, or for all that gather.
+
+        [Note: gathered weights]
+        Ranks that gather decide alike on what is in their slots, since each brings a part of it: from the
+        visits of a training step, which all make in the same order. A forward without gradients may be one
+        rank's alone. For such ones a rank copies whole layers, by an order of their own. When its next step
+        goes on it brings back what was in its slots before, by copies of its own too, as if nothing had been.
+        """
+        if self._across is None or is_alone is (self._before is not None):
+            return
+        self._is_settled = False
+        if is_alone:
+            self._before = _Before([*self.slots.holder], {*self._outdated}, self._order)
+            self._order = self._order_alone
+            return
+        assert self._before is not None
+        before = self._before
+        changed = [slot for slot, unit in enumerate(before.holder) if unit != self.slots.holder[slot]]
+        if busy := [slot for slot in changed if slot in self.slots.busy]:
+            name = self._units[self.slots.holder[busy[0]] or 0].name
+            raise RuntimeError(
+                f"layer '{name}' runs without gradients, and calls another one with them, which ranks that "
+                "gather weights cannot do: wrap with gather_weights=False"
+            )
+        for slot in changed:
+            if (held := self.slots.holder[slot]) is not None:
+                self._reshard(held)
+        for slot in changed:
+            if (index := before.holder[slot]) is not None:
+                self._fill(slot, self._units[index])
+        self._before, self._order, self._outdated = None, before.order, before.outdated
 
     def prefetch(self) -> None:
         """Issue the copies that the coming visits need, in their order, up to the first that has no slot yet.
@@ -149,6 +199,7 @@ class Weights:
 
         The caller waits until nothing uses the slots that go.
         """
+        self.fill_alone(False)
         while len(self.slots.buffers) < count:
             try:
                 self._is_settled = False
@@ -272,6 +323,10 @@ class Weights:
         self._hide_out(unit)
         shard.send_out(write=has_changed)
 
+    def unshard_by(self, across: AcrossRanks) -> None:
+        """Ranks copy a part of each layer from now on, and gather the others' on the device."""
+        self._across = across
+
     def gather_by(self, gather: Gather) -> None:
         """Machines divide the state: ``gather`` completes weights on disk that this rank has updated."""
         if self._ring is not None:
@@ -294,6 +349,7 @@ class Weights:
     def follow(self, units: Iterable[Unit]) -> None:
         """Ranks have written ``units``, all of them or the first one of each machine for all of it: take over
         what is on disk, and let there be on disk what follows from it."""
+        self.fill_alone(False)
         for unit in units:
             if unit.index in self._brought:
                 assert self._ring is not None, "it was brought from disk"
@@ -325,6 +381,7 @@ class Weights:
 
     def begin_anew(self) -> None:
         """Take nothing for granted of the ring and of the slots, since something has failed."""
+        self.fill_alone(False)
         for unit in self._units:
             self._reshard(unit.index)
         if self._ring is not None:
@@ -354,6 +411,7 @@ class Weights:
 
     def replaced(self, unit: Unit) -> None:
         """All of ``unit``'s host shard was exchanged, what is frozen too."""
+        self.fill_alone(False)
         if self._ring is not None:
             self._ring.forget(unit.index)
         if unit.index in self._brought:
@@ -545,7 +603,7 @@ class Weights:
         self._check_places(unit, moved)
         self._check_aliases(unit)
         if unit.index in self._lent:
-            self._reshard(unit.index)
+            self._renew(unit, is_own=True)
             self._take_back(unit)
         self._take_over_writes(unit)
         if unit.index not in self._brought or unit.index in self._stays:
@@ -560,7 +618,7 @@ class Weights:
         if unit.written() != self._written[unit.index]:
             self._await_masters(unit)
             self._rebase(unit)
-            self._reshard(unit.index)
+            self._renew(unit)
 
     def _check_places(self, unit: Unit, moved: Container[torch.Tensor]) -> None:
         # what is in flight was seen to be in its place, and is hidden now
@@ -638,6 +696,17 @@ class Weights:
             # bytes of ones are NaN in every floating-point format
             self._issuer.issue(ops.reshard(unit, slot), lambda: buffer.fill_(255))
 
+    def _renew(self, unit: Unit, *, is_own: bool = False) -> None:
+        """What is in the slot of ``unit`` may be old, which ranks that gather do not all find out at the same
+        time: let it be new, and nothing else be changed. ``is_own`` says that it is not what runs, where that
+        is on disk."""
+        from_disk = self._ring is not None and self._ring.passes(unit.index)
+        if self._across is None or self._before is not None or (from_disk and not is_own):
+            self._reshard(unit.index)
+        elif not from_disk and (slot := self.slots.find(unit.index)) is not None:
+            whole = slice(0, unit.layout.nbytes)
+            self._copy(unit, slot, self._store.shards[unit.index].weight, None, [whole])
+
     def _fill(self, slot: int, unit: Unit) -> None:
         """Copy ``unit`` into a slot; what is trained is enough where it is there already, but outdated."""
         place = None
@@ -648,7 +717,25 @@ class Weights:
         if self.slots.holder[slot] == unit.index:
             source = source[: unit.layout.grad_nbytes]
             self._outdated.discard(unit.index)
-        into = self.slots.buffers[slot][: source.numel()]
-        op = ops.unshard(unit.index, slot, source.numel(), place)
-        self._issuer.issue(op, lambda: self._issuer.backend.copy(into, source))
+        if self._across is None or self._before is not None:
+            self._copy(unit, slot, source, place, [slice(0, source.numel())])
+        else:
+            parts, own = self._across.parts(source.numel())
+            self._copy(unit, slot, source, place, own)
+            if parts.stop:
+                self._across.all_gather(unit, slot, self.slots.buffers[slot].data[parts])
         self.slots.holder[slot] = unit.index
+
+    def _copy(
+        self, unit: Unit, slot: int, source: torch.Tensor, place: int | None, pieces: Sequence[slice]
+    ) -> None:
+        """Copy ``pieces`` of the weights of ``unit``, of which ``source`` has all bytes, into a slot; those
+        on disk are in buffer ``place`` of the ring."""
+        copy, into = self._issuer.backend.copy, self.slots.buffers[slot]
+        nbytes = sum(piece.stop - piece.start for piece in pieces)
+
+        def work() -> None:
+            for piece in pieces:
+                copy(into[piece], source[piece])
+
+        self._issuer.issue(ops.unshard(unit.index, slot, nbytes, place), work)

@@ -62,8 +62,9 @@ class OpKind(enum.StrEnum):
     NORM = "NORM", Lane.HOST  # sum of squares of a host gradient
     STEP = "STEP", Lane.HOST  # update a host shard from its gradient
     REDUCE = "REDUCE", Lane.COLLECTIVE  # average a gradient slot over the ranks
-    AGREE = "AGREE", Lane.COLLECTIVE  # wait until all ranks have read, or updated, their shares of shards
+    ALL_GATHER = "ALL_GATHER", Lane.COLLECTIVE  # slot -> slots of the ranks: the part that each has copied
     GATHER = "GATHER", Lane.COLLECTIVE  # bring the weights that other machines have updated into the shard
+    AGREE = "AGREE", Lane.BARRIER  # wait until all ranks have read, or updated, their shares of shards
     READ_WEIGHTS = "READ_WEIGHTS", Lane.DISK_READ  # a unit's weights -> ring
     WRITE_WEIGHTS = "WRITE_WEIGHTS", Lane.DISK_WRITE  # ring -> disk
     READ_STATE = "READ_STATE", Lane.DISK_READ  # a chunk of a unit's state -> ring
@@ -205,6 +206,12 @@ def step(unit: int, source: Place, nbytes: int, ring: int | None = None, weights
 def reduce(unit: int, slot: int, nbytes: int) -> Op:
     """Average gradient slot ``slot`` over the ranks, and take its sum of squares."""
     return Op(OpKind.REDUCE, unit, slot, (grad_slot(slot),), (grad_slot(slot),), nbytes)
+
+
+@_made_once
+def all_gather(unit: int, slot: int, nbytes: int) -> Op:
+    """Bring the parts of a unit's weights that other ranks have copied into their slots into this one's."""
+    return Op(OpKind.ALL_GATHER, unit, slot, (weight_slot(slot),), (weight_slot(slot),), nbytes)
 
 
 @_made_once

@@ -155,6 +155,7 @@ def test_chrome_trace(tmp_path: Path) -> None:
             row(4, "DISK_READ"),
             row(5, "DISK_WRITE"),
             row(6, "COLLECTIVE"),
+            row(7, "BARRIER"),
             box("0STEP", 3, 0.0, 4000.0, {"bytes": 400, "waited_us": 0.0}),
             box("0UNSHARD@1", 1, 4000.0, 2000.0, {"bytes": 200, "waited_us": 3000.0}),
             box("0F@1", 0, 6000.0, 3000.0, {"bytes": 0, "waited_us": 4000.0}),

@@ -1,0 +1,318 @@
+"""Ranks that copy a part of each layer, and gather the others' on their devices, compute what they compute
+when each copies whole layers.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import streamer
+from streamer.backends.base import WORKER_LANES, Lane
+from streamer.backends.thread import ThreadBackend
+from streamer.engine.paging.across_ranks import AcrossRanks
+from streamer.engine.schedule.op import OpKind
+from streamer.engine.wrapped.handle import wrapped
+from streamer.errors import RanksError
+from streamer.memory.layout import ALIGN_BYTES
+from tests.ranks import test_disk
+from tests.ranks.common import run_ranks
+from tests.ranks.programs import Arrays, Case, arrays, backward, everyone, model, part, run
+from tests.ranks.test_equal import BF16
+from tests.ranks.test_races import LATE, differing
+
+CASES: dict[str, Case] = {
+    "plain": (1, {}, {}),
+    "one slot": (1, {"num_slots": 1}, {"clip": None}),
+    "keep": (1, {"activations": "keep", "num_slots": 3}, {}),
+    "offloaded inputs": (1, {"activations": "recompute+offload", "num_slots": 2}, {}),
+    "micro-batches": (1, {"micro_batch_size": 2}, {}),
+    "frozen parts": (1, BF16, {"frozen": True}),
+    "scaler": (1, {"dtype": torch.float16}, {"scaled": True}),
+    "several in bf16": (3, BF16, {}),
+    "in backward": (1, {"update": "backward", **BF16}, {"clip": None, "state_dtype": "int8"}),
+}
+#: How many ranks, the machines that they are on, and what they are tried with.
+GROUPS: dict[str, tuple[int, int | str | None, list[str]]] = {
+    "two": (2, None, [*CASES]),
+    "three": (3, None, ["plain", "in backward"]),
+    "two machines that are replicas": (4, 2, ["keep", "in backward"]),
+    "two machines that divide the state": (4, "aabb", ["keep", "several in bf16", "in backward"]),
+}
+
+
+def train(rank: int, size: int, names: list[str], machines: int | str | None) -> dict[str, list[Any]]:
+    """By case, what training leads to without gathering and with it."""
+    group = everyone(machines)
+    found = {}
+    for name in names:
+        backwards, options, more = CASES[name]
+        parts = [[size * number + rank] for number in range(backwards)]
+        given = {**options, "process_group": group}
+        found[name] = [
+            run(parts, {**given, "gather_weights": gathers}, divisor=backwards, **more)
+            for gathers in (False, True)
+        ]
+    return found
+
+
+# all cases of a group in one test: their ranks run once, and tests of several processes would each run them
+@pytest.mark.parametrize("group", GROUPS)
+def test_weights_that_are_gathered_train_to_the_bit(group: str) -> None:
+    size, machines, names = GROUPS[group]
+    for of_rank in run_ranks(size, train, size, names, machines):
+        for name, (copied, gathered) in of_rank.items():
+            assert gathered[0] == copied[0], name
+            assert copied[2] and not differing(gathered, copied), name
+
+
+def copies(rank: int) -> tuple[list[tuple[int, str, int]], list[int]]:
+    """What ranks bring to their slots in a step after the first: unit, kind and bytes; each layer's bytes."""
+    made = streamer.wrap(
+        model(layers=4), layers="layers", device="cpu", process_group=everyone(), gather_weights=True, **BF16
+    )
+    optimizer = streamer.AdamW(made.parameters())
+    executor = wrapped(made).executor
+    for step in range(2):
+        streamer.synchronize(made)
+        before = len(executor.issuer.trace.records())
+        backward(made, step, rank, 1, None)
+        optimizer.step()
+        optimizer.zero_grad()
+    streamer.synchronize(made)
+    kinds = (OpKind.UNSHARD, OpKind.ALL_GATHER)
+    found = [
+        (record.op.unit, record.op.kind.value, record.op.nbytes)
+        for record in executor.issuer.trace.records()[before:]
+        if record.op.kind in kinds and record.op.unit >= 0
+    ]
+    return found, [unit.layout.nbytes for unit in executor.units]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_each_rank_copies_a_part_and_sends_it_to_the_others(size: int) -> None:
+    for found, nbytes in run_ranks(size, copies):
+        copied = [(unit, moved) for unit, kind, moved in found if kind == "UNSHARD"]
+        sent = [(unit, moved) for unit, kind, moved in found if kind == "ALL_GATHER"]
+        # through two slots: two layers in forward, two in backward, and the updates of two
+        assert len(copied) == len(sent) == 6
+        for unit, moved in copied:
+            # all of it is trained, so that what was updated is as long
+            assert 0 <= moved - nbytes[unit] / size < size * ALIGN_BYTES
+        # in a ring, all parts but one are passed on
+        for unit, moved in sent:
+            assert -size * ALIGN_BYTES < moved - nbytes[unit] * (size - 1) / size <= 0
+
+
+def train_late(rank: int, seed: int) -> tuple[Any, Any]:
+    """Train with slots that are poisoned, each lane late by other times on each rank; and without delays."""
+    draw = random.Random(seed * 10 + rank)
+    delays = {
+        lane: partial(draw.uniform, 0, late)
+        for lane in WORKER_LANES
+        if (late := draw.choice([0.0, LATE, 2 * LATE]))
+    }
+    return train_with(rank, delays), train_with(rank, {})
+
+
+def train_with(rank: int, delays: Mapping[Lane, Any], *, gathers: bool = True) -> Any:
+    backend = ThreadBackend(delays=delays, poison=True)
+    given = {"num_slots": 2, "process_group": everyone(), "backend": backend, "gather_weights": gathers}
+    return run([[rank]], given, divisor=1, clip=None)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_that_are_late_compute_the_same(seed: int) -> None:
+    for late, in_time in run_ranks(2, train_late, seed):
+        assert not differing(late, in_time)
+
+
+def train_without(rank: int) -> tuple[Any, Any]:
+    """Train where nobody gathers, which leaves what a slot held before; and where all do."""
+    expected = train_with(rank, {}, gathers=False)
+    AcrossRanks.all_gather = lambda *_: None  # type: ignore[method-assign]
+    try:
+        return train_with(rank, {}), expected
+    except (RuntimeError, ValueError):
+        return None, expected
+
+
+def test_without_the_others_parts_they_do_not() -> None:
+    for found, expected in run_ranks(2, train_without):
+        assert found is None or differing(found, expected)
+
+
+def with_holder(rank: int) -> tuple[Arrays, Arrays]:
+    """The first rank alone holds the memory of a weight, so that it copies the layer anew; or nobody does."""
+    ends = []
+    for holds in (False, True):
+        made = streamer.wrap(
+            model(), layers="layers", device="cpu", num_slots=3, process_group=everyone(), gather_weights=True
+        )
+        optimizer = streamer.AdamW(made.parameters(), lr=1e-2)
+        held = made.layers[1].up.weight.data if holds and not rank else None
+        for step in range(3):
+            backward(made, step, rank, 1, None)
+            optimizer.step()
+            optimizer.zero_grad()
+        if held is not None:
+            streamer.synchronize(made)
+            assert torch.equal(held, made.layers[1].up.weight)
+        ends.append(arrays(streamer.unwrap(made).state_dict()))
+    return ends[0], ends[1]
+
+
+def test_one_rank_may_hold_a_weights_memory() -> None:
+    for without, with_it in run_ranks(2, with_holder):
+        assert without and not differing((None, with_it), (None, without))
+
+
+def holding(rank: int) -> list[float]:
+    """A write that nothing tells of, which all ranks make alike, runs in the next forward."""
+    made = streamer.wrap(
+        model(), layers="layers", device="cpu", num_slots=3, process_group=everyone(), gather_weights=True
+    )
+    held = made.layers[1].up.weight.data
+    tokens = torch.arange(6)[None]
+    sums = []
+    with torch.no_grad():
+        for value in (None, 0.0):
+            if value is not None:
+                dist.barrier()
+                if rank == 0:
+                    held.fill_(value)
+                dist.barrier()
+            sums.append(made.eval()(tokens).abs().sum().item())
+    plain = model().eval()
+    with torch.no_grad():
+        sums.append(plain(tokens).abs().sum().item())
+        plain.layers[1].up.weight.zero_()
+        sums.append(plain(tokens).abs().sum().item())
+    return sums
+
+
+def test_what_is_written_through_held_memory_runs() -> None:
+    for before, after, expected_before, expected_after in run_ranks(2, holding):
+        assert before == pytest.approx(expected_before, rel=1e-5)
+        assert after == pytest.approx(expected_after, rel=1e-5)
+        assert abs(expected_after - expected_before) > 1e-3 * expected_before
+
+
+def looking(rank: int, num_slots: int) -> list[Arrays]:
+    """The first rank alone runs forwards without gradients, between steps and inside of them; or nobody."""
+    return [train_looking(rank, num_slots, looks=looks) for looks in (False, rank == 0)]
+
+
+def train_looking(rank: int, num_slots: int, *, looks: bool) -> Arrays:
+    made = streamer.wrap(
+        model(layers=4),
+        layers="layers",
+        num_slots=num_slots,
+        process_group=everyone(),
+        gather_weights=True,
+        backend=ThreadBackend(poison=True),
+    )
+    optimizer = streamer.AdamW(made.parameters(), lr=1e-2)
+    seen: list[torch.Tensor] = []
+
+    def look(times: int) -> None:
+        with torch.random.fork_rng(), torch.no_grad():
+            seen.extend(made(part(0, 7)) for _ in range(times * looks))
+
+    for step in range(4):
+        look(step % 3)
+        backward(made, step, rank, 1, None)
+        look(1)
+        if step == 2:  # what is written is found out by who looks first
+            with torch.no_grad():
+                made.layers[1].down.weight.mul_(0.5)  # type: ignore[union-attr, index]
+            look(1)
+        optimizer.step()
+        look(1 + step % 2)
+        optimizer.zero_grad()
+    assert bool(seen) is looks
+    assert all(torch.isfinite(logits).all() for logits in seen)
+    return arrays(streamer.unwrap(made).state_dict())
+
+
+@pytest.mark.parametrize("num_slots", [1, 3])
+def test_one_rank_alone_may_look(num_slots: int) -> None:
+    for without, with_it in run_ranks(2, looking, num_slots):
+        assert without and not differing((None, with_it), (None, without))
+
+
+def going_forward(rank: int) -> str:
+    """One rank alone begins a step."""
+    made = streamer.wrap(
+        model(), layers="layers", device="cpu", process_group=everyone(), gather_weights=True
+    )
+    try:
+        if rank:
+            made(part(0, rank))
+        for step in range(2):
+            backward(made, step, rank, 1, None)
+    except RanksError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_do_not_call_the_same_layers_are_told() -> None:
+    for told in run_ranks(2, going_forward, timeout=5.0):
+        assert re.search(r"gathering 'layers\.\d' \(gather_weights=True: all ranks call the same", told), told
+        assert "\n" not in told
+
+
+def with_budget(rank: int) -> tuple[list[int], Arrays]:
+    """The second rank has twice as long a batch, and room for fewer slots: their number after each step."""
+    made = model(layers=6)
+    nbytes = sum(param.nbytes for param in made.layers[0].parameters())
+    made = streamer.wrap(
+        made,
+        layers="layers",
+        device="cpu",
+        activations="keep",
+        device_memory=16 * nbytes,
+        process_group=everyone(),
+        gather_weights=True,
+    )
+    optimizer = streamer.AdamW(made.parameters(), lr=1e-2)
+    slots = []
+    for step in range(4):
+        tokens = torch.randint(48, (4 + 60 * rank * (step == 2), 6))
+        made(tokens).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        slots.append(len(wrapped(made).executor.weights.slots.buffers))
+    return slots, arrays(streamer.unwrap(made).state_dict())
+
+
+def test_ranks_have_as_many_slots_as_the_one_with_least_room() -> None:
+    (slots, state), (slots_there, state_there) = run_ranks(2, with_budget)
+    assert slots == slots_there
+    assert slots[1] > slots[2] >= 2
+    assert state and not differing((None, state), (None, state_there))
+
+
+def on_disk(rank: int, folder: str) -> list[Any]:
+    """Weights on disk that are gathered, and that each rank copies whole."""
+    test_disk.on_disk.CHUNK_ELEMENTS = test_disk.CHUNK
+    ends = []
+    for gathers, options in product((False, True), (BF16, {"update": "backward", "num_slots": 3})):
+        given = test_disk.in_group(folder, {**options, "gather_weights": gathers})
+        ends.append(run([[rank]], given, divisor=1, clip=None, layers=test_disk.ALL))
+    return ends
+
+
+def test_weights_on_disk_are_gathered_too(tmp_path: Path) -> None:
+    for in_step, in_backward, *gathered in run_ranks(2, on_disk, str(tmp_path)):
+        for found, expected in zip(gathered, (in_step, in_backward), strict=True):
+            assert expected[2] and not differing(found, expected)
