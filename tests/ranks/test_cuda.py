@@ -17,7 +17,7 @@ from streamer.backends.base import Lane
 from streamer.engine.schedule.op import OpKind
 from streamer.engine.wrapped.handle import wrapped
 from tests.ranks.common import run_ranks
-from tests.ranks.programs import Case, backward, model, train, train_alone
+from tests.ranks.programs import Arrays, Case, backward, model, train, train_alone
 
 CASES: dict[str, Case] = {
     "fp32": (1, {"device": "cuda"}, {}),
@@ -35,7 +35,7 @@ def group(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 def kinds_of_three_steps(group: Any) -> list[OpKind]:
-    """What ran on the lane between ranks."""
+    """What ran on the lanes between ranks."""
     made = streamer.wrap(model(), layers="layers", device="cuda", process_group=group)
     optimizer = streamer.AdamW(made.parameters(), lr=1e-2)
     for step in range(3):
@@ -45,7 +45,7 @@ def kinds_of_three_steps(group: Any) -> list[OpKind]:
     streamer.synchronize(made)
     records = wrapped(made).executor.issuer.trace.records()
     streamer.unwrap(made)
-    return [record.op.kind for record in records if record.op.lane is Lane.COLLECTIVE]
+    return [record.op.kind for record in records if record.op.lane in (Lane.COLLECTIVE, Lane.BARRIER)]
 
 
 @pytest.mark.cuda_api
@@ -70,7 +70,11 @@ def test_a_group_of_one_is_one_process(group: Any, name: str) -> None:
     found = train_alone(1, (backwards, options, {**more, "given_norms": norms}))
     for one, other in zip((gradients, state), found[1:], strict=True):
         assert one.keys() == other.keys()
-        assert not [key for key in one if not np.array_equal(one[key], other[key])]
+        assert not differing(one, other)
+
+
+def differing(one: Arrays, other: Arrays) -> list[str]:
+    return [key for key in one if not np.array_equal(one[key], other[key])]
 
 
 def train_on_two(rank: int, cases: dict[str, Case]) -> Any:
@@ -82,10 +86,17 @@ def train_on_two(rank: int, cases: dict[str, Case]) -> Any:
 def test_two_gpus_are_one_process() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    first, second = run_ranks(2, train_on_two, CASES, kind="nccl")
+    gathered = {
+        f"{name}, gathered": (backwards, {**options, "gather_weights": True}, more)
+        for name, (backwards, options, more) in CASES.items()
+    }
+    first, second = run_ranks(2, train_on_two, {**CASES, **gathered}, kind="nccl")
     for name in CASES:
+        for one, other in zip(first[name], first[f"{name}, gathered"], strict=True):
+            assert one == other if isinstance(one, list) else not differing(one, other)
+    for name in (*CASES, *gathered):
         assert first[name][0] == second[name][0]
         for one, other in zip(first[name][1:], second[name][1:], strict=True):
-            assert not [key for key in one if not np.array_equal(one[key], other[key])]
+            assert not differing(one, other)
     norms, _, _ = train_alone(2, CASES["fp32"])
     assert first["fp32"][0][0] == pytest.approx(norms[0], rel=1e-5)
