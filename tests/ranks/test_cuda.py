@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import multiprocessing
 
 import streamer
 from streamer.backends.base import Lane
 from streamer.engine.schedule.op import OpKind
 from streamer.engine.wrapped.handle import wrapped
+from streamer.memory.layout import ALIGN_BYTES
 from tests.ranks.common import run_ranks
 from tests.ranks.programs import Arrays, Case, backward, model, train, train_alone
 
@@ -59,6 +63,56 @@ def test_the_lane_between_ranks_is_a_stream_of_its_own(group: Any) -> None:
     kinds_of_three_steps(group)
     gc.collect()
     assert torch.cuda.memory_allocated() == before
+
+
+def gather_on(rank: int, store: str, answers: Any) -> None:
+    """Three steps with weights that are copied, and that are gathered: by kind how many ops there are, the
+    bytes that come over this rank's bus, and those that the device holds after it."""
+    torch.cuda.set_device(rank)
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    found = []
+    for gathers in (False, True, True):
+        made = streamer.wrap(
+            model(),
+            layers="layers",
+            device=f"cuda:{rank}",
+            process_group=dist.group.WORLD,
+            gather_weights=gathers,
+        )
+        optimizer = streamer.AdamW(made.parameters(), lr=1e-2)
+        for step in range(3):
+            backward(made, step, rank, 1, None)
+            optimizer.step()
+            optimizer.zero_grad()
+        streamer.synchronize(made)
+        records = [record.op for record in wrapped(made).executor.issuer.trace.records()]
+        moved = sum(op.nbytes for op in records if op.kind is OpKind.UNSHARD and op.unit >= 0)
+        kinds = Counter(op.kind.value for op in records)
+        streamer.unwrap(made)
+        del made, optimizer
+        gc.collect()
+        found.append((kinds["ALL_GATHER"], moved, torch.cuda.memory_allocated()))
+    answers.put(found)
+    dist.barrier()
+    os._exit(0)
+
+
+@pytest.mark.cuda_api
+def test_two_devices_gather_what_each_has_a_part_of(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    context = multiprocessing.get_context("spawn")
+    answers = context.SimpleQueue()
+    given = str(tmp_path / "store"), answers
+    processes = multiprocessing.spawn(gather_on, given, nprocs=2, join=False)
+    for copied, gathered, again in (answers.get(), answers.get()):
+        assert copied[0] == 0
+        # of each step four fetches through two slots, of which the first step has two more
+        assert gathered[0] == 14
+        assert 0 <= 2 * gathered[1] - copied[1] < 14 * 2 * ALIGN_BYTES
+        assert again == gathered, "memory is given back"
+    while not processes.join():
+        pass
 
 
 @pytest.mark.cuda_values
