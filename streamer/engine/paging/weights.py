@@ -381,7 +381,8 @@ class Weights:
 
     def begin_anew(self) -> None:
         """Take nothing for granted of the ring and of the slots, since something has failed."""
-        self.fill_alone(False)
+        if self._before is not None:
+            self._order, self._before = self._before.order, None
         for unit in self._units:
             self._reshard(unit.index)
         if self._ring is not None:
