@@ -11,6 +11,7 @@ import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from streamer.app.cli import main
 from streamer.app.config import load_config
@@ -142,13 +143,18 @@ def test_a_mixture_in_fp8_is_trained_as_it_is(place: Path, capsys: pytest.Captur
     assert "layers.1.mlp.experts.down_proj' has other values than in training" in told
 
 
-@pytest.mark.parametrize("intermediate_size", [96, 256])
+@pytest.mark.parametrize(
+    ("intermediate_size", "lie"), [(96, "one by one"), (256, "one by one"), (96, "whole")]
+)
 def test_a_mixture_in_4_bits_is_trained_as_it_is(
-    intermediate_size: int, place: Path, capsys: pytest.CaptureFixture[str]
+    intermediate_size: int, lie: str, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With scales in 8 bits, which are whole blocks of the larger experts alone. The plan of the folder has
-    the bytes of the run."""
-    mixture(intermediate_size=intermediate_size)
+    """With scales in 8 bits, which are no whole blocks of each smaller expert. The plan has fewer bytes."""
+    scale = "model.layers.1.block_sparse_moe.experts.2.w2.weight.nested_absmax"
+    made = mixture(intermediate_size=intermediate_size)
+    if lie == "whole":
+        save_file(made.state_dict(), "mixture/model.safetensors", metadata={"format": "pt"})
+        scale = "model.layers.1.mlp.experts.down_proj.nested_absmax"
     of_all = {"quant_type": "nf4", "compress_statistics": True}
     in_4_bits(Path("mixture"), Path("four"), values=Path("values"), **of_all)
     tiny_llama.tokenizer().save_pretrained("four")
@@ -160,7 +166,7 @@ def test_a_mixture_in_4_bits_is_trained_as_it_is(
     assert (plan.parameters, plan.flops_per_token) == (exact.parameters, exact.flops_per_token)
     saved = exact.step.host_bytes["weights"] - plan.step.host_bytes["weights"]
     elements = 2 * 4 * 3 * 64 * intermediate_size
-    scales = 4 if intermediate_size == 96 else 1
+    scales = 4 if (intermediate_size, lie) == (96, "one by one") else 1
     assert (1.5 - scales / 64) * elements - 12_000 < saved < (1.5 - scales / 64) * elements
     assert main(command(model="four", settings=settings)) == 0
     plain = transformers.AutoModelForCausalLM.from_pretrained("values", dtype=BF16)
@@ -168,7 +174,6 @@ def test_a_mixture_in_4_bits_is_trained_as_it_is(
     model = merged()
     assert "quantized" not in capsys.readouterr().out
     is_merged(model, plain.float())
-    scale = "model.layers.1.block_sparse_moe.experts.2.w2.weight.nested_absmax"
     rewritten(Path("four/model.safetensors"), lambda held: held[scale].mul_(2))
     told = refused(capsys, "export", str(RUN), "--to", "again", "--merge")
     assert "layers.1.mlp.experts.down_proj' has other values than in training" in told
