@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,23 @@ class Stored:
 
     def read(self) -> torch.Tensor:
         """A view of the file, on the CPU. Raises CheckpointError where the file has changed."""
-        with reading(self.file) as read:
-            tensor = read(self.name)
-        if (tensor.dtype, tuple(tensor.shape)) != (self.dtype, self.shape):
-            raise CheckpointError(f"{self.file}: tensor '{self.name}' has changed since the file was opened")
+        (tensor,) = read_all([self])
         return tensor
+
+
+def read_all(stored: Sequence[Stored]) -> Iterator[torch.Tensor]:
+    """A view of the file of each tensor in turn, on the CPU. Raises CheckpointError where a file has changed.
+
+    A file is opened once for all of its tensors that follow each other in ``stored``: at each opening its
+    header is read, which takes 40 ms where 30,000 tensors are in it.
+    """
+    for file, of_file in groupby(stored, key=lambda it: it.file):
+        with reading(file) as read:
+            for it in of_file:
+                tensor = read(it.name)
+                if (tensor.dtype, tuple(tensor.shape)) != (it.dtype, it.shape):
+                    raise CheckpointError(f"{file}: tensor '{it.name}' has changed since the file was opened")
+                yield tensor
 
 
 def places(stored: Iterable[Stored]) -> dict[str, StoredTensor]:

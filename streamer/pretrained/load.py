@@ -22,7 +22,7 @@ from streamer.pretrained.architecture import ModelClass, build, is_quantized
 from streamer.pretrained.files import Stored, places, stored_tensors
 from streamer.pretrained.match import Tensors
 from streamer.pretrained.quantize import quantize_weights, take_quantized
-from streamer.pretrained.quantized_files import StoredQuantized, usual_dtype, with_quantized
+from streamer.pretrained.quantized_files import StoredQuantized, StoredStack, usual_dtype, with_quantized
 
 #: The method of transformers' models that sets first values, and the mark of those that it leaves alone.
 OWN_INIT, HAS_VALUES = "_init_weights", "_is_hf_initialized"
@@ -75,7 +75,9 @@ def from_pretrained(
             that the model is never whole in ``dtype``. The experts of a layer are dequantized as a whole
             where they run. The model is frozen then: ``adapt`` adds what is trained, or unfreezes what is
             not quantized. A folder whose weights are quantized already, in 4 bits by bitsandbytes, in fp8
-            with a scale for each block, or by torchao, is read as it is, and frozen too.
+            with a scale for each block, or by torchao, is read as it is, and frozen too. So are experts that
+            lie there one by one, in 4 bits or fp8, where blocks divide each of them; a warning tells which
+            weights are dequantized instead, and why.
         skip: a regular expression, or several; linear modules and experts are not quantized if one is found
             in their name.
         disk: True reads frozen parameters of layers, such as the base of adapters, from the files where they
@@ -148,11 +150,13 @@ def _with_files(disk: bool | Folders | Disks, model: nn.Module, tensors: Tensors
         source = tensors.source(param)
         if param.requires_grad or source is None or not source.pieces:
             continue
-        in_parts = [it.parts for it in source.pieces if isinstance(it, StoredQuantized)]
-        if bool(in_parts) != tensors.is_quantized(param):
+        is_in_parts = any(isinstance(it, StoredQuantized) for it in source.pieces)
+        if is_in_parts != tensors.is_quantized(param):
             continue  # quantized, or dequantized, while it is read
-        if in_parts:
-            frozen |= {f"{name}.{part}": [it[part] for it in in_parts] for part in in_parts[0]}
+        if isinstance(source.stored, StoredQuantized):
+            frozen |= {f"{name}.{part}": [it] for part, it in source.stored.parts.items()}
+        elif is_in_parts and isinstance(stack := StoredStack.of(source), StoredStack):
+            frozen |= {f"{name}.{part}": pieces for part, pieces in stack.pieces.items()}
         else:
             frozen[name] = source.pieces
     if disk is True and not frozen:

@@ -28,15 +28,16 @@ from streamer.pretrained.joined import Joining, Pieces
 
 @dataclass(frozen=True)
 class Source:
-    """Where a tensor of the model comes from: the names of the files, and what reads it, on the CPU; and its
-    ``pieces``, the tensors there whose elements are its own, one after the other. There are none if it is
-    made in another way."""
+    """Where a tensor of the model comes from: the names of the files, and what reads it, on the CPU; its
+    ``pieces``, the tensors there whose elements are its own, one after the other; and all tensors that it is
+    ``made_of``, in any order. There are no pieces if it is made in another way."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     files: str
     read: Callable[[], torch.Tensor]
     pieces: Pieces = ()
+    made_of: Pieces = ()
 
     @property
     def stored(self) -> Stored | None:
@@ -263,7 +264,7 @@ def _by_rules(model: Any, stored: Mapping[str, Stored], here: dict[str, torch.Te
 
 def _direct(stored: Stored) -> Source:
     """A tensor as it is in its file."""
-    return Source(stored.dtype, stored.shape, stored.file.name, stored.read, (stored,))
+    return Source(stored.dtype, stored.shape, stored.file.name, stored.read, (stored,), (stored,))
 
 
 @dataclass
@@ -296,6 +297,7 @@ class _Conversion:
                 files,
                 partial(self._read, name),
                 joining.pieces(tensor),
+                tuple(stored for _, stored in self.parts),
             )
             for name, tensor in made.items()
         }

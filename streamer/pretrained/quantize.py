@@ -12,6 +12,7 @@ import abc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -231,11 +232,16 @@ def quantize_weights(
 def take_quantized(
     model: Any, stored: Mapping[str, Stored], tensors: Tensors, dtype: torch.dtype | None
 ) -> None:
-    """Freeze ``model``, which has no values, and give its linear modules, and experts in fp8, the weights
-    that are quantized in the files. ``tensors`` know afterwards how they are read. A warning tells which
-    weights are no linear module's own, and are dequantized while they are read."""
+    """Freeze ``model``, which has no values, and give its linear modules and stacks of experts the weights
+    that are quantized in the files. ``tensors`` know afterwards how they are read. Warnings tell which
+    weights are dequantized while they are read, and why."""
     model.requires_grad_(False)
-    left = {name for name, it in stored.items() if isinstance(it, StoredQuantized)}
+    left = {
+        name: "each is no linear module's own weight here"
+        for name, it in stored.items()
+        if isinstance(it, StoredQuantized)
+    }
+    stacks: list[StoredStack] = []
     for name, module in _linear_modules([("", model)]).items():
         source = tensors.source(module.weight)
         it = None if source is None else source.stored
@@ -243,20 +249,31 @@ def take_quantized(
             for_inputs = dtype or it.dtype
             linear = it.linear(module.out_features, module.in_features, for_inputs)
             _replace(model, name, module, linear, _reading(it, for_inputs), tensors)
-            left.discard(it.name)
+            left.pop(it.name, None)
     for module, key in stacks_in([("", model)]).values():
         source = tensors.source(module._parameters[key])  # type: ignore[arg-type]
-        if source is not None and (stack := StoredStack.of(source)) is not None:
-            _put(module, key, dequantize_in_forward, _reading(stack, dtype or source.dtype), tensors)
-            left -= {it.name for it in stack.matrices}
-    if left:
+        if source is None or not (names := left.keys() & {it.name for it in source.made_of}):
+            continue
+        stack, for_inputs = StoredStack.of(source), dtype or source.dtype
+        if isinstance(stack, str):
+            left |= dict.fromkeys(names, stack)
+            continue
+        put = partial(stack.put, dtype=for_inputs)
+        _put(module, key, put, _reading(stack, for_inputs), tensors)
+        stacks.append(stack)
+        for name in names:
+            del left[name]
+    for why in dict.fromkeys(left.values()):
+        names = {name for name, reason in left.items() if reason == why}
         warn(
-            f"{shortened(sorted(left))}: quantized in the files, and dequantized while they are read, since "
-            "each is no linear module's own weight here"
+            f"{shortened(sorted(names))}: quantized in the files, and dequantized while they are read, "
+            f"since {why}"
         )
     _tell_transformers(model, model.config.quantization_config)
     if any(isinstance(it, StoredQuantized) and it.block for it in stored.values()):
         _refuse_files(model, "block-wise fp8 that is in tensors of torchao")
+    elif stacks:
+        _refuse_files(model, "experts that are one quantized tensor")
 
 
 def _reading(stored: StoredQuantized | StoredStack, for_inputs: torch.dtype) -> Quantized:

@@ -4,9 +4,10 @@ block (DeepSeek, Qwen), or by torchao. Each is read as it is, and streamed by it
 
 from __future__ import annotations
 
+import abc
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from math import prod
@@ -17,15 +18,23 @@ import torch
 from torch import nn
 
 from streamer.errors import CheckpointError
-from streamer.pretrained.files import Stored
+from streamer.pretrained.files import Stored, read_all
 from streamer.pretrained.match import Source, commonest
+from streamer.pretrained.stacks import dequantize_4_bits_in_forward, dequantize_in_forward
 
 #: What bitsandbytes appends to the name of a weight: how it is quantized, in JSON.
 _STATE = ".quant_state.bitsandbytes__"
 #: And what block-wise 8-bit floats have beside their weight.
 _BLOCK_SCALES = "_scale_inv"
+#: The tensors that bitsandbytes has beside codes: scales and their code book, and those of quantized scales.
+_SCALES, _NESTED = ("absmax", "quant_map"), ("nested_absmax", "nested_quant_map")
+_MAPS = ("quant_map", "nested_quant_map")
+#: What else it tells, the last two of quantized scales.
+_TOLD = ("blocksize", "nested_dtype", "nested_offset")
 #: How names of tensors end that belong to a quantized weight.
-_BESIDE = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", _BLOCK_SCALES)
+_BESIDE = (*(f".{name}" for name in (*_SCALES, *_NESTED)), _BLOCK_SCALES)
+#: The kernels of bitsandbytes take the number of values as a 32-bit integer.
+_MOST_VALUES = 1 << 31
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,8 @@ class StoredQuantized(Stored):
     linear: Callable[[int, int, torch.dtype], nn.Module]
     #: rows and columns of a block of 8-bit floats that have a scale
     block: tuple[int, ...] = ()
+    #: what bitsandbytes says in the file about 4 bits: quant_type, blocksize, dtype, ...
+    state: Mapping[str, Any] = field(default_factory=dict)
 
     def quantized(self, device: torch.device | str, dtype: torch.dtype) -> nn.Parameter:
         """The weight, read to ``device``; on the meta device without values."""
@@ -63,9 +74,12 @@ def with_quantized(path: Path, stored: Mapping[str, Stored], config: Any) -> dic
     if method == "bitsandbytes" and told.get("load_in_4bit", told.get("_load_in_4bit")):
         need("bitsandbytes")
         compute = told.get("bnb_4bit_compute_dtype") or "float32"
-        for name in [name for name in stored if _STATE in name]:
-            weight = name.partition(_STATE)[0]
-            found[weight] = _four_bits(found, weight, getattr(torch, str(compute).removeprefix("torch.")))
+        states = [it for name, it in stored.items() if _STATE in name]
+        for state, packed in zip(states, read_all(states), strict=True):
+            weight = state.name.partition(_STATE)[0]
+            found[weight] = _four_bits(
+                found, weight, state, packed, getattr(torch, str(compute).removeprefix("torch."))
+            )
         return found
     if method == "fp8" and told.get("weight_block_size"):
         need("torchao")
@@ -87,24 +101,28 @@ def with_quantized(path: Path, stored: Mapping[str, Stored], config: Any) -> dic
     )
 
 
-def _four_bits(found: dict[str, Stored], weight: str, compute: torch.dtype) -> StoredQuantized:
-    """Takes what belongs to ``weight`` out of ``found``."""
+def _four_bits(
+    found: dict[str, Stored], weight: str, state: Stored, packed: torch.Tensor, compute: torch.dtype
+) -> StoredQuantized:
+    """Takes what belongs to ``weight`` out of ``found``; ``packed`` are the values of its ``state``."""
     bnb = import_module("bitsandbytes")
-    prefix = f"{weight}."
-    beside = {name.removeprefix(prefix): found.pop(name) for name in [*found] if name.startswith(prefix)}
-    (state,) = [name for name in beside if name.startswith(_STATE.lstrip("."))]
-    packed = beside.pop(state).read()
+    del found[state.name]
+    key = state.name.removeprefix(f"{weight}.")
+    names = {name: f"{weight}.{name}" for name in (*_SCALES, *_NESTED)}
+    beside = {name: found.pop(there) for name, there in names.items() if there in found}
     try:
         told = json.loads(bytes(packed.tolist()))
         shape, dtype, kind = tuple(told["shape"]), getattr(torch, told["dtype"]), told["quant_type"]
-        nested = ("nested_absmax", "nested_quant_map") if "nested_blocksize" in told else ()
-        codes, *_ = found[weight], *(beside[name] for name in ("absmax", "quant_map", *nested))
+        if missing := [name for name in _TOLD[: 3 if "nested_blocksize" in told else 1] if name not in told]:
+            raise KeyError(missing[0])
+        nested = _NESTED if "nested_blocksize" in told else ()
+        codes, *_ = found[weight], *(beside[name] for name in (*_SCALES, *nested))
     except (KeyError, ValueError, AttributeError) as error:
         raise CheckpointError(f"'{weight}' is not whole in its file ({error!r})") from error
 
     def made(parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> nn.Parameter:
         codes = parts["codes"]
-        stats = {name: part for name, part in parts.items() if name != "codes"} | {state: packed}
+        stats = {name: part for name, part in parts.items() if name != "codes"} | {key: packed}
         weight: nn.Parameter = bnb.nn.Params4bit.from_prequantized(codes, stats, device=codes.device)
         return weight
 
@@ -115,7 +133,14 @@ def _four_bits(found: dict[str, Stored], weight: str, compute: torch.dtype) -> S
         return module
 
     return StoredQuantized(
-        codes.name, codes.file, dtype, shape, parts={"codes": codes, **beside}, made=made, linear=linear
+        codes.name,
+        codes.file,
+        dtype,
+        shape,
+        parts={"codes": codes, **beside},
+        made=made,
+        linear=linear,
+        state=told,
     )
 
 
@@ -149,47 +174,221 @@ def _eight_bits(
 
 
 @dataclass(frozen=True)
-class StoredStack:
-    """Matrices in block-wise 8-bit floats that are one after the other a stack, as experts are that lie one
-    by one in the files. Codes and scales lie alike, since blocks divide each matrix."""
+class StoredStack(abc.ABC):
+    """Quantized matrices that are one after the other a stack, as experts are that lie one by one in the
+    files. Codes and scales lie alike, since blocks divide each matrix."""
 
     matrices: tuple[StoredQuantized, ...]
     shape: tuple[int, ...]
 
     @staticmethod
-    def of(source: Source) -> StoredStack | None:
-        """None for what is made of others, or in another way (turned, or interleaved)."""
-        matrices = tuple(it for it in source.pieces if isinstance(it, StoredQuantized) and it.block)
-        kinds = {(it.block, *(part.dtype for part in it.parts.values())) for it in matrices}
-        if len(kinds) != 1 or len(matrices) != len(source.pieces):
-            return None
-        return StoredStack(matrices, source.shape)
+    def of(source: Source) -> StoredStack | str:
+        """The stack, or in words why there is none."""
+        if not source.pieces:
+            return "the model puts them together turned or interleaved, and not one after the other"
+        matrices = tuple(it for it in source.pieces if isinstance(it, StoredQuantized))
+        if len(matrices) != len(source.pieces):
+            return "others that are in one tensor with them here are not quantized"
+        first = matrices[0]
+        kinds = {
+            (it.dtype, it.block, *(part.dtype for part in it.parts.values()), *_kind(it)) for it in matrices
+        }
+        if len(kinds) > 1:
+            return "they are one tensor here, and are not quantized alike"
+        if first.block:
+            return _StackIn8Bits(matrices, source.shape)
+        if first.state:
+            return _StackIn4Bits.why_not(matrices) or _StackIn4Bits(matrices, source.shape)
+        return "each is a tensor of torchao"
+
+    @property
+    @abc.abstractmethod
+    def pieces(self) -> dict[str, Sequence[Stored]]:
+        """By name the parts that are as they are in the files: what of them is one after the other there."""
+
+    @property
+    @abc.abstractmethod
+    def parts(self) -> dict[str, Callable[[torch.device | str], torch.Tensor]]:
+        """By name what reads each part to a device; to the meta device without values."""
+
+    @abc.abstractmethod
+    def quantized(self, device: torch.device | str, dtype: torch.dtype) -> nn.Parameter:
+        """The stack, read to ``device``, for inputs of ``dtype``."""
+
+    @abc.abstractmethod
+    def put(self, module: nn.Module, key: str, weight: nn.Parameter, dtype: torch.dtype) -> None:
+        """Let ``module`` have such a ``weight`` as ``key``, and see its values in ``dtype``."""
+
+
+class _StackIn8Bits(StoredStack):
+    """Of block-wise 8-bit floats."""
+
+    @property
+    def pieces(self) -> dict[str, Sequence[Stored]]:
+        return {part: [it.parts[part] for it in self.matrices] for part in self.matrices[0].parts}
 
     @property
     def parts(self) -> dict[str, Callable[[torch.device | str], torch.Tensor]]:
-        """By name what reads each to a device; to the meta device without values."""
         shapes = {"qdata": self.shape, "scale": tuple(map(int.__floordiv__, self.shape, self._block))}
-        return {
-            part: partial(_joined, [it.parts[part] for it in self.matrices], shape)
-            for part, shape in shapes.items()
-        }
+        return {part: partial(_joined, pieces, shapes[part]) for part, pieces in self.pieces.items()}
 
     def quantized(self, device: torch.device | str, dtype: torch.dtype) -> nn.Parameter:
-        """The stack, read to ``device``, for inputs of ``dtype``."""
         parts = {part: read(device) for part, read in self.parts.items()}
         return _eight_bits(parts, dtype, block=self._block)
+
+    def put(self, module: nn.Module, key: str, weight: nn.Parameter, dtype: torch.dtype) -> None:
+        dequantize_in_forward(module, key, weight)
 
     @property
     def _block(self) -> tuple[int, ...]:
         return 1, *self.matrices[0].block
 
 
+class _StackIn4Bits(StoredStack):
+    """Of 4 bits of bitsandbytes. [Note: experts in 4 bits]
+
+    Scales that are quantized, and of a matrix are no whole number of blocks, are read as what bitsandbytes
+    makes of them: in fp32, 4 bytes for a block of values in place of 1.
+    """
+
+    @staticmethod
+    def why_not(matrices: Sequence[StoredQuantized]) -> str:
+        """Empty if there is such a stack."""
+        block, numels = matrices[0].state["blocksize"], [prod(it.shape) for it in matrices]
+        if len(numels) > 1 and (odd := [numel for numel in numels if numel % block]):
+            return f"a matrix of {odd[0]} values is no whole number of blocks of {block}"
+        if sum(numels) >= _MOST_VALUES:
+            return f"bitsandbytes dequantizes fewer than {_MOST_VALUES} values at once"
+        return ""
+
+    @property
+    def _state(self) -> Mapping[str, Any]:
+        return self.matrices[0].state
+
+    @property
+    def _has_quantized_scales(self) -> bool:
+        """Whether they stay so."""
+        if "nested_blocksize" not in self._state or len(self.matrices) == 1:
+            return "nested_blocksize" in self._state
+        numels = {prod(it.shape) for it in self.matrices}
+        block = self._state["blocksize"] * self._state["nested_blocksize"]
+        return len(numels) == 1 and not any(numel % block for numel in numels)
+
+    @property
+    def pieces(self) -> dict[str, Sequence[Stored]]:
+        first, nested = self.matrices[0].parts, self._has_quantized_scales
+        as_they_are = nested or "nested_blocksize" not in self._state
+        joined = ("codes", *["absmax"] * as_they_are, *["nested_absmax"] * nested)
+        shared = ("quant_map", *["nested_quant_map"] * nested)
+        found: dict[str, Sequence[Stored]] = {}
+        found |= {name: [it.parts[name] for it in self.matrices] for name in joined}
+        found |= {name: [first[name]] for name in shared}
+        return found
+
+    @property
+    def parts(self) -> dict[str, Callable[[torch.device | str], torch.Tensor]]:
+        pieces, count = self.pieces, len(self.matrices)
+        blocks = -(-prod(self.shape) // self._state["blocksize"])
+        shapes: dict[str, tuple[int, ...]] = {
+            "codes": (sum(prod(it.shape) for it in pieces["codes"]), 1),
+            "absmax": (count, blocks // count) if self._has_quantized_scales and count > 1 else (blocks,),
+        }
+        found: dict[str, Callable[[torch.device | str], torch.Tensor]] = {}
+        for name, of_name in pieces.items():
+            if name in _MAPS:
+                found[name] = partial(_shared, [it.parts[name] for it in self.matrices])
+            else:
+                shape = shapes.get(name, (sum(prod(it.shape) for it in of_name),))
+                found[name] = partial(_joined, of_name, shape)
+        if "absmax" not in found:
+            found["absmax"] = partial(self._scales, blocks)
+        if self._has_quantized_scales:
+            found["offset"] = self._offsets
+        return found
+
+    def _offsets(self, device: torch.device | str) -> torch.Tensor:
+        offsets = torch.tensor([float(it.state["nested_offset"]) for it in self.matrices], device="cpu")
+        return (offsets[:, None] if len(self.matrices) > 1 else offsets[0]).to(device)
+
+    def _scales(self, blocks: int, device: torch.device | str) -> torch.Tensor:
+        scales = torch.empty(blocks, device=device)
+        if not scales.is_meta:
+            functional = import_module("bitsandbytes").functional
+            places = scales.split([prod(it.shape) // self._state["blocksize"] for it in self.matrices])
+            read = (read_all([it.parts[name] for it in self.matrices]) for name in ("absmax", *_NESTED))
+            for place, offset, codes, *nested in zip(places, self._offsets(device), *read, strict=True):
+                # as dequantize_4bit does it
+                state = self._of_scales(*(part.to(device) for part in nested))
+                place.copy_(functional.dequantize_blockwise(codes.to(device), state)).add_(offset)
+        return scales
+
+    def _of_scales(self, absmax: torch.Tensor, code: torch.Tensor) -> Any:
+        """The QuantState of scales that are quantized."""
+        return import_module("bitsandbytes").functional.QuantState(
+            absmax=absmax,
+            blocksize=self._state["nested_blocksize"],
+            code=code,
+            dtype=getattr(torch, self._state["nested_dtype"]),
+        )
+
+    def quantized(self, device: torch.device | str, dtype: torch.dtype) -> nn.Parameter:
+        bnb, told = import_module("bitsandbytes"), self._state
+        parts = {name: read(device) for name, read in self.parts.items()}
+        nested = None
+        if self._has_quantized_scales:
+            nested = self._of_scales(*(parts[name] for name in _NESTED))
+        state = bnb.functional.QuantState(
+            absmax=parts["absmax"],
+            shape=torch.Size(self.shape),
+            code=parts["quant_map"],
+            blocksize=told["blocksize"],
+            quant_type=told["quant_type"],
+            dtype=self.matrices[0].dtype,
+            offset=parts.get("offset"),
+            state2=nested,
+        )
+        made: nn.Parameter = bnb.nn.Params4bit(
+            parts["codes"],
+            requires_grad=False,
+            quant_state=state,
+            blocksize=state.blocksize,
+            compress_statistics=state.nested,
+            quant_type=state.quant_type,
+            quant_storage=parts["codes"].dtype,
+            bnb_quantized=True,
+        )
+        return made
+
+    def put(self, module: nn.Module, key: str, weight: nn.Parameter, dtype: torch.dtype) -> None:
+        dequantize_4_bits_in_forward(module, key, weight, dtype=dtype)
+
+
+def _kind(it: StoredQuantized) -> tuple[object, ...]:
+    """What 4 bits are dequantized by, beside tensors and what each matrix has for itself."""
+    of_all = ("quant_type", "blocksize", "nested_blocksize", "nested_dtype")
+    return tuple(it.state.get(name) for name in of_all)
+
+
+def _shared(same: Sequence[Stored], device: torch.device | str) -> torch.Tensor:
+    """The first of tensors that all have the ``same`` values. Raises CheckpointError where they do not."""
+    first = _read(same[0], device)
+    if not first.is_meta:
+        for it, values in zip(same, read_all(same), strict=True):
+            if not torch.equal(values.to(device), first):
+                raise CheckpointError(
+                    f"'{it.name}' has other values than '{same[0].name}', and both are for one tensor here: "
+                    "quantize all experts with the same release of bitsandbytes"
+                )
+    return first
+
+
 def _joined(pieces: Sequence[Stored], shape: Sequence[int], device: torch.device | str) -> torch.Tensor:
     """A tensor of that shape on ``device``, whose elements are those of ``pieces``, one after the other."""
     whole = torch.empty(shape, dtype=pieces[0].dtype, device=device)
     if not whole.is_meta:
-        for piece, place in zip(pieces, whole.view(-1).split([prod(it.shape) for it in pieces]), strict=True):
-            place.copy_(piece.read().view(-1))
+        places = whole.view(-1).split([prod(it.shape) for it in pieces])
+        for values, place in zip(read_all(pieces), places, strict=True):
+            place.copy_(values.view(-1))
     return whole
 
 

@@ -5,17 +5,28 @@ No library computes with a quantized stack in all the ways that models do (exper
 so a parametrization (``torch.nn.utils.parametrize``) gives the module the values: that of bitsandbytes for
 its 4 bits (`bitsandbytes.nn.parametrize`), `Dequantized` for tensors of torchao. The values are made once in
 each call of the module, by the library that has quantized them.
+
+[Note: experts in 4 bits]
+Experts that lie one by one in a file, each in 4 bits, are one stack: its codes are those of the experts, one
+after the other, and so are its scales. bitsandbytes reads a stack of N values as N / 64 blocks in a row, and
+so finds each expert's own blocks, if each expert is a whole number of them. Where scales are quantized too
+(double quantization), each expert has an offset of its own, which bitsandbytes adds to all scales of a
+weight. The scales of a stack therefore are a matrix, with a row for each expert, and its offsets a column.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrize import ParametrizationList
+
+from streamer.engine.tensors.parts import composite_of
 
 
 class Dequantized(nn.Module):
@@ -25,6 +36,17 @@ class Dequantized(nn.Module):
     def forward(self, weight: Any) -> torch.Tensor:
         values: torch.Tensor = weight.dequantize()
         return values
+
+
+class Rounded(nn.Module):
+    """Values in another ``dtype``."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values.to(self.dtype)
 
 
 def stacks_in(layers: Sequence[tuple[str, nn.Module]]) -> dict[str, tuple[nn.Module, str]]:
@@ -41,13 +63,44 @@ def stacks_in(layers: Sequence[tuple[str, nn.Module]]) -> dict[str, tuple[nn.Mod
     return {name: (module, key) for name, module, key in found.values()}
 
 
-def dequantize_in_forward(module: nn.Module, key: str, weight: nn.Parameter) -> None:
-    """Let ``module`` have the quantized ``weight`` as ``key``, and see its values."""
-    parametrize.register_parametrization(module, key, Dequantized(), unsafe=True)
+def dequantize_in_forward(
+    module: nn.Module, key: str, weight: nn.Parameter, values: nn.Module | None = None
+) -> None:
+    """Let ``module`` have the quantized ``weight`` as ``key``, and see what ``values`` makes of it, which is
+    `Dequantized` for None."""
+    parametrize.register_parametrization(module, key, values or Dequantized(), unsafe=True)
     original(module, key)._parameters["original"] = weight
     if _begin not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(_begin)
         module.register_forward_hook(_end, always_call=True)
+
+
+def dequantize_4_bits_in_forward(
+    module: nn.Module, key: str, weight: nn.Parameter, *, dtype: torch.dtype
+) -> None:
+    """Let ``module`` have the ``Params4bit`` ``weight`` as ``key``, and see its values in ``dtype``.
+
+    The hooks of `bitsandbytes.nn.parametrize` write one offset for a weight into a ``state_dict``, and there
+    are several. [Note: experts in 4 bits]
+    """
+    state: Any = weight.quant_state  # type: ignore[attr-defined]
+    values = import_module("bitsandbytes.nn.parametrize").Bnb4bitParametrization(state)
+    dequantize_in_forward(module, key, weight, values)
+    if state.dtype != dtype:
+        original(module, key).append(Rounded(dtype))
+    module.register_state_dict_post_hook(partial(_with_all_parts, key=key))
+
+
+def _with_all_parts(module: nn.Module, held: dict[str, Any], prefix: str, _: object, *, key: str) -> None:
+    """Write what a weight is made of into a ``state_dict``, by the names that bitsandbytes gives it."""
+    if (name := name_of_original(prefix + key)) not in held:
+        return
+    of_key = original(module, key)
+    composite = composite_of(name, of_key.original, [of_key])
+    assert composite is not None, "it is quantized"
+    held[prefix + key] = held.pop(name)
+    for part, tensor in zip(composite.names[1:], composite.parts()[1:], strict=True):
+        held[f"{prefix}{key}.{part}"] = tensor.detach()
 
 
 #: The attribute of a module that is running that ends the sharing of values within the call.

@@ -11,6 +11,7 @@ import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from streamer.app.cli import main
 from streamer.app.config import load_config
@@ -25,6 +26,7 @@ from tests import tiny_llama
 from tests.app.common import HOME, refused, sets
 from tests.app.test_train_pretrained import SHORT, losses, place
 from tests.model_folders import rewritten
+from tests.pretrained.test_experts_in_4_bits import in_4_bits
 from tests.pretrained.test_quantize import stored_in_fp8
 
 __all__ = ["place"]
@@ -99,9 +101,10 @@ def test_a_run_learns_resumes_and_is_exported(
 OF_MIXTURE = [*SETTINGS, "run.steps=2", f"lora.targets={json.dumps(ATTENTION)}"]
 
 
-def mixture() -> Any:
+def mixture(**more: int) -> Any:
     tiny_llama.tokenizer().save_pretrained("mixture")
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= more
     made = transformers.MixtralConfig(vocab_size=300, num_key_value_heads=2, num_local_experts=4, **sizes)
     plain = transformers.MixtralForCausalLM(made).to(BF16)
     plain.save_pretrained("mixture")
@@ -136,6 +139,42 @@ def test_a_mixture_in_fp8_is_trained_as_it_is(place: Path, capsys: pytest.Captur
     is_merged(model, plain.float())
     scale = "model.layers.1.block_sparse_moe.experts.2.w2.weight_scale_inv"
     rewritten(Path("fp8/model.safetensors"), lambda held: held[scale].mul_(2))
+    told = refused(capsys, "export", str(RUN), "--to", "again", "--merge")
+    assert "layers.1.mlp.experts.down_proj' has other values than in training" in told
+
+
+@pytest.mark.parametrize(
+    ("intermediate_size", "lie"), [(96, "one by one"), (256, "one by one"), (96, "whole")]
+)
+def test_a_mixture_in_4_bits_is_trained_as_it_is(
+    intermediate_size: int, lie: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With scales in 8 bits, which are no whole blocks of each smaller expert. The plan has fewer bytes."""
+    scale = "model.layers.1.block_sparse_moe.experts.2.w2.weight.nested_absmax"
+    made = mixture(intermediate_size=intermediate_size)
+    if lie == "whole":
+        save_file(made.state_dict(), "mixture/model.safetensors", metadata={"format": "pt"})
+        scale = "model.layers.1.mlp.experts.down_proj.nested_absmax"
+    of_all = {"quant_type": "nf4", "compress_statistics": True}
+    in_4_bits(Path("mixture"), Path("four"), values=Path("values"), **of_all)
+    tiny_llama.tokenizer().save_pretrained("four")
+    settings = [*OF_MIXTURE, "model.quantize=none"]
+    plan, exact = (
+        plan_run(load_config(CONFIG, [*settings, f'model.pretrained="{folder}"']), MACHINES["rtx-4090"])
+        for folder in ("four", "values")
+    )
+    assert (plan.parameters, plan.flops_per_token) == (exact.parameters, exact.flops_per_token)
+    saved = exact.step.host_bytes["weights"] - plan.step.host_bytes["weights"]
+    elements = 2 * 4 * 3 * 64 * intermediate_size
+    scales = 4 if (intermediate_size, lie) == (96, "one by one") else 1
+    assert (1.5 - scales / 64) * elements - 12_000 < saved < (1.5 - scales / 64) * elements
+    assert main(command(model="four", settings=settings)) == 0
+    plain = transformers.AutoModelForCausalLM.from_pretrained("values", dtype=BF16)
+    capsys.readouterr()
+    model = merged()
+    assert "quantized" not in capsys.readouterr().out
+    is_merged(model, plain.float())
+    rewritten(Path("four/model.safetensors"), lambda held: held[scale].mul_(2))
     told = refused(capsys, "export", str(RUN), "--to", "again", "--merge")
     assert "layers.1.mlp.experts.down_proj' has other values than in training" in told
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 import weakref
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config, conversion_mapping
 from transformers.core_model_loading import Interleave
@@ -415,25 +414,3 @@ def test_codes_that_the_user_has_made_with_a_parametrization(mixture: Path) -> N
     parts = [part.clone() for part in composite.parts()]
     state: Any = composite.lent(composite.like(parts))["quant_state"]
     assert state.absmax is parts[1]
-
-
-def test_experts_that_lie_in_4_bits_one_by_one_are_dequantized(mixture: Path, tmp_path: Path) -> None:
-    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
-
-    tensors, values = {}, {}
-    for name, value in load_file(mixture / "model.safetensors").items():
-        tensors[name] = value
-        if "experts" in name:
-            tensors[name], state = quantize_4bit(value, quant_type="nf4")
-            tensors |= {f"{name}.{key}": part for key, part in state.as_dict(packed=True).items()}
-            values[name] = dequantize_4bit(tensors[name], state)
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    card = json.loads((mixture / "config.json").read_text())
-    card["quantization_config"] = CONFIGS["nf4"]().to_dict()
-    (tmp_path / "config.json").write_text(json.dumps(card))
-    with pytest.warns(UserWarning, match=r"experts\.0\.w1\.weight.* quantized in the files, and dequantized"):
-        model = streamer.from_pretrained(tmp_path, device="cpu")
-    streamer.unwrap(model)
-    found = model.model.layers[1].mlp.experts.down_proj
-    expected = [values[f"model.layers.1.block_sparse_moe.experts.{each}.w2.weight"] for each in range(4)]
-    assert type(found) is nn.Parameter and torch.equal(found, torch.stack(expected))

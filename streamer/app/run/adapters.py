@@ -154,11 +154,12 @@ class Merged:
         the files."""
         source, name = self._sources.source(param), self.beside[param]
         assert source is not None, "looked for at first"
-        if isinstance(source.stored, StoredQuantized):
-            return {f"{name}.{part}": it.read for part, it in source.stored.parts.items()}
-        if (stack := StoredStack.of(source)) is not None:
+        is_stack = param.dim() == 3
+        if is_stack and isinstance(stack := StoredStack.of(source), StoredStack):
             name = name_of_original(name)
             return {f"{name}.{part}": partial(read, "cpu") for part, read in stack.parts.items()}
+        if not is_stack and isinstance(source.stored, StoredQuantized):
+            return {f"{name}.{part}": it.read for part, it in source.stored.parts.items()}
         return {}
 
     def read(self, param: nn.Parameter, left_out: Mapping[str, LeftOut], dtype: torch.dtype) -> torch.Tensor:

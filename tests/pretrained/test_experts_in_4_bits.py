@@ -1,0 +1,563 @@
+"""Mixtures whose experts lie one by one in their files, each in 4 bits, beside the values that bitsandbytes
+makes of each expert."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, conversion_mapping
+from transformers.core_model_loading import Interleave, Transpose
+
+import streamer
+from streamer.backends.base import Lane
+from streamer.engine.tensors.parts import composite_of
+from streamer.engine.wrapped.handle import wrapped
+from streamer.errors import CheckpointError
+from streamer.planner.step_plan import plan_step
+from streamer.pretrained.files import Stored, stored_tensors
+from streamer.pretrained.match import Source
+from streamer.pretrained.quantized_files import StoredQuantized, StoredStack, with_quantized
+from streamer.simulate.backend import VirtualBackend
+from streamer.simulate.machine import RTX_4090
+from tests.model_folders import rewritten
+from tests.pretrained.test_quantize import four_bits, least_memory, take_adapters
+from tests.quantized import (
+    assert_equal,
+    bytes_moved,
+    history,
+    logits,
+    nothing_is_packed,
+    sizes,
+    trained,
+    whole_step,
+)
+
+__all__ = ["nothing_is_packed"]
+bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+peft = pytest.importorskip("peft", reason="peft is not installed")
+pytestmark = pytest.mark.filterwarnings("ignore:::(transformers|peft|torch|torchao|bitsandbytes)")
+
+BF16 = torch.bfloat16
+STACKS = ("gate_up_proj", "down_proj")
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+#: An expert's matrices are of 16,384 values: 256 blocks of 64, which are one block of scales.
+OF_EXPERTS = {
+    "mixtral": {"num_local_experts": 4, "intermediate_size": 256},
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 256, "head_dim": 16},
+}
+#: What `quantize_4bit` is given.
+KINDS: dict[str, dict[str, Any]] = {
+    "nf4": {"quant_type": "nf4"},
+    "fp4": {"quant_type": "fp4"},
+    "nf4, scales in 8 bits": {"quant_type": "nf4", "compress_statistics": True},
+    "fp4, scales in 8 bits": {"quant_type": "fp4", "compress_statistics": True},
+    "nf4 in blocks of 256, stored as bf16": {"quant_type": "nf4", "blocksize": 256, "quant_storage": BF16},
+}
+NESTED = "nf4, scales in 8 bits"
+
+
+def adapt(model: nn.Module) -> Any:
+    options = peft.LoraConfig(target_modules=ATTENTION, r=4, lora_dropout=0.1, task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, options)
+
+
+def written(folder: Path, name: str, *, layers: int = 2, **more: int) -> Path:
+    """A mixture in bf16, whose experts differ in the size of their values, as scales and offsets do then."""
+    torch.manual_seed(0)
+    shape = sizes(64, layers) | {"num_experts_per_tok": 2} | OF_EXPERTS[name] | more
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **shape)).to(BF16)
+    with torch.no_grad():
+        for param_name, param in model.named_parameters():
+            if any(stack in param_name for stack in STACKS):
+                for number, values in enumerate(param):
+                    values.mul_(1 + number)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    name = getattr(request, "param", "mixtral")
+    return written(tmp_path_factory.mktemp(name), name)
+
+
+def is_of_expert(name: str) -> bool:
+    return ".experts." in name  # one of them, or all
+
+
+def in_4_bits(
+    folder: Path, to: Path, of: Callable[[str], bool] = is_of_expert, values: Path | None = None, **kind: Any
+) -> None:
+    """``folder`` with each weight ``of`` whose name is true in 4 bits of this ``kind``, in the folder ``to``;
+    and what bitsandbytes makes of the codes of experts in the folder ``values``."""
+    tensors, exact = {}, {}
+    for name, value in load_file(folder / "model.safetensors").items():
+        tensors[name] = exact[name] = value
+        if of(name):
+            tensors[name], state = bnb.functional.quantize_4bit(value, **kind)
+            tensors |= {f"{name}.{key}": part for key, part in state.as_dict(packed=True).items()}
+            exact[name] = bnb.functional.dequantize_4bit(tensors[name], state)
+    card = json.loads((folder / "config.json").read_text())
+    for path, held in ((to, tensors), (values, exact)):
+        if path is not None:
+            path.mkdir(exist_ok=True)
+            save_file(held, path / "model.safetensors", metadata={"format": "pt"})
+            (path / "config.json").write_text(json.dumps(card))
+        card["quantization_config"] = None
+    card["quantization_config"] = four_bits(bnb_4bit_quant_type=kind["quant_type"]).to_dict()
+    (to / "config.json").write_text(json.dumps(card))
+
+
+def plain(folder: Path, dtype: torch.dtype = BF16) -> Any:
+    """As transformers loads what is not quantized."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+
+
+def streamed(folder: Path, **options: Any) -> Any:
+    given = {"adapt": adapt, "dtype": BF16, "device": "cpu"} | options
+    return streamer.from_pretrained(folder, **given).train()
+
+
+def experts_of(model: nn.Module) -> list[Any]:
+    return [module for name, module in model.named_modules() if name.endswith("mlp.experts")]
+
+
+def assert_same_experts(model: nn.Module, reference: nn.Module) -> None:
+    for mine, theirs in zip(experts_of(model), experts_of(reference), strict=True):
+        for key in STACKS:
+            values, expected = getattr(mine, key), getattr(theirs, key)
+            assert values.dtype == expected.dtype and torch.equal(values, expected)
+
+
+def are_in_4_bits(model: nn.Module) -> None:
+    for experts in experts_of(model):
+        for key in STACKS:
+            weight = experts.parametrizations[key].original
+            assert type(weight).__name__ == "Params4bit" and not weight.requires_grad
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mixture", OF_EXPERTS, indirect=True)
+def test_they_train_as_their_values(mixture: Path, kind: str, activations: str, tmp_path: Path) -> None:
+    in_4_bits(mixture, tmp_path / "4", values=tmp_path / "values", **KINDS[kind])
+    reference = adapt(plain(tmp_path / "values")).train()
+    torch.manual_seed(1)
+    model = streamed(tmp_path / "4", activations=activations)
+    take_adapters(reference, model)
+    assert_equal(history(model), history(reference))
+    copied = copy.deepcopy(model)
+    streamer.unwrap(model)
+    expected = logits(reference)
+    for each in (model, copied):
+        are_in_4_bits(each)
+        assert_same_experts(each, reference)
+        for mine, theirs in zip(trained(each), trained(reference), strict=True):
+            mine.data = theirs.data  # the masters have more bits
+        assert torch.equal(logits(each), expected)
+
+
+def test_linear_modules_are_in_4_bits_beside_them(mixture: Path, tmp_path: Path) -> None:
+    """As a whole model is published."""
+    in_4_bits(
+        mixture,
+        tmp_path / "4",
+        lambda name: is_of_expert(name) or "self_attn" in name,
+        values=tmp_path / "values",
+        **KINDS[NESTED],
+    )
+    reference = plain(tmp_path / "values")
+    held = load_file(tmp_path / "4" / "model.safetensors")
+    for name, module in [*reference.named_modules()]:
+        if name.rpartition(".")[2] in ATTENTION:
+            linear = bnb.nn.Linear4bit(
+                module.in_features, module.out_features, bias=False, compute_dtype=BF16, quant_type="nf4"
+            )
+            stats = {key: held[key] for key in held if key.startswith(f"{name}.weight.")}
+            linear.weight = bnb.nn.Params4bit.from_prequantized(held[f"{name}.weight"], stats, device="cpu")
+            reference.set_submodule(name, linear)
+    reference.requires_grad_(False)
+    reference = adapt(reference).train()
+    model = streamed(tmp_path / "4")
+    take_adapters(reference, model)
+    assert_equal(history(model), history(reference))
+    streamer.unwrap(model)
+    are_in_4_bits(model)
+
+
+@pytest.mark.filterwarnings("ignore:no direct I/O")
+@pytest.mark.parametrize("disk", [None, True])
+def test_scales_that_are_no_whole_blocks_are_read_as_their_values(disk: bool | None, tmp_path: Path) -> None:
+    """Codes stay what they are in the files. A matrix has 96 scales, which are quantized in blocks of
+    256."""
+    shape = {"layers": 6, "intermediate_size": 96}
+    in_4_bits(
+        written(tmp_path / "exact", "mixtral", **shape),
+        tmp_path / "4",
+        values=tmp_path / "values",
+        **KINDS[NESTED],
+    )
+    reference = adapt(plain(tmp_path / "values")).train()
+    options: dict[str, Any] = {}
+    if disk:
+        options = {"disk": True, "host_memory": least_memory(tmp_path / "4", adapt=adapt, disk=True)}
+    model = streamed(tmp_path / "4", **options)
+    take_adapters(reference, model)
+    shards = wrapped(model).executor.store.shards[:-1]
+    assert any(shard.is_out for shard in shards) == bool(disk)
+    for shard in shards:
+        experts = [slice for slice in shard.layout.slices if ".experts." in slice.param.name]
+        dtypes = {slice.param.name.rpartition(".")[2]: slice.dtype for slice in experts}
+        assert dtypes == {"codes": torch.uint8, "absmax": torch.float32, "quant_map": torch.float32}
+        if disk:
+            stored = {
+                it.param.name.rpartition(".")[2] for it in experts if shard.weights_on_disk.is_stored(it)
+            }  # type: ignore[union-attr]
+            assert stored == {"codes", "quant_map"}
+    assert_equal(history(model), history(reference))
+    streamer.unwrap(model)
+    are_in_4_bits(model)
+    assert_same_experts(model, reference)
+
+
+@pytest.mark.filterwarnings("ignore:no direct I/O")
+@pytest.mark.parametrize("disk", [None, True])
+@pytest.mark.parametrize("kind", ["nf4", NESTED])
+def test_a_stack_that_is_one_tensor_in_its_file(kind: str, disk: bool | None, tmp_path: Path) -> None:
+    """As `bitsandbytes.nn.parametrize` writes it, with scales that are no whole number of blocks."""
+    exact = written(tmp_path / "exact", "mixtral", layers=6, intermediate_size=88)
+    stacks = plain(exact).state_dict()
+    card = (exact / "config.json").read_text()
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "config.json").write_text(card)
+    save_file(stacks, tmp_path / "whole" / "model.safetensors", metadata={"format": "pt"})
+    in_4_bits(tmp_path / "whole", tmp_path / "4", values=tmp_path / "values", **KINDS[kind])
+    reference = adapt(plain(tmp_path / "values")).train()
+    options: dict[str, Any] = {}
+    if disk:
+        options = {"disk": True, "host_memory": least_memory(tmp_path / "4", adapt=adapt, disk=True)}
+    model = streamed(tmp_path / "4", **options)
+    take_adapters(reference, model)
+    assert any(shard.is_out for shard in wrapped(model).executor.store.shards) == bool(disk)
+    assert_equal(history(model), history(reference))
+    streamer.unwrap(model)
+    are_in_4_bits(model)
+    assert_same_experts(model, reference)
+
+
+def test_experts_whose_scales_have_different_code_books(mixture: Path, tmp_path: Path) -> None:
+    in_4_bits(mixture, tmp_path, **KINDS[NESTED])
+    other = "model.layers.1.block_sparse_moe.experts.2.w2.weight.nested_quant_map"
+    rewritten(tmp_path / "model.safetensors", lambda held: held[other].mul_(2))
+    with pytest.raises(
+        CheckpointError, match=rf"'{other}' has other values than '.*0\.w2.*: quantize all experts"
+    ):
+        streamed(tmp_path)
+
+
+@pytest.mark.parametrize("missing", ["blocksize", "nested_dtype", "nested_offset"])
+def test_a_state_that_does_not_tell_all(missing: str, mixture: Path, tmp_path: Path) -> None:
+    in_4_bits(mixture, tmp_path, **KINDS[NESTED])
+    weight = "model.layers.1.block_sparse_moe.experts.2.w2.weight"
+
+    def without(held: dict[str, torch.Tensor]) -> None:
+        name = f"{weight}.quant_state.bitsandbytes__nf4"
+        told = json.loads(bytes(held[name].tolist()))
+        del told[missing]
+        held[name] = torch.tensor([*json.dumps(told).encode()], dtype=torch.uint8)
+
+    rewritten(tmp_path / "model.safetensors", without)
+    with pytest.raises(CheckpointError, match=rf"'{weight}' is not whole in its file .*{missing}"):
+        streamed(tmp_path)
+
+
+@pytest.mark.parametrize("in_files", [torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", ["nf4", NESTED])
+def test_their_values_are_rounded_to_the_dtype_that_is_asked_for(
+    in_files: torch.dtype, kind: str, mixture: Path, tmp_path: Path
+) -> None:
+    """From the dtype that they have in the files, as bitsandbytes does for a linear module."""
+    plain(mixture, in_files).save_pretrained(tmp_path / "before")
+    in_4_bits(tmp_path / "before", tmp_path / "4", values=tmp_path / "values", **KINDS[kind])
+    reference = adapt(plain(tmp_path / "values")).train()
+    model = streamed(tmp_path / "4")
+    take_adapters(reference, model)
+    assert_equal(history(model), history(reference))
+    streamer.unwrap(model)
+    assert_same_experts(model, reference)
+    model = streamed(tmp_path / "4", dtype=None)
+    streamer.unwrap(model)
+    are_in_4_bits(model)
+    assert_same_experts(model, plain(tmp_path / "values", in_files))
+
+
+ODD_ROWS = [(64, 1), (128, 3), (4096, 3), (5, 33), (16384, 3)]
+SHAPES = [*ODD_ROWS, (16, 4), (8, 24), (3, 64), (100, 32), (64, 64), (256, 256), (384, 128)]
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+@pytest.mark.parametrize("blocksize", [64, 128, 4096])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("count", [1, 3])
+def test_values_of_a_stack_are_those_of_its_matrices(
+    count: int, nested: bool, blocksize: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Of all shapes, rows of an odd length among them, wherever a matrix is a number of whole blocks or the
+    only one."""
+    tested = 0
+    for number, shape in enumerate(SHAPES):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        tensors, values = {}, []
+        for each in range(count):
+            matrix = (torch.randn(shape) * (1 + each)).to(dtype)
+            tensors[f"{each}"], state = bnb.functional.quantize_4bit(
+                matrix, blocksize=blocksize, compress_statistics=nested, quant_type="nf4"
+            )
+            tensors |= {f"{each}.{key}": part for key, part in state.as_dict(packed=True).items()}
+            values.append(bnb.functional.dequantize_4bit(tensors[f"{each}"], state))
+        save_file(tensors, folder / "model.safetensors")
+        stack = StoredStack.of(source_in(folder, (count, *shape)))
+        numel = shape[0] * shape[1]
+        assert isinstance(stack, StoredStack) == (numel % blocksize == 0 or count == 1)
+        if isinstance(stack, StoredStack):
+            weight: Any = stack.quantized("cpu", dtype)
+            made = bnb.functional.dequantize_4bit(weight.data, weight.quant_state).view(count, *shape)
+            assert made.dtype == dtype and torch.equal(made, torch.stack(values))
+            is_nested = nested and (numel % (256 * blocksize) == 0 or count == 1)
+            assert weight.quant_state.nested == is_nested
+            tested += 1
+            without = composite_of("w", stack.quantized("meta", dtype), [])
+            with_values = composite_of("w", weight, [])
+            assert without is not None and with_values is not None
+            assert without.names == with_values.names
+            for one, other in zip(without.parts(), with_values.parts(), strict=True):
+                assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
+    assert tested >= 3
+
+
+def source_in(folder: Path, shape: tuple[int, ...]) -> Source:
+    class Config:
+        quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+
+    stored = with_quantized(folder, stored_tensors(folder), Config)
+    pieces = tuple(stored[name] for name in sorted(stored))
+    return Source(pieces[0].dtype, shape, "model.safetensors", lambda: torch.empty(0), pieces, pieces)
+
+
+@pytest.mark.parametrize("kind", ["nf4", NESTED])
+def test_a_plan_has_every_byte(kind: str, mixture: Path, tmp_path: Path) -> None:
+    in_4_bits(mixture, tmp_path, **KINDS[kind])
+    planned = streamed(tmp_path, device=None, backend=VirtualBackend(RTX_4090))
+    optimizer = streamer.AdamW(trained(planned))
+    plan = plan_step(wrapped(planned).executor, lambda: whole_step(planned, optimizer, "meta"))
+    model = streamed(tmp_path)
+    own = streamer.AdamW(trained(model))
+    for _ in range(2):
+        whole_step(model, own, "cpu")
+    moved = bytes_moved(model, lambda: whole_step(model, own, "cpu"))
+    held = streamer.stats(model)
+    of_layer = wrapped(model).executor.units[0].layout.nbytes
+    for each in (model, planned):
+        streamer.unwrap(each)
+    assert {owner: nbytes for owner, nbytes in held.host_bytes.items() if nbytes} == dict(plan.host_bytes)
+    for lane in (Lane.H2D, Lane.D2H):
+        assert moved[lane] == plan.prediction.moved_bytes[lane]
+    # attention, its adapters and the router are exact, in bf16, two norms and some tables are small
+    exact = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 4 * 64)
+    scales = 1 if kind == NESTED else 4
+    experts = 3 * 4 * 64 * 256 * (0.5 + scales / 64)
+    assert exact + experts < of_layer < exact + experts + 12_000
+
+
+@pytest.mark.filterwarnings("ignore:no direct I/O")
+def test_they_are_read_where_they_lie(tmp_path: Path) -> None:
+    deep = written(tmp_path / "deep", "mixtral", layers=6)
+    in_4_bits(deep, tmp_path / "4", **KINDS[NESTED])
+    seen = []
+    for disk in (None, True):
+        options: dict[str, Any] = {"adapt": adapt, "device": "cpu", "dtype": BF16, "disk": disk}
+        if disk:
+            options["host_memory"] = least_memory(tmp_path / "4", adapt=adapt, disk=True)
+        torch.manual_seed(3)
+        model = streamer.from_pretrained(tmp_path / "4", **options).train()
+        for shard in wrapped(model).executor.store.shards[:-1]:
+            assert shard.is_out == bool(disk)
+            if disk:
+                parts = {
+                    slice.param.name.rpartition(".")[2]
+                    for slice in shard.layout.slices
+                    if ".experts." in slice.param.name and shard.weights_on_disk.is_stored(slice)  # type: ignore[union-attr]
+                }
+                assert parts == {"codes", "absmax", "quant_map", "nested_absmax", "nested_quant_map"}
+        seen.append(history(model))
+        streamer.unwrap(model)
+        seen[-1] += [experts.down_proj.detach() for experts in experts_of(model)]
+    assert_equal(*seen)
+
+
+def with_rules(monkeypatch: pytest.MonkeyPatch, operation: Any) -> None:
+    """Let transformers do an ``operation`` more to gates and ups that it joins."""
+    mapping = conversion_mapping.get_model_conversion_mapping
+
+    def changed(model: nn.Module) -> Any:
+        rules = mapping(model)  # type: ignore[arg-type]
+        for rule in rules:
+            if "experts.gate_up_proj" in "".join(rule.target_patterns):
+                rule.operations.append(operation)  # type: ignore[union-attr]
+        return rules
+
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", changed)
+
+
+OTHERWISE: dict[str, tuple[Any, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "interleaved": (
+        Interleave(dim=1),
+        lambda stack: stack.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2),
+    ),
+    "turned": (Transpose(1, 2), lambda stack: stack.transpose(1, 2)),
+}
+WHY = {
+    "interleaved": r"the model puts them together turned or interleaved",
+    "turned": r"the model puts them together turned or interleaved",
+    "some exact": r"others that are in one tensor with them here are not quantized",
+    "two kinds": r"they are one tensor here, and are not quantized alike",
+    "blocks": r"a matrix of 1056 values is no whole number of blocks of 64",
+}
+
+
+@pytest.mark.parametrize("why", WHY)
+def test_those_that_are_no_stack_of_codes_are_dequantized(
+    why: str, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a warning that tells why; and with the same values. What can stay in 4 bits does."""
+    folder, four, values = mixture, tmp_path / "4", tmp_path / "values"
+    if why == "blocks":
+        folder = written(tmp_path / "odd", "mixtral", hidden_size=48, intermediate_size=22)
+    if why == "turned":  # gates and ups of which that is as wide as high
+        folder = written(tmp_path / "square", "mixtral", intermediate_size=32)
+
+    def of(name: str) -> bool:
+        return is_of_expert(name) and not (why == "some exact" and "experts.1.w3" in name)
+
+    in_4_bits(folder, four, of, values=values, **KINDS["nf4"])
+    if why == "two kinds":
+        of_one = lambda name: "experts.2.w1" in name  # noqa: E731
+        in_4_bits(folder, tmp_path / "fp4", of_one, values=tmp_path / "fp4 values", **KINDS["fp4"])
+        for path, other in ((four, tmp_path / "fp4"), (values, tmp_path / "fp4 values")):
+            changed = {n: v for n, v in load_file(other / "model.safetensors").items() if of_one(n)}
+            rewritten(path / "model.safetensors", partial(replace, changed=changed))
+    reference = plain(values)
+    if why in OTHERWISE:
+        operation, by_hand = OTHERWISE[why]
+        with_rules(monkeypatch, operation)
+        for experts in experts_of(reference):
+            experts.gate_up_proj.data = by_hand(experts.gate_up_proj.detach())
+    with pytest.warns(UserWarning, match="and dequantized while they are read, since") as warned:
+        model = streamer.from_pretrained(four, device="cpu")
+    streamer.unwrap(model)
+    (told,) = (str(each.message) for each in warned if "dequantized" in str(each.message))
+    assert_same_experts(model, reference)
+    for experts in experts_of(model):
+        parametrized = getattr(experts, "parametrizations", {})
+        assert ("down_proj" in parametrized) != (why == "blocks")
+        assert "gate_up_proj" not in parametrized
+    assert re.search(WHY[why], told) and re.search(r"layers\.0\..*experts\.0\.w1\.weight", told)
+    assert ("w2" in told) == (why == "blocks")
+
+
+def replace(held: dict[str, torch.Tensor], changed: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in held if any(name.startswith(each) for each in changed)]:
+        del held[name]
+    held.update(changed)
+
+
+def test_stacks_of_more_values_than_bitsandbytes_counts_are_dequantized() -> None:
+    """Its kernels take the number of values in 32 bits."""
+    file = Path("model.safetensors")
+
+    def expert(rows: int) -> StoredQuantized:
+        parts = {
+            "codes": Stored("w", file, torch.uint8, (rows * 1024 // 2, 1)),
+            "absmax": Stored("w.absmax", file, torch.float32, (rows * 1024 // 64,)),
+        }
+        return StoredQuantized(
+            "w",
+            file,
+            BF16,
+            (rows, 1024),
+            parts=parts,
+            made=lambda parts, dtype: nn.Parameter(),
+            linear=lambda outputs, inputs, dtype: nn.Linear(1, 1),
+            state={"quant_type": "nf4", "blocksize": 64},
+        )
+
+    def stack(rows: int) -> StoredStack | str:
+        pieces = (expert(rows),) * 4
+        return StoredStack.of(Source(BF16, (4, rows, 1024), "", lambda: torch.empty(0), pieces, pieces))
+
+    assert isinstance(stack(2**19 - 1), StoredStack)
+    assert stack(2**19) == "bitsandbytes dequantizes fewer than 2147483648 values at once"
+
+
+def test_a_file_is_not_opened_for_each_expert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its header is read at each opening, and is as long as there are experts."""
+    from streamer.checkpoint import tensors
+
+    opened: list[int] = []
+    for count in (4, 8):
+        made = written(tmp_path / f"{count}", "mixtral", num_local_experts=count)
+        in_4_bits(made, tmp_path / f"{count} in 4", **KINDS[NESTED])
+        number = 0
+        once = tensors.safe_open
+
+        def counted(*args: Any, once: Any = once, **options: Any) -> Any:
+            nonlocal number
+            number += 1
+            return once(*args, **options)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(tensors, "safe_open", counted)
+            streamer.unwrap(streamer.from_pretrained(tmp_path / f"{count} in 4", device="cpu"))
+        opened.append(number)
+    assert opened[0] == opened[1] > 0
+
+
+def test_a_checkpoint_the_adapters_and_a_state_dict(mixture: Path, tmp_path: Path) -> None:
+    in_4_bits(mixture, tmp_path / "4", **KINDS[NESTED])
+    model = streamed(tmp_path / "4")
+    optimizer = streamer.AdamW(trained(model), lr=1e-2)
+    whole_step(model, optimizer, "cpu")
+    streamer.save(model, optimizer, tmp_path / "checkpoint", step=1)
+    model.save_pretrained(tmp_path / "adapters")
+    expected = logits(model)
+    with pytest.raises(ValueError, match="no files for experts that are one quantized tensor: save adapters"):
+        model.get_base_model().save_pretrained(tmp_path / "whole")
+    assert not (tmp_path / "whole").exists()
+    held = model.state_dict()
+    streamer.unwrap(model)
+    again = streamed(tmp_path / "4")
+    streamer.load(again, streamer.AdamW(trained(again)), tmp_path / "checkpoint")
+    assert torch.equal(logits(again), expected)
+    streamer.unwrap(again)
+    base = streamer.unwrap(streamed(tmp_path / "4", adapt=None))
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapters", autocast_adapter_dtype=False)
+    assert torch.equal(logits(adapted), expected)
+    # the codes and all that they are dequantized by
+    name = "base_model.model.model.layers.1.mlp.experts.down_proj"
+    of_stack = experts_of(model)[1].parametrizations["down_proj"]
+    composite = composite_of("down_proj", of_stack.original, [of_stack])
+    assert composite is not None and len(composite.names) == 6
+    for part, value in zip(composite.names, composite.parts(), strict=True):
+        assert torch.equal(held[name if part == "codes" else f"{name}.{part}"], value)
+    assert f"{name.rpartition('.')[0]}.parametrizations.down_proj.original" not in held
