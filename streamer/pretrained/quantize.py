@@ -23,7 +23,7 @@ from streamer.errors import shortened, warn
 from streamer.pretrained.architecture import of_library, transformers_library
 from streamer.pretrained.files import Stored
 from streamer.pretrained.match import Tensors, compiled
-from streamer.pretrained.quantized_files import StoredQuantized, StoredStack, need
+from streamer.pretrained.quantized_files import MOST_VALUES, StoredQuantized, StoredStack, need
 from streamer.pretrained.stacks import dequantize_in_forward, original, stacks_in
 
 #: Layers by their paths.
@@ -39,6 +39,8 @@ class Scheme(abc.ABC):
 
     #: the library that does it
     library: str
+    #: how many values of a weight are too many for it, None where any are few enough
+    most_values: int | None = None
 
     def __init__(self) -> None:
         """Raises ValueError, with the line that installs it, where the library is absent."""
@@ -91,7 +93,7 @@ class _NF4(Scheme):
     """Four-bit normal floats in blocks of 64, whose scales are quantized too (Dettmers et al., "QLoRA",
     2023, arXiv:2305.14314): the Params4bit of bitsandbytes."""
 
-    library = "bitsandbytes"
+    library, most_values = "bitsandbytes", MOST_VALUES
     BLOCK, BLOCK_OF_SCALES = 64, 256
 
     def of(self, values: torch.Tensor) -> nn.Parameter:
@@ -208,6 +210,13 @@ def quantize_weights(
             "quantize= finds no linear module and no experts in the layers whose weight it could quantize: "
             f"{shortened([*weights]) if weights else 'there are none'}"
         )
+    for name, param in chosen.items():
+        if scheme.most_values is not None and param.numel() >= scheme.most_values:
+            raise ValueError(
+                f"quantize={word!r}: '{name}' has {param.numel()} values, and {scheme.library} dequantizes "
+                f"fewer than {scheme.most_values} at once: give quantize='int8', or a skip= that is found in "
+                "its name"
+            )
     whole = sum(param.numel() for param in {p for _, layer in layers for p in layer.parameters()})
     part = sum(param.numel() for param in chosen.values())
     if 2 * part < whole and not patterns:

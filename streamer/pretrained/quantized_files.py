@@ -34,7 +34,7 @@ _TOLD = ("blocksize", "nested_dtype", "nested_offset")
 #: How names of tensors end that belong to a quantized weight.
 _BESIDE = (*(f".{name}" for name in (*_SCALES, *_NESTED)), _BLOCK_SCALES)
 #: The kernels of bitsandbytes take the number of values as a 32-bit integer.
-_MOST_VALUES = 1 << 31
+MOST_VALUES = 1 << 31
 
 
 @dataclass(frozen=True)
@@ -257,8 +257,8 @@ class _StackIn4Bits(StoredStack):
         block, numels = matrices[0].state["blocksize"], [prod(it.shape) for it in matrices]
         if len(numels) > 1 and (odd := [numel for numel in numels if numel % block]):
             return f"a matrix of {odd[0]} values is no whole number of blocks of {block}"
-        if sum(numels) >= _MOST_VALUES:
-            return f"bitsandbytes dequantizes fewer than {_MOST_VALUES} values at once"
+        if sum(numels) >= MOST_VALUES:
+            return f"bitsandbytes dequantizes fewer than {MOST_VALUES} values at once"
         return ""
 
     @property

@@ -32,7 +32,7 @@ from streamer.engine.tensors.parts import composite_of
 from streamer.engine.wrapped.handle import wrapped
 from streamer.planner.step_plan import plan_step
 from streamer.pretrained.files import Stored
-from streamer.pretrained.quantize import SCHEMES
+from streamer.pretrained.quantize import SCHEMES, quantize_weights
 from streamer.pretrained.quantized_files import usual_dtype
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import RTX_4090
@@ -394,12 +394,25 @@ def refused(match: str, folder: Path, **options: Any) -> None:
         streamed(folder, **options)
 
 
+class Experts(nn.Module):
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.empty(count, width, width, dtype=torch.bfloat16))
+
+
 def test_what_cannot_be_quantized(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused(r"quantize='int4': it is one of 'int8', 'nf4', or None", llama, quantize="int4")
     refused(r"'down_prj' is found in the name of no linear .*q_proj", llama, quantize="nf4", skip="down_prj")
     refused(r"skip=.*: give regular expressions", llama, quantize="nf4", skip="(")
     refused(r"give quantize=, or leave skip= out", llama, skip="down_proj")
     refused(r"finds no linear module", llama, quantize="nf4", skip="proj")
+    with torch.device("meta"):
+        many = Experts(2, 1 << 15)
+    with pytest.raises(
+        ValueError, match=r"'0\.experts' has 2147483648 values, .*give quantize='int8', or a skip="
+    ):
+        quantize_weights(many, [("0", many)], "nf4", (), None, None)
+    quantize_weights(many, [("0", many)], "int8", (), None, None)
 
     def unfreeze(model: nn.Module) -> Any:
         adapted = adapt(model)
