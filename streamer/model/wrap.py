@@ -154,8 +154,8 @@ def wrap(
             the others' parts from there, as FSDP2 does: a bus and the host's memory move one part in place of
             all, which pays where the devices have links of their own (NVLink). Then all ranks call the same
             layers in the same order where gradients are on, and have as many slots. Without gradients one may
-            run a forward that others do not: such forwards copy whole layers. Results are the same to the
-            bit. [Note: gathered weights]
+            run a forward that others do not: such forwards copy whole layers. Nothing is gathered where there
+            is one rank, or nothing is trained. Results are the same to the bit. [Note: gathered weights]
         backend: the backend to run on in place of the device's own. A virtual one has no values and compiles
             nothing.
 

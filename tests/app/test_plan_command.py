@@ -282,6 +282,23 @@ def test_several_gpus(config: str, capsys: pytest.CaptureFixture[str]) -> None:
         main(["plan", config, "--ranks", "0"])
 
 
+@pytest.mark.parametrize(("machine", "pays"), [("h100-sxm", True), ("rtx-4090", False)])
+def test_gathering_weights_is_proposed_where_gpus_have_links_of_their_own(
+    config: str, capsys: pytest.CaptureFixture[str], machine: str, pays: bool
+) -> None:
+    given = ["plan", config, "--machine", machine, "--ranks", "4", *sets("model.args.n_embd=2048"), "--json"]
+    assert main(given) == 0
+    found = json.loads(capsys.readouterr().out)
+    proposed = [one for one in found["faster"] if one["changes"] == {"stream.gather_weights": True}]
+    assert bool(proposed) is pays
+    assert main([*given, *sets("stream.gather_weights=true")]) == 0
+    gathered = json.loads(capsys.readouterr().out)
+    assert (gathered["tokens_per_second"] > 1.05 * found["tokens_per_second"]) is pays
+    assert gathered["busy_seconds"]["h2d"] < 0.5 * found["busy_seconds"]["h2d"]
+    assert gathered["device_bytes"] == found["device_bytes"]
+    assert gathered["host_bytes"] == found["host_bytes"]
+
+
 def test_options_of_the_host_and_of_the_compiler_change_no_plan(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
