@@ -18,6 +18,8 @@ from streamer.app import plot as plotting
 from streamer.app.cli import main
 from streamer.app.plan import timeline
 from streamer.app.plot import plot
+from streamer.backends.base import Lane
+from streamer.engine.schedule.op import OpKind
 from tests.app.common import refused
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -125,6 +127,28 @@ def test_the_timeline_labels_every_gap_of_compute(
     of_last = [*of_step[:3], (0.8, 0.15, "////", "#ffffff")]
     assert boxes == [*of_step, *((round(x + 1, 3), *rest) for x, *rest in of_last)]
     assert timeline.OUTSIDE in [text.get_text() for text in drawn["timeline.png"].legends[0].get_texts()]
+
+
+def test_whatever_runs_is_in_the_timeline(tmp_path: Path, drawn: dict[str, Any]) -> None:
+    """An op of each kind, one after the other: a box of a colour of its own, with its label."""
+    kinds = [kind for kind in OpKind if kind.value not in timeline.NOT_SHOWN]
+    rows = [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": row, "args": {"name": lane.name}}
+        for row, lane in enumerate(Lane)
+    ]
+    ops = [
+        {"name": f"0{kind.value}@0", "ph": "X", "pid": 0, "tid": [*Lane].index(kind.lane), "args": {}}
+        | {"ts": 100.0 * number, "dur": 100.0}
+        for number, kind in enumerate(kinds)
+    ]
+    trace = tmp_path / "trace.json"
+    trace.write_text(json.dumps({"traceEvents": rows + ops}))
+    timeline.draw_between(trace, tmp_path / "timeline.png", 0.0, 100.0 * len(kinds))
+    axes, legend = drawn["timeline.png"].axes[0], drawn["timeline.png"].legends[0]
+    boxes = [bar for bar in axes.patches if bar.get_hatch() is None]
+    assert len({to_hex(bar.get_facecolor()) for bar in boxes}) == len(boxes) == len(kinds)
+    labels = [text.get_text() for text in legend.get_texts()]
+    assert set(labels) - {timeline.OUTSIDE} == {label for _, label in timeline.COLOURS.values()}
 
 
 def test_several_runs_share_a_picture_and_one_that_trains_has_no_timeline(

@@ -26,12 +26,19 @@ COLOURS = {
     "OFFLOAD_GRAD": ("#d65f5f", "offload_grad: gradient to the host"),
     "OFFLOAD_INPUT": ("#e8a0b4", "offload_input: saved input to the host"),
     "STEP": ("#e8a33d", "step: update on the host"),
+    "ACCUMULATE": ("#a0651a", "accumulate: add gradients up on the host"),
     "NORM": ("#b47cc7", "norm: for clipping"),
     "READ_STATE": ("#8c8c3c", "read_state: optimizer state from disk"),
     "WRITE_STATE": ("#c9c96b", "write_state: to disk"),
     "READ_WEIGHTS": ("#3c8c8c", "read_weights: from disk"),
     "WRITE_WEIGHTS": ("#7fd0d0", "write_weights: to disk"),
+    "REDUCE": ("#8c4a6b", "reduce: average a gradient over the ranks"),
+    "ALL_GATHER": ("#3fa34d", "all_gather: other ranks' parts of weights"),
+    "GATHER": ("#5c8f00", "gather: weights that other machines have updated"),
+    "AGREE": ("#555555", "agree: wait for other ranks"),
 }
+#: What is over at once: it marks a moment of the caller's thread, or fills what is given up.
+NOT_SHOWN = {"COLLECT", "SYNC", "RESHARD"}
 WAITING = "#d0d0d0"
 #: Compute's gaps between ops, where it waits for no lane, are shown if they take this share of the picture.
 GAP = 0.0025
@@ -103,7 +110,7 @@ def draw_between(trace: Path, picture: Path, begin: float, end: float) -> None:
             continue
         kind = kind_of(event["name"])
         waiting = "exposed" in event["args"]
-        if not waiting and kind not in COLOURS:
+        if not waiting and kind in NOT_SHOWN:
             continue
         seen.add("waiting" if waiting else kind)
         axes.barh(
