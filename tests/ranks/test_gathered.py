@@ -207,6 +207,44 @@ def test_what_is_written_through_held_memory_runs() -> None:
         assert abs(expected_after - expected_before) > 1e-3 * expected_before
 
 
+def train_writing(rank: int, *, gathers: bool) -> Arrays:
+    """What is resident is written after a step, and seen by the next forward only if it is copied anew: by a
+    function that tells of it, and through memory that each rank holds, which the first one writes."""
+    made = model(frozen=True)
+    made = streamer.wrap(
+        made,
+        layers="layers",
+        device="cpu",
+        num_slots=3,
+        process_group=everyone(),
+        gather_weights=gathers,
+    )
+    optimizer = streamer.AdamW(made.parameters(), lr=1e-2)
+    held = made.layers[0].up.weight.data  # type: ignore[union-attr, index]
+    for step in range(3):
+        backward(made, step, rank, 1, None)
+        optimizer.step()
+        optimizer.zero_grad()
+        streamer.synchronize(made)
+        with torch.no_grad():
+            made.layers[1].up.weight.mul_(0.5)  # type: ignore[union-attr, index]
+        dist.barrier()
+        if rank == 0:
+            held.mul_(0.5)
+        dist.barrier()
+    return arrays(streamer.unwrap(made).state_dict())
+
+
+def writing(rank: int) -> tuple[Arrays, Arrays]:
+    return train_writing(rank, gathers=False), train_writing(rank, gathers=True)
+
+
+def test_what_is_written_between_steps_runs() -> None:
+    """Both weights are frozen, so that no update brings them anew."""
+    for copied, gathered in run_ranks(2, writing):
+        assert copied and not differing((None, gathered), (None, copied))
+
+
 def looking(rank: int, num_slots: int) -> list[Arrays]:
     """The first rank alone runs forwards without gradients, between steps and inside of them; or nobody."""
     return [train_looking(rank, num_slots, looks=looks) for looks in (False, rank == 0)]
