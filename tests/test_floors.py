@@ -19,6 +19,7 @@ FLOORS = (
     "streamer.version",
     "streamer.errors",
     "streamer.torch_private",
+    "streamer.bitsandbytes_private",
     "streamer.config_values",
     "streamer.backends",
     "streamer.simulate",

@@ -48,6 +48,7 @@ class WrapOptions:
     host_memory: int | str | None = None
     disk: Folders | Disks | None = None
     gather_weights: bool = False
+    dequantize: str = "visit"
 
     @property
     def host_limit(self) -> int | None:
@@ -85,6 +86,8 @@ class WrapOptions:
             _check_batch_dims(self.batch_dims, self.micro_batch_size)
         if self.update not in ("step", "backward"):
             raise ValueError(f"update={self.update!r} is unknown: use 'step' or 'backward'")
+        if self.dequantize not in ("visit", "use"):
+            raise ValueError(f"dequantize={self.dequantize!r} is unknown: use 'visit' or 'use'")
         if self.grad_dtype not in (None, torch.float32):
             raise ValueError(
                 f"grad_dtype={self.grad_dtype!r}: use torch.float32, or None to add gradients up in the "

@@ -161,6 +161,9 @@ def stream(
         compiler = None
         if options.compile and not virtual:
             compiler = Compiler(backend.device, "inductor" if options.compile is True else options.compile)
+        for each in (each for unit in units for each in unit.in_parts):
+            # a compiler sees for itself to what is computed twice
+            each.composite.made.is_wanted = options.dequantize == "visit" and not options.compile
         for unit, policy, cutter in zip(units, run_as, cutters, strict=True):
             # an attribute of the instance, so that __call__ and the user's hooks run around it as before
             unit.module.forward = StreamedLayer(executor, unit, policy, cutter, compiler)

@@ -193,7 +193,8 @@ class Recalling:
         machine, in_fp32 = executor.backend.machine, executor.sum_in_fp32
         #: by a layer's index: equal for layers that compute alike
         self.structures = {
-            unit.index: (machine, in_fp32, structure_of(unit, numbers)) for unit in executor.units
+            unit.index: (machine, in_fp32, _is_kept(unit), structure_of(unit, numbers))
+            for unit in executor.units
         }
 
     def kind(self) -> type[LayerCall]:
@@ -219,6 +220,11 @@ class Recalling:
             found[key] = meter.all
         self.count(found[key])
         return torch.empty((), dtype=torch.float32, device=gradient.device)
+
+
+def _is_kept(unit: Unit) -> bool:
+    """Whether what is made of quantized weights is kept in a visit."""
+    return any(each.composite.made.is_wanted for each in unit.in_parts)
 
 
 class _Recalled(LayerCall):

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from streamer.bitsandbytes_private import product_with_4_bits
 from streamer.errors import warn
 from streamer.simulate.machine import CUDA, Machine
 
@@ -85,26 +86,6 @@ class DeviceKernels(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _product_with_4_bits(
-    rows: torch.Tensor,
-    codes: torch.Tensor,
-    shape: Sequence[int],
-    absmax: torch.Tensor,
-    blocksize: int,
-    quant_type: str,
-    bias: torch.Tensor | None = None,
-    absmax_8bit: torch.Tensor | None = None,
-    absmax_code: torch.Tensor | None = None,
-    absmax_offset: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The weight dequantized, once, and a product with it, as bitsandbytes does on a GPU."""
-    ops = torch.ops.bitsandbytes
-    if absmax_8bit is not None:
-        absmax = ops.dequantize_blockwise(absmax_8bit, absmax, absmax_code, 256, torch.float32)
-    weight = ops.dequantize_4bit(codes, absmax, blocksize, quant_type, shape, rows.dtype)
-    return F.linear(rows, weight, bias)
-
-
 def _quantized_rows(rows: torch.Tensor, threshold: float = 0.0) -> Any:
     """Rows in 8 bits, none of whose columns has outliers: values decide how many there are."""
     return torch.ops.bitsandbytes.int8_vectorwise_quant(rows, 0.0)
@@ -126,7 +107,7 @@ def _product_in_8_bits(
 
 #: Operations that only values could tell the results of, or that are several on a GPU.
 _OF_BITSANDBYTES: dict[str, Callable[..., Any]] = {
-    "bitsandbytes::gemm_4bit": _product_with_4_bits,
+    "bitsandbytes::gemm_4bit": product_with_4_bits,
     "bitsandbytes::int8_vectorwise_quant": _quantized_rows,
     "bitsandbytes::int8_mixed_scaled_mm": _product_in_8_bits,
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +13,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import streamer
 from streamer.backends.base import Lane
 from streamer.engine.wrapped.handle import wrapped as handle_of
-from streamer.model.auto import skeleton
-from streamer.planner.step_plan import plan_step
+from streamer.model.auto import Batch, plan_of, skeleton
+from streamer.model.options import WrapOptions
+from streamer.planner.choice import Options, choose, may_be_auto
+from streamer.planner.room import Room
+from streamer.planner.step_plan import WORKING_SET, plan_step
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import RTX_4090
 from tests.quantized import (
@@ -115,9 +119,20 @@ def test_a_plan_has_every_byte(kind: str) -> None:
     assert quantized == codes * exact
 
 
-@pytest.mark.parametrize("activations", ["recompute", "keep"])
-def test_dequantization_is_in_the_time_of_a_plan(activations: str) -> None:
-    """Once in forward, again in backward, and where the layer is recomputed once more."""
+@pytest.mark.parametrize(
+    ("options", "uses"),
+    [
+        ({"activations": "keep"}, 2),
+        ({}, 2),
+        ({"micro_batch_size": 1}, 2),
+        ({"dequantize": "use"}, 3),
+        ({"dequantize": "use", "micro_batch_size": 1}, 6),
+    ],
+    ids=str,
+)
+def test_dequantization_is_in_the_time_of_a_plan(options: dict[str, Any], uses: int) -> None:
+    """Once in forward and once in backward; at each use, where a layer is recomputed once more, and all that
+    for each micro-batch."""
     # a second for each byte that the device's memory moves, and none for products
     free = dict.fromkeys(("flops_per_second", "fp32_flops_per_second", "attention_flops_per_second"), 1e30)
     machine = replace(
@@ -126,7 +141,7 @@ def test_dequantization_is_in_the_time_of_a_plan(activations: str) -> None:
 
     def moved(kind: str | None) -> float:
         model = skeleton(llama(kind)).train()
-        streamer.wrap(model, layers=LAYERS, backend=VirtualBackend(machine), activations=activations)
+        streamer.wrap(model, layers=LAYERS, backend=VirtualBackend(machine), **options)
         optimizer = streamer.AdamW(trained(model))
 
         plan = plan_step(handle_of(model).executor, lambda: whole_step(model, optimizer, "meta"))
@@ -134,7 +149,6 @@ def test_dequantization_is_in_the_time_of_a_plan(activations: str) -> None:
         return plan.prediction.busy_seconds[Lane.COMPUTE]
 
     elements = 4 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 128)
-    uses = 2 if activations == "keep" else 3
     exact = moved(None)
     # half a byte is read, 4 are written, beside scales and what the modules cast
     assert 0.95 < (moved("bitsandbytes fp4") - exact) / elements / uses / 4.5 < 1.2
@@ -205,6 +219,97 @@ def test_modules_keep_nothing_of_a_slot() -> None:
     assert len(before) == len(model.model.layers) * 7
     assert saved.keys() == expected.keys()
     assert_equal([*saved.values()], [*expected.values()])
+
+
+#: The function by which a kind makes values of codes, as the profiler names it. Others cast them.
+MAKES_VALUES = {
+    "torchao nf4": "aten::index",
+    "bitsandbytes nf4": "bitsandbytes::dequantize_4bit",
+    "bitsandbytes fp4": "bitsandbytes::dequantize_4bit",
+}
+
+
+def times_made(kind: str, function: Callable[[], object]) -> int:
+    """How often ``function`` makes values of a part of a weight."""
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
+        function()
+    name, shapes = MAKES_VALUES.get(kind, "aten::_to_copy"), [[64, 64], [32, 64], [64, 128]]
+    events = [event for event in profiled.events() or () if event.name == name]
+    return sum(kind in MAKES_VALUES or sorted((event.input_shapes or [[]])[0]) in shapes for event in events)
+
+
+@pytest.mark.parametrize("size", [None, 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_weight_is_dequantized_once_in_a_visit(kind: str, size: int | None) -> None:
+    """In forward and in backward, whatever the library does by itself, and to the bit as at each use."""
+    models = [llama(kind, layers=1), llama(kind, layers=1)]
+    weights = [each.base for each in models[0].model.layers.modules() if type(each).__name__ == "Adapted"]
+    of_each = times_made(kind, lambda: weights[0](torch.ones(1, 3, 64)))
+    assert of_each and len(weights) == 7
+    found: list[list[torch.Tensor]] = [[], []]
+    times: list[float] = []
+    for model, seen, when in zip(models, found, ("use", "visit"), strict=True):
+        with streamed(model, micro_batch_size=size, dequantize=when):
+
+            def step(model: nn.Module = model, seen: list[torch.Tensor] = seen) -> None:
+                loss = loss_of(model, 0)
+                loss.backward()
+                seen += [loss.detach(), *(param.grad.clone() for param in trained(model))]
+
+            times.append(times_made(kind, step) / of_each / len(weights))
+            made = [each.composite.made for unit in handle_of(model).executor.units for each in unit.in_parts]
+            assert len(made) == 7 and not any(each.is_kept for each in made)
+    assert_equal(found[1], found[0])
+    at_each_use, once = times
+    assert once == 2
+    assert at_each_use > 2 or (size is None and kind in ("torchao int8", "torchao float8"))
+
+
+def test_values_that_are_kept_are_in_the_bytes_of_a_plan() -> None:
+    def working_set(**options: Any) -> int:
+        model = skeleton(llama("bitsandbytes fp4")).train()
+        streamer.wrap(model, layers=LAYERS, backend=VirtualBackend(RTX_4090), **options)
+        plan = plan_step(handle_of(model).executor, lambda: loss_of_zeros(model))
+        return plan.device_bytes[WORKING_SET]
+
+    def loss_of_zeros(model: nn.Module) -> None:
+        tokens = torch.zeros(2, 16, dtype=torch.long, device="meta")
+        model(input_ids=tokens, labels=tokens).loss.backward()
+
+    # of 4 bytes; at each use there may be one, of the largest
+    every, largest = 4 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 128), 4 * 64 * 128
+    assert every - largest <= working_set() - working_set(dequantize="use") <= every
+
+
+def test_the_faster_way_that_fits_is_chosen() -> None:
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    example = {"input_ids": tokens, "labels": tokens}
+    with streamed(llama("bitsandbytes nf4"), dequantize="auto", example=example) as model:
+        chosen = streamer.chosen(model)
+        assert chosen is not None and chosen.choice.dequantize == "visit"
+        assert {choice.dequantize for choice in chosen.considered} >= {"visit"}
+    given = {**dict.fromkeys(("dtype", "num_slots", "batch_dims", "host_threads", "init", "device_memory"))}
+    options = WrapOptions(
+        layers=LAYERS,
+        activations="recompute",
+        micro_batch_size=1,
+        update="step",
+        grad_dtype=torch.float32,
+        compile=False,
+        dequantize="auto",
+        **given,
+    )
+    plan = plan_of(skeleton(llama("bitsandbytes nf4")), RTX_4090, Batch.like(example), options)
+    among = Options.of(may_be_auto(options), layers=4, batch=2, quantized=True)
+    visit, use = (plan(among.choice("recompute", 0, None, 1, when)) for when in ("visit", "use"))
+    assert visit.prediction.seconds < use.prediction.seconds and visit.device_needed > use.device_needed
+    for device, expected in ((visit.device_needed, "visit"), (visit.device_needed - 1, "use")):
+        found = choose(plan, among, Room(device, 1 << 40))
+        assert found.choice.dequantize == expected
+        assert ("dequantized at each use" in found.reason) == (expected == "use")
+    with pytest.raises(MemoryError, match="nothing|device"):
+        choose(plan, among, Room(use.device_needed - 1, 1 << 40))
+    assert Options.of(may_be_auto(options), layers=4, batch=2).dequantize == ("visit",)
 
 
 @pytest.mark.parametrize("kind", ["torchao int8", "bitsandbytes nf4"])

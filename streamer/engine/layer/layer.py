@@ -119,19 +119,21 @@ def infer(
         return run(args, kwargs)
     joined = Joined(unit.name, cut, inputs)
     start_again = unit.start_again()
-    for number in range(len(cut.slices)):
-        start_again()
-        given = cut.inputs(inputs, number)
-        given_args, given_kwargs = rebuild(given)
-        before, kept = fingerprint((given_args, given_kwargs)), _kept(unit)
-        outputs, rebuild_result = untangle(unit.name, *flatten(run(given_args, given_kwargs)), given)
-        if fingerprint((given_args, given_kwargs)) != before:
-            raise ValueError(
-                f"layer '{unit.name}' changes what it is given (a tensor in place, or a list), and would do "
-                "so for each micro-batch: let it return the new value, or wrap without micro_batch_size"
-            )
-        _check_kept(unit, kept, cut.slices[number][1])
-        joined.add(number, outputs, rebuild_result, given)
+    with unit.dequantized_once(times=len(cut.slices)):
+        for number in range(len(cut.slices)):
+            start_again()
+            given = cut.inputs(inputs, number)
+            given_args, given_kwargs = rebuild(given)
+            before, kept = fingerprint((given_args, given_kwargs)), _kept(unit)
+            outputs, rebuild_result = untangle(unit.name, *flatten(run(given_args, given_kwargs)), given)
+            if fingerprint((given_args, given_kwargs)) != before:
+                raise ValueError(
+                    f"layer '{unit.name}' changes what it is given (a tensor in place, or a list), and would "
+                    "do so for each micro-batch: let it return the new value, or wrap without "
+                    "micro_batch_size"
+                )
+            _check_kept(unit, kept, cut.slices[number][1])
+            joined.add(number, outputs, rebuild_result, given)
     return joined.rebuild([*joined.tensors, *inputs])
 
 

@@ -329,6 +329,24 @@ class Unit:
             leaf._is_param = True
         return _Lent(self, leaves)
 
+    @contextmanager
+    def dequantized_once(self, *, times: int, backward_on: torch.device | None = None) -> Iterator[None]:
+        """In the block, in which the unit runs so many ``times``, or is recomputed for a backward on a
+        device, keep what is made of quantized weights, if it is used again. [Note: dequantized once]"""
+        made = [
+            each.composite.made
+            for each in self.in_parts
+            if each.composite.made.is_wanted
+            and (times > 1 or (backward_on is not None and each.composite.is_made_again(backward_on)))
+        ]
+        try:
+            for each in made:
+                each.begin()
+            yield
+        finally:
+            for each in made:
+                each.end()
+
     def restored(self) -> AbstractContextManager[None]:
         """After the block the unit's modules see their own parameters, even if Ctrl-C comes while `using`
         lends leaves or gives the parameters back: one Ctrl-C cannot interrupt the ends of both blocks."""

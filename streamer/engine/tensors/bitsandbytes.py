@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from streamer.engine.tensors.once import codes
 from streamer.engine.tensors.parts import Composite, Modules, become
 
 
@@ -114,7 +115,7 @@ class _FourBits(Composite):
         state.state2 = copy.copy(state.state2)
         _set(state, parts[1:])
         made: torch.Tensor = _remade(self.param, parts[0], quant_state=state)
-        return made
+        return codes(made, self.made) if self.made.is_kept else made
 
     def show(self, parts: Sequence[torch.Tensor]) -> None:
         if self.param.is_meta == parts[0].is_meta:
@@ -179,8 +180,10 @@ class _EightBits(Composite):
         return scales
 
     def like(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        codes, scales = parts
-        made: torch.Tensor = _remade(self.param, codes, CB=codes, SCB=scales)
+        own, scales = parts
+        if self.made.is_kept:
+            own = codes(own.detach(), self.made, are_scaled_in_place=True)
+        made: torch.Tensor = _remade(self.param, parts[0], CB=own, SCB=scales)
         return made
 
     def show(self, parts: Sequence[torch.Tensor]) -> None:
@@ -192,6 +195,9 @@ class _EightBits(Composite):
         for module in self.modules:
             if (state := getattr(module, "state", None)) is not None:
                 state.CB = state.SCB = None
+
+    def is_made_again(self, device: torch.device) -> bool:
+        return device.type == "cpu"  # others multiply with codes in forward
 
     def lent(self, leaf: torch.Tensor) -> dict[str, object]:
         # the module's forward moves the codes there, and an autograd context keeps it

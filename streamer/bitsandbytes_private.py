@@ -1,0 +1,54 @@
+"""What the products of bitsandbytes with 4-bit weights do inside, which it does not document.
+
+Any release may change it. `dequantizes` then answers no, and products are left to bitsandbytes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+
+def product_with_4_bits(
+    rows: torch.Tensor,
+    codes: torch.Tensor,
+    shape: Sequence[int],
+    absmax: torch.Tensor,
+    blocksize: int,
+    quant_type: str,
+    bias: torch.Tensor | None = None,
+    absmax_8bit: torch.Tensor | None = None,
+    absmax_code: torch.Tensor | None = None,
+    absmax_offset: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What ``bitsandbytes::gemm_4bit`` computes for more than a few ``rows``: the weight dequantized, and a
+    product with it."""
+    ops: Any = torch.ops.bitsandbytes
+    if absmax_8bit is not None and absmax_offset is not None:
+        scales = ops.dequantize_blockwise.default(absmax_8bit, absmax, absmax_code, 256, torch.float32)
+        absmax = scales + absmax_offset
+    weight = ops.dequantize_4bit.default(codes, absmax, blocksize, quant_type, shape, rows.dtype)
+    return F.linear(rows, weight, bias)
+
+
+def dequantizes(
+    rows: torch.Tensor, codes: torch.Tensor, shape: Sequence[int], absmax: torch.Tensor, blocksize: int
+) -> bool:
+    """Whether bitsandbytes would compute `product_with_4_bits`, rather than multiply with the codes."""
+    if rows.device.type in ("cpu", "meta"):
+        return True
+    wide = rows.shape[-1]
+    many = rows.numel() // wide
+    own: Any = import_module(f"bitsandbytes.backends.{rows.device.type}.ops")
+    try:
+        most, prefers_codes = own._gemm_4bit_custom_max_m, own._gemm_4bit_use_custom_fn
+    except AttributeError:  # another release, which does it in its own way
+        return False
+    if many > most:
+        return True
+    aligned = wide % blocksize == 0  # else it warns
+    return aligned and not prefers_codes(rows.device.index, rows.dtype, many, shape[0], wide)
