@@ -184,10 +184,10 @@ def test_what_is_as_fast_is_told_by_a_simple_rule() -> None:
     options = Options(1, ("recompute", "recompute+offload"), 1, (2,), (None, 2, 1))
     # micro-batches take less memory, and are no faster in three digits
     chosen = choose(plan, options, Room(15, 0))
-    assert chosen.choice == ("recompute+offload", 2, None)
+    assert chosen.choice == Choice("recompute+offload", 2, None)
     assert list(chosen.lines())[1].endswith("'recompute+offload' in all layers, 2 slots (chosen)")
     assert list(chosen.lines())[-1].endswith("micro-batches of 1: the device lacks 0.00 GiB")
-    assert choose(plan, options, PLENTY).choice == ("keep", 2, None)
+    assert choose(plan, options, PLENTY).choice == Choice("keep", 2, None)
 
 
 def test_what_cannot_be_cut_is_left_out_and_told() -> None:
@@ -356,7 +356,7 @@ def test_what_is_given_is_kept() -> None:
     policies = ["keep", "recompute", "recompute"]
     chosen = wrapped_auto(model, activations=policies, num_slots="auto")
     streamer.unwrap(model)
-    assert chosen.choice == (tuple(policies), chosen.choice.num_slots, None)
+    assert chosen.choice == Choice(tuple(policies), chosen.choice.num_slots, None)
     assert {choice.activations for choice in chosen.considered} == {tuple(policies)}
 
 
@@ -430,7 +430,7 @@ def test_an_example_refuses_a_step_that_does_not_fit_before_anything_is_changed(
         wrapped_auto(model, device_memory="90kB", **given)
     assert [param.data_ptr() for param in model.parameters()] == before
     chosen = wrapped_auto(model, **given)
-    assert chosen.choice == ("keep", 2, None) and "no other" not in chosen.reason
+    assert chosen.choice == Choice("keep", 2, None) and "no other" not in chosen.reason
     streamer.unwrap(model)
 
 
