@@ -22,6 +22,8 @@ from safetensors.torch import load_file
 
 from streamer.app.cli import main
 from streamer.app.config import load_config
+from streamer.app.machine_file import machine
+from streamer.app.plan.planning import plan_run
 from streamer.app.run import loop, run_folder
 from streamer.app.run.ranks import RunRanks, share_of_machine
 from streamer.backends import ranks
@@ -97,7 +99,10 @@ def commands(
 
 
 def under_torchrun(
-    *given: Sequence[str], size: int = 2, spoil: Callable[..., Any] | None = None
+    *given: Sequence[str],
+    size: int = 2,
+    spoil: Callable[..., Any] | None = None,
+    imports: Sequence[str] = (),
 ) -> list[list[Told]]:
     """What `commands` tells, for each command and rank."""
     sockets = [socket.socket() for _ in given]
@@ -106,7 +111,7 @@ def under_torchrun(
     ports = [each.getsockname()[1] for each in sockets]
     for each in sockets:
         each.close()
-    by_rank = run_ranks(size, commands, size, ports, given, spoil, kind=None)
+    by_rank = run_ranks(size, commands, size, ports, given, spoil, kind=None, imports=imports)
     return [*map(list, zip(*by_rank, strict=True))]
 
 
@@ -244,13 +249,15 @@ def planned(config: Path, *settings: str) -> dict[str, Any]:
 def test_what_host_memory_has_no_room_for_is_on_disk(config: Path, tmp_path: Path) -> None:
     """As planned, with the numbers of ranks that have room for all, and a run goes on without a disk."""
     deep = (
-        "model.args.n_layer=10",
+        "model.args.n_layer=8",
         "model.args.n_embd=64",
         'stream.dtype="bfloat16"',
     )
     folder = tmp_path / "scratch"
     folder.mkdir()
-    refused = planned(config, *deep, 'memory.host="1B"', f'memory.disk="{folder}"')["beyond_disk"]
+    too_little = load_config(config, [*deep, 'memory.host="1B"', f'memory.disk="{folder}"'])
+    # without the batches and remedies that the command tries too
+    refused = plan_run(too_little, machine("rtx-4090", 2)).beyond_disk or ""
     least = re.search(r"host_memory needs ([0-9]+) bytes", refused)
     assert least is not None, refused
     # the plan counts what Python and its libraries take of each process, wrap does not
@@ -350,9 +357,8 @@ def test_torchrun_itself(config: Path, tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "two" / "summary.json").exists()
 
 
-def with_peft(rank: int) -> None:
-    """Imported before: a library of its libraries prints a line then."""
-    import peft  # noqa: F401
+#: What takes seconds to import. A library of peft's prints a line then.
+IMPORTS = ("transformers.models.llama.modeling_llama", "peft")
 
 
 def test_adapters_learn_conversations_of_any_length(tmp_path: Path) -> None:
@@ -375,7 +381,7 @@ def test_adapters_learn_conversations_of_any_length(tmp_path: Path) -> None:
         files = ["--model", str(tmp_path / "llama"), "--data", str(tmp_path / "train.jsonl")]
         return ["train", "hf-finetune", *files, *sets(f'run.name="{name}"', *given, *beside, *more)]
 
-    [[(code, out, error), other]] = under_torchrun(command("two"), spoil=with_peft)
+    [[(code, out, error), other]] = under_torchrun(command("two"), imports=IMPORTS)
     assert code == 0, error
     assert other == (0, "", "")
     assert "The adapters" in out

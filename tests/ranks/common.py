@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
+import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -30,22 +33,26 @@ def run_ranks(
     timeout: float = 60.0,
     may_end: bool = False,
     kind: str | None = "gloo",
+    imports: Sequence[str] = (),
 ) -> list[Any]:
     """What ``work(rank, *args)``, a function of a module, returns on each of ``size`` ranks.
 
     Raises AssertionError with the traceback of a rank that has failed. With ``may_end`` a rank that has ended
-    without an answer has None. Of ``kind`` None, ``work`` connects the ranks itself.
+    without an answer has None. Of ``kind`` None, ``work`` connects the ranks itself. Modules of
+    ``imports``, which take long to import, are imported once for all ranks.
     """
     pipes = [_context.Pipe(duplex=False) for _ in range(size)]
     file = Path(os.environ.get("TMPDIR", "/dev/shm")) / f"streamer-ranks-{os.getpid()}-{id(pipes)}"
-    processes = [
-        _context.Process(
-            target=_run, args=(rank, size, str(file), timeout, kind, there, work, args), daemon=True
-        )
-        for rank, (_, there) in enumerate(pipes)
+    given = [
+        (rank, size, str(file), timeout, kind, there, work, args) for rank, (_, there) in enumerate(pipes)
     ]
-    for process, (_, there) in zip(processes, pipes, strict=True):
+    if imports:
+        processes = [_context.Process(target=_fork, args=(imports, given), daemon=True)]
+    else:
+        processes = [_context.Process(target=_run, args=each, daemon=True) for each in given]
+    for process in processes:
         process.start()
+    for _, there in pipes:
         there.close()
     try:
         return [_answer(rank, here, may_end=may_end) for rank, (here, _) in enumerate(pipes)]
@@ -53,6 +60,9 @@ def run_ranks(
         for process in processes:
             process.join(5)
             if process.is_alive():
+                if imports:
+                    with suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
                 process.kill()
                 process.join()
         file.unlink(missing_ok=True)
@@ -70,6 +80,25 @@ def _answer(rank: int, here: Connection, *, may_end: bool) -> Any:
     if failed:
         raise AssertionError(f"rank {rank} has failed:\n{failed}")
     return answer
+
+
+def _fork(imports: Sequence[str], given: Sequence[Any]) -> None:
+    """Be the process that all ranks are forked of."""
+    os.setpgid(0, 0)
+    torch.set_num_threads(1)
+    for name in imports:
+        importlib.import_module(name)
+    ranks = []
+    for rank, each in enumerate(given):
+        ranks.append(os.fork())
+        if not ranks[-1]:
+            for *_, there, _, _ in [*given[:rank], *given[rank + 1 :]]:
+                there.close()
+            _run(*each)
+    for *_, there, _, _ in given:
+        there.close()
+    for process in ranks:
+        os.waitpid(process, 0)
 
 
 def _run(

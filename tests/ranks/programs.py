@@ -72,10 +72,10 @@ def part(step: int, index: int) -> torch.Tensor:
 def backward(
     wrapped: nn.Module, step: int, index: int, divisor: int, scaler: torch.amp.GradScaler | None
 ) -> None:
-    """The backward of one part, its loss over ``divisor``. Nobody uses `spare` in step 2."""
+    """The backward of one part, its loss over ``divisor``. In step 1 nobody uses `spare`."""
     tokens = part(step, index)
     torch.manual_seed(100 * step + index)
-    logits = wrapped(tokens, spare=index % 2 == 0 and step != 2)
+    logits = wrapped(tokens, spare=index % 2 == 0 and step != 1)
     target = tokens.flatten().to(logits.device)
     loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), target) / divisor
     (loss if scaler is None else scaler.scale(loss)).backward()
@@ -86,7 +86,7 @@ def run(
     options: Mapping[str, Any],
     *,
     divisor: int,
-    steps: int = 3,
+    steps: int = 2,
     clip: float | None = 0.5,
     scaled: bool = False,
     frozen: bool = False,
@@ -182,8 +182,8 @@ def train(
     }
 
 
-def train_alone(size: int, case: Case) -> Any:
+def train_alone(size: int, case: Case, **given: Any) -> Any:
     """The parts of all ranks, one after another."""
     backwards, options, more = case
     parts = [[*range(size * number, size * (number + 1))] for number in range(backwards)]
-    return run(parts, options, divisor=size * backwards, **more)
+    return run(parts, options, divisor=size * backwards, **{**more, **given})

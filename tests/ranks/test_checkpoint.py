@@ -33,14 +33,16 @@ def go(
     block: bool,
     machines: int | str | None = None,
 ) -> tuple[Arrays, Arrays]:
-    """Go on from a checkpoint, make ``steps``, save: the weights and moments at both ends."""
+    """Go on from a checkpoint if there is one, make ``steps`` if there are any, save: the weights and moments
+    before and after them."""
     group = {"process_group": everyone(machines)} if size else {}
     wrapped = streamer.wrap(model(), layers="layers", device="cpu", **BF16, **group)
     optimizer = streamer.AdamW(wrapped.parameters(), lr=1e-2)
     torch.manual_seed(rank)
+    before: Arrays = {}
     if start is not None:
         streamer.load(wrapped, optimizer, start)
-    before = held(wrapped, optimizer)
+        before = held(wrapped, optimizer)
     for step in steps:
         # without a seed of its own: dropout goes on from the states of the generators
         tokens = torch.randint(0, 48, (2, 6), generator=torch.Generator().manual_seed(10 * step + rank))
@@ -51,7 +53,7 @@ def go(
         optimizer.zero_grad()
         if step == 1 and end is not None:
             streamer.save(wrapped, optimizer, end, step=step, extra={"step": step}, block=block)
-    after = held(wrapped, optimizer)
+    after = held(wrapped, optimizer) if steps else {}
     streamer.unwrap(wrapped)
     return before, after
 
@@ -82,8 +84,8 @@ def save_and_go_on(
     rank: int, size: int, saved: str, block: bool, machines: int | None = None
 ) -> tuple[Arrays, Arrays, Arrays]:
     """The end of a run, and the beginning and the end of one that goes on from its checkpoint."""
-    _, whole = go(rank, size, [0, 1, 2, 3], None, saved, block, machines)
-    return whole, *go(rank, size, [2, 3], saved, None, block, machines)
+    _, whole = go(rank, size, [1, 2], None, saved, block, machines)
+    return whole, *go(rank, size, [2], saved, None, block, machines)
 
 
 @pytest.mark.parametrize("block", [True, False])
@@ -121,12 +123,12 @@ def test_machines_write_a_checkpoint_once_and_all_go_on_from_it(tmp_path: Path) 
 
 def test_machines_that_divide_the_state_save_and_load_as_others_do(tmp_path: Path) -> None:
     saved = str(tmp_path / "saved")
-    first, *others = run_ranks(4, go, 4, [0, 1, 2, 3], None, saved, False, "aabb")
+    first, *others = run_ranks(4, go, 4, [1, 2], None, saved, False, "aabb")
     for _, whole in others:
         same(whole, first[1])
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
     resumed, _ = go(0, 0, [], saved, None, True)
-    for before, end in run_ranks(4, go, 4, [2, 3], saved, None, True, "aabb"):
+    for before, end in run_ranks(4, go, 4, [2], saved, None, True, "aabb"):
         same(before, resumed)
         same(end, first[1])
     go(0, 0, [1], saved, str(tmp_path / "alone"), True)

@@ -26,11 +26,11 @@ from tests.ranks import test_disk_use as use
 from tests.ranks.common import run_ranks
 from tests.ranks.programs import Arrays, arrays, backward, model, run
 from tests.ranks.test_checkpoint import held, same
-from tests.ranks.test_disk import ALL, BF16, CASES, CHUNK, STATE, disks, in_group
+from tests.ranks.test_disk import ALL, BF16, CASES, CHUNK, MOST, STATE, disks, in_group
 from tests.ranks.test_equal import equal
 
 #: How many layers there are, beside `ALL` and `STATE`: so many are more than the rings of one rank take.
-MORE = 5
+MORE = 4
 #: Machines as `everyone` has them, replicas or such that divide the state, and what is trained on them, with
 #: how many layers: of more than `STATE` the weights are on disk, too.
 MACHINES: dict[str, tuple[int, int | str, dict[str, int]]] = {
@@ -39,7 +39,7 @@ MACHINES: dict[str, tuple[int, int | str, dict[str, int]]] = {
         "ab",
         {"fp32": MORE, "in backward, keep": MORE, "scaler": STATE},
     ),
-    "two of two that divide": (4, "aabb", {"8-bit moments": ALL}),
+    "two of two that divide": (4, "aabb", {"8-bit moments": MOST}),
     "two replicas": (2, 2, {"8-bit moments": MORE}),
     "two replicas of two": (4, 2, {"in backward, keep": STATE}),
 }
@@ -91,7 +91,7 @@ def test_what_is_on_the_disks_of_machines_changes_nothing(name: str, tmp_path: P
     for case, layers in cases.items():
         for of_rank in answers:
             in_memory, (norms, gradients, state), there = of_rank[case]
-            assert there.keys() & {"exp_avg", "remainders"}, case
+            assert "exp_avg" in there, case
             assert ("weights" in there) == (layers > STATE), case
             assert norms == in_memory[0], case
             equal(gradients, in_memory[1])
@@ -170,7 +170,7 @@ def test_a_base_is_read_from_its_files_on_each_machine(tmp_path: Path) -> None:
 
 def save_and_go_on(rank: int, folder: str, saved: str) -> list[tuple[Arrays, Arrays]]:
     return [
-        use.go(rank, folder, [0, 1, 2], None, saved, True),
+        use.go(rank, folder, [1, 2], None, saved, True),
         use.go(rank, folder, [2], saved, None, True),
     ]
 

@@ -287,7 +287,7 @@ def killed(rank: int, moment: str, folder: str, machines: int | None) -> tuple[s
 MOMENTS = ("forward", "backward", "step", "save")
 
 
-@pytest.mark.parametrize(("size", "machines"), [(2, None), (3, None), (2, 2), (4, 2)])
+@pytest.mark.parametrize(("size", "machines"), [(3, None), (2, 2), (4, 2)])
 def test_a_rank_that_is_killed_is_named_and_leaves_nothing(
     size: int, machines: int | None, tmp_path: Path
 ) -> None:

@@ -38,7 +38,7 @@ CASES: dict[str, Case] = {
     "micro-batches": (1, {"micro_batch_size": 2}, {}),
     "frozen parts": (1, BF16, {"frozen": True}),
     "scaler": (1, {"dtype": torch.float16}, {"scaled": True}),
-    "several in bf16": (3, BF16, {}),
+    "several in bf16": (2, BF16, {}),
     "in backward": (1, {"update": "backward", **BF16}, {"clip": None, "state_dtype": "int8"}),
 }
 #: How many ranks, the machines that they are on, and what they are tried with.

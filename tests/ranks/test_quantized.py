@@ -15,7 +15,7 @@ from tests.ranks.common import run_ranks
 pytest.importorskip("transformers", reason="transformers is not installed")
 from tests.quantized import LAYERS, llama  # noqa: E402
 
-STEPS, RANKS = 3, 2
+STEPS, RANKS = 2, 2
 KINDS = "torchao int8", "bitsandbytes nf4"
 Found = tuple[dict[str, np.ndarray], int]
 
@@ -47,10 +47,15 @@ def _train(rank: int | None, kind: str) -> Found:
     return adapters, weights
 
 
-# all kinds in one test: each process imports for seconds what they need
+#: What takes seconds to import.
+IMPORTS = ("transformers.models.llama.modeling_llama", "torchao.quantization", "bitsandbytes")
+
+
+# all kinds in one test: they are imported once
 @pytest.mark.filterwarnings("ignore")
 def test_two_ranks_equal_one_process() -> None:
-    for kind, (alone, weights), *found in zip(KINDS, train(None), *run_ranks(RANKS, train), strict=True):
+    by_rank = run_ranks(RANKS, train, imports=IMPORTS)
+    for kind, (alone, weights), *found in zip(KINDS, train(None), *by_rank, strict=True):
         for adapters, of_rank in found:
             assert of_rank <= weights
             for name, value in alone.items():
