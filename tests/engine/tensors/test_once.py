@@ -39,6 +39,15 @@ def test_what_is_made_is_kept_from_the_beginning_of_a_visit_to_its_end() -> None
     assert not made.is_kept
 
 
+def test_what_is_made_on_the_way_is_not_kept() -> None:
+    made = Made()
+    made.begin()
+    part, calls = counted(lambda: torch.ones(2))
+    made.once("whole", lambda: made.once("part", part) * 2)
+    made.once("part", part)
+    assert len(calls) == 2
+
+
 def test_what_somebody_has_written_is_made_anew() -> None:
     made = Made()
     made.begin()
