@@ -7,12 +7,13 @@ differently.
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from operator import methodcaller
 from types import CodeType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch._C._dynamo import eval_frame
@@ -20,6 +21,9 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def _find(path: str, why: str) -> Any:
@@ -62,6 +66,9 @@ pop_saved_hooks: Callable[[], None] = _find(
 push_saved_hooks: Callable[[Callable[..., Any], Callable[..., Any]], None] = _find(
     "_C._autograd._push_saved_tensors_default_hooks", "saves past a checkpoint"
 )
+
+#: How many modes of `torch.utils._python_dispatch` an operation goes on to from here.
+num_dispatch_modes: Callable[[], int] = _find("_C._len_torch_dispatch_stack", "plans alike operations once")
 
 #: How many nodes of autograd graphs this thread has made.
 nodes_made: Callable[[], int] = _find("_C._autograd._get_sequence_nr", "knows a graph's tensors again")
@@ -174,6 +181,14 @@ def skip_code(code: CodeType) -> None:
     """Let `torch.compile` run functions with this ``code``, and what they call, as they are."""
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
+
+
+def without_compiler(method: Callable[P, T]) -> Callable[P, T]:
+    """``method``, which `torch.compile` is to leave alone, without PyTorch's wrapper that sees to it. The
+    wrapper imports the compiler, which takes about as long as all of PyTorch; where the compiler has been
+    imported, it is kept."""
+    plain: Callable[P, T] = getattr(method, "__wrapped__", method)
+    return method if "torch._dynamo" in sys.modules else plain
 
 
 def in_forward_mode() -> bool:

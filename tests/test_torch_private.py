@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import forward_ad
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from streamer import torch_private as private
@@ -211,3 +213,13 @@ def test_the_store_of_a_group_is_reached_by_another_connection(tmp_path: Path) -
         assert one is not other
     finally:
         dist.destroy_process_group()
+
+
+def test_an_optimizer_does_not_wait_for_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    for method in (Optimizer.add_param_group, Optimizer.zero_grad, Optimizer.state_dict):
+        monkeypatch.setitem(sys.modules, "torch._dynamo", torch)
+        assert private.without_compiler(method) is method
+        monkeypatch.delitem(sys.modules, "torch._dynamo")
+        plain = private.without_compiler(method)
+        assert plain.__module__ == method.__module__ and "disable" not in plain.__code__.co_names
+        assert plain.__code__ is not method.__code__ and plain.__code__.co_name == method.__name__

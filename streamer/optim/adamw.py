@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 from zlib import crc32
 
 import torch
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import Optimizer, ParamsT
 
 from streamer.engine.disk.state import ShardUpdate
 from streamer.engine.paging.across_ranks import Reduced
@@ -44,6 +44,7 @@ from streamer.optim.update import (
     update_shard,
     warm_up,
 )
+from streamer.torch_private import without_compiler
 from streamer_native import Hyper
 
 
@@ -164,7 +165,7 @@ class _Member(NamedTuple):
     group: dict[str, Any]
 
 
-class AdamW(torch.optim.Optimizer):
+class AdamW(Optimizer):
     """Adam with decoupled weight decay (Loshchilov & Hutter, 2019, algorithm 2), as `torch.optim.AdamW`.
 
     ``params`` are parameters, (name, parameter) pairs or parameter groups of wrapped models. Updates run in
@@ -228,7 +229,7 @@ class AdamW(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, with zero moments."""
-        super().add_param_group(param_group)
+        without_compiler(Optimizer.add_param_group)(self, param_group)
         group = self.param_groups[-1]
         try:
             check_group(group)
@@ -373,7 +374,7 @@ class AdamW(torch.optim.Optimizer):
                 executor.before_zeroing()
             executor.zero_grad()
         with unguarded():
-            super().zero_grad(set_to_none)
+            without_compiler(Optimizer.zero_grad)(self, set_to_none)
 
     def __getstate__(self) -> NoReturn:
         raise RuntimeError(
@@ -384,7 +385,7 @@ class AdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state once all updates are done; its tensors are views of host memory, as in PyTorch."""
         self._synchronize()
-        state_dict = super().state_dict()
+        state_dict = without_compiler(Optimizer.state_dict)(self)
         return state_dict | {"state": {key: dict(state) for key, state in state_dict["state"].items()}}
 
     @torch.no_grad()
@@ -398,7 +399,7 @@ class AdamW(torch.optim.Optimizer):
             executor.wait_for_saving()
         saved = pair_saved(state_dict, self.param_groups, self.state_dtype)
         # without the state, of which PyTorch would make a copy in the parameters' dtype
-        super().load_state_dict({**state_dict, "state": {}})
+        without_compiler(Optimizer.load_state_dict)(self, {**state_dict, "state": {}})
         with ExitStack() as writing:
             for executor in self._executors:
                 writing.enter_context(executor.writing_state("loading optimizer state"))

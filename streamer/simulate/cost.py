@@ -26,6 +26,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from streamer.bitsandbytes_private import product_with_4_bits
 from streamer.errors import warn
 from streamer.simulate.machine import CUDA, Machine
+from streamer.torch_private import num_dispatch_modes, storage_id
 
 _aten = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)
@@ -264,6 +265,84 @@ class SeesOperations(Protocol):
     def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None: ...
 
 
+#: Shape, strides and dtype of a tensor; the tensors, or None, that an operation has returned.
+_Form = tuple[Sequence[int], Sequence[int], torch.dtype]
+_Forms = _Form | tuple[_Form | None, ...]
+#: What operations on meta tensors returned, by what they were given; and how many of them are remembered.
+_returned: dict[Any, _Forms | None] = {}
+MOST_REMEMBERED = 1 << 16
+_CONSTANTS = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
+
+
+def _result(func: Any, args: Any, kwargs: Any) -> Any:
+    """What ``func`` returns. On the meta device that has no values, and PyTorch finds its shape in Python:
+    layers are alike, so a shape that was found is used again."""
+    if not _makes_new(func) or num_dispatch_modes():  # which want to see it too
+        return func(*args, **kwargs)
+    given = _given((args, *kwargs.items()))
+    if given is None:
+        return func(*args, **kwargs)
+    key = func, given, torch.get_default_dtype()
+    forms = _returned.get(key)
+    if forms is not None:
+        return _like(forms)
+    result = func(*args, **kwargs)
+    if key not in _returned:
+        if len(_returned) >= MOST_REMEMBERED:
+            _returned.clear()
+        _returned[key] = _forms_of(result, args, kwargs)
+    return result
+
+
+@cache
+def _makes_new(func: Any) -> bool:
+    """Whether an operation returns new tensors, and writes none that it is given."""
+    schema = func._schema
+    of_values = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    new = all(each.alias_info is None and str(each.type) == "Tensor" for each in schema.returns)
+    return bool(schema.returns) and new and not schema.is_mutable and of_values.isdisjoint(func.tags)
+
+
+def _given(value: Any) -> Any:
+    """All that the shape of a result depends on; None where values may matter."""
+    if isinstance(value, torch.Tensor):
+        is_plain = value.is_meta and value.layout is torch.strided and not value.is_complex()
+        return (value.shape, value.stride(), value.dtype) if is_plain else None
+    if isinstance(value, list | tuple):
+        several = tuple(map(_given, value))
+        return None if None in several else several
+    return (type(value), value) if isinstance(value, _CONSTANTS) else None
+
+
+def _forms_of(result: Any, args: Any, kwargs: Any) -> _Forms | None:
+    """What `_like` makes such a result from; None where that would be another one."""
+    several = result if isinstance(result, tuple) else (result,)
+    seen = {storage_id(each) for each in tensors_in((*args, *kwargs.values()))}
+    forms: list[_Form | None] = []
+    for each in several:
+        if each is None:
+            forms.append(None)
+            continue
+        form = each.shape, each.stride(), each.dtype
+        is_whole = each.untyped_storage().nbytes() == _of_form(form).untyped_storage().nbytes()
+        if not each.is_meta or not is_whole or each.storage_offset() or storage_id(each) in seen:
+            return None
+        seen.add(storage_id(each))
+        forms.append(form)
+    return tuple(forms) if isinstance(result, tuple) else forms[0]
+
+
+def _like(forms: _Forms) -> Any:
+    if isinstance(forms[-1], torch.dtype):
+        return _of_form(forms)
+    return tuple(None if each is None else _of_form(each) for each in forms)
+
+
+def _of_form(form: _Form) -> torch.Tensor:
+    shape, strides, dtype = form
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+
+
 class Observer(TorchDispatchMode, abc.ABC):
     """A mode that sees the operations of the block, and lets those ``beside`` it see them: each further
     mode in Python would delay every operation."""
@@ -280,7 +359,7 @@ class Observer(TorchDispatchMode, abc.ABC):
         if any(map(is_wrapper, types)):
             return NotImplemented  # what it does with its inner tensors comes here
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = _result(func, args, kwargs)
         for each in self._all:
             each.see(func, args, kwargs, result)
         return result

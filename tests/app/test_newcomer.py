@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,14 @@ SETTINGS = [
     *('sample.prompts=["after 3?"]', "sample.chat=true", "sample.temperature=0", "sample.tokens=8"),
     *("stream.micro_batch_size=1", "optimizer.lr=1e-2", "data.packing=false"),
 ]
+#: Its argument: commands, of which each has to succeed.
+IN_TURN = """
+import json, sys
+from streamer.app.cli import main
+for arguments in json.loads(sys.argv[1]):
+    if code := main(arguments):
+        sys.exit(code)
+"""
 
 
 class Place:
@@ -75,9 +84,13 @@ class Place:
         options = ["--no-deps", "--no-index", "--no-build-isolation", "--force-reinstall"]
         subprocess.run([*command, "install", *options, *(what or [str(self._wheel)])], check=True)
 
-    def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+    def start(self, *commands: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+        """One command as such, several in one process: most of what each of them takes are its imports."""
+        given = [str(self._bin / "streamer"), *commands[0]]
+        if len(commands) > 1:
+            given = [str(self._bin / "python"), "-u", "-c", IN_TURN, json.dumps(commands)]
         return subprocess.Popen(
-            [str(self._bin / "streamer"), *arguments],
+            given,
             cwd=self.work,
             env=self.environment,
             stdout=subprocess.PIPE,
@@ -86,9 +99,9 @@ class Place:
             **options,
         )
 
-    def streamer(self, *arguments: str) -> str:
-        """What the command prints; it has to succeed."""
-        process = self.start(*arguments)
+    def streamer(self, *commands: Sequence[str]) -> str:
+        """What the commands print; they have to succeed."""
+        process = self.start(*commands)
         printed, _ = process.communicate(timeout=120)
         assert process.returncode == 0, printed
         return printed
@@ -150,26 +163,26 @@ def test_a_folder_becomes_a_trained_model(tmp_path: Path) -> None:
     place = Place(tmp_path)
     place.install()
     command = [*COMMAND, *sets("run.name=full")]
-    shown = place.streamer("data", *command, "--show", "1")
-    assert "train: 60 conversations of " in shown and "⟦" in shown
-    assert ": fits" in place.streamer("plan", *command)
-
     run, out = place.work / "runs" / "full", place.work / "out"
-    process = place.start("train", *command, start_new_session=True)
+    process = place.start(
+        ["data", *command, "--show", "1"], ["plan", *command], ["train", *command], start_new_session=True
+    )
     third = run / "checkpoints" / f"step-{3 * STEPS_A_SAVE:07d}"
     while not third.exists():
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.002)
     os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    shown = process.communicate()[0]
+    assert "train: 60 conversations of " in shown and "⟦" in shown
+    assert ": fits" in shown
     assert not (run / "summary.json").exists(), "it was to be killed before its end"
-    assert "tokens/s" in place.streamer("train", *command, "--resume")
+    assert "tokens/s" in place.streamer(["train", *command, "--resume"])
 
-    assert "training.png" in place.streamer("plot", "runs/full")
+    exporting = ["export", "runs/full", "--to", out.name]
+    assert "training.png" in place.streamer(["plot", "runs/full"], exporting)
     pictures = {path.name: path.stat().st_size for path in (run / "plots").iterdir()}
     assert {"training.png", "lanes.png", "timeline.png"} <= pictures.keys()
     assert min(pictures.values()) > 5000
-    place.streamer("export", "runs/full", "--to", out.name)
     check_what_is_left(run, out, transformers.AutoModelForCausalLM.from_pretrained(run / "model"))
 
     # an editable installation after the wheel: what had been written beside the wheel's sources kept a folder
@@ -177,7 +190,7 @@ def test_a_folder_becomes_a_trained_model(tmp_path: Path) -> None:
     assert place.installed.exists()
     place.install("--editable", str(place.sources))
     assert not place.installed.exists()
-    assert "gpt2-demo" in place.streamer("configs")
+    assert "gpt2-demo" in place.streamer(["configs"])
 
 
 def test_adapters_are_trained_and_merged(

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import streamer
 from streamer.app.config import (
@@ -94,8 +95,21 @@ def without_values(config: ModelConfig, lora: LoraConfig | None = None) -> Any:
         return add_adapters(model, lora) if lora is not None and lora.rank else model
     assert config.factory is not None
     factory = import_factory(config.factory)
-    with torch.device("meta"):
+    with torch.device("meta"), _NothingDrawn():
         return factory(**config.args)
+
+
+class _NothingDrawn(TorchFunctionMode):
+    """Inside the block no numbers of a normal distribution are drawn for tensors without values. PyTorch
+    would import its compiler to draw none, which takes longer than all else that begins a run."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (nn.init.normal_, torch.Tensor.normal_):
+            tensor = args[0] if args else kwargs["tensor"]
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **kwargs)
 
 
 def quantized_without_values(config: ModelConfig, lora: LoraConfig, dtype: torch.dtype | None) -> nn.Module:

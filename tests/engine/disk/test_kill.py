@@ -31,8 +31,14 @@ from tests.on_disk import CHUNK, Model, disks, least_budget, loss_of
 torch.set_num_threads(1)
 on_disk.CHUNK_ELEMENTS = CHUNK
 options = {{"layers": "layers", "dtype": torch.bfloat16, "device": "cpu"}}
-# loads, before there are children, what takes long to load
-streamer.unwrap(streamer.wrap(Model(), **options))
+# a step loads, before there are children, what takes long to load
+model = streamer.wrap(Model(), **options)
+optimizer = streamer.AdamW(model.parameters())
+loss_of(model, 0).backward()
+optimizer.step()
+streamer.unwrap(model)
+# which the compiler of PyTorch is not
+assert "torch._dynamo" not in sys.modules
 budget = least_budget(Model(), **options)
 
 def train(folder):
