@@ -67,6 +67,11 @@ push_saved_hooks: Callable[[Callable[..., Any], Callable[..., Any]], None] = _fi
     "_C._autograd._push_saved_tensors_default_hooks", "saves past a checkpoint"
 )
 
+#: Goes back through a graph. `torch.autograd.backward` does too, once it has looked through the gradients.
+run_backward: Callable[..., Any] = _find(
+    "autograd.Variable._execution_engine.run_backward", "goes back through a layer's own graph"
+)
+
 #: How many modes of `torch.utils._python_dispatch` an operation goes on to from here.
 num_dispatch_modes: Callable[[], int] = _find("_C._len_torch_dispatch_stack", "plans alike operations once")
 

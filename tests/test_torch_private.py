@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import forward_ad
+from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
@@ -79,6 +80,19 @@ def test_the_backward_that_is_running_is_known() -> None:
         z = x * 2
         z.register_hook(lambda _: private.comes_to(nodes[0]) and None)
         torch.autograd.grad(z, x)
+
+
+def test_a_backward_runs_from_edges_and_adds_gradients_up() -> None:
+    weight, other = (torch.ones(2, requires_grad=True) for _ in range(2))
+    results = (weight * 2, weight * other)
+    edges = tuple(get_gradient_edge(result) for result in results)
+    gradients = (torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))
+    for keeps in (True, False):
+        private.run_backward(edges, gradients, keeps, False, (), allow_unreachable=True, accumulate_grad=True)
+    assert weight.grad is not None and weight.grad.tolist() == [10, 16]
+    assert other.grad is not None and other.grad.tolist() == [6, 8]
+    with pytest.raises(RuntimeError, match="second time"):
+        private.run_backward(edges, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def test_nodes_are_counted() -> None:

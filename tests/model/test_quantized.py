@@ -20,7 +20,7 @@ from streamer.backends.base import Lane
 from streamer.engine.wrapped.handle import wrapped as handle_of
 from streamer.model.auto import Batch, plan_of, skeleton
 from streamer.model.options import WrapOptions
-from streamer.planner.choice import Options, choose, may_be_auto
+from streamer.planner.choice import Choice, Options, choose, may_be_auto
 from streamer.planner.room import Room
 from streamer.planner.step_plan import WORKING_SET, plan_step
 from streamer.simulate.backend import VirtualBackend
@@ -238,18 +238,22 @@ def times_made(kind: str, function: Callable[[], object]) -> int:
     return sum(kind in MAKES_VALUES or sorted((event.input_shapes or [[]])[0]) in shapes for event in events)
 
 
-@pytest.mark.parametrize("size", [None, 1])
+@pytest.mark.parametrize(
+    ("activations", "size"),
+    [("recompute", None), ("recompute", 1), ("keep", 1)],
+    ids=["whole", "sliced", "kept"],
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_weight_is_dequantized_once_in_a_visit(kind: str, size: int | None) -> None:
+def test_a_weight_is_dequantized_once_in_a_visit(kind: str, activations: str, size: int | None) -> None:
     """In forward and in backward, whatever the library does by itself, and to the bit as at each use."""
     models = [llama(kind, layers=1), llama(kind, layers=1)]
     weights = [each.base for each in models[0].model.layers.modules() if type(each).__name__ == "Adapted"]
     of_each = times_made(kind, lambda: weights[0](torch.ones(1, 3, 64)))
     assert of_each and len(weights) == 7
     found: list[list[torch.Tensor]] = [[], []]
-    times: list[float] = []
+    times, evaluated = list[float](), list[float]()
     for model, seen, when in zip(models, found, ("use", "visit"), strict=True):
-        with streamed(model, micro_batch_size=size, dequantize=when):
+        with streamed(model, micro_batch_size=size, dequantize=when, activations=activations):
 
             def step(model: nn.Module = model, seen: list[torch.Tensor] = seen) -> None:
                 loss = loss_of(model, 0)
@@ -259,10 +263,15 @@ def test_a_weight_is_dequantized_once_in_a_visit(kind: str, size: int | None) ->
             times.append(times_made(kind, step) / of_each / len(weights))
             made = [each.composite.made for unit in handle_of(model).executor.units for each in unit.in_parts]
             assert len(made) == 7 and not any(each.is_kept for each in made)
+            with torch.no_grad():
+                evaluated.append(times_made(kind, lambda model=model: loss_of(model, 0)) / of_each / 7)
     assert_equal(found[1], found[0])
     at_each_use, once = times
-    assert once == 2
-    assert at_each_use > 2 or (size is None and kind in ("torchao int8", "torchao float8"))
+    saves_values = kind in ("torchao int8", "torchao float8")
+    # nobody asks for the gradient of what comes into the only layer, and so for the weights of q, k and v
+    assert once == (2 if activations == "recompute" else 1 if saves_values else 1 + 4 / 7)
+    assert at_each_use > once or (size is None and saves_values)
+    assert evaluated == [2, 1] if size == 1 else evaluated == [1, 1]
 
 
 def test_values_that_are_kept_are_in_the_bytes_of_a_plan() -> None:
@@ -310,6 +319,17 @@ def test_the_faster_way_that_fits_is_chosen() -> None:
     with pytest.raises(MemoryError, match="nothing|device"):
         choose(plan, among, Room(use.device_needed - 1, 1 << 40))
     assert Options.of(may_be_auto(options), layers=4, batch=2).dequantize == ("visit",)
+    # of the whole batch at each use, too, where there is no room for it otherwise
+    sizes = replace(among, sizes=(None, 1))
+    whole = Choice("recompute", None, None, "use")
+    assert whole in choose(plan, sizes, Room(plan(whole).device_needed, 1 << 40)).considered
+
+
+def test_a_compiler_is_left_to_itself() -> None:
+    for options, expected in (({}, True), ({"compile": "eager"}, False), ({"dequantize": "use"}, False)):
+        with streamed(llama("bitsandbytes nf4", layers=1), **options) as model:
+            wanted = {each.composite.made.is_wanted for each in handle_of(model).executor.units[0].in_parts}
+            assert wanted == {expected}
 
 
 @pytest.mark.parametrize("kind", ["torchao int8", "bitsandbytes nf4"])

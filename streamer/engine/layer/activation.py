@@ -40,7 +40,7 @@ from streamer.engine.schedule.order import Phase
 from streamer.engine.tensors.nested import Rebuild, Tensors
 from streamer.engine.tensors.param_hooks import OwnHook, check_hooks
 from streamer.engine.tensors.saved import storages
-from streamer.torch_private import SubclassesOn, set_accumulation_hook, set_gradient_hook
+from streamer.torch_private import SubclassesOn, run_backward, set_accumulation_hook, set_gradient_hook
 
 
 class Gate(OwnHook):
@@ -129,7 +129,13 @@ def backpropagate(
     try:
         if pairs and only != []:
             outputs, output_gradients = zip(*pairs, strict=True)
-            torch.autograd.backward(outputs, output_gradients, retain_graph=graph_is_retained(), inputs=only)
+            keeps = graph_is_retained()
+            if only is None:
+                # autograd has made these gradients itself: to look at them again would take half of the time
+                accumulate = {"allow_unreachable": True, "accumulate_grad": True}
+                run_backward(outputs, output_gradients, keeps, False, (), **accumulate)
+            else:
+                torch.autograd.backward(outputs, output_gradients, retain_graph=keeps, inputs=only)
     finally:
         for handle in handles:
             handle.remove()

@@ -5,8 +5,8 @@ A library dequantizes a weight wherever it is used: in forward, where the layer 
 and all that for each micro-batch. During a visit of a layer its weights stay the same. So what a library
 makes of a weight is kept until the visit ends (`Made`), and the next use has the same tensor:
 
-- A subclass of torchao dequantizes in a method. The weight that a layer sees is of a subclass of that, whose
-  method keeps what it returns (`keeping`). What is made of the weight, its transpose say, is of it too.
+- A subclass of torchao dequantizes in a method. On the weight that a layer sees, and on its transpose, the
+  method keeps what it returns (`keeping`).
 - bitsandbytes, and torchao's int8, turn codes into values by functions of PyTorch. So the codes are tensors
   of a class whose ``__torch_function__`` keeps what such a function returns (`codes`).
 
@@ -22,6 +22,7 @@ autograd saves the values, a second micro-batch.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache
 from types import FunctionType
@@ -103,8 +104,13 @@ def is_made_again(kind: type) -> bool:
 
 def keeping(weight: torch.Tensor, made: Made) -> torch.Tensor:
     """``weight``, of a tensor subclass; what its methods make of it is kept in ``made``."""
-    found: torch.Tensor = _with(weight, _keeping(type(weight)), made)
-    return found
+    kind: Any = type(weight)
+    # attributes of the object, which Python finds before the methods: of another class it would be no tensor
+    # that the library takes for its own
+    own = {name: _kept_by(name, weight, made) for name in _methods(kind)}
+    if own:
+        vars(weight).update(own | {_MADE: made, "t": _transposed(weight, made)})
+    return weight
 
 
 def keeping_as(weight: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -114,36 +120,30 @@ def keeping_as(weight: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _keeping(kind: Any) -> Any:
-    found = [name for name in _METHODS if isinstance(inspect.getattr_static(kind, name, None), FunctionType)]
-
-    class Keeping(kind):  # type: ignore[misc]
-        _plain_class = kind
-
-        @classmethod
-        def __torch_function__(
-            cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-        ) -> Any:
-            result = super().__torch_function__(function, types, args, kwargs or {})
-            made = _made_of(args[0]) if args and isinstance(args[0], cls) else None
-            return _with(result, cls, made) if made is not None and isinstance(result, kind) else result
-
-    for name in found:
-        setattr(Keeping, name, _kept_by(getattr(kind, name), name))
-    Keeping.__name__ = kind.__name__
-    return Keeping
+def _methods(kind: type) -> list[str]:
+    return [name for name in _METHODS if isinstance(inspect.getattr_static(kind, name, None), FunctionType)]
 
 
-def _kept_by(method: Callable[..., torch.Tensor], name: str) -> Callable[..., torch.Tensor]:
-    def once(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        made: Made | None = _made_of(self)
-        if made is None or not made.is_kept:
-            return method(self, *args, **kwargs)
-        places = [_place(getattr(self, part)) for part in self.__tensor_flatten__()[0]]
-        key = name, repr(args), repr(kwargs), self.shape, *places
-        return made.once(key, lambda: method(self, *args, **kwargs))
+def _kept_by(name: str, weight: torch.Tensor, made: Made) -> Callable[..., torch.Tensor]:
+    method, own = getattr(type(weight), name), weakref.ref(weight)
+
+    def once(*args: Any, **kwargs: Any) -> torch.Tensor:
+        this: Any = own()
+        places = [_place(getattr(this, part)) for part in this.__tensor_flatten__()[0]]
+        key = name, repr(args), repr(kwargs), this.shape, *places
+        return made.once(key, lambda: method(this, *args, **kwargs))
 
     return once
+
+
+def _transposed(weight: torch.Tensor, made: Made) -> Callable[[], torch.Tensor]:
+    own = weakref.ref(weight)
+
+    def transposed() -> torch.Tensor:
+        this: Any = own()
+        return keeping(type(this).t(this), made)
+
+    return transposed
 
 
 def _place(tensor: torch.Tensor) -> Hashable:

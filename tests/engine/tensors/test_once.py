@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from streamer.bitsandbytes_private import dequantizes
 from streamer.engine.tensors.once import Made, codes
+from streamer.engine.tensors.parts import composite_of
+from tests.quantized import quantize
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*(register_constant|Calling register_constant|cast from)")
 
 
 def counted(make: Callable[[], torch.Tensor]) -> tuple[Callable[[], torch.Tensor], list[None]]:
@@ -80,10 +86,49 @@ def test_codes_are_cast_once_for_each_dtype_and_view() -> None:
     assert turned.to(torch.float32) is turned.to(torch.float32) is not weight.to(torch.float32)
     assert torch.equal(weight.to(torch.float32), expected)
     assert torch.equal(turned.to(torch.float32), expected.t())
-    assert torch.equal(weight[1:].to(torch.float32), expected[1:])
+    for part in (slice(0, 2), slice(2, 4)):
+        assert torch.equal(weight[part].to(torch.float32), expected[part])
     assert weight.to(torch.bfloat16).dtype == torch.bfloat16
     # what is computed of codes is plain
     assert type(weight + 1) is type(weight.to(torch.int16)) is type(weight.to(torch.float32)) is torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("kind", "views"),
+    [("torchao float8", [lambda w: w.t()]), ("torchao int8", [])],
+)
+def test_a_weight_and_its_transpose_are_dequantized_once_each(
+    kind: str, views: list[Callable[[Any], Any]]
+) -> None:
+    plain: Any = quantize(nn.Linear(64, 64, bias=False), kind).weight
+    composite = composite_of("weight", plain, ())
+    assert composite is not None
+    composite.made.begin()
+    weight: Any = composite.like(composite.parts())
+    for view in (lambda w: w, *views):
+        assert view(weight).dequantize() is view(weight).dequantize()
+        assert torch.equal(view(weight).dequantize(), view(plain).dequantize())
+    assert weight.dequantize(torch.bfloat16).dtype == torch.bfloat16
+    if kind == "torchao int8":  # the library asks for the class
+        assert torch.equal(weight[32:].dequantize(), plain[32:].dequantize())
+    kept = weakref.ref(weight)
+    del weight, view
+    assert kept() is None, "nothing but the garbage collector frees it"
+
+
+def test_four_bits_are_dequantized_once_for_each_dtype() -> None:
+    import bitsandbytes as bnb
+
+    plain: Any = quantize(nn.Linear(64, 64, bias=False), "bitsandbytes nf4").weight
+    composite = composite_of("weight", plain, ())
+    assert composite is not None
+    composite.made.begin()
+    weight: Any = composite.like(composite.parts())
+    for dtype in (torch.float32, torch.bfloat16):
+        plain.quant_state.dtype = weight.quant_state.dtype = dtype
+        found = bnb.functional.dequantize_4bit(weight, weight.quant_state)
+        assert found is bnb.functional.dequantize_4bit(weight, weight.quant_state)
+        assert torch.equal(found, bnb.functional.dequantize_4bit(plain.data, plain.quant_state))
 
 
 def test_codes_that_are_scaled_in_place() -> None:
@@ -102,7 +147,7 @@ def test_codes_that_are_scaled_in_place() -> None:
 
 @pytest.mark.parametrize(
     ("many", "wide", "answer"),
-    [(2048, 64, True), (1024, 64, True), (8, 64, False), (8, 96, False), (2048, 96, True)],
+    [(2048, 64, True), (1024, 64, True), (8, 64, False), (1024, 96, False), (2048, 96, True)],
 )
 def test_few_rows_on_a_gpu_are_left_to_the_kernel_that_multiplies_with_codes(
     many: int, wide: int, answer: bool, monkeypatch: pytest.MonkeyPatch
