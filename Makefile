@@ -30,7 +30,7 @@ demo-disk: $(VENV)/.demo
 test: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 3 --dist load
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 nullgpu: .venv-nullgpu/.test-$(NULLGPU_TORCH)
 

@@ -603,11 +603,11 @@ def test_a_run_that_is_killed_again_and_again_ends_where_an_undisturbed_one_does
 ) -> None:
     longer = ["train", str(config), "--set", "run.steps=40", "--save-every", "3"]
     assert zygote(None, [*longer, "--set", "run.out='undisturbed'"]) == 0
-    kills, lives, resumed = 0, 0, 0
+    kills, lives, resumed, seconds = 0, 0, 0, 0.6
     # at random, and everywhere
-    moments = [(number + random.Random(number).random()) / KILLS * 0.6 for number in range(KILLS)]
+    moments = [(number + random.Random(number).random()) / KILLS for number in range(KILLS)]
     random.Random(0).shuffle(moments)
-    while kills < KILLS:
+    while kills < KILLS or resumed <= KILLS / 2:
         lives += 1
         name = ["--set", f"run.name='life{lives}'"]
         directory = tmp_path / "runs" / f"life{lives}"
@@ -618,11 +618,14 @@ def test_a_run_that_is_killed_again_and_again_ends_where_an_undisturbed_one_does
                 # killed before the first checkpoint: a new run has a new directory
                 directory.rename(tmp_path / f"early{kills}")
             resumed += len(resume)
-            code = zygote(moments[kills] if kills < KILLS else None, [*longer, *name, *resume])
+            is_enough = kills >= KILLS and resumed > KILLS / 2
+            moment = None if is_enough else seconds * moments[kills % KILLS]
+            code = zygote(moment, [*longer, *name, *resume])
             kills += code == -9
+            if code == -9 and not checkpoints(directory / "checkpoints"):
+                seconds *= 1.5  # others keep the machine busy, and no run comes as far as a checkpoint
         assert code == 0
         assert_same_end(directory, tmp_path / "undisturbed" / "run")
-    assert resumed > KILLS / 2
 
 
 #: A step that never ends, in a process that says when it has begun and when it has heard the first signal.
