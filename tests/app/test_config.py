@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamer.app.config import (
     Config,
@@ -23,7 +25,7 @@ from streamer.app.config import (
     load_config,
     quoted,
 )
-from streamer.app.run.build import import_factory
+from streamer.app.run.build import import_factory, without_values
 from tests.app.common import HOME, error_of
 
 LEAST = """\
@@ -458,3 +460,26 @@ def test_a_config_of_the_project_builds_its_model(file: Path, monkeypatch: pytes
 )
 def test_what_contradicts_is_named(path: Path, overrides: list[str], message: str) -> None:
     assert message in fault(path, LEAST, *overrides)
+
+
+def test_nothing_is_drawn_for_a_model_without_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch would import its compiler for it. What has values is drawn."""
+    drawn: list[torch.Tensor] = []
+
+    class Sees(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "normal" in str(func):
+                drawn.append(args[0])
+            return func(*args, **(kwargs or {}))
+
+    def factory(size: int) -> nn.Module:
+        model = nn.Linear(size, size)
+        assert nn.init.normal_(model.weight, std=0.1) is model.weight
+        model.constants = nn.init.normal_(tensor=torch.zeros(4, device="cpu"))
+        return model
+
+    monkeypatch.setattr("streamer.app.run.build.import_factory", lambda name: factory)
+    with Sees():
+        model = without_values(ModelConfig("a:b", args={"size": 3}))
+    assert model.weight.is_meta and model.weight.shape == (3, 3)
+    assert len(drawn) == 1 and drawn[0] is model.constants and model.constants.abs().sum() > 0
