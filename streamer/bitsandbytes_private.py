@@ -6,6 +6,7 @@ Any release may change it. `dequantizes` then answers no, and products are left 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -35,10 +36,28 @@ def product_with_4_bits(
     return F.linear(rows, weight, bias)
 
 
+#: What the product is given, as `product_with_4_bits` is; what has a default is given by name.
+_GIVEN = ["A", "B", "shapeB", "absmax", "blocksize", "quant_type", "bias"]
+_GIVEN += ["absmax_8bit", "absmax_code", "absmax_offset"]
+
+
+@cache
+def _is_as_known() -> bool:
+    given = torch.ops.bitsandbytes.gemm_4bit.default._schema.arguments
+    return [each.name for each in given] == _GIVEN
+
+
 def dequantizes(
-    rows: torch.Tensor, codes: torch.Tensor, shape: Sequence[int], absmax: torch.Tensor, blocksize: int
+    rows: torch.Tensor,
+    codes: torch.Tensor,
+    shape: Sequence[int],
+    absmax: torch.Tensor,
+    blocksize: int,
+    *others: object,
 ) -> bool:
     """Whether bitsandbytes would compute `product_with_4_bits`, rather than multiply with the codes."""
+    if not _is_as_known():
+        return False
     if rows.device.type in ("cpu", "meta"):
         return True
     wide = rows.shape[-1]

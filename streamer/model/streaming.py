@@ -33,7 +33,7 @@ from streamer.model.options import Folders, WrapOptions, check_dtypes_for_backwa
 from streamer.model.units import cut_to_fit, make_units, refuse_micro_batches
 from streamer.model.unwrap import forget
 from streamer.optim.torch_optimizers import serve_other_optimizers
-from streamer.planner.choice import AUTO, Chosen
+from streamer.planner.choice import AUTO, VISIT, Chosen
 from streamer.planner.ledger import OnDisk, frozen_matrices, least_moments, ledger, to_disk
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.disks import VirtualDisks
@@ -163,7 +163,7 @@ def stream(
             compiler = Compiler(backend.device, "inductor" if options.compile is True else options.compile)
         for each in (each for unit in units for each in unit.in_parts):
             # a compiler sees for itself to what is computed twice
-            each.composite.made.is_wanted = options.dequantize == "visit" and not options.compile
+            each.composite.made.is_wanted = options.dequantize == VISIT and not options.compile
         for unit, policy, cutter in zip(units, run_as, cutters, strict=True):
             # an attribute of the instance, so that __call__ and the user's hooks run around it as before
             unit.module.forward = StreamedLayer(executor, unit, policy, cutter, compiler)

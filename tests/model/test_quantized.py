@@ -296,7 +296,6 @@ def test_the_faster_way_that_fits_is_chosen() -> None:
     with streamed(llama("bitsandbytes nf4"), dequantize="auto", example=example) as model:
         chosen = streamer.chosen(model)
         assert chosen is not None and chosen.choice.dequantize == "visit"
-        assert {choice.dequantize for choice in chosen.considered} >= {"visit"}
     given = {**dict.fromkeys(("dtype", "num_slots", "batch_dims", "host_threads", "init", "device_memory"))}
     options = WrapOptions(
         layers=LAYERS,
@@ -316,7 +315,7 @@ def test_the_faster_way_that_fits_is_chosen() -> None:
         found = choose(plan, among, Room(device, 1 << 40))
         assert found.choice.dequantize == expected
         assert ("dequantized at each use" in found.reason) == (expected == "use")
-    with pytest.raises(MemoryError, match="nothing|device"):
+    with pytest.raises(MemoryError, match="any options that 'auto' may choose; the nearest are"):
         choose(plan, among, Room(use.device_needed - 1, 1 << 40))
     assert Options.of(may_be_auto(options), layers=4, batch=2).dequantize == ("visit",)
     # of the whole batch at each use, too, where there is no room for it otherwise

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import compress
 from typing import NamedTuple
@@ -243,7 +243,7 @@ class LayerCall:
         self._shapes = [tensor.shape for tensor in inputs]
         joined = Joined(self.call.unit.name, self._cut, inputs)
         start_again = self.call.unit.start_again() if len(self.runs) > 1 else None
-        with self._dequantized_once():
+        with self.call.unit.dequantized_once(times=len(self.runs)):
             for number, run in enumerate(self.runs):
                 if start_again is not None:
                     start_again()
@@ -252,11 +252,6 @@ class LayerCall:
                 joined.add(number, outputs, rebuild, given)
         self._output_parts = joined.parts
         return joined.tensors, joined.rebuild
-
-    def _dequantized_once(self, backward_on: torch.device | None = None) -> AbstractContextManager[None]:
-        if not self.call.unit.in_parts:
-            return nullcontext()
-        return self.call.unit.dequantized_once(times=len(self.runs), backward_on=backward_on)
 
     def kept(self, inputs: Tensors) -> list[torch.Tensor]:
         """Those of ``inputs`` that wait for backward on the device."""
@@ -353,7 +348,8 @@ class LayerCall:
         in_fp32 = len(self.runs) > 1 and self.executor.sum_in_fp32
         collector = Collector(self.call.unit, asked, into, in_fp32=in_fp32)
         joined = JoinedGradients(self._cut, self._shapes)
-        with self._dequantized_once(weights.device if self.saves_inputs else None):
+        recomputed_on = weights.device if self.saves_inputs else None
+        with self.call.unit.dequantized_once(times=len(self.runs), backward_on=recomputed_on):
             for number, run in enumerate(self.runs):
                 given = self._cut.inputs(inputs, number) if self.saves_inputs else ()
                 incoming = self._cut.gradients(gradients, self._output_parts, number)

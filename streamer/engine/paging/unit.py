@@ -17,6 +17,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from streamer.engine.tensors.attributes import contents_of
 from streamer.engine.tensors.guarded import as_plain
+from streamer.engine.tensors.once import kept
 from streamer.engine.tensors.parts import Composite, marked, plainly
 from streamer.engine.tensors.samples import Selection
 from streamer.memory.layout import Layout, Slice
@@ -329,8 +330,9 @@ class Unit:
             leaf._is_param = True
         return _Lent(self, leaves)
 
-    @contextmanager
-    def dequantized_once(self, *, times: int, backward_on: torch.device | None = None) -> Iterator[None]:
+    def dequantized_once(
+        self, *, times: int, backward_on: torch.device | None = None
+    ) -> AbstractContextManager[None]:
         """In the block, in which the unit runs so many ``times``, or is recomputed for a backward on a
         device, keep what is made of quantized weights, if it is used again. [Note: dequantized once]"""
         made = [
@@ -339,13 +341,7 @@ class Unit:
             if each.composite.made.is_wanted
             and (times > 1 or (backward_on is not None and each.composite.is_made_again(backward_on)))
         ]
-        try:
-            for each in made:
-                each.begin()
-            yield
-        finally:
-            for each in made:
-                each.end()
+        return kept(made) if made else nullcontext()
 
     def restored(self) -> AbstractContextManager[None]:
         """After the block the unit's modules see their own parameters, even if Ctrl-C comes while `using`

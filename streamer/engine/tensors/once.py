@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -76,6 +77,18 @@ class Made:
         if not (made.requires_grad or made.is_inference()):
             self._kept[key] = made, made._version
         return made
+
+
+@contextmanager
+def kept(several: Sequence[Made]) -> Iterator[None]:
+    """In the block each of ``several`` keeps what is made."""
+    try:
+        for made in several:
+            made.begin()
+        yield
+    finally:
+        for made in several:
+            made.end()
 
 
 def _with(tensor: Any, kind: Any, made: Made) -> Any:
@@ -188,7 +201,7 @@ class Codes:
         if made is None:
             return result()
         name = getattr(getattr(function, "overloadpacket", function), "_qualified_op_name", None)
-        if name == "bitsandbytes::gemm_4bit" and made.is_kept and dequantizes(*args[:5]):
+        if name == "bitsandbytes::gemm_4bit" and made.is_kept and dequantizes(*args):
             return product_with_4_bits(*args, **kwargs)
         if name == "bitsandbytes::dequantize_4bit" and "out" not in kwargs:
             # but for the scales, which belong to the codes

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from streamer import bitsandbytes_private
 from streamer.bitsandbytes_private import dequantizes
 from streamer.engine.tensors.once import Made, codes
 from streamer.engine.tensors.parts import composite_of
@@ -153,6 +154,7 @@ def test_few_rows_on_a_gpu_are_left_to_the_kernel_that_multiplies_with_codes(
     many: int, wide: int, answer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As bitsandbytes chooses, whose own functions are asked."""
+    pytest.importorskip("bitsandbytes")
     asked: list[tuple[object, ...]] = []
 
     def prefers_codes(*of: object) -> bool:
@@ -170,3 +172,15 @@ def test_few_rows_on_a_gpu_are_left_to_the_kernel_that_multiplies_with_codes(
     assert all(of == (1, torch.bfloat16, many, 32, wide) for of in asked)
     del own._gemm_4bit_use_custom_fn
     assert not dequantizes(rows, nothing, (32, wide), nothing, 64)
+
+
+def test_a_product_that_is_given_something_else_is_left_to_its_library(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    request.addfinalizer(bitsandbytes_private._is_as_known.cache_clear)
+    given = torch.ones(2, 64), torch.ones(4), (32, 64), torch.ones(1), 64, "nf4"
+    assert dequantizes(*given)
+    monkeypatch.setattr(bitsandbytes_private, "_GIVEN", [*bitsandbytes_private._GIVEN, "another"])
+    bitsandbytes_private._is_as_known.cache_clear()
+    assert not dequantizes(*given)
