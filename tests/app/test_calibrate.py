@@ -89,6 +89,23 @@ def test_calibrate_writes_a_machine(
     assert all([*(tmp_path / name).iterdir()] == [] for name in folders)
 
 
+def test_other_load_changes_seconds_per_visit_no_more_than_its_own_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    costs = measuring.VisitCosts(torch.device("cpu"), lambda: None, ops=10)
+    try:
+        # other processes make the machine slower from pair to pair, and slow down one step in three alone
+        seconds = {costs._small: [10 * 2e-6, 10 * 8e-6, 10 * 5e-6], costs._step: []}
+        of_library = 2 * measuring.LAYERS * 3e-4
+        for slower, alone in zip((1.0, 4.0, 2.5), (1.0, 1.0, 9.0), strict=True):
+            seconds[costs._step].append(alone * slower * (costs._ops * 2e-6 + of_library))
+        monkeypatch.setattr(measuring, "_seconds", lambda work: seconds[work].pop(0))
+        assert costs.seconds() == pytest.approx(4.0 * 3e-4)
+        assert not any(seconds.values())
+    finally:
+        costs.close()
+
+
 def test_transfers_are_counted_as_they_move_bytes(tmp_path: Path) -> None:
     with Scratch([tmp_path], direct_io="off") as scratch:
         transfers = Transfers(scratch, 5000)

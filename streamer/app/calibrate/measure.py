@@ -30,6 +30,8 @@ from streamer.memory.purposes import FP32, GRADIENTS, MOMENTS
 from streamer.optim.update import ParamUpdate, update_bytes, update_shard
 from streamer.simulate.cost import Operations
 
+Work = Callable[[], object]
+
 LAYERS, HIDDEN, TOKENS = 8, 64, 16
 #: Steps of a round.
 STEPS = 3
@@ -37,9 +39,11 @@ STEPS = 3
 
 class VisitCosts:
     """Trains layers so small that a step takes as long as issuing it. Each has as many parameters as a layer
-    of GPT-2, since every parameter has views and hooks."""
+    of GPT-2, since every parameter has views and hooks. ``small`` runs ``ops`` operations that take hardly
+    longer than their launch."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, small: Work, ops: int) -> None:
+        self._small, self._small_ops = small, ops
         layers = nn.Sequential(*(_layer() for _ in range(LAYERS)))
         self._model = streamer.wrap(nn.Sequential(layers), layers="0", device=device, num_slots=2)
         self._optimizer = streamer.AdamW(self._model.parameters(), lr=1e-6)
@@ -49,16 +53,15 @@ class VisitCosts:
             self._step()
         self._ops = operations.ops
 
-    def seconds(self, per_op: float) -> float:
-        """Seconds per layer call, less its operations of ``per_op`` seconds each."""
-        steps: list[float] = []
+    def seconds(self) -> float:
+        """Seconds per layer call, less its operations: what those take is measured before every step, so that
+        other load on the machine affects both alike."""
+        of_library: list[float] = []
         for _ in range(STEPS):
-            began = time.perf_counter()
-            self._step()
-            steps.append(time.perf_counter() - began)
-        of_library: float = statistics.median(steps) - per_op * self._ops
+            per_op = _seconds(self._small) / self._small_ops
+            of_library.append(_seconds(self._step) - per_op * self._ops)
         # each layer's forward and its backward
-        return max(0.0, of_library) / (2 * LAYERS)
+        return max(0.0, statistics.median(of_library)) / (2 * LAYERS)
 
     def close(self) -> None:
         """Unwrap the model."""
@@ -70,13 +73,18 @@ class VisitCosts:
         self._optimizer.zero_grad()
 
 
+def _seconds(work: Work) -> float:
+    """The caller's time for ``work``."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
 def _layer() -> nn.Module:
     attention = [nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)]
     mlp = [nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, HIDDEN)]
     return nn.Sequential(*attention, *mlp)
 
-
-Work = Callable[[], object]
 
 #: Host buffers that are copied in turn: a buffer that was copied just now would be in a cache.
 HOST_BUFFERS = 4
@@ -285,7 +293,6 @@ class Measurements:
 
     def __init__(self, backend: Backend, sizes: Sizes, transfers: Transfers | None = None) -> None:
         self._watch = Stopwatch(backend, sizes.seconds)
-        self._visits = VisitCosts(backend.device)
         self._computing = computing(backend, sizes)
         update_bytes, updating = update(backend, sizes)
         self._lanes: dict[Lane, Work] = {
@@ -299,6 +306,7 @@ class Measurements:
             self._lanes |= works
             self._nbytes |= dict.fromkeys(works, transfers.nbytes)
         self._counts = {name: counted(work) for name, work in self._computing.items()}
+        self._visits = VisitCosts(backend.device, self._computing["small"], self._counts["small"].ops)
         for lane, work in self._lanes.items():
             self._watch.alone(lane, work)  # the first time is slower than all others
 
@@ -306,7 +314,7 @@ class Measurements:
         """Fields of `Machine` and `Beside`, each measured once."""
         seconds = {name: self._watch.alone(Lane.COMPUTE, work) for name, work in self._computing.items()}
         values = _of_compute(seconds, self._counts)
-        values["seconds_per_visit"] = self._visits.seconds(values["seconds_per_op"])
+        values["seconds_per_visit"] = self._visits.seconds()
         alone = {lane: self._watch.alone(lane, work) for lane, work in self._lanes.items()}
         for lane, nbytes in self._nbytes.items():
             values[f"{lane.value}_bytes_per_second"] = nbytes / alone[lane]
