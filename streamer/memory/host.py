@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -59,14 +58,6 @@ class Allocate(Protocol):
     def __call__(self, nbytes: int, *, pinned: bool) -> torch.Tensor: ...
 
 
-class Scratch(Disk, Protocol):
-    """Extents that come into being together: see `streamer.backends.disk.Scratch`."""
-
-    def allocate(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Disks(Protocol):
     """The folders that `wrap` was given, if it ``may_write`` anything, and frozen parameters that are
     ``stored`` in files, by name. `open`
@@ -76,19 +67,11 @@ class Disks(Protocol):
     stored: Mapping[str, Pieces]
     may_write: bool
 
-    def open(self) -> Scratch: ...
+    def open(self) -> Disk: ...
 
-    def reader(self, between: torch.Tensor) -> StoredReader: ...
+    def reader(self, between: torch.Tensor) -> Reader: ...
 
     def buffer(self, nbytes: int) -> torch.Tensor: ...
-
-
-class StoredReader(Reader, Protocol):
-    """Reads tensors of files: see `streamer.backends.stored_tensors.StoredTensors`."""
-
-    def open(self, files: Iterable[Path]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @cache
@@ -182,12 +165,12 @@ class HostShard:
 
     def is_on_disk(self, purpose: Purpose) -> bool:
         """Whether the unit's piece for ``purpose`` is on disk."""
-        return self.disk is not None and self.disk.holds(purpose.name)
+        return self.disk is not None and self.disk.find(purpose.name) is not None
 
     def part(self, purpose: Purpose, slice: Slice) -> torch.Tensor:
         """A parameter's part of the piece for ``purpose``: a view, or a copy of what is on disk."""
         assert not (self.is_divided and purpose.name in DIVIDED), "to be read by way of all machines"
-        if self.disk is None or not self.disk.holds(purpose.name):
+        if self.disk is None or self.disk.find(purpose.name) is None:
             return purpose.part(slice, self[purpose])
         values = self.disk.read(purpose, purpose.range(slice))
         return values if purpose.part is Slice.blocks else values.view(slice.param.shape)
@@ -196,7 +179,7 @@ class HostShard:
         """Set a parameter's part of the piece for ``purpose``, or what of it this machine holds. All ranks
         do so, unless this one does so ``alone`` on its machine; until they have met, others may find what was
         there before."""
-        if self.disk is not None and self.disk.holds(purpose.name):
+        if self.disk is not None and self.disk.find(purpose.name) is not None:
             self.disk.write(purpose, purpose.range(slice), values.to(purpose.dtype), alone=alone)
         elif self.is_divided and purpose.name in DIVIDED:
             values = values.expand(purpose.shape(slice)).reshape(-1)
@@ -227,19 +210,19 @@ class HostShard:
         assert self.weights_on_disk is not None, "they are in memory"
         buffer = allocate(self.weights_on_disk.padded_bytes)
         if read:
-            self.weights_on_disk.read_all(buffer)
+            self.weights_on_disk.fetch(buffer)
         self._brought = buffer
         self.held[WEIGHTS.name] = buffer[: self.layout.nbytes].data
 
     def read_again(self) -> None:
         """Others have written the weights on disk since `bring_in` has brought them."""
         assert self.weights_on_disk is not None, "they are in memory"
-        self.weights_on_disk.read_all(self._brought)
+        self.weights_on_disk.fetch(self._brought)
 
     def write_back(self) -> None:
         """Write what `bring_in` has brought to disk, and keep it."""
         assert self.weights_on_disk is not None, "they are in memory"
-        self.weights_on_disk.write_all(self._brought)
+        self.weights_on_disk.store(self._brought)
 
     def send_out(self, *, write: bool) -> None:
         """Let go of what `bring_in` has brought, written back to disk if ``write``."""
@@ -414,9 +397,9 @@ class HostStore:
         self._buffers: dict[str, torch.Tensor] = {}
         #: by purpose, the shards that have a buffer of their own, which may go to disk later
         self._apart: dict[str, list[HostShard]] = {}
-        self._scratch: dict[str, Scratch] = {}
+        self._scratch: dict[str, Disk] = {}
         self._ring: list[torch.Tensor] | None = None
-        self._reader: StoredReader | None = None
+        self._reader: Reader | None = None
         self._reserve(MASTERING, [self.shards[index] for index in sorted(on_disk)])()
         #: buffers that weights on disk pass through
         self.weight_ring = self._put_weights_on_disk([self.shards[index] for index in weights_on_disk])
@@ -518,7 +501,7 @@ class HostStore:
             self._apart[name] = [shard for shard in self._apart[name] if shard not in moved]
 
     def _reserve(
-        self, purposes: Sequence[Purpose], shards: Sequence[HostShard], *, into: Scratch | None = None
+        self, purposes: Sequence[Purpose], shards: Sequence[HostShard], *, into: Disk | None = None
     ) -> Callable[[], None]:
         """Allocate room on disk, in new scratch files or more of those given; the returned function gives it
         to ``shards``."""
@@ -624,7 +607,7 @@ class HostStore:
                     shard.disk.drop(purpose)
             self._close_unused(self._scratch.pop(purpose.name, None))
 
-    def _close_unused(self, scratch: Scratch | None) -> None:
+    def _close_unused(self, scratch: Disk | None) -> None:
         if scratch is not None:
             self._ring = None
             if scratch not in self._scratch.values():

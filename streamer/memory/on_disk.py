@@ -15,9 +15,11 @@ on its disk the chunks that its ranks update, and all of the weights. [Note: ran
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -40,7 +42,7 @@ WEIGHT_BUFFERS = 3
 
 
 class Disk(Protocol):
-    """Where extents lie: see `streamer.backends.disk.Scratch`."""
+    """Where extents lie, which come into being together: see `streamer.backends.disk.Scratch`."""
 
     @property
     def is_shared(self) -> bool: ...
@@ -48,6 +50,10 @@ class Disk(Protocol):
     def padded(self, nbytes: int) -> int: ...
 
     def extent(self, nbytes: int) -> Extent: ...
+
+    def allocate(self) -> None: ...
+
+    def close(self) -> None: ...
 
     def read(self, extent: Extent, into: torch.Tensor) -> None: ...
 
@@ -114,6 +120,15 @@ def chunks_of(
     return tuple(Chunk(first_number + number, *each) for number, each in enumerate(found))
 
 
+@dataclass(frozen=True)
+class _Held:
+    """What a unit has on disk for one purpose: an extent of ``disk`` for each chunk, by its number."""
+
+    purpose: Purpose
+    disk: Disk
+    extents: Mapping[int, Extent]
+
+
 class StateOnDisk:
     """What one unit keeps on disk. Callers see to it that nobody reads or writes a chunk meanwhile."""
 
@@ -131,9 +146,7 @@ class StateOnDisk:
         self.own = tuple(chunk for chunk in chunks if share is None or chunk.start in share)
         self._layout = layout
         self._allocate = allocate
-        self._disks: dict[str, Disk] = {}
-        self._purposes: dict[str, Purpose] = {}
-        self._extents: dict[tuple[str, int], Extent] = {}
+        self._held: dict[str, _Held] = {}
         self._written: set[Extent] = set()
         self._lost: set[Extent] = set()
 
@@ -148,36 +161,29 @@ class StateOnDisk:
         """Have room for ``purpose``, which is zero, at ``extents``, if the unit has anything of it."""
         if not purpose.numel(self._layout):
             return
-        self._purposes[purpose.name], self._disks[purpose.name] = purpose, disk
-        for chunk, extent in zip(self.chunks, extents, strict=True):
-            self._extents[purpose.name, chunk.number] = extent
+        by_chunk = {chunk.number: extent for chunk, extent in zip(self.chunks, extents, strict=True)}
+        self._held[purpose.name] = _Held(purpose, disk, by_chunk)
 
     def drop(self, purpose: Purpose) -> None:
         """Forget what is held for ``purpose``."""
-        if self._purposes.pop(purpose.name, None) is not None:
-            del self._disks[purpose.name]
-            for chunk in self.chunks:
-                extent = self._extents.pop((purpose.name, chunk.number))
-                self._written.discard(extent)
-                self._lost.discard(extent)
+        if (held := self._held.pop(purpose.name, None)) is not None:
+            self._written.difference_update(held.extents.values())
+            self._lost.difference_update(held.extents.values())
 
     def find(self, name: str) -> Purpose | None:
         """The purpose of this name, if there is room for it."""
-        return self._purposes.get(name)
+        held = self._held.get(name)
+        return None if held is None else held.purpose
 
     def purposes(self) -> list[Purpose]:
         """All purposes that there is room for."""
-        return [*self._purposes.values()]
-
-    def holds(self, name: str) -> bool:
-        """Whether there is room for the purpose of this name."""
-        return name in self._purposes
+        return [held.purpose for held in self._held.values()]
 
     def bytes_by_purpose(self) -> dict[str, int]:
         """Bytes on disk, by purpose."""
         return {
-            name: sum(self._extents[name, chunk.number].padded_bytes for chunk in self.chunks)
-            for name in self._purposes
+            name: sum(extent.padded_bytes for extent in held.extents.values())
+            for name, held in self._held.items()
         }
 
     def ring_bytes(self) -> int:
@@ -186,40 +192,38 @@ class StateOnDisk:
 
     def chunk_bytes(self, chunk: Chunk) -> int:
         """Bytes that a chunk takes on disk."""
-        return sum(extent.padded_bytes for _, extent in self._of(chunk))
+        return sum(extent.padded_bytes for _, extent, _ in self._of(chunk))
 
-    def _of(self, chunk: Chunk) -> Iterator[tuple[Purpose, Extent]]:
-        for name, purpose in self._purposes.items():
-            yield purpose, self._extents[name, chunk.number]
+    def _of(self, chunk: Chunk) -> Iterator[tuple[Purpose, Extent, int]]:
+        """A chunk's extent for each purpose, and the byte at which it begins in a buffer of all of them."""
+        at = 0
+        for held in self._held.values():
+            extent = held.extents[chunk.number]
+            yield held.purpose, extent, at
+            at += extent.padded_bytes
 
     def pieces(self, chunk: Chunk, buffer: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """The chunk's part for each purpose as it lies in ``buffer``, flat uint8."""
-        found, at = {}, 0
-        for purpose, extent in self._of(chunk):
-            piece = buffer[at : at + chunk.nbytes(purpose)]
-            found[purpose.name] = piece.view(purpose.dtype)
-            at += extent.padded_bytes
-        return found
+        return {
+            purpose.name: buffer[at : at + chunk.nbytes(purpose)].view(purpose.dtype)
+            for purpose, _, at in self._of(chunk)
+        }
 
     def read_chunk(self, chunk: Chunk, buffer: torch.Tensor) -> None:
         """Bring a chunk to ``buffer``."""
-        at = 0
-        for purpose, extent in self._of(chunk):
+        for purpose, extent, at in self._of(chunk):
             self._read(purpose, extent, buffer[at : at + extent.padded_bytes])
-            at += extent.padded_bytes
 
     def begin_update(self, chunk: Chunk) -> None:
         """What `read_chunk` has brought is about to be changed: the chunk is lost if it is not written."""
-        self._lost.update(extent for _, extent in self._of(chunk))
+        self._lost.update(extent for _, extent, _ in self._of(chunk))
 
     def write_chunk(self, chunk: Chunk, buffer: torch.Tensor) -> None:
         """Write what `read_chunk` has brought."""
         self.begin_update(chunk)
-        at = 0
-        for purpose, extent in self._of(chunk):
+        for purpose, extent, at in self._of(chunk):
             self._write(purpose, extent, buffer[at : at + extent.padded_bytes])
-            at += extent.padded_bytes
-        self._lost.difference_update(extent for _, extent in self._of(chunk))
+        self._lost.difference_update(extent for _, extent, _ in self._of(chunk))
 
     def read(self, purpose: Purpose, elements: range) -> torch.Tensor:
         """A copy of these elements (or blocks) of the unit's flat buffer for ``purpose``."""
@@ -261,7 +265,7 @@ class StateOnDisk:
             held = chunk.range(purpose)
             common = range(max(held.start, elements.start), min(held.stop, elements.stop))
             if common:
-                yield chunk, self._extents[purpose.name, chunk.number], common
+                yield chunk, self._held[purpose.name].extents[chunk.number], common
 
     def _read(self, purpose: Purpose, extent: Extent, into: torch.Tensor) -> None:
         if extent in self._lost:
@@ -269,13 +273,14 @@ class StateOnDisk:
                 f"optimizer state on disk ({purpose.name}, {extent.nbytes} bytes) is lost: it could not "
                 "be written after an update; load a checkpoint"
             )
-        if extent in self._written or self._disks[purpose.name].is_shared:
-            self._disks[purpose.name].read(extent, into)
+        disk = self._held[purpose.name].disk
+        if extent in self._written or disk.is_shared:
+            disk.read(extent, into)
         else:
             into.zero_()
 
     def _write(self, purpose: Purpose, extent: Extent, source: torch.Tensor) -> None:
-        self._disks[purpose.name].write(extent, source)
+        self._held[purpose.name].disk.write(extent, source)
         self._written.add(extent)
 
 
@@ -288,56 +293,42 @@ def _within(elements: range, begin: int) -> slice:
 WEIGHTS_PIECE = 64 << 20
 
 
-class WeightsOnDisk(Protocol):
+class WeightsOnDisk(abc.ABC):
     """The weights of one unit that are not in host memory, laid out as there. Callers see to it that nobody
     reads or writes them meanwhile. What is this rank's *own* is what it updates; one process updates all."""
 
-    @property
-    def padded_bytes(self) -> int:
-        """Bytes of a buffer for all of the weights."""
+    #: bytes of a buffer for all of the weights
+    padded_bytes: int
+    #: bytes of scratch files
+    disk_bytes = 0
+    #: bytes that `fetch` moves from disk
+    read_bytes: int
+    #: those of what is own, and the bytes that `store` moves there of it
+    own_read_bytes = 0
+    own_written_bytes = 0
+    #: bytes of host memory that are held all the same
+    held_bytes = 0
 
-    @property
-    def disk_bytes(self) -> int:
-        """Bytes of scratch files."""
+    @abc.abstractmethod
+    def fetch(self, buffer: torch.Tensor, *, own: bool = False) -> None:
+        """Bring the weights to ``buffer``, flat uint8. Of what is not ``own`` it may hold anything then."""
 
-    @property
-    def read_bytes(self) -> int:
-        """Bytes that `read_all` moves from disk."""
+    @abc.abstractmethod
+    def store(self, buffer: torch.Tensor, *, own: bool = False) -> None:
+        """Write the weights, or those that are ``own``, which are in ``buffer``, flat uint8, but for what is
+        `unwritable`. If that fails they are lost."""
 
-    @property
-    def own_read_bytes(self) -> int:
-        """Bytes that `read_own` moves from disk."""
-
-    @property
-    def own_written_bytes(self) -> int:
-        """Bytes that `write_own` moves to disk."""
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of host memory that are held all the same."""
-
-    def read_all(self, buffer: torch.Tensor) -> None:
-        """Bring the weights to ``buffer``, flat uint8."""
-
-    def read_own(self, buffer: torch.Tensor) -> None:
-        """Bring to ``buffer``, flat uint8, at least the weights that this rank updates. It may hold anything
-        in place of the others then."""
-
-    def write_all(self, buffer: torch.Tensor) -> None:
-        """Write the weights, which are in ``buffer``, flat uint8, but for what is `unwritable`. If that fails
-        they are lost."""
-
-    def write_own(self, buffer: torch.Tensor) -> None:
-        """`write_all` for the weights that this rank updates."""
-
+    @abc.abstractmethod
     def read(self, slice: Slice) -> torch.Tensor:
         """A copy of a parameter."""
 
     def is_stored(self, slice: Slice) -> bool:
         """Whether a parameter lies in somebody else's file, which is never written."""
+        return False
 
     def unwritable(self, buffer: torch.Tensor) -> list[str]:
-        """The names of parameters that have other values in ``buffer`` and that `write_all` leaves alone."""
+        """The names of parameters that have other values in ``buffer`` and that `store` leaves alone."""
+        return []
 
 
 @dataclass(frozen=True)
@@ -366,7 +357,7 @@ def weights_edges(layout: Layout, ranks: int) -> list[int]:
     return sorted({0, *begins, layout.nbytes})
 
 
-class WeightsInScratch:
+class WeightsInScratch(WeightsOnDisk):
     """The weights of one unit in a scratch file.
 
     The ranks' shares of them begin and end anywhere, and a disk moves whole blocks. So a block in which one
@@ -400,39 +391,20 @@ class WeightsInScratch:
         self.padded_bytes = disk.padded(self._nbytes)
         self.disk_bytes = self.read_bytes = sum(piece.extent.padded_bytes for piece in self._pieces)
         self.own_read_bytes = self.own_written_bytes = sum(piece.extent.padded_bytes for piece in self._own)
-        self.held_bytes = 0
 
-    def read_all(self, buffer: torch.Tensor) -> None:
-        self._read(self._pieces, buffer)
-
-    def read_own(self, buffer: torch.Tensor) -> None:
-        self._read(self._own, buffer)
-
-    def _read(self, pieces: Iterable[_Piece], buffer: torch.Tensor) -> None:
+    def fetch(self, buffer: torch.Tensor, *, own: bool = False) -> None:
         self._check()
-        for piece in pieces:
+        for piece in self._own if own else self._pieces:
             # the block with which this piece begins may end the piece before, which was read a moment ago
             before = buffer[piece.start : piece.first].clone()
             self._disk.read(piece.extent, buffer[piece.moved])
             buffer[piece.start : piece.first] = before
 
-    def write_all(self, buffer: torch.Tensor) -> None:
-        self._write(self._pieces, buffer)
-
-    def write_own(self, buffer: torch.Tensor) -> None:
-        self._write(self._own, buffer)
-
-    def _write(self, pieces: Iterable[_Piece], buffer: torch.Tensor) -> None:
+    def store(self, buffer: torch.Tensor, *, own: bool = False) -> None:
         self._is_lost = True
-        for piece in pieces:
+        for piece in self._own if own else self._pieces:
             self._disk.write(piece.extent, buffer[piece.moved])
         self._is_lost = False
-
-    def is_stored(self, slice: Slice) -> bool:
-        return False
-
-    def unwritable(self, buffer: torch.Tensor) -> list[str]:
-        return []
 
     def read(self, slice: Slice) -> torch.Tensor:
         self._check()
@@ -457,10 +429,14 @@ class WeightsInScratch:
 class Reader(Protocol):
     """What reads tensors of files: see `streamer.backends.stored_tensors.StoredTensors`."""
 
+    def open(self, files: Iterable[Path]) -> None: ...
+
     def read(self, wanted: Iterable[tuple[StoredTensor, torch.Tensor]]) -> None: ...
 
+    def close(self) -> None: ...
 
-class WeightsInFiles:
+
+class WeightsInFiles(WeightsOnDisk):
     """The weights of one unit of which most lie, frozen, in somebody else's files, and are read where they
     are. The others are held in memory, which ranks share."""
 
@@ -481,29 +457,23 @@ class WeightsInFiles:
         self.held_bytes = held_beside(layout, stored)
         pieces: Sequence[torch.Tensor] = hold(self.held_bytes).split([slice.nbytes for slice in held])
         self._held = [*zip(held, pieces, strict=True)]
-        self._share = range(share.first_byte, share.stop_byte)
+        self._all, self._own = range(layout.nbytes), range(share.first_byte, share.stop_byte)
         self.padded_bytes = -(-layout.nbytes // ALIGNMENT) * ALIGNMENT
         self.read_bytes = sum(piece.nbytes for _, pieces in self._stored for piece in pieces)
-        self.disk_bytes = self.own_read_bytes = self.own_written_bytes = 0
 
-    def read_all(self, buffer: torch.Tensor) -> None:
-        self._reader.read(
-            chain.from_iterable(read_into(pieces, slice.view(buffer)) for slice, pieces in self._stored)
-        )
-        self.read_own(buffer)
-
-    def read_own(self, buffer: torch.Tensor) -> None:
+    def fetch(self, buffer: torch.Tensor, *, own: bool = False) -> None:
+        if not own:
+            self._reader.read(
+                chain.from_iterable(read_into(pieces, slice.view(buffer)) for slice, pieces in self._stored)
+            )
         for slice, values in self._held:
             _bytes_of(slice, buffer).copy_(values)
 
-    def write_all(self, buffer: torch.Tensor) -> None:
+    def store(self, buffer: torch.Tensor, *, own: bool = False) -> None:
+        written = self._own if own else self._all
         for slice, values in self._held:
-            values.copy_(_bytes_of(slice, buffer))
-
-    def write_own(self, buffer: torch.Tensor) -> None:
-        for slice, values in self._held:
-            start = max(self._share.start, slice.offset)
-            if (stop := min(self._share.stop, slice.offset + slice.nbytes)) > start:
+            start = max(written.start, slice.offset)
+            if (stop := min(written.stop, slice.offset + slice.nbytes)) > start:
                 values[start - slice.offset : stop - slice.offset].copy_(buffer[start:stop])
 
     def read(self, slice: Slice) -> torch.Tensor:

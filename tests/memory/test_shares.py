@@ -127,17 +127,17 @@ def test_weights_on_disk_are_what_each_rank_has_written_of_its_share(
         return torch.randint(0, 256, (ranks[0].padded_bytes,), dtype=torch.uint8)
 
     first, second = buffer(), buffer()
-    ranks[0].write_all(first)
+    ranks[0].store(first)
     for rank, share in zip(ranks, shares_of(of, size), strict=True):
         into = buffer()
-        rank.read_own(into)
+        rank.fetch(into, own=True)
         assert torch.equal(into[share.gradient], first[share.gradient])
         into[share.gradient] = second[share.gradient]
-        rank.write_own(into)
+        rank.store(into, own=True)
     expected = torch.cat([second[: of.grad_nbytes], first[of.grad_nbytes : of.nbytes]])
     for rank in ranks:
         into = buffer()
-        rank.read_all(into)
+        rank.fetch(into)
         assert torch.equal(into[: of.nbytes], expected)
         for each in of.slices:
             assert torch.equal(rank.read(each).view(torch.uint8), each.view(expected).view(torch.uint8))

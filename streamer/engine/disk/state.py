@@ -19,7 +19,7 @@ import torch
 from streamer.backends.base import Event
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
-from streamer.engine.schedule.op import Op, Place
+from streamer.engine.schedule.op import Place
 from streamer.memory.host import HostShard, HostStore, Window
 from streamer.memory.on_disk import Chunk, StateOnDisk
 from streamer.memory.purposes import WEIGHTS
@@ -60,40 +60,22 @@ class StatePager:
             return
         ring = self._store.ring()
         before: Event | None = None
-        for chunk in shard.disk.own:
+        disk, issue, poison = shard.disk, self._issuer.issue, self._issuer.backend.poison
+        for chunk in disk.own:
             mine, self._next = self._next, (self._next + 1) % len(ring)
-            pieces = {**shard.disk.pieces(chunk, ring[mine])}
+            buffer = ring[mine]
+            pieces = {**disk.pieces(chunk, buffer)}
             if weight is not None:
                 pieces[WEIGHTS.name] = weight
             window = partial(Window, shard, pieces, chunk)
             part = nbytes * (chunk.stop - chunk.start) // len(shard.range)
+            on_disk = unit, chunk.number, mine, disk.chunk_bytes(chunk)
+            issue(ops.read_state(*on_disk), partial(disk.read_chunk, chunk, buffer))
             step = ops.step(unit, source, part, mine, place)
-            run = partial(_run, work, shard.disk, chunk, window, before)
-            is_last = chunk is shard.disk.own[-1]
-            before = self._through_ring(
-                unit, shard.disk, chunk, mine, ring[mine], step, run, then if is_last else None
-            )
-
-    def _through_ring(
-        self,
-        unit: int,
-        disk: StateOnDisk,
-        chunk: Chunk,
-        place: int,
-        buffer: torch.Tensor,
-        step: Op,
-        work: Callable[[], None],
-        then: Callable[[], object] | None,
-    ) -> Event:
-        issue = self._issuer.issue
-        on_disk = unit, chunk.number, place, disk.chunk_bytes(chunk)
-        issue(ops.read_state(*on_disk), partial(disk.read_chunk, chunk, buffer))
-        updated = issue(step, work)
-        if then is not None:
-            then()
-        poison = self._issuer.backend.poison
-        issue(ops.write_state(*on_disk), partial(_write, disk, chunk, buffer, poison=poison))
-        return updated
+            before = issue(step, partial(_run, work, disk, chunk, window, before))
+            if then is not None and chunk is disk.own[-1]:
+                then()
+            issue(ops.write_state(*on_disk), partial(_write, disk, chunk, buffer, poison=poison))
 
 
 def _run(

@@ -137,7 +137,7 @@ class WeightRing:
         place = self._empty()
         disk, buffer = self._disk(unit), self._buffers[place]
         op = ops.read_weights(unit, place, disk.own_read_bytes)
-        self._issuer.issue(op, partial(disk.read_own, buffer))
+        self._issuer.issue(op, partial(disk.fetch, buffer, own=True))
         self._update(unit, place, update)
         self._let_go(place)
 
@@ -155,7 +155,7 @@ class WeightRing:
             self._held[unit] = place
             disk, buffer = self._disk(unit), self._buffers[place]
             op = ops.read_weights(unit, place, disk.read_bytes)
-            self._issuer.issue(op, partial(disk.read_all, buffer))
+            self._issuer.issue(op, partial(disk.fetch, buffer))
         if (pending := self._pending.pop(unit, None)) is not None:
             self._update(unit, place, pending)
         return place
@@ -181,7 +181,7 @@ class WeightRing:
         def then() -> None:
             if self.gather is not None:
                 self.gather(unit, weight, place)
-            self._issuer.issue(op, partial(disk.write_own, buffer))
+            self._issuer.issue(op, partial(disk.store, buffer, own=True))
 
         self._state.update(unit, *update, weight=weight, place=place, then=then)
 
