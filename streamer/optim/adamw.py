@@ -341,13 +341,14 @@ class AdamW(Optimizer):
 
     def _updates(self, updated: Sequence[_Member]) -> list[ParamUpdate]:
         """Increment the step count of each of these parameters; the updates to run."""
+        steps = []
         for param, home, _ in updated:
             state = self.state[param]
             if not isinstance(state, State) or not state:
-                self._begin_state(param, home)
+                state = self._begin_state(param, home)
             else:
                 state.check()
-        steps = [self.state[param]["step"] for param, _, _ in updated]
+            steps.append(state["step"])
         if steps:
             torch._foreach_add_(steps, 1)
         self._updated.update(id(param) for param, _, _ in updated)
@@ -360,11 +361,13 @@ class AdamW(Optimizer):
             updates.append(ParamUpdate(home.slice, hypers[key], summed=is_summed(param)))
         return updates
 
-    def _begin_state(self, param: torch.Tensor, home: Home) -> None:
+    def _begin_state(self, param: torch.Tensor, home: Home) -> State:
         """Give a parameter that is about to be updated, and has no state of ours, one."""
         was_updated = id(param) in self._updated
         given = self.state[param]
-        self.state[param] = begin_state(home, given, self.state_dtype, was_updated=was_updated)
+        state = begin_state(home, given, self.state_dtype, was_updated=was_updated)
+        self.state[param] = state
+        return state
 
     @never_traced
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -195,7 +195,7 @@ class LayerRun(abc.ABC):
                 # for checkpoints inside of the layer: [Note: checkpointing]
                 with self.gate, unit.restored(), unit.using(graph.leaves):
                     backpropagate(self.executor, unit, graph, gradients, collector)
-                collector.keep_returned(graph.leaves)
+                collector.end_slice(graph.leaves)
                 return [tensor.grad for tensor in graph.inputs]
             finally:
                 # a graph that is kept may be gone through again, even after an error

@@ -54,6 +54,9 @@ def graph_is_retained() -> bool:
 
 FP32 = torch.float32
 
+#: Bytes of a gradient that waits for others of its size (of biases and norms), to be copied in one launch.
+SMALL_BYTES = 1 << 16
+
 
 class Collector:
     """Takes the gradients of ``unit`` to the gradient slot ``into`` (flat uint8) as autograd brings them, one
@@ -73,6 +76,8 @@ class Collector:
         self._in_fp32 = in_fp32
         self._sums: torch.Tensor | None = None
         self._places = unit.layout.views(into)
+        #: small gradients and where they are to go
+        self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
         if in_fp32 and any(map(self._is_summed, range(len(asked)))):
             self._sums = torch.empty(unit.layout.state_numel, dtype=FP32, device=into.device)
 
@@ -82,14 +87,25 @@ class Collector:
         gradient = leaf.grad.to_dense() if leaf.grad.is_sparse else leaf.grad
         place = self._place(index)
         if self.used[index]:
+            self._copy_waiting()
             place.add_(gradient)
+        elif gradient.nbytes <= SMALL_BYTES:
+            self._waiting.append((place, gradient))
         else:
             place.copy_(gradient)
         self.used[index] = True
         leaf.grad = None
 
-    def keep_returned(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Take over the gradients that are left with the leaves."""
+    def _copy_waiting(self) -> None:
+        if self._waiting:
+            places, gradients = zip(*self._waiting, strict=True)
+            self._waiting.clear()
+            torch._foreach_copy_(places, gradients)
+
+    def end_slice(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Autograd has gone through a slice of the batch: take over the gradients that are left with the
+        leaves."""
+        self._copy_waiting()
         for index, leaf in enumerate(leaves[: len(self.asked)]):
             if leaf.grad is not None:
                 total = self.returned[index]

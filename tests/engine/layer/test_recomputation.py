@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from streamer.engine.layer import parameter_gradients
 from tests.engine.layer.common import Stack
 from tests.reference import (
     assert_as_plain,
@@ -200,6 +201,21 @@ HARD = [
 @pytest.mark.parametrize("run", HARD, ids=lambda run: run.__name__)
 def test_gradients_are_plain_pytorchs(run: Forward, activations: str) -> None:
     assert_equal_to_plain(run, activations=activations)
+
+
+def test_small_gradients_go_to_the_slot_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[int] = []
+
+    def foreach_copy(places: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+        copied.append(len(places))
+        for place, gradient in zip(places, gradients, strict=True):
+            place.copy_(gradient)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", foreach_copy)
+    # biases and scale wait, matrices do not
+    monkeypatch.setattr(parameter_gradients, "SMALL_BYTES", torch.float32.itemsize * D)
+    assert_equal_to_plain(lambda layer, x: layer.scale * layer.down(tanh(layer, x)))
+    assert copied == [3] * 3
 
 
 def with_residuals(model: nn.Module, x: torch.Tensor) -> None:
