@@ -40,6 +40,12 @@ def late_copies() -> Iterator[None]:
         device.change(**device.SETTINGS)
 
 
+@pytest.fixture(autouse=True)
+def gradients_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small gradients are copied together by a kernel, which does nothing on nullgpu."""
+    monkeypatch.setattr(parameter_gradients, "SMALL_BYTES", -1)
+
+
 @contextmanager
 def wrapped_chain(length: int = 4, **options: Any) -> Iterator[Chain]:
     model = Chain(length)
@@ -179,11 +185,7 @@ def check(*, train: Any = train, on_disk: str | None = None, **options: Any) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @POLICIES
-def test_gradients_are_in_host_memory_when_backward_ends(
-    activations: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # small ones are copied by a kernel, which does nothing here
-    monkeypatch.setattr(parameter_gradients, "SMALL_BYTES", -1)
+def test_gradients_are_in_host_memory_when_backward_ends(activations: str, dtype: torch.dtype) -> None:
     with wrapped_chain(activations=activations, dtype=dtype) as model:
         x = torch.zeros(4, 8, WIDTH, device="cuda", requires_grad=True)
         for step in range(3):
