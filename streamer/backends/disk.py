@@ -255,19 +255,21 @@ class Scratch:
         for one in self._drives:
             one.file.allocate(one.planned)
 
-    def read(self, extent: Extent, into: torch.Tensor) -> None:
+    def read(self, extent: Extent, into: torch.Tensor, part: range | None = None) -> None:
         """Fill the first ``extent.padded_bytes`` of ``into``, flat uint8, whose memory begins at a multiple
-        of ``alignment``. Returns when they are there.
+        of ``alignment``. Returns when they are there. With ``part``, those bytes of the extent, which begin
+        and end at multiples of ``alignment``, go to the first bytes of ``into``, and no others move.
 
         Raises DiskError if the disk failed, ValueError for a buffer that does not fit, and RuntimeError for
         an extent that was never written or is being written, in a forked process, and once closed.
         """
-        self._transfer(extent, into, Direction.READ)
+        self._transfer(extent, into, Direction.READ, part)
 
-    def write(self, extent: Extent, source: torch.Tensor) -> None:
-        """Write the first ``extent.padded_bytes`` of ``source``; as `read`. After an error the extent cannot
-        be read until a write of it succeeds."""
-        self._transfer(extent, source, Direction.WRITE)
+    def write(self, extent: Extent, source: torch.Tensor, part: range | None = None) -> None:
+        """Write the first ``extent.padded_bytes`` of ``source``, or those that are ``part`` of the extent; as
+        `read`. After an error the extent cannot be read until a write of the whole succeeds, and a part of it
+        cannot be written."""
+        self._transfer(extent, source, Direction.WRITE, part)
 
     @property
     def bytes_read(self) -> int:
@@ -315,15 +317,18 @@ class Scratch:
         if not self._finalizer.alive:
             raise RuntimeError("the scratch files are closed: the model that they belong to was unwrapped")
 
-    def _transfer(self, extent: Extent, buffer: torch.Tensor, direction: Direction) -> None:
+    def _transfer(
+        self, extent: Extent, buffer: torch.Tensor, direction: Direction, part: range | None
+    ) -> None:
         self._check_open()
-        end = self._clock() + extent.padded_bytes / self._throttle.get(direction, float("inf"))
-        memory = self._memory(extent, buffer)
+        moved = range(extent.padded_bytes) if part is None else part
+        end = self._clock() + len(moved) / self._throttle.get(direction, float("inf"))
+        memory = self._memory(extent, buffer, moved)
         with self._lock:
-            use = self._begin(extent, direction)
+            use = self._begin(extent, direction, whole=len(moved) == extent.padded_bytes)
         whole = False
         try:
-            self._move(extent, memory, direction)
+            self._move(extent, memory, direction, moved)
             whole = True
         except DiskError as error:
             if self._ranks is not None:
@@ -343,19 +348,21 @@ class Scratch:
         ends = ((self._drives[piece.file].file, piece.offset + piece.nbytes) for piece in extent.pieces)
         return all(end <= file.nbytes for file, end in ends)
 
-    def _begin(self, extent: Extent, direction: Direction) -> _Use:
+    def _begin(self, extent: Extent, direction: Direction, *, whole: bool) -> _Use:
         use = self._uses.get(extent)
         if use is None:
             raise ValueError("this extent is of other scratch files")
         if not self._is_allocated(extent):
             raise RuntimeError("this extent is not allocated: call allocate() first")
-        if direction is Direction.READ:
+        if direction is Direction.READ or not whole:
             if use.state is _State.TORN:
                 raise DiskError(f"an extent of {extent.nbytes} bytes on disk is lost: {use.state.value}")
             if use.state is not _State.WRITTEN:
-                raise RuntimeError(
-                    f"a read of an extent of {extent.nbytes} bytes on disk cannot be right: {use.state.value}"
+                what = (
+                    f"{direction.value} of {'' if whole else 'a part of '}an extent of {extent.nbytes} bytes"
                 )
+                raise RuntimeError(f"a {what} on disk cannot be right: {use.state.value}")
+        if direction is Direction.READ:
             use.reads += 1
         else:
             if use.reads or use.state is _State.WRITING:
@@ -366,36 +373,49 @@ class Scratch:
             use.state = _State.WRITING
         return use
 
-    def _memory(self, extent: Extent, buffer: torch.Tensor) -> memoryview:
+    def _memory(self, extent: Extent, buffer: torch.Tensor, moved: range) -> memoryview:
         if buffer.dtype is not torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
             raise ValueError(f"a buffer of {buffer.dtype}, shape {tuple(buffer.shape)}: give flat uint8")
-        if buffer.numel() < extent.padded_bytes:
+        if not 0 <= moved.start < moved.stop <= extent.padded_bytes or any(
+            edge % self.alignment for edge in (moved.start, moved.stop)
+        ):
             raise ValueError(
-                f"a buffer of {buffer.numel()} bytes for an extent of {extent.nbytes}: make it of "
-                f"padded({extent.nbytes}) = {extent.padded_bytes} bytes"
+                f"bytes {moved.start} to {moved.stop} of an extent of {extent.padded_bytes}: give bytes that "
+                f"are in it, from one multiple of {self.alignment} to another"
+            )
+        if buffer.numel() < len(moved):
+            raise ValueError(
+                f"a buffer of {buffer.numel()} bytes for an extent of {extent.nbytes}, of which "
+                f"{len(moved)} move, padding included: make it of so many bytes"
             )
         if buffer.data_ptr() % self.alignment:
             raise ValueError(
                 f"the buffer does not begin at a multiple of {self.alignment} bytes: take one of "
                 "streamer.backends.host_memory.mapped"
             )
-        return buffer.numpy().data[: extent.padded_bytes]
+        return buffer.numpy().data[: len(moved)]
 
-    def _move(self, extent: Extent, memory: memoryview, direction: Direction) -> None:
-        """Move all pieces, and return when no thread moves any, even after an error."""
+    def _move(self, extent: Extent, memory: memoryview, direction: Direction, moved: range) -> None:
+        """Move what of each piece is ``moved``, and return when no thread moves any, even after an error."""
 
         def move(piece: Piece) -> None:
             file = self._drives[piece.file].file
             call = file.read if direction is Direction.READ else file.write
-            call(memory[piece.start : piece.start + piece.nbytes], piece.offset)
+            start, stop = max(piece.start, moved.start), min(piece.start + piece.nbytes, moved.stop)
+            call(memory[start - moved.start : stop - moved.start], piece.offset + start - piece.start)
             with self._lock:
-                self._moved[direction] += piece.nbytes
+                self._moved[direction] += stop - start
 
+        pieces = [
+            piece
+            for piece in extent.pieces
+            if piece.start < moved.stop and piece.start + piece.nbytes > moved.start
+        ]
         run_all(
             [
                 (
                     drive.workers[direction],
-                    [partial(move, piece) for piece in extent.pieces if piece.file == number],
+                    [partial(move, piece) for piece in pieces if piece.file == number],
                 )
                 for number, drive in enumerate(self._drives)
             ],

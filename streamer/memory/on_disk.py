@@ -55,9 +55,9 @@ class Disk(Protocol):
 
     def close(self) -> None: ...
 
-    def read(self, extent: Extent, into: torch.Tensor) -> None: ...
+    def read(self, extent: Extent, into: torch.Tensor, part: range | None = None) -> None: ...
 
-    def write(self, extent: Extent, source: torch.Tensor) -> None: ...
+    def write(self, extent: Extent, source: torch.Tensor, part: range | None = None) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -229,11 +229,9 @@ class StateOnDisk:
         """A copy of these elements (or blocks) of the unit's flat buffer for ``purpose``."""
         values = torch.empty(len(elements), dtype=purpose.dtype)
         for chunk, extent, common in self._overlapping(purpose, elements):
-            buffer = self._buffer(extent)
-            self._read(purpose, extent, buffer)
-            begin = chunk.range(purpose).start
-            held = buffer[: chunk.nbytes(purpose)].view(purpose.dtype)
-            values[_within(common, elements.start)] = held[_within(common, begin)]
+            buffer, part, here = self._around(purpose, chunk, extent, common)
+            self._read(purpose, extent, buffer, part)
+            values[_within(common, elements.start)] = here
         return values
 
     def write(self, purpose: Purpose, elements: range, values: torch.Tensor, *, alone: bool = False) -> None:
@@ -243,21 +241,29 @@ class StateOnDisk:
         for chunk, extent, common in self._overlapping(purpose, elements):
             if not (alone or chunk in self.own):
                 continue
-            whole = chunk.range(purpose)
-            buffer = self._buffer(extent)
+            is_there = extent not in self._lost and self._is_written(purpose, extent)
+            buffer, part, here = self._around(purpose, chunk, extent, common, alone=is_there)
             if extent in self._lost:
                 # bytes of ones are NaN in every floating-point format
                 buffer.fill_(255)
-            elif common != whole:
-                self._read(purpose, extent, buffer)
-            held = buffer[: chunk.nbytes(purpose)].view(purpose.dtype)
-            held[_within(common, whole.start)] = values[_within(common, elements.start)]
+            elif common != chunk.range(purpose):
+                self._read(purpose, extent, buffer, part)
+            here.copy_(values[_within(common, elements.start)])
             self._lost.add(extent)
-            self._write(purpose, extent, buffer)
+            self._write(purpose, extent, buffer, part)
             self._lost.discard(extent)
 
-    def _buffer(self, extent: Extent) -> torch.Tensor:
-        return self._allocate(extent.padded_bytes)
+    def _around(
+        self, purpose: Purpose, chunk: Chunk, extent: Extent, wanted: range, *, alone: bool = True
+    ) -> tuple[torch.Tensor, range, torch.Tensor]:
+        """A buffer for what moves of a chunk so that its ``wanted`` elements do, ``alone`` or with all
+        others; which bytes of the extent those are; and where in the buffer the wanted elements lie."""
+        begin, size = chunk.range(purpose).start, purpose.dtype.itemsize
+        first, stop = (wanted.start - begin) * size, (wanted.stop - begin) * size
+        padded = self._held[purpose.name].disk.padded
+        part = range(first - first % padded(1), padded(stop)) if alone else range(extent.padded_bytes)
+        buffer = self._allocate(len(part))
+        return buffer, part, buffer[first - part.start : stop - part.start].view(purpose.dtype)
 
     def _overlapping(self, purpose: Purpose, elements: range) -> Iterator[tuple[Chunk, Extent, range]]:
         """The chunks that hold some of ``elements``, each with its extent and which ones those are."""
@@ -267,20 +273,25 @@ class StateOnDisk:
             if common:
                 yield chunk, self._held[purpose.name].extents[chunk.number], common
 
-    def _read(self, purpose: Purpose, extent: Extent, into: torch.Tensor) -> None:
+    def _is_written(self, purpose: Purpose, extent: Extent) -> bool:
+        """Whether the extent may have other values than zeros."""
+        return extent in self._written or self._held[purpose.name].disk.is_shared
+
+    def _read(self, purpose: Purpose, extent: Extent, into: torch.Tensor, part: range | None = None) -> None:
         if extent in self._lost:
             raise DiskError(
                 f"optimizer state on disk ({purpose.name}, {extent.nbytes} bytes) is lost: it could not "
                 "be written after an update; load a checkpoint"
             )
-        disk = self._held[purpose.name].disk
-        if extent in self._written or disk.is_shared:
-            disk.read(extent, into)
+        if self._is_written(purpose, extent):
+            self._held[purpose.name].disk.read(extent, into, part)
         else:
             into.zero_()
 
-    def _write(self, purpose: Purpose, extent: Extent, source: torch.Tensor) -> None:
-        self._held[purpose.name].disk.write(extent, source)
+    def _write(
+        self, purpose: Purpose, extent: Extent, source: torch.Tensor, part: range | None = None
+    ) -> None:
+        self._held[purpose.name].disk.write(extent, source, part)
         self._written.add(extent)
 
 
@@ -413,9 +424,11 @@ class WeightsInScratch(WeightsOnDisk):
         for piece in self._pieces:
             common = range(max(piece.first, wanted.start), min(piece.stop, wanted.stop))
             if common:
-                buffer = self._allocate(piece.extent.padded_bytes)
-                self._disk.read(piece.extent, buffer)
-                values[_within(common, wanted.start)] = buffer[_within(common, piece.start)]
+                first, stop = common.start - piece.start, common.stop - piece.start
+                part = range(first - first % self._disk.padded(1), self._disk.padded(stop))
+                buffer = self._allocate(len(part))
+                self._disk.read(piece.extent, buffer, part)
+                values[_within(common, wanted.start)] = buffer[first - part.start : stop - part.start]
         return values.view(slice.dtype).view(slice.param.shape)
 
     def _check(self) -> None:

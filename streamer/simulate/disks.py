@@ -29,11 +29,11 @@ class VirtualScratch:
     def allocate(self) -> None:
         """There is always room: the plan says how much is needed."""
 
-    def read(self, extent: Extent, into: torch.Tensor) -> None:
+    def read(self, extent: Extent, into: torch.Tensor, part: range | None = None) -> None:
         """Never called: lanes of the virtual backend run nothing."""
         raise AssertionError("nothing is read on the virtual backend")
 
-    def write(self, extent: Extent, source: torch.Tensor) -> None:
+    def write(self, extent: Extent, source: torch.Tensor, part: range | None = None) -> None:
         """Never called."""
         raise AssertionError("nothing is written on the virtual backend")
 

@@ -119,6 +119,72 @@ def test_what_is_read_is_what_was_written(folder: Path, direct_io: str, drives: 
         assert scratch.allocated_bytes == moved
 
 
+@examples(40)
+@given(
+    blocks=st.integers(1, 12),
+    drives=st.integers(1, 3),
+    turns=st.lists(st.tuples(st.sampled_from(Direction), st.integers(0, 11), st.integers(1, 12)), max_size=8),
+)
+def test_parts_of_an_extent_move_alone(
+    folder: Path, blocks: int, drives: int, turns: list[tuple[Direction, int, int]]
+) -> None:
+    with Scratch([folder] * drives, in_flight=2, block_bytes=2 * ALIGNMENT, direct_io="off") as scratch:
+        extent, other = scratch.extent(blocks * ALIGNMENT - 1), scratch.extent(ALIGNMENT)
+        scratch.allocate()
+        expected, beside = buffer_of(scratch, extent.nbytes, 1), buffer_of(scratch, ALIGNMENT, 2)
+        scratch.write(extent, expected)
+        scratch.write(other, beside)
+        moved = scratch.bytes_written
+        for seed, (direction, first, count) in enumerate(turns):
+            start = first % blocks * ALIGNMENT
+            part = range(start, min(start + count * ALIGNMENT, blocks * ALIGNMENT))
+            buffer = buffer_of(scratch, len(part), seed + 3 if direction is Direction.WRITE else None)
+            if direction is Direction.WRITE:
+                expected[part.start : part.stop] = buffer
+                scratch.write(extent, buffer, part)
+            else:
+                scratch.read(extent, buffer, part)
+                assert torch.equal(buffer, expected[part.start : part.stop])
+            moved += len(part)
+        assert scratch.bytes_read + scratch.bytes_written == moved
+        for each, values in ((extent, expected), (other, beside)):
+            into = buffer_of(scratch, each.nbytes)
+            scratch.read(each, into)
+            assert torch.equal(into, values)
+
+
+def test_a_part_is_of_what_is_there(folder: Path) -> None:
+    fails = [False]
+
+    def before(verb: str, fd: int, offset: int) -> None:
+        if fails[0]:
+            raise OSError(errno.EIO, "broken")
+
+    with Scratch([folder], system=Disk(before).system()) as scratch:
+        extent, block = scratch.extent(4 * ALIGNMENT), buffer_of(scratch, ALIGNMENT, 1)
+        scratch.allocate()
+        with pytest.raises(RuntimeError, match="a write of a part of an extent .* it was never written"):
+            scratch.write(extent, block, range(ALIGNMENT))
+        scratch.write(extent, buffer_of(scratch, extent.nbytes, 2))
+        for part in (range(1, ALIGNMENT), range(3), range(0, 5 * ALIGNMENT), range(ALIGNMENT, ALIGNMENT)):
+            with pytest.raises(ValueError, match="give bytes that are in it, from one multiple of"):
+                scratch.read(extent, buffer_of(scratch, 5 * ALIGNMENT), part)
+        with pytest.raises(ValueError, match=f"of which {2 * ALIGNMENT} move"):
+            scratch.read(extent, block, range(2 * ALIGNMENT))
+        fails[0] = True
+        with pytest.raises(DiskError, match="broken"):
+            scratch.write(extent, block, range(ALIGNMENT))
+        fails[0] = False
+        # nobody knows what a write that failed has left
+        with pytest.raises(DiskError, match="is lost: the last write of it failed"):
+            scratch.write(extent, block, range(ALIGNMENT))
+        with pytest.raises(DiskError, match="is lost: the last write of it failed"):
+            scratch.read(extent, block, range(ALIGNMENT, 2 * ALIGNMENT))
+        scratch.write(extent, buffer_of(scratch, extent.nbytes, 3))
+        scratch.read(extent, block, range(ALIGNMENT))
+        assert torch.equal(block, buffer_of(scratch, extent.nbytes, 3)[:ALIGNMENT])
+
+
 def test_a_larger_buffer_is_used_from_its_start(folder: Path) -> None:
     with Scratch([folder]) as scratch:
         extent = scratch.extent(SMALL)
@@ -976,7 +1042,10 @@ def test_a_race_for_an_extent_is_an_error(
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: mapped(ALIGNMENT, in_forks=False), r"buffer of 4096 bytes for an extent of 5000: .* = 8192"),
+        (
+            lambda: mapped(ALIGNMENT, in_forks=False),
+            r"buffer of 4096 bytes for an extent of 5000, of which 8192 move",
+        ),
         (lambda: mapped(4 * ALIGNMENT, in_forks=False)[512:], r"does not begin at a multiple of 4096"),
         (lambda: mapped(4 * ALIGNMENT, in_forks=False).view(torch.int8), r"torch.int8.*: give flat uint8"),
         (lambda: mapped(4 * ALIGNMENT, in_forks=False).view(2, -1), r"shape \(2, 8192\): give flat uint8"),

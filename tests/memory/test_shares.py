@@ -99,11 +99,13 @@ class Drive:
         self.numbers[extent] = len(self.numbers)
         return extent
 
-    def read(self, extent: Extent, into: torch.Tensor) -> None:
-        into.copy_(self.blocks[self.numbers[extent]])
+    def read(self, extent: Extent, into: torch.Tensor, part: range | None = None) -> None:
+        moved = range(extent.padded_bytes) if part is None else part
+        assert moved.start % ALIGNMENT == moved.stop % ALIGNMENT == 0
+        into.copy_(self.blocks[self.numbers[extent]][moved.start : moved.stop])
 
-    def write(self, extent: Extent, source: torch.Tensor) -> None:
-        assert source.numel() == extent.padded_bytes
+    def write(self, extent: Extent, source: torch.Tensor, part: range | None = None) -> None:
+        assert source.numel() == extent.padded_bytes and part is None
         self.blocks[self.numbers[extent]] = source.clone()
 
 

@@ -1,0 +1,127 @@
+"""Optimizer state on disk: what is read and written of it, and how many bytes that moves."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+
+from streamer.backends.direct_io import ALIGNMENT
+from streamer.backends.disk import Extent
+from streamer.errors import DiskError
+from streamer.memory.layout import Layout, Param
+from streamer.memory.on_disk import StateOnDisk, chunks_of
+from streamer.memory.purposes import FP32, MOMENTS
+
+#: A long parameter, and short ones that are in a chunk with others.
+LAYOUT = Layout.of(
+    Param(name, (numel,), torch.bfloat16, True) for name, numel in (("a", 9000), ("b", 300), ("c", 40))
+)
+EXP_AVG = MOMENTS[FP32][0]
+
+
+class Drive:
+    """Extents in memory, and the bytes that move."""
+
+    def __init__(self, *, is_shared: bool) -> None:
+        self.is_shared = is_shared
+        self.fails = False
+        self.values: dict[Extent, torch.Tensor] = {}
+        self.moved: Counter[str] = Counter()
+
+    def padded(self, nbytes: int) -> int:
+        return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+    def extent(self, nbytes: int) -> Extent:
+        extent = Extent(nbytes, self.padded(nbytes), ())
+        # what was never written is read where others may have written it, and nowhere else
+        self.values[extent] = torch.full(
+            (extent.padded_bytes,), 0 if self.is_shared else 255, dtype=torch.uint8
+        )
+        return extent
+
+    def allocate(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def _part(self, verb: str, extent: Extent, buffer: torch.Tensor, part: range | None) -> torch.Tensor:
+        moved = range(extent.padded_bytes) if part is None else part
+        assert moved.start % ALIGNMENT == moved.stop % ALIGNMENT == 0
+        assert len(moved) <= len(buffer)
+        self.moved[verb] += len(moved)
+        return self.values[extent][moved.start : moved.stop]
+
+    def read(self, extent: Extent, into: torch.Tensor, part: range | None = None) -> None:
+        there = self._part("read", extent, into, part)
+        into[: len(there)] = there
+
+    def write(self, extent: Extent, source: torch.Tensor, part: range | None = None) -> None:
+        there = self._part("written", extent, source, part)
+        if self.fails:
+            raise DiskError("broken")
+        there.copy_(source[: len(there)])
+
+
+def state_on(drive: Drive, most: int) -> StateOnDisk:
+    state = StateOnDisk(
+        LAYOUT, chunks_of(LAYOUT, most=most), lambda nbytes: torch.full((nbytes,), 170, dtype=torch.uint8)
+    )
+    state.add(EXP_AVG, drive, state.extents(EXP_AVG, drive))
+    return state
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("most", [1 << 8, 1 << 12, 1 << 20])
+def test_any_elements_are_read_as_they_were_written(most: int, is_shared: bool) -> None:
+    draw = random.Random(most)
+    state, expected = state_on(Drive(is_shared=is_shared), most), torch.zeros(LAYOUT.state_numel)
+    for turn in range(60):
+        start = draw.randrange(LAYOUT.state_numel)
+        elements = range(start, draw.randrange(start, LAYOUT.state_numel) + 1)
+        if turn % 3:
+            assert torch.equal(state.read(EXP_AVG, elements), expected[elements.start : elements.stop])
+        else:
+            values = torch.randn(len(elements), generator=torch.Generator().manual_seed(turn))
+            expected[elements.start : elements.stop] = values
+            state.write(EXP_AVG, elements, values)
+    assert torch.equal(state.read(EXP_AVG, range(LAYOUT.state_numel)), expected)
+
+
+def test_a_short_parameter_moves_its_own_blocks_alone() -> None:
+    drive = Drive(is_shared=False)
+    state = state_on(drive, 1 << 20)
+    (chunk,) = state.chunks
+    whole, short = drive.padded(chunk.nbytes(EXP_AVG)), EXP_AVG.range(LAYOUT.slices[1])
+    # as long as nothing is there, all of it has to be written
+    state.write(EXP_AVG, short, torch.ones(len(short)))
+    assert drive.moved == {"written": whole}
+    drive.moved.clear()
+    assert state.read(EXP_AVG, short).unique().tolist() == [1.0]
+    state.write(EXP_AVG, short, torch.full((len(short),), 2.0))
+    assert state.read(EXP_AVG, range(LAYOUT.state_numel)).unique().tolist() == [0.0, 2.0]
+    some = drive.moved["written"]
+    assert 4 * len(short) <= some <= 4 * len(short) + 2 * ALIGNMENT < whole
+    # once to be shown, once to be written around it, and all of it in the end
+    assert drive.moved["read"] == 2 * some + whole
+
+
+def test_of_a_chunk_that_is_lost_all_is_written() -> None:
+    drive = Drive(is_shared=False)
+    state = state_on(drive, 1 << 20)
+    everything, short = range(LAYOUT.state_numel), EXP_AVG.range(LAYOUT.slices[1])
+    state.write(EXP_AVG, everything, torch.ones(LAYOUT.state_numel))
+    drive.fails = True
+    with pytest.raises(DiskError, match="broken"):
+        state.write(EXP_AVG, short, torch.zeros(len(short)))
+    drive.fails = False
+    with pytest.raises(DiskError, match="is lost"):
+        state.read(EXP_AVG, short)
+    drive.moved.clear()
+    state.write(EXP_AVG, short, torch.zeros(len(short)))
+    assert drive.moved == {"written": drive.padded(4 * LAYOUT.state_numel)}
+    values = state.read(EXP_AVG, everything)
+    assert values[short.start : short.stop].unique().tolist() == [0.0]
+    values[short.start : short.stop] = torch.nan
+    assert values.isnan().all(), "nobody knows what the others were"
