@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -52,11 +52,11 @@ def disks(faults: Faults, tmp_path: Path) -> Disks:
     return Disks([tmp_path], partial(Scratch, direct_io="off", system=system))
 
 
-@pytest.fixture(params=[0, 600_000], ids=["weights and state", "state"])
-def model(request: pytest.FixtureRequest, disks: Disks) -> Iterator[Net]:
-    made = net(host_memory=least_memory(disks) + request.param, disk=disks)
-    assert ("weights" in executor_of(made).disk_bytes()) == (not request.param)
-    yield made
+@pytest.fixture
+def model(disks: Disks) -> Net:
+    made = net(host_memory=least_memory(disks), disk=disks)
+    assert "weights" in executor_of(made).disk_bytes()
+    return made
 
 
 def step_error(model: Net, optimizer: streamer.AdamW) -> OSError:
@@ -66,7 +66,7 @@ def step_error(model: Net, optimizer: streamer.AdamW) -> OSError:
     return error.value
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_transfer_that_fails_is_one_error_and_a_checkpoint_revives_the_model(
     model: Net, faults: Faults, seed: int, tmp_path: Path
 ) -> None:
@@ -100,12 +100,9 @@ def test_a_disk_that_is_gone(model: Net, faults: Faults, tmp_path: Path) -> None
     streamer.save(model, optimizer, tmp_path / "saved", step=2)
     faults.failing, faults.error = range(faults.count + 1, 1 << 60), errno.ENODEV
     assert "give a folder on another" in str(step_error(model, optimizer))
-    if "weights" in executor_of(model).disk_bytes():
-        with pytest.raises(streamer.DiskError):
-            streamer.unwrap(model)
-        faults.failing = range(0)
-    else:  # they were in memory all the time
-        assert all(param.isfinite().all() for param in streamer.unwrap(model).parameters())
+    with pytest.raises(streamer.DiskError):
+        streamer.unwrap(model)
+    faults.failing = range(0)
     other = net()
     fresh = streamer.AdamW(other.parameters(), lr=1e-2)
     assert streamer.load(other, fresh, tmp_path / "saved").step == 2
