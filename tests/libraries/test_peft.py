@@ -275,7 +275,7 @@ def test_adapters_after_wrap_are_refused_with_a_way_out() -> None:
 
 def test_adapters_on_a_base_that_is_read_from_its_files(tmp_path: Path) -> None:
     """A QLoRA user's flow without quantization: a folder, adapters, less memory than the base takes."""
-    llama(num_hidden_layers=24, hidden_size=64).bfloat16().save_pretrained(tmp_path)
+    llama(num_hidden_layers=6, hidden_size=64).bfloat16().save_pretrained(tmp_path)
     config = peft.LoraConfig(target_modules=PROJECTIONS, r=2)
 
     def made(**options: Any) -> nn.Module:

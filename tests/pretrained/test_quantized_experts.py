@@ -125,11 +125,21 @@ def streamed(folder: Path, word: str, **options: Any) -> Any:
     return streamer.from_pretrained(folder, quantize=word, **given).train()
 
 
-@pytest.mark.parametrize("mixture", OF_EXPERTS, indirect=True)
-def test_it_trains_as_what_the_library_quantizes(word: str, mixture: Path) -> None:
+OTHER_OPTIONS = ({"activations": "keep"}, {"activations": "recompute+offload", "num_slots": 1})
+
+
+@pytest.mark.parametrize(
+    ("mixture", "others"),
+    [("mixtral", OTHER_OPTIONS), ("qwen3_moe", ()), ("gpt_oss", ())],
+    indirect=["mixture"],
+    ids=OF_EXPERTS,
+)
+def test_it_trains_as_what_the_library_quantizes(
+    word: str, mixture: Path, others: tuple[dict[str, Any], ...]
+) -> None:
     reference = plain(mixture, word)
     first = None
-    for options in ({}, {"activations": "keep"}, {"activations": "recompute+offload", "num_slots": 1}):
+    for options in ({}, *others):
         torch.manual_seed(1)
         model = streamed(mixture, word, **options)
         if first is None:
@@ -187,6 +197,7 @@ def test_a_plan_has_every_byte(word: str, mixture: Path) -> None:
     of_layer = wrapped(model).executor.units[0].layout.nbytes
     streamer.unwrap(model)
     assert {owner: nbytes for owner, nbytes in held.host_bytes.items() if nbytes} == dict(plan.host_bytes)
+    assert held.device_bytes["weight slots"] == plan.device_bytes["weight slots"] == 2 * of_layer
     for lane in (Lane.H2D, Lane.D2H):
         assert moved[lane] == plan.prediction.moved_bytes[lane]
     codes = (3 * 4 * 64 * 96 + 4 * 64 * 64 - 2 * 32 * 64) * (1 if word == "int8" else 0.5)
