@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -35,11 +34,8 @@ BACKWARD = {"update": "backward"}
 CASES: dict[str, Case] = {
     "fp32": (1, {}, {}),
     "keep": (1, {"activations": "keep", "num_slots": 3}, {}),
-    "one slot": (1, {"num_slots": 1}, {"clip": None}),
-    "micro-batches": (1, {"micro_batch_size": 2}, {}),
     "frozen parts": (1, BF16, {"frozen": True}),
     "scaler": (1, {"dtype": torch.float16}, {"scaled": True}),
-    "bf16": (1, BF16, {}),
     "bf16 moments": (1, BF16, {"state_dtype": torch.bfloat16}),
     "8-bit moments": (1, BF16, {"state_dtype": "int8"}),
     "several backwards": (2, {}, {}),
@@ -49,20 +45,15 @@ CASES: dict[str, Case] = {
     "in backward, 8-bit moments": (1, {**BACKWARD, **BF16}, {"clip": None, "state_dtype": "int8"}),
 }
 
-#: Cases in which weights are on disk too: each has a way of its own to or from them. Of one slot, lanes are
-#: late below.
-WEIGHTS_TOO = (
-    "fp32",
-    "keep",
-    "frozen parts",
-    "8-bit moments",
-    "several in bf16",
-    "in backward, 8-bit moments",
-)
-
 #: How many layers there are. Of few the weights take no more memory than the rings of two ranks, and of a few
 #: more there is still room for moments of 8 bits.
 ALL, STATE, MOST = 7, 3, 9
+#: Cases by that number. In some weights are on disk too: each has a way of its own to or from them. Of one
+#: slot, lanes are late below.
+CASES_OF = {
+    ALL: ("fp32", "keep", "frozen parts", "8-bit moments", "several in bf16", "in backward, 8-bit moments"),
+    STATE: ("fp32", "scaler", "bf16 moments", "several backwards", "several in bf16", "in backward"),
+}
 #: What sums of several gradients take besides. Moments have the room first, and go to disk then.
 SUMS = {
     ("several in bf16", ALL): 4_300_000,
@@ -111,18 +102,11 @@ def in_group(
     return given
 
 
-def cases_of(layers: int) -> Sequence[str]:
-    """With the state alone on disk, those that are not tried with the weights there, and two that are."""
-    if layers == ALL:
-        return WEIGHTS_TOO
-    return [name for name in CASES if name not in WEIGHTS_TOO or name in ("fp32", "several in bf16")]
-
-
 def train(rank: int, folder: str, layers: int) -> dict[str, Any]:
     """By case, what training leads to without a disk, and with one; what was on disk in the end."""
     on_disk.CHUNK_ELEMENTS = CHUNK
     found = {}
-    for number, name in enumerate(cases_of(layers)):
+    for number, name in enumerate(CASES_OF[layers]):
         backwards, options, given = CASES[name]
         if layers == ALL and name != "several in bf16":
             # a chunk that is as large as a layer is cut at the shares alone
@@ -154,7 +138,7 @@ _unwrap = streamer.unwrap
 def test_what_is_on_disk_changes_nothing(layers: int, tmp_path: Path) -> None:
     answers = run_ranks(2, train, str(tmp_path), layers)
     assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
-    for name, of_rank in product(cases_of(layers), answers):
+    for name, of_rank in product(CASES_OF[layers], answers):
         (norms, gradients, state), (norms_of_disk, gradients_of_disk, state_of_disk), there = of_rank[name]
         assert "exp_avg" in there, name
         if (name, layers) not in SUMS:

@@ -45,8 +45,8 @@ CASES: dict[str, Case] = {
 GROUPS: dict[str, tuple[int, int | str | None, list[str]]] = {
     "two": (2, None, [*CASES]),
     "three": (3, None, ["plain", "in backward"]),
-    "two machines that are replicas": (4, 2, ["keep", "in backward"]),
-    "two machines that divide the state": (4, "aabb", ["keep", "several in bf16", "in backward"]),
+    "two machines that are replicas": (4, 2, ["in backward"]),
+    "two machines that divide the state": (4, "aabb", ["several in bf16", "in backward"]),
 }
 
 
