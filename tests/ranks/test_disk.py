@@ -9,7 +9,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,7 +23,7 @@ from streamer.errors import RanksError
 from streamer.memory import on_disk
 from tests.ranks import test_writes
 from tests.ranks.common import run_ranks
-from tests.ranks.programs import Case, arrays, backward, everyone, model, run
+from tests.ranks.programs import Case, arrays, backward, differing, equal, everyone, model, noting_disk, run
 
 #: Elements of a chunk: no fewer draw the random bits of the whole. A layer of `programs.Model` has five.
 CHUNK = 1 << 14
@@ -111,26 +110,16 @@ def train(rank: int, folder: str, layers: int) -> dict[str, Any]:
         if layers == ALL and name != "several in bf16":
             # a chunk that is as large as a layer is cut at the shares alone
             on_disk.CHUNK_ELEMENTS = CHUNK << (3 * (number % 2))
-        there: list[dict[str, int]] = []
         ends = []
         for where in (None, folder):
             many = MOST if given.get("state_dtype") == "int8" else layers
             shape = {"layers": many, "frozen": given.get("frozen", False)}
             among = in_group(where, options, **shape, more=SUMS.get((name, layers), 0))
             parts = [[2 * number + rank] for number in range(backwards)]
-            with pytest.MonkeyPatch.context() as patched:
-                patched.setattr(streamer, "unwrap", partial(_noting_disk, there))
+            with noting_disk() as there:
                 ends.append(run(parts, among, divisor=backwards, **given | shape))
-        found[name] = *ends, there[1]
+        found[name] = *ends, there[-1]
     return found
-
-
-def _noting_disk(there: list[dict[str, int]], wrapped: torch.nn.Module) -> torch.nn.Module:
-    there.append(dict(streamer.stats(wrapped).disk_bytes))
-    return _unwrap(wrapped)
-
-
-_unwrap = streamer.unwrap
 
 
 # all cases in one test: their ranks run once, and tests of several processes would each run them again
@@ -139,14 +128,13 @@ def test_what_is_on_disk_changes_nothing(layers: int, tmp_path: Path) -> None:
     answers = run_ranks(2, train, str(tmp_path), layers)
     assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
     for name, of_rank in product(CASES_OF[layers], answers):
-        (norms, gradients, state), (norms_of_disk, gradients_of_disk, state_of_disk), there = of_rank[name]
+        in_memory, (norms, gradients, state), there = of_rank[name]
         assert "exp_avg" in there, name
         if (name, layers) not in SUMS:
             assert ("weights" in there) == (layers == ALL), name
-        assert norms_of_disk == norms, name
-        for one, other in ((gradients, gradients_of_disk), (state, state_of_disk)):
-            assert one.keys() == other.keys(), name
-            assert not [key for key in one if not np.array_equal(one[key], other[key])], name
+        assert norms == in_memory[0], name
+        equal(gradients, in_memory[1])
+        equal(state, in_memory[2])
 
 
 def train_late(rank: int, folder: str, delays: dict[Lane, float], agrees: bool) -> Any:
@@ -169,15 +157,6 @@ def train_late(rank: int, folder: str, delays: dict[Lane, float], agrees: bool) 
         return run([[rank]], given, divisor=1, clip=None, layers=ALL)
     except RuntimeError:
         return None
-
-
-def differing(one: Any, other: Any) -> list[str]:
-    return [
-        name
-        for mine, theirs in zip(one[1:], other[1:], strict=True)
-        for name in mine
-        if not np.array_equal(mine[name], theirs[name])
-    ]
 
 
 @pytest.mark.parametrize("lane", [Lane.DISK_READ, Lane.DISK_WRITE, Lane.HOST, Lane.COLLECTIVE])
@@ -227,7 +206,7 @@ def test_what_ranks_write_is_what_runs(tmp_path: Path) -> None:
     for of_rank in run_ranks(2, write, str(tmp_path), names):
         for name, ((losses, weights), (losses_of_disk, weights_of_disk)) in of_rank.items():
             assert losses_of_disk == losses, name
-            assert not [k for k in weights if not np.array_equal(weights[k], weights_of_disk[k])], name
+            equal(weights, weights_of_disk)
 
 
 def look(rank: int, folder: str) -> list[Any]:
@@ -263,5 +242,4 @@ def test_one_rank_alone_may_look(tmp_path: Path) -> None:
     for answers in run_ranks(2, look, str(tmp_path)):
         half = len(answers) // 2
         for one, other in zip(answers[:half], answers[half:], strict=True):
-            assert one.keys() == other.keys()
-            assert not [name for name in one if not np.array_equal(one[name], other[name])]
+            equal(one, other)

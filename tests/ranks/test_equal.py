@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.ranks.common import run_ranks
-from tests.ranks.programs import Arrays, Case, train, train_alone
+from tests.ranks.programs import Arrays, Case, equal, train, train_alone
 
 BF16 = {"dtype": torch.bfloat16}
 
@@ -32,12 +32,6 @@ IN_BACKWARD: dict[str, Case] = {
 }
 #: Several backwards are added up in another order than one process's.
 SEVERAL: dict[str, Case] = {"several backwards": (3, {}, {}), "several in bf16": (3, BF16, {})}
-
-
-def equal(one: Arrays, other: Arrays) -> None:
-    assert one.keys() == other.keys()
-    differing = [name for name in one if not np.array_equal(one[name], other[name])]
-    assert not differing
 
 
 def close(one: Arrays, other: Arrays, tolerance: float) -> None:

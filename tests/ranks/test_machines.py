@@ -26,8 +26,8 @@ from streamer.engine.wrapped.handle import wrapped
 from streamer.errors import RanksError
 from streamer.model import move_in
 from tests.ranks.common import run_ranks
-from tests.ranks.programs import Arrays, Case, arrays, backward, everyone, model, train, train_alone
-from tests.ranks.test_equal import CASES, IN_BACKWARD, SEVERAL, close, equal
+from tests.ranks.programs import Arrays, Case, arrays, backward, equal, everyone, model, train, train_alone
+from tests.ranks.test_equal import CASES, IN_BACKWARD, SEVERAL, close
 
 ALL: dict[str, Case] = {**CASES, **SEVERAL, **IN_BACKWARD}
 #: Machines, the ranks of each, and what they are tried with. What a layer does on its rank's device is as in
