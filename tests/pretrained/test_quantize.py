@@ -34,6 +34,7 @@ from streamer.pretrained.files import Stored
 from streamer.pretrained.quantize import SCHEMES, quantize_weights
 from streamer.pretrained.quantized_files import usual_dtype
 from tests.model_folders import rewritten
+from tests.on_disk import least_of
 from tests.quantized import assert_equal, history, sizes
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -228,7 +229,7 @@ def least_memory(folder: Path, **options: Any) -> int:
     """The least budget of host memory, as the error says it."""
     with pytest.raises(MemoryError) as refused:
         streamed(folder, host_memory=1, **options)
-    return int(str(refused.value).partition("needs ")[2].split()[0])
+    return least_of(refused.value)
 
 
 STORED: dict[str, tuple[Callable[[Path, Path], None], Any]] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -21,6 +20,7 @@ from streamer.engine.paging import across_ranks
 from streamer.engine.schedule import op as ops
 from streamer.errors import RanksError
 from streamer.memory import on_disk
+from tests.on_disk import least_of
 from tests.ranks import test_writes
 from tests.ranks.common import run_ranks
 from tests.ranks.programs import Case, arrays, backward, differing, equal, everyone, model, noting_disk, run
@@ -83,9 +83,7 @@ def least_budget(folder: str, made: torch.nn.Module, **options: Any) -> int:
     given = {"layers": "layers", "device": "cpu", "process_group": world(), **options}
     with pytest.raises((MemoryError, RanksError)) as refused:
         streamer.wrap(made, host_memory=1, disk=disks(folder), **given)
-    least = re.search(r"host_memory needs ([0-9]+) bytes", str(refused.value))
-    assert least is not None, refused.value
-    return int(least[1])
+    return least_of(refused.value)
 
 
 def in_group(

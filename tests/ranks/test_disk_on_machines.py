@@ -19,6 +19,7 @@ import streamer
 from streamer.backends.direct_io import System
 from streamer.engine.wrapped.handle import wrapped
 from streamer.memory import on_disk
+from tests.on_disk import least_of
 from tests.ranks import test_disk
 from tests.ranks import test_disk_use as use
 from tests.ranks.common import run_ranks
@@ -209,9 +210,7 @@ def on_disk_of_one(options: dict[str, Any], folder: str) -> dict[str, int]:
     machine = replace(CPU, machines=1)
     with pytest.raises(MemoryError) as refused:
         use.planned_on(machine, options, 1, folder)
-    least = re.search(r"host_memory needs ([0-9]+) bytes", str(refused.value))
-    assert least is not None
-    made, *_ = use.planned_on(machine, options, int(least[1]), folder)
+    made, *_ = use.planned_on(machine, options, least_of(refused.value), folder)
     return dict(wrapped(made).executor.disk_bytes())
 
 

@@ -29,7 +29,7 @@ from streamer.errors import DiskError
 from streamer.memory.on_disk import RING, WEIGHT_BUFFERS
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import CPU, Machine
-from tests.on_disk import Model, copied, disks, least_budget, loss_of, small_chunks
+from tests.on_disk import Model, a_step, adamw, copied, disks, end_of, least_budget, loss_of, small_chunks
 from tests.reference import assert_equal
 
 __all__ = ["small_chunks"]
@@ -52,28 +52,6 @@ def wrap(folder: Path | None, room: int = 0, model: nn.Module | None = None, **o
     if "backend" not in options:
         options["device"] = "cpu"
     return streamer.wrap(model or Model(), **(OPTIONS | options))
-
-
-def adamw(model: nn.Module, state_dtype: torch.dtype | str = FP32) -> streamer.AdamW:
-    return streamer.AdamW(model.parameters(), lr=1e-2, state_dtype=state_dtype)
-
-
-def a_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float:
-    loss = loss_of(model, number)
-    loss.backward()
-    streamer.clip_grad_norm_(model, 0.5)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
-
-
-def end_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    named = dict(model.named_parameters())
-    return {
-        "weights": copied({name: param.data for name, param in named.items()}),
-        "masters": copied(dict(copy.deepcopy(model).named_parameters())),
-        "state": {name: copied(dict(optimizer.state[param])) for name, param in named.items()},
-    }
 
 
 def results(folder: Path | None, run: Callable[[nn.Module, Path | None], Any], **options: Any) -> Any:

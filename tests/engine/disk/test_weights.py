@@ -18,10 +18,9 @@ from streamer.backends.disk import Disks, Scratch
 from streamer.engine.paging.executor import Executor
 from streamer.engine.wrapped.handle import wrapped
 from streamer.memory import on_disk
+from tests.on_disk import least_of
 
 VOCABULARY, WIDTH, LAYERS = 97, 64, 5
-#: The least that the net below runs in with state and all weights of layers on disk, by its options.
-LEAST = 1 << 12
 
 
 def layer() -> nn.Module:
@@ -84,9 +83,9 @@ def net(*, trained: Collection[int] = range(LAYERS), **options: Any) -> Net:
 
 def least_memory(disks: Disks, **options: Any) -> int:
     """The bytes that the error asks for where there are too few."""
-    with pytest.raises(MemoryError, match="host_memory needs") as error:
-        net(host_memory=LEAST, disk=disks, **options)
-    return int(str(error.value).split("host_memory needs ")[1].split()[0])
+    with pytest.raises(MemoryError) as refused:
+        net(host_memory=1, disk=disks, **options)
+    return least_of(refused.value)
 
 
 def executor_of(model: nn.Module) -> Executor:
