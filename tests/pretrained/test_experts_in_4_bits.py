@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, conversion_mapping
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import Interleave, Transpose
 
 import streamer
@@ -30,6 +30,16 @@ from streamer.pretrained.quantized_files import StoredQuantized, StoredStack, wi
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import RTX_4090
 from tests.model_folders import rewritten
+from tests.pretrained.experts import (
+    ATTENTION,
+    STACKS,
+    adapt,
+    assert_same_experts,
+    experts_of,
+    streamed,
+    trains_alike_on_disk,
+    with_rules,
+)
 from tests.pretrained.test_quantize import four_bits, least_memory, take_adapters
 from tests.quantized import (
     assert_equal,
@@ -48,8 +58,6 @@ peft = pytest.importorskip("peft", reason="peft is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore:::(transformers|peft|torch|torchao|bitsandbytes)")
 
 BF16 = torch.bfloat16
-STACKS = ("gate_up_proj", "down_proj")
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 #: An expert's matrices are of 16,384 values: 256 blocks of 64, which are one block of scales.
 OF_EXPERTS = {
     "mixtral": {"num_local_experts": 4, "intermediate_size": 256},
@@ -64,11 +72,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "nf4 in blocks of 256, stored as bf16": {"quant_type": "nf4", "blocksize": 256, "quant_storage": BF16},
 }
 NESTED = "nf4, scales in 8 bits"
-
-
-def adapt(model: nn.Module) -> Any:
-    options = peft.LoraConfig(target_modules=ATTENTION, r=4, lora_dropout=0.1, task_type="CAUSAL_LM")
-    return peft.get_peft_model(model, options)
 
 
 def written(folder: Path, name: str, *, layers: int = 2, **more: int) -> Path:
@@ -121,22 +124,6 @@ def in_4_bits(
 def plain(folder: Path, dtype: torch.dtype = BF16) -> Any:
     """As transformers loads what is not quantized."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-
-
-def streamed(folder: Path, **options: Any) -> Any:
-    given = {"adapt": adapt, "dtype": BF16, "device": "cpu"} | options
-    return streamer.from_pretrained(folder, **given).train()
-
-
-def experts_of(model: nn.Module) -> list[Any]:
-    return [module for name, module in model.named_modules() if name.endswith("mlp.experts")]
-
-
-def assert_same_experts(model: nn.Module, reference: nn.Module) -> None:
-    for mine, theirs in zip(experts_of(model), experts_of(reference), strict=True):
-        for key in STACKS:
-            values, expected = getattr(mine, key), getattr(theirs, key)
-            assert values.dtype == expected.dtype and torch.equal(values, expected)
 
 
 def are_in_4_bits(model: nn.Module) -> None:
@@ -395,40 +382,16 @@ def test_a_plan_has_every_byte(kind: str, mixture: Path, tmp_path: Path) -> None
 def test_they_are_read_where_they_lie(tmp_path: Path) -> None:
     deep = written(tmp_path / "deep", "mixtral", layers=6)
     in_4_bits(deep, tmp_path / "4", **KINDS[NESTED])
-    seen = []
-    for disk in (None, True):
-        options: dict[str, Any] = {"adapt": adapt, "device": "cpu", "dtype": BF16, "disk": disk}
-        if disk:
-            options["host_memory"] = least_memory(tmp_path / "4", adapt=adapt, disk=True)
-        torch.manual_seed(3)
-        model = streamer.from_pretrained(tmp_path / "4", **options).train()
-        for shard in wrapped(model).executor.store.shards[:-1]:
-            assert shard.is_out == bool(disk)
-            if disk:
-                parts = {
-                    slice.param.name.rpartition(".")[2]
-                    for slice in shard.layout.slices
-                    if ".experts." in slice.param.name and shard.weights_on_disk.is_stored(slice)  # type: ignore[union-attr]
-                }
-                assert parts == {"codes", "absmax", "quant_map", "nested_absmax", "nested_quant_map"}
-        seen.append(history(model))
-        streamer.unwrap(model)
-        seen[-1] += [experts.down_proj.detach() for experts in experts_of(model)]
-    assert_equal(*seen)
 
+    def look(shard: Any) -> None:
+        parts = {
+            slice.param.name.rpartition(".")[2]
+            for slice in shard.layout.slices
+            if ".experts." in slice.param.name and shard.weights_on_disk.is_stored(slice)
+        }
+        assert parts == {"codes", "absmax", "quant_map", "nested_absmax", "nested_quant_map"}
 
-def with_rules(monkeypatch: pytest.MonkeyPatch, operation: Any) -> None:
-    """Let transformers do an ``operation`` more to gates and ups that it joins."""
-    mapping = conversion_mapping.get_model_conversion_mapping
-
-    def changed(model: nn.Module) -> Any:
-        rules = mapping(model)  # type: ignore[arg-type]
-        for rule in rules:
-            if "experts.gate_up_proj" in "".join(rule.target_patterns):
-                rule.operations.append(operation)  # type: ignore[union-attr]
-        return rules
-
-    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", changed)
+    trains_alike_on_disk(tmp_path / "4", True, look)
 
 
 OTHERWISE: dict[str, tuple[Any, Callable[[torch.Tensor], torch.Tensor]]] = {
