@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import os
 import re
 import tempfile
+import threading
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +18,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import streamer
+from streamer.backends.direct_io import System
 from streamer.backends.disk import Disks, Scratch
+from streamer.engine.wrapped.handle import wrapped
 from streamer.memory import on_disk
 
 VOCAB, WIDTH = 41, 64
@@ -88,9 +94,77 @@ def least_budget(model: nn.Module, **options: Any) -> int:
     """The least ``host_memory`` that ``model`` can be wrapped with, as the error of too small a one says."""
     with tempfile.TemporaryDirectory() as folder, pytest.raises(MemoryError) as refused:
         streamer.wrap(model, host_memory=1, disk=disks(Path(folder)), **options)
-    least = re.search(r"host_memory needs ([0-9]+) bytes", str(refused.value))
-    assert least is not None
+    return least_of(refused.value)
+
+
+def least_of(refused: BaseException) -> int:
+    """The least ``host_memory``, as the error of too small a one says."""
+    least = re.search(r"host_memory needs ([0-9]+) bytes", str(refused))
+    assert least is not None, refused
     return int(least[1])
+
+
+def adamw(model: nn.Module, state_dtype: torch.dtype | str = torch.float32) -> streamer.AdamW:
+    return streamer.AdamW(model.parameters(), lr=1e-2, state_dtype=state_dtype)
+
+
+def a_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float:
+    """The loss of a step, in which gradients are clipped unless they are used up in backward."""
+    loss = loss_of(model, number)
+    loss.backward()
+    if wrapped(model).executor.landing.keeps_gradients:
+        streamer.clip_grad_norm_(model, 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def end_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """All that a run has left: streamed weights, masters, moments."""
+    named = dict(model.named_parameters())
+    trained = {name: param for name, param in named.items() if param.requires_grad}
+    return {
+        "weights": copied({name: param.data for name, param in named.items()}),
+        "masters": copied(dict(copy.deepcopy(model).named_parameters())),
+        "state": {name: copied(dict(optimizer.state[param])) for name, param in trained.items()},
+    }
+
+
+class Faults:
+    """The calls of the system that move bytes: ``number`` of them later, in one direction or both, one fails
+    with ``error``, and with ``for_good`` all after it."""
+
+    def __init__(self) -> None:
+        self.left = -1
+        self.verbs: tuple[str, ...] = ()
+        self.error = 0
+        self.for_good = False
+        self.calls = self.raised = 0
+        self._lock = threading.Lock()
+
+    def arm(self, number: int, verbs: Sequence[str], error: int, *, for_good: bool = False) -> None:
+        self.left, self.verbs, self.error, self.for_good = number, tuple(verbs), error, for_good
+
+    def disarm(self) -> None:
+        self.left = -1
+
+    def system(self) -> System:
+        return System(
+            preadv=partial(self._call, "reading", os.preadv),
+            pwritev=partial(self._call, "writing", os.pwritev),
+        )
+
+    def _call(self, verb: str, call: Callable[..., int], *args: Any) -> int:
+        with self._lock:
+            self.calls += 1
+            if self.left >= 0 and verb in self.verbs:
+                if self.left == 0:
+                    self.raised += 1
+                    if not self.for_good:
+                        self.left = -1
+                    raise OSError(self.error, os.strerror(self.error))
+                self.left -= 1
+        return call(*args)
 
 
 def copied(value: Any) -> Any:

@@ -20,6 +20,7 @@ from streamer.backends.base import Lane
 from streamer.engine.schedule.op import ROOT, Op, OpKind
 from streamer.engine.wrapped.handle import wrapped as streamer_wrapped
 from tests.libraries.test_huggingface import gpt2, llama, loss
+from tests.on_disk import least_of
 from tests.reference import (
     POLICIES,
     assert_parity,
@@ -275,7 +276,7 @@ def test_adapters_after_wrap_are_refused_with_a_way_out() -> None:
 
 def test_adapters_on_a_base_that_is_read_from_its_files(tmp_path: Path) -> None:
     """A QLoRA user's flow without quantization: a folder, adapters, less memory than the base takes."""
-    llama(num_hidden_layers=24, hidden_size=64).bfloat16().save_pretrained(tmp_path)
+    llama(num_hidden_layers=6, hidden_size=64).bfloat16().save_pretrained(tmp_path)
     config = peft.LoraConfig(target_modules=PROJECTIONS, r=2)
 
     def made(**options: Any) -> nn.Module:
@@ -294,10 +295,9 @@ def test_adapters_on_a_base_that_is_read_from_its_files(tmp_path: Path) -> None:
     in_memory = made()
     adapters = [param for name, param in in_memory.named_parameters() if "lora_" in name]
     assert adapters and all(param.requires_grad and param.dtype == torch.float32 for param in adapters)
-    with pytest.raises(MemoryError, match="host_memory needs [0-9]+ bytes") as refused:
+    with pytest.raises(MemoryError) as refused:
         made(disk=True, host_memory=1)
-    least = int(str(refused.value).split("host_memory needs ")[1].split(" ")[0])
-    in_place = made(disk=True, host_memory=least)
+    in_place = made(disk=True, host_memory=least_of(refused.value))
     shards = streamer_wrapped(in_place).executor.store.shards
     assert all(shard.is_out for shard in shards[:-1])
     assert_same(trained(in_place), trained(in_memory))

@@ -50,7 +50,7 @@ def streamed(model: nn.Module, **options: Any) -> Iterator[nn.Module]:
         streamer.unwrap(model)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module")
 def plain(request: pytest.FixtureRequest) -> tuple[str, list[Any], torch.Tensor]:
     """A kind, what training without streaming brings, and the logits after it."""
     model = llama(request.param)
@@ -58,13 +58,14 @@ def plain(request: pytest.FixtureRequest) -> tuple[str, list[Any], torch.Tensor]
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("plain", "options"),
     [
-        {},
-        {"activations": "keep"},
-        {"activations": "recompute+offload", "num_slots": 1},
-        {"activations": "keep", "num_slots": 4},
+        *[(kind, {"activations": "keep"}) for kind in KINDS],
+        *[(kind, {"activations": "recompute+offload", "num_slots": 1}) for kind in KINDS],
+        *[(kind, {}) for kind in ("torchao int8", "bitsandbytes nf4")],
+        *[(kind, {"activations": "keep", "num_slots": 4}) for kind in ("torchao int8", "bitsandbytes nf4")],
     ],
+    indirect=["plain"],
     ids=str,
 )
 def test_losses_and_gradients_are_those_of_the_plain_model(

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, conversion_mapping
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import Interleave, Transpose
 
 import streamer
@@ -30,6 +30,16 @@ from streamer.pretrained.quantized_files import StoredQuantized, StoredStack, wi
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import RTX_4090
 from tests.model_folders import rewritten
+from tests.pretrained.experts import (
+    ATTENTION,
+    STACKS,
+    adapt,
+    assert_same_experts,
+    experts_of,
+    streamed,
+    trains_alike_on_disk,
+    with_rules,
+)
 from tests.pretrained.test_quantize import four_bits, least_memory, take_adapters
 from tests.quantized import (
     assert_equal,
@@ -48,8 +58,6 @@ peft = pytest.importorskip("peft", reason="peft is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore:::(transformers|peft|torch|torchao|bitsandbytes)")
 
 BF16 = torch.bfloat16
-STACKS = ("gate_up_proj", "down_proj")
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 #: An expert's matrices are of 16,384 values: 256 blocks of 64, which are one block of scales.
 OF_EXPERTS = {
     "mixtral": {"num_local_experts": 4, "intermediate_size": 256},
@@ -64,11 +72,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "nf4 in blocks of 256, stored as bf16": {"quant_type": "nf4", "blocksize": 256, "quant_storage": BF16},
 }
 NESTED = "nf4, scales in 8 bits"
-
-
-def adapt(model: nn.Module) -> Any:
-    options = peft.LoraConfig(target_modules=ATTENTION, r=4, lora_dropout=0.1, task_type="CAUSAL_LM")
-    return peft.get_peft_model(model, options)
 
 
 def written(folder: Path, name: str, *, layers: int = 2, **more: int) -> Path:
@@ -123,22 +126,6 @@ def plain(folder: Path, dtype: torch.dtype = BF16) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
 
 
-def streamed(folder: Path, **options: Any) -> Any:
-    given = {"adapt": adapt, "dtype": BF16, "device": "cpu"} | options
-    return streamer.from_pretrained(folder, **given).train()
-
-
-def experts_of(model: nn.Module) -> list[Any]:
-    return [module for name, module in model.named_modules() if name.endswith("mlp.experts")]
-
-
-def assert_same_experts(model: nn.Module, reference: nn.Module) -> None:
-    for mine, theirs in zip(experts_of(model), experts_of(reference), strict=True):
-        for key in STACKS:
-            values, expected = getattr(mine, key), getattr(theirs, key)
-            assert values.dtype == expected.dtype and torch.equal(values, expected)
-
-
 def are_in_4_bits(model: nn.Module) -> None:
     for experts in experts_of(model):
         for key in STACKS:
@@ -146,9 +133,18 @@ def are_in_4_bits(model: nn.Module) -> None:
             assert type(weight).__name__ == "Params4bit" and not weight.requires_grad
 
 
-@pytest.mark.parametrize("activations", ["recompute", "keep"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mixture", OF_EXPERTS, indirect=True)
+@pytest.mark.parametrize(
+    ("mixture", "kind", "activations"),
+    [
+        ("mixtral", "nf4", "recompute"),
+        ("mixtral", NESTED, "keep"),
+        ("mixtral", "fp4, scales in 8 bits", "recompute"),
+        ("qwen3_moe", "fp4", "keep"),
+        ("qwen3_moe", NESTED, "recompute"),
+        ("qwen3_moe", "nf4 in blocks of 256, stored as bf16", "keep"),
+    ],
+    indirect=["mixture"],
+)
 def test_they_train_as_their_values(mixture: Path, kind: str, activations: str, tmp_path: Path) -> None:
     in_4_bits(mixture, tmp_path / "4", values=tmp_path / "values", **KINDS[kind])
     reference = adapt(plain(tmp_path / "values")).train()
@@ -231,8 +227,7 @@ def test_scales_that_are_no_whole_blocks_are_read_as_their_values(disk: bool | N
 
 
 @pytest.mark.filterwarnings("ignore:no direct I/O")
-@pytest.mark.parametrize("disk", [None, True])
-@pytest.mark.parametrize("kind", ["nf4", NESTED])
+@pytest.mark.parametrize(("kind", "disk"), [("nf4", None), (NESTED, True)])
 def test_a_stack_that_is_one_tensor_in_its_file(kind: str, disk: bool | None, tmp_path: Path) -> None:
     """As `bitsandbytes.nn.parametrize` writes it, with scales that are no whole number of blocks."""
     exact = written(tmp_path / "exact", "mixtral", layers=6, intermediate_size=88)
@@ -281,8 +276,7 @@ def test_a_state_that_does_not_tell_all(missing: str, mixture: Path, tmp_path: P
         streamed(tmp_path)
 
 
-@pytest.mark.parametrize("in_files", [torch.float16, torch.float32])
-@pytest.mark.parametrize("kind", ["nf4", NESTED])
+@pytest.mark.parametrize(("in_files", "kind"), [(torch.float16, "nf4"), (torch.float32, NESTED)], ids=str)
 def test_their_values_are_rounded_to_the_dtype_that_is_asked_for(
     in_files: torch.dtype, kind: str, mixture: Path, tmp_path: Path
 ) -> None:
@@ -305,15 +299,19 @@ ODD_ROWS = [(64, 1), (128, 3), (4096, 3), (5, 33), (16384, 3)]
 SHAPES = [*ODD_ROWS, (16, 4), (8, 24), (3, 64), (100, 32), (64, 64), (256, 256), (384, 128)]
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
-@pytest.mark.parametrize("blocksize", [64, 128, 4096])
+BLOCKSIZES = (64, 128, 4096)
+
+
+@pytest.mark.parametrize("blocksize", BLOCKSIZES)
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("count", [1, 3])
 def test_values_of_a_stack_are_those_of_its_matrices(
-    count: int, nested: bool, blocksize: int, dtype: torch.dtype, tmp_path: Path
+    count: int, nested: bool, blocksize: int, tmp_path: Path
 ) -> None:
     """Of all shapes, rows of an odd length among them, wherever a matrix is a number of whole blocks or the
     only one."""
+    # each dtype meets each of the others
+    dtype = (BF16, torch.float16, torch.float32)[(count // 3 + nested + BLOCKSIZES.index(blocksize)) % 3]
     tested = 0
     for number, shape in enumerate(SHAPES):
         folder = tmp_path / str(number)
@@ -384,40 +382,16 @@ def test_a_plan_has_every_byte(kind: str, mixture: Path, tmp_path: Path) -> None
 def test_they_are_read_where_they_lie(tmp_path: Path) -> None:
     deep = written(tmp_path / "deep", "mixtral", layers=6)
     in_4_bits(deep, tmp_path / "4", **KINDS[NESTED])
-    seen = []
-    for disk in (None, True):
-        options: dict[str, Any] = {"adapt": adapt, "device": "cpu", "dtype": BF16, "disk": disk}
-        if disk:
-            options["host_memory"] = least_memory(tmp_path / "4", adapt=adapt, disk=True)
-        torch.manual_seed(3)
-        model = streamer.from_pretrained(tmp_path / "4", **options).train()
-        for shard in wrapped(model).executor.store.shards[:-1]:
-            assert shard.is_out == bool(disk)
-            if disk:
-                parts = {
-                    slice.param.name.rpartition(".")[2]
-                    for slice in shard.layout.slices
-                    if ".experts." in slice.param.name and shard.weights_on_disk.is_stored(slice)  # type: ignore[union-attr]
-                }
-                assert parts == {"codes", "absmax", "quant_map", "nested_absmax", "nested_quant_map"}
-        seen.append(history(model))
-        streamer.unwrap(model)
-        seen[-1] += [experts.down_proj.detach() for experts in experts_of(model)]
-    assert_equal(*seen)
 
+    def look(shard: Any) -> None:
+        parts = {
+            slice.param.name.rpartition(".")[2]
+            for slice in shard.layout.slices
+            if ".experts." in slice.param.name and shard.weights_on_disk.is_stored(slice)
+        }
+        assert parts == {"codes", "absmax", "quant_map", "nested_absmax", "nested_quant_map"}
 
-def with_rules(monkeypatch: pytest.MonkeyPatch, operation: Any) -> None:
-    """Let transformers do an ``operation`` more to gates and ups that it joins."""
-    mapping = conversion_mapping.get_model_conversion_mapping
-
-    def changed(model: nn.Module) -> Any:
-        rules = mapping(model)  # type: ignore[arg-type]
-        for rule in rules:
-            if "experts.gate_up_proj" in "".join(rule.target_patterns):
-                rule.operations.append(operation)  # type: ignore[union-attr]
-        return rules
-
-    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", changed)
+    trains_alike_on_disk(tmp_path / "4", True, look)
 
 
 OTHERWISE: dict[str, tuple[Any, Callable[[torch.Tensor], torch.Tensor]]] = {

@@ -30,14 +30,12 @@ from transformers import (
 import streamer
 from streamer.engine.tensors.parts import composite_of
 from streamer.engine.wrapped.handle import wrapped
-from streamer.planner.step_plan import plan_step
 from streamer.pretrained.files import Stored
 from streamer.pretrained.quantize import SCHEMES, quantize_weights
 from streamer.pretrained.quantized_files import usual_dtype
-from streamer.simulate.backend import VirtualBackend
-from streamer.simulate.machine import RTX_4090
 from tests.model_folders import rewritten
-from tests.quantized import assert_equal, history, sizes, trained, whole_step
+from tests.on_disk import least_of
+from tests.quantized import assert_equal, history, sizes
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 pytestmark = pytest.mark.filterwarnings(
@@ -231,25 +229,7 @@ def least_memory(folder: Path, **options: Any) -> int:
     """The least budget of host memory, as the error says it."""
     with pytest.raises(MemoryError) as refused:
         streamed(folder, host_memory=1, **options)
-    return int(str(refused.value).partition("needs ")[2].split()[0])
-
-
-@pytest.mark.filterwarnings("ignore:no direct I/O")
-def test_a_base_that_was_quantized_lies_on_disk(tmp_path: Path) -> None:
-    """In scratch files: nobody else has it so."""
-    folder = write_llama(tmp_path / "deep", layers=6)
-    seen = []
-    for disk in (None, str(tmp_path)):
-        options: dict[str, Any] = {"quantize": "nf4"}
-        if disk is not None:
-            options["disk"] = disk
-            options["host_memory"] = least_memory(folder, **options)
-        torch.manual_seed(3)
-        model = streamed(folder, **options)
-        assert all(shard.is_out for shard in wrapped(model).executor.store.shards[:-1]) == (disk is not None)
-        seen.append(history(model))
-        streamer.unwrap(model)
-    assert_equal(*seen)
+    return least_of(refused.value)
 
 
 STORED: dict[str, tuple[Callable[[Path, Path], None], Any]] = {
@@ -261,9 +241,6 @@ STORED: dict[str, tuple[Callable[[Path, Path], None], Any]] = {
 }
 
 
-IN_PLACE = ("nf4, scales in 8 bits", "fp8", "torchao")
-
-
 def adapt_what_is_frozen(model: nn.Module) -> Any:
     assert not any(param.requires_grad for param in model.parameters())
     assert not any(module.training for module in model.modules())
@@ -272,7 +249,14 @@ def adapt_what_is_frozen(model: nn.Module) -> Any:
 
 @pytest.mark.parametrize(
     ("kind", "place"),
-    [*((kind, "memory") for kind in STORED), *((kind, "files") for kind in IN_PLACE)],
+    [
+        ("nf4", "memory"),
+        ("fp4", "memory"),
+        ("fp8", "memory"),
+        ("torchao", "memory"),
+        ("nf4, scales in 8 bits", "files"),
+        ("torchao", "files"),
+    ],
 )
 def test_a_folder_that_is_quantized_already(kind: str, place: str, llama: Path, tmp_path: Path) -> None:
     store, quantization = STORED[kind]
@@ -290,25 +274,6 @@ def test_a_folder_that_is_quantized_already(kind: str, place: str, llama: Path, 
     assert any(shards) == (place == "files")
     assert_equal(history(model), history(reference))
     streamer.unwrap(model)
-
-
-@pytest.mark.parametrize("word", WORDS)
-def test_a_plan_has_every_byte(word: str, llama: Path) -> None:
-    planned = streamed(llama, quantize=word, device=None, backend=VirtualBackend(RTX_4090))
-    optimizer = streamer.AdamW(trained(planned))
-    plan = plan_step(wrapped(planned).executor, lambda: whole_step(planned, optimizer, "meta"))
-    model = streamed(llama, quantize=word)
-    own = streamer.AdamW(trained(model))
-    whole_step(model, own, "cpu")
-    held = streamer.stats(model)
-    assert {owner: nbytes for owner, nbytes in held.host_bytes.items() if nbytes} == dict(plan.host_bytes)
-    of_layer = wrapped(model).executor.units[0].layout.nbytes
-    assert held.device_bytes["weight slots"] == plan.device_bytes["weight slots"] == 2 * of_layer
-    # 4 projections of attention, two of them for half as many heads, and 3 of 128 x 256
-    codes = (2 * 128 * 128 + 2 * 64 * 128 + 3 * 128 * 256) * (1 if word == "int8" else 0.5)
-    assert codes < of_layer < 1.5 * codes
-    for each in (model, planned):
-        streamer.unwrap(each)
 
 
 _PEAK = """

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config, conversion_mapping
+from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.core_model_loading import Interleave
 
 import streamer
@@ -25,7 +25,17 @@ from streamer.pretrained.quantize import SCHEMES
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import RTX_4090
 from tests.model_folders import rewritten
-from tests.pretrained.test_quantize import CONFIGS, least_memory, refused, stored_in_fp8, take_adapters
+from tests.pretrained.experts import (
+    ATTENTION,
+    STACKS,
+    adapt,
+    assert_same_experts,
+    experts_of,
+    streamed,
+    trains_alike_on_disk,
+    with_rules,
+)
+from tests.pretrained.test_quantize import CONFIGS, refused, stored_in_fp8, take_adapters
 from tests.quantized import (
     assert_equal,
     bytes_moved,
@@ -44,8 +54,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:::(transformers|peft|torch|torch
 
 BF16 = torch.bfloat16
 WORDS = tuple(SCHEMES)
-STACKS = ("gate_up_proj", "down_proj")
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 #: A row of an expert's second matrix is no whole number of blocks of 64. Those of gpt-oss are transposed, and
 #: have biases.
 OF_EXPERTS = {
@@ -53,11 +61,6 @@ OF_EXPERTS = {
     "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 96, "head_dim": 16},
     "gpt_oss": {"num_local_experts": 4, "intermediate_size": 96, "head_dim": 16},
 }
-
-
-def adapt(model: nn.Module) -> Any:
-    options = peft.LoraConfig(target_modules=ATTENTION, r=4, lora_dropout=0.1, task_type="CAUSAL_LM")
-    return peft.get_peft_model(model, options)
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +92,6 @@ def word(request: pytest.FixtureRequest) -> str:
     return found
 
 
-def experts_of(model: nn.Module) -> list[nn.Module]:
-    return [module for name, module in model.named_modules() if name.endswith("mlp.experts")]
-
-
 def plain(folder: Path, word: str) -> nn.Module:
     """Linear modules as transformers quantizes them, experts as the library does."""
     model = AutoModelForCausalLM.from_pretrained(
@@ -120,18 +119,23 @@ def in_8_bits(stack: torch.Tensor) -> torch.Tensor:
     return matrix.weight.dequantize().view_as(stack)  # type: ignore[operator]
 
 
-def streamed(folder: Path, word: str, **options: Any) -> Any:
-    given = {"adapt": adapt, "dtype": BF16, "device": "cpu"} | options
-    return streamer.from_pretrained(folder, quantize=word, **given).train()
+OTHER_OPTIONS = ({"activations": "keep"}, {"activations": "recompute+offload", "num_slots": 1})
 
 
-@pytest.mark.parametrize("mixture", OF_EXPERTS, indirect=True)
-def test_it_trains_as_what_the_library_quantizes(word: str, mixture: Path) -> None:
+@pytest.mark.parametrize(
+    ("mixture", "others"),
+    [("mixtral", OTHER_OPTIONS), ("qwen3_moe", ()), ("gpt_oss", ())],
+    indirect=["mixture"],
+    ids=OF_EXPERTS,
+)
+def test_it_trains_as_what_the_library_quantizes(
+    word: str, mixture: Path, others: tuple[dict[str, Any], ...]
+) -> None:
     reference = plain(mixture, word)
     first = None
-    for options in ({}, {"activations": "keep"}, {"activations": "recompute+offload", "num_slots": 1}):
+    for options in ({}, *others):
         torch.manual_seed(1)
-        model = streamed(mixture, word, **options)
+        model = streamed(mixture, quantize=word, **options)
         if first is None:
             take_adapters(reference, model)
             adapters = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
@@ -145,8 +149,7 @@ def test_it_trains_as_what_the_library_quantizes(word: str, mixture: Path) -> No
         streamer.unwrap(model)
     expected = logits(reference)
     for each in (model, copied):
-        for mine, theirs in zip(experts_of(each), experts_of(reference), strict=True):
-            assert all(torch.equal(getattr(mine, key), getattr(theirs, key)) for key in STACKS)
+        assert_same_experts(each, reference)
         for mine, theirs in zip(trained(each), trained(reference), strict=True):
             mine.data = theirs.data
         assert torch.equal(logits(each), expected)
@@ -154,22 +157,11 @@ def test_it_trains_as_what_the_library_quantizes(word: str, mixture: Path) -> No
 
 @pytest.mark.filterwarnings("ignore:no direct I/O")
 def test_quantized_experts_lie_on_disk(word: str, deep: Path, tmp_path: Path) -> None:
-    seen = []
-    for disk in (None, str(tmp_path)):
-        options: dict[str, Any] = {}
-        if disk is not None:
-            least = least_memory(deep, quantize=word, adapt=adapt, disk=disk)
-            options = {"disk": disk, "host_memory": least}
-        torch.manual_seed(3)
-        model = streamed(deep, word, **options)
-        assert all(shard.is_out for shard in wrapped(model).executor.store.shards[:-1]) == (disk is not None)
-        seen.append(history(model))
-        streamer.unwrap(model)
-    assert_equal(*seen)
+    trains_alike_on_disk(deep, str(tmp_path), quantize=word)
 
 
 def planned(folder: Path, word: str | None, **options: Any) -> StepPlan:
-    model = streamed(folder, word, device=None, backend=VirtualBackend(RTX_4090), **options)  # type: ignore[arg-type]
+    model = streamed(folder, quantize=word, device=None, backend=VirtualBackend(RTX_4090), **options)  # type: ignore[arg-type]
     optimizer = streamer.AdamW(trained(model))
     plan = plan_step(wrapped(model).executor, lambda: whole_step(model, optimizer, "meta"))
     streamer.unwrap(model)
@@ -178,7 +170,7 @@ def planned(folder: Path, word: str | None, **options: Any) -> StepPlan:
 
 def test_a_plan_has_every_byte(word: str, mixture: Path) -> None:
     plan = planned(mixture, word)
-    model = streamed(mixture, word)
+    model = streamed(mixture, quantize=word)
     optimizer = streamer.AdamW(trained(model))
     for _ in range(2):
         whole_step(model, optimizer, "cpu")
@@ -187,6 +179,7 @@ def test_a_plan_has_every_byte(word: str, mixture: Path) -> None:
     of_layer = wrapped(model).executor.units[0].layout.nbytes
     streamer.unwrap(model)
     assert {owner: nbytes for owner, nbytes in held.host_bytes.items() if nbytes} == dict(plan.host_bytes)
+    assert held.device_bytes["weight slots"] == plan.device_bytes["weight slots"] == 2 * of_layer
     for lane in (Lane.H2D, Lane.D2H):
         assert moved[lane] == plan.prediction.moved_bytes[lane]
     codes = (3 * 4 * 64 * 96 + 4 * 64 * 64 - 2 * 32 * 64) * (1 if word == "int8" else 0.5)
@@ -210,7 +203,7 @@ def test_gradients_of_micro_batches(word: str, mixture: Path) -> None:
     for options in ({}, {"micro_batch_size": 1}):
         torch.manual_seed(1)
         # in bf16 the order of sums would hide a wrong one
-        model = streamed(mixture, word, dtype=torch.float32, **options).eval()  # without dropout
+        model = streamed(mixture, quantize=word, dtype=torch.float32, **options).eval()  # without dropout
         take_adapters(copy.deepcopy(model), model)
         loss_of(model, 0).backward()
         seen.append(torch.cat([param.grad.float().flatten() for param in trained(model)]))
@@ -233,8 +226,7 @@ def test_experts_that_are_in_fp8_in_their_files(mixture: Path, tmp_path: Path) -
         model.get_base_model().save_pretrained(tmp_path / "whole")  # type: ignore[operator,union-attr]
     assert not (tmp_path / "whole").exists()
     assert experts_of(model)[0].parametrizations["down_proj"].original.block_size == [1, 32, 32]  # type: ignore[index]
-    for mine, theirs in zip(experts_of(model), experts_of(reference), strict=True):
-        assert all(torch.equal(getattr(mine, key), getattr(theirs, key)) for key in STACKS)
+    assert_same_experts(model, reference)
 
 
 @pytest.mark.filterwarnings("ignore:no direct I/O")
@@ -245,23 +237,13 @@ def test_experts_are_read_where_they_lie(kind: str, deep: Path, tmp_path: Path) 
     if kind == "fp8":
         folder = tmp_path
         stored_in_fp8(deep, folder, block=32, of=("experts", "proj"))
-    seen = []
-    for disk in (None, True):
-        options: dict[str, Any] = {"adapt": adapt, "device": "cpu", "dtype": BF16, "disk": disk}
-        if disk:
-            options["host_memory"] = least_memory(folder, adapt=adapt, disk=True)
-        torch.manual_seed(3)
-        model = streamer.from_pretrained(folder, **options).train()
-        shards = wrapped(model).executor.store.shards[:-1]
-        for shard in shards:
-            experts = [slice for slice in shard.layout.slices if "experts" in slice.param.name]
-            assert len(experts) == (4 if kind == "fp8" else 2)
-            assert shard.is_out == bool(disk)
-            assert not disk or all(map(shard.weights_on_disk.is_stored, experts))  # type: ignore[union-attr]
-        seen.append(history(model))
-        streamer.unwrap(model)
-        seen[-1] += [experts.down_proj.detach() for experts in experts_of(model)]
-    assert_equal(*seen)
+
+    def look(shard: Any) -> None:
+        parts = [slice for slice in shard.layout.slices if "experts" in slice.param.name]
+        assert len(parts) == (4 if kind == "fp8" else 2)
+        assert all(map(shard.weights_on_disk.is_stored, parts))
+
+    trains_alike_on_disk(folder, True, look)
 
 
 @pytest.mark.parametrize("why", ["interleaved", "not all in fp8", "scales of two dtypes"])
@@ -269,14 +251,6 @@ def test_experts_in_fp8_that_cannot_be_one_stack_of_codes_are_dequantized(
     why: str, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scales that are interleaved are so by whole blocks, which are not those of their codes."""
-    mapping = conversion_mapping.get_model_conversion_mapping
-
-    def interleaving(model: nn.Module) -> Any:
-        rules = mapping(model)  # type: ignore[arg-type]
-        for rule in rules:
-            if "experts.gate_up_proj" in "".join(rule.target_patterns):
-                rule.operations.append(Interleave(dim=1))  # type: ignore[union-attr]
-        return rules
 
     def scales(held: dict[str, torch.Tensor], *, dtype: torch.dtype, of: str) -> None:
         for name in [name for name in held if of in name and name.endswith("_scale_inv")]:
@@ -288,7 +262,7 @@ def test_experts_in_fp8_that_cannot_be_one_stack_of_codes_are_dequantized(
     rewritten(file, partial(scales, dtype=torch.float32, of="experts"))
     expected = [experts.gate_up_proj.detach().clone() for experts in experts_of(plain_fp8(tmp_path))]
     if why == "interleaved":
-        monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", interleaving)
+        with_rules(monkeypatch, Interleave(dim=1))
         expected = [stack.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2) for stack in expected]
     elif why == "scales of two dtypes":
         rewritten(file, partial(scales, dtype=BF16, of="experts.2"))
@@ -324,7 +298,7 @@ def test_values_are_shared_within_a_call_alone(word: str, mixture: Path) -> None
             assert (each.gate_up_proj.shape, each.gate_up_proj.dtype) == ((4, 192, 64), BF16)
         return adapt(model)
 
-    model = streamed(mixture, word, adapt=looked_at)
+    model = streamed(mixture, quantize=word, adapt=looked_at)
     loss_of(model, 0).backward()
     streamer.unwrap(model)
     experts = experts_of(model)[0]
@@ -336,7 +310,7 @@ def test_values_are_shared_within_a_call_alone(word: str, mixture: Path) -> None
 
 
 def test_what_is_skipped_stays_exact(word: str, mixture: Path) -> None:
-    model = streamed(mixture, word, skip=[r"0\.mlp\.experts", "down_proj"])
+    model = streamed(mixture, quantize=word, skip=[r"0\.mlp\.experts", "down_proj"])
     params = {name: param for name, param in model.named_parameters() if "mlp" in name and "lora" not in name}
     streamer.unwrap(model)
     base = "base_model.model.model.layers"
@@ -357,18 +331,18 @@ def test_what_is_skipped_stays_exact(word: str, mixture: Path) -> None:
 
 
 def test_a_checkpoint_and_the_adapters(word: str, mixture: Path, tmp_path: Path) -> None:
-    model = streamed(mixture, word)
+    model = streamed(mixture, quantize=word)
     optimizer = streamer.AdamW(trained(model), lr=1e-2)
     whole_step(model, optimizer, "cpu")
     streamer.save(model, optimizer, tmp_path / "whole", step=1)
     model.save_pretrained(tmp_path / "adapters")
     expected = logits(model)
     streamer.unwrap(model)
-    again = streamed(mixture, word)
+    again = streamed(mixture, quantize=word)
     streamer.load(again, streamer.AdamW(trained(again)), tmp_path / "whole")
     assert torch.equal(logits(again), expected)
     streamer.unwrap(again)
-    base = streamer.unwrap(streamed(mixture, word, adapt=None))
+    base = streamer.unwrap(streamed(mixture, quantize=word, adapt=None))
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapters", autocast_adapter_dtype=False)
     assert torch.equal(logits(adapted), expected)
 
@@ -377,7 +351,7 @@ def test_a_whole_model_is_not_saved_by_transformers(
     word: str, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would fail halfway, or write what it cannot read. Adapters without peft's wrapper are saved."""
-    model = streamed(mixture, word, adapt=None)
+    model = streamed(mixture, quantize=word, adapt=None)
     copied = copy.deepcopy(model)
     for each in (model, copied, streamer.unwrap(model)):
         with pytest.raises(ValueError, match="for experts that are one quantized tensor: save adapters"):

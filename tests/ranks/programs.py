@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,6 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import streamer
 from streamer.backends import ranks
+from streamer.backends.base import WORKER_LANES, Lane
+from streamer.backends.thread import Delay
 from streamer.optim import clip as clip_module
 
 WIDTH, WORDS, BATCH, TIME = 64, 48, 4, 6
@@ -148,6 +152,21 @@ def arrays(tensors: Mapping[str, torch.Tensor]) -> Arrays:
     return {name: tensor.detach().float().cpu().clone().numpy() for name, tensor in tensors.items()}
 
 
+def equal(one: Arrays, other: Arrays) -> None:
+    assert one.keys() == other.keys()
+    assert not [name for name in one if not np.array_equal(one[name], other[name])]
+
+
+def differing(found: Any, expected: Any) -> list[str]:
+    """The gradients, weights and moments in which two answers of `run` differ."""
+    return [
+        name
+        for one, other in zip(found[1:], expected[1:], strict=True)
+        for name in one
+        if not np.array_equal(one[name], other[name])
+    ]
+
+
 #: How often a case goes backward before a step, its options of `wrap`, and those of `run`.
 Case = tuple[int, dict[str, Any], dict[str, Any]]
 
@@ -179,6 +198,35 @@ def train(
             **more,
         )
         for name, (backwards, options, more) in cases.items()
+    }
+
+
+@contextmanager
+def noting_disk() -> Iterator[list[dict[str, int]]]:
+    """What is on disk whenever a model is unwrapped."""
+    there: list[dict[str, int]] = []
+    unwrap = streamer.unwrap
+
+    def noting(wrapped: nn.Module) -> nn.Module:
+        there.append(dict(streamer.stats(wrapped).disk_bytes))
+        return unwrap(wrapped)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(streamer, "unwrap", noting)
+        yield there
+
+
+#: Seconds that work of a lane may be late.
+LATE = 2e-3
+
+
+def random_delays(rank: int, seed: int) -> dict[Lane, Delay]:
+    """Each lane late by other times on each rank."""
+    draw = random.Random(seed * 10 + rank)
+    return {
+        lane: partial(draw.uniform, 0, late)
+        for lane in WORKER_LANES
+        if (late := draw.choice([0.0, LATE, 2 * LATE]))
     }
 
 

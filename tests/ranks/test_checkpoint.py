@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,7 +18,7 @@ import torch.distributed as dist
 import streamer
 from streamer.checkpoint import save
 from tests.ranks.common import run_ranks
-from tests.ranks.programs import Arrays, arrays, backward, everyone, model
+from tests.ranks.programs import Arrays, arrays, backward, equal, everyone, model
 
 BF16 = {"dtype": torch.bfloat16}
 
@@ -75,11 +74,6 @@ def held(wrapped: Any, optimizer: Any) -> Arrays:
     return arrays({**moments, **masters, **wrapped.state_dict()})
 
 
-def same(one: Arrays, other: Arrays) -> None:
-    assert one.keys() == other.keys()
-    assert not [name for name in one if not np.array_equal(one[name], other[name])]
-
-
 def save_and_go_on(
     rank: int, size: int, saved: str, block: bool, machines: int | None = None
 ) -> tuple[Arrays, Arrays, Arrays]:
@@ -93,17 +87,17 @@ def test_ranks_go_on_from_a_checkpoint_to_the_bit(tmp_path: Path, *, block: bool
     saved = str(tmp_path / "saved")
     (whole, resumed, end), (second, _, other) = run_ranks(2, save_and_go_on, 2, saved, block)
     for each in (second, end, other):
-        same(each, whole)
+        equal(each, whole)
     for size in (1, 3, 4) if block else ():
         for before, _ in run_ranks(size, go, size, [], saved, None, block):
-            same(before, resumed)
+            equal(before, resumed)
     # one process that knows of no ranks, and back
     before, _ = go(0, 0, [], saved, None, block)
-    same(before, resumed)
+    equal(before, resumed)
     go(0, 0, [1], saved, str(tmp_path / "alone"), block)
     alone, _ = go(0, 0, [], str(tmp_path / "alone"), None, block)
     for before, _ in run_ranks(2, go, 2, [], str(tmp_path / "alone"), None, block):
-        same(before, alone)
+        equal(before, alone)
 
 
 def test_machines_write_a_checkpoint_once_and_all_go_on_from_it(tmp_path: Path) -> None:
@@ -111,30 +105,30 @@ def test_machines_write_a_checkpoint_once_and_all_go_on_from_it(tmp_path: Path) 
     by_rank = run_ranks(4, save_and_go_on, 4, saved, True, 2)
     whole, resumed, _ = by_rank[0]
     for end, _, end_of_resumed in by_rank:
-        same(end, whole)
-        same(end_of_resumed, whole)
+        equal(end, whole)
+        equal(end_of_resumed, whole)
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
     for size, machines in ((2, 2), (3, None)):
         for before, _ in run_ranks(size, go, size, [], saved, None, True, machines):
-            same(before, resumed)
+            equal(before, resumed)
     before, _ = go(0, 0, [], saved, None, True)
-    same(before, resumed)
+    equal(before, resumed)
 
 
 def test_machines_that_divide_the_state_save_and_load_as_others_do(tmp_path: Path) -> None:
     saved = str(tmp_path / "saved")
     first, *others = run_ranks(4, go, 4, [1, 2], None, saved, False, "aabb")
     for _, whole in others:
-        same(whole, first[1])
+        equal(whole, first[1])
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
     resumed, _ = go(0, 0, [], saved, None, True)
     for before, end in run_ranks(4, go, 4, [2], saved, None, True, "aabb"):
-        same(before, resumed)
-        same(end, first[1])
+        equal(before, resumed)
+        equal(end, first[1])
     go(0, 0, [1], saved, str(tmp_path / "alone"), True)
     alone, _ = go(0, 0, [], str(tmp_path / "alone"), None, True)
     for before, _ in run_ranks(2, go, 2, [], str(tmp_path / "alone"), None, True, "ab"):
-        same(before, alone)
+        equal(before, alone)
 
 
 def fails(rank: int, folder: str, machines: str | None = None) -> str:
@@ -273,4 +267,4 @@ def saves_beside_backward(rank: int, folder: str) -> Arrays:
 def test_a_checkpoint_is_of_one_moment_where_ranks_update_in_backward(tmp_path: Path) -> None:
     there, _ = run_ranks(2, saves_beside_backward, str(tmp_path / "saved"))
     found, _ = go(0, 0, [], str(tmp_path / "saved"), None, True)
-    same(found, there)
+    equal(found, there)

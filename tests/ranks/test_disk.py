@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Sequence
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,9 +20,10 @@ from streamer.engine.paging import across_ranks
 from streamer.engine.schedule import op as ops
 from streamer.errors import RanksError
 from streamer.memory import on_disk
+from tests.on_disk import least_of
 from tests.ranks import test_writes
 from tests.ranks.common import run_ranks
-from tests.ranks.programs import Case, arrays, backward, everyone, model, run
+from tests.ranks.programs import Case, arrays, backward, differing, equal, everyone, model, noting_disk, run
 
 #: Elements of a chunk: no fewer draw the random bits of the whole. A layer of `programs.Model` has five.
 CHUNK = 1 << 14
@@ -35,11 +33,8 @@ BACKWARD = {"update": "backward"}
 CASES: dict[str, Case] = {
     "fp32": (1, {}, {}),
     "keep": (1, {"activations": "keep", "num_slots": 3}, {}),
-    "one slot": (1, {"num_slots": 1}, {"clip": None}),
-    "micro-batches": (1, {"micro_batch_size": 2}, {}),
     "frozen parts": (1, BF16, {"frozen": True}),
     "scaler": (1, {"dtype": torch.float16}, {"scaled": True}),
-    "bf16": (1, BF16, {}),
     "bf16 moments": (1, BF16, {"state_dtype": torch.bfloat16}),
     "8-bit moments": (1, BF16, {"state_dtype": "int8"}),
     "several backwards": (2, {}, {}),
@@ -49,20 +44,15 @@ CASES: dict[str, Case] = {
     "in backward, 8-bit moments": (1, {**BACKWARD, **BF16}, {"clip": None, "state_dtype": "int8"}),
 }
 
-#: Cases in which weights are on disk too: each has a way of its own to or from them. Of one slot, lanes are
-#: late below.
-WEIGHTS_TOO = (
-    "fp32",
-    "keep",
-    "frozen parts",
-    "8-bit moments",
-    "several in bf16",
-    "in backward, 8-bit moments",
-)
-
 #: How many layers there are. Of few the weights take no more memory than the rings of two ranks, and of a few
 #: more there is still room for moments of 8 bits.
 ALL, STATE, MOST = 7, 3, 9
+#: Cases by that number. In some weights are on disk too: each has a way of its own to or from them. Of one
+#: slot, lanes are late below.
+CASES_OF = {
+    ALL: ("fp32", "keep", "frozen parts", "8-bit moments", "several in bf16", "in backward, 8-bit moments"),
+    STATE: ("fp32", "scaler", "bf16 moments", "several backwards", "several in bf16", "in backward"),
+}
 #: What sums of several gradients take besides. Moments have the room first, and go to disk then.
 SUMS = {
     ("several in bf16", ALL): 4_300_000,
@@ -93,9 +83,7 @@ def least_budget(folder: str, made: torch.nn.Module, **options: Any) -> int:
     given = {"layers": "layers", "device": "cpu", "process_group": world(), **options}
     with pytest.raises((MemoryError, RanksError)) as refused:
         streamer.wrap(made, host_memory=1, disk=disks(folder), **given)
-    least = re.search(r"host_memory needs ([0-9]+) bytes", str(refused.value))
-    assert least is not None, refused.value
-    return int(least[1])
+    return least_of(refused.value)
 
 
 def in_group(
@@ -111,42 +99,25 @@ def in_group(
     return given
 
 
-def cases_of(layers: int) -> Sequence[str]:
-    """With the state alone on disk, those that are not tried with the weights there, and two that are."""
-    if layers == ALL:
-        return WEIGHTS_TOO
-    return [name for name in CASES if name not in WEIGHTS_TOO or name in ("fp32", "several in bf16")]
-
-
 def train(rank: int, folder: str, layers: int) -> dict[str, Any]:
     """By case, what training leads to without a disk, and with one; what was on disk in the end."""
     on_disk.CHUNK_ELEMENTS = CHUNK
     found = {}
-    for number, name in enumerate(cases_of(layers)):
+    for number, name in enumerate(CASES_OF[layers]):
         backwards, options, given = CASES[name]
         if layers == ALL and name != "several in bf16":
             # a chunk that is as large as a layer is cut at the shares alone
             on_disk.CHUNK_ELEMENTS = CHUNK << (3 * (number % 2))
-        there: list[dict[str, int]] = []
         ends = []
         for where in (None, folder):
             many = MOST if given.get("state_dtype") == "int8" else layers
             shape = {"layers": many, "frozen": given.get("frozen", False)}
             among = in_group(where, options, **shape, more=SUMS.get((name, layers), 0))
             parts = [[2 * number + rank] for number in range(backwards)]
-            with pytest.MonkeyPatch.context() as patched:
-                patched.setattr(streamer, "unwrap", partial(_noting_disk, there))
+            with noting_disk() as there:
                 ends.append(run(parts, among, divisor=backwards, **given | shape))
-        found[name] = *ends, there[1]
+        found[name] = *ends, there[-1]
     return found
-
-
-def _noting_disk(there: list[dict[str, int]], wrapped: torch.nn.Module) -> torch.nn.Module:
-    there.append(dict(streamer.stats(wrapped).disk_bytes))
-    return _unwrap(wrapped)
-
-
-_unwrap = streamer.unwrap
 
 
 # all cases in one test: their ranks run once, and tests of several processes would each run them again
@@ -154,15 +125,14 @@ _unwrap = streamer.unwrap
 def test_what_is_on_disk_changes_nothing(layers: int, tmp_path: Path) -> None:
     answers = run_ranks(2, train, str(tmp_path), layers)
     assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
-    for name, of_rank in product(cases_of(layers), answers):
-        (norms, gradients, state), (norms_of_disk, gradients_of_disk, state_of_disk), there = of_rank[name]
+    for name, of_rank in product(CASES_OF[layers], answers):
+        in_memory, (norms, gradients, state), there = of_rank[name]
         assert "exp_avg" in there, name
         if (name, layers) not in SUMS:
             assert ("weights" in there) == (layers == ALL), name
-        assert norms_of_disk == norms, name
-        for one, other in ((gradients, gradients_of_disk), (state, state_of_disk)):
-            assert one.keys() == other.keys(), name
-            assert not [key for key in one if not np.array_equal(one[key], other[key])], name
+        assert norms == in_memory[0], name
+        equal(gradients, in_memory[1])
+        equal(state, in_memory[2])
 
 
 def train_late(rank: int, folder: str, delays: dict[Lane, float], agrees: bool) -> Any:
@@ -185,15 +155,6 @@ def train_late(rank: int, folder: str, delays: dict[Lane, float], agrees: bool) 
         return run([[rank]], given, divisor=1, clip=None, layers=ALL)
     except RuntimeError:
         return None
-
-
-def differing(one: Any, other: Any) -> list[str]:
-    return [
-        name
-        for mine, theirs in zip(one[1:], other[1:], strict=True)
-        for name in mine
-        if not np.array_equal(mine[name], theirs[name])
-    ]
 
 
 @pytest.mark.parametrize("lane", [Lane.DISK_READ, Lane.DISK_WRITE, Lane.HOST, Lane.COLLECTIVE])
@@ -243,7 +204,7 @@ def test_what_ranks_write_is_what_runs(tmp_path: Path) -> None:
     for of_rank in run_ranks(2, write, str(tmp_path), names):
         for name, ((losses, weights), (losses_of_disk, weights_of_disk)) in of_rank.items():
             assert losses_of_disk == losses, name
-            assert not [k for k in weights if not np.array_equal(weights[k], weights_of_disk[k])], name
+            equal(weights, weights_of_disk)
 
 
 def look(rank: int, folder: str) -> list[Any]:
@@ -279,5 +240,4 @@ def test_one_rank_alone_may_look(tmp_path: Path) -> None:
     for answers in run_ranks(2, look, str(tmp_path)):
         half = len(answers) // 2
         for one, other in zip(answers[:half], answers[half:], strict=True):
-            assert one.keys() == other.keys()
-            assert not [name for name in one if not np.array_equal(one[name], other[name])]
+            equal(one, other)

@@ -8,11 +8,9 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,13 +19,13 @@ import streamer
 from streamer.backends.direct_io import System
 from streamer.engine.wrapped.handle import wrapped
 from streamer.memory import on_disk
+from tests.on_disk import least_of
 from tests.ranks import test_disk
 from tests.ranks import test_disk_use as use
 from tests.ranks.common import run_ranks
-from tests.ranks.programs import Arrays, arrays, backward, model, run
-from tests.ranks.test_checkpoint import held, same
+from tests.ranks.programs import Arrays, arrays, backward, equal, model, noting_disk, run
+from tests.ranks.test_checkpoint import held
 from tests.ranks.test_disk import ALL, BF16, CASES, CHUNK, MOST, STATE, disks, in_group
-from tests.ranks.test_equal import equal
 
 #: How many layers there are, beside `ALL` and `STATE`: so many are more than the rings of one rank take.
 MORE = 4
@@ -62,24 +60,14 @@ def train(rank: int, folder: str, name: str) -> dict[str, Any]:
     found = {}
     for case, layers in cases.items():
         backwards, options, given = CASES[case]
-        there: list[dict[str, int]] = []
         ends = []
         for where in (None, folder):
             among = in_group(where, options, layers=layers)
             parts = [[size * number + rank] for number in range(backwards)]
-            with pytest.MonkeyPatch.context() as patched:
-                patched.setattr(streamer, "unwrap", partial(_noting_disk, there))
+            with noting_disk() as there:
                 ends.append(run(parts, among, divisor=backwards, layers=layers, **given))
-        found[case] = *ends, there[1]
+        found[case] = *ends, there[-1]
     return found
-
-
-def _noting_disk(there: list[dict[str, int]], made: torch.nn.Module) -> torch.nn.Module:
-    there.append(dict(streamer.stats(made).disk_bytes))
-    return _unwrap(made)
-
-
-_unwrap = streamer.unwrap
 
 
 # all cases in one test: their ranks run once, and tests of several processes would each run them again
@@ -121,7 +109,7 @@ def move(rank: int, folder: str) -> list[tuple[list[bool], Arrays]]:
 def test_moments_that_machines_divide_make_room_for_sums(tmp_path: Path) -> None:
     for (_, in_memory), (are_there, there) in run_ranks(2, on_machines, "ab", move, str(tmp_path)):
         assert are_there == [False, True]
-        same(there, in_memory)
+        equal(there, in_memory)
 
 
 def begin(rank: int, folder: str) -> list[Arrays]:
@@ -155,7 +143,7 @@ def test_what_is_written_is_written_to_the_disk_of_each_machine(
     for of_rank in run_ranks(2, on_machines, machines, test_disk.write, str(tmp_path), names, MORE):
         for name, ((losses, weights), (losses_of_disk, weights_of_disk)) in of_rank.items():
             assert losses_of_disk == losses, name
-            assert not [k for k in weights if not np.array_equal(weights[k], weights_of_disk[k])], name
+            equal(weights, weights_of_disk)
 
 
 def adapters(rank: int, folder: str, path: str) -> list[Arrays]:
@@ -165,7 +153,7 @@ def adapters(rank: int, folder: str, path: str) -> list[Arrays]:
 def test_a_base_is_read_from_its_files_on_each_machine(tmp_path: Path) -> None:
     path = str(tmp_path / "base.safetensors")
     for in_memory, from_files in run_ranks(2, on_machines, "ab", adapters, str(tmp_path), path):
-        same(from_files, in_memory)
+        equal(from_files, in_memory)
 
 
 def save_and_go_on(rank: int, folder: str, saved: str) -> list[tuple[Arrays, Arrays]]:
@@ -180,11 +168,11 @@ def test_a_checkpoint_does_not_know_the_disks_of_machines(tmp_path: Path) -> Non
     by_rank = run_ranks(2, on_machines, "ab", save_and_go_on, str(tmp_path), saved)
     (_, whole), (resumed, _) = by_rank[0]
     for _, end in (end for ends in by_rank for end in ends):
-        same(end, whole)
+        equal(end, whole)
     for before, _ in run_ranks(2, on_machines, 2, use.go, str(tmp_path), [], saved, None, True):
-        same(before, resumed)
+        equal(before, resumed)
     alone, _ = use.go(0, None, [], saved, None, True)
-    same(alone, resumed)
+    equal(alone, resumed)
 
 
 CPU = replace(use.CPU, ranks=1, machines=2)
@@ -222,9 +210,7 @@ def on_disk_of_one(options: dict[str, Any], folder: str) -> dict[str, int]:
     machine = replace(CPU, machines=1)
     with pytest.raises(MemoryError) as refused:
         use.planned_on(machine, options, 1, folder)
-    least = re.search(r"host_memory needs ([0-9]+) bytes", str(refused.value))
-    assert least is not None
-    made, *_ = use.planned_on(machine, options, int(least[1]), folder)
+    made, *_ = use.planned_on(machine, options, least_of(refused.value), folder)
     return dict(wrapped(made).executor.disk_bytes())
 
 

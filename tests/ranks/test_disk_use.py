@@ -14,7 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,8 +29,8 @@ from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import Machine
 from tests.pretrained import test_in_place as in_place
 from tests.ranks.common import run_ranks
-from tests.ranks.programs import Arrays, backward, model
-from tests.ranks.test_checkpoint import held, same
+from tests.ranks.programs import Arrays, backward, equal, model
+from tests.ranks.test_checkpoint import held
 from tests.ranks.test_disk import ALL, BF16, CHUNK, STATE, disks, in_group, world
 
 
@@ -90,19 +89,19 @@ def test_checkpoints_know_neither_ranks_nor_disks(tmp_path: Path, *, block: bool
     by_rank = run_ranks(2, save_and_go_on, folder, saved, block)
     (_, whole), (resumed, _), *_ = by_rank[0]
     for _, end in (end for ends in by_rank for end in ends):
-        same(end, whole)
+        equal(end, whole)
     if not block:
         return
     for size in (1, 3):
         for before, _ in run_ranks(size, go, folder, [], saved, None, block):
-            same(before, resumed)
+            equal(before, resumed)
     # of a run without ranks, and without a disk
     alone, _ = go(0, None, [], saved, None, block)
-    same(alone, resumed)
+    equal(alone, resumed)
     go(0, None, [1], saved, str(tmp_path / "alone"), True)
     alone, _ = go(0, None, [], str(tmp_path / "alone"), None, block)
     for before, _ in run_ranks(2, go, folder, [], str(tmp_path / "alone"), None, block):
-        same(before, alone)
+        equal(before, alone)
 
 
 CPU = Machine("cpu", 1e12, 1e10, 1e10, 1e10, 1 << 40, 1 << 40, kind="cpu", ranks=2)
@@ -242,8 +241,7 @@ def test_a_base_is_read_from_its_files_by_all(options: dict[str, Any], tmp_path:
     path = str(tmp_path / "base.safetensors")
     in_memory = run_ranks(2, adapters, path, False, options)
     for mine, theirs in zip(run_ranks(2, adapters, path, True, options), in_memory, strict=True):
-        assert mine.keys() == theirs.keys()
-        assert not [name for name in mine if not np.array_equal(mine[name], theirs[name])]
+        equal(mine, theirs)
 
 
 def ends(rank: int, name: str, folder: str) -> tuple[str, float]:

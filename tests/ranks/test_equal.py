@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import math
-import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
-import streamer
 from tests.ranks.common import run_ranks
-from tests.ranks.programs import Arrays, Case, arrays, backward, model, train, train_alone
+from tests.ranks.programs import Arrays, Case, equal, train, train_alone
 
 BF16 = {"dtype": torch.bfloat16}
 
@@ -36,12 +32,6 @@ IN_BACKWARD: dict[str, Case] = {
 }
 #: Several backwards are added up in another order than one process's.
 SEVERAL: dict[str, Case] = {"several backwards": (3, {}, {}), "several in bf16": (3, BF16, {})}
-
-
-def equal(one: Arrays, other: Arrays) -> None:
-    assert one.keys() == other.keys()
-    differing = [name for name in one if not np.array_equal(one[name], other[name])]
-    assert not differing
 
 
 def close(one: Arrays, other: Arrays, tolerance: float) -> None:
@@ -92,40 +82,3 @@ def ranks_agree_and_have_the_gradient_of_one_process(found: list[dict[str, Any]]
         assert found_norms == first[0]
         equal(found_gradients, first[1])
         equal(found_state, first[2])
-
-
-def skipping(rank: int) -> list[tuple[Arrays, int]]:
-    """In the second step one rank's gradient of one layer is not a number: the weights, and steps skipped."""
-    found = []
-    for update in ("step", "backward"):
-        made = streamer.wrap(
-            model(), layers="layers", device="cpu", update=update, process_group=dist.group.WORLD
-        )
-        optimizer = streamer.AdamW(made.parameters(), lr=1e-2)
-        for step in range(3):
-            if step == 1:
-                hook = made.layers[1].down.weight.register_hook(lambda g: g * (math.nan if rank else 1.0))
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                backward(made, step, rank, 1, None)
-                optimizer.step()
-            optimizer.zero_grad()
-            if step == 1:
-                hook.remove()
-        streamer.synchronize(made)
-        steps = {f"{name} step": optimizer.state[param]["step"] for name, param in made.named_parameters()}
-        skipped = streamer.stats(made).skipped_steps
-        found.append((arrays({**steps, **streamer.unwrap(made).state_dict()}), skipped))
-    return found
-
-
-def test_ranks_skip_a_step_together() -> None:
-    one, other = run_ranks(2, skipping)
-    for (mine, skipped), (theirs, skipped_there) in zip(one, other, strict=True):
-        assert skipped == skipped_there == 1
-        equal(mine, theirs)
-        assert all(np.isfinite(values).all() for values in mine.values())
-    in_step, in_backward = (steps for steps, _ in one)
-    assert in_step["layers.1.down.weight step"] == in_step["layers.0.down.weight step"] == 2
-    # where layers are updated in backward, the others are not held back
-    assert in_backward["layers.1.down.weight step"] == 2 < in_backward["layers.2.down.weight step"]

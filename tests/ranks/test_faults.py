@@ -230,8 +230,13 @@ TOLD = {
 }
 
 
-@pytest.mark.parametrize("machines", [None, 2])
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    ("name", "machines"),
+    [
+        *[(name, None) for name in PROGRAMS],
+        *[(name, 2) for name in PROGRAMS if name != "without_group"],
+    ],
+)
 def test_ranks_are_told_what_is_wrong(name: str, machines: int | None) -> None:
     began = time.monotonic()
     answers = run_ranks(2, told, name, machines, timeout=timeout(machines), may_end=True)

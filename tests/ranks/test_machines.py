@@ -26,25 +26,21 @@ from streamer.engine.wrapped.handle import wrapped
 from streamer.errors import RanksError
 from streamer.model import move_in
 from tests.ranks.common import run_ranks
-from tests.ranks.programs import Arrays, Case, arrays, backward, everyone, model, train, train_alone
-from tests.ranks.test_equal import CASES, IN_BACKWARD, SEVERAL, close, equal
+from tests.ranks.programs import Arrays, Case, arrays, backward, equal, everyone, model, train, train_alone
+from tests.ranks.test_equal import CASES, IN_BACKWARD, SEVERAL, close
 
 ALL: dict[str, Case] = {**CASES, **SEVERAL, **IN_BACKWARD}
-#: What a layer does on its rank's device is as in a group, and so is a step without clipping, as in backward.
-OF_DEVICES = ("keep", "offloaded inputs", "micro-batches", "without clipping")
-#: Machines, the ranks of each, and what they are tried with. One machine does what a group of its ranks does;
-#: both ways meet in 2x2, where what each does alone has been tried.
+#: Machines, the ranks of each, and what they are tried with. What a layer does on its rank's device is as in
+#: a group, and so is a step without clipping, as in backward. One machine does what a group of its ranks
+#: does; both ways meet in 2x2, where what each does alone has been tried.
 MESHES = {
-    "2x1": (2, 1, [name for name in ALL if name not in OF_DEVICES]),
-    "1x2": (1, 2, ["plain", "8-bit moments", "in backward, bf16"]),
-    "2x2": (
+    "2x1": (
         2,
-        2,
-        [
-            *("plain", "micro-batches", "frozen parts", "8-bit moments"),
-            *("several in bf16", "in backward", "in backward, bf16"),
-        ],
+        1,
+        ["plain", "frozen parts", "scaler", "bf16 moments", "several in bf16", "in backward"],
     ),
+    "1x2": (1, 2, ["plain", "8-bit moments", "in backward, bf16"]),
+    "2x2": (2, 2, ["plain", "8-bit moments", "several in bf16", "in backward, bf16"]),
 }
 #: A mesh, where as many ranks of a group are whose machines divide the state, and what is trained by both.
 DIVIDED = {
@@ -129,7 +125,7 @@ def test_all_machines_begin_with_the_values_of_the_first_rank(
         equal(found_state, arrays(model().state_dict()))
 
 
-def skipping(rank: int, update: str, machines: int | str) -> tuple[Arrays, int]:
+def skipping(rank: int, update: str, machines: int | str | None) -> tuple[Arrays, int]:
     """In the second step one element of the last rank's gradient of one layer is not a number."""
     made = streamer.wrap(
         model(), layers="layers", device="cpu", update=update, process_group=everyone(machines)
@@ -153,11 +149,16 @@ def skipping(rank: int, update: str, machines: int | str) -> tuple[Arrays, int]:
     return arrays({**steps, **streamer.unwrap(made).state_dict()}), skipped
 
 
-@pytest.mark.parametrize(("update", "machines"), [("step", 2), ("backward", 2), ("backward", "aabb")])
-def test_machines_skip_a_step_together(update: str, machines: int | str) -> None:
-    (first, skipped), *others = run_ranks(4, skipping, update, machines)
+@pytest.mark.parametrize(
+    ("update", "size", "machines"),
+    [("step", 2, None), ("backward", 2, None), ("step", 4, 2), ("backward", 4, 2), ("backward", 4, "aabb")],
+)
+def test_ranks_and_machines_skip_a_step_together(update: str, size: int, machines: int | str | None) -> None:
+    (first, skipped), *others = run_ranks(size, skipping, update, machines)
     assert skipped == 1
-    assert first["layers.1.down.weight step"] == 2
+    # where layers are updated in backward, the others are not held back
+    expected = {0: 2, 1: 2, 2: 2} if update == "step" else {1: 2, 2: 3}
+    assert {layer: first[f"layers.{layer}.down.weight step"] for layer in expected} == expected
     assert all(np.isfinite(value).all() for value in first.values())
     for state, skipped_there in others:
         assert skipped_there == 1

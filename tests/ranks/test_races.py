@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from functools import cache
 
-import numpy as np
 import pytest
 
-from streamer.backends.base import WORKER_LANES, Lane
-from streamer.backends.thread import ThreadBackend
+from streamer.backends.base import Lane
+from streamer.backends.thread import Delay, ThreadBackend
 from streamer.engine.paging.across_ranks import AcrossRanks
 from tests.ranks.common import run_ranks
-from tests.ranks.programs import CASE_OF_RACES, Arrays, everyone, run, train_alone
-
-#: Seconds that work of a lane may be late.
-LATE = 2e-3
+from tests.ranks.programs import (
+    CASE_OF_RACES,
+    LATE,
+    Arrays,
+    differing,
+    everyone,
+    random_delays,
+    run,
+    train_alone,
+)
 
 
 def train_late(rank: int, seed: int, machines: int | None) -> tuple[list[float], Arrays, Arrays]:
     """Train with slots that are poisoned, each lane late by other times on each rank."""
-    draw = random.Random(seed * 10 + rank)
-    delays = {
-        lane: partial(draw.uniform, 0, late)
-        for lane in WORKER_LANES
-        if (late := draw.choice([0.0, LATE, 2 * LATE]))
-    }
-    return train_with(rank, delays, machines)
+    return train_with(rank, random_delays(rank, seed), machines)
 
 
 def train_with(
-    rank: int, delays: dict[Lane, Callable[[], float]], machines: int | None = None
+    rank: int, delays: dict[Lane, Delay], machines: int | None = None
 ) -> tuple[list[float], Arrays, Arrays]:
     backend = ThreadBackend(delays=delays, poison=True)
     _, options, more = CASE_OF_RACES
@@ -50,25 +46,20 @@ def train_without(rank: int, what: str) -> tuple[list[float], Arrays, Arrays] | 
         return None
 
 
-def differing(found: Any, expected: Any) -> list[str]:
-    return [
-        name
-        for one, other in zip(found[1:], expected[1:], strict=True)
-        for name in one
-        if not np.array_equal(one[name], other[name])
-    ]
+@cache
+def one_process() -> tuple[list[float], Arrays, Arrays]:
+    return train_alone(2, CASE_OF_RACES)
 
 
-@pytest.mark.parametrize("machines", [None, 2])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("seed", "machines"), [(0, None), (1, None), (2, None), (2, 2)])
 def test_ranks_that_are_late_compute_the_same(seed: int, machines: int | None) -> None:
-    expected = train_alone(2, CASE_OF_RACES)
+    expected = one_process()
     for found in run_ranks(2, train_late, seed, machines):
         assert not differing(found, expected)
 
 
 @pytest.mark.parametrize("without", ["after_update", "_average"])
 def test_without_what_they_wait_for_they_do_not(without: str) -> None:
-    expected = train_alone(2, CASE_OF_RACES)
+    expected = one_process()
     answers = run_ranks(2, train_without, without, timeout=10.0)
     assert any(found is None or differing(found, expected) for found in answers)

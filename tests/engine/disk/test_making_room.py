@@ -19,7 +19,7 @@ from streamer.backends.thread import ThreadBackend
 from streamer.engine.wrapped.handle import wrapped
 from streamer.errors import DiskError
 from tests.checkpoint.test_checkpoint import slowed
-from tests.on_disk import VOCAB, Model, copied, disks, loss_of, small_chunks
+from tests.on_disk import VOCAB, Model, adamw, disks, end_of, loss_of, small_chunks
 from tests.reference import assert_equal
 
 __all__ = ["small_chunks"]
@@ -58,14 +58,6 @@ def budget_for(state_dtype: Any, **options: Any) -> int:
     return max(once + 40_000, twice - moments // 2)
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    named = dict(model.named_parameters())
-    return {
-        "weights": copied({name: param.data for name, param in named.items()}),
-        "state": {name: copied(dict(optimizer.state[param])) for name, param in named.items()},
-    }
-
-
 def accumulates(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> list[float]:
     losses = []
     for part in range(1 + number % 3):
@@ -79,7 +71,7 @@ def accumulates(model: nn.Module, optimizer: torch.optim.Optimizer, number: int)
 
 
 def run(model: nn.Module, state_dtype: Any, budget: int | None = None) -> dict[str, Any]:
-    optimizer = streamer.AdamW(model.parameters(), lr=1e-2, state_dtype=state_dtype)
+    optimizer = adamw(model, state_dtype)
     losses = []
     for number in range(5):
         losses.append(accumulates(model, optimizer, number))
@@ -88,11 +80,14 @@ def run(model: nn.Module, state_dtype: Any, budget: int | None = None) -> dict[s
             # a view of memory, or a copy, of what is in either place
             param = next(model.parameters())
             optimizer.state[param]["exp_avg"] = optimizer.state[param]["exp_avg"].clone()
-    return {"losses": losses, **state_of(model, optimizer)}
+    return {"losses": losses, **end_of(model, optimizer)}
 
 
-@pytest.mark.parametrize("state_dtype", [FP32, BF16, "int8"], ids=str)
-@pytest.mark.parametrize("options", [{}, {"activations": "recompute+offload", "grad_dtype": None}], ids=str)
+@pytest.mark.parametrize(
+    ("options", "state_dtype"),
+    [({}, FP32), ({}, "int8"), ({"activations": "recompute+offload", "grad_dtype": None}, BF16)],
+    ids=str,
+)
 def test_accumulation_takes_the_room_of_moments(
     tmp_path: Path, state_dtype: Any, options: dict[str, Any]
 ) -> None:
@@ -112,15 +107,15 @@ def test_accumulation_takes_the_room_of_moments(
 
 def test_with_all_moments_on_disk_what_is_short_is_said(tmp_path: Path) -> None:
     model = wrap(tmp_path, budget_for("int8"))
-    optimizer = streamer.AdamW(model.parameters(), lr=1e-2, state_dtype="int8")
+    optimizer = adamw(model, "int8")
     executor = wrapped(model).executor
     executor.host_limit = held(model) + 1000
-    before = state_of(model, optimizer)
+    before = end_of(model, optimizer)
     loss_of(model, 0).backward()
     with pytest.raises(MemoryError, match="a second backward before the step .* wrap with grad_dtype=None"):
         loss_of(model, 1).backward()
     assert not executor.disk_bytes(), "nothing goes where that does not help"
-    assert_equal(state_of(model, optimizer), before)
+    assert_equal(end_of(model, optimizer), before)
     streamer.unwrap(model)
 
 
@@ -128,7 +123,7 @@ def test_updates_that_are_running_are_waited_for(tmp_path: Path) -> None:
     """A larger batch than before has larger inputs to keep, while the layers behind it are updated."""
 
     def losses(model: nn.Module, budget: int | None) -> dict[str, Any]:
-        optimizer = streamer.AdamW(model.parameters(), lr=1e-2)
+        optimizer = adamw(model)
         executor = wrapped(model).executor
         for number, size in enumerate((1, 1, 64, 64)):
             if budget is not None and size == 64:
@@ -137,7 +132,7 @@ def test_updates_that_are_running_are_waited_for(tmp_path: Path) -> None:
             model(tokens).float().square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        return state_of(model, optimizer)
+        return end_of(model, optimizer)
 
     options = {"activations": "recompute+offload"}
     plain = streamer.wrap(Model(), device="cpu", **OPTIONS | options)
@@ -156,7 +151,7 @@ def test_a_checkpoint_that_is_being_written_has_what_it_had(
     slowed(monkeypatch, 0.1)
     budget = budget_for(FP32)
     model = wrap(tmp_path, budget)
-    optimizer = streamer.AdamW(model.parameters(), lr=1e-2)
+    optimizer = adamw(model)
     accumulates(model, optimizer, 0)
     saving = streamer.save(model, optimizer, tmp_path / "checkpoint", step=1, block=False)
     expected = [accumulates(model, optimizer, number) for number in (1, 2)]
@@ -184,16 +179,16 @@ def test_a_disk_that_cannot_take_them_leaves_them_in_memory(tmp_path: Path, call
     system = System(**{call: failing(getattr(System(), call))})
     budget = budget_for(FP32)
     model = wrap(tmp_path, budget, disk=disks(tmp_path, system=system))
-    optimizer = streamer.AdamW(model.parameters(), lr=1e-2)
+    optimizer = adamw(model)
     accumulates(model, optimizer, 0)
-    before, fails = state_of(model, optimizer), True
+    before, fails = end_of(model, optimizer), True
     loss_of(model, 7).backward()
     with pytest.raises(DiskError, match=r"disk=.* (has no room|failed)"):
         loss_of(model, 8).backward()
     fails = False
     assert not wrapped(model).executor.disk_bytes()
     assert not any(shard.uses_disk for shard in wrapped(model).executor.store.shards)
-    assert_equal(state_of(model, optimizer), before)
+    assert_equal(end_of(model, optimizer), before)
     optimizer.zero_grad()
     accumulates(model, optimizer, 1)
     assert wrapped(model).executor.disk_bytes()
@@ -202,7 +197,7 @@ def test_a_disk_that_cannot_take_them_leaves_them_in_memory(tmp_path: Path, call
 
 def test_a_write_into_what_has_gone_to_disk_is_refused(tmp_path: Path) -> None:
     model = wrap(tmp_path, budget_for(FP32))
-    optimizer = streamer.AdamW(model.parameters(), lr=1e-2)
+    optimizer = adamw(model)
     accumulates(model, optimizer, 0)
     param = [*model.parameters()][-4]
     shown = optimizer.state[param]["exp_avg"]

@@ -17,7 +17,7 @@ from streamer.backends.base import Lane
 from streamer.backends.thread import Delay, ThreadBackend
 from streamer.engine.schedule.hazards import Hazards
 from streamer.engine.wrapped.handle import wrapped
-from tests.on_disk import Model, copied, disks, least_budget, loss_of, small_chunks
+from tests.on_disk import Model, a_step, adamw, disks, end_of, least_budget, small_chunks
 from tests.reference import assert_equal, random_delays
 
 __all__ = ["small_chunks"]
@@ -33,31 +33,17 @@ def least(update: str) -> int:
 
 def trained(
     update: str, state_dtype: str, folder: Path | None = None, delays: dict[Lane, Delay] | None = None
-) -> list[dict[str, torch.Tensor]]:
+) -> dict[str, Any]:
     """Losses, weights and moments; with a ``folder`` most of the state is on disk, in poisoned buffers."""
     options: dict[str, Any] = {} if folder is None else {"host_memory": least(update), "disk": disks(folder)}
     options |= {"layers": "layers", "dtype": torch.bfloat16, "update": update}
     model = Model()
     streamer.wrap(model, backend=ThreadBackend(delays=delays, poison=True), **options)
     try:
-        optimizer = streamer.AdamW(model.parameters(), lr=1e-2, state_dtype=state_dtype)
+        optimizer = adamw(model, state_dtype)
         assert folder is None or wrapped(model).executor.disk_bytes()
-        losses = {}
-        for step in range(STEPS):
-            loss = loss_of(model, step)
-            loss.backward()
-            if update == "step":
-                streamer.clip_grad_norm_(model, 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[str(step)] = loss.detach()
-        params = dict(model.named_parameters())
-        state = {
-            f"{name} {key}": value
-            for name, param in params.items()
-            for key, value in optimizer.state[param].items()
-        }
-        return [copied(losses), copied({name: param.data for name, param in params.items()}), copied(state)]
+        losses = [a_step(model, optimizer, step) for step in range(STEPS)]
+        return {"losses": losses, **end_of(model, optimizer)}
     finally:
         with warnings.catch_warnings(record=True):  # of what was lost
             warnings.simplefilter("always")
@@ -72,7 +58,7 @@ def always(seconds: float) -> Delay:
     return lambda: seconds
 
 
-@pytest.mark.parametrize("lanes", [(lane,) for lane in (*DISK, Lane.HOST)] + [DISK], ids=str)
+@pytest.mark.parametrize("lanes", [(lane,) for lane in (*DISK, Lane.HOST, Lane.H2D)] + [DISK], ids=str)
 @pytest.mark.parametrize(("update", "state_dtype"), [("step", "float32"), ("backward", "bfloat16")])
 def test_a_slow_lane_changes_nothing(
     tmp_path: Path, lanes: tuple[Lane, ...], update: str, state_dtype: str
@@ -81,7 +67,7 @@ def test_a_slow_lane_changes_nothing(
     assert_equal(trained(update, state_dtype, tmp_path, delays), undisturbed(update, state_dtype))
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(6))
 def test_random_delays_change_nothing(tmp_path: Path, seed: int) -> None:
     update = ("step", "backward")[seed % 2]
     state_dtype = ("float32", "bfloat16", "int8")[seed % 3]

@@ -22,52 +22,16 @@ import streamer
 from streamer.backends.direct_io import System
 from streamer.engine.wrapped.handle import wrapped
 from streamer.errors import DiskError
-from tests.on_disk import Model, copied, disks, loss_of, small_chunks
+from tests.on_disk import Faults, Model, a_step, adamw, disks, end_of, loss_of, small_chunks
 from tests.reference import assert_equal
 
 __all__ = ["small_chunks"]
 
-STEPS = 6
+STEPS = 4
 #: The step before which a checkpoint is written.
 SAVED = 2
 #: Room for the ring and for the state of a layer or two, but no more.
 BUDGET = {"step": 2_000_000, "backward": 1_700_000}
-
-
-class Faults:
-    """The calls of the system that move bytes: ``number`` of them later, in one direction or both, one fails
-    with ``error``, and with ``for_good`` all after it."""
-
-    def __init__(self) -> None:
-        self.left = -1
-        self.verbs: tuple[str, ...] = ()
-        self.error = 0
-        self.for_good = False
-        self.raised = 0
-        self._lock = threading.Lock()
-
-    def arm(self, number: int, verbs: Sequence[str], error: int, *, for_good: bool = False) -> None:
-        self.left, self.verbs, self.error, self.for_good = number, tuple(verbs), error, for_good
-
-    def disarm(self) -> None:
-        self.left = -1
-
-    def system(self) -> System:
-        return System(
-            preadv=partial(self._call, "reading", os.preadv),
-            pwritev=partial(self._call, "writing", os.pwritev),
-        )
-
-    def _call(self, verb: str, call: Callable[..., int], *args: Any) -> int:
-        with self._lock:
-            if self.left >= 0 and verb in self.verbs:
-                if self.left == 0:
-                    self.raised += 1
-                    if not self.for_good:
-                        self.left = -1
-                    raise OSError(self.error, os.strerror(self.error))
-                self.left -= 1
-        return call(*args)
 
 
 def wrap(
@@ -77,27 +41,6 @@ def wrap(
         options |= {"host_memory": BUDGET[update], "disk": disks(folder, 2, system=system or System())}
     dtype = torch.bfloat16
     return streamer.wrap(Model(), layers="layers", device="cpu", dtype=dtype, update=update, **options)
-
-
-def adamw(model: nn.Module, state_dtype: torch.dtype | str = torch.float32) -> streamer.AdamW:
-    return streamer.AdamW(model.parameters(), lr=1e-2, state_dtype=state_dtype)
-
-
-def a_step(model: nn.Module, optimizer: streamer.AdamW, number: int) -> float:
-    loss = loss_of(model, number)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
-
-
-def end_of(model: nn.Module, optimizer: streamer.AdamW) -> dict[str, Any]:
-    streamer.synchronize(model)
-    named = dict(model.named_parameters())
-    return {
-        "masters": copied(dict(copy.deepcopy(model).named_parameters())),
-        "state": {name: copied(dict(optimizer.state[param])) for name, param in named.items()},
-    }
 
 
 @cache
@@ -156,24 +99,25 @@ def test_short_transfers_and_interruptions_change_nothing(tmp_path: Path) -> Non
     streamer.unwrap(model)
 
 
-#: What fails: which transfer after the checkpoint, in which direction, and how.
+UPDATES = ("step", "backward")
+#: What fails: which transfer after the checkpoint, in which direction, and how; and when updates are made.
 FAULTS = [
-    (0, "reading", errno.EIO),
-    (0, "writing", errno.ENOSPC),
-    (1, "writing", errno.EIO),
+    *[(0, "reading", errno.EIO, update) for update in UPDATES],
+    *[(0, "writing", errno.ENOSPC, update) for update in UPDATES],
+    *[(1, "writing", errno.EIO, update) for update in UPDATES],
     *[
         (
-            random.Random(seed).randrange(60),
+            random.Random(seed).randrange(24),
             ("reading", "writing")[seed % 2],
             (errno.EIO, errno.ENOSPC)[seed % 3 % 2],
+            UPDATES[seed // 2 % 2],
         )
         for seed in range(8)
     ],
 ]
 
 
-@pytest.mark.parametrize("update", ["step", "backward"])
-@pytest.mark.parametrize(("number", "verb", "error"), FAULTS)
+@pytest.mark.parametrize(("number", "verb", "error", "update"), FAULTS)
 def test_a_transfer_that_fails_is_one_error_and_the_checkpoint_goes_on(
     tmp_path: Path, number: int, verb: str, error: int, update: str
 ) -> None:
@@ -202,8 +146,8 @@ def test_a_transfer_that_fails_is_one_error_and_the_checkpoint_goes_on(
     streamer.unwrap(model)
 
 
-@pytest.mark.parametrize("update", ["step", "backward"])
-@pytest.mark.parametrize("number", [0, 7, 30])
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("number", [0, 7, 14])
 def test_a_disk_that_is_gone(tmp_path: Path, number: int, update: str) -> None:
     faults = Faults()
     model = wrap(tmp_path, update, faults.system())

@@ -9,6 +9,7 @@ import re
 import threading
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from streamer.errors import DiskError
 from streamer.memory.on_disk import RING, WEIGHT_BUFFERS
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import CPU, Machine
-from tests.on_disk import Model, copied, disks, least_budget, loss_of, small_chunks
+from tests.on_disk import Model, a_step, adamw, copied, disks, end_of, least_budget, loss_of, small_chunks
 from tests.reference import assert_equal
 
 __all__ = ["small_chunks"]
@@ -51,28 +52,6 @@ def wrap(folder: Path | None, room: int = 0, model: nn.Module | None = None, **o
     if "backend" not in options:
         options["device"] = "cpu"
     return streamer.wrap(model or Model(), **(OPTIONS | options))
-
-
-def adamw(model: nn.Module, state_dtype: torch.dtype | str = FP32) -> streamer.AdamW:
-    return streamer.AdamW(model.parameters(), lr=1e-2, state_dtype=state_dtype)
-
-
-def a_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float:
-    loss = loss_of(model, number)
-    loss.backward()
-    streamer.clip_grad_norm_(model, 0.5)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
-
-
-def end_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    named = dict(model.named_parameters())
-    return {
-        "weights": copied({name: param.data for name, param in named.items()}),
-        "masters": copied(dict(copy.deepcopy(model).named_parameters())),
-        "state": {name: copied(dict(optimizer.state[param])) for name, param in named.items()},
-    }
 
 
 def results(folder: Path | None, run: Callable[[nn.Module, Path | None], Any], **options: Any) -> Any:
@@ -205,22 +184,22 @@ def is_unwrapped_in_mid_update(model: nn.Module, folder: Path | None) -> Any:
     return copied(dict(plain.named_parameters()))
 
 
+results_in_memory = cache(partial(results, None))
+
+
 @pytest.mark.parametrize(
-    "run",
+    ("run", "room"),
     [
-        writes_weights,
-        writes_state,
-        other_moments,
-        clips_by_hand,
-        is_trained_by_pytorch,
-        is_unwrapped_in_mid_update,
+        *[(run, room) for run in (writes_weights, writes_state, other_moments) for room in (0, 400_000)],
+        (clips_by_hand, 0),
+        (is_trained_by_pytorch, 0),
+        (is_unwrapped_in_mid_update, 0),
     ],
 )
-@pytest.mark.parametrize("room", [0, 400_000])
 def test_what_a_user_does_has_the_same_result(
     tmp_path: Path, run: Callable[[nn.Module, Path | None], Any], room: int
 ) -> None:
-    expected = results(None, run)
+    expected = results_in_memory(run)
     slow = {Lane.DISK_WRITE: lambda: 0.003}
     assert_equal(results(tmp_path, run, room=room, backend=ThreadBackend(delays=slow, poison=True)), expected)
 
@@ -276,10 +255,18 @@ class Matrices(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("update", ["step", "backward"])
-@pytest.mark.parametrize("weights", [False, True], ids=["state on disk", "weights too"])
+# every two of the three meet
 @pytest.mark.parametrize(
-    ("state_dtype", "per_parameter"), [(FP32, 20), (BF16, 12), ("int8", 8 + 1 / 16)], ids=str
+    ("state_dtype", "per_parameter", "weights", "update"),
+    [
+        (FP32, 20, False, "step"),
+        (FP32, 20, True, "backward"),
+        (BF16, 12, True, "step"),
+        (BF16, 12, False, "backward"),
+        ("int8", 8 + 1 / 16, False, "step"),
+        ("int8", 8 + 1 / 16, True, "backward"),
+    ],
+    ids=str,
 )
 def test_a_step_moves_as_many_bytes_as_the_disk_holds(
     tmp_path: Path,
@@ -289,7 +276,8 @@ def test_a_step_moves_as_many_bytes_as_the_disk_holds(
     weights: bool,
     update: str,
 ) -> None:
-    """State is read and written once. Weights are read for forward and for backward and written once."""
+    """State is read and written once. Weights are read for forward and for backward and written once. The
+    ops say so, too."""
     # scales of so many elements are a page
     monkeypatch.setattr("streamer.memory.on_disk.CHUNK_ELEMENTS", 1 << 18)
     counting = Counting(tmp_path)
@@ -310,7 +298,7 @@ def test_a_step_moves_as_many_bytes_as_the_disk_holds(
     of_weights = held.pop("weights", 0)
     assert of_weights == (2 * params if weights else 0)
     assert 2 * sum(held.values()) == per_parameter * params
-    before = counting.moved()
+    before, ran = counting.moved(), len(executor.issuer.trace.records())
     for number in range(4):
         x = torch.randn(2, 4096, generator=torch.Generator().manual_seed(number)).to(BF16)
         model(x).square().mean().backward()
@@ -321,6 +309,13 @@ def test_a_step_moves_as_many_bytes_as_the_disk_holds(
         read, written = (after - earlier for after, earlier in zip(now, before, strict=True))
         before = now
         assert written == sum(held.values()) + of_weights
+        records = executor.issuer.trace.records()
+        said = Counter[Lane]()
+        for record in records[ran:]:
+            said[record.op.lane] += record.op.nbytes
+        ran = len(records)
+        assert said[Lane.DISK_WRITE] == written
+        assert said[Lane.DISK_READ] == read or not number
         # what was never written is not read; remainders were, by `wrap`
         brought = read - (sum(held.values()) if number else held["remainders"])
         # Each layer is read twice but for those that are in the ring when a pass begins: what the pass before
@@ -381,6 +376,7 @@ def test_host_memory_stays_within_the_budget_and_nothing_is_left(tmp_path: Path)
         ring = executor.host_bytes()["ring of state on disk"]
         assert most <= limit - ring
     streamer.unwrap(model)
+    assert executor.disk_bytes() == executor.host_bytes() == {}
     del executor, optimizer
     assert held_by_the_process(tmp_path) | {"names": 0} == before | {"names": 0}
     assert [path for path in (tmp_path / "disk0").iterdir()] == []
