@@ -1005,7 +1005,10 @@ API cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* out
   return *out = cudaStreamCaptureStatusNone, cudaSuccess;
 }
 API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* out, unsigned long long* id,
-                                         cudaGraph_t*, const cudaGraphNode_t**, const cudaGraphEdgeData**,
+                                         cudaGraph_t*, const cudaGraphNode_t**,
+#if CUDART_VERSION >= 13000
+                                         const cudaGraphEdgeData**,
+#endif
                                          size_t* count) {
   *out = cudaStreamCaptureStatusNone;
   if (id) *id = 0;

@@ -12,7 +12,9 @@ for tool in g++ gcc nm; do
     { echo "$tool is missing: install g++ and binutils (apt-get install g++ binutils)" >&2; exit 1; }
 done
 mkdir -p "$out/shim/crt"
-include=$(ls -d "$site"/nvidia/cu*/include "$site"/nvidia/cuda_runtime/include "${CUDA_HOME:-/usr/local/cuda}/include" 2>/dev/null | head -1)
+# wheels for CUDA 13 have one folder of headers, those for CUDA 12 one for each library
+headers=$(ls "$site"/nvidia/cu*/include/cuda.h "${CUDA_HOME:-/usr/local/cuda}/include/cuda.h" 2>/dev/null | head -1)
+include=${headers%/cuda.h}
 [ -n "$include" ] ||
   { echo "no headers of CUDA beside the PyTorch of $python: install its CUDA build (pip install torch)" >&2; exit 1; }
 # the runtime's packages leave out what belongs to the compiler
