@@ -238,14 +238,6 @@ def test_a_signal_that_one_rank_gets_stops_all_and_any_number_goes_on(config: Pa
     assert_same(run, tmp_path / "runs" / "one")
 
 
-def planned(config: Path, *settings: str) -> dict[str, Any]:
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        main(["plan", str(config), "--ranks", "2", "--json", *sets(*settings)])
-    found: dict[str, Any] = json.loads(out.getvalue())
-    return found
-
-
 def test_what_host_memory_has_no_room_for_is_on_disk(config: Path, tmp_path: Path) -> None:
     """As planned, with the numbers of ranks that have room for all, and a run goes on without a disk."""
     deep = (
@@ -262,10 +254,11 @@ def test_what_host_memory_has_no_room_for_is_on_disk(config: Path, tmp_path: Pat
     assert least is not None, refused
     # the plan counts what Python and its libraries take of each process, wrap does not
     on_disk = *deep, f'memory.host="{least[1]}B"', f'memory.disk="{folder}"'
-    plan = planned(config, *on_disk)
-    assert plan["fits_host"]
-    assert plan["disk_bytes"]["weights"]
-    assert plan["disk_read_bytes"] > plan["disk_written_bytes"] > 0
+    plan = plan_run(load_config(config, on_disk), machine("rtx-4090", 2))
+    assert plan.fits_host
+    assert plan.step.disk_bytes["weights"]
+    read, written = plan.disk_moved
+    assert read > written > 0
     run = tmp_path / "runs" / "on-disk"
     more = ["--resume", str(run)]
     told = [
