@@ -20,7 +20,7 @@ from streamer.app.plan.planning import plan_run
 from streamer.checkpoint.manifest import Manifest
 from streamer.simulate.machine import MACHINES
 from tests import tiny_llama
-from tests.app.common import refused, sets
+from tests.app.common import least_of, refused, sets
 from tests.app.test_train_pretrained import CONFIG, SHORT, command, losses, place, prepare
 
 __all__ = ["place"]
@@ -151,7 +151,7 @@ def test_a_base_on_disk_gives_the_same_adapters(place: Path, capsys: pytest.Capt
     on_disk = [*few, "memory.disk='scratch'", "run.name='on-disk'"]
     capsys.readouterr()
     needs = refused(capsys, *command(model="deep", settings=[*on_disk, "memory.host='1B'"]))
-    least = f"memory.host='{needs.split('host_memory needs ')[1].split()[0]}B'"
+    least = f"memory.host='{least_of(needs)}B'"
     assert main(command(model="deep", settings=[*on_disk, least])) == 0
     of_run, of_disk = (
         Path("runs", name, "adapters", "adapter_model.safetensors").read_bytes()

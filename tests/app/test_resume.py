@@ -28,7 +28,7 @@ from streamer.app.run.schedule import schedule
 from streamer.checkpoint import save
 from streamer.checkpoint.manifest import Manifest, checkpoints
 from streamer.checkpoint.values import decode
-from tests.app.common import HOME, logged, sets
+from tests.app.common import HOME, least_of, logged, sets
 
 STEPS = 12
 
@@ -319,8 +319,7 @@ def test_a_run_goes_on_from_disk_in_memory_and_back(
     assert train(config, *deeper, *sets("run.name='memory'")) == 0
     # the least that is enough, as the error says: all that can be is then on disk
     assert train(config, *deeper, *sets("memory.host='1B'", "memory.disk='.'")) == 2
-    least = int(capfd.readouterr().err.split("host_memory needs ")[1].split()[0])
-    on_disk = sets(f"memory.host='{least}B'", "memory.disk='.'")
+    on_disk = sets(f"memory.host='{least_of(capfd.readouterr().err)}B'", "memory.disk='.'")
     for step, where, resume in ((5, on_disk, []), (4, [], ["--resume"]), (2, on_disk, ["--resume"])):
         with monkeypatch.context() as patch:
             stop_at(patch, step, lambda: os.kill(os.getpid(), signal.SIGTERM))
