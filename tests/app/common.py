@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,13 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     error = capsys.readouterr().err.splitlines()[-1]  # the transformers library shows a progress bar before
     assert error.startswith("streamer: ")
     return error
+
+
+def least_of(error: str) -> int:
+    """The bytes of host memory that are enough, as an error says that finds too few."""
+    found = re.search(r"host_memory needs ([0-9]+) bytes", error)
+    assert found is not None, error
+    return int(found[1])
 
 
 def logged(run: Path, key: str = "step") -> list[dict[str, Any]]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import multiprocessing
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,15 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
+from streamer.app import locks
 from streamer.app.data import tokens as store
 from streamer.app.data.documents import Words
 from streamer.app.data.load import load_bytes, load_tokens
 from tests import tiny_llama
-from tests.app.common import HOME, error_of
+from tests.app.common import error_of
 
 TOKENIZER = tiny_llama.tokenizer()
 #: Long words and long runs of the same characters, of one to four bytes each, in lines of all lengths.
@@ -270,46 +271,39 @@ def test_validation_data_that_was_killed_stays_validation_data(
     assert made("cache") == (30, 2000)
 
 
-TOKENIZE = """
-import sys, time
-from streamer.app.data import tokens as store
-from streamer.app.data.load import load_tokens
-from tests import tiny_llama
-
-for name, value in (("KEPT", 1), ("NOTED", 1 << 8), ("MOST_DOCUMENTS", 100)):
-    setattr(store, name, value)
-encode = store.encode
-
-def after_the_other_has_begun(documents, words):
-    print("begun", flush=True)
-    sys.stdin.readline()
-    return encode(documents, words)
-
-store.encode = after_the_other_has_begun
-data = load_tokens([sys.argv[1]], tiny_llama.tokenizer(), val_fraction=0.1, cache=sys.argv[2])
-print(len(data.train), len(data.val), flush=True)
-"""
-
-
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")  # of Python 3.12
 def test_two_processes_make_the_same_tokens_one_after_the_other(
     chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     expected = loaded(chats, tmp_path / "alone")
-    cache = tmp_path / "cache"
-    command = [sys.executable, "-c", TOKENIZE, str(chats), str(cache)]
-    with subprocess.Popen(
-        command, cwd=HOME, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-    ) as other:
-        assert other.stdin is not None and other.stdout is not None
-        assert other.stdout.readline() == "begun\n"
-        monkeypatch.setattr(store, "KEPT", 1)
-        waits = threading.Thread(target=lambda: found.append(loaded(chats, cache)))
-        found: list[Any] = []
-        waits.start()
-        other.stdin.write("\n" * 30)
-        other.stdin.close()
-        sizes = other.stdout.read().split()[-2:]
-        waits.join()
-    assert found == [expected]
-    assert sizes == [str(len(expected[0])), str(len(expected[1]))]
+    for name, value in (("KEPT", 1), ("NOTED", 1 << 8), ("MOST_DOCUMENTS", 100)):
+        monkeypatch.setattr(store, name, value)
+    context = multiprocessing.get_context("fork")
+    begun, is_met = context.Event(), context.Event()
+
+    def other_process() -> None:
+        encode = store.encode
+
+        def once_met(documents: Any, words: Any) -> Any:
+            begun.set()
+            assert is_met.wait(60)
+            return encode(documents, words)
+
+        store.encode = once_met
+        tqdm.set_lock(threading.RLock())  # that of all processes may be held just when this one begins
+        assert loaded(chats, tmp_path / "cache") == expected
+
+    def tried(file: Any) -> bool:
+        held = is_held(file)
+        is_met.set()
+        return held
+
+    is_held = locks.is_held
+    other = context.Process(target=other_process, daemon=True)
+    other.start()
+    assert begun.wait(60)
+    monkeypatch.setattr(locks, "is_held", tried)
+    assert loaded(chats, tmp_path / "cache") == expected
+    other.join(60)
+    assert other.exitcode == 0
     assert "another process makes tokens for" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,8 +20,8 @@ from streamer.app.plan.planning import plan_run
 from streamer.checkpoint.manifest import Manifest
 from streamer.simulate.machine import MACHINES
 from tests import tiny_llama
-from tests.app.common import refused, sets
-from tests.app.test_train_pretrained import CONFIG, SHORT, command, losses, place
+from tests.app.common import least_of, refused, sets
+from tests.app.test_train_pretrained import CONFIG, SHORT, command, losses, place, prepare
 
 __all__ = ["place"]
 LORA = [*SHORT, "lora.rank=4"]
@@ -28,10 +29,23 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' own
 RUN = Path("runs/hf-finetune")
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A place with a finished run, and a copy of it."""
+    folder, copy = (tmp_path_factory.mktemp(name) for name in ("place", "copy"))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        prepare(folder, monkeypatch)
+        assert main(command(settings=LORA)) == 0
+    return folder, shutil.copytree(folder, copy, dirs_exist_ok=True)
+
+
 @pytest.fixture
-def run(place: Path) -> Path:
-    """A finished run."""
-    assert main(command(settings=LORA)) == 0
+def run(trained: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A finished run, where it was trained: it knows the whole path of its base."""
+    place, copy = trained
+    shutil.rmtree(place)
+    shutil.copytree(copy, place)
+    monkeypatch.chdir(place)
     return place / RUN
 
 
@@ -132,11 +146,12 @@ def test_a_base_on_disk_gives_the_same_adapters(place: Path, capsys: pytest.Capt
     wide = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8}
     tiny_llama.write(place / "deep", dtype=torch.bfloat16, **wide)
     Path("scratch").mkdir()
-    assert main(command(model="deep", settings=LORA)) == 0
-    on_disk = [*LORA, "memory.disk='scratch'", "run.name='on-disk'"]
+    few = [*LORA, "run.steps=3"]
+    assert main(command(model="deep", settings=few)) == 0
+    on_disk = [*few, "memory.disk='scratch'", "run.name='on-disk'"]
     capsys.readouterr()
     needs = refused(capsys, *command(model="deep", settings=[*on_disk, "memory.host='1B'"]))
-    least = f"memory.host='{needs.split('host_memory needs ')[1].split()[0]}B'"
+    least = f"memory.host='{least_of(needs)}B'"
     assert main(command(model="deep", settings=[*on_disk, least])) == 0
     of_run, of_disk = (
         Path("runs", name, "adapters", "adapter_model.safetensors").read_bytes()

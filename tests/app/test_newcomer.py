@@ -48,7 +48,7 @@ for arguments in json.loads(sys.argv[1]):
 
 
 class Place:
-    """A virtual environment with streamer's wheel, and a folder with a model and data to work in."""
+    """A virtual environment for streamer's wheel, and a folder with a model and data to work in."""
 
     def __init__(self, root: Path) -> None:
         self.sources, self.work, self._env = root / "sources", root / "work", root / "env"
@@ -162,6 +162,7 @@ COMMAND = ["hf-finetune", "--model", "llama", "--data", "train.jsonl", *sets(*SE
 def test_a_folder_becomes_a_trained_model(tmp_path: Path) -> None:
     place = Place(tmp_path)
     place.install()
+    assert "gpt2-demo" in place.streamer(["configs"]), "by the script that the wheel brings"
     command = [*COMMAND, *sets("run.name=full")]
     run, out = place.work / "runs" / "full", place.work / "out"
     process = place.start(
@@ -176,10 +177,9 @@ def test_a_folder_becomes_a_trained_model(tmp_path: Path) -> None:
     assert "train: 60 conversations of " in shown and "⟦" in shown
     assert ": fits" in shown
     assert not (run / "summary.json").exists(), "it was to be killed before its end"
-    assert "tokens/s" in place.streamer(["train", *command, "--resume"])
-
-    exporting = ["export", "runs/full", "--to", out.name]
-    assert "training.png" in place.streamer(["plot", "runs/full"], exporting)
+    finishing = [["plot", "runs/full"], ["export", "runs/full", "--to", out.name]]
+    told = place.streamer(["train", *command, "--resume"], *finishing)
+    assert "tokens/s" in told and "training.png" in told
     pictures = {path.name: path.stat().st_size for path in (run / "plots").iterdir()}
     assert {"training.png", "lanes.png", "timeline.png"} <= pictures.keys()
     assert min(pictures.values()) > 5000

@@ -20,8 +20,12 @@ from bench import plans
 from bench.common import RESULTS
 from streamer.app.cli import main
 from streamer.app.config import load_config, quoted
+from streamer.app.machine_file import machine
+from streamer.app.plan.planning import RunPlan, plan_run
+from streamer.app.plan.report import figures
+from streamer.backends.base import Lane
 from streamer.planner.step_plan import BESIDE, WORKING_SET
-from streamer.simulate.machine import MACHINES
+from streamer.simulate.machine import MACHINES, Machine
 from tests.app.common import sets
 
 pytestmark = pytest.mark.usefixtures("each_plan_is_made_once")
@@ -117,6 +121,11 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, d
     return code, found
 
 
+def plan_of(config: str, *settings: str, on: Machine = MACHINES["rtx-4090"]) -> RunPlan:
+    """The plan of a config alone; `planned` plans other batches, and what would be faster, too."""
+    return plan_run(load_config(config, settings), on)
+
+
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert main(["plan", *arguments]) == 2
     out, error = capsys.readouterr()
@@ -195,8 +204,7 @@ def test_a_table_of_machines_and_batch_sizes(gpt: str, capsys: pytest.CaptureFix
         ("rtx-4090", 4), ("rtx-4090", 8), ("h100-pcie", 4), ("h100-pcie", 8),
     ]  # fmt: skip
     for name, row in (("rtx-4090", rows[1]), ("h100-pcie", rows[3])):
-        alone = planned(capsys, gpt, "--machine", name)[1]
-        assert all(alone[key] == value for key, value in row.items() if key != "machine")
+        assert row == {"machine": name, **figures(plan_of(gpt, on=MACHINES[name]))}
     assert main(["plan", *chosen]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split()[:2] == ["machine", "batch"] and [line.split()[:2] for line in lines] == [
@@ -214,9 +222,8 @@ def test_what_would_be_faster_is_planned(gpt: str, capsys: pytest.CaptureFixture
     assert speeds == sorted(speeds, reverse=True) and speeds[-1] > 1.05 * found["tokens_per_second"]
     assert all(one["fits"] for one in found["faster"])
     best = found["faster"][0]
-    changed = [part for key, value in best["changes"].items() for part in ("--set", quoted(key, value))]
-    again = planned(capsys, gpt, *[shlex.split(part)[0] for part in changed])[1]
-    assert again["tokens_per_second"] == best["tokens_per_second"]
+    changed = [shlex.split(quoted(key, value))[0] for key, value in best["changes"].items()]
+    assert plan_of(gpt, *changed).tokens_per_second == best["tokens_per_second"]
     assert main(["plan", gpt]) == 0
     told = capsys.readouterr().out
     assert (
@@ -249,14 +256,10 @@ def test_figures_for_programs(gpt: str, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_several_gpus(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    def planned(*arguments: str) -> dict[str, Any]:
-        assert main(["plan", config, "--machine", "rtx-4090", "--json", *arguments]) == 0
-        found: dict[str, Any] = json.loads(capsys.readouterr().out)
-        return found
-
-    one, four = planned("--set", "data.batch_size=2"), planned("--ranks", "4")
-    assert four["machine"]["ranks"] == 4
-    assert four["machine"]["host_bytes"] > one["machine"]["host_bytes"], "that of a server"
+    one = figures(plan_of(config, "data.batch_size=2"))
+    code, four = planned(capsys, config, "--machine", "rtx-4090", "--ranks", "4")
+    assert code == 0 and four["machine"]["ranks"] == 4
+    assert four["machine"]["host_bytes"] > MACHINES["rtx-4090"].host_bytes, "that of a server"
     averaging = four["device_bytes"].pop("averaging over ranks", 0)
     sums_of_squares = 4 * 5  # of the layers' gradients, where nobody but the rank itself computes
     one["device_bytes"][WORKING_SET] -= sums_of_squares
@@ -282,56 +285,51 @@ def test_several_gpus(config: str, capsys: pytest.CaptureFixture[str]) -> None:
         main(["plan", config, "--ranks", "0"])
 
 
-@pytest.mark.parametrize(("machine", "pays"), [("h100-sxm", True), ("rtx-4090", False)])
+@pytest.mark.parametrize(("name", "pays"), [("h100-sxm", True), ("rtx-4090", False)])
 def test_gathering_weights_is_proposed_where_gpus_have_links_of_their_own(
-    config: str, capsys: pytest.CaptureFixture[str], machine: str, pays: bool
+    config: str, capsys: pytest.CaptureFixture[str], name: str, pays: bool
 ) -> None:
-    given = ["plan", config, "--machine", machine, "--ranks", "4", *sets("model.args.n_embd=2048"), "--json"]
-    assert main(given) == 0
-    found = json.loads(capsys.readouterr().out)
+    wide = "model.args.n_embd=2048"
+    code, found = planned(capsys, config, "--machine", name, "--ranks", "4", *sets(wide))
+    assert code == 0
     proposed = [one for one in found["faster"] if one["changes"] == {"stream.gather_weights": True}]
     assert bool(proposed) is pays
-    assert main([*given, *sets("stream.gather_weights=true")]) == 0
-    gathered = json.loads(capsys.readouterr().out)
-    assert (gathered["tokens_per_second"] > 1.05 * found["tokens_per_second"]) is pays
-    assert gathered["busy_seconds"]["h2d"] < 0.5 * found["busy_seconds"]["h2d"]
-    assert gathered["device_bytes"] == found["device_bytes"]
-    assert gathered["host_bytes"] == found["host_bytes"]
+    gathered = plan_of(config, wide, "stream.gather_weights=true", on=machine(name, 4))
+    assert gathered.fits
+    assert (gathered.tokens_per_second > 1.05 * found["tokens_per_second"]) is pays
+    assert gathered.step.prediction.busy_seconds[Lane.H2D] < 0.5 * found["busy_seconds"]["h2d"]
+    assert gathered.step.device_bytes == found["device_bytes"]
+    assert gathered.host_bytes == found["host_bytes"]
 
 
-def test_options_of_the_host_and_of_the_compiler_change_no_plan(
-    config: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plain = planned(capsys, config)
-    assert planned(capsys, config, *sets("stream.host_threads=1", "stream.compile=true")) == plain
+def test_options_of_the_host_and_of_the_compiler_change_no_plan(config: str) -> None:
+    changed = plan_of(config, "stream.host_threads=1", "stream.compile=true")
+    assert figures(changed) == figures(plan_of(config))
 
 
 def test_the_largest_batch_is_one(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    limit = ["--device-memory", "60MiB", "--set", "stream.num_slots=2"]
-    _, found = planned(capsys, config, *limit)
+    _, found = planned(capsys, config, "--device-memory", "60MiB", *sets("stream.num_slots=2"))
     best = found["largest_batch"]["batch_size"]
-    code, _ = planned(capsys, config, *limit, "--set", f"data.batch_size={best}")
-    assert code == 0
-    code, _ = planned(capsys, config, *limit, "--set", f"data.batch_size={best + max(2, best // 8)}")
-    assert code == 2
+    for size, fits in ((best, True), (best + max(2, best // 8), False)):
+        limit = "stream.device_memory='60MiB'", "stream.num_slots=2"
+        assert plan_of(config, *limit, f"data.batch_size={size}").fits is fits
 
 
 def test_what_would_make_it_fit_does(gpt: str, capsys: pytest.CaptureFixture[str]) -> None:
-    big = ["--set", "data.batch_size=64", "--set", "stream.num_slots=2"]
-    code, found = planned(capsys, gpt, *big, "--device-memory", "44MiB")
+    big = "data.batch_size=64", "stream.num_slots=2"
+    code, found = planned(capsys, gpt, *sets(*big), "--device-memory", "44MiB")
     assert code == 2 and not found["fits_device"] and found["fits_host"]
     assert found["device_memory"] == 44 << 20
     changes = found["mend"]["changes"]
     assert list(changes)[0] == "stream.micro_batch_size"
-    changed = sets(*(f"{key}={json.dumps(value)}" for key, value in changes.items()))
-    code, remedied = planned(capsys, gpt, *big, "--device-memory", "44MiB", *changed)
-    assert code == 0 and remedied["fits"]
+    changed = (f"{key}={json.dumps(value)}" for key, value in changes.items())
+    assert plan_of(gpt, *big, "stream.device_memory='44MiB'", *changed).fits
 
 
 def test_a_host_that_is_too_small(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    bf16 = ["--set", 'stream.dtype="bfloat16"']
-    _, found = planned(capsys, config, *bf16)
-    least = found["host_needed"] - found["host_bytes"]["exp_avg"]
+    roomy = plan_of(config, 'stream.dtype="bfloat16"')
+    bf16 = sets('stream.dtype="bfloat16"')
+    least = roomy.host_needed - roomy.host_bytes["exp_avg"]
     code, found = planned(capsys, config, *bf16, "--host-memory", f"{least}B")
     assert code == 2 and found["fits_device"] and not found["fits_host"]
     assert found["mend"]["changes"] == {"optimizer.state_dtype": "bfloat16"}
@@ -347,10 +345,10 @@ def test_what_turns_out_not_to_be_needed_is_left_as_it_was(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Inputs that wait in host memory make a smaller batch help it too, which shorter moments make idle."""
-    given = ["--set", 'stream.dtype="bfloat16"', "--set", 'stream.activations="recompute+offload"']
-    _, found = planned(capsys, config, *given)
-    least = found["host_needed"] - found["host_bytes"]["exp_avg"]
-    code, found = planned(capsys, config, *given, "--host-memory", f"{least}B")
+    given = 'stream.dtype="bfloat16"', 'stream.activations="recompute+offload"'
+    roomy = plan_of(config, *given)
+    least = roomy.host_needed - roomy.host_bytes["exp_avg"]
+    code, found = planned(capsys, config, *sets(*given), "--host-memory", f"{least}B")
     assert code == 2
     assert found["mend"]["changes"] == {"optimizer.state_dtype": "bfloat16"}
 
@@ -360,7 +358,7 @@ def test_a_budget_that_the_device_does_not_have_is_lowered(
 ) -> None:
     small = replace(MACHINES["laptop-8gb"], device_bytes=(512 + 80) << 20)
     monkeypatch.setattr("streamer.app.machine_file.machine", lambda *_: small)
-    layers = ["--set", "model.args.n_layer=40", "--set", "model.args.n_embd=256"]
+    layers = sets("model.args.n_layer=40", "model.args.n_embd=256")
     code, found = planned(capsys, config, "--device-memory", "16GiB", *layers)
     assert code == 2 and not found["fits_device"]
     assert found["mend"]["changes"] == {"stream.device_memory": "80MiB"}

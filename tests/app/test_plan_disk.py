@@ -30,13 +30,14 @@ from streamer.model.options import parse_bytes
 from streamer.planner.choice import WAITING
 from streamer.simulate.machine import MACHINES
 from tests.app.common import sets
-from tests.app.test_plan_command import SMALL, Light, planned, refused, written
+from tests.app.test_plan_command import SMALL, Light, plan_of, planned, refused, written
 
 pytestmark = pytest.mark.usefixtures("each_plan_is_made_once")
 
 #: Beside the weights, the gradients and the ring, room for the state of some layers.
 BUDGET = "8MB"
-ON_DISK = sets(f'memory.host="{BUDGET}"', 'memory.disk="/nvme"')
+LIMITED = f'memory.host="{BUDGET}"', 'memory.disk="/nvme"'
+ON_DISK = sets(*LIMITED)
 #: Less than the weights and the gradients take.
 LEAST = "5MB"
 IN_BACKWARD = "stream.update='backward'", "optimizer.grad_clip=0"
@@ -71,7 +72,6 @@ def bytes_of(text: str) -> int:
 
 
 def test_bytes_by_tier_and_what_a_step_moves(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    in_memory = planned(capsys, config)[1]
     code, found = planned(capsys, config, *ON_DISK)
     assert code == 0 and found["fits_host"]
     assert found["host_memory"] == bytes_of(BUDGET)
@@ -85,7 +85,8 @@ def test_bytes_by_tier_and_what_a_step_moves(config: str, capsys: pytest.Capture
     for lane, rate in zip(DISKS, rates, strict=True):
         assert found["busy_seconds"][lane.value] == pytest.approx(moved / rate)
     # what is on disk is not in memory, but for padding
-    state = {name: in_memory["host_bytes"][name] for name in ("exp_avg", "exp_avg_sq")}
+    in_memory = plan_of(config).host_bytes
+    state = {name: in_memory[name] for name in ("exp_avg", "exp_avg_sq")}
     there = {name: found["host_bytes"].get(name, 0) + found["disk_bytes"][name] for name in state}
     assert all(state[name] <= there[name] < state[name] + 13 * 4096 * 2 for name in state)
 
@@ -112,24 +113,24 @@ def moved_by(config: Config, steps: int, folder: Path) -> tuple[int, int]:
     return moved
 
 
-@pytest.mark.parametrize("chunk", [1 << 23, 1 << 14])
 @pytest.mark.parametrize(
-    "options",
+    ("options", "chunk"),
     [
-        [],
-        ['memory.host="{least}"'],
-        ['memory.host="{least}"', 'stream.dtype="bfloat16"', "stream.num_slots=3"],
-        ['memory.host="2.5MB"', 'stream.dtype="bfloat16"', *IN_BACKWARD],
-        ['memory.host="4MB"', 'stream.dtype="bfloat16"', 'optimizer.state_dtype="int8"'],
-        ["data.accumulate=2"],
+        ([], 1 << 23),
+        ([], 1 << 14),
+        (['memory.host="{least}"'], 1 << 14),
+        (['memory.host="{least}"', 'stream.dtype="bfloat16"', "stream.num_slots=3"], 1 << 14),
+        (['memory.host="2.5MB"', 'stream.dtype="bfloat16"', *IN_BACKWARD], 1 << 14),
+        (['memory.host="4MB"', 'stream.dtype="bfloat16"', 'optimizer.state_dtype="int8"'], 1 << 14),
+        (["data.accumulate=2"], 1 << 14),
     ],
-    ids=["state", "weights", "bf16", "backward", "int8", "passes"],
+    ids=["state in one chunk", "state", "weights", "bf16", "backward", "int8", "passes"],
 )
 def test_a_real_step_moves_the_planned_bytes(
     options: list[str], chunk: int, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(on_disk, "CHUNK_ELEMENTS", chunk)
-    settings = [ON_DISK[1], *(option.format(least=LEAST) for option in options), 'memory.disk="/nvme"']
+    settings = [LIMITED[0], *(option.format(least=LEAST) for option in options), LIMITED[1]]
     loaded = load_config(config, settings)
     plan = plan_run(loaded, MACHINES["rtx-4090"])
     assert plan.fits and plan.disk_moved[0] and plan.disk_moved[1]
@@ -154,26 +155,25 @@ def test_a_slow_disk_that_no_batch_hides(
     config: str, capsys: pytest.CaptureFixture[str], machine: Callable[..., None]
 ) -> None:
     machine(disk_read_bytes_per_second=2e7, disk_write_bytes_per_second=1e7)
-    settings = *ON_DISK, *sets("stream.num_slots=2")
-    _, found = planned(capsys, config, *settings)
-    slow = load_config(config, settings[1::2])
+    settings = *LIMITED, "stream.num_slots=2"
+    _, found = planned(capsys, config, *sets(*settings))
+    slow = load_config(config, settings)
     in_memory = plan_run(replace(slow, memory=MemoryConfig()), MACHINES["rtx-4090"])
     share = 1 - in_memory.step.prediction.seconds / found["seconds"]
     assert found["binding_lane"] == "disk_write" and share > 0.5
     assert found["waiting_for_disk"] == pytest.approx(share)
     assert found["least_batch_that_hides_disk"] is None
-    out = printed(capsys, config, *settings)
+    out = printed(capsys, config, *sets(*settings))
     assert (
         f"\nwith all in host memory a step would take {share:.1%} less; no batch up to 16 times this" in out
     )
 
 
-def test_the_least_batch_that_hides_the_disk(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_least_batch_that_hides_the_disk(config: str) -> None:
     figures = dict.fromkeys(("flops_per_second", "fp32_flops_per_second"), 5e10)
     drive = dict.fromkeys(("disk_read_bytes_per_second", "disk_write_bytes_per_second"), 1e8)
     plan_of = partial(plan_run, machine=replace(MACHINES["rtx-4090"], **figures, **drive))
-    settings = *ON_DISK, *sets("stream.num_slots=2")
-    loaded = load_config(config, settings[1::2])
+    loaded = load_config(config, [*LIMITED, "stream.num_slots=2"])
     hidden = least_batch_that_hides_disk(plan_of(loaded), plan_of)
     assert hidden is not None
     size = hidden.config.data.batch_size
@@ -200,9 +200,9 @@ def test_a_budget_without_a_disk_that_would_help(config: str, capsys: pytest.Cap
     limited = [config, *sets(f'memory.host="{BUDGET}"')]
     code, found = planned(capsys, *limited)
     assert code == 2 and found["fits_device"] and not found["fits_host"]
-    with_disk = planned(capsys, config, *ON_DISK)[1]
-    assert found["with_disk"]["disk_bytes"] == with_disk["disk_bytes"]
-    amount = f"{sum(with_disk['disk_bytes'].values()) / (1 << 20):.2f} MiB"
+    with_disk = plan_of(config, *LIMITED)
+    assert found["with_disk"]["disk_bytes"] == with_disk.step.disk_bytes
+    amount = f"{with_disk.on_disk / (1 << 20):.2f} MiB"
     out = printed(capsys, *limited)
     assert f"of {bytes_of(BUDGET) / (1 << 20):.2f} MiB (memory.host): DOES NOT FIT" in out
     assert f"or set memory.disk to a folder: {amount} would be on disk, " in out.splitlines()[-1]
@@ -221,20 +221,16 @@ def test_a_disk_does_not_help_where_even_the_rings_are_too_much(
     assert "disk" not in printed(capsys, config, *sets('memory.host="1MB"'))
 
 
-def test_what_is_on_disk_leaves_room_for_layer_inputs_that_wait(
-    config: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    waiting = [config, *ON_DISK, *sets("stream.activations='recompute+offload'")]
-    code, found = planned(capsys, *waiting)
-    assert code == 0 and found["host_bytes"]["saved inputs"] == 12 * 8 * 32 * 64 * 4
-    without = planned(capsys, config, *ON_DISK)[1]
-    assert sum(found["disk_bytes"].values()) > sum(without["disk_bytes"].values())
+def test_what_is_on_disk_leaves_room_for_layer_inputs_that_wait(config: str) -> None:
+    found = plan_of(config, *LIMITED, "stream.activations='recompute+offload'")
+    assert found.fits and found.host_bytes["saved inputs"] == 12 * 8 * 32 * 64 * 4
+    assert found.on_disk > plan_of(config, *LIMITED).on_disk
 
 
 def test_the_machines_memory_limits_what_stays(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Without a budget, what the machine has."""
-    _, found = planned(capsys, config)
-    least = found["host_needed"] - found["host_bytes"]["exp_avg"] // 2
+    in_memory = plan_of(config)
+    least = in_memory.host_needed - in_memory.host_bytes["exp_avg"] // 2
     code, found = planned(capsys, config, "--host-memory", f"{least}B", *sets('memory.disk=["/a", "/b"]'))
     assert code == 0 and found["host_needed"] <= least and found["disk_bytes"]
 

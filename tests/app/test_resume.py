@@ -6,6 +6,7 @@ import io
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from streamer.app.run.schedule import schedule
 from streamer.checkpoint import save
 from streamer.checkpoint.manifest import Manifest, checkpoints
 from streamer.checkpoint.values import decode
-from tests.app.common import HOME, logged, sets
+from tests.app.common import HOME, least_of, logged, sets
 
 STEPS = 12
 
@@ -112,6 +113,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs" / "run"
 
 
+@pytest.fixture
+def finished(config: Path, tmp_path: Path, undisturbed: Path) -> None:
+    """`undisturbed` in ``runs/run``, as if it had been trained there."""
+    shutil.copytree(undisturbed, tmp_path / "runs" / "run")
+
+
 def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, do: Callable[[], object]) -> None:
     """Do something in the middle of a step."""
     backward = torch.Tensor.backward
@@ -170,10 +177,10 @@ def test_resume_finds_the_latest_checkpoint(
     assert_same_end(tmp_path / "runs" / "run", undisturbed)
 
 
+@pytest.mark.usefixtures("finished")
 def test_what_a_run_computes_changes_where_that_is_named_and_how_it_is_streamed_as_one_likes(
     config: Path, tmp_path: Path, undisturbed: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert train(config) == 0
     last = Path("runs/run/checkpoints/step-0000012")
     for change, match in (
         ("model.args.n_layer=2", "the run was made with model.args.n_layer = 3, not 2, and can only go on w"),
@@ -201,10 +208,10 @@ def test_what_a_run_computes_changes_where_that_is_named_and_how_it_is_streamed_
     assert_same_end(tmp_path / "runs" / "run", undisturbed)
 
 
+@pytest.mark.usefixtures("finished")
 def test_a_finished_run_goes_on_for_more_steps_with_another_rate_and_other_data(
     config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert train(config) == 0
     changes = sets("run.steps=18", "optimizer.lr=5e-3", "optimizer.weight_decay=0.5")
     assert train(config, "--resume", *changes, "--data", "a.txt") == 0
     printed = capfd.readouterr().out
@@ -225,15 +232,15 @@ def test_a_finished_run_goes_on_for_more_steps_with_another_rate_and_other_data(
     assert (options["weight_decay"], options["initial_lr"]) == (0.5, 5e-3)
 
 
+@pytest.mark.usefixtures("finished")
 def test_a_run_that_another_process_trains_is_left_alone(
     config: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert train(config) == 0
     with locked(Path("runs/run")):
         assert train(config, "--resume", "--set", "run.steps=20") == 2
         error = capfd.readouterr().err
         assert f"another process ({os.getpid()}) trains in runs/run: wait for it" in error
-        assert train(config) == 0
+        assert train(config, *sets("run.steps=5")) == 0
     assert sorted(path.name for path in Path("runs").iterdir()) == ["run", "run-2"]
     assert train(config, "--resume", "runs/run") == 0
 
@@ -294,10 +301,8 @@ def test_a_run_that_goes_on_remembers_its_best_checkpoint_and_its_patience(
     assert saved_steps() == [4, 10]
 
 
-def test_without_a_best_checkpoint_there_is_none_to_export(
-    config: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert train(config) == 0
+@pytest.mark.usefixtures("finished")
+def test_without_a_best_checkpoint_there_is_none_to_export(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "runs/run", "--best", "--to", "best"]) == 2
     assert "runs/run keeps no best checkpoint: train with --set run.keep_best=true" in capfd.readouterr().err
 
@@ -314,8 +319,7 @@ def test_a_run_goes_on_from_disk_in_memory_and_back(
     assert train(config, *deeper, *sets("run.name='memory'")) == 0
     # the least that is enough, as the error says: all that can be is then on disk
     assert train(config, *deeper, *sets("memory.host='1B'", "memory.disk='.'")) == 2
-    least = int(capfd.readouterr().err.split("host_memory needs ")[1].split()[0])
-    on_disk = sets(f"memory.host='{least}B'", "memory.disk='.'")
+    on_disk = sets(f"memory.host='{least_of(capfd.readouterr().err)}B'", "memory.disk='.'")
     for step, where, resume in ((5, on_disk, []), (4, [], ["--resume"]), (2, on_disk, ["--resume"])):
         with monkeypatch.context() as patch:
             stop_at(patch, step, lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -339,10 +343,10 @@ def test_without_a_checkpoint_there_is_nothing_to_resume(
     assert "nowhere holds no complete checkpoint" in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("finished")
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_taken_when_asked(
     config: Path, tmp_path: Path, undisturbed: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert train(config) == 0
     weights = Path("runs/run/checkpoints/step-0000012/weights-00001.safetensors")
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
@@ -455,11 +459,11 @@ def test_weights_that_have_no_place_are_written_to_the_folder_for_temporary_file
     assert main(["export", str(rescued), "--to", "weights"]) == 0
 
 
+@pytest.mark.usefixtures("finished")
 def test_checkpoints_that_were_made_with_other_settings_are_not_taken_for_those_of_a_run_that_goes_on(
     config: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """They were kept in place of those that were to be written."""
-    assert train(config) == 0
     earlier = "runs/run/checkpoints/step-0000009"
     assert train(config, "--resume", earlier, *sets("optimizer.lr=1e-3")) == 2
     error = capfd.readouterr().err
@@ -710,8 +714,8 @@ def test_no_other_runs_checkpoints_are_resumed_or_dropped(
     assert saved_steps() == [6, 9, 12, 15]
 
 
+@pytest.mark.usefixtures("finished")
 def test_data_that_has_changed_is_told(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert train(config) == 0
     assert train(config, "--resume", "--set", "run.steps=13") == 0
     assert "the data has changed" not in capfd.readouterr().out
     with Path("a.txt").open("a") as file:

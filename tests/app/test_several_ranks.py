@@ -7,7 +7,6 @@ import errno
 import io
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -28,7 +27,7 @@ from streamer.app.run import loop, run_folder
 from streamer.app.run.ranks import RunRanks, share_of_machine
 from streamer.backends import ranks
 from streamer.checkpoint import save
-from tests.app.common import HOME, chat, logged, sets
+from tests.app.common import HOME, chat, least_of, logged, sets
 from tests.ranks.common import run_ranks
 
 CONFIG = """
@@ -238,14 +237,6 @@ def test_a_signal_that_one_rank_gets_stops_all_and_any_number_goes_on(config: Pa
     assert_same(run, tmp_path / "runs" / "one")
 
 
-def planned(config: Path, *settings: str) -> dict[str, Any]:
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        main(["plan", str(config), "--ranks", "2", "--json", *sets(*settings)])
-    found: dict[str, Any] = json.loads(out.getvalue())
-    return found
-
-
 def test_what_host_memory_has_no_room_for_is_on_disk(config: Path, tmp_path: Path) -> None:
     """As planned, with the numbers of ranks that have room for all, and a run goes on without a disk."""
     deep = (
@@ -257,15 +248,14 @@ def test_what_host_memory_has_no_room_for_is_on_disk(config: Path, tmp_path: Pat
     folder.mkdir()
     too_little = load_config(config, [*deep, 'memory.host="1B"', f'memory.disk="{folder}"'])
     # without the batches and remedies that the command tries too
-    refused = plan_run(too_little, machine("rtx-4090", 2)).beyond_disk or ""
-    least = re.search(r"host_memory needs ([0-9]+) bytes", refused)
-    assert least is not None, refused
+    least = least_of(plan_run(too_little, machine("rtx-4090", 2)).beyond_disk or "")
     # the plan counts what Python and its libraries take of each process, wrap does not
-    on_disk = *deep, f'memory.host="{least[1]}B"', f'memory.disk="{folder}"'
-    plan = planned(config, *on_disk)
-    assert plan["fits_host"]
-    assert plan["disk_bytes"]["weights"]
-    assert plan["disk_read_bytes"] > plan["disk_written_bytes"] > 0
+    on_disk = *deep, f'memory.host="{least}B"', f'memory.disk="{folder}"'
+    plan = plan_run(load_config(config, on_disk), machine("rtx-4090", 2))
+    assert plan.fits_host
+    assert plan.step.disk_bytes["weights"]
+    read, written = plan.disk_moved
+    assert read > written > 0
     run = tmp_path / "runs" / "on-disk"
     more = ["--resume", str(run)]
     told = [

@@ -28,13 +28,18 @@ SHORT = [
 ]
 
 
+def prepare(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make ``folder`` the working directory, with a model and data."""
+    monkeypatch.chdir(folder)
+    tiny_llama.write(folder / "llama", dtype=torch.bfloat16)
+    lines = [{"prompt": f"what follows {n}? ", "completion": f"{n + 1}"} for n in range(80)]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, [*lines, {"text": "one two three"}])))
+
+
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with a model and data."""
-    monkeypatch.chdir(tmp_path)
-    tiny_llama.write(tmp_path / "llama", dtype=torch.bfloat16)
-    lines = [{"prompt": f"what follows {n}? ", "completion": f"{n + 1}"} for n in range(80)]
-    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, [*lines, {"text": "one two three"}])))
+    prepare(tmp_path, monkeypatch)
     return tmp_path
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from bench import architectures
 from bench.architectures import ALL, POLICIES, compare, plain_run
 
 CHOSEN = [
@@ -39,7 +40,8 @@ CHOSEN = [
 
 @pytest.mark.filterwarnings("ignore")  # the library's own, on tiny configs
 @pytest.mark.parametrize("name", CHOSEN)
-def test_parity_with_plain_pytorch(name: str) -> None:
+def test_parity_with_plain_pytorch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(architectures, "STEPS", 3)
     architecture = ALL[name]
     plain = plain_run(architecture)
     for activations in POLICIES:

@@ -221,7 +221,11 @@ def test_the_plan_holds_what_a_step_holds(name: str, options: dict[str, Any]) ->
     assert beside == pytest.approx(measured_peak(build, layers, **options), rel=0.05)
 
 
-@pytest.mark.parametrize(("name", "options"), covering(["gpt", "mixed", "shares"]))
+@pytest.mark.parametrize(
+    ("name", "options"),
+    # the real layers of "gpt" take the longest: it meets two options
+    [*covering(["shares", "mixed"]), *covering(["gpt"])[:2]],
+)
 def test_recalled_layers_take_what_each_of_them_takes(name: str, options: dict[str, Any]) -> None:
     build, layers = MODELS[name]
 

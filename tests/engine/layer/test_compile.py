@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,17 @@ def nothing_compiled_before() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("num_slots", [1, 2])
-@POLICIES
+@cache
+def plain() -> History:
+    return train_plain(tiny_gpt(2), steps=3)
+
+
+@cache
+def uncompiled(activations: str) -> History:
+    return train_streamed(tiny_gpt(2), steps=3, activations=activations, **LAYERS)
+
+
+@pytest.mark.parametrize(("activations", "num_slots"), [("recompute", 1), ("keep", 2)])
 def test_one_compilation_serves_all_layers_with_the_same_numbers(activations: str, num_slots: int) -> None:
     """Those that dropout draws too."""
     compiled, model = CompileCounterWithBackend("aot_eager"), tiny_gpt(4, dropout=0.2)
@@ -105,10 +114,9 @@ def test_layers_of_several_structures_are_compiled_each_once() -> None:
 
 def test_the_default_backend_gives_the_same_training() -> None:
     actual = train_streamed(tiny_gpt(2), steps=3, compile=True, **LAYERS)
-    expected = train_plain(tiny_gpt(2), steps=3)
-    torch.testing.assert_close(actual.losses, expected.losses, rtol=1e-5, atol=0)
-    torch.testing.assert_close(actual.norms, expected.norms, rtol=1e-5, atol=0)
-    torch.testing.assert_close(actual.first_gradients, expected.first_gradients, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(actual.losses, plain().losses, rtol=1e-5, atol=0)
+    torch.testing.assert_close(actual.norms, plain().norms, rtol=1e-5, atol=0)
+    torch.testing.assert_close(actual.first_gradients, plain().first_gradients, rtol=1e-4, atol=1e-7)
 
 
 # The user's own torch.compile
@@ -195,10 +203,9 @@ def train_compiled(
     ],
 )
 def test_what_users_compile_trains_as_plain(compile: Any, is_wrapped: bool, activations: str) -> None:
-    options = {"activations": activations, **LAYERS}
-    actual = train_compiled(compile, is_wrapped=is_wrapped, **options)
-    assert_parity(actual, train_plain(tiny_gpt(2), steps=3))
-    assert_same(actual, train_streamed(tiny_gpt(2), steps=3, **options))
+    actual = train_compiled(compile, is_wrapped=is_wrapped, activations=activations, **LAYERS)
+    assert_parity(actual, plain())
+    assert_same(actual, uncompiled(activations))
 
 
 def test_a_model_compiled_whole_is_told_why_not() -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 #: Cycles before the two looks; by the first one all is there that is cached on first use.
-COUNTS = (20, 50)
+COUNTS = (10, 40)
 
 CHILD = """
 import gc, json, sys, time

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import streamer.engine.paging.executor
-from streamer.backends.base import Lane
+from streamer.backends.base import SPECIAL, Lane
 from streamer.backends.thread import Delay, ThreadBackend
 from streamer.engine.schedule.hazards import Hazards
 from tests.reference import History, assert_same, random_delays, tiny_gpt, train_streamed
@@ -38,7 +38,18 @@ def always(seconds: float) -> Delay:
     return lambda: seconds
 
 
-@pytest.mark.parametrize("lanes", [(lane,) for lane in Lane] + [tuple(Lane)], ids=str)
+#: Those that a run in memory on one rank uses.
+LANES = tuple(lane for lane in Lane if lane not in SPECIAL)
+
+
+def test_no_other_lane_is_used() -> None:
+    used: set[Lane] = set()
+    delays = {lane: partial(lambda lane: used.add(lane) or 0.0, lane) for lane in Lane}
+    trained("recompute+offload", backend=ThreadBackend(delays=delays))
+    assert used == {*LANES}
+
+
+@pytest.mark.parametrize("lanes", [*((lane,) for lane in LANES), LANES], ids=str)
 @pytest.mark.parametrize(
     ("activations", "update", "num_slots"),
     [("recompute+offload", "step", 1), ("keep", "step", 2), ("recompute", "backward", 2)],
