@@ -352,7 +352,7 @@ class Ranks:
             self._failed = RanksError(f"rank {self.rank} has failed: {told}")
             if self._table is not None:
                 self._table["error"][self.rank] = told.encode()[:ERROR]
-                self._ring()
+                self._tell_all()
 
     def issue(self, channel: Channel) -> Turn:
         """The caller is about to give a lane work with a meeting of ``channel`` in it; its turn."""
@@ -382,6 +382,10 @@ class Ranks:
         """Come to no meeting any more, which the others are to know before this process has ended."""
         self._failed = self._failed or error
         self._table["left"][self.rank] = self._table["left"][self.rank] or LEFT
+        self._tell_all()
+
+    def _tell_all(self) -> None:
+        """All are to know what this rank has written into its row, though its process may end at once."""
         self._ring()
         if self._relay is not None:
             self._relay.tell()

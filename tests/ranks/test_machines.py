@@ -22,6 +22,7 @@ import streamer
 from streamer.backends import machines as between_machines
 from streamer.backends import ranks
 from streamer.backends.machines import IDLE_PAUSE, LEFT, LONGEST_PAUSE, Bell, Placement, Relay
+from streamer.backends.ranks import Ranks
 from streamer.engine.wrapped.handle import wrapped
 from streamer.errors import RanksError
 from streamer.model import move_in
@@ -309,24 +310,44 @@ def test_a_machine_that_writes_for_longer_than_the_timeout_is_waited_for() -> No
     assert run_ranks(2, waits, timeout=4.0) == [[0, 1], [0, 1]]
 
 
-def meets_and_ends(rank: int) -> list[int]:
-    """The relay of the first machine says nothing by itself: its thread is always too late."""
+def wrapped_with_a_late_relay(*, is_late: bool) -> Ranks:
+    """The ranks of a model; a late relay says nothing by itself: its thread is always too late."""
     send = Relay._send
 
     def by_others_alone(self: Relay, *, is_last: bool) -> bool:
         return threading.current_thread() is not self._thread and send(self, is_last=is_last)
 
-    if not rank:
+    if is_late:
         Relay._send = by_others_alone  # type: ignore[method-assign]
     made = streamer.wrap(model(), layers="layers", device="cpu", process_group=everyone(2))
     across = wrapped(made).executor.across
     assert across is not None
-    return across.ranks.meet("the last meeting", rank)
+    return across.ranks
+
+
+def meets_and_ends(rank: int) -> list[int]:
+    return wrapped_with_a_late_relay(is_late=not rank).meet("the last meeting", rank)
 
 
 def test_who_goes_on_from_a_meeting_has_said_that_it_came() -> None:
     """Or it could end before the others have heard of it, and they would take it to have stayed away."""
     assert run_ranks(2, meets_and_ends, timeout=10.0) == [[0, 1], [0, 1]]
+
+
+def fails_and_ends(rank: int) -> str:
+    made = wrapped_with_a_late_relay(is_late=rank == 1)
+    if rank:
+        made.tell(OSError("the disk is broken"))
+        return ""
+    with pytest.raises(RanksError) as refused:
+        made.meet("the next meeting")
+    return str(refused.value)
+
+
+def test_who_ends_after_an_error_has_said_what_it_was() -> None:
+    """Or the others would hear nothing of its machine any more."""
+    told, _ = run_ranks(2, fails_and_ends, timeout=10.0)
+    assert told.startswith("rank 1 has failed: OSError: the disk is broken")
 
 
 class Store:
