@@ -322,7 +322,8 @@ class WeightsOnDisk(abc.ABC):
 
     @abc.abstractmethod
     def fetch(self, buffer: torch.Tensor, *, own: bool = False) -> None:
-        """Bring the weights to ``buffer``, flat uint8. Of what is not ``own`` it may hold anything then."""
+        """Bring the weights to ``buffer``, flat uint8. With ``own`` it may hold anything in place of the
+        others."""
 
     @abc.abstractmethod
     def store(self, buffer: torch.Tensor, *, own: bool = False) -> None:
