@@ -304,18 +304,7 @@ class Ranks:
 
         Raises, where that fails, the error itself on the first rank and RanksError on the others.
         """
-        if self.leads:
-            try:
-                result = work()
-            except Exception as error:
-                self.meet(words, (self.line_of(error), None), patient=True)
-                raise
-            self.meet(words, (None, result), patient=True)
-            return result
-        failed, found = self.meet(words, patient=True)[0]
-        _raise_failures([failed], words)
-        there: T = found
-        return there
+        return self._led(words, work, 0)
 
     def led_on_machine(self, words: str, work: Callable[[], T]) -> T:
         """What ``work`` returns on the first rank of this machine; the first one of each machine does it, as
@@ -324,9 +313,14 @@ class Ranks:
         Raises, where that fails on any machine, the error itself on the rank that has met it and RanksError
         on the others, which names that rank and its machine.
         """
+        return self._led(words, work, self._placement.row[0])
+
+    def _led(self, words: str, work: Callable[[], T], leader: int) -> T:
+        """What ``work`` returns on ``leader``, which may be another one for other ranks; each leader does
+        its own."""
         told: tuple[str | None, T | None] = None, None
         failed: Exception | None = None
-        if self.leads_machine:
+        if self.rank == leader:
             try:
                 told = None, work()
             except Exception as error:
@@ -336,7 +330,7 @@ class Ranks:
         if failed is not None:
             raise failed
         _raise_failures([error for error, _ in everyone], words)
-        result: T = everyone[self._placement.row[0]][1]
+        result: T = everyone[leader][1]
         return result
 
     def line_of(self, error: BaseException) -> str:

@@ -104,30 +104,23 @@ def save(
     done: Future[None] = Future()
     what = partial(_content, model, optimizer, executor, dict(extra or {}), of_ranks, frozen=frozen)
     if ranks is not None and (block or executor.store.is_divided):
-        _save_together(model, optimizer, executor, ranks, Path(path), step, what)
+        _save_together(executor, ranks, Path(path), step, what)
         done.set_result(None)
         return done
     with together(ranks, "writing a checkpoint", patient=True):
         if ranks is None or ranks.leads:
-            done = _save(model, optimizer, executor, Path(path), step, what, block=block)
+            done = _save(executor, Path(path), step, what, block=block)
         else:
             done.set_result(None)
     return done
 
 
 def _save(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    executor: Executor,
-    path: Path,
-    step: int,
-    make_content: Callable[[], _Content],
-    *,
-    block: bool,
+    executor: Executor, path: Path, step: int, make_content: Callable[[], _Content], *, block: bool
 ) -> Future[None]:
     _settle_saving(executor)
     units = [*executor.units, executor.root]
-    content = _checked_content(model, optimizer, executor, make_content)
+    content = make_content()
     nbytes = content.nbytes(units)
     by_index = {unit.index: unit for unit in units}
     shards = {unit.index: executor.shard(unit) for unit in units}
@@ -163,36 +156,16 @@ def _save(
     return executor.saving
 
 
-def _checked_content(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    executor: Executor,
-    make_content: Callable[[], _Content],
-) -> _Content:
-    if isinstance(optimizer, AdamW):
-        check_owns(optimizer, executor)
-    executor.synchronize()
-    _check_registered(model, [*executor.units, executor.root])
-    return make_content()
-
-
 def _save_together(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    executor: Executor,
-    ranks: Ranks,
-    path: Path,
-    step: int,
-    make_content: Callable[[], _Content],
+    executor: Executor, ranks: Ranks, path: Path, step: int, make_content: Callable[[], _Content]
 ) -> None:
     """Write a checkpoint of which each rank writes some units, and the first one the rest. What machines hold
     parts of is gathered for who writes it."""
     units = [*executor.units, executor.root]
-    state_dtype = optimizer.state_dtype if isinstance(optimizer, AdamW) else torch.float32
-    purposes = (*MASTERING, *MOMENTS[state_dtype])
     with _writing(ranks, "beginning a checkpoint"):
         _settle_saving(executor)
-        content = _checked_content(model, optimizer, executor, make_content)
+        content = make_content()
+    purposes = (*MASTERING, *MOMENTS[content.state_dtype])
     with ExitStack() as made:
         open_folder = partial(_open_folder, made, path, content.nbytes(units))
         folder, token = ranks.led("beginning a checkpoint", open_folder)
@@ -345,6 +318,12 @@ def _content(
     *,
     frozen: bool,
 ) -> _Content:
+    """What goes into a checkpoint now, once all updates are done. Raises ValueError for what cannot be
+    saved."""
+    if isinstance(optimizer, AdamW):
+        check_owns(optimizer, executor)
+    executor.synchronize()
+    _check_registered(model, [*executor.units, executor.root])
     rest: list[Piece] = []
     put = partial(_put, rest)
     units = (*executor.units, executor.root)

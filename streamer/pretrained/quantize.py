@@ -23,7 +23,14 @@ from streamer.errors import shortened, warn
 from streamer.pretrained.architecture import of_library, transformers_library
 from streamer.pretrained.files import Stored
 from streamer.pretrained.match import Tensors, compiled
-from streamer.pretrained.quantized_files import MOST_VALUES, StoredQuantized, StoredStack, need
+from streamer.pretrained.quantized_files import (
+    MOST_VALUES,
+    StoredQuantized,
+    StoredStack,
+    linear_in_4_bits,
+    need,
+    weight_in_4_bits,
+)
 from streamer.pretrained.stacks import dequantize_in_forward, original, stacks_in
 
 #: Layers by their paths.
@@ -104,16 +111,7 @@ class _NF4(Scheme):
             codes, state = bnb.functional.quantize_4bit(
                 values.contiguous(), blocksize=self.BLOCK, compress_statistics=True, quant_type="nf4"
             )
-        made: nn.Parameter = bnb.nn.Params4bit(
-            codes,
-            requires_grad=False,
-            quant_state=state,
-            blocksize=self.BLOCK,
-            compress_statistics=True,
-            quant_type="nf4",
-            bnb_quantized=True,
-        )
-        return made
+        return weight_in_4_bits(codes, state)
 
     def _without_values(self, values: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
         # bitsandbytes itself looks at the scales, to take their mean
@@ -140,10 +138,7 @@ class _NF4(Scheme):
         return empty(-(-values.numel() // 2), 1, dtype=torch.uint8), whole
 
     def linear(self, outputs: int, inputs: int, dtype: torch.dtype) -> nn.Module:
-        made: nn.Module = import_module("bitsandbytes").nn.Linear4bit(
-            inputs, outputs, bias=False, compute_dtype=dtype, quant_type="nf4", device=META
-        )
-        return made
+        return linear_in_4_bits(outputs, inputs, dtype, "nf4")
 
     def put(self, module: nn.Module, key: str, weight: nn.Parameter) -> None:
         # bitsandbytes quantizes what is there, which has no values yet
@@ -228,7 +223,10 @@ def quantize_weights(
     for name, param in chosen.items():
         quantized = _quantizing(param, _is_transposed(linear.get(name)), scheme, tensors, dtype)
         if name in linear:
-            _quantize(model, name, linear[name], scheme, quantized, tensors, dtype)
+            module: Any = linear[name]
+            outputs, inputs = param.shape[::-1] if _is_transposed(module) else param.shape
+            made = scheme.linear(outputs, inputs, dtype or param.dtype)
+            _replace(model, name, module, made, quantized, tensors)
         else:
             _put(*stacks[name], scheme.put, quantized, tensors)
     if of_library(model):
@@ -323,20 +321,6 @@ def _quantizing(
         return scheme.of(values.T.contiguous() if transposed else values)
 
     return quantized
-
-
-def _quantize(
-    model: nn.Module,
-    name: str,
-    module: Any,
-    scheme: Scheme,
-    quantized: Quantized,
-    tensors: Tensors | None,
-    dtype: torch.dtype | None,
-) -> None:
-    weight = module.weight
-    outputs, inputs = weight.shape[::-1] if _is_transposed(module) else weight.shape
-    _replace(model, name, module, scheme.linear(outputs, inputs, dtype or weight.dtype), quantized, tensors)
 
 
 def _put(

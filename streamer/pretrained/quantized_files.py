@@ -127,10 +127,7 @@ def _four_bits(
         return weight
 
     def linear(outputs: int, inputs: int, dtype: torch.dtype) -> nn.Module:
-        module: nn.Module = bnb.nn.Linear4bit(
-            inputs, outputs, bias=False, compute_dtype=compute, quant_type=kind, device="meta"
-        )
-        return module
+        return linear_in_4_bits(outputs, inputs, compute, kind)
 
     return StoredQuantized(
         codes.name,
@@ -142,6 +139,29 @@ def _four_bits(
         linear=linear,
         state=told,
     )
+
+
+def weight_in_4_bits(codes: torch.Tensor, state: Any) -> nn.Parameter:
+    """A weight of bitsandbytes: ``codes``, and the QuantState by which they are dequantized."""
+    made: nn.Parameter = import_module("bitsandbytes").nn.Params4bit(
+        codes,
+        requires_grad=False,
+        quant_state=state,
+        blocksize=state.blocksize,
+        compress_statistics=state.nested,
+        quant_type=state.quant_type,
+        quant_storage=codes.dtype,
+        bnb_quantized=True,
+    )
+    return made
+
+
+def linear_in_4_bits(outputs: int, inputs: int, compute: torch.dtype, kind: str) -> nn.Module:
+    """A linear module of bitsandbytes, whose weight is still to be set; ``kind`` is "nf4" or "fp4"."""
+    made: nn.Module = import_module("bitsandbytes").nn.Linear4bit(
+        inputs, outputs, bias=False, compute_dtype=compute, quant_type=kind, device="meta"
+    )
+    return made
 
 
 def _blocks(scale: Stored, codes: Stored, block: Sequence[int], usual: torch.dtype) -> StoredQuantized:
@@ -347,17 +367,7 @@ class _StackIn4Bits(StoredStack):
             offset=parts.get("offset"),
             state2=nested,
         )
-        made: nn.Parameter = bnb.nn.Params4bit(
-            parts["codes"],
-            requires_grad=False,
-            quant_state=state,
-            blocksize=state.blocksize,
-            compress_statistics=state.nested,
-            quant_type=state.quant_type,
-            quant_storage=parts["codes"].dtype,
-            bnb_quantized=True,
-        )
-        return made
+        return weight_in_4_bits(parts["codes"], state)
 
     def put(self, module: nn.Module, key: str, weight: nn.Parameter, dtype: torch.dtype) -> None:
         dequantize_4_bits_in_forward(module, key, weight, dtype=dtype)

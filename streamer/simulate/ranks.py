@@ -35,10 +35,7 @@ class VirtualRanks(Ranks):
     def shared(self, nbytes: int, *, in_forks: bool, touched: bool = True) -> torch.Tensor:
         return self._backend.host_buffer(nbytes)
 
-    def led(self, words: str, work: Callable[[], T]) -> T:
-        return work()
-
-    def led_on_machine(self, words: str, work: Callable[[], T]) -> T:
+    def _led(self, words: str, work: Callable[[], T], leader: int) -> T:
         return work()
 
     def issue(self, channel: Channel) -> Turn:

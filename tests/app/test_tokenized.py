@@ -146,13 +146,12 @@ def test_a_tokenizer_that_adds_the_end_itself(tmp_path: Path) -> None:
     assert data.train.tolist().count(begin) == data.train.tolist().count(end) == 1
 
 
-def test_every_crop_has_something_to_learn(tmp_path: Path) -> None:
+def test_lines_that_end_otherwise_after_a_byte_order_mark(tmp_path: Path) -> None:
     path = tmp_path / "data.json"
     lines = [{"prompt": f"{number} follows what, one? " * 30, "completion": "two"} for number in range(20)]
     path.write_text("\ufeff" + "\r\n".join(map(json.dumps, lines)))
     data = load_tokens([path], TOKENIZER, val_fraction=0.3)
-    crops = [data.batch("train", 64, 8, torch.Generator().manual_seed(0)), *data.val_batches(4, 8, 8)]
-    assert all(bool((targets != IGNORED).any(dim=1).all()) for _, targets in crops)
+    assert sum(len(bounds) - 1 for bounds in data.documents.values()) == 20
     assert 0 < data.count_learnt("train") < len(data.train) / 20
 
 

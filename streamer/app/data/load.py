@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,9 @@ def load_bytes(
     data = TokenData(store.tokens["train"], store.tokens["val"], documents=store.documents)
     about = _sources(files, val_files, paths)
     if not any(are_tokens):
-        return _with(data, sources=about)
+        return replace(data, sources=about)
     highest = max(int(tokens.max()) for tokens in store.tokens.values())
-    return _with(data, sources=about, unit="token", vocab_size=highest + 1, decode=_numbers)
+    return replace(data, sources=about, unit="token", vocab_size=highest + 1, decode=_numbers)
 
 
 def _find(paths: Paths, val_paths: Paths) -> tuple[list[Path], list[Path]]:
@@ -72,11 +73,6 @@ def _find(paths: Paths, val_paths: Paths) -> tuple[list[Path], list[Path]]:
 
 def _numbers(tokens: Sequence[int]) -> str:
     return " ".join(map(str, tokens))
-
-
-def _with(data: TokenData, **changed: Any) -> TokenData:
-    given = {name: value for name, value in vars(data).items() if not name.startswith("_")}
-    return TokenData(**{**given, **changed})
 
 
 def load_tokens(

@@ -45,16 +45,15 @@ class TokenData:
     sources: str = ""
     #: by split, where its documents begin, and after them its end: int64 [documents + 1]
     documents: Mapping[Split, torch.Tensor] = field(default_factory=dict)
-    _start_cache: dict[tuple[Split, int], torch.Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def batch(self, split: Split, batch_size: int, context: int, generator: torch.Generator) -> Batch:
-        """Crops of a split at random places: tokens and, one on, targets, int64 [batch_size, context].
+        """Crops of a split at random places: tokens and, one on, targets, int64 [batch_size, context]. Data
+        of which a part is learnt comes in `Rows` instead.
 
         Raises ConfigError where the split has fewer than context + 1 tokens.
         """
-        count, starts = self._starts(split, context)
-        chosen = torch.randint(count, (batch_size,), generator=generator)
-        return self._crops(split, chosen if starts is None else starts[chosen], context)
+        starts = torch.randint(self._count_starts(split, context), (batch_size,), generator=generator)
+        return self._crops(split, starts, context)
 
     def val_batches(self, count: int, batch_size: int, context: int) -> list[Batch]:
         """``count`` batches as from ``batch``, of crops spaced evenly from the first token of the validation
@@ -62,11 +61,9 @@ class TokenData:
 
         Raises ConfigError where the split has fewer than context + 1 tokens.
         """
-        places, starts = self._starts("val", context)
         crops = count * batch_size
-        chosen = torch.arange(crops) * (places - 1) // max(1, crops - 1)
-        chosen = chosen if starts is None else starts[chosen]
-        return [self._crops("val", some, context) for some in chosen.split(batch_size)]
+        starts = torch.arange(crops) * (self._count_starts("val", context) - 1) // max(1, crops - 1)
+        return [self._crops("val", some, context) for some in starts.split(batch_size)]
 
     def unigram_entropy(self) -> float:
         """Nats per target of the validation split under the frequencies of the training split's, each token
@@ -104,11 +101,8 @@ class TokenData:
         for part in self._targets(split).split(PART):
             yield part[part != IGNORED] if split in self.targets else part
 
-    def _starts(self, split: Split, context: int) -> tuple[int, torch.Tensor | None]:
-        """The number of places where a crop of a split can start, and the places, or None for all from 0.
-
-        A crop starts only where it has something to learn.
-        """
+    def _count_starts(self, split: Split, context: int) -> int:
+        """How many of a split's places, from 0, a crop can start at."""
         size = len(self.tokens(split))
         if size <= context:
             other = "larger" if split == "val" else "smaller"
@@ -116,15 +110,7 @@ class TokenData:
                 f"the {split} split has {size} {self.unit}s and data.context = {context} needs {context + 1}"
                 f": give more text, a {other} data.val_fraction or a smaller context"
             )
-        if split not in self.targets:
-            return size - context, None
-        if (split, context) not in self._start_cache:
-            learnt = (self.targets[split] != IGNORED).cumsum(0)
-            self._start_cache[split, context] = (learnt[context:] > learnt[:-context]).nonzero().flatten()
-        found = self._start_cache[split, context]
-        if not len(found):
-            raise ConfigError(f"the {split} split has nothing to learn: give more documents")
-        return len(found), found
+        return size - context
 
     def _crops(self, split: Split, starts: torch.Tensor, context: int) -> Batch:
         places = starts[:, None] + torch.arange(context)
