@@ -1181,6 +1181,9 @@ def test_a_throttled_transfer_takes_as_long_as_its_bytes(
         assert clock.now == 100 + writes
         scratch.read(extent, buffer_of(scratch, 5000))
         assert clock.now == 100 + writes + reads
+        # a part is half of it
+        scratch.read(extent, buffer_of(scratch, ALIGNMENT), range(ALIGNMENT, 2 * ALIGNMENT))
+        assert clock.now == 100 + writes + 1.5 * reads
         assert clock.threads <= {threading.current_thread()}
 
 

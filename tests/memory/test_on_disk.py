@@ -1,25 +1,61 @@
-"""Optimizer state on disk: what is read and written of it, and how many bytes that moves."""
+"""Optimizer state and weights on disk: what is read and written of them, and how many bytes that moves."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 import torch
 
 from streamer.backends.direct_io import ALIGNMENT
 from streamer.backends.disk import Extent
+from streamer.backends.stored_tensors import StoredTensor
 from streamer.errors import DiskError
 from streamer.memory.layout import Layout, Param
-from streamer.memory.on_disk import StateOnDisk, chunks_of
+from streamer.memory.on_disk import StateOnDisk, WeightsInFiles, chunks_of
 from streamer.memory.purposes import FP32, MOMENTS
+from streamer.memory.shares import shares_of
 
 #: A long parameter, and short ones that are in a chunk with others.
 LAYOUT = Layout.of(
     Param(name, (numel,), torch.bfloat16, True) for name, numel in (("a", 9000), ("b", 300), ("c", 40))
 )
 EXP_AVG = MOMENTS[FP32][0]
+
+
+class Files:
+    """Reads sevens, and counts the tensors that were asked for."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def open(self, files: Iterable[Path]) -> None: ...
+
+    def close(self) -> None: ...
+
+    def read(self, wanted: Iterable[tuple[StoredTensor, torch.Tensor]]) -> None:
+        for _, into in wanted:
+            self.asked += 1
+            into.fill_(7)
+
+
+def test_own_weights_beside_those_in_files_move_without_these() -> None:
+    of = Layout.of([Param("a", (3,), torch.float32, True), Param("b", (50,), torch.float32, False)])
+    files, stored = Files(), {"b": [StoredTensor(Path("b"), 0, torch.float32, 50)]}
+    held = torch.zeros(of.slices[0].nbytes, dtype=torch.uint8)
+    weights = WeightsInFiles(of, stored, files, hold=lambda _: held, share=shares_of(of, 1)[0])
+    buffer = torch.full((weights.padded_bytes,), 255, dtype=torch.uint8)
+    of.slices[0].view(buffer).fill_(2)
+    weights.store(buffer, own=True)
+    buffer.fill_(255)
+    weights.fetch(buffer, own=True)
+    assert of.slices[0].view(buffer).tolist() == [2.0] * 3 and files.asked == weights.own_read_bytes == 0
+    weights.fetch(buffer)
+    assert of.slices[1].view(buffer).tolist() == [7.0] * 50 and files.asked == 1
+    assert weights.read_bytes == of.slices[1].nbytes
 
 
 class Drive:
