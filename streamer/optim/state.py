@@ -313,6 +313,17 @@ class StateInCopies(State):
         except KeyError:
             return default
 
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self)
+
+    def __or__(self, other: Any) -> Any:
+        return dict(self) | other
+
     def items(self) -> Any:
         return [(name, self[name]) for name in self.keys()]
 

@@ -134,6 +134,11 @@ def writes_state(model: nn.Module, folder: Path | None) -> Any:
         assert len(state) == 3 == len(list(state.items())) == len(list(state.values()))
         assert "exp_avg" in state
         assert state.get("none", 7) == 7
+        moment = state["exp_avg"]
+        assert torch.equal(state.setdefault("exp_avg", None), moment)
+        if not number:
+            for each in (state.copy(), copy.copy(state), state | {}, {} | state, dict(state), {**state}):
+                assert type(each) is dict and {*each} == {*state} and torch.equal(each["exp_avg"], moment)
         if number % 3 == 0:
             state["exp_avg"] = torch.zeros(param.shape)
         if number % 3 == 1:
