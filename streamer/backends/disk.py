@@ -326,10 +326,10 @@ class Scratch:
         memory = self._memory(extent, buffer, moved)
         with self._lock:
             use = self._begin(extent, direction, whole=len(moved) == extent.padded_bytes)
-        whole = False
+        succeeded = False
         try:
             self._move(extent, memory, direction, moved)
-            whole = True
+            succeeded = True
         except DiskError as error:
             if self._ranks is not None:
                 self._ranks.tell(error)
@@ -339,7 +339,7 @@ class Scratch:
                 if direction is Direction.READ:
                     use.reads -= 1
                 else:
-                    use.state = _State.WRITTEN if whole else _State.TORN
+                    use.state = _State.WRITTEN if succeeded else _State.TORN
         # a sleep may end early
         while direction in self._throttle and (left := end - self._clock()) > 0:
             self._sleep(left)

@@ -323,10 +323,10 @@ def _content(
     if isinstance(optimizer, AdamW):
         check_owns(optimizer, executor)
     executor.synchronize()
-    _check_registered(model, [*executor.units, executor.root])
+    units = (*executor.units, executor.root)
+    _check_registered(model, units)
     rest: list[Piece] = []
     put = partial(_put, rest)
-    units = (*executor.units, executor.root)
     moments: dict[int, list[Slice]] = {}
     values = {
         "model": {

@@ -242,7 +242,7 @@ class StateOnDisk:
             if not (alone or chunk in self.own):
                 continue
             is_there = extent not in self._lost and self._is_written(purpose, extent)
-            buffer, part, here = self._around(purpose, chunk, extent, common, alone=is_there)
+            buffer, part, here = self._around(purpose, chunk, extent, common, whole=not is_there)
             if extent in self._lost:
                 # bytes of ones are NaN in every floating-point format
                 buffer.fill_(255)
@@ -254,14 +254,14 @@ class StateOnDisk:
             self._lost.discard(extent)
 
     def _around(
-        self, purpose: Purpose, chunk: Chunk, extent: Extent, wanted: range, *, alone: bool = True
+        self, purpose: Purpose, chunk: Chunk, extent: Extent, wanted: range, *, whole: bool = False
     ) -> tuple[torch.Tensor, range, torch.Tensor]:
-        """A buffer for what moves of a chunk so that its ``wanted`` elements do, ``alone`` or with all
-        others; which bytes of the extent those are; and where in the buffer the wanted elements lie."""
+        """A buffer for the blocks of a chunk that its ``wanted`` elements lie in, or for the ``whole`` of it;
+        which bytes of the extent those are; and where in the buffer the wanted elements lie."""
         begin, size = chunk.range(purpose).start, purpose.dtype.itemsize
         first, stop = (wanted.start - begin) * size, (wanted.stop - begin) * size
         padded = self._held[purpose.name].disk.padded
-        part = range(first - first % padded(1), padded(stop)) if alone else range(extent.padded_bytes)
+        part = range(extent.padded_bytes) if whole else range(first - first % padded(1), padded(stop))
         buffer = self._allocate(len(part))
         return buffer, part, buffer[first - part.start : stop - part.start].view(purpose.dtype)
 

@@ -92,16 +92,16 @@ def test_calibrate_writes_a_machine(
 def test_other_load_changes_seconds_per_visit_no_more_than_its_own_share(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    costs = measuring.VisitCosts(torch.device("cpu"), lambda: None, ops=10)
+    per_op, steps = [2e-6, 8e-6, 5e-6], list[float]()
+    costs = measuring.VisitCosts(torch.device("cpu"), lambda: per_op.pop(0))
     try:
         # other processes make the machine slower from pair to pair, and slow down one step in three alone
-        seconds = {costs._small: [10 * 2e-6, 10 * 8e-6, 10 * 5e-6], costs._step: []}
         of_library = 2 * measuring.LAYERS * 3e-4
         for slower, alone in zip((1.0, 4.0, 2.5), (1.0, 1.0, 9.0), strict=True):
-            seconds[costs._step].append(alone * slower * (costs._ops * 2e-6 + of_library))
-        monkeypatch.setattr(measuring, "_seconds", lambda work: seconds[work].pop(0))
+            steps.append(alone * slower * (costs._ops * 2e-6 + of_library))
+        monkeypatch.setattr(measuring, "_seconds", lambda step: steps.pop(0))
         assert costs.seconds() == pytest.approx(4.0 * 3e-4)
-        assert not any(seconds.values())
+        assert not (per_op or steps)
     finally:
         costs.close()
 

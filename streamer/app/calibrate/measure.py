@@ -30,8 +30,6 @@ from streamer.memory.purposes import FP32, GRADIENTS, MOMENTS
 from streamer.optim.update import ParamUpdate, update_bytes, update_shard
 from streamer.simulate.cost import Operations
 
-Work = Callable[[], object]
-
 LAYERS, HIDDEN, TOKENS = 8, 64, 16
 #: Steps of a round.
 STEPS = 3
@@ -39,11 +37,11 @@ STEPS = 3
 
 class VisitCosts:
     """Trains layers so small that a step takes as long as issuing it. Each has as many parameters as a layer
-    of GPT-2, since every parameter has views and hooks. ``small`` runs ``ops`` operations that take hardly
-    longer than their launch."""
+    of GPT-2, since every parameter has views and hooks. ``seconds_per_op`` measures what an operation takes
+    now that takes hardly longer than its launch."""
 
-    def __init__(self, device: torch.device, small: Work, ops: int) -> None:
-        self._small, self._small_ops = small, ops
+    def __init__(self, device: torch.device, seconds_per_op: Callable[[], float]) -> None:
+        self._seconds_per_op = seconds_per_op
         layers = nn.Sequential(*(_layer() for _ in range(LAYERS)))
         self._model = streamer.wrap(nn.Sequential(layers), layers="0", device=device, num_slots=2)
         self._optimizer = streamer.AdamW(self._model.parameters(), lr=1e-6)
@@ -58,8 +56,8 @@ class VisitCosts:
         other load on the machine affects both alike."""
         of_library: list[float] = []
         for _ in range(STEPS):
-            per_op = _seconds(self._small) / self._small_ops
-            of_library.append(_seconds(self._step) - per_op * self._ops)
+            of_operations = self._seconds_per_op() * self._ops
+            of_library.append(_seconds(self._step) - of_operations)
         # each layer's forward and its backward
         return max(0.0, statistics.median(of_library)) / (2 * LAYERS)
 
@@ -73,7 +71,7 @@ class VisitCosts:
         self._optimizer.zero_grad()
 
 
-def _seconds(work: Work) -> float:
+def _seconds(work: Callable[[], None]) -> float:
     """The caller's time for ``work``."""
     began = time.perf_counter()
     work()
@@ -85,6 +83,8 @@ def _layer() -> nn.Module:
     mlp = [nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, HIDDEN)]
     return nn.Sequential(*attention, *mlp)
 
+
+Work = Callable[[], object]
 
 #: Host buffers that are copied in turn: a buffer that was copied just now would be in a cache.
 HOST_BUFFERS = 4
@@ -306,7 +306,7 @@ class Measurements:
             self._lanes |= works
             self._nbytes |= dict.fromkeys(works, transfers.nbytes)
         self._counts = {name: counted(work) for name, work in self._computing.items()}
-        self._visits = VisitCosts(backend.device, self._computing["small"], self._counts["small"].ops)
+        self._visits = VisitCosts(backend.device, self._seconds_per_op)
         for lane, work in self._lanes.items():
             self._watch.alone(lane, work)  # the first time is slower than all others
 
@@ -326,6 +326,9 @@ class Measurements:
                     shares[f"{lane.group}_{other.group}"].append(min(1.0, alone[lane] / beside[lane]))
         # lanes of one group keep different shares, of which the planner knows the mean
         return values | {name: statistics.fmean(kept) for name, kept in shares.items()}
+
+    def _seconds_per_op(self) -> float:
+        return self._watch.alone(Lane.COMPUTE, self._computing["small"]) / self._counts["small"].ops
 
     def close(self) -> None:
         """Unwrap the model of `VisitCosts`; the caller closes the backend."""
