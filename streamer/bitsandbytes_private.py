@@ -1,17 +1,31 @@
-"""What the products of bitsandbytes with 4-bit weights do inside, which it does not document.
+"""What bitsandbytes does inside with 4-bit weights, and does not document.
 
 Any release may change it. `dequantizes` then answers no, and products are left to bitsandbytes alone.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
+from math import prod
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+
+def values_of_4_bits(codes: torch.Tensor, state: Any) -> torch.Tensor:
+    """The values of ``codes`` by their QuantState, in its shape and dtype.
+
+    Blocks go on from row to row. But the kernel of bitsandbytes 0.50 for CPUs with AVX-512 begins a block
+    with each row, and takes the scales of others where a row is no whole number of blocks. One row is right.
+    """
+    as_row = copy.copy(state)
+    as_row.shape = torch.Size((1, prod(state.shape)))
+    values: torch.Tensor = import_module("bitsandbytes").functional.dequantize_4bit(codes, as_row)
+    return values.view(state.shape)
 
 
 def product_with_4_bits(

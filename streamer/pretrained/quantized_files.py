@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from streamer.bitsandbytes_private import values_of_4_bits
 from streamer.errors import CheckpointError
 from streamer.pretrained.files import Stored, read_all
 from streamer.pretrained.match import Source, commonest
@@ -462,5 +463,5 @@ def need(library: str) -> None:
 
 def _dequantized(weight: Any) -> Any:
     if hasattr(weight, "quant_state"):
-        return import_module("bitsandbytes").functional.dequantize_4bit(weight.data, weight.quant_state)
+        return values_of_4_bits(weight.data, weight.quant_state)
     return weight.dequantize()
