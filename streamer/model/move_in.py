@@ -436,7 +436,7 @@ def releasable_bytes(params: Iterable[torch.Tensor], device: torch.device) -> in
         if param.device == device and not param.is_meta
         for storage in [param.untyped_storage()]
     }
-    files = file_mappings() if device.type == "cpu" else []
+    files = file_mappings() if storages and device.type == "cpu" else []
 
     def is_of_a_file(address: int) -> bool:
         before = bisect_right(files, address, key=lambda file: file[0])

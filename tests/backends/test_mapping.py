@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from streamer.backends.host_memory import TOUCH_BYTES, mapped
+from streamer.backends.host_memory import TOUCH_BYTES, file_mappings, mapped
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, 100_001, TOUCH_BYTES + 5])
@@ -41,3 +44,30 @@ def test_a_forked_process_has_it_where_it_may(in_forks: bool, code: int) -> None
     program = CHILD.format(in_forks=in_forks)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert int(done.stdout) == code
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux tells what is mapped")
+@pytest.mark.parametrize("listed", [True, False])
+def test_memory_that_is_a_files_is_known(
+    listed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a sandbox without the list of these alone."""
+
+    def without(path: str) -> list[str]:
+        raise PermissionError(path)
+
+    if not listed:
+        monkeypatch.setattr(os, "listdir", without)
+    (tmp_path / "file").write_bytes(bytes(3 * mmap.PAGESIZE))
+    of_file = torch.from_file(str(tmp_path / "file"), size=3 * mmap.PAGESIZE, dtype=torch.uint8, shared=True)
+    shared = torch.zeros(mmap.PAGESIZE).share_memory_()
+    own = torch.zeros(mmap.PAGESIZE)
+    found = file_mappings()
+    assert found == sorted(found)
+
+    def is_of_a_file(tensor: torch.Tensor) -> bool:
+        last = tensor.data_ptr() + tensor.nbytes - 1
+        return any(start <= tensor.data_ptr() and last < stop for start, stop in found)
+
+    assert [is_of_a_file(each) for each in (of_file, shared, own)] == [True, True, False]
+    assert (of_file.data_ptr(), of_file.data_ptr() + 3 * mmap.PAGESIZE) in found
