@@ -63,7 +63,9 @@ KINDS = ("cuda_api", "cuda_values")
 
 @pytest.hookimpl(tryfirst=True)  # before marks select
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test of one of the `KINDS` is a `cuda` test, and each `cuda` test is of one."""
+    """A test of one of the `KINDS` is a `cuda` test, and each `cuda` test is of one. Tests of several ranks,
+    which wait much, come first: one process of the tests has them, while the others use the processors."""
+    items.sort(key=lambda item: "ranks" not in item.location[0])
     is_there = torch.cuda.is_available()
     skip = pytest.mark.skip(reason="needs a CUDA GPU, and PyTorch finds none here")
     for item in items:
