@@ -16,6 +16,17 @@ import torch
 import torch.nn.functional as F
 
 
+@cache
+def blocks_go_on_in_rows() -> bool:
+    """Whether the CPU's kernel for 4-bit weights goes on with a block of scales where a row ends, as
+    quantization does: see `values_of_4_bits`."""
+    library: Any = import_module("bitsandbytes")
+    # three rows of one and a half blocks, whose scales are all different
+    rows = torch.arange(1.0, 1 + 3 * 96).view(3, 96)
+    codes, state = library.functional.quantize_4bit(rows, blocksize=64, quant_type="nf4")
+    return torch.equal(library.functional.dequantize_4bit(codes, state), values_of_4_bits(codes, state))
+
+
 def values_of_4_bits(codes: torch.Tensor, state: Any) -> torch.Tensor:
     """The values of ``codes`` by their QuantState, in its shape and dtype.
 

@@ -81,6 +81,21 @@ def quantize(linear: nn.Linear, kind: str | None) -> nn.Module:
     return quantized
 
 
+def by_table(codes: torch.Tensor, state: Any) -> torch.Tensor:
+    """The values of ``codes``. Kernels of bitsandbytes for some CPUs take scales of others, where a row is no
+    whole number of blocks."""
+    packed = codes.view(torch.uint8).view(-1)
+    scales = state.absmax
+    if state.nested:
+        of_scales = state.state2
+        by_block = of_scales.absmax.repeat_interleave(of_scales.blocksize)[: scales.numel()]
+        scales = of_scales.code[scales.int()] * by_block + state.offset
+    values = state.code[torch.stack([packed >> 4, packed & 15], 1).view(-1).int()]
+    numel = state.shape.numel()
+    scaled = values[:numel] * scales.repeat_interleave(state.blocksize)[:numel]
+    return scaled.to(state.dtype).view(state.shape)
+
+
 def sizes(width: int, layers: int) -> dict[str, Any]:
     """Of a tiny Llama with dropout."""
     return {

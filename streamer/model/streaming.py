@@ -30,7 +30,7 @@ from streamer.model.guards import attach_guards
 from streamer.model.layers import find_layers
 from streamer.model.move_in import Initialiser, MoveIn, check_init, room_of
 from streamer.model.options import Folders, WrapOptions, check_dtypes_for_backward, folders_of, policies
-from streamer.model.units import cut_to_fit, make_units, refuse_micro_batches
+from streamer.model.units import cut_to_fit, make_units, refuse_micro_batches, warn_of_misread
 from streamer.model.unwrap import forget
 from streamer.optim.torch_optimizers import serve_other_optimizers
 from streamer.planner.choice import AUTO, VISIT, Chosen
@@ -58,6 +58,7 @@ def stream(
         limit, host_limit, init = options.device_limit, options.host_limit, options.init
         dtype = options.dtype
         units, root = make_units(model, find_layers(model, options.layers), dtype)
+        warn_of_misread((*units, root), backend.device)
         run_as = policies(options.activations, units)
         cutters = micro_batches(units, micro_batch_size, options.batch_dims or {})
         in_backward = options.update == "backward"

@@ -21,7 +21,7 @@ from streamer.engine.layer.outside_access import Split
 from streamer.engine.paging.unit import InParts, Unit
 from streamer.engine.schedule.op import ROOT
 from streamer.engine.tensors.parts import Composite, composite_of, has_inner_tensors, plainly
-from streamer.errors import exact_amount
+from streamer.errors import exact_amount, shortened, warn
 from streamer.memory.layout import Layout, Param
 from streamer.memory.slots import num_grad_slots
 from streamer.model.layers import is_called, parts_of, worth_a_slot
@@ -168,6 +168,17 @@ def _check_frozen(composite: Composite, name: str, dtype: torch.dtype | None) ->
         raise ValueError(
             f"parameter '{name}' is a {kind} for inputs of {composite.dtype}, which dtype={dtype} cannot "
             f"change: quantize a model of {dtype} (model.to({dtype}) before), or leave dtype out"
+        )
+
+
+def warn_of_misread(units: Iterable[Unit], device: torch.device) -> None:
+    """Warn of quantized weights with which their own library computes wrong on ``device``."""
+    names = [each.name for unit in units for each in unit.in_parts if each.composite.is_misread_on(device)]
+    if names:
+        warn(
+            "bitsandbytes computes wrong on this CPU with 4-bit weights whose rows are no whole number of "
+            f"blocks, here {shortened(names)}, also without streamer: use a GPU, or leave those out of "
+            "quantization"
         )
 
 

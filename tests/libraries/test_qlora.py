@@ -455,6 +455,7 @@ def test_transformers_trainer(kind: str, folder: Path, tmp_path: Path) -> None:
         assert logged(run(model, "own", optimizer_of, tmp_path / "own/checkpoint-2")) == whole
 
 
+@pytest.mark.filterwarnings("ignore:bitsandbytes computes wrong")  # on some CPUs, and the same in both
 @pytest.mark.parametrize("kind", ["nf4", "torchao int8"])
 def test_trl(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="needs trl (pip install trl)")

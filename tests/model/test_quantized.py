@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import streamer
 from streamer.backends.base import Lane
+from streamer.bitsandbytes_private import blocks_go_on_in_rows
 from streamer.engine.wrapped.handle import wrapped as handle_of
 from streamer.model.auto import Batch, plan_of, skeleton
 from streamer.model.options import WrapOptions
@@ -29,11 +30,13 @@ from tests.quantized import (
     KINDS,
     LAYERS,
     assert_equal,
+    by_table,
     bytes_moved,
     history,
     llama,
     logits,
     loss_of,
+    quantize,
     trained,
     whole_step,
 )
@@ -517,6 +520,29 @@ def test_weights_of_bitsandbytes_that_are_not_quantized_yet(kind: str) -> None:
     )
     model.model.layers[1].mlp.up_proj.base = layer
     refused(model, r"up_proj\.base\.weight' of bitsandbytes is not quantized yet: call model\.to\('cpu'\)")
+
+
+def of_cut_rows() -> nn.Linear:
+    return quantize(nn.Linear(96, 96, bias=False), "bitsandbytes fp4")
+
+
+def test_whether_blocks_go_on_from_row_to_row_is_what_the_library_computes_with() -> None:
+    linear = of_cut_rows()
+    values = by_table(linear.weight.data, linear.weight.quant_state)
+    assert blocks_go_on_in_rows() == torch.equal(linear(torch.eye(96)).T, values)
+
+
+@pytest.mark.parametrize("go_on", [True, False])
+def test_weights_that_the_library_reads_wrong_on_this_cpu(
+    monkeypatch: pytest.MonkeyPatch, go_on: bool
+) -> None:
+    monkeypatch.setattr("streamer.engine.tensors.bitsandbytes.blocks_go_on_in_rows", lambda: go_on)
+    model = Net(lambda: nn.Sequential(of_cut_rows(), quantize(nn.Linear(64, 64), "bitsandbytes fp4")))
+    names = r"blocks\.0\.0\.weight, blocks\.1\.0\.weight, blocks\.2\.0\.weight"
+    told = pytest.warns(UserWarning, match=f"wrong on this CPU .* here {names}, also without streamer")
+    with nullcontext() if go_on else told:
+        streamer.wrap(model, layers="blocks", device="cpu")
+    streamer.unwrap(model)
 
 
 def test_another_dtype_than_that_of_the_quantized_weights() -> None:

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from streamer.bitsandbytes_private import blocks_go_on_in_rows
 from streamer.engine.tensors.once import codes
 from streamer.engine.tensors.parts import Composite, Modules, become
 
@@ -126,6 +128,11 @@ class _FourBits(Composite):
         for module in self.modules:  # after a deepcopy the module's is another object
             if (other := getattr(module, "quant_state", None)) is not None and other is not self._state:
                 module.quant_state = self._state
+
+    def is_misread_on(self, device: torch.device) -> bool:
+        *rows, wide = self._state.shape
+        is_cut = prod(rows) > 1 and wide % self._state.blocksize > 0
+        return is_cut and device.type == "cpu" and not blocks_go_on_in_rows()
 
     def lent(self, leaf: torch.Tensor) -> dict[str, object]:
         parametrized = any(type(module).__name__ == _PARAMETRIZATION for module in self.modules)

@@ -87,6 +87,10 @@ class Composite(abc.ABC):
         autograd saves those of recomputation, it does not."""
         return True
 
+    def is_misread_on(self, device: torch.device) -> bool:
+        """Whether the library that made the weight computes on ``device`` with other values than it has."""
+        return False
+
     def lent(self, leaf: torch.Tensor) -> dict[str, object]:
         """Attributes that the modules are to have while they see ``leaf``, which `like` has made."""
         return {}
