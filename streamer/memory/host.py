@@ -658,6 +658,15 @@ class HostStore:
         self._buffers[STAGING] = self._private(count * nbytes, pinned=True)
         return list(self._buffers[STAGING].split(nbytes)) if nbytes else []
 
+    def exchange(self, shard: HostShard, purpose: Purpose, piece: torch.Tensor | None) -> torch.Tensor:
+        """Let ``shard`` have another ``piece`` in memory for ``purpose``, or one that is made for it. Others
+        may still need the one that it had."""
+        if piece is None:
+            # pinned memory stays until the backend is closed, and this may come and go
+            piece = _piece(purpose, self._private(self._nbytes(purpose, shard), pinned=False), shard)
+        shard.held[purpose.name] = piece
+        return piece
+
     def ring(self) -> list[torch.Tensor]:
         """The buffers that chunks of the state on disk pass through, made when they are first asked for and
         when what is on disk has changed."""
@@ -696,5 +705,8 @@ class HostStore:
 
 
 def _piece(purpose: Purpose, buffer: torch.Tensor, shard: HostShard) -> torch.Tensor:
+    # a storage of its own, whose holders are counted, of a shard's gradient
+    if buffer.numel() and buffer.device.type == "cpu":
+        buffer = torch.from_numpy(buffer.numpy())
     # .data: a version counter for each shard, which tells whether that shard was written
     return buffer.view(purpose.dtype)[: purpose.numel(shard.layout)].data

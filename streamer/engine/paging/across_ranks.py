@@ -199,7 +199,7 @@ class AcrossRanks:
         self._used[unit.index] = self._used.get(unit.index, 0) | mine
         self._new.setdefault(unit.index, _bits(wanted) & ~with_grad)
         # when the others have this rank's gradient, their shares may land in the place of the last ones
-        self._gradients.held[unit.index].copy_out_kept(1.0)
+        self._gradients.held[unit.index].vacate()
         words = f"averaging the gradient of '{unit.name}' ({sum(wanted)} parameters)"
         # which ranks are to have the mean of what
         means: list[tuple[int, int | None, Share]] = [

@@ -26,7 +26,7 @@ LOOK_SECONDS = 1.0
 
 
 class HostWatch:
-    """Warns once."""
+    """Warns once where little host memory is left."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend

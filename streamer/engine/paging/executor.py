@@ -292,9 +292,11 @@ class Executor:
             self.weights.prefetch()
 
     def _await_lent(self) -> None:
-        """Wait for the updates of units that the user sees through other tensors than their parameters, which
-        would not wait. [Note: lent parameters]"""
-        for unit in self.weights.still_lent():
+        """Wait for the updates of units that the user sees through other tensors than their parameters and
+        gradients, which would not wait. [Note: lent parameters]"""
+        for unit in {
+            unit.index: unit for unit in (*self.weights.still_lent(), *self.gradients.still_lent())
+        }.values():
             self.await_update(unit)
             self.weights.take_checksums(unit)
 

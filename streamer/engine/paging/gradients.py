@@ -27,9 +27,10 @@ from streamer.engine.schedule.op import ROOT
 from streamer.engine.tensors.guarded import GUARD, Guard, GuardedTensor, as_plain
 from streamer.memory.host import HostShard, HostStore, array
 from streamer.memory.layout import Slice, Stretch
-from streamer.memory.purposes import STAGING, SUMS, host_bytes
+from streamer.memory.purposes import GRADIENTS, STAGING, SUMS, Purpose, host_bytes
 from streamer.memory.slots import GradientSlots, num_grad_slots
 from streamer.memory.verdict import Tier, require
+from streamer.torch_private import storage_id, storage_owners
 
 FP32 = torch.float32
 
@@ -49,12 +50,22 @@ class GradientViews:
         *,
         make_sums: Callable[[], torch.Tensor] | None,
         before_write: Callable[[], None],
+        move_to: Callable[[Purpose, torch.Tensor | None], torch.Tensor] | None,
     ) -> None:
+        """``move_to`` lets the unit have another buffer of gradients or sums, by default one that it makes,
+        and returns that; None where others see the buffers too."""
         self._unit = unit
         self._gradient = gradient
         self._make_sums = make_sums
         #: returns when what the caller does next may write the gradients
         self.before_write = before_write
+        self._move_to = move_to
+        #: the ids of parameters of whose gradients, or of whose sums, the user has got the memory
+        self._lent: dict[bool, set[int]] = {False: set(), True: set()}
+        #: how many holders the storage of gradients, or of sums, has beside what shows a gradient
+        self._holders: dict[bool, int] = {False: storage_owners(gradient)}
+        #: the buffer of gradients, or of sums, that the unit had before it got another, and its holders
+        self._homes: dict[bool, tuple[torch.Tensor, int]] = {}
         self._guard: Guard | None = None
         #: what ``p.grad`` has been, by the parameter's identity and whether it is a sum: it is the same at
         #: every step
@@ -80,7 +91,9 @@ class GradientViews:
                 "update='backward' has no room: wrap with update='step'"
             )
         if summed and self._make_sums is not None:
-            return slice.state(self._make_sums())
+            sums = self._make_sums()
+            self._holders.setdefault(True, storage_owners(sums))
+            return slice.state(sums)
         return slice.view(self._gradient)
 
     def show(self, slice: Slice, param: nn.Parameter, *, summed: bool) -> None:
@@ -108,17 +121,90 @@ class GradientViews:
                 self.show(slice, param, summed=False)
 
     @as_plain
-    def copy_out_kept(self, scale: float) -> None:
-        """Before new gradients are written: a gradient of an earlier step that the user still references
-        (``g = p.grad``) is copied to memory of its own, multiplied by ``scale``."""
+    def copy_out_kept(self, scale: float, *, summed: bool = False) -> None:
+        """A gradient of an earlier step, or its sum, that the user still references (``g = p.grad``) is
+        copied to memory of its own, multiplied by ``scale``."""
         for _, param in self.pairs():
-            shown = self._shown.get((id(param), False))
+            shown = self._shown.get((id(param), summed))
             # held by the dict, by this name and by the call
             if shown is None or sys.getrefcount(shown) <= 3 or param.grad is shown:
                 continue
             shown.data = shown.detach() * scale
             shown.__dict__.pop(GUARD, None)
-            del self._shown[id(param), False]
+            del self._shown[id(param), summed]
+
+    def lend(self, shown: torch.Tensor) -> None:
+        """The user's code got something that shares memory with a gradient: ``p.grad.detach()``, say."""
+        for (param, summed), each in self._shown.items():
+            if each is shown:
+                self._lent[summed].add(param)
+
+    def is_lent(self) -> bool:
+        """Whether the user may have something that shares memory with a gradient."""
+        return any(self._lent.values())
+
+    def still_lent(self) -> bool:
+        """Whether the user has something that shares memory with a gradient; so may work that is running."""
+        return any(lent and self._is_shared(summed=summed) for summed, lent in self._lent.items())
+
+    def _is_shared(self, *, summed: bool) -> bool:
+        """Whether anything but the library's own tensors shows the buffer of gradients, or of sums."""
+        buffer = self._buffer(summed=summed)
+        ours = self._holders[summed]
+        for (_, of_sum), shown in self._shown.items():
+            if of_sum == summed and storage_id(shown) == storage_id(buffer):
+                # a view of another dtype is itself what the next view is a view of
+                ours += 1 if shown._base is None or shown._base is buffer else 2
+        return storage_owners(buffer) > ours
+
+    def _buffer(self, *, summed: bool) -> torch.Tensor:
+        return self._make_sums() if summed and self._make_sums is not None else self._gradient
+
+    @as_plain
+    def vacate(self, *, summed: bool = False) -> None:
+        """Before gradients, or sums, are written where others were dropped: what of those the user still has
+        keeps its values, as it would with PyTorch's new tensor for each gradient.
+
+        What only shares memory with one (``p.grad.detach()``) cannot be given other memory, so the unit gets
+        another buffer, and the one that it had before again when nobody holds that any more. Raises
+        RuntimeError where that cannot be.
+        """
+        self.copy_out_kept(1.0, summed=summed)
+        lent, home = self._lent[summed], self._homes.get(summed)
+        if not lent and home is None:
+            return
+        self.before_write()
+        if not self._is_shared(summed=summed):
+            lent.clear()
+        shown = {id(param) for slice, param in self.pairs() if self.is_ours(slice, param)}
+        held = {id(param) for _, param in self.pairs() if id(param) in shown and is_summed(param) == summed}
+        is_home_free = home is not None and storage_owners(home[0]) <= home[1]
+        if not lent - held:
+            if is_home_free and not held:
+                self._move(summed=summed, home=True)
+        elif held or self._move_to is None:
+            raise RuntimeError(
+                f"what was made of gradients of '{self._unit.name}' shares their memory (p.grad.detach(), "
+                ".view(), .numpy()), which new gradients are about to take: keep copies (.clone())"
+            )
+        else:
+            self._move(summed=summed, home=is_home_free)
+
+    def _move(self, *, summed: bool, home: bool) -> None:
+        """Let gradients, or sums, be in the buffer that they were in before, or in a new one."""
+        assert self._move_to is not None, "nobody else sees the buffers"
+        purpose = SUMS if summed else GRADIENTS
+        if home:
+            was, self._holders[summed] = self._homes.pop(summed)
+            buffer = self._move_to(purpose, was)
+        else:
+            self._homes.setdefault(summed, (self._buffer(summed=summed), self._holders[summed]))
+            buffer = self._move_to(purpose, None)
+            self._holders[summed] = storage_owners(buffer)
+        if not summed:
+            self._gradient = buffer
+        self._shown = {key: shown for key, shown in self._shown.items() if key[1] != summed}
+        self._lent[summed].clear()
 
     def is_ours(self, slice: Slice, param: nn.Parameter) -> bool:
         """Whether ``p.grad`` is a view of this unit's buffer of gradients or of sums."""
@@ -139,7 +225,7 @@ class GradientViews:
     def foreign(self) -> list[Foreign]:
         """Gradients that were put in place of ours (``p.grad = ...``), apart from our buffers."""
         return [
-            (slice, param, self._apart(param.grad))
+            (slice, param, param.grad)
             for slice, param in self.pairs()
             if param.grad is not None and not self.is_ours(slice, param)
         ]
@@ -149,17 +235,18 @@ class GradientViews:
         """Bring gradients into our buffers, where ``p.grad`` shows them again."""
         if foreign:
             self.before_write()
+            for _, param, grad in foreign:
+                param.grad = grad  # so that nobody but the user holds what shows our memory
+            for summed in {is_summed(param) for _, param, _ in foreign}:
+                self.vacate(summed=summed)
         for slice, param, grad in foreign:
             summed = is_summed(param)
             self.place(slice, summed=summed).copy_(grad)
             self.show(slice, param, summed=summed)
 
-    def _apart(self, grad: torch.Tensor) -> torch.Tensor:
-        """``grad``, or a copy of it if it shows another parameter's place, which may be written first."""
-        if grad.is_sparse:
-            return grad.to_dense()
-        ours = self._gradient.untyped_storage().data_ptr()
-        return grad.clone() if grad.untyped_storage().data_ptr() == ours else grad
+    def storages(self) -> set[int]:
+        """The ids of the storages of our buffers."""
+        return {storage_id(shown) for shown in (self._gradient, *self._shown.values())}
 
     @as_plain
     def widen(self, slice: Slice, param: nn.Parameter) -> None:
@@ -169,6 +256,7 @@ class GradientViews:
             return
         self.before_write()
         if self.sums_in_fp32(param) and not is_summed(param):
+            self.vacate(summed=True)
             self.place(slice, summed=True).copy_(grad.to_dense() if grad.is_sparse else grad)
             self.show(slice, param, summed=True)
 
@@ -252,6 +340,7 @@ class Gradients:
                 store.shards[unit.index].gradient,
                 make_sums=partial(self._sums, unit) if sum_in_fp32 else None,
                 before_write=partial(self._before_write, unit),
+                move_to=None if store.is_shared else partial(self._move_layer, unit),
             )
             for unit in units
         }
@@ -260,6 +349,7 @@ class Gradients:
             self.root_buffer,
             make_sums=self._sums_of_root if sum_in_fp32 else None,
             before_write=self._before_writing_root,
+            move_to=self._move_root,
         )
 
     def in_slot(self, slot: int | None) -> torch.Tensor:
@@ -280,7 +370,7 @@ class Gradients:
             if held.foreign():
                 self.adopt_all()
             return self._accumulate(unit, slot, used, has_grad)
-        held.copy_out_kept(1.0)
+        held.vacate()
         share = self._store.shards[unit.index].share.gradient
         source, gradient = self.slots.buffers[slot][share], self._gradient(unit)[share]
         op = ops.offload_grad(unit.index, slot, ops.gradient(unit.index), source.numel())
@@ -299,7 +389,7 @@ class Gradients:
     def offload_root(self) -> None:
         """Page out the root unit's gradient."""
         root = self.held[ROOT]
-        root.adopt(root.foreign())
+        root.adopt(self._apart(root.foreign()))
         self._issuer.compute(ops.collect(), lambda: None)
         shard = self._store.shards[ROOT]
         share = shard.share.gradient
@@ -309,7 +399,7 @@ class Gradients:
             pairs.append(
                 (
                     shard.sums[elements].view(torch.uint8),
-                    self.root_sums.view(FP32)[elements].view(torch.uint8),
+                    self.root_sums[elements].view(torch.uint8),
                 )
             )
 
@@ -323,7 +413,7 @@ class Gradients:
     @as_plain
     def adopt_all(self) -> None:
         """`adopt` for all layers; all foreign gradients are read first, since two layers' may be swapped."""
-        foreign = {unit.index: self.held[unit.index].foreign() for unit in self._units}
+        foreign = {unit.index: self._apart(self.held[unit.index].foreign()) for unit in self._units}
         if self.meet is not None and any(foreign.values()):
             values = [grad.cpu().contiguous() for found in foreign.values() for _, _, grad in found]
             checksum = crc32(b"".join(value.view(-1).view(torch.uint8).numpy().tobytes() for value in values))
@@ -343,6 +433,27 @@ class Gradients:
             self._before_writing_root()
         for gradient in held:
             gradient.mul_(factor)
+        # what shares their memory shows them without asking
+        if any(each.is_lent() for each in self.held.values()):
+            self.settle_scale()
+
+    def _apart(self, foreign: Sequence[Foreign]) -> list[Foreign]:
+        """``foreign``, with a copy of what shows another parameter's place, which may be written first."""
+        if not foreign:
+            return []
+        ours = {storage for held in self.held.values() for storage in held.storages()}
+        return [
+            (
+                slice,
+                param,
+                grad.to_dense() if grad.is_sparse else grad.clone() if storage_id(grad) in ours else grad,
+            )
+            for slice, param, grad in foreign
+        ]
+
+    def still_lent(self) -> list[Unit]:
+        """The units that the user sees gradients of through other tensors than ``p.grad``."""
+        return [unit for unit in (*self._units, self._root) if self.held[unit.index].still_lent()]
 
     @as_plain
     def settle_scale(self) -> None:
@@ -392,7 +503,7 @@ class Gradients:
     ) -> Callable[[], float] | None:
         """Add what is in ``slot`` to the gradients there are, in one pass over each."""
         held = self.held[unit.index]
-        held.copy_out_kept(1.0)
+        held.vacate()
         pairs = list(held.pairs())
         both = [is_used and has for is_used, has in zip(used, has_grad, strict=True)]
         summed = [is_summed(param) for _, param in pairs]
@@ -402,6 +513,8 @@ class Gradients:
         in_place = [b and not x and not y for b, x, y in zip(both, begin, add_to_sum, strict=True)]
         new = [is_used and not has for is_used, has in zip(used, has_grad, strict=True)]
 
+        if any(begin):
+            held.vacate(summed=True)
         staged = self._stage(unit, slot)
         gradient = self._gradient(unit)
         sums = self._sums(unit).data if any(begin) or any(add_to_sum) else gradient
@@ -460,8 +573,22 @@ class Gradients:
         """The root's fp32 sums, on the device; where they leave to is made room for too."""
         if not self.root_sums.numel():
             self._sums(self._root)
-            self.root_sums = self._issuer.backend.device_buffer(4 * self._root.layout.state_numel)
-        return self.root_sums.view(FP32)
+            nbytes = 4 * self._root.layout.state_numel
+            self.root_sums = self._issuer.backend.device_buffer(nbytes).view(FP32).data
+        return self.root_sums
+
+    def _move_layer(self, unit: Unit, purpose: Purpose, buffer: torch.Tensor | None) -> torch.Tensor:
+        return self._store.exchange(self._store.shards[unit.index], purpose, buffer)
+
+    def _move_root(self, purpose: Purpose, buffer: torch.Tensor | None) -> torch.Tensor:
+        was = self.root_sums if purpose is SUMS else self.root_buffer
+        if buffer is None:
+            buffer = self._issuer.backend.device_buffer(was.nbytes).view(was.dtype).data
+        if purpose is SUMS:
+            self.root_sums = buffer
+        else:
+            self.root_buffer = buffer
+        return buffer
 
     def _check_host(self, wanted: dict[str, int]) -> None:
         remedy = (

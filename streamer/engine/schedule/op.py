@@ -83,8 +83,8 @@ class OpKind(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Op:
-    """Work for one unit. ``slot`` is the weight slot; where gradients move the gradient slot, and where state
-    on disk does its buffer of the ring."""
+    """Work for one unit. ``slot`` is the weight slot; where gradients move the gradient slot, where state or
+    weights on disk do their buffer of the ring, and where saved inputs do their place in host memory."""
 
     kind: OpKind
     unit: int

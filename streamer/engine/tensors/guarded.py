@@ -12,6 +12,8 @@ every library that it calls, knows nothing of that, and does not have to. So
   A function that only tells of the tensor (`METADATA`) does not wait;
 - a tensor that shares memory with a parameter (``p.data``, ``p.detach()``, ``p.numpy()``) can be written
   without a trace, so the unit counts as lent from then on: see `Weights.lend`;
+- what shares memory with a gradient keeps its values when the gradient is dropped: see
+  `GradientViews.vacate`;
 - gradients that are multiplied by a number stay finite if they were: see `Norms.scaled`.
 
 Inside of the library these tensors are used as plain ones, in `unguarded` blocks.
@@ -90,8 +92,11 @@ class Guard(Protocol):
         """Return when ``function`` may read and write the tensor, which is one of ``args`` and ``kwargs``, or
         in one of them: whether this process is to write it, if it is written."""
 
-    def after(self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object) -> None:
-        """``function`` was called with ``args``, of which ``tensor`` is one or holds one."""
+    def after(
+        self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object, gave: bool
+    ) -> None:
+        """``function`` was called with ``args``, of which ``tensor`` is one or holds one; its ``result`` gave
+        access to the memory of ``tensor``, or did not."""
 
     @property
     def lock(self) -> AbstractContextManager[object]:
@@ -254,27 +259,26 @@ def show(params: Iterable[Seen]) -> None:
         seen.exchange(is_in_flight=False)
 
 
-def gives_memory(function: Function, tensor: torch.Tensor, result: object) -> bool:
-    """Whether ``result``, which ``function`` has made of ``tensor``, gives access to its memory: another
-    tensor, an array, or an address."""
-    return function in _GIVES_MEMORY or _shares_memory(result, tensor)
-
-
 def is_in_graph(result: object) -> bool:
     """Whether ``result`` is a tensor of autograd's, or several, which nobody writes without autograd's
     knowing."""
     return all(isinstance(item, torch.Tensor) and item.requires_grad for item in walk((result,)))
 
 
-def _shares_memory(result: object, tensor: torch.Tensor) -> bool:
-    return any(
-        isinstance(item, torch.Tensor)
-        and item is not tensor
+def _memory_given(function: Function, tensors: Sequence[torch.Tensor], result: object) -> set[int]:
+    """The ids of the storages to which ``result``, which ``function`` has made of ``tensors``, gives access:
+    as another tensor, an array, or an address."""
+    if function in _GIVES_MEMORY:
+        return {storage_id(tensor) for tensor in tensors}
+    own = {id(tensor) for tensor in tensors}
+    return {
+        storage_id(item)
+        for item in walk((result,))
+        if isinstance(item, torch.Tensor)
+        and id(item) not in own
         and item.layout is torch.strided
         and not (item.is_nested or is_of_transform(item))
-        and storage_id(item) == storage_id(tensor)
-        for item in walk((result,))
-    )
+    }
 
 
 def _write_rest(
@@ -305,7 +309,7 @@ def _touch(function: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, 
     if function in METADATA:
         with unguarded():
             return function(*args, **kwargs)
-    touched = [
+    touched: list[tuple[Guard, Any]] = [
         (guard, tensor)
         for tensor in walk((*args, *kwargs.values()))
         if isinstance(tensor, Guarded) and (guard := vars(tensor).get(GUARD)) is not None
@@ -322,8 +326,10 @@ def _touch(function: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, 
             with _plain_for_now(tensor for _, tensor in touched):
                 result = function(*args, **kwargs)
         with unguarded():
+            given = _memory_given(function, [tensor for _, tensor in touched], result)
             for guard, tensor in touched:
-                guard.after(function, args, tensor, result)
+                gave = bool(given) and storage_id(tensor) in given
+                guard.after(function, args, tensor, result, gave)
     return result
 
 

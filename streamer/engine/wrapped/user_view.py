@@ -19,7 +19,6 @@ from streamer.engine.tensors.guarded import (
     Function,
     Guarded,
     GuardedTensor,
-    gives_memory,
     guard_parameter,
     is_in_graph,
     unguard_parameter,
@@ -52,7 +51,9 @@ class _UnitGuard:
             return True
         return _begin_writing(executor.across, function, args, kwargs)
 
-    def after(self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object) -> None:
+    def after(
+        self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object, gave: bool
+    ) -> None:
         if (executor := self._executor()) is not None and executor.across is not None:
             _end_writing(executor, executor.across, function, args)
 
@@ -71,7 +72,9 @@ class _CopyGuard(_UnitGuard):
             )
         return True
 
-    def after(self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object) -> None:
+    def after(
+        self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object, gave: bool
+    ) -> None:
         return
 
 
@@ -92,9 +95,11 @@ class _ParameterGuard(_UnitGuard):
         # each rank has the root's weights on its device
         return is_to_write or self._index == ROOT
 
-    def after(self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object) -> None:
-        super().after(function, args, tensor, result)
-        if gives_memory(function, tensor, result) and (executor := self._executor()) is not None:
+    def after(
+        self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object, gave: bool
+    ) -> None:
+        super().after(function, args, tensor, result, gave)
+        if gave and (executor := self._executor()) is not None:
             unit = executor.unit(self._index)
             executor.weights.lend(unit, self._position, to_read=is_in_graph(result))
         if (executor := self._executor()) is not None:
@@ -115,8 +120,12 @@ class _GradientGuard(_UnitGuard):
         self._is_scaling = function in _SCALING and executor.norms.begin_scaling(unit)
         return executor.across is None or _begin_writing(executor.across, function, args, kwargs)
 
-    def after(self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object) -> None:
-        super().after(function, args, tensor, result)
+    def after(
+        self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object, gave: bool
+    ) -> None:
+        super().after(function, args, tensor, result, gave)
+        if gave and (executor := self._executor()) is not None and not executor.released:
+            executor.gradients.held[self._index].lend(tensor)
         if self._is_scaling and len(args) == 2 and _is_small(_SCALING[function], args[1]):
             executor = self._executor()
             assert executor is not None, "it has begun"

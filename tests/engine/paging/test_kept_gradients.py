@@ -1,0 +1,142 @@
+"""What the user keeps of a gradient, or of its memory, when the gradient is dropped and others come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import streamer
+from streamer.backends.base import Lane
+from streamer.backends.thread import ThreadBackend
+from streamer.engine.paging.executor import Executor
+from streamer.engine.wrapped.handle import wrapped
+from tests.ranks.common import run_ranks
+from tests.reference import assert_trains_alike, language_loss, one_step, streamed, tiny_gpt
+
+KEEP: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda grad: grad,
+    "detached": lambda grad: grad.detach(),
+    "a view": lambda grad: grad.view(-1),
+    "a view of a view": lambda grad: grad.detach().view(-1)[1:],
+    "data": lambda grad: grad.data,
+    "NumPy": lambda grad: torch.from_numpy(grad.numpy()),
+    "moved": lambda grad: grad.detach().cpu(),
+}
+
+
+def gpt() -> nn.Module:
+    return tiny_gpt(3, width=16)
+
+
+def late() -> dict[str, Any]:
+    """Each update begins so late that who does not wait for it writes what it reads."""
+    return {"backend": ThreadBackend(delays={Lane.HOST: lambda: 0.005}, poison=True)}
+
+
+@pytest.mark.parametrize("keep", KEEP.values(), ids=[*KEEP])
+def test_it_keeps_its_values(keep: Callable[[Any], Any]) -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[float], object]) -> Any:
+        kept = []
+        for step in range(4):
+            language_loss(model, step).backward()
+            # of some layers, and only at some steps
+            for layer in model.transformer.h[: 2 - step % 2]:
+                kept += [keep(param.grad) for param in layer.parameters()]
+            clip(1e-2)
+            optimizer.step()
+            kept += [keep(param.grad) for param in model.parameters()]
+            optimizer.zero_grad()
+        return kept
+
+    assert_trains_alike(gpt(), loop, options=late(), lr=1e-2, eps=1.0)
+
+
+@pytest.mark.parametrize("keep", KEEP.values(), ids=[*KEEP])
+def test_a_sum_keeps_its_values(keep: Callable[[Any], Any]) -> None:
+    with streamed(gpt(), dtype=torch.bfloat16) as model:
+        optimizer = streamer.AdamW(model.parameters())
+        kept, expected = [], []
+        for step in range(3):
+            for part in range(3):
+                language_loss(model, 3 * step + part).backward()
+            kept += [keep(param.grad) for param in model.parameters()]
+            expected += [keep(param.grad.clone()) for param in model.parameters()]
+            optimizer.zero_grad()
+        streamer.synchronize(model)
+        assert {each.dtype for each in kept} == {torch.float32}
+        assert all(map(torch.equal, kept, expected))
+
+
+@pytest.mark.parametrize("keep", KEEP.values(), ids=[*KEEP])
+def test_it_follows_a_gradient_that_is_not_dropped(keep: Callable[[Any], Any]) -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[float], object]) -> Any:
+        one_step(model, optimizer, 0)
+        optimizer.zero_grad()
+        language_loss(model, 0).backward()
+        params = list(model.transformer.h.parameters())
+        kept, found = [keep(param.grad) for param in params], []
+        for step in range(1, 4):
+            optimizer.step()
+            with torch.no_grad():
+                for each in kept:  # while the update may be reading it
+                    each.mul_(step % 2)
+            language_loss(model, step).backward()
+            clip(1e-2)
+            found += [each.clone() for each in kept]
+        return found
+
+    assert_trains_alike(gpt(), loop, options=late(), lr=1e-2, eps=1.0)
+
+
+@pytest.mark.parametrize("keeps", [(True, False, False), (True, True, False)])
+def test_memory_comes_back_when_nobody_holds_it(keeps: tuple[bool, ...]) -> None:
+    def places(executor: Executor) -> list[int]:
+        held = [executor.gradients.held[unit.index] for unit in executor.units]
+        return [each.place(slice, summed=False).data_ptr() for each in held for slice, _ in each.pairs()]
+
+    with streamed(gpt()) as model:
+        optimizer = streamer.AdamW(model.parameters())
+        executor = wrapped(model).executor
+        home = places(executor)
+        is_home, held = [], None
+        for keep in keeps:
+            language_loss(model, 0).backward()
+            is_home.append(places(executor) == home)
+            held = [param.grad.detach() for param in model.parameters()] if keep else None
+            optimizer.zero_grad()
+        assert held is None and is_home == [True, False, True]
+
+
+def test_a_gradient_that_cannot_have_other_memory_is_refused() -> None:
+    with streamed(gpt()) as model:
+        language_loss(model, 0).backward()
+        layer = model.transformer.h[1]
+        kept = [param.grad.detach() for param in layer.mlp.parameters()]
+        layer.mlp.zero_grad()
+        with pytest.raises(RuntimeError, match=r"'transformer\.h\.1' shares their memory .* keep copies"):
+            language_loss(model, 1).backward()
+        model.zero_grad()
+        before = [each.clone() for each in kept]
+        language_loss(model, 1).backward()
+        assert all(map(torch.equal, kept, before))
+
+
+def _kept_by_ranks(rank: int) -> str:
+    model = streamer.wrap(gpt(), process_group=torch.distributed.group.WORLD, device="cpu")
+    language_loss(model, rank).backward()
+    kept = [param.grad.detach() for param in model.parameters()]
+    before = [each.clone() for each in kept]
+    model.zero_grad()
+    try:
+        language_loss(model, rank).backward()
+    except RuntimeError as error:
+        return str(error)
+    return "kept" if all(map(torch.equal, kept, before)) else "overwritten"
+
+
+def test_ranks_refuse_it() -> None:
+    assert all("keep copies (.clone())" in told for told in run_ranks(2, _kept_by_ranks))
