@@ -319,16 +319,13 @@ class Ranks:
         """What ``work`` returns on ``leader``, which may be another one for other ranks; each leader does
         its own."""
         told: tuple[str | None, T | None] = None, None
-        failed: Exception | None = None
         if self.rank == leader:
             try:
                 told = None, work()
             except Exception as error:
-                failed = error
-                told = self.line_of(error), None
+                self.meet_failed(words, (self.line_of(error), None), patient=True)
+                raise
         everyone = self.meet(words, told, patient=True)
-        if failed is not None:
-            raise failed
         _raise_failures([error for error, _ in everyone], words)
         result: T = everyone[leader][1]
         return result
@@ -371,6 +368,12 @@ class Ranks:
             # nobody may wait for the work that has met it: whatever comes next is told
             self._fail(error)
             raise
+
+    def meet_failed(self, words: str, brought: object, *, patient: bool) -> None:
+        """Come to a meeting with what others are told of an error, which the caller raises then, whatever
+        comes of the meeting."""
+        with suppress(RanksError):
+            self.meet(words, brought, patient=patient)
 
     def _fail(self, error: RanksError) -> None:
         """Come to no meeting any more, which the others are to know before this process has ended."""
@@ -715,7 +718,7 @@ def together(ranks: Ranks | None, words: str, *, patient: bool = False) -> Itera
         yield
     except Exception as error:
         if ranks is not None:
-            ranks.meet(words, ranks.line_of(error), patient=patient)
+            ranks.meet_failed(words, ranks.line_of(error), patient=patient)
         raise
     if ranks is not None:
         _raise_failures(ranks.meet(words, patient=patient), words)
