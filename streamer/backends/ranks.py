@@ -32,7 +32,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from streamer.backends.base import Process
+from streamer.backends.base import Failure, Process
 from streamer.backends.host_memory import map_file, touch
 from streamer.backends.machines import (
     ENDED,
@@ -151,7 +151,7 @@ class Ranks:
         self._table: Any = None
         self._watched: dict[int, int] = {}
         self._is_leaving = False
-        self._failed: RanksError | None = None
+        self._failed: Failure | None = None
         #: whether the others know how `agree` has ended here, or would have
         self.has_agreed = False
 
@@ -340,7 +340,7 @@ class Ranks:
         be called by any thread, and again."""
         if self._failed is None:
             told = self.line_of(error)
-            self._failed = RanksError(f"rank {self.rank} has failed: {told}")
+            self._failed = Failure(RanksError(f"rank {self.rank} has failed: {told}"))
             if self._table is not None:
                 self._table["error"][self.rank] = told.encode()[:ERROR]
                 self._tell_all()
@@ -361,7 +361,7 @@ class Ranks:
         """
         self._process.check()
         if self._failed is not None:
-            raise self._failed
+            raise self._failed.again()
         try:
             return self._meet(words, brought, turn, patient=patient)
         except RanksError as error:
@@ -377,7 +377,7 @@ class Ranks:
 
     def _fail(self, error: RanksError) -> None:
         """Come to no meeting any more, which the others are to know before this process has ended."""
-        self._failed = self._failed or error
+        self._failed = self._failed or Failure(error)
         self._table["left"][self.rank] = self._table["left"][self.rank] or LEFT
         self._tell_all()
 
