@@ -21,6 +21,7 @@ from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.paging.executor import Executor
 from streamer.engine.schedule.op import Op, OpKind
+from streamer.engine.tensors.guarded import GuardedTensor
 from tests.reference import assert_trains_alike, gradients, language_loss, one_step, streamed, tiny_gpt
 
 LAYERS = 3
@@ -354,6 +355,31 @@ def test_who_cannot_wait_finds_no_old_weights() -> None:
         streamer.synchronize(model)
         with pytest.warns(UserWarning, match="To copy construct from a tensor"):
             assert values(torch.tensor(param) for param in params) == values(params)
+
+
+class Interrupted:
+    """A guard of gradients, and its lock, which Ctrl-C interrupts before the second time that it is held."""
+
+    held = 0
+
+    @property
+    def lock(self) -> Interrupted:
+        return self
+
+    def __enter__(self) -> None:
+        if Interrupted.held:
+            raise KeyboardInterrupt
+        Interrupted.held += 1
+
+    def __exit__(self, *_: object) -> None:
+        Interrupted.held -= 1
+
+
+def test_an_interrupt_between_two_locks_leaves_none_held() -> None:
+    one, other = (GuardedTensor.of(torch.ones(1), Interrupted()) for _ in range(2))
+    with pytest.raises(KeyboardInterrupt):
+        one + other
+    assert not Interrupted.held
 
 
 def test_a_parameter_can_be_made_of_a_parameter() -> None:
