@@ -71,6 +71,8 @@ class Background(Future[None]):
 def in_background(work: Callable[[], None], name: str) -> Background:
     """Run ``work`` in a thread of its own; the process does not end before that thread."""
     done = Background()
+    # so that nobody can cancel it: a cancelled future takes no result
+    done.set_running_or_notify_cancel()
 
     def run() -> None:
         try:

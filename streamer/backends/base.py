@@ -92,6 +92,18 @@ class Process:
             )
 
 
+class Failure:
+    """An error that is raised to everyone who asks, each time with the traceback that it has now."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+        self._traceback = error.__traceback__
+
+    def again(self) -> BaseException:
+        """The error, to be raised: Python adds to its traceback each time."""
+        return self._error.with_traceback(self._traceback)
+
+
 class Event(abc.ABC):
     """The end of one piece of work on a lane."""
 

@@ -32,6 +32,7 @@ from streamer.backends.base import (
     WORKER_LANES,
     Backend,
     Event,
+    Failure,
     Lane,
     Process,
     Span,
@@ -153,7 +154,7 @@ class CudaEvent(Event):
 
     def __init__(self, lane: Lane, clock: CudaClock) -> None:
         self.lane = lane
-        self.error: BaseException | None = None
+        self._failure: Failure | None = None
         self._issued = threading.Event()
         self._clock = clock
         self._end: torch.cuda.Event | None = None
@@ -186,7 +187,7 @@ class CudaEvent(Event):
 
     def fail(self, error: BaseException) -> None:
         """Raise ``error`` to whoever waits for the work, which was not enqueued."""
-        self.error = error
+        self._failure = Failure(error)
         self._issued.set()
 
     def is_issued(self) -> bool:
@@ -201,7 +202,7 @@ class CudaEvent(Event):
         self._finished().synchronize()
 
     def failed(self) -> bool:
-        return self.error is not None
+        return self._failure is not None
 
     def span(self) -> Span | None:
         if self._issued.is_set() and self._marks is not None and self._marks[-1].query():
@@ -211,8 +212,8 @@ class CudaEvent(Event):
 
     def _finished(self) -> torch.cuda.Event:
         self._issued.wait()
-        if self.error is not None:
-            raise self.error
+        if self._failure is not None:
+            raise self._failure.again()
         assert self._end is not None, "what was issued has an end"
         return self._end
 

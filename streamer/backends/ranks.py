@@ -32,7 +32,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from streamer.backends.base import Process
+from streamer.backends.base import Failure, Process
 from streamer.backends.host_memory import map_file, touch
 from streamer.backends.machines import (
     ENDED,
@@ -151,7 +151,7 @@ class Ranks:
         self._table: Any = None
         self._watched: dict[int, int] = {}
         self._is_leaving = False
-        self._failed: RanksError | None = None
+        self._failed: Failure | None = None
         #: whether the others know how `agree` has ended here, or would have
         self.has_agreed = False
 
@@ -319,16 +319,13 @@ class Ranks:
         """What ``work`` returns on ``leader``, which may be another one for other ranks; each leader does
         its own."""
         told: tuple[str | None, T | None] = None, None
-        failed: Exception | None = None
         if self.rank == leader:
             try:
                 told = None, work()
             except Exception as error:
-                failed = error
-                told = self.line_of(error), None
+                self.meet_failed(words, (self.line_of(error), None), patient=True)
+                raise
         everyone = self.meet(words, told, patient=True)
-        if failed is not None:
-            raise failed
         _raise_failures([error for error, _ in everyone], words)
         result: T = everyone[leader][1]
         return result
@@ -343,7 +340,7 @@ class Ranks:
         be called by any thread, and again."""
         if self._failed is None:
             told = self.line_of(error)
-            self._failed = RanksError(f"rank {self.rank} has failed: {told}")
+            self._failed = Failure(RanksError(f"rank {self.rank} has failed: {told}"))
             if self._table is not None:
                 self._table["error"][self.rank] = told.encode()[:ERROR]
                 self._tell_all()
@@ -364,7 +361,7 @@ class Ranks:
         """
         self._process.check()
         if self._failed is not None:
-            raise self._failed
+            raise self._failed.again()
         try:
             return self._meet(words, brought, turn, patient=patient)
         except RanksError as error:
@@ -372,9 +369,15 @@ class Ranks:
             self._fail(error)
             raise
 
+    def meet_failed(self, words: str, brought: object, *, patient: bool) -> None:
+        """Come to a meeting with what others are told of an error, which the caller raises then, whatever
+        comes of the meeting."""
+        with suppress(RanksError):
+            self.meet(words, brought, patient=patient)
+
     def _fail(self, error: RanksError) -> None:
         """Come to no meeting any more, which the others are to know before this process has ended."""
-        self._failed = self._failed or error
+        self._failed = self._failed or Failure(error)
         self._table["left"][self.rank] = self._table["left"][self.rank] or LEFT
         self._tell_all()
 
@@ -715,7 +718,7 @@ def together(ranks: Ranks | None, words: str, *, patient: bool = False) -> Itera
         yield
     except Exception as error:
         if ranks is not None:
-            ranks.meet(words, ranks.line_of(error), patient=patient)
+            ranks.meet_failed(words, ranks.line_of(error), patient=patient)
         raise
     if ranks is not None:
         _raise_failures(ranks.meet(words, patient=patient), words)

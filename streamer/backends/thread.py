@@ -19,7 +19,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from streamer.backends.base import COPIES, WORKER_LANES, Backend, Event, Lane, Process, Span
+from streamer.backends.base import COPIES, WORKER_LANES, Backend, Event, Failure, Lane, Process, Span
 from streamer.backends.host_memory import available_bytes, mapped, reserved
 from streamer.torch_private import SubclassesOff
 
@@ -31,7 +31,7 @@ class HostEvent(Event):
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
-        self.error: BaseException | None = None
+        self._failure: Failure | None = None
         # a lock that is held until the work is done: a `threading.Event` takes forty times as long to make
         self._running = threading.Lock()
         self._running.acquire()
@@ -41,7 +41,7 @@ class HostEvent(Event):
     def finish(self, span: Span | None, error: BaseException | None = None) -> None:
         """Mark the work as done, or as failed with ``error``."""
         self._span = span
-        self.error = error
+        self._failure = None if error is None else Failure(error)
         self._is_done = True
         self._running.release()
 
@@ -49,15 +49,15 @@ class HostEvent(Event):
         if not self._is_done:
             with self._running:
                 pass
-        if self.error is not None:
-            raise self.error
+        if self._failure is not None:
+            raise self._failure.again()
 
     def is_done(self) -> bool:
         """Whether the work has run, or failed."""
         return self._is_done
 
     def failed(self) -> bool:
-        return self.error is not None
+        return self._failure is not None
 
     def span(self) -> Span | None:
         return self._span

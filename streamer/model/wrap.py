@@ -17,7 +17,7 @@ from streamer.backends.ranks import Ranks, alone_among
 from streamer.backends.select import backend_for
 from streamer.engine.layer.call import CompileBackend
 from streamer.engine.wrapped.handle import home_of, wrapped_part
-from streamer.errors import warn
+from streamer.errors import shortened, warn
 from streamer.model.auto import choose_options
 from streamer.model.layers import Layers
 from streamer.model.move_in import Init
@@ -68,7 +68,8 @@ def wrap(
     place, while its own forward runs as it is. What is in no layer (embeddings, final norm, head) stays on
     the device.
     Inputs are moved to the device. Class, parameter objects, parameter names and ``state_dict`` keys
-    stay as they are; `copy.deepcopy` gives a plain CPU model. Train it with `streamer.AdamW`.
+    stay as they are; `copy.deepcopy` gives a plain CPU model. Train it with `streamer.AdamW`. Gradients of
+    the plain model are dropped, with a warning.
 
     Args:
         layers: dotted path of an ``nn.ModuleList``, ``nn.Sequential`` or ``nn.ModuleDict``, several paths (an
@@ -203,6 +204,11 @@ def wrap(
         warn(
             f"torch.distributed has {alone_among()} ranks, and each of them trains this model alone: give "
             "wrap process_group=torch.distributed.group.WORLD to train it together"
+        )
+    if held := [name for name, param in model.named_parameters() if param.grad is not None]:
+        warn(
+            f"wrap drops the gradients of {shortened(held, most=2)}: wrap before their backward, or call "
+            "model.zero_grad() before wrap to be spared this"
         )
     with ExitStack() as undo:
         if backend is None:

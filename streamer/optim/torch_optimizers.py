@@ -18,8 +18,8 @@ def serve_other_optimizers(executor: Executor) -> Callable[[], None]:
     """Let optimizers of PyTorch work on a wrapped model; the returned function ends that.
 
     They read and write ``p.grad`` and weights in place, and a fused one does not tell autograd that it
-    does. Before such a step, and after its closure, updates and clipping are settled; after it the weights
-    count as written.
+    does. Before such a step, and after its closure, updates and clipping are settled; from then on the
+    weights count as written, since a step that fails may have written some, and once more after the step.
     """
     weakly = weakref.ref(executor)
 
@@ -36,6 +36,7 @@ def serve_other_optimizers(executor: Executor) -> Callable[[], None]:
         theirs = set(touched(optimizer))
         for held in running.gradients.held.values():
             held.narrow(theirs)
+        torch.autograd.graph.increment_version(theirs)
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         running = weakly()

@@ -108,13 +108,16 @@ def test_an_error_travels_through_waits_with_its_own_traceback(backend: ThreadBa
     third = backend.submit(Lane.D2H, lambda: ran.append("offload"), [second], 0)
     compute = partial(backend.submit, Lane.COMPUTE, lambda: ran.append("compute"), [third], 0)
     for wait in (compute, *(event.wait for event in (third, second, first))):
-        with pytest.raises(Oops, match="in the work") as info:
-            wait()
-        assert "raise_oops" in [frame.name for frame in traceback.extract_tb(info.value.__traceback__)]
+        seen = []
+        for _ in range(3):
+            with pytest.raises(Oops, match="in the work") as info:
+                wait()
+            seen.append([frame.name for frame in traceback.extract_tb(info.value.__traceback__)])
+        assert "raise_oops" in seen[0]
+        assert seen == [seen[0]] * 3, "nobody's waits are added up"
     assert ran == [], "nothing runs on what failed"
     for event in (first, second, third):
         assert isinstance(event, HostEvent)
-        assert event.error is info.value
         assert event.failed()
         assert event.span() is None
 

@@ -190,6 +190,17 @@ def test_after_an_error_the_model_is_what_it_was(
     streamer.unwrap(streamer.wrap(model, layers="layers", device="cpu"))
 
 
+def test_gradients_that_are_dropped_are_named() -> None:
+    model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(2, 2) for _ in range(2))})
+    for layer in model["layers"]:  # type: ignore[attr-defined]
+        layer(torch.ones(2)).sum().backward()
+    match = r"drops the gradients of layers\.0\.weight, layers\.0\.bias and 2 more: wrap before"
+    with pytest.warns(UserWarning, match=match):
+        streamer.wrap(model, device="cpu")
+    assert all(param.grad is None for param in model.parameters())
+    streamer.unwrap(model)
+
+
 def test_what_only_the_model_holds_counts_as_given_back() -> None:
     own = nn.Linear(10, 10)
     shared = nn.Parameter(torch.ones(7).share_memory_())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -18,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 import streamer
 from streamer.backends.base import Lane
 from streamer.bitsandbytes_private import blocks_go_on_in_rows
+from streamer.engine.paging.unit import Unit
 from streamer.engine.wrapped.handle import wrapped as handle_of
 from streamer.model.auto import Batch, plan_of, skeleton
 from streamer.model.options import WrapOptions
@@ -223,6 +225,21 @@ def test_modules_keep_nothing_of_a_slot() -> None:
     assert len(before) == len(model.model.layers) * 7
     assert saved.keys() == expected.keys()
     assert_equal([*saved.values()], [*expected.values()])
+
+
+def test_an_interrupt_before_a_layer_runs_leaves_its_modules_their_attributes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*_: object) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    with streamed(llama("bitsandbytes int8", layers=2)) as model:
+        states = states_in(model)
+        monkeypatch.setattr(Unit, "register", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            loss_of(model, 0)
+        assert states and all(map(operator.is_, states_in(model), states))
 
 
 #: The function by which a kind makes values of codes, as the profiler names it. Others cast them.

@@ -15,7 +15,7 @@ from torch import nn
 
 import streamer
 from models.gpt2 import GPT
-from tests.reference import VOCAB, assert_trains_alike, language_loss
+from tests.reference import VOCAB, assert_trains_alike, language_loss, streamed
 
 
 @cache
@@ -82,6 +82,24 @@ def test_a_step_that_the_loop_skips_after_clipping_leaves_nothing_behind() -> No
     ours: Make = lambda model, kind: [kind(model.parameters(), **CALM)]  # noqa: E731
     loop = partial(train, skip=2)
     assert_trains_alike(gpt(), loop, make=ours, tolerance=1e-5, options={"layers": "transformer.h"})
+
+
+def test_what_a_step_that_fails_has_written_is_what_runs() -> None:
+    """A fused optimizer does not tell autograd what it writes."""
+
+    def use(model: nn.Module) -> float:
+        first, second = model.transformer.h[0].parameters(), model.transformer.h[1].parameters()
+        groups = [{"params": [*first]}, {"params": [*second], "lr": None}]
+        optimizer = torch.optim.SGD(groups, lr=0.5, fused=True)
+        torch.manual_seed(0)
+        language_loss(model, 0).backward()
+        with pytest.raises(TypeError):
+            optimizer.step()
+        with torch.no_grad():
+            return language_loss(model.eval(), 1).item()
+
+    with streamed(gpt(), layers="transformer.h", num_slots=3) as model:
+        assert use(model) == pytest.approx(use(copy.deepcopy(gpt())))
 
 
 def test_optimizers_of_others_do_not_keep_a_dropped_model_alive() -> None:

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 import streamer
+from streamer.backends.ranks import together
+from streamer.engine.wrapped.handle import wrapped as handle_of
 from streamer.errors import RanksError
 from tests.ranks.common import run_ranks
 from tests.ranks.programs import WIDTH, backward, everyone, model, part
@@ -192,17 +194,44 @@ def outside(rank: int) -> None:
     made.layers[0].up.weight.square().sum().backward()
 
 
+def cannot_go_on(rank: int, *, leads: bool) -> None:
+    """The first rank has told that it cannot go on before its error ends what it does with the others."""
+    ranks = handle_of(wrapped()).executor.across.ranks
+
+    def work() -> None:
+        if rank == 0:
+            error = ValueError("the disk is broken")
+            ranks.tell(error)
+            raise error
+
+    if leads:
+        ranks.led("writing", work)
+    else:
+        with together(ranks, "writing"):
+            work()
+
+
+def fails_together(rank: int) -> None:
+    cannot_go_on(rank, leads=False)
+
+
+def fails_leading(rank: int) -> None:
+    cannot_go_on(rank, leads=True)
+
+
 PROGRAMS = {
     each.__name__: each
     for each in (
         *(other_model, other_options, wrap_fails, more_batches, save_alone, other_rate, skips_a_layer),
         *(without_group, writes_at_once, zeroes_and_scales),
         *(auto, auto_fails),
+        *(fails_together, fails_leading),
         *(raises, sleeps, writes_other_values, writes_at_random, other_optimizer, outside),
     )
 }
 
 APART = "RanksError: the ranks have come apart"
+BROKEN = ("ValueError: the disk is broken", "RanksError: rank 0 has failed: ValueError: the disk is broken")
 
 #: What rank 0 is told, and rank 1.
 TOLD = {
@@ -221,6 +250,8 @@ TOLD = {
     "zeroes_and_scales": ("", ""),
     "auto": ("", ""),
     "auto_fails": ("RanksError: wrap has failed on rank 1: ValueError: .*example=", "ValueError: .*example="),
+    "fails_together": BROKEN,
+    "fails_leading": BROKEN,
     "raises": ("RanksError: rank 1 has ended", None),
     "sleeps": ("RanksError: rank 1 did not come within [39] s", None),
     "writes_other_values": (APART + ".*writing what the ranks share by copy_",) * 2,

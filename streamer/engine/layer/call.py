@@ -12,6 +12,7 @@ from torch import nn
 from streamer.engine.layer.ambient import RandomState
 from streamer.engine.layer.sharing import untangle
 from streamer.engine.paging.unit import Attributes, Unit
+from streamer.engine.tensors.attributes import Contents
 from streamer.engine.tensors.nested import Rebuild, Tensors, fingerprint, flatten, reachable, stamps
 from streamer.engine.tensors.parts import aliases
 from streamer.errors import warn
@@ -25,7 +26,8 @@ class Compiler:
 
     PyTorch caches compiled code by the code of the forward, and parameters are inputs of it. So layers of one
     class with parameters of the same shapes share one compilation. Where one fails, all layers of that class
-    run uncompiled from then on, with one warning.
+    run uncompiled from then on, with one warning, as if the forward that failed had not begun; it raises
+    where it has written into a tensor that is an attribute, which nobody can undo.
     """
 
     def __init__(self, device: torch.device, backend: CompileBackend) -> None:
@@ -60,14 +62,22 @@ class CompiledForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.works:
-            before, buffers = RandomState.now(self._compiler.device), self._unit.buffers_now()
+            # not `Unit.attributes`, which would keep the attributes that are lent for this run
+            attributes = Attributes(self._unit.modules)
+            contents = Contents(attributes.contents)
+            random = RandomState.now(self._compiler.device, contents.generators)
+            buffers, tensors = self._unit.buffers_now(), fingerprint(contents.tensors)
             try:
                 return self._compiled(*args, **kwargs)
             except self.failure as error:
+                if fingerprint(contents.tensors) != tensors:
+                    raise
                 self.give_up(error)
-            # part of the compiled forward may have run and drawn random numbers or written buffers
-            before.rewind()
+            # part of the compiled forward may have run and drawn random numbers or written what modules hold
+            random.rewind()
             self._unit.put_back(buffers)
+            attributes.put_back()
+            contents.put_back()
         return self._plain(*args, **kwargs)
 
     def give_up(self, error: BaseException) -> None:

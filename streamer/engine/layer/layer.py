@@ -256,6 +256,16 @@ def _slot_for_now(unit: Unit, weights: torch.Tensor) -> Iterator[None]:
             is_over = True
 
 
+#: By autograd's own words, which name no layer, what they mean for a layer in whose backward they are raised.
+_MEANINGS = {
+    "modified by an inplace operation": "was given, or has returned, a tensor that was written before its "
+    "backward, which needs it (write into a clone)",
+    "backward through the graph a second time": "is gone through backward a second time, or uses a tensor "
+    "that is none of its arguments and whose graph a backward has gone through already, that of another "
+    "layer, micro-batch or step (pass the tensor to the layer as an argument)",
+}
+
+
 class _Layer(torch.autograd.Function):
     """A streamed layer in the user's graph: its trainable parameters and tensors in, tensors out.
 
@@ -300,12 +310,9 @@ class _Layer(torch.autograd.Function):
                 finish_with_this_backward(layer_call.executor)
                 found = layer_call.backward(ctx.saved_tensors, gradients, asked)
         except RuntimeError as error:
-            if "modified by an inplace operation" in str(error):
-                # autograd's own words name no layer
-                raise RuntimeError(
-                    f"layer '{unit.name}' was given, or has returned, a tensor that was written before its "
-                    f"backward, which needs it (write into a clone): {error}"
-                ) from error
+            for words, meaning in _MEANINGS.items():
+                if words in str(error):
+                    raise RuntimeError(f"layer '{unit.name}' {meaning}: {error}") from error
             raise
         shield(unit.trainable)
         of_params, of_inputs = found[: len(asked)], found[len(asked) :]

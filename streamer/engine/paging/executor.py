@@ -241,6 +241,7 @@ class Executor:
         """Run ``work`` on the slot (flat uint8) that holds ``unit``'s weights. [Note: threads]"""
         with self.turns.lock:
             self.begin()
+            self.inputs.settle()
             if self.budget is not None:
                 self.budget.begin_forward(unit.index)
             if phase is Phase.FORWARD:
@@ -309,6 +310,9 @@ class Executor:
     def zero_grad(self) -> None:
         """Gradients are about to be dropped."""
         self.turns.end()
+        # what a backward that failed has not asked for
+        with self.turns.lock:
+            self.inputs.settle()
         self.landing.zero_grad()
         if self.across is not None:
             self.across.forget()

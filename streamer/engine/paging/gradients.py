@@ -326,6 +326,8 @@ class Gradients:
         self.added: dict[int, list[float]] = {}
         #: what the held gradients of layers are still to be multiplied by
         self.scale = 1.0
+        #: units with a gradient that nobody has waited for: a backward is running, or has failed
+        self._under_way: set[int] = set()
         self._issuer = issuer
         self._units = units
         self._root = root
@@ -365,6 +367,7 @@ class Gradients:
         the sum of squares of what ``p.grad`` then is, or None where that is not known.
         """
         held = self.held[unit.index]
+        self._under_way.add(unit.index)
         has_grad = [param.grad is not None for param in unit.trainable]
         if any(has_grad):
             if held.foreign():
@@ -496,6 +499,7 @@ class Gradients:
     def finish(self) -> None:
         """Block until the gradients of all layers are in host memory, where ``p.grad`` shows them."""
         self._issuer.wait(ops.gradient(unit.index) for unit in self._units if unit.layout.grad_nbytes)
+        self._under_way.clear()
 
     @as_plain
     def _accumulate(
@@ -605,6 +609,9 @@ class Gradients:
             self.settle_scale()
         if in_use:
             self.held[unit.index].before_write()
+        if unit.index in self._under_way:
+            self._issuer.wait((ops.gradient(unit.index),))
+            self._under_way.discard(unit.index)
 
     def _before_writing_root(self) -> None:
         # no need to block: what the caller's thread does on the device comes after

@@ -164,7 +164,8 @@ class InputPager:
         self._saved: dict[int, Saved] = {}
         self._count = 0
         self._outgoing: dict[int, Saved] = {}
-        self._ahead: Saved = ()
+        #: the number of what is fetched before it is asked for
+        self._ahead: int | None = None
         #: what nobody will ask for any more; the garbage collector may say so at any moment
         self._gone: deque[int] = deque()
 
@@ -180,7 +181,7 @@ class InputPager:
 
         Raises MemoryError where host memory has no room for them.
         """
-        self._settle()
+        self.settle()
         number = self._count = self._count + 1
         saved: list[Paged] = []
         self._saved[number] = self._outgoing[number] = saved
@@ -199,7 +200,7 @@ class InputPager:
     def using(self, number: int | None) -> AbstractContextManager[Fetched]:
         """The tensors saved under ``number``, on the device inside the block, and what an op must read that
         uses them; none for None. Raises RuntimeError if one of them was written since."""
-        if number is None and not self._ahead and not self._gone:
+        if number is None and self._ahead is None and not self._gone:
             return _NONE
         return self._using(number)
 
@@ -207,28 +208,28 @@ class InputPager:
     def _using(self, number: int | None) -> Iterator[Fetched]:
         saved = () if number is None else self._saved[number]
         self._hold(saved)
-        self._drop_ahead()
         try:
+            self._drop_ahead()
             places = tuple(ops.fetched(paged.place) for paged in saved if paged.is_fetched)
             yield [paged.get() for paged in saved], places
         finally:
             self._release(saved)
-            self._settle()
+            self.settle()
 
     def prefetch(self, number: int | None) -> None:
         """Fetch what was saved before ``number``: it is likely to be asked for next."""
         if number is None:
             return
         before = max((other for other in self._saved if other < number), default=None)
-        if before is not None and not self._ahead:
+        if before is not None and self._ahead is None:
             self._hold(self._saved[before])
-            self._ahead = self._saved[before]
+            self._ahead = before
 
     def release(self) -> None:
         """Give up everything."""
         for kept in (self._saved, self._outgoing, self._known, self._gone, self.places.buffers):
             kept.clear()
-        self._ahead = ()
+        self._ahead = None
 
     def _save(self, tensor: torch.Tensor) -> Paged:
         known: list[Paged] = self._known.setdefault(tensor.untyped_storage(), [])
@@ -248,13 +249,17 @@ class InputPager:
         source = paged.dense(tensor)
         # from here on nothing is short of memory
         paged.place = self.places.take(source.numel())
+        into = self.places.buffers[paged.place][: source.numel()]
+        try:
+            # what has made the tensor is done before its copy begins
+            self._sync(ops.saved_input(paged.place), to_write=True)
+            op = ops.offload_input(paged.place, source.numel())
+            self._issuer.issue(op, lambda: self._issuer.backend.copy(into, source))
+        except BaseException:
+            self.places.release(paged.place)
+            raise
         paged.leaving = source
         paged.put(tensor, self._on_device, is_fetched=False)
-        into = self.places.buffers[paged.place][: source.numel()]
-        # what has made the tensor is done before its copy begins
-        self._sync(ops.saved_input(paged.place), to_write=True)
-        op = ops.offload_input(paged.place, source.numel())
-        self._issuer.issue(op, lambda: self._issuer.backend.copy(into, source))
 
     def _let_go(self, number: int) -> None:
         """The copies that ``number`` is held for are done, as far as COMPUTE is concerned."""
@@ -295,13 +300,16 @@ class InputPager:
                 paged.drop()
 
     def _drop_ahead(self) -> None:
-        ahead, self._ahead = self._ahead, ()
-        self._release(ahead)
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            self._release(self._saved[ahead])
 
-    def _settle(self) -> None:
-        """Free the places of what nobody will ask for."""
+    def settle(self) -> None:
+        """Free the memory of what nobody will ask for."""
         while self._gone:
             number = self._gone.popleft()
+            if number == self._ahead:
+                self._drop_ahead()
             if number in self._outgoing:
                 self._let_go(number)
             for paged in self._saved.pop(number, ()):

@@ -386,8 +386,12 @@ class Unit:
         )
 
     def restore(self) -> None:
-        """Let the unit's modules see their own parameters, whatever they see now."""
+        """Let the unit's modules see their own parameters, whatever they see now, and have their own
+        attributes in place of lent ones."""
         self.register(self.params, [each.param for each in self.in_parts])
+        for module, attribute, value in self.tree.had:
+            vars(module)[attribute] = value
+        self.tree.had.clear()
         self.tree.lends = False
 
     def drop_leaves(self) -> None:
@@ -449,6 +453,8 @@ class _Tree:
         self.attributes = Attributes(())
         #: whether the modules may see other tensors than their own parameters
         self.lends = False
+        #: attributes that modules of quantized weights had before theirs were lent
+        self.had: list[tuple[nn.Module, str, object]] = []
 
     def modules(self) -> tuple[nn.Module, ...]:
         """Each once, the top one first; the same tuple as long as they are the same."""
@@ -463,7 +469,11 @@ class _Tree:
 
 
 class _Restored:
-    """The block of `Unit.restored`, not a generator either: see `_Lent`."""
+    """The block of `Unit.restored`.
+
+    Not a generator: one that an interrupt has left unfinished would give the parameters back when the garbage
+    collector finds it, which may be in the middle of another run of the layer.
+    """
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
@@ -472,23 +482,17 @@ class _Restored:
         pass
 
     def __exit__(self, *_: object) -> None:
-        # mostly the block of `using` has done so already
+        # mostly the block of `using`, which ends first, has done so already
         if self._unit.tree.lends:
             self._unit.restore()
 
 
-class _Lent:
-    """The block of `Unit.using`.
-
-    Not a generator: one that an interrupt has left unfinished would give the parameters back when the garbage
-    collector finds it, which may be in the middle of another run of the layer.
-    """
+class _Lent(_Restored):
+    """The block of `Unit.using`."""
 
     def __init__(self, unit: Unit, leaves: Sequence[torch.Tensor]) -> None:
-        self._unit = unit
+        super().__init__(unit)
         self._leaves = leaves
-        #: attributes that modules of quantized weights had before
-        self._had: list[tuple[nn.Module, str, object]] = []
 
     def __enter__(self) -> None:
         unit, leaves = self._unit, self._leaves
@@ -500,14 +504,9 @@ class _Lent:
         for each, whole in zip(unit.in_parts, made, strict=True):
             for attribute, value in each.composite.lent(whole).items():
                 for module in each.composite.modules:
-                    self._had.append((module, attribute, vars(module)[attribute]))
+                    unit.tree.had.append((module, attribute, vars(module)[attribute]))
                     vars(module)[attribute] = value
         unit.register(leaves, made)
-
-    def __exit__(self, *_: object) -> None:
-        self._unit.restore()
-        for module, attribute, value in self._had:
-            vars(module)[attribute] = value
 
 
 def buffer_bytes(units: Iterable[Unit]) -> int:

@@ -114,8 +114,9 @@ class Weights:
             self.slots.leave(slot)
             if self._ring is not None:
                 self._ring.release(unit.index)
-            self.fill_alone(is_alone)
-            self.prefetch()
+        # not after an error, which an error in here would replace; the next visit does the same
+        self.fill_alone(is_alone)
+        self.prefetch()
 
     def fill_alone(self, is_alone: bool) -> None:
         """What is filled from here on is filled for this rank alone, or for all that gather.

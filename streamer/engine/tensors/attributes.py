@@ -70,6 +70,10 @@ class Contents:
                 self._held.append((value, held))
                 stack.extend(held.values() if isinstance(held, dict) else held)
 
+    def put_back(self) -> None:
+        """Let the containers hold what they held when this object was made."""
+        _fill(self._held)
+
     def again(self) -> AbstractContextManager[None]:
         """Let the containers hold, inside the block, what they held when this object was made."""
         return self._again() if self._held else nullcontext()
@@ -78,7 +82,7 @@ class Contents:
     def _again(self) -> Iterator[None]:
         now = [(container, _copy(container)) for container, _ in self._held]
         try:
-            _fill(self._held)
+            self.put_back()
             yield
         finally:
             _fill(now)

@@ -346,10 +346,10 @@ def _held(locks: Iterable[AbstractContextManager[object]]) -> AbstractContextMan
     found = {id(lock): lock for lock in locks}
     if len(found) == 1:
         return found.popitem()[1]
-    stack = ExitStack()
-    for _, lock in sorted(found.items()):
-        stack.enter_context(lock)
-    return stack
+    with ExitStack() as stack:
+        for _, lock in sorted(found.items()):
+            stack.enter_context(lock)
+        return stack.pop_all()
 
 
 @contextmanager

@@ -275,39 +275,62 @@ def test_a_backward_that_can_neither_be_compiled_nor_run_says_so_and_the_next_st
 
 
 class Broken(nn.Module):
-    """Draws random numbers and counts a batch on both sides of what cannot be compiled in one piece."""
+    """Draws random numbers and counts a batch on both sides of what cannot be compiled in one piece. It
+    counts a batch in attributes too, one of which it may write in place."""
 
-    def __init__(self) -> None:
+    def __init__(self, total: torch.Tensor | None = None) -> None:
         super().__init__()
+        self.total, self.count, self.counts = total, 0, {"batches": 0}
         self.linear = nn.Linear(4, 4)
         self.first, self.second = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
         self.dropout = nn.Dropout(0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.counts["batches"] += 1
+        if self.total is not None:
+            self.total += 1
         x = self.dropout(self.first(self.linear(x)))
         torch._dynamo.graph_break()
         return x + self.dropout(self.second(x))
 
 
+class SecondFails:
+    """Compiles one graph."""
+
+    def __init__(self) -> None:
+        self.graphs: list[Any] = []
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.graphs.append(graph)
+        return graph if len(self.graphs) == 1 else no_forward(graph, inputs)
+
+
 @POLICIES
 def test_a_forward_that_fails_half_way_begins_anew(activations: str) -> None:
-    graphs: list[Any] = []
-
-    def second_fails(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph if len(graphs) == 1 else no_forward(graph, inputs)
-
     def use(model: nn.Module) -> Any:
         loss = model(torch.randn(8, 4)).square().sum()
         loss.backward()
-        return loss, gradients(model), list(model.buffers()), torch.rand(3)
+        counts = [(layer.count, layer.counts["batches"]) for layer in model]
+        return loss, gradients(model), list(model.buffers()), torch.rand(3), torch.tensor(counts)
 
+    second_fails = SecondFails()
     torch.manual_seed(0)
     with pytest.warns(UserWarning, match="torch.compile fails on Broken"):
         assert_as_plain(
             nn.Sequential(Broken(), Broken()), use, layers="", activations=activations, compile=second_fails
         )
-    assert len(graphs) == 2
+    assert len(second_fails.graphs) == 2
+
+
+@TORCHS_OWN_WARNING
+def test_a_forward_that_cannot_begin_anew_raises() -> None:
+    layer, options = Broken(total=torch.zeros(())), {"activations": "keep", "compile": SecondFails()}
+    with (
+        streamed(nn.Sequential(layer), layers="", **options) as model,
+        pytest.raises(InductorError, match="no working C"),
+    ):
+        model(torch.randn(8, 4))
 
 
 def test_an_error_of_the_layer_itself_comes_through() -> None:

@@ -24,6 +24,7 @@ from models.gpt2 import GPT
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.layer.activation import backpropagate
 from streamer.engine.paging import unit
+from streamer.engine.paging.weights import Weights
 from tests.engine.layer.common import Layer, Stack
 from tests.reference import (
     History,
@@ -91,6 +92,21 @@ def test_after_an_error_in_user_code_the_next_step_is_right(
         optimizer.zero_grad()
         clip = lambda: streamer.clip_grad_norm_(model, 1.0)  # noqa: E731
         assert_parity(train(model, optimizer, clip, steps=3), undisturbed())
+
+
+def test_what_cannot_be_fetched_does_not_replace_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetch(*_: Any) -> None:
+        raise Trouble("in a copy ahead")
+
+    def hook(*_: Any) -> None:
+        monkeypatch.setattr(Weights, "prefetch", fetch)
+        raise KeyboardInterrupt
+
+    with streamed(gpt(), layers="transformer.h") as model:
+        model.transformer.h[2].mlp.register_forward_hook(hook)
+        with pytest.raises(KeyboardInterrupt):
+            language_loss(model, 0)
+        monkeypatch.undo()
 
 
 def test_an_error_in_a_copy_reaches_the_user_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,21 @@ def test_a_tensor_inside_an_object_that_is_not_opened(activations: str) -> None:
     assert_refused(BoxedNet(Boxed, width=D), square, match, activations=activations, **BLOCKS)
 
 
+@POLICIES
+def test_a_tensor_from_outside_that_several_layers_use(activations: str) -> None:
+    """As no argument, so that each layer's backward would go through the graph of that tensor."""
+    scale = nn.Parameter(torch.ones(D))
+
+    def use(model: nn.Module) -> None:
+        outside = scale.square()
+        for block in model.blocks:
+            block[0].register_forward_hook(lambda module, args, out: out * outside)
+        square(model).backward()
+
+    match = r"layer 'blocks\.1' .*uses a tensor that is none of its arguments.*\(pass the tensor"
+    assert_refused(net(), use, match, RuntimeError, activations=activations, **BLOCKS)
+
+
 @pytest.mark.parametrize("activations", ["recompute", "keep", "recompute+offload"])
 @pytest.mark.parametrize("num_slots", [1, 4])
 @pytest.mark.parametrize("change", ["our step", "PyTorch's step", "a write"])

@@ -16,6 +16,7 @@ import streamer
 from streamer.backends.base import Event, Lane
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.paging.saved_inputs import OUTGOING, HostPlaces
+from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.op import OpKind
 from streamer.engine.wrapped.handle import wrapped
 from streamer.planner.measure import Tracker
@@ -328,6 +329,42 @@ def test_backward_twice_and_two_graphs_in_any_order() -> None:
     with streamed(Stack(), **OFFLOAD) as mine:
         for actual, wanted in zip(gradients(mine), expected, strict=True):
             torch.testing.assert_close(actual, wanted)
+
+
+def drop_gradients(model: nn.Module) -> None:
+    model.zero_grad()
+
+
+@torch.no_grad()
+def infer(model: nn.Module) -> None:
+    model(torch.randn(2, 3, WIDTH))
+
+
+@pytest.mark.parametrize("go_on", [drop_gradients, infer])
+def test_after_a_backward_that_fails_nothing_is_held(go_on: Callable[[nn.Module], object]) -> None:
+    def fail(_: torch.Tensor) -> None:
+        raise ValueError("no gradient")
+
+    with streamed(Stack(), **OFFLOAD) as mine:
+        with mine.layers[3].linear.weight.register_hook(fail), pytest.raises(ValueError, match="no gradient"):
+            mine(torch.randn(2, 3, WIDTH)).sum().backward()
+        go_on(mine)
+        stats = streamer.stats(mine)
+        assert stats.device_bytes_now == sum(stats.device_bytes.values())
+
+
+def test_an_interrupt_while_an_input_leaves_takes_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> Event:
+        raise KeyboardInterrupt
+
+    with streamed(Stack(), **OFFLOAD) as mine:
+        x = torch.randn(2, 3, WIDTH, requires_grad=True) * 1
+        for name in ("offload_input", "saved_input"):
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(ops, name, interrupted)
+                mine(x)
+        mine(x).sum().backward()
+        assert host_places(mine) == LAYERS * x.nbytes
 
 
 def test_too_little_host_memory_is_said_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.paging.executor import Executor
 from streamer.engine.schedule.op import Op, OpKind
+from streamer.engine.tensors.guarded import GuardedTensor
 from tests.reference import assert_trains_alike, gradients, language_loss, one_step, streamed, tiny_gpt
 
 LAYERS = 3
@@ -275,6 +276,37 @@ def test_gradients_are_clipped_when_they_are_read_and_may_be_written_then() -> N
     assert_trains_alike(gpt(), loop, options=options, lr=1e-2, eps=1.0)
 
 
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_gradients_are_there_in_a_backward_and_after_one_that_fails(backwards: int) -> None:
+    """In a hook, which ends the last of several backwards with an error."""
+    late = ThreadBackend(delays={Lane.D2H: lambda: 0.01, Lane.HOST: lambda: 0.01})
+
+    def use(model: nn.Module) -> list[Any]:
+        language_loss(model, 0).backward()
+        model.zero_grad()
+        seen: list[Any] = []
+
+        def look(_: torch.Tensor) -> None:
+            seen.append(model.transformer.h[1].mlp.c_fc.weight.grad.clone())
+            if len(seen) == backwards:
+                raise ValueError("no gradient")
+
+        model.transformer.h[0].register_forward_hook(lambda module, args, out: hook_on(out, look))
+        for step in range(1, backwards):
+            language_loss(model, step).backward()
+        with pytest.raises(ValueError, match="no gradient"):
+            language_loss(model, backwards).backward()
+        return [*seen, *gradients(model).values()]
+
+    expected = use(gpt())
+    with streamed(gpt(), backend=late) as model:
+        torch.testing.assert_close(use(model), expected)
+
+
+def hook_on(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    tensor.register_hook(hook)
+
+
 @pytest.mark.parametrize("foreach", [None, True])
 def test_torchs_own_clipping_makes_step_pass_over_no_gradient(issued: list[Op], foreach: bool | None) -> None:
     with streamed(gpt()) as model:
@@ -354,6 +386,31 @@ def test_who_cannot_wait_finds_no_old_weights() -> None:
         streamer.synchronize(model)
         with pytest.warns(UserWarning, match="To copy construct from a tensor"):
             assert values(torch.tensor(param) for param in params) == values(params)
+
+
+class Interrupted:
+    """A guard of gradients, and its lock, which Ctrl-C interrupts before the second time that it is held."""
+
+    held = 0
+
+    @property
+    def lock(self) -> Interrupted:
+        return self
+
+    def __enter__(self) -> None:
+        if Interrupted.held:
+            raise KeyboardInterrupt
+        Interrupted.held += 1
+
+    def __exit__(self, *_: object) -> None:
+        Interrupted.held -= 1
+
+
+def test_an_interrupt_between_two_locks_leaves_none_held() -> None:
+    one, other = (GuardedTensor.of(torch.ones(1), Interrupted()) for _ in range(2))
+    with pytest.raises(KeyboardInterrupt):
+        one + other
+    assert not Interrupted.held
 
 
 def test_a_parameter_can_be_made_of_a_parameter() -> None:
