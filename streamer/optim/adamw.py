@@ -49,7 +49,8 @@ from streamer_native import Hyper
 
 
 def check_group(group: dict[str, Any]) -> None:
-    """Raise ValueError for a hyperparameter out of its range."""
+    """Raise ValueError for a hyperparameter out of its range, and for what `torch.optim.AdamW` would do
+    otherwise."""
     betas = group["betas"]
     for name, fits in (
         ("lr", 0 <= group["lr"] < math.inf),
@@ -64,6 +65,19 @@ def check_group(group: dict[str, Any]) -> None:
             raise ValueError(
                 f"{name}={group[name]} is out of range: betas are two numbers in [0, 1), the others are "
                 "finite and 0 or more"
+            )
+    for option, changes_updates in (
+        ("maximize=True", group.get("maximize")),
+        ("amsgrad=True", group.get("amsgrad")),
+        ("differentiable=True", group.get("differentiable")),
+        (
+            "decoupled_weight_decay=False",
+            group["weight_decay"] and not group.get("decoupled_weight_decay", True),
+        ),
+    ):
+        if changes_updates:
+            raise ValueError(
+                f"{option} in a parameter group is not supported by streamer.AdamW: leave it out"
             )
 
 
@@ -183,7 +197,8 @@ class AdamW(Optimizer):
     ``streamer.stats(model).skipped_steps``, without it raises RuntimeError. `torch.amp.GradScaler` works: its
     scale is taken out in the pass that updates, and a step that it finds to overflow changes nothing.
 
-    Raises ValueError for a hyperparameter out of its range, a ``state_dtype`` that a parameter cannot have, a
+    Raises ValueError for a hyperparameter out of its range, options of `torch.optim.AdamW` in a group that
+    would change updates (``maximize``, ``amsgrad``), a ``state_dtype`` that a parameter cannot have, a
     parameter whose model is not wrapped, or where there is none; and MemoryError if there is no room for the
     moments, before they are allocated.
     """
@@ -395,8 +410,11 @@ class AdamW(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over hyperparameters and moments, the latter as they are held.
 
-        Raises ValueError, and changes nothing, if they were saved with another ``state_dtype``.
+        Raises ValueError, and changes nothing, if they were saved with another ``state_dtype``, or with
+        hyperparameters that a group cannot have.
         """
+        for group in state_dict["param_groups"]:
+            check_group(group)
         self._synchronize()
         for executor in self._executors:
             executor.wait_for_saving()
