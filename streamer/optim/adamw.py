@@ -300,6 +300,7 @@ class AdamW(Optimizer):
         updates: dict[tuple[Executor, int], list[ParamUpdate]] = defaultdict(list)
         for member, update in zip(updated, self._updates(updated), strict=True):
             updates[member.home.executor, member.home.unit.index].append(update)
+        self._count(updated)
         for executor in self._executors:
             mine = {unit: updates[owner, unit] for owner, unit in updates if owner is executor}
             self._queue(executor, mine, unscale)
@@ -315,7 +316,6 @@ class AdamW(Optimizer):
         executor = mine[0].home.executor
         landing = executor.landing
         updates = self._updates(mine)
-        self._landed_with |= {id(member.group): hyper_of(member.group, 1) for member in mine}
         steps = [self.state[member.param]["step"] for member in mine]
         stretches = unit.layout.stretches(used)
         state_dtype = self.state_dtype  # not self: a queued update shall not keep the optimizer alive
@@ -341,7 +341,11 @@ class AdamW(Optimizer):
             if is_finite[0]:
                 update_shard(shard, updates, state_dtype, 1.0, seed=unit.index + 1, gradient=gradient)
 
-        return update, update_bytes(updates, executor.shard(unit).range, state_dtype)
+        def begin() -> None:
+            self._landed_with |= {id(member.group): hyper_of(member.group, 1) for member in mine}
+            self._count(mine)
+
+        return Update(update, update_bytes(updates, executor.shard(unit).range, state_dtype), begin)
 
     def _members(self, wanted: Callable[[torch.Tensor], bool]) -> list[_Member]:
         """Those of the optimizer's parameters that are ``wanted``."""
@@ -355,7 +359,7 @@ class AdamW(Optimizer):
         ]
 
     def _updates(self, updated: Sequence[_Member]) -> list[ParamUpdate]:
-        """Increment the step count of each of these parameters; the updates to run."""
+        """The updates of these parameters, whose steps `_count` counts once nothing refuses them."""
         steps = []
         for param, home, _ in updated:
             state = self.state[param]
@@ -363,18 +367,21 @@ class AdamW(Optimizer):
                 state = self._begin_state(param, home)
             else:
                 state.check()
-            steps.append(state["step"])
-        if steps:
-            torch._foreach_add_(steps, 1)
-        self._updated.update(id(param) for param, _, _ in updated)
+            steps.append(int(state["step"]) + 1)
         hypers: dict[tuple[int, int], Hyper] = {}
         updates = []
-        for (param, home, group), step in zip(updated, map(int, steps), strict=True):
+        for (param, home, group), step in zip(updated, steps, strict=True):
             key = id(group), step
             if key not in hypers:
                 hypers[key] = hyper_of(group, step)
             updates.append(ParamUpdate(home.slice, hypers[key], summed=is_summed(param)))
         return updates
+
+    def _count(self, updated: Sequence[_Member]) -> None:
+        """Increment the step count of each of these parameters."""
+        if updated:
+            torch._foreach_add_([self.state[member.param]["step"] for member in updated], 1)
+        self._updated.update(id(member.param) for member in updated)
 
     def _begin_state(self, param: torch.Tensor, home: Home) -> State:
         """Give a parameter that is about to be updated, and has no state of ours, one."""

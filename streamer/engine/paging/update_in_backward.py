@@ -83,6 +83,8 @@ class UpdateInBackward(Landing):
             )
 
     def land(self, unit: Unit, slot: int, used: Sequence[bool], squares: Squares) -> bool:
+        # all are asked before anything is issued: where one raises, the layer is as it was
+        asked = [updater(unit, used) for reference in self._updaters if (updater := reference()) is not None]
         self._weights.settle_masters(unit)
         self._weights.begin_flight(unit)
         number, self._next = self._next, (self._next + 1) % len(self._ring)
@@ -94,13 +96,11 @@ class UpdateInBackward(Landing):
         reduced = squares if isinstance(squares, Reduced) else None
         self._updated.add(unit.index)
         self._backward_completed = False
-        for reference in self._updaters:
-            updater = reference()
-            update = None if updater is None else updater(unit, used)
+        for update in asked:
             if update is not None:
-                work, moved = update
-                whole = partial(work, gradient=landed, reduced=reduced)
-                self._weights.update(unit, whole, moved, place)
+                update.begin()
+                whole = partial(update.work, gradient=landed, reduced=reduced)
+                self._weights.update(unit, whole, update.nbytes, place)
         if self._across is not None:
             self._across.after_update(unit)
         return True
