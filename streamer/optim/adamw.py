@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from streamer.engine.disk.state import ShardUpdate
 from streamer.engine.paging.across_ranks import Reduced
 from streamer.engine.paging.executor import Executor
-from streamer.engine.paging.gradient_pipeline import Update
+from streamer.engine.paging.gradient_pipeline import Update, Updater
 from streamer.engine.paging.gradients import is_summed
 from streamer.engine.paging.unit import Unit
 from streamer.engine.tensors.guarded import as_plain, never_traced, unguarded
@@ -107,9 +107,11 @@ class NonFiniteError(RuntimeError):
         self.what = what
 
 
-def may_step(executors: Sequence[Executor], *, skip_nonfinite: bool, found_inf: torch.Tensor | None) -> bool:
-    """Whether a step may be made: the gradients of these models are all finite. If they are not, count and
-    warn, or raise RuntimeError, which is also raised for a model that was unwrapped.
+def may_step(
+    executors: Sequence[Executor], updater: Updater, *, skip_nonfinite: bool, found_inf: torch.Tensor | None
+) -> bool:
+    """Whether the optimizer of ``updater`` may make a step: the gradients of these models are all finite. If
+    they are not, count and warn, or raise RuntimeError, which is also raised for a model that was unwrapped.
 
     ``found_inf`` is what a GradScaler has found, None where there is none. It looks for the scale at which
     steps overflow and expects some to, so those are counted without a warning.
@@ -119,7 +121,7 @@ def may_step(executors: Sequence[Executor], *, skip_nonfinite: bool, found_inf: 
             "the model that this optimizer updates was unwrapped: make a new optimizer, of torch.optim for a "
             "plain model"
         )
-    not_updated = _not_updated_on_landing(executors, skip_nonfinite, found_inf)
+    not_updated = _not_updated_on_landing(executors, updater, skip_nonfinite, found_inf)
     for executor in executors:
         executor.gradients.adopt_all()
     # meta tensors have no values
@@ -151,7 +153,7 @@ def may_step(executors: Sequence[Executor], *, skip_nonfinite: bool, found_inf: 
 
 
 def _not_updated_on_landing(
-    executors: Sequence[Executor], skip_nonfinite: bool, found_inf: torch.Tensor | None
+    executors: Sequence[Executor], updater: Updater, skip_nonfinite: bool, found_inf: torch.Tensor | None
 ) -> list[str]:
     """Begin the next step, and name the layers not updated since the last. [Note: landing]"""
     names = []
@@ -162,7 +164,7 @@ def _not_updated_on_landing(
             executor.landing.check_unwritten()
         if not skip_nonfinite:
             executor.synchronize()
-        names += executor.landing.next_step()
+        names += executor.landing.next_step(updater)
         if found_inf is not None:
             raise RuntimeError(
                 "update='backward' has updated the layers before GradScaler could take its scale out: "
@@ -290,7 +292,12 @@ class AdamW(Optimizer):
         # a GradScaler sets both, and deletes them: whether an element was not finite, the scale to take out
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         try:
-            if not may_step(self._executors, skip_nonfinite=self._skip_nonfinite, found_inf=found_inf):
+            if not may_step(
+                self._executors,
+                self._update_on_landing,
+                skip_nonfinite=self._skip_nonfinite,
+                found_inf=found_inf,
+            ):
                 return
         except BaseException:
             self.__dict__.pop("found_inf", None)

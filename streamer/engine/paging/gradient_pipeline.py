@@ -55,7 +55,7 @@ class Update(NamedTuple):
     begin: Callable[[], None]
 
 
-#: Asked for the update of a unit, given which of its trainable parameters have a gradient; no step is counted.
+#: Asked for the update of a unit, given which of its trainable parameters have a gradient; counts no step.
 Updater = Callable[[Unit, Sequence[bool]], Update | None]
 
 
@@ -106,8 +106,9 @@ class Landing(abc.ABC):
         """Gradients are dropped."""
         return
 
-    def next_step(self) -> list[str]:
-        """A step has been made; the names of layers that were found not to be updated since the last one."""
+    def next_step(self, updater: Updater | None = None) -> list[str]:
+        """The optimizer of ``updater`` has made a step, or all optimizers have; the names of layers that were
+        found not to be updated since the last one."""
         return []
 
     def newly_skipped(self, *, step_too: bool) -> int:

@@ -276,6 +276,23 @@ def test_a_layer_is_updated_by_all_its_optimizers_or_by_none() -> None:
         torch.testing.assert_close(language_loss(model.eval(), 1), language_loss(shown, 1))
 
 
+def test_a_layer_waits_for_the_step_of_each_of_its_optimizers() -> None:
+    with in_backward() as model:
+        first, second = two_optimizers(model)
+        for step in range(3):
+            language_loss(model, step).backward()
+            first.step()
+            if step < 2:
+                second.step()
+        with pytest.raises(RuntimeError, match=r"updated already since the last step\(\) of its optimizer"):
+            language_loss(model, 3).backward()
+        succeeding = streamer.AdamW(second.param_groups[0]["params"], lr=1e-2)
+        for step in (4, 5):
+            language_loss(model, step).backward()
+            first.step()
+            succeeding.step()
+
+
 def test_an_older_optimizer_that_is_still_there_is_not_asked() -> None:
     with in_backward() as model:
         older = streamer.AdamW(model.parameters(), lr=1.0)
