@@ -274,11 +274,17 @@ class AdamW(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Queue the update of every parameter that has a gradient; returns what ``closure`` returns."""
         loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with unguarded():
-            self._step()
+        try:
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            with unguarded():
+                self._step()
+        except BaseException:
+            # a GradScaler deletes these only where the step returns
+            self.__dict__.pop("found_inf", None)
+            self.__dict__.pop("grad_scale", None)
+            raise
         return loss
 
     def _step(self) -> None:
@@ -291,18 +297,13 @@ class AdamW(Optimizer):
         check_landed_with(landed_with, self.param_groups)
         # a GradScaler sets both, and deletes them: whether an element was not finite, the scale to take out
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        try:
-            if not may_step(
-                self._executors,
-                self._update_on_landing,
-                skip_nonfinite=self._skip_nonfinite,
-                found_inf=found_inf,
-            ):
-                return
-        except BaseException:
-            self.__dict__.pop("found_inf", None)
-            self.__dict__.pop("grad_scale", None)
-            raise
+        if not may_step(
+            self._executors,
+            self._update_on_landing,
+            skip_nonfinite=self._skip_nonfinite,
+            found_inf=found_inf,
+        ):
+            return
         unscale = 1.0 if scale is None else 1.0 / float(scale)
         updates: dict[tuple[Executor, int], list[ParamUpdate]] = defaultdict(list)
         for member, update in zip(updated, self._updates(updated), strict=True):
