@@ -308,10 +308,11 @@ class AdamW(Optimizer):
         updates: dict[tuple[Executor, int], list[ParamUpdate]] = defaultdict(list)
         for member, update in zip(updated, self._updates(updated), strict=True):
             updates[member.home.executor, member.home.unit.index].append(update)
-        self._count(updated)
         for executor in self._executors:
             mine = {unit: updates[owner, unit] for owner, unit in updates if owner is executor}
             self._queue(executor, mine, unscale)
+            # not sooner: what is refused is no step
+            self._count([member for member in updated if member.home.executor is executor])
 
     @as_plain
     def _update_on_landing(self, unit: Unit, used: Sequence[bool]) -> Update | None:

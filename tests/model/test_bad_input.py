@@ -875,6 +875,24 @@ def test_bad_hyperparameters(name: str, value: Any) -> None:
         assert set(streamer.stats(model).host_bytes) == {"weights", "gradients"}, "no moments were allocated"
 
 
+def test_a_step_that_is_refused_is_not_counted() -> None:
+    plain = Net()
+    with wrapped(copy.deepcopy(plain)) as model:
+        optimizer, weight = streamer.AdamW(model.parameters(), lr=1e-2), model.blocks[1].weight
+        model(X).sum().backward()
+        ours = weight.data
+        weight.data = torch.zeros_like(ours)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="was given other memory after streamer.wrap"):
+                optimizer.step()
+        weight.data = ours
+        optimizer.step()
+        assert {int(state["step"]) for state in optimizer.state.values()} == {1}
+        plain(X).sum().backward()
+        torch.optim.AdamW(plain.parameters(), lr=1e-2).step()
+        torch.testing.assert_close(model.state_dict(), plain.state_dict())
+
+
 @pytest.mark.parametrize("where", ["constructor", "add_param_group", "step", "backward", "load_state_dict"])
 @pytest.mark.parametrize("option", ["maximize", "amsgrad", "differentiable", "decoupled_weight_decay"])
 def test_options_of_torch_that_change_updates(option: str, where: str) -> None:
