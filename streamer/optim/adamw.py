@@ -108,20 +108,18 @@ class NonFiniteError(RuntimeError):
 
 
 def may_step(
-    executors: Sequence[Executor], updater: Updater, *, skip_nonfinite: bool, found_inf: torch.Tensor | None
+    executors: Sequence[Executor],
+    not_updated: Sequence[str],
+    *,
+    skip_nonfinite: bool,
+    found_inf: torch.Tensor | None,
 ) -> bool:
-    """Whether the optimizer of ``updater`` may make a step: the gradients of these models are all finite. If
-    they are not, count and warn, or raise RuntimeError, which is also raised for a model that was unwrapped.
+    """Whether a step may be made: the gradients of these models are all finite, and no layer was
+    ``not_updated`` on landing. If they are not, count and warn, or raise RuntimeError.
 
     ``found_inf`` is what a GradScaler has found, None where there is none. It looks for the scale at which
     steps overflow and expects some to, so those are counted without a warning.
     """
-    if any(executor.released for executor in executors):
-        raise RuntimeError(
-            "the model that this optimizer updates was unwrapped: make a new optimizer, of torch.optim for a "
-            "plain model"
-        )
-    not_updated = _not_updated_on_landing(executors, updater, skip_nonfinite, found_inf)
     for executor in executors:
         executor.gradients.adopt_all()
     # meta tensors have no values
@@ -152,10 +150,16 @@ def may_step(
     return finite
 
 
-def _not_updated_on_landing(
-    executors: Sequence[Executor], updater: Updater, skip_nonfinite: bool, found_inf: torch.Tensor | None
+def begin_step(
+    executors: Sequence[Executor], updater: Updater, *, skip_nonfinite: bool, found_inf: torch.Tensor | None
 ) -> list[str]:
-    """Begin the next step, and name the layers not updated since the last. [Note: landing]"""
+    """Begin a step of the optimizer of ``updater``, and name the layers not updated since the last. Raises
+    RuntimeError for a model that was unwrapped. [Note: landing]"""
+    if any(executor.released for executor in executors):
+        raise RuntimeError(
+            "the model that this optimizer updates was unwrapped: make a new optimizer, of torch.optim for a "
+            "plain model"
+        )
     names = []
     for executor in executors:
         if executor.landing.keeps_gradients:
@@ -293,16 +297,15 @@ class AdamW(Optimizer):
             check_owner(member.home, self.token)
         for executor, index in {(member.home.executor, member.home.unit.index) for member in updated}:
             executor.check_idle(executor.unit(index))
-        landed_with, self._landed_with = self._landed_with, {}
-        check_landed_with(landed_with, self.param_groups)
+        check_landed_with(self._landed_with, self.param_groups)
         # a GradScaler sets both, and deletes them: whether an element was not finite, the scale to take out
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        if not may_step(
-            self._executors,
-            self._update_on_landing,
-            skip_nonfinite=self._skip_nonfinite,
-            found_inf=found_inf,
-        ):
+        skips = self._skip_nonfinite
+        not_updated = begin_step(
+            self._executors, self._update_on_landing, skip_nonfinite=skips, found_inf=found_inf
+        )
+        self._landed_with.clear()
+        if not may_step(self._executors, not_updated, skip_nonfinite=skips, found_inf=found_inf):
             return
         unscale = 1.0 if scale is None else 1.0 / float(scale)
         updates: dict[tuple[Executor, int], list[ParamUpdate]] = defaultdict(list)
@@ -441,6 +444,7 @@ class AdamW(Optimizer):
             for executor in self._executors:
                 writing.enter_context(executor.writing_state("loading optimizer state"))
             self.state.update(load_moments(saved, self.state_dtype))
+        self._landed_with.clear()
 
     def restart(self, state: dict[torch.Tensor, dict[str, Any]]) -> None:
         """Go on from this state, which shows host memory; what has landed until now is forgotten."""
