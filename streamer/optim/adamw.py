@@ -375,7 +375,7 @@ class AdamW(Optimizer):
         steps = []
         for param, home, _ in updated:
             state = self.state[param]
-            if not isinstance(state, State) or not state:
+            if not isinstance(state, State):
                 state = self._begin_state(param, home)
             else:
                 state.check()
@@ -446,7 +446,7 @@ class AdamW(Optimizer):
             self.state.update(load_moments(saved, self.state_dtype))
         self._landed_with.clear()
 
-    def restart(self, state: dict[torch.Tensor, dict[str, Any]]) -> None:
+    def restart(self, state: dict[torch.Tensor, State]) -> None:
         """Go on from this state, which shows host memory; what has landed until now is forgotten."""
         self._landed_with.clear()
         self.state.clear()
