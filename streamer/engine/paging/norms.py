@@ -42,7 +42,8 @@ class _Measured:
     state: _State
     sample: bytes | None = None  # of the host gradient, once that has landed
     is_finite: bool = False  # known to be, though ``squares`` may still be on the device
-    scaled: _State | None = None  # the state after the last of the writes that only made it smaller
+    #: the state and the sample after the last of the writes that only made it smaller
+    scaled: tuple[_State, bytes] | None = None
 
 
 #: Which parameters hold a gradient, and how often the user has written the unit's gradient and sums.
@@ -77,7 +78,7 @@ class Norms:
     def scaled(self, unit: Unit) -> None:
         """The user's code has multiplied the gradients of ``unit`` by a number from -1 to 1, as clipping
         does, so that they are finite if they were. What they add up to, rounded, is not known."""
-        self._note(unit, scaled=self._state(unit))
+        self._note(unit, scaled=(self._state(unit), self._sample(unit)))
 
     @as_plain
     def landed(self) -> None:
@@ -187,7 +188,9 @@ class Norms:
 
     def _is_scaled(self, unit: Unit) -> bool:
         measured = self._measured.get(unit.index)
-        return measured is not None and measured.scaled == self._state(unit)
+        if measured is None or measured.scaled is None or measured.scaled[0] != self._state(unit):
+            return False
+        return measured.scaled[1] == self._sample(unit)
 
     def _is_measured(self, unit: Unit) -> bool:
         measured = self._measured.get(unit.index)
@@ -209,17 +212,13 @@ class Norms:
             )
 
     def _sample(self, unit: Unit) -> bytes:
-        """The first four bytes of each parameter's gradient, and four of every 4 KiB; nothing of a meta
-        tensor."""
+        """The first four bytes of each parameter's gradient, and four bytes at even distances; nothing of a
+        meta tensor."""
         shard, (offsets, indices) = self._store.shards[unit.index], self._begins(unit)
         if shard.gradient.is_meta:
             return b""
-        gradient = shard.gradient.numpy().view(np.int32)
-        sample: bytes = gradient[::1024].tobytes() + gradient[offsets].tobytes()
-        if any(map(is_summed, unit.params)):
-            sums = shard.sums.numpy().view(np.int32)
-            sample += sums[::1024].tobytes() + sums[indices].tobytes()
-        return sample
+        sample = _spread(shard.gradient, offsets)
+        return sample + _spread(shard.sums, indices) if any(map(is_summed, unit.params)) else sample
 
     def _begins(self, unit: Unit) -> tuple[np.ndarray, np.ndarray]:
         """Where the gradients of parameters begin, and their sums, in units of four bytes."""
@@ -263,6 +262,13 @@ def sum_squares(
     for squares in others:
         total += squares
     return total
+
+
+def _spread(buffer: torch.Tensor, begins: np.ndarray) -> bytes:
+    """Elements of four bytes of a buffer: one of every 1024, at most some 4096, and those at ``begins``."""
+    elements = buffer.numpy().view(np.int32)
+    sample: bytes = elements[:: max(1024, len(elements) // 4096)].tobytes() + elements[begins].tobytes()
+    return sample
 
 
 def _squares(gradient: torch.Tensor) -> torch.Tensor:
