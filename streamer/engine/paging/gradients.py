@@ -236,6 +236,8 @@ class Gradients:
         self.root_sums = issuer.backend.device_buffer(0)
         #: by unit, the sums of squares of gradients that were added up on the host, one for each part
         self.added: dict[int, list[float]] = {}
+        #: the units to memory of whose gradients the user's code may hold another way than ``p.grad``
+        self.lent: set[int] = set()
         #: what the held gradients of layers are still to be multiplied by
         self.scale = 1.0
         self._issuer = issuer
@@ -281,6 +283,7 @@ class Gradients:
                 self.adopt_all()
             return self._accumulate(unit, slot, used, has_grad)
         held.copy_out_kept(1.0)
+        self.lent.discard(unit.index)
         share = self._store.shards[unit.index].share.gradient
         source, gradient = self.slots.buffers[slot][share], self._gradient(unit)[share]
         op = ops.offload_grad(unit.index, slot, ops.gradient(unit.index), source.numel())

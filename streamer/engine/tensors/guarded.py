@@ -11,7 +11,8 @@ every library that it calls, knows nothing of that, and does not have to. So
 - a function that reads or writes the tensor waits first, for the work on that unit alone: see `Guard.before`.
   A function that only tells of the tensor (`METADATA`) does not wait;
 - a tensor that shares memory with a parameter (``p.data``, ``p.detach()``, ``p.numpy()``) can be written
-  without a trace, so the unit counts as lent from then on: see `Weights.lend`;
+  without a trace, so the unit counts as lent from then on: see `Weights.lend`, and of gradients
+  `Gradients.lent`;
 - gradients that are multiplied by a number stay finite if they were: see `Norms.scaled`.
 
 Inside of the library these tensors are used as plain ones, in `unguarded` blocks.
@@ -90,8 +91,9 @@ class Guard(Protocol):
         """Return when ``function`` may read and write the tensor, which is one of ``args`` and ``kwargs``, or
         in one of them: whether this process is to write it, if it is written."""
 
-    def after(self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object) -> None:
-        """``function`` was called with ``args``, of which ``tensor`` is one or holds one."""
+    def after(self, function: Function, args: Sequence[Any], result: object, *, gives_memory: bool) -> None:
+        """``function`` was called with ``args``; ``gives_memory`` says whether ``result`` gives access to the
+        memory of the tensor: another tensor, an array, or an address."""
 
     @property
     def lock(self) -> AbstractContextManager[object]:
@@ -254,27 +256,22 @@ def show(params: Iterable[Seen]) -> None:
         seen.exchange(is_in_flight=False)
 
 
-def gives_memory(function: Function, tensor: torch.Tensor, result: object) -> bool:
-    """Whether ``result``, which ``function`` has made of ``tensor``, gives access to its memory: another
-    tensor, an array, or an address."""
-    return function in _GIVES_MEMORY or _shares_memory(result, tensor)
-
-
 def is_in_graph(result: object) -> bool:
     """Whether ``result`` is a tensor of autograd's, or several, which nobody writes without autograd's
     knowing."""
     return all(isinstance(item, torch.Tensor) and item.requires_grad for item in walk((result,)))
 
 
-def _shares_memory(result: object, tensor: torch.Tensor) -> bool:
-    return any(
-        isinstance(item, torch.Tensor)
-        and item is not tensor
+def _storages(result: object) -> set[int]:
+    """The storages of all tensors in ``result`` that have no guard."""
+    return {
+        storage_id(item)
+        for item in walk((result,))
+        if isinstance(item, torch.Tensor)
+        and GUARD not in vars(item)
         and item.layout is torch.strided
         and not (item.is_nested or is_of_transform(item))
-        and storage_id(item) == storage_id(tensor)
-        for item in walk((result,))
-    )
+    }
 
 
 def _write_rest(
@@ -305,7 +302,7 @@ def _touch(function: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, 
     if function in METADATA:
         with unguarded():
             return function(*args, **kwargs)
-    touched = [
+    touched: list[tuple[Guard, Any]] = [
         (guard, tensor)
         for tensor in walk((*args, *kwargs.values()))
         if isinstance(tensor, Guarded) and (guard := vars(tensor).get(GUARD)) is not None
@@ -322,8 +319,10 @@ def _touch(function: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, 
             with _plain_for_now(tensor for _, tensor in touched):
                 result = function(*args, **kwargs)
         with unguarded():
+            shown = _storages(result)
             for guard, tensor in touched:
-                guard.after(function, args, tensor, result)
+                gives_memory = function in _GIVES_MEMORY or (bool(shown) and storage_id(tensor) in shown)
+                guard.after(function, args, result, gives_memory=gives_memory)
     return result
 
 

@@ -19,7 +19,6 @@ from streamer.engine.tensors.guarded import (
     Function,
     Guarded,
     GuardedTensor,
-    gives_memory,
     guard_parameter,
     is_in_graph,
     unguard_parameter,
@@ -52,7 +51,7 @@ class _UnitGuard:
             return True
         return _begin_writing(executor.across, function, args, kwargs)
 
-    def after(self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object) -> None:
+    def after(self, function: Function, args: Sequence[Any], result: object, *, gives_memory: bool) -> None:
         if (executor := self._executor()) is not None and executor.across is not None:
             _end_writing(executor, executor.across, function, args)
 
@@ -71,7 +70,7 @@ class _CopyGuard(_UnitGuard):
             )
         return True
 
-    def after(self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object) -> None:
+    def after(self, function: Function, args: Sequence[Any], result: object, *, gives_memory: bool) -> None:
         return
 
 
@@ -92,9 +91,9 @@ class _ParameterGuard(_UnitGuard):
         # each rank has the root's weights on its device
         return is_to_write or self._index == ROOT
 
-    def after(self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object) -> None:
-        super().after(function, args, tensor, result)
-        if gives_memory(function, tensor, result) and (executor := self._executor()) is not None:
+    def after(self, function: Function, args: Sequence[Any], result: object, *, gives_memory: bool) -> None:
+        super().after(function, args, result, gives_memory=gives_memory)
+        if gives_memory and (executor := self._executor()) is not None:
             unit = executor.unit(self._index)
             executor.weights.lend(unit, self._position, to_read=is_in_graph(result))
         if (executor := self._executor()) is not None:
@@ -103,7 +102,8 @@ class _ParameterGuard(_UnitGuard):
 
 
 class _GradientGuard(_UnitGuard):
-    """Applies what clipping has left to be applied, and waits for the update that reads the gradient."""
+    """Applies what clipping has left to be applied, and waits for the update that reads the gradient. Sees
+    also who can write it unseen."""
 
     _is_scaling = False
 
@@ -115,12 +115,14 @@ class _GradientGuard(_UnitGuard):
         self._is_scaling = function in _SCALING and executor.norms.begin_scaling(unit)
         return executor.across is None or _begin_writing(executor.across, function, args, kwargs)
 
-    def after(self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object) -> None:
-        super().after(function, args, tensor, result)
+    def after(self, function: Function, args: Sequence[Any], result: object, *, gives_memory: bool) -> None:
+        super().after(function, args, result, gives_memory=gives_memory)
         if self._is_scaling and len(args) == 2 and _is_small(_SCALING[function], args[1]):
             executor = self._executor()
             assert executor is not None, "it has begun"
             executor.norms.scaled(executor.unit(self._index))
+        if gives_memory and (executor := self._executor()) is not None:
+            executor.gradients.lent.add(self._index)
 
 
 #: In-place functions that multiply gradients by a number: the power of that number by which they do.
