@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from streamer.engine.disk.state import ShardUpdate
 from streamer.engine.paging.across_ranks import Reduced
 from streamer.engine.paging.executor import Executor
-from streamer.engine.paging.gradient_pipeline import Update
+from streamer.engine.paging.gradient_pipeline import Update, Updater
 from streamer.engine.paging.gradients import is_summed
 from streamer.engine.paging.unit import Unit
 from streamer.engine.tensors.guarded import as_plain, never_traced, unguarded
@@ -49,7 +49,8 @@ from streamer_native import Hyper
 
 
 def check_group(group: dict[str, Any]) -> None:
-    """Raise ValueError for a hyperparameter out of its range."""
+    """Raise ValueError for a hyperparameter out of its range, and for what `torch.optim.AdamW` would do
+    otherwise."""
     betas = group["betas"]
     for name, fits in (
         ("lr", 0 <= group["lr"] < math.inf),
@@ -64,6 +65,19 @@ def check_group(group: dict[str, Any]) -> None:
             raise ValueError(
                 f"{name}={group[name]} is out of range: betas are two numbers in [0, 1), the others are "
                 "finite and 0 or more"
+            )
+    for option, changes_updates in (
+        ("maximize=True", group.get("maximize")),
+        ("amsgrad=True", group.get("amsgrad")),
+        ("differentiable=True", group.get("differentiable")),
+        (
+            "decoupled_weight_decay=False",
+            group["weight_decay"] and not group.get("decoupled_weight_decay", True),
+        ),
+    ):
+        if changes_updates:
+            raise ValueError(
+                f"{option} in a parameter group is not supported by streamer.AdamW: leave it out"
             )
 
 
@@ -93,19 +107,19 @@ class NonFiniteError(RuntimeError):
         self.what = what
 
 
-def may_step(executors: Sequence[Executor], *, skip_nonfinite: bool, found_inf: torch.Tensor | None) -> bool:
-    """Whether a step may be made: the gradients of these models are all finite. If they are not, count and
-    warn, or raise RuntimeError, which is also raised for a model that was unwrapped.
+def may_step(
+    executors: Sequence[Executor],
+    not_updated: Sequence[str],
+    *,
+    skip_nonfinite: bool,
+    found_inf: torch.Tensor | None,
+) -> bool:
+    """Whether a step may be made: the gradients of these models are all finite, and no layer was
+    ``not_updated`` on landing. If they are not, count and warn, or raise RuntimeError.
 
     ``found_inf`` is what a GradScaler has found, None where there is none. It looks for the scale at which
     steps overflow and expects some to, so those are counted without a warning.
     """
-    if any(executor.released for executor in executors):
-        raise RuntimeError(
-            "the model that this optimizer updates was unwrapped: make a new optimizer, of torch.optim for a "
-            "plain model"
-        )
-    not_updated = _not_updated_on_landing(executors, skip_nonfinite, found_inf)
     for executor in executors:
         executor.gradients.adopt_all()
     # meta tensors have no values
@@ -136,10 +150,16 @@ def may_step(executors: Sequence[Executor], *, skip_nonfinite: bool, found_inf: 
     return finite
 
 
-def _not_updated_on_landing(
-    executors: Sequence[Executor], skip_nonfinite: bool, found_inf: torch.Tensor | None
+def begin_step(
+    executors: Sequence[Executor], updater: Updater, *, skip_nonfinite: bool, found_inf: torch.Tensor | None
 ) -> list[str]:
-    """Begin the next step, and name the layers not updated since the last. [Note: landing]"""
+    """Begin a step of the optimizer of ``updater``, and name the layers not updated since the last. Raises
+    RuntimeError for a model that was unwrapped. [Note: landing]"""
+    if any(executor.released for executor in executors):
+        raise RuntimeError(
+            "the model that this optimizer updates was unwrapped: make a new optimizer, of torch.optim for a "
+            "plain model"
+        )
     names = []
     for executor in executors:
         if executor.landing.keeps_gradients:
@@ -148,7 +168,7 @@ def _not_updated_on_landing(
             executor.landing.check_unwritten()
         if not skip_nonfinite:
             executor.synchronize()
-        names += executor.landing.next_step()
+        names += executor.landing.next_step(updater)
         if found_inf is not None:
             raise RuntimeError(
                 "update='backward' has updated the layers before GradScaler could take its scale out: "
@@ -183,7 +203,8 @@ class AdamW(Optimizer):
     ``streamer.stats(model).skipped_steps``, without it raises RuntimeError. `torch.amp.GradScaler` works: its
     scale is taken out in the pass that updates, and a step that it finds to overflow changes nothing.
 
-    Raises ValueError for a hyperparameter out of its range, a ``state_dtype`` that a parameter cannot have, a
+    Raises ValueError for a hyperparameter out of its range, options of `torch.optim.AdamW` in a group that
+    would change updates (``maximize``, ``amsgrad``), a ``state_dtype`` that a parameter cannot have, a
     parameter whose model is not wrapped, or where there is none; and MemoryError if there is no room for the
     moments, before they are allocated.
     """
@@ -257,11 +278,17 @@ class AdamW(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Queue the update of every parameter that has a gradient; returns what ``closure`` returns."""
         loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with unguarded():
-            self._step()
+        try:
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            with unguarded():
+                self._step()
+        except BaseException:
+            # a GradScaler deletes these only where the step returns
+            self.__dict__.pop("found_inf", None)
+            self.__dict__.pop("grad_scale", None)
+            raise
         return loss
 
     def _step(self) -> None:
@@ -270,17 +297,16 @@ class AdamW(Optimizer):
             check_owner(member.home, self.token)
         for executor, index in {(member.home.executor, member.home.unit.index) for member in updated}:
             executor.check_idle(executor.unit(index))
-        landed_with, self._landed_with = self._landed_with, {}
-        check_landed_with(landed_with, self.param_groups)
+        check_landed_with(self._landed_with, self.param_groups)
         # a GradScaler sets both, and deletes them: whether an element was not finite, the scale to take out
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        try:
-            if not may_step(self._executors, skip_nonfinite=self._skip_nonfinite, found_inf=found_inf):
-                return
-        except BaseException:
-            self.__dict__.pop("found_inf", None)
-            self.__dict__.pop("grad_scale", None)
-            raise
+        skips = self._skip_nonfinite
+        not_updated = begin_step(
+            self._executors, self._update_on_landing, skip_nonfinite=skips, found_inf=found_inf
+        )
+        self._landed_with.clear()
+        if not may_step(self._executors, not_updated, skip_nonfinite=skips, found_inf=found_inf):
+            return
         unscale = 1.0 if scale is None else 1.0 / float(scale)
         updates: dict[tuple[Executor, int], list[ParamUpdate]] = defaultdict(list)
         for member, update in zip(updated, self._updates(updated), strict=True):
@@ -288,6 +314,8 @@ class AdamW(Optimizer):
         for executor in self._executors:
             mine = {unit: updates[owner, unit] for owner, unit in updates if owner is executor}
             self._queue(executor, mine, unscale)
+            # not sooner: what is refused is no step
+            self._count([member for member in updated if member.home.executor is executor])
 
     @as_plain
     def _update_on_landing(self, unit: Unit, used: Sequence[bool]) -> Update | None:
@@ -300,7 +328,6 @@ class AdamW(Optimizer):
         executor = mine[0].home.executor
         landing = executor.landing
         updates = self._updates(mine)
-        self._landed_with |= {id(member.group): hyper_of(member.group, 1) for member in mine}
         steps = [self.state[member.param]["step"] for member in mine]
         stretches = unit.layout.stretches(used)
         state_dtype = self.state_dtype  # not self: a queued update shall not keep the optimizer alive
@@ -326,7 +353,11 @@ class AdamW(Optimizer):
             if is_finite[0]:
                 update_shard(shard, updates, state_dtype, 1.0, seed=unit.index + 1, gradient=gradient)
 
-        return update, update_bytes(updates, executor.shard(unit).range, state_dtype)
+        def begin() -> None:
+            self._landed_with |= {id(member.group): hyper_of(member.group, 1) for member in mine}
+            self._count(mine)
+
+        return Update(update, update_bytes(updates, executor.shard(unit).range, state_dtype), begin)
 
     def _members(self, wanted: Callable[[torch.Tensor], bool]) -> list[_Member]:
         """Those of the optimizer's parameters that are ``wanted``."""
@@ -340,26 +371,29 @@ class AdamW(Optimizer):
         ]
 
     def _updates(self, updated: Sequence[_Member]) -> list[ParamUpdate]:
-        """Increment the step count of each of these parameters; the updates to run."""
+        """The updates of these parameters, whose steps `_count` counts once nothing refuses them."""
         steps = []
         for param, home, _ in updated:
             state = self.state[param]
-            if not isinstance(state, State) or not state:
+            if not isinstance(state, State):
                 state = self._begin_state(param, home)
             else:
                 state.check()
-            steps.append(state["step"])
-        if steps:
-            torch._foreach_add_(steps, 1)
-        self._updated.update(id(param) for param, _, _ in updated)
+            steps.append(int(state["step"]) + 1)
         hypers: dict[tuple[int, int], Hyper] = {}
         updates = []
-        for (param, home, group), step in zip(updated, map(int, steps), strict=True):
+        for (param, home, group), step in zip(updated, steps, strict=True):
             key = id(group), step
             if key not in hypers:
                 hypers[key] = hyper_of(group, step)
             updates.append(ParamUpdate(home.slice, hypers[key], summed=is_summed(param)))
         return updates
+
+    def _count(self, updated: Sequence[_Member]) -> None:
+        """Increment the step count of each of these parameters."""
+        if updated:
+            torch._foreach_add_([self.state[member.param]["step"] for member in updated], 1)
+        self._updated.update(id(member.param) for member in updated)
 
     def _begin_state(self, param: torch.Tensor, home: Home) -> State:
         """Give a parameter that is about to be updated, and has no state of ours, one."""
@@ -395,8 +429,11 @@ class AdamW(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over hyperparameters and moments, the latter as they are held.
 
-        Raises ValueError, and changes nothing, if they were saved with another ``state_dtype``.
+        Raises ValueError, and changes nothing, if they were saved with another ``state_dtype``, or with
+        hyperparameters that a group cannot have.
         """
+        for group in state_dict["param_groups"]:
+            check_group(group)
         self._synchronize()
         for executor in self._executors:
             executor.wait_for_saving()
@@ -407,8 +444,9 @@ class AdamW(Optimizer):
             for executor in self._executors:
                 writing.enter_context(executor.writing_state("loading optimizer state"))
             self.state.update(load_moments(saved, self.state_dtype))
+        self._landed_with.clear()
 
-    def restart(self, state: dict[torch.Tensor, dict[str, Any]]) -> None:
+    def restart(self, state: dict[torch.Tensor, State]) -> None:
         """Go on from this state, which shows host memory; what has landed until now is forgotten."""
         self._landed_with.clear()
         self.state.clear()

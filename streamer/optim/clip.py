@@ -60,7 +60,8 @@ def _norm(executor: Executor, norm_type: float) -> float:
     scale = executor.gradients.scale
     if norm_type == 2.0:
         return math.sqrt(executor.norms.total(scale))
-    executor.norms.forget_outdated()
+    # so that writes after this are told from those before
+    executor.norms.total(scale)
     norms = []
     for unit in (*executor.units, executor.root):
         for param in unit.params:

@@ -5,7 +5,7 @@ there, and how moments of one dtype become those of another.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -164,11 +164,6 @@ def moments_of(home: Home, state_dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {purpose.name: shard.part(purpose, home.slice) for purpose in MOMENTS[state_dtype]}
 
 
-def _is_on_disk(home: Home, state_dtype: torch.dtype) -> bool:
-    shard = home.executor.shard(home.unit)
-    return any(shard.is_on_disk(purpose) for purpose in MOMENTS[state_dtype])
-
-
 def pair_saved(
     state_dict: dict[str, Any], groups: Sequence[dict[str, Any]], state_dtype: torch.dtype
 ) -> list[Saved]:
@@ -189,85 +184,50 @@ def pair_saved(
     return trained
 
 
-class State(dict[str, Any]):
-    """The state of one parameter: its step and, as views of host memory, its moments.
+class State(MutableMapping[str, Any]):
+    """The state of one parameter: its step, its moments and what the user has added.
 
-    Updates use that memory, so what is put in place of a moment (zeros to begin anew, what was moved to
-    another device) is copied there.
+    Moments are shown as views of host memory, which updates use. So what is put in place of a moment (zeros
+    to begin anew, what was moved to another device) is copied there, and a moment cannot be taken out.
+
+    Of moments that are on disk, or may go there, or are divided among machines, each is asked for anew, and
+    what is on disk is shown as a copy. A write into a copy, or into what has gone to disk since, would reach
+    nothing: it is refused when the next update begins. Of what machines divide the copy is gathered from all
+    of them, in a meeting, and a write into it is refused at once.
     """
 
     def __init__(self, home: Home, state_dtype: torch.dtype) -> None:
         """With the moments as they are, and a step of 0."""
         self._home = home
-        self._state_dtype = state_dtype
-        self._shown = self._begin()
-        super().__init__(step=torch.tensor(0.0), **self._shown)
-
-    def _begin(self) -> dict[str, torch.Tensor]:
-        home = self._home
-        return {
-            name: guarded_state(home.executor, home.unit, moment)
-            for name, moment in moments_of(home, self._state_dtype).items()
-        }
+        self._purposes = _purposes(state_dtype)
+        self._values: dict[str, Any] = {"step": torch.tensor(0.0)}
+        #: the views, where moments stay in memory
+        self._views: dict[str, torch.Tensor] = {}
+        #: what was shown otherwise, with its version, and whether it is a copy
+        self._seen: list[tuple[weakref.ref[torch.Tensor], int, bool]] = []
+        store = home.executor.store
+        if not (store.can_move or store.is_divided):
+            for name, moment in moments_of(home, state_dtype).items():
+                self._views[name] = guarded_state(home.executor, home.unit, moment)
 
     @staticmethod
-    def of(home: Home, state_dtype: torch.dtype, values: Mapping[str, Any] | None = None) -> State:
-        """A parameter's state with the moments as they are or, once updates are done, those of ``values``."""
-        store = home.executor.store
-        kind = StateInCopies if store.can_move or store.is_divided else State
-        state = kind(home, state_dtype)
-        if values is not None:
-            dict.__setitem__(state, "step", torch.as_tensor(values["step"]).clone())
-            for purpose in MOMENTS[state_dtype]:
-                _set_moment(home, purpose, values[purpose.name])
+    def of(home: Home, state_dtype: torch.dtype, values: Mapping[str, Any]) -> State:
+        """A parameter's state with, once updates are done, ``values``."""
+        state = State(home, state_dtype)
+        state._values["step"] = torch.as_tensor(values["step"]).clone()
+        for purpose in MOMENTS[state_dtype]:
+            _set_moment(home, purpose, values[purpose.name])
         return state
 
     def check(self) -> None:
         """Raise RuntimeError if the update that is about to be made would not see what the user has
         written."""
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if name == "step":
-            value = torch.as_tensor(value, dtype=FP32, device="cpu")
-        elif name in (moments := _purposes(self._state_dtype)) and value is not self._shown.get(name):
-            self._home.executor.wait_for_saving()
-            self._home.executor.synchronize()
-            with self._home.executor.writing_state(f"setting {name} of '{self._home.slice.param.name}'"):
-                _set_moment(self._home, moments[name], value)
-            value = self._shown.get(name)
-        if value is not None:
-            super().__setitem__(name, value)
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        for name, value in dict(*args, **kwargs).items():
-            self[name] = value
-
-    def __reduce__(self) -> Any:
-        # a copy is a plain dict
-        return dict, (dict(self),)
-
-
-class StateInCopies(State):
-    """The state of one parameter whose moments are on disk, or may go there, or are divided among machines:
-    each is asked for anew.
-
-    Of what is on disk a copy is shown. What is put in place of a moment is written where the moment is. A
-    write into a copy, or into what has gone to disk since, would reach nothing: it is refused when the next
-    update begins. Of what machines divide the copy is gathered from all of them, in a meeting, and a write
-    into it is refused at once.
-    """
-
-    def _begin(self) -> dict[str, torch.Tensor]:
-        self._seen: list[tuple[weakref.ref[torch.Tensor], int, bool]] = []
-        return {}
-
-    def check(self) -> None:
         seen, self._seen = self._seen, []
-        on_disk = _is_on_disk(self._home, self._state_dtype)
+        is_on_disk = bool(seen) and self._is_on_disk()
         for reference, version, was_copy in seen:
             if (shown := reference()) is None:
                 continue
-            if shown._version == version or not (was_copy or on_disk):
+            if shown._version == version or not (was_copy or is_on_disk):
                 self._seen.append((reference, shown._version, was_copy))
                 continue
             raise RuntimeError(
@@ -275,10 +235,17 @@ class StateInCopies(State):
                 "and optimizer.state shows a copy: assign it (optimizer.state[p]['exp_avg'] = tensor)"
             )
 
+    def _is_on_disk(self) -> bool:
+        shard = self._home.executor.shard(self._home.unit)
+        return any(shard.is_on_disk(purpose) for purpose in self._purposes.values())
+
     def __getitem__(self, name: str) -> Any:
-        purpose = _purposes(self._state_dtype).get(name)
-        if purpose is None:
-            return super().__getitem__(name)
+        if name in self._views:
+            return self._views[name]
+        return self._show(self._purposes[name]) if name in self._purposes else self._values[name]
+
+    def _show(self, purpose: Purpose) -> torch.Tensor:
+        """A moment as it is now, where moments do not stay in memory."""
         home = self._home
         shard = home.executor.shard(home.unit)
         home.executor.await_state(home.unit)
@@ -293,42 +260,54 @@ class StateInCopies(State):
         self._seen.append((weakref.ref(shown), shown._version, is_copy))
         return shown
 
-    # what follows is a dict's, with the moments among the keys
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name not in self._purposes:
+            is_step = name == "step"
+            self._values[name] = torch.as_tensor(value, dtype=FP32, device="cpu") if is_step else value
+        elif value is not self._views.get(name):
+            executor = self._home.executor
+            executor.wait_for_saving()
+            executor.synchronize()
+            with executor.writing_state(f"setting {name} of '{self._home.slice.param.name}'"):
+                _set_moment(self._home, self._purposes[name], value)
 
-    def keys(self) -> Any:
-        return dict.fromkeys([*super().keys(), *_purposes(self._state_dtype)]).keys()
+    def __delitem__(self, name: str) -> None:
+        if name == "step" or name in self._purposes:
+            raise RuntimeError(
+                f"'{name}' cannot be taken out of the state of '{self._home.slice.param.name}': assign what "
+                "you want it to be, or begin anew (del optimizer.state[p])"
+            )
+        del self._values[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.keys())
+        return iter(dict.fromkeys([*self._values, *self._purposes]))
 
     def __len__(self) -> int:
-        return len(self.keys())
+        return len(self._values) + len(self._purposes)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.keys()
-
-    def get(self, name: str, default: Any = None) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            return default
-
-    def setdefault(self, name: str, default: Any = None) -> Any:
-        if name not in self:
-            self[name] = default
-        return self[name]
-
-    def copy(self) -> dict[str, Any]:
-        return dict(self)
+        return name in self._values or name in self._purposes
 
     def __or__(self, other: Any) -> Any:
         return dict(self) | other
 
-    def items(self) -> Any:
-        return [(name, self[name]) for name in self.keys()]
+    def __ror__(self, other: Any) -> Any:
+        return other | dict(self)
 
-    def values(self) -> Any:
-        return [self[name] for name in self.keys()]
+    def __ior__(self, other: Any) -> State:
+        self.update(other)
+        return self
+
+    def copy(self) -> dict[str, Any]:
+        """A plain dict."""
+        return dict(self)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def __reduce__(self) -> Any:
+        # a copy is a plain dict
+        return dict, (dict(self),)
 
 
 @cache
@@ -350,16 +329,17 @@ def begin_state(
         home.executor.wait_for_saving()
         home.executor.synchronize()
     if not (given or was_updated):
-        return State.of(home, state_dtype)
+        return State(home, state_dtype)
     with home.executor.writing_state(f"beginning the moments of '{home.slice.param.name}'"):
         if not given:
             _clear(home, state_dtype)
-        return State.of(home, state_dtype, given or None)
+            return State(home, state_dtype)
+        return State.of(home, state_dtype, given)
 
 
-def load_moments(saved: Iterable[Saved], state_dtype: torch.dtype) -> dict[torch.Tensor, dict[str, Any]]:
+def load_moments(saved: Iterable[Saved], state_dtype: torch.dtype) -> dict[torch.Tensor, State]:
     """Copy what was saved into host memory, zeros for nothing; the optimizer's state that shows the copy."""
-    state: dict[torch.Tensor, dict[str, Any]] = {}
+    state: dict[torch.Tensor, State] = {}
     for param, home, values in saved:
         if values is not None:
             state[param] = State.of(home, state_dtype, values)

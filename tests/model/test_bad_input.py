@@ -875,6 +875,60 @@ def test_bad_hyperparameters(name: str, value: Any) -> None:
         assert set(streamer.stats(model).host_bytes) == {"weights", "gradients"}, "no moments were allocated"
 
 
+def test_a_step_that_is_refused_is_not_counted() -> None:
+    plain = Net()
+    with wrapped(copy.deepcopy(plain)) as model:
+        optimizer, weight = streamer.AdamW(model.parameters(), lr=1e-2), model.blocks[1].weight
+        model(X).sum().backward()
+        ours = weight.data
+        weight.data = torch.zeros_like(ours)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="was given other memory after streamer.wrap"):
+                optimizer.step()
+        weight.data = ours
+        optimizer.step()
+        assert {int(state["step"]) for state in optimizer.state.values()} == {1}
+        plain(X).sum().backward()
+        torch.optim.AdamW(plain.parameters(), lr=1e-2).step()
+        torch.testing.assert_close(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("where", ["constructor", "add_param_group", "step", "backward", "load_state_dict"])
+@pytest.mark.parametrize("option", ["maximize", "amsgrad", "differentiable", "decoupled_weight_decay"])
+def test_options_of_torch_that_change_updates(option: str, where: str) -> None:
+    value = option != "decoupled_weight_decay"
+    changed = {option: value, "weight_decay": 0.1}
+    with wrapped(update="backward" if where == "backward" else "step") as model:
+        first, *others = model.parameters()
+        optimizer = streamer.AdamW([{"params": others}])
+        model(X).sum().backward()
+        with pytest.raises(ValueError, match=f"{option}={value} in a parameter group is not supported by"):
+            if where == "constructor":
+                streamer.AdamW([{"params": [first], **changed}])
+            elif where == "add_param_group":
+                optimizer.add_param_group({"params": [first], **changed})
+            elif where == "load_state_dict":
+                saved = optimizer.state_dict()
+                optimizer.load_state_dict({**saved, "param_groups": [saved["param_groups"][0] | changed]})
+            else:
+                optimizer.step()
+                optimizer.param_groups[0].update(changed)
+                model(X).sum().backward()
+                optimizer.step()
+
+
+def test_what_else_is_in_a_group_is_kept() -> None:
+    # with the options of torch.optim.Adam, which without weight decay is AdamW
+    kept = {"name": "all", "lr_scale": 0.5, "decoupled_weight_decay": False, "weight_decay": 0.0}
+    unchanging = {"maximize": False, "amsgrad": False, "foreach": None, "fused": True, "capturable": False}
+    with wrapped() as model:
+        optimizer = streamer.AdamW([{"params": list(model.parameters()), **kept, **unchanging}])
+        model(X).sum().backward()
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert (kept | unchanging).items() <= optimizer.param_groups[0].items()
+
+
 PUBLIC: dict[str, Callable[[nn.Module], object]] = {
     "stats": streamer.stats,
     "synchronize": streamer.synchronize,

@@ -186,6 +186,12 @@ def halved(optimizer: torch.optim.Optimizer) -> None:
         state["exp_avg"] = state["exp_avg"] * 0.5
 
 
+def merged(optimizer: torch.optim.Optimizer) -> None:
+    for param in optimizer.state:
+        optimizer.state[param] |= {"exp_avg": torch.zeros_like(param), "of the user": 1}
+        assert optimizer.state[param].pop("of the user") == 1
+
+
 def exchanged(optimizer: torch.optim.Optimizer) -> None:
     for param, state in list(optimizer.state.items()):
         optimizer.state[param] = copy.deepcopy(state)
@@ -196,7 +202,11 @@ def renewed(optimizer: torch.optim.Optimizer) -> None:
     optimizer.state = defaultdict(dict)
 
 
-@pytest.mark.parametrize("change", [halved, exchanged, renewed, lambda optimizer: optimizer.state.clear()])
+def cleared(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state.clear()
+
+
+@pytest.mark.parametrize("change", [halved, merged, exchanged, renewed, cleared])
 def test_moments_that_are_put_in_place_count(change: Callable[[torch.optim.Optimizer], None]) -> None:
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
         losses = steps(0, 1, 2)(model, optimizer)

@@ -55,6 +55,24 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
+def a_row_of_the_data(model: nn.Module) -> None:
+    middle(model).grad.data[5] *= 100
+
+
+def a_row_of_the_array(model: nn.Module) -> None:
+    gradient = middle(model).grad.detach()
+    with torch.no_grad():
+        if gradient.dtype == torch.bfloat16:
+            gradient = gradient.view(torch.int16)
+        gradient.numpy()[5] = 0
+
+
+CHANGES |= {
+    "a row of its .data scaled": a_row_of_the_data,
+    "a row of its array set to zero": a_row_of_the_array,
+}
+
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -112,6 +130,55 @@ def test_a_write_to_any_gradient_after_clipping_is_noticed(dtype: torch.dtype) -
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         middle(model).grad = None
         optimizer.step()
+
+
+@pytest.mark.parametrize("of", [middle, lambda model: model.transformer.wte.weight], ids=["layer", "root"])
+def test_who_has_the_memory_of_a_gradient_writes_a_part_of_it_after_clipping(
+    of: Callable[[nn.Module], nn.Parameter],
+) -> None:
+    """One that a sample of the gradient misses. It counts, as in PyTorch."""
+
+    def loop(model: nn.Module, optimizer: Any, clip: Clip) -> None:
+        language_loss(model, 0).backward()
+        gradient = of(model).grad.data
+        clip(1e-3)
+        gradient[5] *= 1e4
+        optimizer.step()
+
+    assert_trains_alike(gpt(), loop, options=LAYERS, **CALM)
+
+
+def test_a_nan_in_a_part_of_a_gradient_after_clipping_is_noticed() -> None:
+    with streamed(gpt(), layers="transformer.h") as model:
+        optimizer = streamer.AdamW(model.parameters(), skip_nonfinite=False)
+        language_loss(model, 0).backward()
+        for param, name in (
+            (middle(model), r"transformer\.h\.1"),
+            (model.transformer.wte.weight, r"'transformer\.wte\.weight'"),
+        ):
+            gradient = param.grad.data
+            streamer.clip_grad_norm_(model, 1e-3)
+            gradient[3, 4] = torch.nan
+            with pytest.raises(RuntimeError, match=f"the gradient of {name} is NaN or infinite"):
+                optimizer.step()
+            gradient[3, 4] = 0
+
+
+def test_who_only_reads_a_gradient_changes_no_bit() -> None:
+    def trained(read: Callable[[torch.Tensor], object]) -> dict[str, torch.Tensor]:
+        with streamed(gpt(), layers="transformer.h", dtype=torch.bfloat16) as model:
+            optimizer = streamer.AdamW(model.parameters(), lr=1e-2)
+            for step in range(3):
+                language_loss(model, step).backward()
+                for param in model.parameters():
+                    read(param.grad)
+                streamer.clip_grad_norm_(model, 1e-3)
+                optimizer.step()
+                optimizer.zero_grad()
+            return copy.deepcopy(model.state_dict())
+
+    read, unread = trained(lambda gradient: gradient.data.norm()), trained(lambda gradient: None)
+    assert all(torch.equal(value, unread[name]) for name, value in read.items())
 
 
 def test_a_norm_that_is_no_number_leaves_no_gradient_that_is_one() -> None:

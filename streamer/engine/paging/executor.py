@@ -138,7 +138,7 @@ class Executor:
                 self.weights.unshard_by(self.across)
             if store.is_divided:
                 self.weights.gather_by(self.across.gather)
-        self.norms = Norms(self.issuer, units, root, store)
+        self.norms = Norms(self.issuer, units, root, store, self.gradients.is_lent)
         self.landing: Landing = UpdateInStep(self.gradients, self.norms)
         if update_in_backward:
             ring = store.staging(RING, max(unit.layout.grad_nbytes for unit in units))

@@ -21,7 +21,7 @@ from __future__ import annotations
 import abc
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -45,9 +45,17 @@ class UpdateWork(Protocol):
     def __call__(self, shard: HostShard, *, gradient: torch.Tensor, reduced: Reduced | None) -> None: ...
 
 
-#: An update of one unit: what does it, and the bytes of host memory that this moves.
-Update = tuple[UpdateWork, int]
-#: Asked for the update of a unit, given which of its trainable parameters have a gradient.
+class Update(NamedTuple):
+    """An update of one unit."""
+
+    work: UpdateWork
+    #: the bytes of host memory that ``work`` moves
+    nbytes: int
+    #: called before the update is issued: counts the step
+    begin: Callable[[], None]
+
+
+#: Asked for the update of a unit, given which of its trainable parameters have a gradient; counts no step.
 Updater = Callable[[Unit, Sequence[bool]], Update | None]
 
 
@@ -98,8 +106,9 @@ class Landing(abc.ABC):
         """Gradients are dropped."""
         return
 
-    def next_step(self) -> list[str]:
-        """A step has been made; the names of layers that were found not to be updated since the last one."""
+    def next_step(self, updater: Updater | None = None) -> list[str]:
+        """The optimizer of ``updater`` has made a step, or all optimizers have; the names of layers that were
+        found not to be updated since the last one."""
         return []
 
     def newly_skipped(self, *, step_too: bool) -> int:

@@ -437,7 +437,7 @@ class Gradients:
         for gradient in held:
             gradient.mul_(factor)
         # what shares their memory shows them without asking
-        if any(each.is_lent() for each in self.held.values()):
+        if self.still_lent():
             self.settle_scale()
 
     def _apart(self, foreign: Sequence[Foreign]) -> list[Foreign]:
@@ -453,6 +453,11 @@ class Gradients:
             )
             for slice, param, grad in foreign
         ]
+
+    def is_lent(self, index: int) -> bool:
+        """Whether the user may see the gradient of a unit through another tensor than ``p.grad``, or an
+        array."""
+        return self.held[index].is_lent()
 
     def still_lent(self) -> list[Unit]:
         """The units that the user sees gradients of through other tensors than ``p.grad``."""

@@ -5,14 +5,17 @@ A unit's sum of squares is taken on the device while its gradient is in a slot, 
 another gradient to it on the host, so that the global norm is known when backward ends and costs no pass
 over memory. The sum is valid only while the host gradient is unchanged: if the user has written it or dropped
 a part, a pass on the HOST lane takes the sum again. Some writers leave autograd's version counter as it is
-(gradient scalers, collectives, ``.data``), so a sample of the gradient is compared too.
+(gradient scalers, collectives), so a sample of the gradient is compared too. Who holds its memory another way
+(``.data``, NumPy) may write any part of it without a trace: the gradient is lent, and its sum is taken again
+whenever it is asked for. If that differs from the known one by rounding alone, the known one stays: who only
+reads changes no bit of what follows, and a rank that reads alone does not differ from the others.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,6 +28,7 @@ from streamer.engine.paging.gradients import Squares, is_summed
 from streamer.engine.paging.unit import Unit
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
+from streamer.engine.schedule.op import ROOT
 from streamer.engine.tensors.guarded import as_plain
 from streamer.memory.host import HostStore, array
 from streamer.memory.layout import Layout
@@ -32,6 +36,8 @@ from streamer.memory.shares import within
 
 #: Elements whose squares are added up one after another.
 ROW = 4096
+#: By what part of them two sums of the same squares in fp32 may differ.
+ROUNDING = 1e-5
 
 
 @dataclass(frozen=True)
@@ -41,8 +47,10 @@ class _Measured:
     squares: Squares | float  # a scalar on the device, or taken on the host
     state: _State
     sample: bytes | None = None  # of the host gradient, once that has landed
+    on_host: float | None = None  # the sum that the host has taken itself
     is_finite: bool = False  # known to be, though ``squares`` may still be on the device
-    scaled: _State | None = None  # the state after the last of the writes that only made it smaller
+    #: the state and the sample after the last of the writes that only made it smaller
+    scaled: tuple[_State, bytes] | None = None
 
 
 #: Which parameters hold a gradient, and how often the user has written the unit's gradient and sums.
@@ -52,8 +60,16 @@ _State = tuple[tuple[bool, ...], int, int]
 class Norms:
     """Sums of squares of the gradients of all units. [Note: norms]"""
 
-    def __init__(self, issuer: Issuer, units: Sequence[Unit], root: Unit, store: HostStore) -> None:
+    def __init__(
+        self,
+        issuer: Issuer,
+        units: Sequence[Unit],
+        root: Unit,
+        store: HostStore,
+        is_lent: Callable[[int], bool],
+    ) -> None:
         self._issuer = issuer
+        self._is_lent = is_lent
         self._units = units
         self._root = root
         self._store = store
@@ -77,7 +93,7 @@ class Norms:
     def scaled(self, unit: Unit) -> None:
         """The user's code has multiplied the gradients of ``unit`` by a number from -1 to 1, as clipping
         does, so that they are finite if they were. What they add up to, rounded, is not known."""
-        self._note(unit, scaled=self._state(unit))
+        self._note(unit, scaled=(self._state(unit), self._sample(unit)))
 
     @as_plain
     def landed(self) -> None:
@@ -97,10 +113,12 @@ class Norms:
         anew = [unit for unit in holding if not self._is_measured(unit)]
         if or_more:
             anew = [unit for unit in anew if not self._is_scaled(unit)]
+        sums = self._measure_on_host(anew)
         if layers_scale != 1:
             for unit in anew:
-                self._check_unwritten(unit)
-        self._measure_on_host(anew)
+                self._check_unwritten(unit, sums[unit.index])
+        for unit in anew:
+            self._keep_sum(unit, sums[unit.index])
         layers = []
         for unit in holding:
             squares = self._measured[unit.index].squares
@@ -125,7 +143,7 @@ class Norms:
     def is_finite(self, layers_scale: float) -> bool:
         """Whether `total` is finite. The device is read only if something was written since it was last."""
         known, self._finite_root = self._finite_root, None
-        if known is not None:
+        if known is not None and not self._is_lent(ROOT):
             holding, root = self._held()
             now = [(id(gradient), gradient._version) for gradient in root]
             # some writes do not increment the version counter
@@ -163,15 +181,6 @@ class Norms:
         self._measured.clear()
         self._finite_root = None
 
-    @as_plain
-    def forget_outdated(self) -> None:
-        """Before clipping by another norm: drop the sums of gradients written since they were measured."""
-        self._measured = {
-            index: measured
-            for index, measured in self._measured.items()
-            if self._is_measured(self._units[index])
-        }
-
     def _state(self, unit: Unit) -> _State:
         holders = tuple([param.grad is not None for param in unit.params])
         shard = self._store.shards[unit.index]
@@ -187,39 +196,45 @@ class Norms:
 
     def _is_scaled(self, unit: Unit) -> bool:
         measured = self._measured.get(unit.index)
-        return measured is not None and measured.scaled == self._state(unit)
+        if measured is None or measured.scaled is None or measured.scaled[0] != self._state(unit):
+            return False
+        return not self._is_lent(unit.index) and measured.scaled[1] == self._sample(unit)
 
     def _is_measured(self, unit: Unit) -> bool:
+        return not self._is_lent(unit.index) and self._seems_unwritten(unit)
+
+    def _seems_unwritten(self, unit: Unit) -> bool:
+        """Whether a gradient that was measured was not written since, as far as can be seen."""
         measured = self._measured.get(unit.index)
         if measured is None or measured.state != self._state(unit) or measured.sample is None:
             return False
         return measured.sample == self._sample(unit)
 
-    def _check_unwritten(self, unit: Unit) -> None:
-        """Raise RuntimeError if the gradient of ``unit`` was written while a clipping coefficient was still
-        to be applied to it."""
+    def _check_unwritten(self, unit: Unit, squares: float) -> None:
+        """Raise RuntimeError if the gradient of ``unit``, whose sum on the host is ``squares`` now, was
+        written while a clipping coefficient was still to be applied to it."""
         measured = self._measured.get(unit.index)
         if measured is None or measured.sample is None:
             return
-        versions_now, versions_then = self._state(unit)[1:], measured.state[1:]
-        if versions_now != versions_then or measured.sample != self._sample(unit):
+        state = self._state(unit)
+        # of a sum that is NaN the step is refused anyway
+        is_same_sum = measured.on_host is None or measured.on_host == squares or math.isnan(squares)
+        # a gradient that was dropped is missing in the sum
+        was_written = state[1:] != measured.state[1:] or (state == measured.state and not is_same_sum)
+        if was_written or measured.sample != self._sample(unit):
             raise RuntimeError(
                 "gradients were written after clip_grad_norm_, whose coefficient step() applies when it "
                 "reads them: write gradients before clipping"
             )
 
     def _sample(self, unit: Unit) -> bytes:
-        """The first four bytes of each parameter's gradient, and four of every 4 KiB; nothing of a meta
-        tensor."""
+        """The first four bytes of each parameter's gradient, and four bytes at even distances; nothing of a
+        meta tensor."""
         shard, (offsets, indices) = self._store.shards[unit.index], self._begins(unit)
         if shard.gradient.is_meta:
             return b""
-        gradient = shard.gradient.numpy().view(np.int32)
-        sample: bytes = gradient[::1024].tobytes() + gradient[offsets].tobytes()
-        if any(map(is_summed, unit.params)):
-            sums = shard.sums.numpy().view(np.int32)
-            sample += sums[::1024].tobytes() + sums[indices].tobytes()
-        return sample
+        sample = _spread(shard.gradient, offsets)
+        return sample + _spread(shard.sums, indices) if any(map(is_summed, unit.params)) else sample
 
     def _begins(self, unit: Unit) -> tuple[np.ndarray, np.ndarray]:
         """Where the gradients of parameters begin, and their sums, in units of four bytes."""
@@ -229,8 +244,9 @@ class Norms:
             self._where[unit.index] = np.array(begins[0], np.int64), np.array(begins[1], np.int64)
         return self._where[unit.index]
 
-    def _measure_on_host(self, units: Sequence[Unit]) -> None:
-        totals: dict[int, float] = {}
+    def _measure_on_host(self, units: Sequence[Unit]) -> dict[int, float]:
+        """By unit, the sum of squares of its gradient in host memory; 0 on the virtual backend."""
+        totals = dict.fromkeys([unit.index for unit in units], 0.0)
 
         def measure(index: int, gradients: Sequence[torch.Tensor]) -> None:
             totals[index] = math.fsum(native.sum_squares(array(grad)) for grad in gradients)
@@ -241,10 +257,17 @@ class Norms:
             self._issuer.issue(op, partial(measure, unit.index, gradients))
         if units:
             self._issuer.wait(ops.squares(unit.index) for unit in units)
-        for unit in units:
-            # on the virtual backend nothing was measured
-            squares = totals.get(unit.index, 0.0)
-            self._measured[unit.index] = _Measured(squares, self._state(unit), self._sample(unit))
+        return totals
+
+    def _keep_sum(self, unit: Unit, on_host: float) -> None:
+        """The host has taken the sum of ``unit`` again."""
+        squares = on_host
+        if self._seems_unwritten(unit):
+            known = self._measured[unit.index].squares
+            assert not callable(known), "it has landed"
+            (known,) = _read([known])
+            squares = known if math.isclose(known, on_host, rel_tol=ROUNDING) else on_host
+        self._measured[unit.index] = _Measured(squares, self._state(unit), self._sample(unit), on_host)
 
 
 def sum_squares(
@@ -263,6 +286,13 @@ def sum_squares(
     for squares in others:
         total += squares
     return total
+
+
+def _spread(buffer: torch.Tensor, begins: np.ndarray) -> bytes:
+    """Elements of four bytes of a buffer: one of every 1024, at most some 4096, and those at ``begins``."""
+    elements = buffer.numpy().view(np.int32)
+    sample: bytes = elements[:: max(1024, len(elements) // 4096)].tobytes() + elements[begins].tobytes()
+    return sample
 
 
 def _squares(gradient: torch.Tensor) -> torch.Tensor:

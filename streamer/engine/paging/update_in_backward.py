@@ -55,7 +55,8 @@ class UpdateInBackward(Landing):
         self._ring = ring
         self._next = 0
         self._updaters: list[weakref.WeakMethod[Updater]] = []
-        self._updated: set[int] = set()
+        #: by unit, the updaters that have updated it since the last step of their optimizer
+        self._updated: dict[int, set[weakref.WeakMethod[Updater]]] = {}
         #: what `next_step` has told
         self._told: list[tuple[int, str]] = []
         #: the numbers of the steps that were skipped, at least in part
@@ -75,14 +76,24 @@ class UpdateInBackward(Landing):
                 "update='backward' needs its optimizer before backward: make "
                 "streamer.AdamW(model.parameters(), ...) after streamer.wrap"
             )
-        if unit.index in self._updated:
+        # an optimizer that is gone, or that another one has succeeded, makes no step any more
+        used = [True] * len(unit.trainable)
+        updaters = [updater() for updater in self._updated.get(unit.index, ())]
+        if any(updater is not None and updater(unit, used) is not None for updater in updaters):
             raise RuntimeError(
-                f"layer '{unit.name}' was updated already since the last optimizer.step(): with "
-                "update='backward' a layer takes part once in each backward, and a step follows each (or "
-                "zero_grad, where backward has failed); wrap with update='step' to add several gradients up"
+                f"layer '{unit.name}' was updated already since the last step() of its optimizer: with "
+                "update='backward' a layer takes part once in each backward, and a step of each optimizer "
+                "follows (or zero_grad, where backward has failed); wrap with update='step' to add several "
+                "gradients up"
             )
 
     def land(self, unit: Unit, slot: int, used: Sequence[bool], squares: Squares) -> bool:
+        # all are asked before anything is issued: where one raises, the layer is as it was
+        asked = {
+            reference: update
+            for reference in self._updaters
+            if (updater := reference()) is not None and (update := updater(unit, used)) is not None
+        }
         self._weights.settle_masters(unit)
         self._weights.begin_flight(unit)
         number, self._next = self._next, (self._next + 1) % len(self._ring)
@@ -92,15 +103,12 @@ class UpdateInBackward(Landing):
         offload = ops.offload_grad(unit.index, slot, place, source.numel())
         self._issuer.issue(offload, lambda: self._issuer.backend.copy(landed[share], source))
         reduced = squares if isinstance(squares, Reduced) else None
-        self._updated.add(unit.index)
+        self._updated[unit.index] = {*asked}
         self._backward_completed = False
-        for reference in self._updaters:
-            updater = reference()
-            update = None if updater is None else updater(unit, used)
-            if update is not None:
-                work, moved = update
-                whole = partial(work, gradient=landed, reduced=reduced)
-                self._weights.update(unit, whole, moved, place)
+        for update in asked.values():
+            update.begin()
+            whole = partial(update.work, gradient=landed, reduced=reduced)
+            self._weights.update(unit, whole, update.nbytes, place)
         if self._across is not None:
             self._across.after_update(unit)
         return True
@@ -139,9 +147,13 @@ class UpdateInBackward(Landing):
         self._of_root.clear()
         self._written.clear()
 
-    def next_step(self) -> list[str]:
+    def next_step(self, updater: Updater | None = None) -> list[str]:
         self._forget_root()
-        self._updated.clear()
+        if updater is None:
+            self._updated.clear()
+        else:
+            for updaters in self._updated.values():
+                updaters.discard(weakref.WeakMethod(updater))
         self.number += 1
         self._told = []
         while self.not_finite:

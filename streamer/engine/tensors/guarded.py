@@ -13,7 +13,8 @@ every library that it calls, knows nothing of that, and does not have to. So
 - a tensor that shares memory with a parameter (``p.data``, ``p.detach()``, ``p.numpy()``) can be written
   without a trace, so the unit counts as lent from then on: see `Weights.lend`;
 - what shares memory with a gradient keeps its values when the gradient is dropped: see
-  `GradientViews.vacate`;
+  `GradientViews.vacate`. It can be written without a trace too, so the gradient's norm is taken again
+  whenever it is asked for;
 - gradients that are multiplied by a number stay finite if they were: see `Norms.scaled`.
 
 Inside of the library these tensors are used as plain ones, in `unguarded` blocks.

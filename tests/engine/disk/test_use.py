@@ -143,6 +143,13 @@ def writes_state(model: nn.Module, folder: Path | None) -> Any:
             state["exp_avg"] = torch.zeros(param.shape)
         if number % 3 == 1:
             state.update(exp_avg_sq=state["exp_avg_sq"] * 4)
+        if number % 3 == 2:
+            state |= {"exp_avg": state["exp_avg"] + 0.5}
+        for take_out in (lambda state: state.pop("exp_avg"), lambda state: state.clear()):
+            with pytest.raises(
+                RuntimeError, match="cannot be taken out of the state of '.*: assign what you"
+            ):
+                take_out(state)
     saved = copy.deepcopy(optimizer.state_dict())
     seen = [a_step(model, optimizer, number) for number in range(1, 3)]
     optimizer.load_state_dict(saved)

@@ -184,6 +184,20 @@ def test_the_norm_of_gradients_that_were_written_behind_autograd(change: Any) ->
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("factor", [None, 0.5])
+def test_a_gradient_that_was_made_nan_behind_autograd(factor: float | None) -> None:
+    """Also after it was multiplied, as clipping does, which leaves it finite."""
+    with streamed(net(), **BLOCKS) as model:
+        optimizer = streamer.AdamW(model.parameters(), skip_nonfinite=False)
+        square(model).backward()
+        gradient = model.blocks[1][0].weight.grad
+        if factor is not None:
+            gradient.mul_(factor)
+        torch.from_dlpack(torch.utils.dlpack.to_dlpack(gradient)).fill_(torch.nan)
+        with pytest.raises(RuntimeError, match="nothing was updated"):
+            optimizer.step()
+
+
 def test_a_penalty_on_the_weights_of_layers() -> None:
     def penalised(model: nn.Module) -> dict[str, torch.Tensor]:
         (square(model) + sum(param.square().sum() for param in model.blocks.parameters())).backward()

@@ -243,11 +243,57 @@ def test_hyperparameters_changed_between_backward_and_step_are_an_error() -> Non
         optimizer = streamer.AdamW(model.parameters(), lr=1e-3)
         language_loss(model, 0).backward()
         optimizer.param_groups[0]["lr"] = 5e-4
-        with pytest.raises(RuntimeError, match="changed between backward and step"):
-            optimizer.step()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="changed between backward and step"):
+                optimizer.step()
+        optimizer.param_groups[0]["lr"] = 1e-3
         optimizer.step()
+        optimizer.param_groups[0]["lr"] = 5e-4
         language_loss(model, 1).backward()
         optimizer.step()
+
+
+def two_optimizers(model: nn.Module, lr: float = 1e-2) -> list[streamer.AdamW]:
+    """One for the weights of all units, one for their biases."""
+    params = list(model.parameters())
+    return [streamer.AdamW([p for p in params if (p.dim() > 1) is large], lr=lr) for large in (True, False)]
+
+
+def test_a_layer_is_updated_by_all_its_optimizers_or_by_none() -> None:
+    with in_backward(num_slots=4) as model:
+        first, second = two_optimizers(model)
+        second.param_groups[0]["lr"] = -1.0
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(ValueError, match="lr=-1.0 is out of range"):
+            language_loss(model, 0).backward()
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        assert {int(state["step"]) for state in first.state.values()} == {0}
+        second.param_groups[0]["lr"] = 1e-2
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+        language_loss(model, 0).backward()
+        for optimizer in (first, second):
+            optimizer.step()
+        shown = copy.deepcopy(gpt()).eval()
+        shown.load_state_dict(model.state_dict())
+        torch.testing.assert_close(language_loss(model.eval(), 1), language_loss(shown, 1))
+
+
+def test_a_layer_waits_for_the_step_of_each_of_its_optimizers() -> None:
+    with in_backward() as model:
+        first, second = two_optimizers(model)
+        for step in range(3):
+            language_loss(model, step).backward()
+            first.step()
+            if step < 2:
+                second.step()
+        with pytest.raises(RuntimeError, match=r"updated already since the last step\(\) of its optimizer"):
+            language_loss(model, 3).backward()
+        succeeding = streamer.AdamW(second.param_groups[0]["params"], lr=1e-2)
+        for step in (4, 5):
+            language_loss(model, step).backward()
+            first.step()
+            succeeding.step()
 
 
 def test_an_older_optimizer_that_is_still_there_is_not_asked() -> None:
