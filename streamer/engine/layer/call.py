@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from streamer.engine.layer.ambient import RandomState
+from streamer.engine.layer.ambient import Ambient, RandomState
 from streamer.engine.layer.sharing import untangle
 from streamer.engine.paging.unit import Attributes, Unit
+from streamer.engine.tensors.attributes import Contents
 from streamer.engine.tensors.nested import Rebuild, Tensors, fingerprint, flatten, reachable, stamps
 from streamer.engine.tensors.parts import aliases
 from streamer.errors import warn
@@ -50,7 +52,8 @@ class CompiledForward:
         self._compiler = compiler
         self._unit = unit
         self._kind = type(unit.module)
-        self._plain: Callable[..., Any] = unit.module.forward
+        #: the forward that is not compiled
+        self.plain: Callable[..., Any] = unit.module.forward
         self._compiled = compiled
 
     @property
@@ -68,7 +71,7 @@ class CompiledForward:
             # part of the compiled forward may have run and drawn random numbers or written buffers
             before.rewind()
             self._unit.put_back(buffers)
-        return self._plain(*args, **kwargs)
+        return self.plain(*args, **kwargs)
 
     def give_up(self, error: BaseException) -> None:
         """Run all layers of this class uncompiled from now on, because compiling ended in ``error``."""
@@ -133,6 +136,31 @@ class Call:
         outputs, rebuild = flatten(result)
         self._check_seen(reachable(result), outputs, "returns", lambda tensor: tensor.is_floating_point())
         return untangle(self.unit.name, apart(outputs, weights), rebuild, inputs)
+
+    def run_aside(self, weights: torch.Tensor, inputs: Tensors) -> tuple[list[torch.Tensor], Rebuild]:
+        """What `run` returns for ``inputs``. Nothing else is left of that run: its graph saves nothing, the
+        layer's buffers and attributes and all random states are what they were, and nothing is compiled."""
+        unit, nothing = self.unit, torch.empty(())
+        attributes = unit.attributes()
+        contents = Contents(attributes.contents)
+        unwritten = stamps(contents.tensors)
+        buffers = {place: values for place, (_, _, values) in unit.buffers_now().items()}
+        forward = self.forward.plain if isinstance(self.forward, CompiledForward) else self.forward
+        with (
+            Ambient.now(weights.device, contents.generators).again(),
+            unit.with_attributes(attributes),
+            contents.again(),
+            unit.with_buffers(buffers),
+            saved_tensors_hooks(lambda _: nothing, lambda _: nothing),
+        ):
+            result = replace(self, forward=forward).run(weights, unit.leaves(weights), inputs, attributes)
+        if stamps(contents.tensors) != unwritten:
+            raise ValueError(
+                f"layer '{unit.name}' writes into a tensor that is one of its attributes, and has done so in "
+                "a run that tells which of the tensors that it returns have an entry per sample: make it a "
+                "buffer, or wrap without micro_batch_size"
+            )
+        return result
 
     def _check_seen(
         self,
