@@ -4,10 +4,11 @@
 A layer that is given a large batch runs it in slices while its weights are in the slot, so that they cross
 the bus twice a step whatever the batch, and what it computes takes the memory of one slice. An argument is
 cut if its first dimension is the batch, which is that of the hidden states: the first tensor of floating
-point among the arguments. Where that may be chance (the batch is as long as the sequence, or there are as
-many heads) the caller is asked, since a wrong cut may broadcast without a word. Nothing is cut beside a
-nested tensor (of sequences that differ in length; `nn.TransformerEncoder` makes one of a padded batch in
-evaluation).
+point among the arguments. Where that may be chance (the batch is as long as the sequence, there are as many
+heads, or as many layers as there are numbers, or the argument is a parameter) the caller is asked, since a
+wrong cut may broadcast without a word. A length that stands in the layer's code, and nowhere in its modules,
+is not known. Nothing is cut beside a nested tensor (of sequences that differ in length;
+`nn.TransformerEncoder` makes one of a padded batch in evaluation).
 
 What the layer returns is put together along the same dimension. The first tensor that it returns has an entry
 per sample if its shape is that of the hidden states. Another one that is as long as the slice may be so by
@@ -32,7 +33,7 @@ from torch import nn
 
 from streamer.engine.layer.sharing import SharedOutputs, Shown, View, are_apart
 from streamer.engine.paging.unit import Unit
-from streamer.engine.tensors.nested import Rebuild, Tensors, constants, flatten, reachable
+from streamer.engine.tensors.nested import Rebuild, Tensors, constants, flatten, reachable, walk
 from streamer.torch_private import storage_id
 
 
@@ -352,14 +353,18 @@ class AmbiguousBatchError(ValueError):
 
 class MicroBatches:
     """Cuts the batches of one layer into slices of ``size``; whole where that is None. ``batch_dims`` gives
-    the batch dimension of arguments by name, None for those that have none. [Note: micro-batches]"""
+    the batch dimension of arguments by name, None for those that have none. The model has ``num_layers`` of
+    them. [Note: micro-batches]"""
 
-    def __init__(self, unit: Unit, size: int | None, batch_dims: Mapping[str, int | None]) -> None:
+    def __init__(
+        self, unit: Unit, size: int | None, batch_dims: Mapping[str, int | None], num_layers: int
+    ) -> None:
         self._layer = unit.name
         self._size = size
         self._batch_dims = batch_dims
         self._signature = inspect.signature(unit.module.forward) if size is not None else None
         self._counts = _counts(unit.module)
+        self._num_layers = num_layers
         self._known: KnownOutputs = {}
         #: names in ``batch_dims`` that only ``**kwargs`` can stand for
         self._among_the_rest: set[str] = set()
@@ -492,7 +497,8 @@ class MicroBatches:
     ) -> None:
         """The first dimension of ``tensor`` is as long as the batch: can it be anything else?"""
         batch = hidden.shape[hidden_dim]
-        is_chance = batch in (*hidden.shape[:hidden_dim], *hidden.shape[hidden_dim + 1 :])
+        is_chance = isinstance(tensor, nn.Parameter) or (tensor.dim() == 1 and batch == self._num_layers)
+        is_chance |= batch in (*hidden.shape[:hidden_dim], *hidden.shape[hidden_dim + 1 :])
         # scores have a dimension more than hidden states, and what has no batch is no longer than what it is
         # added to
         if tensor.dim() <= hidden.dim():
@@ -502,7 +508,8 @@ class MicroBatches:
             raise self._ambiguous(
                 name,
                 f"whether the first dimension of '{name}' {tuple(tensor.shape)}, as long as another one or "
-                "as a number that the layer knows (of heads, say), is the batch",
+                "as a number that the layer knows (of heads, or of layers), or that of a parameter, is the "
+                "batch",
                 0,
             )
 
@@ -543,14 +550,17 @@ class MicroBatches:
 
 
 def _counts(layer: nn.Module) -> set[int]:
-    """Numbers that the modules of ``layer`` know and that may be a length of an argument (of heads, say)."""
+    """Numbers that the modules of ``layer`` know, also in tuples and as lengths of tensors, and that may
+    be a length of an argument (of heads, say)."""
     counts: set[int] = set()
     for module in layer.modules():
         # not its own place among the layers
         own = [value for name, value in vars(module).items() if "layer" not in name and "idx" not in name]
         config = getattr(getattr(module, "config", None), "__dict__", {})
         own += [value for name, value in config.items() if "head" in name]
-        counts.update(value for value in own if type(value) is int)
+        tensors = [*module._parameters.values(), *module._buffers.values()]
+        lengths = [tensor.shape for tensor in tensors if tensor is not None]
+        counts.update(value for value in walk([*own, *lengths]) if type(value) is int)
     return counts
 
 
@@ -559,7 +569,7 @@ def micro_batches(
 ) -> list[MicroBatches]:
     """What cuts the batches of each of ``units``. Raises ValueError for a name in ``batch_dims`` that none of
     their forwards knows."""
-    cutters = [MicroBatches(unit, size, batch_dims) for unit in units]
+    cutters = [MicroBatches(unit, size, batch_dims, len(units)) for unit in units]
     for name in batch_dims:
         if any(name in cutter.arguments for cutter in cutters):
             continue

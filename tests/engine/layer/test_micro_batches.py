@@ -332,6 +332,30 @@ def test_what_may_or_may_not_be_the_batch_is_asked(argument: dict[str, Any], mat
     assert_close_to_plain(model, micro_batch_size=1, batch_dims=dict.fromkeys(argument))
 
 
+class Knows(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.split = (7, 2)
+        self.register_buffer("slopes", torch.ones(8))
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + bias.sum()
+
+
+@pytest.mark.parametrize(
+    "bias",
+    [noise(7, TIME, TIME), noise(8, TIME, TIME), noise(3), nn.Parameter(noise(9))],
+    ids=["a number in a tuple", "the length of a buffer", "layers", "a parameter"],
+)
+def test_an_argument_as_long_as_something_that_is_known_is_asked_for(bias: torch.Tensor) -> None:
+    def of(model: nn.Module, step: int) -> torch.Tensor:
+        return model(states(step, len(bias), TIME, WIDTH)).square().mean()
+
+    model, match = Caller(Knows, bias), r"'bias' .* is the batch: wrap with batch_dims=\{'bias': 0\}"
+    assert_refused(model, partial(of, step=0), match, layers="layers", micro_batch_size=1)
+    assert_close_to_plain(model, of, micro_batch_size=1, batch_dims={"bias": None})
+
+
 # --- what is returned -----------------------------------------------------------------------------------
 
 
