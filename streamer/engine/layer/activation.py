@@ -193,7 +193,7 @@ class LayerRun(abc.ABC):
         with self.graph(weights, inputs) as graph:
             try:
                 # for checkpoints inside of the layer: [Note: checkpointing]
-                with self.gate, unit.restored(), unit.using(graph.leaves):
+                with self.gate, self.executor.hooked.in_layer(), unit.restored(), unit.using(graph.leaves):
                     backpropagate(self.executor, unit, graph, gradients, collector)
                 collector.end_slice(graph.leaves)
                 return [tensor.grad for tensor in graph.inputs]
