@@ -254,7 +254,7 @@ class LayerCall:
         return joined.tensors, joined.rebuild
 
     def _run_aside(self, weights: torch.Tensor, inputs: Tensors) -> Outputs:
-        with torch.enable_grad():
+        with torch.enable_grad(), self.executor.root.buffers_unwritten_by(self.call.unit.name):
             return self.call.run_aside(weights, inputs)
 
     def kept(self, inputs: Tensors) -> list[torch.Tensor]:

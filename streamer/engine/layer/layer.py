@@ -233,7 +233,8 @@ class StreamedLayer:
                 return rebuild(apart(outputs, weights))
 
             def aside(rebuild: Rebuild, inputs: Tensors) -> Outputs:
-                return Call(unit, self._forward, rebuild).run_aside(weights, inputs)
+                with self._executor.root.buffers_unwritten_by(unit.name):
+                    return Call(unit, self._forward, rebuild).run_aside(weights, inputs)
 
             with Autocast.now(self._executor.backend.device).uncached(), _slot_for_now(unit, weights):
                 return infer(run, unit, self._micro_batches, args, kwargs, aside)

@@ -383,6 +383,7 @@ class Recompute(LayerRun):
             self._recomputed.expected(unit.selection, weights) if may_keep else self._recomputed.refused(),
             owners,
             without_own_checkpoint(unit.module),
+            self.executor.root.buffers_unwritten_by(unit.name),
         ):
             outputs, rebuild = self.call.run(weights, leaves, inner, self._attributes)
         if self.is_whole:

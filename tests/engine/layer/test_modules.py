@@ -265,6 +265,15 @@ class Shifted(Layer):
         return super().forward(x) + sum(self.shifts)
 
 
+class NormalisingElsewhere(Layer):
+    """Normalises by a module that is none of its own."""
+
+    held: list[nn.Module]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.held[0](super().forward(x).transpose(1, 2)).transpose(1, 2)
+
+
 class Scaled(Layer):
     """Has a parameter without elements and one without dimensions."""
 
@@ -539,6 +548,24 @@ def test_a_hook_on_a_parameter_of_the_root_that_layers_use_sees_one_gradient_or_
     assert_as_plain(net(1), use, rtol=1e-5, atol=1e-7, **options)
     match = "'bias' has a hook and is used more than once in this backward"
     assert_refused(net(2), use, match, RuntimeError, **options)
+
+
+def test_a_layer_that_writes_buffers_of_the_root_is_refused_where_it_runs_again() -> None:
+    model = Stack(NormalisingElsewhere)
+    model.norm = nn.BatchNorm1d(WIDTH)
+    for block in model.blocks:
+        block.held = [model.norm]
+    use = partial(loss_on, step=0)
+    match = r"layer 'blocks\.0' writes buffer 'num_batches_tracked' of a BatchNorm1d that is in no layer"
+    assert_refused(model, use, match, layers="blocks")
+    assert_parity(
+        train_streamed(model, steps=2, layers="blocks", activations="keep", loss_of=loss_on),
+        train_plain(model, steps=2, loss_of=loss_on),
+    )
+    with torch.no_grad():
+        assert_as_plain(model, use, layers="blocks")
+    model.norm.eval()
+    assert_as_plain(model, use, layers="blocks")
 
 
 class Nesting(Stack):
