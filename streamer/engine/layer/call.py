@@ -83,6 +83,11 @@ class CompiledForward:
         )
 
 
+def is_compiled(forward: Callable[..., Any]) -> bool:
+    """Whether ``forward`` of a layer runs compiled code."""
+    return isinstance(forward, CompiledForward) and forward.works
+
+
 @dataclass(frozen=True)
 class Call:
     """A layer's forward and its arguments but for tensors: ``rebuild`` makes (args, kwargs) from those."""
@@ -99,7 +104,7 @@ class Call:
     @property
     def is_compiled(self) -> bool:
         """Whether a compiled forward is what runs."""
-        return isinstance(self.forward, CompiledForward) and self.forward.works
+        return is_compiled(self.forward)
 
     def give_up_compiling(self, error: BaseException) -> None:
         """Run the forward uncompiled from now on, because of ``error``, one of `compile_failures`."""

@@ -20,11 +20,12 @@ from torch.autograd import forward_ad
 
 from streamer.engine.layer.activation import LayerCall, Outputs
 from streamer.engine.layer.ambient import Autocast, past_checkpoints
-from streamer.engine.layer.call import Call, Compiler, apart, run_on_slot
+from streamer.engine.layer.call import Call, Compiler, apart, is_compiled, run_on_slot
 from streamer.engine.layer.micro_batches import AmbiguousBatchError, BatchSlices, Joined, MicroBatches
 from streamer.engine.layer.outside_access import HAD, unwatched
 from streamer.engine.layer.parameter_gradients import asked_of
 from streamer.engine.layer.policies import POLICIES
+from streamer.engine.layer.recompute import Owners
 from streamer.engine.layer.sharing import untangle
 from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.unit import Unit
@@ -226,6 +227,8 @@ class StreamedLayer:
         unit = self._unit
 
         def work(weights: torch.Tensor) -> Any:
+            unit.layout.views(weights)  # they own the slot too, and are made when they are first needed
+            owners = Owners(weights)
             leaves = unit.leaves(weights)
 
             def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -236,8 +239,13 @@ class StreamedLayer:
                 with self._executor.root.buffers_unwritten_by(unit.name):
                     return Call(unit, self._forward, rebuild).run_aside(weights, inputs)
 
-            with Autocast.now(self._executor.backend.device).uncached(), _slot_for_now(unit, weights):
-                return infer(run, unit, self._micro_batches, args, kwargs, aside)
+            autocast = Autocast.now(self._executor.backend.device)
+            with autocast.uncached(), _slot_for_now(unit, weights), owners:
+                result = infer(run, unit, self._micro_batches, args, kwargs, aside)
+            leaves.clear()
+            if phase is Phase.INFERENCE and not is_compiled(self._forward):
+                owners.check_none_left(unit)
+            return result
 
         return self._executor.forward(self._unit, work, phase)
 

@@ -56,6 +56,7 @@ from streamer.engine.layer.activation import (
 )
 from streamer.engine.layer.ambient import Ambient, without_own_checkpoint
 from streamer.engine.layer.parameter_gradients import graph_is_retained
+from streamer.engine.paging.unit import Unit
 from streamer.engine.tensors import guarded
 from streamer.engine.tensors.attributes import Contents
 from streamer.engine.tensors.nested import Tensors, fingerprint
@@ -90,6 +91,16 @@ class Owners:
         """How many more owners there are than when this object was made."""
         return storage_owners(self._weights) - self._before
 
+    def check_none_left(self, unit: Unit) -> None:
+        """Raise ValueError if there are more owners, after a run of ``unit`` of which no graph is left."""
+        if not self.is_exact or self.more() <= 0 or unit.tree.leaves_garbage:
+            return
+        gc.collect()
+        if self.more() > 0:
+            raise keeps_weights(unit)
+        # to find that at each visit would take too long
+        unit.tree.leaves_garbage = True
+
     def _collected(self, phase: str, _: Mapping[str, Any]) -> None:
         if current_thread() is not self._thread:
             self.is_exact = False
@@ -99,9 +110,26 @@ class Owners:
             self._before -= self._at_start - storage_owners(self._weights)
 
 
+def keeps_weights(unit: Unit) -> ValueError:
+    """For a layer whose weights somebody keeps beyond its forward."""
+    return ValueError(
+        f"a weight of layer '{unit.name}', or a view of one, is kept beyond the layer's forward (by a hook, "
+        "a closure, in a list), when other weights will be in its place: keep a clone, or look the weight up "
+        "each time"
+    )
+
+
 def holders(tensors: Tensors) -> list[int]:
     """The reference count of each of ``tensors``."""
     return [sys.getrefcount(tensor) for tensor in tensors]
+
+
+def are_held(leaves: Tensors, before: list[int]) -> bool:
+    """Whether somebody but their graph holds some of ``leaves`` that had no graph ``before``, when `holders`
+    found that."""
+    # a graph that ends in a leaf counts as one holder
+    pairs = zip(leaves, holders(leaves), before, strict=True)
+    return any(now - then > leaf.requires_grad for leaf, now, then in pairs)
 
 
 #: Names under which nodes save what an operation was given. What an operation has made beside its result (the
@@ -373,7 +401,7 @@ class Recompute(LayerRun):
         with torch.enable_grad():
             # kept until the run is over; what `get_gradient_edge` does, which looks at much else
             accumulators = [tensor.view_as(tensor).grad_fn for tensor in inner if tensor.requires_grad]
-        held_by = holders(inner)
+        held_by, weights_held_by = holders(inner), holders(leaves)
         self._recomputed = RecomputedTensors(gate)
         # hooks that do something would be compiled too
         may_keep = not self.call.is_compiled and all(map(self._comes_back_alike, inputs))
@@ -404,7 +432,12 @@ class Recompute(LayerRun):
         if may_keep and holders(inner) == held_by:
             _let_go(inner)
             if owners.is_exact and owners.more() == len(leaves):
+                if are_held(leaves, weights_held_by):
+                    raise keeps_weights(unit)
                 self.gate, self._graph, self._shown = gate, graph, weights
+        if self._graph is None and not self.call.is_compiled:
+            del graph, leaves
+            owners.check_none_left(unit)
         self._samples = [] if self._graph is not None else [Sample.of(output) for output in detached]
         return detached, rebuild
 

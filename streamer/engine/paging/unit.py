@@ -469,6 +469,8 @@ class _Tree:
         self.attributes = Attributes(())
         #: whether the modules may see other tensors than their own parameters
         self.lends = False
+        #: whether the layer's forward leaves tensors to the garbage collector that show its weights
+        self.leaves_garbage = False
 
     def modules(self) -> tuple[nn.Module, ...]:
         """Each once, the top one first; the same tuple as long as they are the same."""
