@@ -22,10 +22,7 @@ from streamer.engine.layer.recompute import (
     Owners,
     Recompute,
     RecomputeOffload,
-    are_held,
     contexts,
-    holders,
-    keeps_weights,
 )
 from streamer.engine.tensors.guarded import as_plain
 from streamer.engine.tensors.nested import Tensors, reachable
@@ -114,7 +111,6 @@ class Keep(LayerRun):
         self._slot = slot = _Slot()
 
         held: dict[int, int] = {}
-        held_by = holders(leaves)
 
         gate = self.gate
         gate.guard([*inner, *leaves])
@@ -145,8 +141,6 @@ class Keep(LayerRun):
                 "(in a custom function, or a closure), and other weights would be in their place in "
                 "backward: save them by ctx.save_for_backward, or wrap with activations='recompute'"
             )
-        if not self._in_contexts and not self.call.is_compiled and are_held(leaves, held_by):
-            raise keeps_weights(unit)
         if self.is_whole:
             hand_on_hooks(inner, inputs)
         self.release = self.executor.saved.hold(self, held)
