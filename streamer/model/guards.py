@@ -95,7 +95,7 @@ def attach_guards(
             for slice, param in executor.gradients.held[unit.index].pairs():
                 keep(param.register_hook(_BeforeAdding(executor, unit, slice, param)))
                 if unit is executor.root and not executor.landing.keeps_gradients:
-                    keep(param.register_post_accumulate_grad_hook(_after_adding(executor)))
+                    keep(param.register_post_accumulate_grad_hook(_AfterAdding(executor)))
         keep(model.register_state_dict_post_hook(_to_cpu))
         for module in modules:
             keep(module.register_state_dict_pre_hook(lambda *_, **__: executor.synchronize()))
@@ -160,13 +160,13 @@ class _BeforeAdding(OwnHook):
         node = torch.autograd.graph.get_gradient_edge(self.param).node
         if asked_of(node) is not Asked.ADDED:
             return
+        self.executor.hooked.check_added(self.slice, self.param)
         if self.unit is not self.executor.root:
             if self.executor.across is not None:
                 raise RuntimeError(
                     f"'{self.slice.param.name}' is used outside of its layer, where its gradient would be "
                     "that of one rank: use it in the layer's forward, or leave out process_group"
                 )
-            self.executor.hooked.check((self.slice,), (self.param,))
         elif self.executor.across is not None:
             finish_with_this_backward(self.executor)
         views = self.executor.gradients.held[self.unit.index]
@@ -174,16 +174,16 @@ class _BeforeAdding(OwnHook):
         views.widen(self.slice, self.param)
 
 
-def _after_adding(executor: Executor) -> Callable[[torch.Tensor], None]:
-    """A hook for a parameter of the root unit, to whose ``grad`` autograd has added."""
-    # weak, since the garbage collector does not see what such a hook of a parameter holds
-    landing = weakref.ref(executor.landing)
+class _AfterAdding(OwnHook):
+    """Called after autograd has added to the ``grad`` of a parameter of the root unit."""
 
-    def hook(param: torch.Tensor) -> None:
-        if (there := landing()) is not None:
+    def __init__(self, executor: Executor) -> None:
+        # weak, since the garbage collector does not see what such a hook of a parameter holds
+        self._landing = weakref.ref(executor.landing)
+
+    def __call__(self, param: torch.Tensor) -> None:
+        if (there := self._landing()) is not None:
             there.added(param)
-
-    return hook
 
 
 def _wait_before_loading(executor: Executor) -> Callable[..., None]:

@@ -329,7 +329,7 @@ class _Apart:
 
     def __init__(self, executor: Executor) -> None:
         self.backend, self.units, self.root = executor.backend, executor.units, executor.root
-        self.sum_in_fp32 = executor.sum_in_fp32
+        self.sum_in_fp32, self.hooked = executor.sum_in_fp32, executor.hooked
         self.saved = _SavedApart()
 
 

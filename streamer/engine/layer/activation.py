@@ -193,7 +193,7 @@ class LayerRun(abc.ABC):
         with self.graph(weights, inputs) as graph:
             try:
                 # for checkpoints inside of the layer: [Note: checkpointing]
-                with self.gate, unit.restored(), unit.using(graph.leaves):
+                with self.gate, self.executor.hooked.in_layer(), unit.restored(), unit.using(graph.leaves):
                     backpropagate(self.executor, unit, graph, gradients, collector)
                 collector.end_slice(graph.leaves)
                 return [tensor.grad for tensor in graph.inputs]
@@ -241,7 +241,7 @@ class LayerCall:
     def run(self, inputs: Tensors, weights: torch.Tensor) -> Outputs:
         """The work of `forward`, on the slot ``weights``."""
         self._shapes = [tensor.shape for tensor in inputs]
-        joined = Joined(self.call.unit.name, self._cut, inputs)
+        joined = Joined(self.call.unit.name, self._cut, inputs, partial(self._run_aside, weights))
         start_again = self.call.unit.start_again() if len(self.runs) > 1 else None
         with self.call.unit.dequantized_once(times=len(self.runs)):
             for number, run in enumerate(self.runs):
@@ -252,6 +252,10 @@ class LayerCall:
                 joined.add(number, outputs, rebuild, given)
         self._output_parts = joined.parts
         return joined.tensors, joined.rebuild
+
+    def _run_aside(self, weights: torch.Tensor, inputs: Tensors) -> Outputs:
+        with torch.enable_grad(), self.executor.root.buffers_unwritten_by(self.call.unit.name):
+            return self.call.run_aside(weights, inputs)
 
     def kept(self, inputs: Tensors) -> list[torch.Tensor]:
         """Those of ``inputs`` that wait for backward on the device."""

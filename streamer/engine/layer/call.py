@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from streamer.engine.layer.ambient import RandomState
+from streamer.engine.layer.ambient import Ambient, RandomState
 from streamer.engine.layer.sharing import untangle
 from streamer.engine.paging.unit import Attributes, Unit
 from streamer.engine.tensors.attributes import Contents
@@ -52,7 +53,8 @@ class CompiledForward:
         self._compiler = compiler
         self._unit = unit
         self._kind = type(unit.module)
-        self._plain: Callable[..., Any] = unit.module.forward
+        #: the forward that is not compiled
+        self.plain: Callable[..., Any] = unit.module.forward
         self._compiled = compiled
 
     @property
@@ -78,7 +80,7 @@ class CompiledForward:
             self._unit.put_back(buffers)
             attributes.put_back()
             contents.put_back()
-        return self._plain(*args, **kwargs)
+        return self.plain(*args, **kwargs)
 
     def give_up(self, error: BaseException) -> None:
         """Run all layers of this class uncompiled from now on, because compiling ended in ``error``."""
@@ -88,6 +90,11 @@ class CompiledForward:
             f"torch.compile fails on {self._kind.__name__}, whose layers run as they are from now on (give "
             f"compile=False to be spared this): {reason}",
         )
+
+
+def is_compiled(forward: Callable[..., Any]) -> bool:
+    """Whether ``forward`` of a layer runs compiled code."""
+    return isinstance(forward, CompiledForward) and forward.works
 
 
 @dataclass(frozen=True)
@@ -106,7 +113,7 @@ class Call:
     @property
     def is_compiled(self) -> bool:
         """Whether a compiled forward is what runs."""
-        return isinstance(self.forward, CompiledForward) and self.forward.works
+        return is_compiled(self.forward)
 
     def give_up_compiling(self, error: BaseException) -> None:
         """Run the forward uncompiled from now on, because of ``error``, one of `compile_failures`."""
@@ -143,6 +150,31 @@ class Call:
         outputs, rebuild = flatten(result)
         self._check_seen(reachable(result), outputs, "returns", lambda tensor: tensor.is_floating_point())
         return untangle(self.unit.name, apart(outputs, weights), rebuild, inputs)
+
+    def run_aside(self, weights: torch.Tensor, inputs: Tensors) -> tuple[list[torch.Tensor], Rebuild]:
+        """What `run` returns for ``inputs``. Nothing else is left of that run: its graph saves nothing, the
+        layer's buffers and attributes and all random states are what they were, and nothing is compiled."""
+        unit, nothing = self.unit, torch.empty(())
+        attributes = unit.attributes()
+        contents = Contents(attributes.contents)
+        unwritten = stamps(contents.tensors)
+        buffers = {place: values for place, (_, _, values) in unit.buffers_now().items()}
+        forward = self.forward.plain if isinstance(self.forward, CompiledForward) else self.forward
+        with (
+            Ambient.now(weights.device, contents.generators).again(),
+            unit.with_attributes(attributes),
+            contents.again(),
+            unit.with_buffers(buffers),
+            saved_tensors_hooks(lambda _: nothing, lambda _: nothing),
+        ):
+            result = replace(self, forward=forward).run(weights, unit.leaves(weights), inputs, attributes)
+        if stamps(contents.tensors) != unwritten:
+            raise ValueError(
+                f"layer '{unit.name}' writes into a tensor that is one of its attributes, and has done so in "
+                "a run that tells which of the tensors that it returns have an entry per sample: make it a "
+                "buffer, or wrap without micro_batch_size"
+            )
+        return result
 
     def _check_seen(
         self,

@@ -12,24 +12,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from streamer.engine.layer.activation import LayerCall
+from streamer.engine.layer.activation import LayerCall, Outputs
 from streamer.engine.layer.ambient import Autocast, past_checkpoints
-from streamer.engine.layer.call import Call, Compiler, apart, run_on_slot
+from streamer.engine.layer.call import Call, Compiler, apart, is_compiled, run_on_slot
 from streamer.engine.layer.micro_batches import AmbiguousBatchError, BatchSlices, Joined, MicroBatches
 from streamer.engine.layer.outside_access import HAD, unwatched
 from streamer.engine.layer.parameter_gradients import asked_of
 from streamer.engine.layer.policies import POLICIES
+from streamer.engine.layer.recompute import Owners
 from streamer.engine.layer.sharing import untangle
 from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.unit import Unit
 from streamer.engine.schedule.order import Phase
 from streamer.engine.tensors.guarded import as_plain, never_traced
-from streamer.engine.tensors.nested import Tensors, fingerprint, flatten, reachable
+from streamer.engine.tensors.nested import Rebuild, Tensors, fingerprint, flatten, reachable
 from streamer.engine.tensors.param_hooks import shield
 from streamer.engine.tensors.parts import aliases
 from streamer.torch_private import (
@@ -104,9 +106,11 @@ def infer(
     micro_batches: MicroBatches,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    aside: Callable[[Rebuild, Tensors], Outputs],
 ) -> Any:
-    """What ``run`` makes of ``args`` and ``kwargs``. A batch beside a key/value cache, which is written, is
-    not cut; where the batch is not cut, ``run`` is given the very same objects.
+    """What ``run`` makes of ``args`` and ``kwargs``; ``aside`` does `Call.run_aside` for them. A batch beside
+    a key/value cache, which is written, is not cut; where the batch is not cut, ``run`` is given the very
+    same objects.
 
     Raises ValueError where a layer whose batch is cut changes what it is given, or writes a cache of its own.
     """
@@ -117,7 +121,7 @@ def infer(
         cut = micro_batches.cut(args, kwargs, inputs) if not holds_cache(args, kwargs) else cut
     if len(cut.slices) == 1:
         return run(args, kwargs)
-    joined = Joined(unit.name, cut, inputs)
+    joined = Joined(unit.name, cut, inputs, partial(aside, rebuild))
     start_again = unit.start_again()
     with unit.dequantized_once(times=len(cut.slices)):
         for number in range(len(cut.slices)):
@@ -223,14 +227,25 @@ class StreamedLayer:
         unit = self._unit
 
         def work(weights: torch.Tensor) -> Any:
+            unit.layout.views(weights)  # they own the slot too, and are made when they are first needed
+            owners = Owners(weights)
             leaves = unit.leaves(weights)
 
             def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 outputs, rebuild = flatten(run_on_slot(unit, self._forward, weights, leaves, args, kwargs))
                 return rebuild(apart(outputs, weights))
 
-            with Autocast.now(self._executor.backend.device).uncached(), _slot_for_now(unit, weights):
-                return infer(run, unit, self._micro_batches, args, kwargs)
+            def aside(rebuild: Rebuild, inputs: Tensors) -> Outputs:
+                with self._executor.root.buffers_unwritten_by(unit.name):
+                    return Call(unit, self._forward, rebuild).run_aside(weights, inputs)
+
+            autocast = Autocast.now(self._executor.backend.device)
+            with autocast.uncached(), _slot_for_now(unit, weights), owners:
+                result = infer(run, unit, self._micro_batches, args, kwargs, aside)
+            leaves.clear()
+            if phase is Phase.INFERENCE and not is_compiled(self._forward):
+                owners.check_none_left(unit)
+            return result
 
         return self._executor.forward(self._unit, work, phase)
 

@@ -4,10 +4,16 @@
 A layer that is given a large batch runs it in slices while its weights are in the slot, so that they cross
 the bus twice a step whatever the batch, and what it computes takes the memory of one slice. An argument is
 cut if its first dimension is the batch, which is that of the hidden states: the first tensor of floating
-point among the arguments. Where that may be chance (the batch is as long as the sequence, or there are as
-many heads) the caller is asked, since a wrong cut may broadcast without a word. What the layer returns is put
-together along the same dimension. Nothing is cut beside a nested tensor (of sequences that differ in length;
+point among the arguments. Where that may be chance (the batch is as long as the sequence, there are as many
+heads, or as many layers as there are numbers, or the argument is a parameter) the caller is asked, since a
+wrong cut may broadcast without a word. A length that stands in the layer's code, and nowhere in its modules,
+is not known. Nothing is cut beside a nested tensor (of sequences that differ in length;
 `nn.TransformerEncoder` makes one of a padded batch in evaluation).
+
+What the layer returns is put together along the same dimension. The first tensor that it returns has an entry
+per sample if its shape is that of the hidden states. Another one that is as long as the slice may be so by
+chance (there are as many experts). The first time that a layer returns such a tensor, it runs once more, on a
+slice that is longer by one sample (`Call.run_aside`): what has an entry per sample is then longer too.
 
 Random numbers are drawn slice after slice, in each layer. A layer that looks across its batch (batch
 normalisation, experts with a capacity, a state that it keeps) sees one slice after another, as with gradient
@@ -18,7 +24,7 @@ which looks at weights alone, makes one step for all of them (`Unit.start_again`
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -27,7 +33,7 @@ from torch import nn
 
 from streamer.engine.layer.sharing import SharedOutputs, Shown, View, are_apart
 from streamer.engine.paging.unit import Unit
-from streamer.engine.tensors.nested import Rebuild, Tensors, constants, flatten, reachable
+from streamer.engine.tensors.nested import Rebuild, Tensors, constants, flatten, reachable, walk
 from streamer.torch_private import storage_id
 
 
@@ -45,6 +51,10 @@ class Part(NamedTuple):
 #: For each of some tensors where its batch is; None where it has none, and every slice is given all of it.
 Parts = Sequence[Part | None]
 
+Shapes = Sequence[tuple[int, ...]]
+#: For the numbers of dimensions of what a layer returns: which of that has an entry per sample.
+KnownOutputs = dict[tuple[int, ...], list[bool]]
+
 
 class BatchSlices(NamedTuple):
     """Slices of one batch: where each starts and how long it is, where the batch is in each tensor that the
@@ -52,12 +62,15 @@ class BatchSlices(NamedTuple):
 
     slices: Sequence[tuple[int, int]]
     parts: Parts
-    dim: int = 0
+    dim: int
+    #: the number of the hidden states among those tensors
+    hidden: int
+    known: KnownOutputs
 
     @staticmethod
     def none(inputs: Tensors) -> BatchSlices:
         """One slice, of everything."""
-        return BatchSlices([(0, 0)], [None] * len(inputs))
+        return BatchSlices([(0, 0)], [None] * len(inputs), 0, 0, {})
 
     def inputs(self, inputs: Tensors, number: int) -> list[torch.Tensor]:
         """The tensors that slice ``number`` is given, detached from the user's graph."""
@@ -95,9 +108,16 @@ class _Alias(NamedTuple):
 
 
 class Joined:
-    """What a layer returns for a whole batch, put together from what it returns for slices of it."""
+    """What a layer returns for a whole batch, put together from what it returns for slices of it. ``aside``
+    tells what it returns for any slice, as `Call.run_aside` does."""
 
-    def __init__(self, layer: str, cut: BatchSlices, inputs: Tensors) -> None:
+    def __init__(
+        self,
+        layer: str,
+        cut: BatchSlices,
+        inputs: Tensors,
+        aside: Callable[[Tensors], tuple[Tensors, Rebuild]],
+    ) -> None:
         self.tensors: list[torch.Tensor] = []
         #: builds the layer's result around them and, after them, the inputs
         self.rebuild: Rebuild
@@ -106,6 +126,7 @@ class Joined:
         self._layer = layer
         self._cut = cut
         self._inputs = inputs
+        self._aside = aside
         #: for each of them what it shows, where every slice has returned it so
         self._aliases: list[_Alias | None] = []
         self._constants: list[object] = []
@@ -122,27 +143,30 @@ class Joined:
         found = constants(rebuild([*outputs, *given]))
         if number == 0:
             self._constants = found
-            for output in outputs:
-                self._begin(output, [*given, *outputs[: len(self.tensors)]])
+            for index in range(len(outputs)):
+                self._begin(index, outputs, given, _shapes(outputs, rebuild))
         if found != self._constants or len(outputs) != len(self.tensors):
             raise self._cannot_join("returns other numbers, or more tensors, for one than for another")
         for index, output in enumerate(outputs):
             self._take(index, number, output, [*given, *outputs])
-        self._join_views(number, outputs, rebuild)
+        self._join_views(number, outputs, rebuild, given)
 
-    def _join_views(self, number: int, outputs: Tensors, rebuild: Rebuild) -> None:
+    def _join_views(self, number: int, outputs: Tensors, rebuild: Rebuild, given: Tensors) -> None:
         """Let what `rebuild` makes of slices be made of the whole batch. [Note: shared outputs]"""
         if not isinstance(rebuild, SharedOutputs):
             plain = [Shown(index) for index in range(len(outputs))]
             rebuild = SharedOutputs(rebuild, plain, [None] * len(outputs))
-        shown = []
+        shown, views = [], len(outputs)
+        shapes = _shapes(outputs, rebuild)
         for one in rebuild.shown:
             view = one.view
             if view is not None:
                 place = self.tensors[one.of], self.parts[one.of]
                 view = self._of_whole(view, outputs[one.of], *place, number)
-                if view is None:
+                is_first_of_samples = number == 0 and self.parts[one.of] is not None
+                if view is None or (is_first_of_samples and not self._is_per_sample(views, shapes, given)):
                     raise self._shares_memory()
+                views += 1
             shown.append(replace(one, view=view))
         passed_on = rebuild.passed_on
         if number > 0:
@@ -155,12 +179,12 @@ class Joined:
             rebuild = before
         self.rebuild = replace(rebuild, shown=shown, passed_on=passed_on)
 
-    def _begin(self, output: torch.Tensor, others: Tensors) -> None:
-        """Make room for the whole of which the first slice has returned ``output``; ``others`` are the
-        tensors that the slice was given and has returned before."""
-        dim, (_, length) = self._cut.dim, self._cut.slices[0]
-        given = len(self._inputs)
-        for of, other in enumerate(others[:given]):
+    def _begin(self, index: int, outputs: Tensors, inputs: Tensors, shapes: Shapes) -> None:
+        """Make room for the whole of number ``index`` among ``outputs``, which the first slice has made of
+        ``inputs``; ``shapes`` are those of all that it returns."""
+        output, dim = outputs[index], self._cut.dim
+        others = [*inputs, *outputs[:index]]
+        for of, other in enumerate(inputs):
             if _is_same(output, other):
                 self._add(*self._place(of), _Alias(of, None))
                 return
@@ -169,16 +193,33 @@ class Joined:
                 whole, part = self._place(of)
                 view = View.of(output, other)
                 view = None if view is None else self._of_whole(view, other, whole, part, 0)
-                if view is None:
+                if view is None or (part is not None and not self._is_per_sample(index, shapes, inputs)):
                     raise self._shares_memory()
                 self._add(view.on(whole).detach(), None if part is None else Part(dim), _Alias(of, view))
                 return
-        if dim < output.dim() and output.shape[dim] == length:
+        if self._is_per_sample(index, shapes, inputs):
             shape = list(output.shape)
             shape[dim] = self._total
             self._add(output.new_empty(shape), Part(dim), None)
         else:
             self._add(output, None, None)
+
+    def _is_per_sample(self, index: int, shapes: Shapes, inputs: Tensors) -> bool:
+        """Whether what has shape number ``index`` among ``shapes``, made of the first slice's ``inputs``, has
+        an entry for each of its samples. [Note: micro-batches]"""
+        dim, (_, length) = self._cut.dim, self._cut.slices[0]
+        if shapes[index][dim : dim + 1] != (length,):
+            return False
+        if index == 0 and shapes[index] == inputs[self._cut.hidden].shape:
+            return True
+        dims = tuple(map(len, shapes))
+        if dims not in self._cut.known:
+            longer = self._cut._replace(slices=[(0, length + 1)]).inputs(self._inputs, 0)
+            others = _shapes(*self._aside(longer))
+            if tuple(map(len, others)) != dims:
+                raise self._cannot_join("returns other tensors for one length than for another")
+            self._cut.known[dims] = [shape[dim : dim + 1] == (length + 1,) for shape in others]
+        return self._cut.known[dims][index]
 
     def _add(self, whole: torch.Tensor, part: Part | None, alias: _Alias | None) -> None:
         self.tensors.append(whole)
@@ -289,6 +330,12 @@ class JoinedGradients:
             part.of(total, start, length).copy_(gradient)
 
 
+def _shapes(outputs: Tensors, rebuild: Rebuild) -> Shapes:
+    """The shapes of ``outputs`` and, after them, of the views of them in what ``rebuild`` makes."""
+    views = [one.view for one in rebuild.shown] if isinstance(rebuild, SharedOutputs) else []
+    return [*(tuple(output.shape) for output in outputs), *(view.shape for view in views if view is not None)]
+
+
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether both are the same view of the same storage."""
     places = [(t.storage_offset(), t.shape, t.stride(), t.dtype) for t in (one, other)]
@@ -306,14 +353,19 @@ class AmbiguousBatchError(ValueError):
 
 class MicroBatches:
     """Cuts the batches of one layer into slices of ``size``; whole where that is None. ``batch_dims`` gives
-    the batch dimension of arguments by name, None for those that have none. [Note: micro-batches]"""
+    the batch dimension of arguments by name, None for those that have none. The model has ``num_layers`` of
+    them. [Note: micro-batches]"""
 
-    def __init__(self, unit: Unit, size: int | None, batch_dims: Mapping[str, int | None]) -> None:
+    def __init__(
+        self, unit: Unit, size: int | None, batch_dims: Mapping[str, int | None], num_layers: int
+    ) -> None:
         self._layer = unit.name
         self._size = size
         self._batch_dims = batch_dims
         self._signature = inspect.signature(unit.module.forward) if size is not None else None
         self._counts = _counts(unit.module)
+        self._num_layers = num_layers
+        self._known: KnownOutputs = {}
         #: names in ``batch_dims`` that only ``**kwargs`` can stand for
         self._among_the_rest: set[str] = set()
 
@@ -348,7 +400,9 @@ class MicroBatches:
             for tensor in inputs
         ]
         starts = range(0, batch, self._size)
-        return BatchSlices([(start, min(self._size, batch - start)) for start in starts], parts, dim)
+        slices = [(start, min(self._size, batch - start)) for start in starts]
+        number = next(number for number, tensor in enumerate(inputs) if tensor is hidden)
+        return BatchSlices(slices, parts, dim, number, self._known)
 
     @property
     def arguments(self) -> list[str]:
@@ -443,7 +497,8 @@ class MicroBatches:
     ) -> None:
         """The first dimension of ``tensor`` is as long as the batch: can it be anything else?"""
         batch = hidden.shape[hidden_dim]
-        is_chance = batch in (*hidden.shape[:hidden_dim], *hidden.shape[hidden_dim + 1 :])
+        is_chance = isinstance(tensor, nn.Parameter) or (tensor.dim() == 1 and batch == self._num_layers)
+        is_chance |= batch in (*hidden.shape[:hidden_dim], *hidden.shape[hidden_dim + 1 :])
         # scores have a dimension more than hidden states, and what has no batch is no longer than what it is
         # added to
         if tensor.dim() <= hidden.dim():
@@ -453,7 +508,8 @@ class MicroBatches:
             raise self._ambiguous(
                 name,
                 f"whether the first dimension of '{name}' {tuple(tensor.shape)}, as long as another one or "
-                "as a number that the layer knows (of heads, say), is the batch",
+                "as a number that the layer knows (of heads, or of layers), or that of a parameter, is the "
+                "batch",
                 0,
             )
 
@@ -494,14 +550,17 @@ class MicroBatches:
 
 
 def _counts(layer: nn.Module) -> set[int]:
-    """Numbers that the modules of ``layer`` know and that may be a length of an argument (of heads, say)."""
+    """Numbers that the modules of ``layer`` know, also in tuples and as lengths of tensors, and that may
+    be a length of an argument (of heads, say)."""
     counts: set[int] = set()
     for module in layer.modules():
         # not its own place among the layers
         own = [value for name, value in vars(module).items() if "layer" not in name and "idx" not in name]
         config = getattr(getattr(module, "config", None), "__dict__", {})
         own += [value for name, value in config.items() if "head" in name]
-        counts.update(value for value in own if type(value) is int)
+        tensors = [*module._parameters.values(), *module._buffers.values()]
+        lengths = [tensor.shape for tensor in tensors if tensor is not None]
+        counts.update(value for value in walk([*own, *lengths]) if type(value) is int)
     return counts
 
 
@@ -510,7 +569,7 @@ def micro_batches(
 ) -> list[MicroBatches]:
     """What cuts the batches of each of ``units``. Raises ValueError for a name in ``batch_dims`` that none of
     their forwards knows."""
-    cutters = [MicroBatches(unit, size, batch_dims) for unit in units]
+    cutters = [MicroBatches(unit, size, batch_dims, len(units)) for unit in units]
     for name in batch_dims:
         if any(name in cutter.arguments for cutter in cutters):
             continue

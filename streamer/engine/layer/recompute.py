@@ -56,6 +56,7 @@ from streamer.engine.layer.activation import (
 )
 from streamer.engine.layer.ambient import Ambient, without_own_checkpoint
 from streamer.engine.layer.parameter_gradients import graph_is_retained
+from streamer.engine.paging.unit import Unit
 from streamer.engine.tensors import guarded
 from streamer.engine.tensors.attributes import Contents
 from streamer.engine.tensors.nested import Tensors, fingerprint
@@ -89,6 +90,20 @@ class Owners:
     def more(self) -> int:
         """How many more owners there are than when this object was made."""
         return storage_owners(self._weights) - self._before
+
+    def check_none_left(self, unit: Unit) -> None:
+        """Raise ValueError if there are more owners, after a run of ``unit`` of which no graph is left."""
+        if not self.is_exact or self.more() <= 0 or unit.tree.leaves_garbage:
+            return
+        gc.collect()
+        if self.more() > 0:
+            raise ValueError(
+                f"a weight of layer '{unit.name}', or a view of one, is kept beyond the layer's forward (by "
+                "a hook or a closure, in a list), when other weights will be in its place: keep a clone, or "
+                "look the weight up each time"
+            )
+        # to find that at each visit would take too long
+        unit.tree.leaves_garbage = True
 
     def _collected(self, phase: str, _: Mapping[str, Any]) -> None:
         if current_thread() is not self._thread:
@@ -383,6 +398,7 @@ class Recompute(LayerRun):
             self._recomputed.expected(unit.selection, weights) if may_keep else self._recomputed.refused(),
             owners,
             without_own_checkpoint(unit.module),
+            self.executor.root.buffers_unwritten_by(unit.name),
         ):
             outputs, rebuild = self.call.run(weights, leaves, inner, self._attributes)
         if self.is_whole:

@@ -17,6 +17,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from streamer.engine.tensors.attributes import contents_of
 from streamer.engine.tensors.guarded import as_plain
+from streamer.engine.tensors.nested import version_of
 from streamer.engine.tensors.once import kept
 from streamer.engine.tensors.parts import Composite, marked, plainly
 from streamer.engine.tensors.samples import Selection
@@ -281,6 +282,25 @@ class Unit:
             for (owner, name), buffer in now.items():
                 owner._buffers[name] = buffer
 
+    def buffers_unwritten_by(self, layer: str) -> AbstractContextManager[None]:
+        """Raise ValueError after the block if ``layer``, which runs in it and is to run again, has written or
+        exchanged a buffer of this unit, which the layer does not have."""
+        return self._buffers_unwritten_by(layer) if self.buffer_owners else nullcontext()
+
+    @contextmanager
+    def _buffers_unwritten_by(self, layer: str) -> Iterator[None]:
+        before = [*map(_stamp, self.buffer_owners)]
+        yield
+        for place, found in zip(self.buffer_owners, before, strict=True):
+            if _stamp(place) != found:
+                owner, name = place
+                raise ValueError(
+                    f"layer '{layer}' writes buffer '{name}' of a {type(owner).__name__} that is in no "
+                    "layer, and would do so twice, since it runs again (in backward, or to tell what it "
+                    "returns of micro-batches): give the layer such a module of its own, or wrap with "
+                    "activations='keep' and without micro_batch_size"
+                )
+
     def start_again(self) -> Callable[[], None]:
         """A function that takes spectral norms back to the power iteration of this moment.
 
@@ -455,6 +475,8 @@ class _Tree:
         self.lends = False
         #: attributes that modules of quantized weights had before theirs were lent
         self.had: list[tuple[nn.Module, str, object]] = []
+        #: whether the layer's forward leaves tensors to the garbage collector that show its weights
+        self.leaves_garbage = False
 
     def modules(self) -> tuple[nn.Module, ...]:
         """Each once, the top one first; the same tuple as long as they are the same."""
@@ -507,6 +529,13 @@ class _Lent(_Restored):
                     unit.tree.had.append((module, attribute, vars(module)[attribute]))
                     vars(module)[attribute] = value
         unit.register(leaves, made)
+
+
+def _stamp(place: BufferPlace) -> tuple[int, int]:
+    """Which tensor a buffer is, and how often that was written."""
+    owner, name = place
+    buffer = owner._buffers.get(name)
+    return id(buffer), 0 if buffer is None else version_of(buffer)
 
 
 def buffer_bytes(units: Iterable[Unit]) -> int:

@@ -8,12 +8,14 @@ but brings it no gradient: PyTorch then calls the hooks with None, which no hook
 that.
 
 A hook on a plain parameter sees the sum of all gradients of a backward. Here it would see those of two visits
-of a layer, or of a layer and of a penalty on its weights, one after the other, so that is refused.
+of a layer, or of a layer and of a penalty on its weights, one after the other, so that is refused. So it is
+for a parameter of the root that layers use: the backward of each layer adds to its gradient by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
@@ -95,6 +97,19 @@ class OncePerBackward:
     def __init__(self) -> None:
         self._task = -1
         self._seen: set[int] = set()
+        #: the backward in which a layer's own backward is running
+        self._outer: int | None = None
+
+    @contextmanager
+    def in_layer(self) -> Iterator[None]:
+        """A layer's own backward runs inside the block: it belongs to the backward that is running."""
+        before = self._outer
+        if before is None:
+            self._outer = backward_number()
+        try:
+            yield
+        finally:
+            self._outer = before
 
     def check(self, slices: Iterable[Slice], params: Sequence[torch.Tensor]) -> None:
         """Note that ``params`` get a gradient each. Raise RuntimeError if one of them has a hook, and got a
@@ -105,14 +120,22 @@ class OncePerBackward:
                 if hooks:
                     self._check(slice, param)
 
+    def check_added(self, slice: Slice, param: torch.Tensor) -> None:
+        """Note that autograd is about to add to the gradient of ``param``. Raise RuntimeError as `check`
+        does, for a hook that runs after that too."""
+        after = (_ACCUMULATION_HOOKS(param) or {}).values()
+        if hooks_of(param) or not all(isinstance(hook, OwnHook) for hook in after):
+            self._check(slice, param)
+
     def _check(self, slice: Slice, param: torch.Tensor) -> None:
-        if self._task != (task := backward_number()):
+        task = backward_number() if self._outer is None else self._outer
+        if self._task != task:
             self._task = task
             self._seen.clear()
         if id(param) in self._seen:
             raise RuntimeError(
                 f"'{slice.param.name}' has a hook and is used more than once in this backward (its layer was "
-                "called twice, or it is used outside of it too), so that the hook would see its gradient in "
-                "parts: change p.grad after backward instead"
+                "called twice, or it is used outside of it too, or in several layers or micro-batches), so "
+                "that the hook would see its gradient in parts: change p.grad after backward instead"
             )
         self._seen.add(id(param))

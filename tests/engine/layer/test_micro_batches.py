@@ -33,8 +33,13 @@ from tests.reference import (
 )
 
 
-def sliced(forward: Callable[..., torch.Tensor], size: int) -> Callable[..., torch.Tensor]:
-    return lambda x: torch.cat([forward(piece) for piece in x.split(size)])
+def sliced(forward: Callable[..., Any], size: int) -> Callable[..., Any]:
+    def run(x: torch.Tensor) -> Any:
+        results = [forward(piece) for piece in x.split(size)]
+        is_tensor = isinstance(results[0], torch.Tensor)
+        return torch.cat(results) if is_tensor else tuple(map(torch.cat, zip(*results, strict=True)))
+
+    return run
 
 
 def train_in_slices(model: nn.Module, size: int, layers: str = "transformer.h", **options: Any) -> History:
@@ -327,6 +332,30 @@ def test_what_may_or_may_not_be_the_batch_is_asked(argument: dict[str, Any], mat
     assert_close_to_plain(model, micro_batch_size=1, batch_dims=dict.fromkeys(argument))
 
 
+class Knows(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.split = (7, 2)
+        self.register_buffer("slopes", torch.ones(8))
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + bias.sum()
+
+
+@pytest.mark.parametrize(
+    "bias",
+    [noise(7, TIME, TIME), noise(8, TIME, TIME), noise(3), nn.Parameter(noise(9))],
+    ids=["a number in a tuple", "the length of a buffer", "layers", "a parameter"],
+)
+def test_an_argument_as_long_as_something_that_is_known_is_asked_for(bias: torch.Tensor) -> None:
+    def of(model: nn.Module, step: int) -> torch.Tensor:
+        return model(states(step, len(bias), TIME, WIDTH)).square().mean()
+
+    model, match = Caller(Knows, bias), r"'bias' .* is the batch: wrap with batch_dims=\{'bias': 0\}"
+    assert_refused(model, partial(of, step=0), match, layers="layers", micro_batch_size=1)
+    assert_close_to_plain(model, of, micro_batch_size=1, batch_dims={"bias": None})
+
+
 # --- what is returned -----------------------------------------------------------------------------------
 
 
@@ -370,6 +399,63 @@ def use_all(model: nn.Module, step: int) -> torch.Tensor:
 def test_what_is_returned_is_put_together(what: Callable[..., Any], activations: str) -> None:
     model = Caller(returning(what), noise(TIME, WIDTH))
     assert_close_to_plain(model, use_all, micro_batch_size=4, activations=activations)
+
+
+class Draws(Layer):
+    """Returns more than hidden states, draws random numbers, and keeps running statistics and a count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(TIME)
+        self.register_buffer("count", torch.zeros(()))
+        self.calls = [0]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.calls[0] += 1
+        self.count += self.calls[0]
+        hidden = nn.functional.dropout(super().forward(self.norm(x)), 0.2)
+        return hidden, hidden.mean(-1)
+
+
+@POLICIES
+def test_a_slice_that_tells_how_to_put_together_leaves_nothing(activations: str) -> None:
+    def of(model: nn.Module, step: int) -> torch.Tensor:
+        x, total = states(step, 6, TIME, WIDTH), torch.zeros(())
+        for layer in model.layers:
+            x, more = layer(x)
+            total = total + more.square().mean()
+        return x.square().mean() + total
+
+    options = {"layers": "layers", "loss_of": of, "steps": 3, "max_norm": 0.5}
+    expected = train_in_slices(Caller(Draws), 3, "layers", loss_of=of)
+    actual = train_streamed(Caller(Draws), micro_batch_size=3, activations=activations, **options)
+    assert_parity(actual, expected)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize(
+    ("size", "what"),
+    [
+        (3, lambda layer, hidden, mask: hidden[..., :3].softmax(-1).mean((0, 1))),
+        (1, lambda layer, hidden, mask: hidden.mean().reshape(1)),
+        (1, lambda layer, hidden, mask: hidden.tanh()[:, -1][None]),
+        (1, lambda layer, hidden, mask: hidden[:, -1][None]),
+        (2, lambda layer, hidden, mask: hidden[:2]),
+    ],
+    ids=["as many experts", "one number", "a recurrent state", "a view", "two samples"],
+)
+def test_what_is_as_long_as_a_slice_by_chance_is_refused(
+    what: Callable[..., Any], size: int, grad: bool
+) -> None:
+    model = Caller(returning(what))
+    match = r"layers\.0' cannot be put together: .*(not one per sample and not the same in each|share memory)"
+    with torch.set_grad_enabled(grad):
+        assert_refused(model, partial(of_caller, step=0), match, layers="layers", micro_batch_size=size)
+
+
+def test_what_is_the_same_in_each_slice_is_whole_though_it_is_as_long() -> None:
+    model = Caller(returning(lambda layer, hidden, mask: layer.linear.bias[:2] * 2))
+    assert_close_to_plain(model, use_all, micro_batch_size=2)
 
 
 class Skips(Layer):

@@ -254,6 +254,26 @@ class Listing(Layer):
         return x + torch.tanh(x @ self.held[0])
 
 
+class Shifted(Layer):
+    """Uses tensors that are in no module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shifts: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + sum(self.shifts)
+
+
+class NormalisingElsewhere(Layer):
+    """Normalises by a module that is none of its own."""
+
+    held: list[nn.Module]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.held[0](super().forward(x).transpose(1, 2)).transpose(1, 2)
+
+
 class Scaled(Layer):
     """Has a parameter without elements and one without dimensions."""
 
@@ -498,6 +518,54 @@ def test_gradients_of_some_parameters_that_layers_use_though_they_are_elsewhere(
         ):
             torch.autograd.grad(loss_on(model, 0), [model.blocks[1].linear.weight])
         assert gradients(model) == {}
+
+
+def by_a_gradient_hook(param: nn.Parameter) -> None:
+    param.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+
+def by_a_hook_after_adding(param: nn.Parameter) -> None:
+    param.register_post_accumulate_grad_hook(lambda param: None)
+
+
+@POLICIES
+@pytest.mark.parametrize("hook", [by_a_gradient_hook, by_a_hook_after_adding])
+def test_a_hook_on_a_parameter_of_the_root_that_layers_use_sees_one_gradient_or_is_refused(
+    hook: Callable[[nn.Parameter], None], activations: str
+) -> None:
+    def use(model: nn.Module) -> Any:
+        hook(model.bias)
+        return first_gradients(model)
+
+    def net(users: int) -> nn.Module:
+        model = Stack(Shifted)
+        model.bias = nn.Parameter(torch.full((WIDTH,), 0.1))
+        for block in model.blocks[:users]:
+            block.shifts.append(model.bias)
+        return model
+
+    options = {"layers": "blocks", "activations": activations}
+    assert_as_plain(net(1), use, rtol=1e-5, atol=1e-7, **options)
+    match = "'bias' has a hook and is used more than once in this backward"
+    assert_refused(net(2), use, match, RuntimeError, **options)
+
+
+def test_a_layer_that_writes_buffers_of_the_root_is_refused_where_it_runs_again() -> None:
+    model = Stack(NormalisingElsewhere)
+    model.norm = nn.BatchNorm1d(WIDTH)
+    for block in model.blocks:
+        block.held = [model.norm]
+    use = partial(loss_on, step=0)
+    match = r"layer 'blocks\.0' writes buffer 'num_batches_tracked' of a BatchNorm1d that is in no layer"
+    assert_refused(model, use, match, layers="blocks")
+    assert_parity(
+        train_streamed(model, steps=2, layers="blocks", activations="keep", loss_of=loss_on),
+        train_plain(model, steps=2, loss_of=loss_on),
+    )
+    with torch.no_grad():
+        assert_as_plain(model, use, layers="blocks")
+    model.norm.eval()
+    assert_as_plain(model, use, layers="blocks")
 
 
 class Nesting(Stack):

@@ -15,7 +15,7 @@ import streamer
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
 from tests.engine.layer.common import Layer, Stack
-from tests.reference import POLICIES, assert_refused, gradients, streamed
+from tests.reference import POLICIES, assert_as_plain, assert_refused, gradients, streamed
 
 D = 8
 BLOCKS: dict[str, Any] = {"layers": "blocks"}
@@ -138,6 +138,40 @@ class WritesWeight(Base):
 def test_a_layer_that_writes_its_weights(grad: bool, activations: str) -> None:
     with torch.set_grad_enabled(grad):
         assert_refused(net(WritesWeight), square, "writes its own weights", activations=activations, **BLOCKS)
+
+
+def the_weight_itself(weight: torch.Tensor) -> torch.Tensor:
+    return weight
+
+
+def a_view_of_it(weight: torch.Tensor) -> torch.Tensor:
+    return weight.detach()[:2]
+
+
+def a_clone(weight: torch.Tensor) -> torch.Tensor:
+    return weight.detach().clone()
+
+
+@pytest.mark.parametrize("what", [the_weight_itself, a_view_of_it, a_clone])
+def test_a_weight_that_a_hook_keeps_in_inference(what: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """It would show another layer's weights."""
+    kept: dict[nn.Module, torch.Tensor] = {}
+
+    def use(model: nn.Module) -> Any:
+        kept.clear()
+        for block in model.blocks:
+            block.linear.register_forward_hook(
+                lambda linear, *_: kept.__setitem__(linear, what(linear.weight))
+            )
+        square(model)
+        return list(kept.values())
+
+    with torch.no_grad():
+        if what is a_clone:
+            assert_as_plain(net(Base), use, **BLOCKS)
+        else:
+            match = r"'blocks\.0'.* is kept beyond the layer's forward"
+            assert_refused(net(Base), use, match, **BLOCKS)
 
 
 def test_a_write_to_the_root_right_after_a_step_unseen_is_refused_too() -> None:
