@@ -61,7 +61,7 @@ _FIXES = {
     errno.ENODEV: "the drive is gone: give a folder on another one",
     errno.ENXIO: "the drive is gone: give a folder on another one",
     errno.ESTALE: "the file system is gone: mount it again, or give another folder",
-    errno.EINVAL: "the file system takes no such direct I/O: give direct_io='off', or another folder",
+    errno.EINVAL: "the file system takes no such direct I/O: give another folder",
 }
 
 Transfer = Callable[[int, Sequence[memoryview], int], int]

@@ -477,7 +477,7 @@ def _judge(files: Sequence[ScratchFile], *, refuse: bool) -> None:
         return
     found = "; ".join(f"disk={file}: {file.why_not}" for file in files)
     if refuse:
-        raise DiskError(f"{found}: give another folder, or direct_io='prefer'", errno.EINVAL)
+        raise DiskError(f"{found}: give another folder", errno.EINVAL)
     warn(f"no direct I/O: {found}. Transfers go through the page cache, which is slower")
 
 

@@ -11,7 +11,7 @@ COMPUTE had been given by then: it is fetched one layer ahead.
 
 A tensor that several layers save, an encoder's output say, leaves once.
 
-Host buffers for what comes and goes in sizes that nobody knows beforehand.
+The host buffers are reused: inputs come and go in sizes that nobody knows beforehand.
 """
 
 from __future__ import annotations

@@ -53,7 +53,8 @@ def hooks_of_all(params: Iterable[torch.Tensor]) -> list[list[Hook]]:
     """The hooks that the user has put on each of ``params``."""
     all_hooks = [hooks or {} for hooks in map(_HOOKS, params)]
     # asked at every visit, and most parameters have none of the user's
-    if {*map(type, chain.from_iterable(map(dict.values, all_hooks)))} <= {OwnHook}:
+    kinds = {*map(type, chain.from_iterable(map(dict.values, all_hooks)))}
+    if all(issubclass(kind, OwnHook) for kind in kinds):
         return [[]] * len(all_hooks)
     return [[hook for hook in hooks.values() if not isinstance(hook, OwnHook)] for hooks in all_hooks]
 
