@@ -125,13 +125,13 @@ class GradientViews:
         """A gradient of an earlier step, or its sum, that the user still references (``g = p.grad``) is
         copied to memory of its own, multiplied by ``scale``."""
         for _, param in self.pairs():
-            shown = self._shown.get((id(param), summed))
-            # held by the dict, by this name and by the call
-            if shown is None or sys.getrefcount(shown) <= 3 or param.grad is shown:
+            key = id(param), summed
+            if key not in self._shown or param.grad is self._shown[key]:
                 continue
-            shown.data = shown.detach() * scale
-            shown.__dict__.pop(GUARD, None)
-            del self._shown[id(param), summed]
+            if _references(self._shown, key) > _REFERENCES:
+                kept = self._shown.pop(key)
+                kept.data = kept.detach() * scale
+                kept.__dict__.pop(GUARD, None)
 
     def lend(self, shown: torch.Tensor) -> None:
         """The user's code got something that shares memory with a gradient: ``p.grad.detach()``, say."""
@@ -625,6 +625,15 @@ class Gradients:
     def _before_write(self, unit: Unit) -> None:
         self.settle_scale()
         self._issuer.wait((ops.gradient(unit.index),), to_write=True)
+
+
+def _references(shown: Mapping[Any, object], key: object) -> int:
+    """How many references there are to what ``shown`` has under ``key``."""
+    return sys.getrefcount(shown[key])
+
+
+#: To what nobody else holds. Versions of Python count differently what is held during a call.
+_REFERENCES = _references({None: object()}, None)
 
 
 def _arrays(stretch: Stretch, *buffers: torch.Tensor) -> list[Any]:
