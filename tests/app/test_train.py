@@ -11,7 +11,7 @@ from collections import defaultdict
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -275,6 +275,22 @@ def test_other_reports_get_the_values_of_metrics(
     else:
         assert first.options["id"] == again.options["id"] and first.options["project"] == "streamer"
         assert first.options["config"]["run"]["steps"] == 6
+
+
+def test_a_report_that_fails_does_not_end_the_run(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Fails(Notes):
+        def log(self, values: dict[str, float]) -> None:
+            raise OSError(28, "No space left on device")
+
+        def finish(self) -> None:
+            raise RuntimeError("it has failed before")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=Fails))
+    assert main(["train", str(config), *sets("run.report=['wandb']")]) == 0
+    assert logged(tmp_path / "runs" / "tiny", "loss")[-1]["step"] == 6
+    assert capsys.readouterr().out.count("run.report: wandb: ") == 1
 
 
 @pytest.mark.parametrize(("name", "module"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])

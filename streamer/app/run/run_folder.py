@@ -23,6 +23,7 @@ from torch import nn
 import streamer
 from streamer.app.config import Config, ConfigError, dump_config, load_config, toml_value
 from streamer.app.locks import is_held
+from streamer.app.new_file import new_file
 from streamer.app.signals import Stop
 from streamer.backends.base import DISKS, SPECIAL
 from streamer.checkpoint.manifest import Manifest, checkpoints, prune
@@ -63,9 +64,8 @@ def run_directory(config: Config) -> Path:
 
 def write_config(directory: Path, config: Config) -> None:
     """Have ``config`` be that of the run in ``directory``, also for who reads it from another folder."""
-    beside = directory / ".config.toml"
-    beside.write_text(dump_config(_with_whole_paths(config)))
-    beside.replace(directory / "config.toml")
+    with new_file(directory / "config.toml") as file:
+        file.write_text(dump_config(_with_whole_paths(config)))
 
 
 def has_finished(checkpoint: Path, config: Config) -> bool:
@@ -380,9 +380,9 @@ class Checkpoints:
         self._keep = keep
         self._frozen = frozen
 
-    def save(self, write: Callable[[Path], object], *, step: int) -> Path:
+    def save(self, write: Callable[[Path], object], *, step: int, best: float | None = None) -> Path:
         """Let the checkpoint of ``step`` be written, unless it is there, and delete those beyond ``keep``;
-        its path.
+        its path. ``best`` is its validation loss if that is the lowest so far.
 
         A damaged one of the same step is put aside, under a hidden name.
         """
@@ -392,9 +392,10 @@ class Checkpoints:
                 Manifest.read(path).check(path)
             except CheckpointError:
                 path.rename(path.with_name(f".{path.name}.damaged-{time.time_ns()}"))
-            else:
-                return path
-        write(path)
+        if not path.exists():
+            write(path)
+        if best is not None:
+            self.note_best(step, best)
         self.prune()
         return path
 
@@ -408,9 +409,8 @@ class Checkpoints:
         if not path.exists():
             note.unlink(missing_ok=True)
             return
-        beside = note.with_name(f".{BEST}")
-        beside.write_text(json.dumps({"checkpoint": path.name, "step": step, "val_loss": val_loss}) + "\n")
-        beside.replace(note)
+        with new_file(note) as file:
+            file.write_text(json.dumps({"checkpoint": path.name, "step": step, "val_loss": val_loss}) + "\n")
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of ``step`` is."""
@@ -447,18 +447,3 @@ class Checkpoints:
                 print(f"not usable: {error}")
         remedy = "" if fall_back else "; --fall-back goes on from the one before"
         raise ConfigError(f"cannot resume: {damaged[0]}{remedy}")
-
-
-def forget_after(lines: Path, step: int) -> None:
-    """Drop the lines of a file, such as ``metrics.jsonl``, beyond ``step``, which will be written again, and
-    an incomplete last line."""
-    if not lines.exists():
-        return
-    kept = []
-    for line in lines.read_text(encoding="utf-8", errors="replace").split("\n"):
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-        except ValueError:
-            continue  # the process was killed while it wrote this line
-    lines.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
