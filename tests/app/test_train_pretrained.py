@@ -180,6 +180,15 @@ def test_models_that_are_missing_or_do_not_fit_the_data(
         assert message in refused(capsys, *arguments)
 
 
+@pytest.mark.parametrize("settings", [[], ["model.args={num_hidden_layers=1}"]], ids=str)
+@pytest.mark.parametrize("model", ["llama/checkpoint-500", "meta-llama/Llama-3"])
+def test_no_other_model_is_planned_for_one_that_is_not_there(
+    place: Path, model: str, settings: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = refused(capsys, "plan", CONFIG, "--model", model, *sets(*settings))
+    assert f"{model}: no such folder, and nothing is downloaded: give a local one" in error
+
+
 @pytest.mark.filterwarnings("ignore")  # the library's own, while it writes
 @pytest.mark.parametrize("answer", ["stop", "warn"])
 def test_weights_are_written_also_where_the_last_checkpoint_cannot_be(

@@ -44,6 +44,7 @@ from streamer.model.layers import find_layers
 from streamer.pretrained.architecture import (
     ModelClass,
     build,
+    folder_of,
     is_of_transformers,
     is_quantized,
     transformers_library,
@@ -180,7 +181,7 @@ def _class(model: ModelConfig) -> tuple[ModelClass | None, Any]:
 
 def _changed_config(folder: str, args: Mapping[str, Any]) -> Any:
     known = transformers_library().AutoConfig.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False
+        folder_of(Path(folder)), local_files_only=True, trust_remote_code=False
     )
     for name in args:
         if not hasattr(known, name):
