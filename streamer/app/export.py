@@ -27,7 +27,7 @@ from streamer.app.run.run_folder import best_checkpoint
 from streamer.checkpoint.frozen import LeftOut
 from streamer.checkpoint.manifest import NAME, Manifest, checkpoints, new_folder
 from streamer.checkpoint.save import BUFFERS, FROZEN, WEIGHTS
-from streamer.checkpoint.tensors import BY_NAME, Flushing, Piece, file_bytes, in_a_line, write_tensors
+from streamer.checkpoint.tensors import BY_NAME, Flushing, Piece, in_a_line, write_tensors
 from streamer.errors import CheckpointError, amount, shortened
 from streamer.model.options import parse_bytes
 from streamer.pretrained.architecture import is_quantized
@@ -129,8 +129,6 @@ def _load_hugging_face(kind: type[Any]) -> str:
 EXPORTED = ("bfloat16", "float32", "float16")
 #: Where `streamer train` keeps a run's checkpoints, and its config beside them.
 CHECKPOINTS, CONFIG = "checkpoints", "config.toml"
-#: Room for what is written beside the tensors.
-MARGIN_BYTES = 1 << 20
 
 
 def export(
@@ -229,8 +227,8 @@ def export(
     print(f"{checkpoint}: step {manifest.step}, {len(pieces)} tensors, {amount(nbytes)} with {dtype} weights")
     manifest.check(checkpoint)
     beside = [] if config is None else files_beside(config)
-    nbytes = file_bytes(pieces) + 256 * len(pieces) + bytes_beside(beside) + MARGIN_BYTES
-    with new_folder(to, nbytes=nbytes, what="weights") as folder:
+    needed = nbytes + bytes_beside(beside, len(pieces))
+    with new_folder(to, nbytes=needed, what="a folder of weights") as folder:
         files = _write_shards(folder, pieces, limit)
         card.write(folder)
         others = [MODEL_CONFIG, README, *copy_beside(beside, folder)]

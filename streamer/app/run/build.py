@@ -83,10 +83,6 @@ def import_factory(spec: str) -> Callable[..., Any]:
     return factory
 
 
-#: Bytes of disk for the files that are written beside the tensors.
-MARGIN_BYTES = 1 << 26
-
-
 def without_values(config: ModelConfig, lora: LoraConfig | None = None) -> Any:
     """The config's model with its parameters on the meta device, or what its factory makes there; with the
     adapters that ``lora`` asks for. No parameter is quantized."""
@@ -221,16 +217,16 @@ def write_pretrained(model: nn.Module, config: Config, folder: Path) -> None:
         print(f"{type(model).__name__} is not of transformers: streamer export writes its weights")
         return
     streamer.synchronize(model)
-    nbytes, beside = sum(param.nbytes for param in model.parameters()), files_beside(config)
-    needed = nbytes + bytes_beside(beside) + MARGIN_BYTES
-    with new_folder(folder, nbytes=needed, what="weights") as hidden, torch.no_grad():
+    sizes, beside = [param.nbytes for param in model.parameters()], files_beside(config)
+    needed = sum(sizes) + bytes_beside(beside, len(sizes))
+    with new_folder(folder, nbytes=needed, what="a folder of weights") as hidden, torch.no_grad():
         save(hidden)
         copy_beside(beside, hidden)
         for path in hidden.iterdir():
             with path.open("rb+") as file:
                 os.fsync(file.fileno())
     print(
-        f"All {amount(nbytes)} of weights are in {folder}: "
+        f"All {amount(sum(sizes))} of weights are in {folder}: "
         f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})"
     )
 
