@@ -9,7 +9,8 @@ import json
 import math
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
@@ -161,8 +162,9 @@ def export(
     checksums first. No more than two tensors are in memory at a time.
 
     Raises FileExistsError where there is something at ``to``, `CheckpointError` for a checkpoint that is
-    missing, damaged or of another model than the config's, `ConfigError` for a config, an option or a value
-    beyond the range of ``dtype``, and OSError where the folder cannot be written; then nothing is left.
+    missing, damaged, deleted meanwhile or of another model than the config's, `ConfigError` for a config, an
+    option or a value beyond the range of ``dtype``, and OSError where the folder cannot be written; then
+    nothing is left.
     """
     to = Path(to)
     if to.exists():
@@ -174,6 +176,26 @@ def export(
     except ValueError as error:
         raise ConfigError(str(error)) from None
     checkpoint = _checkpoint(Path(run), best=best)
+    with _there(checkpoint):
+        _export(checkpoint, to, dtype, limit, merge=merge)
+
+
+@contextmanager
+def _there(checkpoint: Path) -> Iterator[None]:
+    """Have an error in the block say that ``checkpoint`` is no longer there, if it is not: a run that trains
+    deletes those beyond its ``run.keep``."""
+    try:
+        yield
+    except CheckpointError as error:
+        if checkpoint.exists():
+            raise
+        raise CheckpointError(
+            f"{checkpoint} has been deleted while it was read, as a run does with all but its last run.keep "
+            "checkpoints: export again, from a later one"
+        ) from error
+
+
+def _export(checkpoint: Path, to: Path, dtype: str | None, limit: int, *, merge: bool) -> None:
     manifest = Manifest.read(checkpoint)
     config = _config(checkpoint)
     model = None if config is None else _on_meta(config.model)

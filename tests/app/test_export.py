@@ -23,10 +23,12 @@ from transformers import AutoModelForCausalLM
 import streamer
 from bench.architectures import ALL
 from models.gpt2 import GPT
+from streamer.app import export
 from streamer.app.cli import main
 from streamer.app.config import load_config
 from streamer.app.run.build import build_model, build_optimizer
 from streamer.checkpoint import tensors
+from streamer.checkpoint.manifest import prune
 from streamer.checkpoint.tensors import Piece
 from tests.reference import VOCAB, batch
 
@@ -342,6 +344,28 @@ def test_mistakes_end_in_one_line_and_leave_nothing(
     assert error.count("\n") == 1
     assert message in error
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("when", ["_config", "_stored", "_write_shards"])
+def test_a_checkpoint_that_a_run_deletes_meanwhile_is_told(
+    when: str,
+    odd: tuple[Path, nn.Module],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = Path(shutil.copytree(odd[0], tmp_path / "run"))
+    earlier, then = run / "checkpoints" / "step-0000002", getattr(export, when)
+
+    def meanwhile(*given: Any) -> Any:
+        prune(run / "checkpoints", 1)
+        return then(*given)
+
+    monkeypatch.setattr(export, when, meanwhile)
+    assert main(["export", str(earlier), "--to", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"streamer: {earlier} has been deleted while it was read, as a run does")
+    assert error.count("\n") == 1 and [*tmp_path.iterdir()] == [run]
 
 
 def test_values_beyond_float16_are_refused_and_infinite_ones_are_not(
