@@ -170,9 +170,9 @@ def export(
     if to.exists():
         raise FileExistsError(errno.EEXIST, "there is something already: export to a new folder", str(to))
     if dtype not in (None, *EXPORTED):
-        raise ConfigError(f"dtype={dtype!r}: it must be one of {', '.join(EXPORTED)}")
+        raise ConfigError(f"--dtype {dtype}: it must be one of {', '.join(EXPORTED)}")
     try:
-        limit = parse_bytes("shard_size", shard_size) or sys.maxsize
+        limit = parse_bytes("--shard-size", shard_size) or sys.maxsize
     except ValueError as error:
         raise ConfigError(str(error)) from None
     checkpoint = _checkpoint(Path(run), best=best)

@@ -19,7 +19,7 @@ from torch import nn
 from tqdm import tqdm
 
 import streamer
-from streamer.app.config import Config, check_steps
+from streamer.app.config import Config, check_steps, in_keys
 from streamer.app.data.load import check_data, load_data
 from streamer.app.data.rows import Rows
 from streamer.app.data.splits import TokenData
@@ -391,7 +391,7 @@ class _Run:
             return False
         except (torch.OutOfMemoryError, MemoryError) as error:
             remedy = "; lower stream.micro_batch_size" if isinstance(error, torch.OutOfMemoryError) else ""
-            raise StoppedError(f"step {loop.step + 1}: {error}{remedy}") from error
+            raise StoppedError(f"step {loop.step + 1}: {in_keys(str(error))}{remedy}") from error
         self.seconds.append(time.perf_counter() - begun)
         stats = streamer.stats(loop.model)
         if len(self.seconds) == 1:

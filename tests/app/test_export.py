@@ -320,7 +320,7 @@ MISTAKES: list[tuple[Callable[[Path], object], list[str], str]] = [
     (changed("n_layer = 3", "n_layer = 4"), [], "differ: transformer.h.3.ln_1"),
     (changed("n_layer = 3", "n_layer = 2"), [], "differ: transformer.h.2."),
     (changed("n_head = 2", "n_head = 2, tied = false"), [], "differ: lm_head"),
-    (lambda run: None, ["--shard-size", "big"], "shard_size='big': give a number and its unit"),
+    (lambda run: None, ["--shard-size", "big"], "streamer: --shard-size='big': give a number and its unit"),
     (lambda run: (run.parent / "out").mkdir(), [], "out: there is something already: export to a new"),
     (lambda run: None, ["--to", "/proc/no/out"], "/proc/no/out: "),
 ]

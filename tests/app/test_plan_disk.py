@@ -224,7 +224,7 @@ def test_a_disk_does_not_help_where_even_the_rings_are_too_much(
     small = [config, *sets('memory.host="1MB"', 'memory.disk="/nvme"')]
     code, found = planned(capsys, *small)
     assert code == 2 and not found["fits_host"] and not found["disk_bytes"]
-    assert "host_memory needs" in found["beyond_disk"]
+    assert "memory.host needs" in found["beyond_disk"]
     out = printed(capsys, *small)
     assert "\nthe disk does not help: not enough memory for the model with what can be on disk there: " in out
     # nor is one named where none was given
@@ -249,4 +249,4 @@ def test_auto_knows_the_budget(config: str, capsys: pytest.CaptureFixture[str]) 
     auto = sets('stream.activations="auto"', "stream.num_slots=2")
     code, found = planned(capsys, config, *auto, *ON_DISK)
     assert code == 0 and found["disk_bytes"] and found["chosen"]
-    assert "host_memory needs" in refused(capsys, config, *auto, *sets(f'memory.host="{BUDGET}"'))
+    assert "memory.host needs" in refused(capsys, config, *auto, *sets(f'memory.host="{BUDGET}"'))

@@ -157,7 +157,7 @@ def ledger_lines(plan: RunPlan) -> Iterator[str]:
     slots = f"{plan.step.num_slots} slot{'s' if plan.step.num_slots > 1 else ''}"
     held = plan.step.device_bytes
     yield from _side(f"device, {slots}, when it holds most", held, plan.parameters)
-    within = "" if budget is None else f" of {amount(budget)} (device_memory)"
+    within = "" if budget is None else f" of {amount(budget)} (stream.device_memory)"
     if plan.refused or budget is not None and plan.step.allocated > budget:
         within += f": {_verdict(False)}"
     yield _line("  all tensors", plan.step.device_total, plan.parameters) + within
