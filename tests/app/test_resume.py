@@ -343,7 +343,7 @@ def test_without_a_checkpoint_there_is_nothing_to_resume(
     assert train(config, "--resume") == 2
     assert "runs/run holds no complete checkpoint: train with run.save_every" in capfd.readouterr().err
     assert train(config, "--resume", "nowhere") == 2
-    assert "nowhere holds no complete checkpoint" in capfd.readouterr().err
+    assert "--resume nowhere: no such folder: give that of a run, or" in capfd.readouterr().err
 
 
 @pytest.mark.usefixtures("finished")

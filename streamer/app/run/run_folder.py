@@ -211,6 +211,8 @@ def checkpoint_to_resume(config: Config, given: str | None, named: Collection[st
     """
     if given is not None:
         path = Path(given)
+        if not path.is_dir():
+            raise ConfigError(f"--resume {given}: no such folder: give that of a run, or of a checkpoint")
         found = checkpoints(path / FOLDER) or ([path] if path.is_dir() else [])
     else:
         out = Path(config.run.out)
