@@ -206,7 +206,7 @@ def transformers_library() -> Any:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
         raise ValueError(
-            f"models of Hugging Face need the transformers library: pip install 'streamer[hf]' ({error})"
+            f"models of Hugging Face need the transformers library: pip install '.[hf]' ({error})"
         ) from error
     version = transformers.__version__
     if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:

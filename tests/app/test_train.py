@@ -305,7 +305,7 @@ def test_a_report_whose_library_is_missing_is_refused_before_the_run(
     monkeypatch.setitem(sys.modules, module, None)
     error = refused(capsys, "train", str(config), *sets(f"run.report=['{name}']", "data.paths=['no']"))
     assert f"run.report: {name} cannot be imported (" in error
-    assert error.endswith(f": pip install 'streamer[{name}]'")
+    assert error.endswith(f": pip install '.[{name}]'")
     assert not (tmp_path / "runs").exists()
 
 

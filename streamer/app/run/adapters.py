@@ -40,7 +40,7 @@ def library() -> Any:
     try:
         return import_module("peft")
     except ImportError as error:
-        raise ConfigError(f"[lora] needs the peft library ({error}): pip install 'streamer[lora]'") from error
+        raise ConfigError(f"[lora] needs the peft library ({error}): pip install '.[lora]'") from error
 
 
 def add_adapters(model: nn.Module, config: LoraConfig) -> nn.Module:

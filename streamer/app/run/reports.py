@@ -37,7 +37,7 @@ def check_reports(names: Collection[str]) -> None:
             _library(name)
         except ImportError as error:
             raise ConfigError(
-                f"run.report: {name} cannot be imported ({error}): pip install 'streamer[{name}]'"
+                f"run.report: {name} cannot be imported ({error}): pip install '.[{name}]'"
             ) from error
 
 
