@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from streamer.app.config import ConfigError
-from streamer.app.new_file import new_file
+from streamer.checkpoint.manifest import new_file
 
 try:
     import matplotlib

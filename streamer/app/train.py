@@ -23,7 +23,6 @@ from streamer.app.config import Config, check_steps, in_keys
 from streamer.app.data.load import check_data, load_data
 from streamer.app.data.rows import Rows
 from streamer.app.data.splits import TokenData
-from streamer.app.new_file import new_file
 from streamer.app.plan.command import check_memory
 from streamer.app.plan.planning import RunPlan, settle
 from streamer.app.run.adapters import write_adapters
@@ -58,7 +57,7 @@ from streamer.app.run.run_folder import (
 )
 from streamer.app.run.space import Space, check_space
 from streamer.app.signals import Stop, stopping
-from streamer.checkpoint.manifest import Manifest
+from streamer.checkpoint.manifest import Manifest, new_file
 from streamer.engine.tensors.parts import values_in
 from streamer.engine.wrapped.handle import wrapped
 from streamer.errors import amount

@@ -468,7 +468,7 @@ def settle(
         in_parts = None if room.budget is None else _plan_of(config, machine, recollection, in_parts=True)
         chosen = choose(whole, among, room, in_parts)
     except (TypeError, ValueError, MemoryError) as error:
-        raise error if isinstance(error, ConfigError) else ConfigError(f"[stream]: {error}") from error
+        raise error if isinstance(error, ConfigError) else ConfigError.of("[stream]", error) from error
     return with_options(config, stream=chosen.choice.options()), chosen
 
 

@@ -16,7 +16,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402 - after the choice of a backend that needs no screen
 from matplotlib.patches import Patch  # noqa: E402
 
-from streamer.app.new_file import new_file  # noqa: E402
+from streamer.checkpoint.manifest import new_file  # noqa: E402
 from streamer.engine.schedule.trace import Trace  # noqa: E402
 
 COLOURS = {

@@ -23,10 +23,9 @@ from torch import nn
 import streamer
 from streamer.app.config import Config, ConfigError, dump_config, load_config, toml_value
 from streamer.app.locks import is_held
-from streamer.app.new_file import new_file
 from streamer.app.signals import Stop
 from streamer.backends.base import DISKS, SPECIAL
-from streamer.checkpoint.manifest import Manifest, checkpoints, prune
+from streamer.checkpoint.manifest import Manifest, checkpoints, new_file, prune
 from streamer.checkpoint.values import decode
 from streamer.engine.tensors.parts import parts_of, values_in
 from streamer.errors import CheckpointError, amount
