@@ -138,11 +138,12 @@ class ConfigError(ValueError):
 
     @staticmethod
     def of(section: str, error: Exception) -> ConfigError:
-        """The error where streamer refuses a value of ``section``, with the table of a MemoryError."""
+        """The error where streamer refuses a value of ``section``, `in_keys`, with the table of a
+        MemoryError."""
         line, _, table = (
             str(error).partition("\n") if isinstance(error, MemoryError) else (str(error), "", "")
         )
-        return ConfigError(f"{section}: {line}", table=table)
+        return ConfigError(f"{section}: {in_keys(line)}", table=table)
 
 
 def read_sections(path: Path, known: Iterable[str], overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -682,3 +683,33 @@ def dump_config(config: Config) -> str:
         if getattr(config, name) == usual:
             del tables[name]
     return dump_tables(tables)
+
+
+def in_keys(message: str) -> str:
+    """A ``message`` of the library with keys of a config in place of the arguments of Python that they stand
+    for: those that a value or a ``=`` follows, and those that are no words of English."""
+    keys = {
+        **{item.name: f"stream.{item.name}" for item in fields(StreamConfig)},
+        **{item.name: f"optimizer.{item.name}" for item in fields(OptimizerConfig)},
+        "host_memory": "memory.host",
+        "disk": "memory.disk",
+        "model_class": "model.factory",
+        "config": "model.args",
+        "init": "model.init",
+        "quantize": "model.quantize",
+        "skip": "model.quantize_skip",
+    }
+
+    def key(found: re.Match[str]) -> str:
+        name, then = found.groups()
+        if then == "=None":
+            return f"no {keys[name]}"
+        return keys[name] + ("=" if then == "=" and found.string[found.end() :][:1].strip(" ,;:.)") else "")
+
+    message = re.sub(r"(?:streamer\.)?(?:wrap|from_pretrained)\((\w+)=\.\.\.\)", r"\1=", message)
+    message = re.sub(r"\btorch\.(float32|bfloat16|float16|int8)\b", r"\1", message)
+    # not within a name, a path or quotes
+    before, names = r"(?<![\w./'\"])", "|".join(keys)
+    no_words = "|".join(name for name in keys if "_" in name)
+    message = re.sub(rf"{before}({names})(=None\b|=(?!=)|(?=\[\d))", key, message)
+    return re.sub(rf"{before}({no_words})()\b(?![\w.(='])", key, message)

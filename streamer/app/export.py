@@ -9,7 +9,8 @@ import json
 import math
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
@@ -27,7 +28,7 @@ from streamer.app.run.run_folder import best_checkpoint
 from streamer.checkpoint.frozen import LeftOut
 from streamer.checkpoint.manifest import NAME, Manifest, checkpoints, new_folder
 from streamer.checkpoint.save import BUFFERS, FROZEN, WEIGHTS
-from streamer.checkpoint.tensors import BY_NAME, Flushing, Piece, file_bytes, in_a_line, write_tensors
+from streamer.checkpoint.tensors import BY_NAME, Flushing, Piece, in_a_line, write_tensors
 from streamer.errors import CheckpointError, amount, shortened
 from streamer.model.options import parse_bytes
 from streamer.pretrained.architecture import is_quantized
@@ -129,8 +130,6 @@ def _load_hugging_face(kind: type[Any]) -> str:
 EXPORTED = ("bfloat16", "float32", "float16")
 #: Where `streamer train` keeps a run's checkpoints, and its config beside them.
 CHECKPOINTS, CONFIG = "checkpoints", "config.toml"
-#: Room for what is written beside the tensors.
-MARGIN_BYTES = 1 << 20
 
 
 def export(
@@ -163,19 +162,40 @@ def export(
     checksums first. No more than two tensors are in memory at a time.
 
     Raises FileExistsError where there is something at ``to``, `CheckpointError` for a checkpoint that is
-    missing, damaged or of another model than the config's, `ConfigError` for a config, an option or a value
-    beyond the range of ``dtype``, and OSError where the folder cannot be written; then nothing is left.
+    missing, damaged, deleted meanwhile or of another model than the config's, `ConfigError` for a config, an
+    option or a value beyond the range of ``dtype``, and OSError where the folder cannot be written; then
+    nothing is left.
     """
     to = Path(to)
     if to.exists():
         raise FileExistsError(errno.EEXIST, "there is something already: export to a new folder", str(to))
     if dtype not in (None, *EXPORTED):
-        raise ConfigError(f"dtype={dtype!r}: it must be one of {', '.join(EXPORTED)}")
+        raise ConfigError(f"--dtype {dtype}: it must be one of {', '.join(EXPORTED)}")
     try:
-        limit = parse_bytes("shard_size", shard_size) or sys.maxsize
+        limit = parse_bytes("--shard-size", shard_size) or sys.maxsize
     except ValueError as error:
         raise ConfigError(str(error)) from None
     checkpoint = _checkpoint(Path(run), best=best)
+    with _there(checkpoint):
+        _export(checkpoint, to, dtype, limit, merge=merge)
+
+
+@contextmanager
+def _there(checkpoint: Path) -> Iterator[None]:
+    """Have an error in the block say that ``checkpoint`` is no longer there, if it is not: a run that trains
+    deletes those beyond its ``run.keep``."""
+    try:
+        yield
+    except CheckpointError as error:
+        if checkpoint.exists():
+            raise
+        raise CheckpointError(
+            f"{checkpoint} has been deleted while it was read, as a run does with all but its last run.keep "
+            "checkpoints: export again, from a later one"
+        ) from error
+
+
+def _export(checkpoint: Path, to: Path, dtype: str | None, limit: int, *, merge: bool) -> None:
     manifest = Manifest.read(checkpoint)
     config = _config(checkpoint)
     model = None if config is None else _on_meta(config.model)
@@ -229,8 +249,8 @@ def export(
     print(f"{checkpoint}: step {manifest.step}, {len(pieces)} tensors, {amount(nbytes)} with {dtype} weights")
     manifest.check(checkpoint)
     beside = [] if config is None else files_beside(config)
-    nbytes = file_bytes(pieces) + 256 * len(pieces) + bytes_beside(beside) + MARGIN_BYTES
-    with new_folder(to, nbytes=nbytes, what="weights") as folder:
+    needed = nbytes + bytes_beside(beside, len(pieces))
+    with new_folder(to, nbytes=needed, what="a folder of weights") as folder:
         files = _write_shards(folder, pieces, limit)
         card.write(folder)
         others = [MODEL_CONFIG, README, *copy_beside(beside, folder)]

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from streamer.app.config import ConfigError
+from streamer.checkpoint.manifest import new_file
 
 try:
     import matplotlib
 except ImportError:
-    raise ConfigError('streamer plot needs matplotlib: pip install "streamer[plot]"') from None
+    raise ConfigError("streamer plot needs matplotlib: pip install '.[plot]'") from None
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402 - after the choice of a backend that needs no screen
@@ -87,15 +88,17 @@ def plot(folders: Sequence[Path], to: Path | None = None) -> list[Path]:
     if len(runs) > 1:
         return written
     [run] = runs
-    if run.summary is not None:
-        written.append(_lanes(run.summary, to / "lanes.png"))
+    if run.summary is None:
+        print(f"{run.folder} has not ended: lanes and the timeline are drawn of a run that has")
+        return written
+    written.append(_lanes(run.summary, to / "lanes.png"))
     trace = run.folder / "trace.json"
     steps = whole_steps(trace, most=STEPS) if trace.is_file() else 0
     if steps:
         draw(trace, to / "timeline.png", steps=steps)
         written.append(to / "timeline.png")
     else:
-        print(f"no timeline: {trace} holds no two whole steps of a run that has ended")
+        print(f"no timeline: {trace} holds no two whole steps")
     return written
 
 
@@ -178,6 +181,7 @@ def _lanes(summary: dict[str, Any], picture: Path) -> Path:
 
 
 def _written(figure: Any, picture: Path) -> Path:
-    figure.savefig(picture, dpi=110)
+    with new_file(picture) as file:
+        figure.savefig(file, dpi=110)
     plt.close(figure)
     return picture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import signal
 import statistics
 import sys
@@ -13,14 +12,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import nn
 from tqdm import tqdm
 
 import streamer
-from streamer.app.config import Config, check_steps
+from streamer.app.config import Config, check_steps, in_keys
 from streamer.app.data.load import check_data, load_data
 from streamer.app.data.rows import Rows
 from streamer.app.data.splits import TokenData
@@ -36,6 +35,7 @@ from streamer.app.run.build import (
     write_pretrained,
 )
 from streamer.app.run.flops import model_flops_per_token, peak_of
+from streamer.app.run.lines import Lines, forget_after
 from streamer.app.run.loop import Loop, packs
 from streamer.app.run.ranks import RunRanks, ToldByTheFirstError, check_ranks, share_of_machine
 from streamer.app.run.reports import Report, check_reports, open_reports
@@ -46,7 +46,6 @@ from streamer.app.run.run_folder import (
     Lanes,
     best_checkpoint,
     ended_early,
-    forget_after,
     has_finished,
     locked,
     numbered,
@@ -58,7 +57,7 @@ from streamer.app.run.run_folder import (
 )
 from streamer.app.run.space import Space, check_space
 from streamer.app.signals import Stop, stopping
-from streamer.checkpoint.manifest import Manifest
+from streamer.checkpoint.manifest import Manifest, new_file
 from streamer.engine.tensors.parts import values_in
 from streamer.engine.wrapped.handle import wrapped
 from streamer.errors import amount
@@ -70,8 +69,12 @@ PROMPT_TOKENS = 64
 PRETRAINED = "model"
 #: Where adapters of one are.
 ADAPTERS = "adapters"
+#: The loss, the learning rate and the like, a line for each step, and for each validation.
+METRICS = "metrics.jsonl"
 #: What the model has written on its way, a line for each prompt and time.
 SAMPLES = "samples.jsonl"
+#: The ops that ran last.
+TRACE = "trace.json"
 #: A run that has gone back to a checkpoint this often stops.
 MOST_RETURNS = 10
 
@@ -178,14 +181,16 @@ def _train(
                 directory = _begun(asked, loop, directory, ends)
         directory = ranks.as_first("the folder of the run", directory)
         assert directory is not None
-        reports = open_reports(config, directory, loop.step) if ranks.leads else []
+        reports = open_reports(config, directory, loop.step, tell=tqdm.write) if ranks.leads else []
         for report in reports:
             ends.callback(report.close)
         stop = ends.enter_context(stopping())
         _print_beginning(loop, directory, space)
-        written = directory / "metrics.jsonl" if ranks.leads else Path(os.devnull)
-        with written.open("a") as metrics, _bar(loop) as bar:
-            run = _Run(loop, directory, metrics, bar, stop, reports, space)
+        metrics, samples = (
+            ends.enter_context(Lines(directory / name, tqdm.write)) for name in (METRICS, SAMPLES)
+        )
+        with _bar(loop) as bar:
+            run = _Run(loop, directory, metrics, samples, bar, stop, reports, space)
             has_ended = run.run()
         return _finish(loop, directory, run) if has_ended else None
 
@@ -199,8 +204,8 @@ def _begun(config: Config, loop: Loop, directory: Path | None, ends: contextlib.
         return directory
     if config.run.keep_best:
         Checkpoints(directory, keep=config.run.keep).note_best(loop.best_step, loop.best_val_loss)
-    for lines in (directory / "metrics.jsonl", directory / SAMPLES):
-        forget_after(lines, loop.step)
+    for name in (METRICS, SAMPLES):
+        forget_after(directory / name, loop.step)
     write_config(directory, config)
     (directory / SUMMARY).unlink(missing_ok=True)
     return directory
@@ -267,7 +272,8 @@ class _Run:
         self,
         loop: Loop,
         directory: Path,
-        metrics: TextIO,
+        metrics: Lines,
+        samples: Lines,
         bar: tqdm[Any],
         stop: Stop,
         reports: Sequence[Report],
@@ -279,6 +285,7 @@ class _Run:
         self._config = loop.config.run
         self._directory = directory
         self._metrics = metrics
+        self._samples = samples
         self._bar = bar
         self.stop = stop
         if self._ranks.leads:
@@ -325,15 +332,12 @@ class _Run:
             needs_last = last and (run.save_every > 0 or not is_written)
             if needs_last or keeps_best or run.save_every and loop.step % run.save_every == 0:
                 try:
-                    self._save(is_needed=needs_last and not is_written)
+                    self._save(is_needed=needs_last and not is_written, is_best=keeps_best)
                 except (OSError, ToldByTheFirstError) as error:
                     if not (last and is_written):
                         raise
                     self.failed = error
                     self._bar.write(f"{error}; the weights are written all the same")
-            if keeps_best and self._ranks.leads and self._checkpoints.path(loop.step).exists():
-                self._checkpoints.note_best(loop.step, loop.val_loss)
-                self._checkpoints.prune()
             if loop.ends_early() and loop.step < run.steps:
                 self._bar.write(
                     f"ends after step {loop.step}: the last {loop.since_best} validations (run.patience) "
@@ -386,7 +390,7 @@ class _Run:
             return False
         except (torch.OutOfMemoryError, MemoryError) as error:
             remedy = "; lower stream.micro_batch_size" if isinstance(error, torch.OutOfMemoryError) else ""
-            raise StoppedError(f"step {loop.step + 1}: {error}{remedy}") from error
+            raise StoppedError(f"step {loop.step + 1}: {in_keys(str(error))}{remedy}") from error
         self.seconds.append(time.perf_counter() - begun)
         stats = streamer.stats(loop.model)
         if len(self.seconds) == 1:
@@ -424,16 +428,15 @@ class _Run:
             raise StoppedError(f"{what}{where}") from error
         loop.optimizer.zero_grad()
         loop.go_back_to(self._checkpoints.load(loop.model, loop.optimizer, latest, fall_back=False))
-        self._metrics.flush()
         if self._ranks.leads:
-            for lines in (Path(self._metrics.name), self._directory / SAMPLES):
-                forget_after(lines, loop.step)
+            for lines in (self._metrics, self._samples):
+                lines.forget_after(loop.step)
         self._bar.write(f"{what}; back to step {loop.step}, and on with other batches")
         self._bar.n = loop.step
 
-    def _save(self, *, is_needed: bool) -> Path | None:
+    def _save(self, *, is_needed: bool, is_best: bool = False) -> Path | None:
         """The checkpoint of this step, or None if it could not be written and need not be. One that
-        ``is_needed`` holds what is nowhere else."""
+        ``is_needed`` holds what is nowhere else; one that ``is_best`` is noted as that."""
         loop, saved, run = self._loop, self._checkpoints, self._config
         wanted = saved.path(loop.step)
 
@@ -443,7 +446,7 @@ class _Run:
         def lead(save: Callable[[Path], object]) -> Path:
             def write(path: Path) -> Path:
                 if path == wanted:
-                    return saved.save(save, step=loop.step)
+                    return saved.save(save, step=loop.step, best=loop.val_loss if is_best else None)
                 save(path)
                 return path
 
@@ -484,20 +487,20 @@ class _Run:
         if not self._ranks.leads:
             self._ranks.meet("the samples", None)
             return
-        with self.doing("the samples"), (self._directory / SAMPLES).open("a", encoding="utf-8") as file:
+        with self.doing("the samples"):
             for prompt, text in zip(loop.prompts, loop.samples(), strict=True):
-                line = {"step": loop.step, "prompt": prompt.text, "text": text}
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                self._samples.add({"step": loop.step, "prompt": prompt.text, "text": text})
                 self._bar.write(f"step {loop.step:5d}: after {prompt.text!r}: {text}")
         self._ranks.meet("the samples", None)
 
     def _log(self, **values: float) -> None:
+        if not self._ranks.leads:
+            return
         rate = float(self._loop.rates.get_last_lr()[0])
         values = {"lr": rate, **values}
         # JSON has no NaN
         line = {key: value if math.isfinite(value) else None for key, value in values.items()}
-        self._metrics.write(json.dumps({"step": self._loop.step, **line}) + "\n")
-        self._metrics.flush()
+        self._metrics.add({"step": self._loop.step, **line})
         for report in self._reports:
             report.log(self._loop.step, values)
 
@@ -526,7 +529,11 @@ def _write_last(loop: Loop, directory: Path, run: _Run) -> dict[str, Any]:
         last_val_loss=loop.val_loss,
         **({} if math.isinf(loop.best_val_loss) else {"best_val_loss": loop.best_val_loss}),
     )
-    streamer.save_trace(loop.model, directory / "trace.json")
+    try:
+        with new_file(directory / TRACE) as file:
+            streamer.save_trace(loop.model, file)
+    except OSError as error:
+        print(f"{error.filename}: {error.strerror}; the run ends without it")
     if loop.config.run.sample_tokens:
         print(f"\nA sample, after the first {PROMPT_TOKENS} {loop.data.unit}s of validation text:\n")
         print(loop.sample(PROMPT_TOKENS))
@@ -547,8 +554,9 @@ def _write_last(loop: Loop, directory: Path, run: _Run) -> dict[str, Any]:
     if run.failed is not None:
         raise run.failed
     # says that the run has finished, so that it comes last
-    (directory / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
-    print(f"Written to {directory}: config.toml metrics.jsonl {SUMMARY}, and trace.json of the last steps")
+    with new_file(directory / SUMMARY) as file:
+        file.write_text(json.dumps(summary, indent=2) + "\n")
+    print(f"Written to {directory}: config.toml {METRICS} {SUMMARY}, and {TRACE} of the last steps")
     if loop.config.run.keep_best and (best := best_checkpoint(directory / FOLDER)) is not None:
         print(
             f"The lowest validation loss, {loop.best_val_loss:.3f}, is that of {best}: streamer export "

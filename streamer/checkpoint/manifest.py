@@ -164,6 +164,21 @@ def new_folder(path: Path, *, nbytes: int, what: str = "a checkpoint") -> Iterat
         raise
 
 
+@contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """A path to write a file to. It becomes ``path``, in place of what is there, when the block ends, and is
+    deleted if the block raises. An OSError names ``path``; that of a write would name no file."""
+    beside = path.with_name(f".{path.name}")
+    try:
+        yield beside
+        beside.replace(path)
+    except BaseException as error:
+        beside.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.strerror is not None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+
+
 def flush(folder: Path) -> None:
     """Have the names in ``folder`` on the disk."""
     if not hasattr(os, "O_DIRECTORY"):

@@ -124,7 +124,7 @@ def policies(activations: Activations, units: Sequence[Unit]) -> list[str]:
         return [_check_policy(f"activations({unit.index})", activations(unit.index)) for unit in units]
     if len(activations) != len(units):
         raise ValueError(
-            f"activations has {len(activations)} entries, and there are {len(units)} layers: give one "
+            f"activations=[...] has {len(activations)} entries, and there are {len(units)} layers: give one "
             "for each"
         )
     return [_check_policy(f"activations[{index}]", policy) for index, policy in enumerate(activations)]

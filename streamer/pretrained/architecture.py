@@ -51,6 +51,16 @@ def build(path: Path, model_class: ModelClass | None, config: Any, dtype: torch.
     return model
 
 
+def folder_of(path: Path) -> Path:
+    """The folder of a pretrained model, which ``path`` is or is a file in. Raises ValueError where there is
+    neither."""
+    if path.is_dir():
+        return path
+    if not path.is_file():
+        raise ValueError(f"{path}: no such folder, and nothing is downloaded: give a local one")
+    return path.parent
+
+
 def of_library(model: nn.Module) -> bool:
     """Whether ``model`` is one of the transformers library."""
     return hasattr(model, "_adjust_missing_and_unexpected_keys")
@@ -122,7 +132,7 @@ def _of_transformers(
     path: Path, model_class: ModelClass | None, config: Any, dtype: torch.dtype | None
 ) -> nn.Module:
     transformers = transformers_library()
-    folder = path if path.is_dir() else path.parent
+    folder = folder_of(path)
     config = _config(transformers, folder, model_class, config)
     kind: Any = model_class or _named_in(transformers, config, folder)
     if _is_auto(kind) and type(config) not in kind._model_mapping:
@@ -196,7 +206,7 @@ def transformers_library() -> Any:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
         raise ValueError(
-            f"models of Hugging Face need the transformers library: pip install 'streamer[hf]' ({error})"
+            f"models of Hugging Face need the transformers library: pip install '.[hf]' ({error})"
         ) from error
     version = transformers.__version__
     if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:

@@ -456,9 +456,7 @@ def need(library: str) -> None:
     try:
         import_module(library)
     except ImportError as error:
-        raise ValueError(
-            f"quantized weights need {library}: pip install 'streamer[quantize]' ({error})"
-        ) from error
+        raise ValueError(f"quantized weights need {library}: pip install '.[quantize]' ({error})") from error
 
 
 def _dequantized(weight: Any) -> Any:

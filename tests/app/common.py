@@ -39,7 +39,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def least_of(error: str) -> int:
     """The bytes of host memory that are enough, as an error says that finds too few."""
-    found = re.search(r"host_memory needs ([0-9]+) bytes", error)
+    found = re.search(r"memory\.host needs ([0-9]+) bytes", error)
     assert found is not None, error
     return int(found[1])
 

@@ -23,10 +23,12 @@ from transformers import AutoModelForCausalLM
 import streamer
 from bench.architectures import ALL
 from models.gpt2 import GPT
+from streamer.app import export
 from streamer.app.cli import main
 from streamer.app.config import load_config
 from streamer.app.run.build import build_model, build_optimizer
 from streamer.checkpoint import tensors
+from streamer.checkpoint.manifest import prune
 from streamer.checkpoint.tensors import Piece
 from tests.reference import VOCAB, batch
 
@@ -318,7 +320,7 @@ MISTAKES: list[tuple[Callable[[Path], object], list[str], str]] = [
     (changed("n_layer = 3", "n_layer = 4"), [], "differ: transformer.h.3.ln_1"),
     (changed("n_layer = 3", "n_layer = 2"), [], "differ: transformer.h.2."),
     (changed("n_head = 2", "n_head = 2, tied = false"), [], "differ: lm_head"),
-    (lambda run: None, ["--shard-size", "big"], "shard_size='big': give a number and its unit"),
+    (lambda run: None, ["--shard-size", "big"], "streamer: --shard-size='big': give a number and its unit"),
     (lambda run: (run.parent / "out").mkdir(), [], "out: there is something already: export to a new"),
     (lambda run: None, ["--to", "/proc/no/out"], "/proc/no/out: "),
 ]
@@ -342,6 +344,28 @@ def test_mistakes_end_in_one_line_and_leave_nothing(
     assert error.count("\n") == 1
     assert message in error
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("when", ["_config", "_stored", "_write_shards"])
+def test_a_checkpoint_that_a_run_deletes_meanwhile_is_told(
+    when: str,
+    odd: tuple[Path, nn.Module],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = Path(shutil.copytree(odd[0], tmp_path / "run"))
+    earlier, then = run / "checkpoints" / "step-0000002", getattr(export, when)
+
+    def meanwhile(*given: Any) -> Any:
+        prune(run / "checkpoints", 1)
+        return then(*given)
+
+    monkeypatch.setattr(export, when, meanwhile)
+    assert main(["export", str(earlier), "--to", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"streamer: {earlier} has been deleted while it was read, as a run does")
+    assert error.count("\n") == 1 and [*tmp_path.iterdir()] == [run]
 
 
 def test_values_beyond_float16_are_refused_and_infinite_ones_are_not(

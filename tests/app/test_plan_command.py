@@ -384,7 +384,7 @@ def test_slots_that_do_not_fit(config: str, capsys: pytest.CaptureFixture[str]) 
     lines = capsys.readouterr().out.splitlines()
     (tensors,) = [line for line in lines if line.startswith("  all tensors")]
     device, _ = [line for line in lines if line.startswith("  needed")]
-    assert tensors.endswith("of 292.97 KiB (device_memory): DOES NOT FIT")
+    assert tensors.endswith("of 292.97 KiB (stream.device_memory): DOES NOT FIT")
     assert device.endswith("of 24.00 GiB: fits")
 
 

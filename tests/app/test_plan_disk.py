@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,7 @@ import torch
 
 import streamer
 from streamer.app.cli import main
-from streamer.app.config import Config, MemoryConfig, load_config
+from streamer.app.config import Config, MemoryConfig, load_config, quoted
 from streamer.app.plan import report
 from streamer.app.plan.planning import (
     least_batch_that_hides_disk,
@@ -196,16 +197,25 @@ def test_a_batch_that_hides_the_disk_is_told(
     assert "\ncompute hides the disk: with all in host memory a step would take as long\n" in out
 
 
-def test_a_budget_without_a_disk_that_would_help(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    limited = [config, *sets(f'memory.host="{BUDGET}"')]
+@pytest.mark.parametrize("device", [None, "38MiB"], ids=["alone", "with what helps the device"])
+def test_a_budget_without_a_disk_that_would_help(
+    config: str, capsys: pytest.CaptureFixture[str], device: str | None
+) -> None:
+    given = [f'stream.device_memory="{device}"'] if device else []
+    limited = [config, *sets(f'memory.host="{BUDGET}"', *given)]
     code, found = planned(capsys, *limited)
-    assert code == 2 and found["fits_device"] and not found["fits_host"]
-    with_disk = plan_of(config, *LIMITED)
-    assert found["with_disk"]["disk_bytes"] == with_disk.step.disk_bytes
+    assert code == 2 and found["fits_device"] is (device is None) and not found["fits_host"]
+    changes = found["with_disk"]["changes"]
+    assert bool(changes) is (device is not None) and "optimizer.state_dtype" not in changes
+    changed = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+    with_disk = plan_of(config, *LIMITED, *given, *changed)
+    assert with_disk.fits and found["with_disk"]["disk_bytes"] == with_disk.step.disk_bytes
     amount = f"{with_disk.on_disk / (1 << 20):.2f} MiB"
     out = printed(capsys, *limited)
     assert f"of {bytes_of(BUDGET) / (1 << 20):.2f} MiB (memory.host): DOES NOT FIT" in out
-    assert f"or set memory.disk to a folder: {amount} would be on disk, " in out.splitlines()[-1]
+    also = "".join(f" --set {quoted(key, value)}" for key, value in changes.items())
+    told = f"or set memory.disk to a folder{' with' * bool(also)}{also}: {amount} would be on disk, "
+    assert told in out.splitlines()[-1]
 
 
 def test_a_disk_does_not_help_where_even_the_rings_are_too_much(
@@ -214,7 +224,7 @@ def test_a_disk_does_not_help_where_even_the_rings_are_too_much(
     small = [config, *sets('memory.host="1MB"', 'memory.disk="/nvme"')]
     code, found = planned(capsys, *small)
     assert code == 2 and not found["fits_host"] and not found["disk_bytes"]
-    assert "host_memory needs" in found["beyond_disk"]
+    assert "memory.host needs" in found["beyond_disk"]
     out = printed(capsys, *small)
     assert "\nthe disk does not help: not enough memory for the model with what can be on disk there: " in out
     # nor is one named where none was given
@@ -239,4 +249,4 @@ def test_auto_knows_the_budget(config: str, capsys: pytest.CaptureFixture[str]) 
     auto = sets('stream.activations="auto"', "stream.num_slots=2")
     code, found = planned(capsys, config, *auto, *ON_DISK)
     assert code == 0 and found["disk_bytes"] and found["chosen"]
-    assert "host_memory needs" in refused(capsys, config, *auto, *sets(f'memory.host="{BUDGET}"'))
+    assert "memory.host needs" in refused(capsys, config, *auto, *sets(f'memory.host="{BUDGET}"'))

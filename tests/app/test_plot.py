@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("matplotlib", reason="pictures need matplotlib (pip install 'streamer[plot]')")
+pytest.importorskip("matplotlib", reason="pictures need matplotlib (pip install '.[plot]')")
 
 from matplotlib.colors import to_hex
 
@@ -73,7 +73,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     save = plotting.plt.Figure.savefig
 
     def note(figure: Any, picture: Path, **options: Any) -> None:
-        figures[Path(picture).name] = figure
+        figures[Path(picture).name.removeprefix(".")] = figure
         save(figure, picture, **options)
 
     monkeypatch.setattr(plotting.plt.Figure, "savefig", note)
@@ -161,8 +161,27 @@ def test_several_runs_share_a_picture_and_one_that_trains_has_no_timeline(
     assert labels == ["one, training", "one, validation", "two, training", "two, validation"]
     capsys.readouterr()
     assert main(["plot", str(runs[0])]) == 0
-    assert "no timeline: " in capsys.readouterr().out
+    told = f"{runs[0]} has not ended: lanes and the timeline are drawn of a run that has"
+    assert told in capsys.readouterr().out
     assert [path.name for path in (runs[0] / "plots").iterdir()] == ["training.png"]
+
+
+@pytest.mark.parametrize("name", ["training", "lanes", "timeline"])
+def test_no_part_of_a_picture_is_left(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, save = a_run(tmp_path / "one"), plotting.plt.Figure.savefig
+
+    def full(figure: Any, picture: Path, **options: Any) -> None:
+        save(figure, picture, **options)
+        if name in picture.name:
+            picture.write_bytes(b"")
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(plotting.plt.Figure, "savefig", full)
+    error = refused(capsys, "plot", str(run))
+    assert error == f"streamer: {run / 'plots' / name}.png: No space left on device"
+    assert all(path.stat().st_size for path in (run / "plots").iterdir())
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

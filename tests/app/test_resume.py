@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -28,6 +30,7 @@ from streamer.app.run.schedule import schedule
 from streamer.checkpoint import save
 from streamer.checkpoint.manifest import Manifest, checkpoints
 from streamer.checkpoint.values import decode
+from streamer.engine.schedule.trace import Trace
 from tests.app.common import HOME, least_of, logged, sets
 
 STEPS = 12
@@ -340,7 +343,7 @@ def test_without_a_checkpoint_there_is_nothing_to_resume(
     assert train(config, "--resume") == 2
     assert "runs/run holds no complete checkpoint: train with run.save_every" in capfd.readouterr().err
     assert train(config, "--resume", "nowhere") == 2
-    assert "nowhere holds no complete checkpoint" in capfd.readouterr().err
+    assert "--resume nowhere: no such folder: give that of a run, or" in capfd.readouterr().err
 
 
 @pytest.mark.usefixtures("finished")
@@ -389,6 +392,72 @@ def test_a_checkpoint_that_cannot_be_written_stops_the_run_or_not_as_asked(
         assert printed.err.rstrip().endswith(": 'runs/warned/checkpoints/step-0000012'")
     assert not (tmp_path / "runs" / "warned" / "checkpoints").exists()
     assert computed(tmp_path / "runs" / "warned") == computed(undisturbed)
+
+
+@contextlib.contextmanager
+def of_files(nbytes: int) -> Iterator[None]:
+    """Inside the block no file grows beyond so many bytes; a write has those before."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("options", [[], ["sample.prompts=['to be']", "sample.every=6"]], ids=str)
+def test_lines_that_cannot_be_written_wait_for_room_and_do_not_end_the_run(
+    config: Path,
+    undisturbed: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+) -> None:
+    """From step 5 to step 8 the disk has room for half a line."""
+    run = Path("runs/run")
+    with contextlib.ExitStack() as full, monkeypatch.context() as patch:
+        nbytes = 0
+
+        def fill() -> None:
+            nonlocal nbytes
+            nbytes = (run / "metrics.jsonl").stat().st_size
+            full.enter_context(of_files(nbytes + 20))
+
+        def make_room() -> None:
+            full.close()
+            assert (run / "metrics.jsonl").stat().st_size == nbytes, "no half line is left"
+
+        stop_at(patch, 5, fill)
+        stop_at(patch, 8, make_room)
+        assert train(config, *sets("run.save_every=0", *options)) == 0
+    told = f"{run}/metrics.jsonl: File too large; the run goes on, and keeps its lines in memory until "
+    assert capsys.readouterr().out.count(told) == 1
+    assert computed(run) == computed(undisturbed)
+    if options:
+        samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in samples] == [6, 12]
+
+
+def test_a_run_goes_on_where_its_output_has_no_room(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w", buffering=1) as log, monkeypatch.context() as patch:
+        for name in ("stdout", "stderr"):
+            patch.setattr(sys, name, log)
+        assert train(config) == 0
+    assert Path("runs/run/summary.json").exists()
+
+
+def test_a_trace_that_cannot_be_written_does_not_end_the_run(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def half(self: Trace, path: Path) -> None:
+        path.write_text("{")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Trace, "save", half)
+    assert train(config) == 0
+    run = Path("runs/run")
+    assert f"{run}/trace.json: No space left on device; the run ends without it" in capsys.readouterr().out
+    assert saved_steps() and (run / "summary.json").exists() and not list(run.glob("*trace*"))
 
 
 class Terminal(io.StringIO):

@@ -63,6 +63,15 @@ def test_what_is_told_is_what_is_written(
     assert size(checkpoint) == pytest.approx(space.checkpoint, rel=0.05)
     [weights] = [*run.glob("model/*.safetensors"), *run.glob("adapters/*.safetensors")]
     assert weights.stat().st_size == pytest.approx(space.weights, rel=0.05)
+    assert size(weights.parent) < space.weights + space.beside
+    # what is asked for before the run is enough in the end, and a byte less is refused then
+    alone = [*given, "run.save_every=0", "run.save_wait=0"]
+    space = space_of(load_config(config, alone), without_values(loaded.model, loaded.lora))
+    free = [space.peak]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0]))
+    assert main(["train", str(config), *sets(*alone)]) == 0
+    free[0] -= 1
+    assert "the run's files do not fit" in refused(capfd, "train", str(config), *sets(*alone))
 
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_built(

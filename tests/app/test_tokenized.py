@@ -126,7 +126,7 @@ def test_a_template_that_hides_who_speaks_is_refused(
 
 
 def test_data_in_which_nothing_is_learnt(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the val split has nothing to learn"):
+    with pytest.raises(ConfigError, match="the val split has nothing to learn: give chats in which"):
         load(tmp_path, {"text": "what follows one? " * 9}, {"messages": [{"role": "user", "content": ""}]})
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     with pytest.raises(ConfigError, match=r"latin.txt: not UTF-8 .* at byte 3"):
@@ -153,6 +153,18 @@ def test_lines_that_end_otherwise_after_a_byte_order_mark(tmp_path: Path) -> Non
     data = load_tokens([path], TOKENIZER, val_fraction=0.3)
     assert sum(len(bounds) - 1 for bounds in data.documents.values()) == 20
     assert 0 < data.count_learnt("train") < len(data.train) / 20
+
+
+@pytest.mark.parametrize("name", ["data.json", "data.jsonl", "data.ndjson"])
+@pytest.mark.parametrize("indent", [None, 1], ids=["on one line", "on several"])
+def test_an_array_has_an_item_for_a_line(tmp_path: Path, name: str, indent: int | None) -> None:
+    items = [{"prompt": f"{number} follows? ", "completion": "two"} for number in range(20)]
+    (tmp_path / name).write_text(json.dumps(items, indent=indent))
+    (tmp_path / "lines.jsonl").write_text("\n".join(map(json.dumps, items)))
+    array, lines = (
+        load_tokens([tmp_path / each], TOKENIZER, val_fraction=0.3) for each in (name, "lines.jsonl")
+    )
+    assert array.train.tolist() == lines.train.tolist() and array.count_learnt("train")
 
 
 def test_documents_that_are_there_twice_stay_together(tmp_path: Path) -> None:

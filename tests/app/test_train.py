@@ -11,7 +11,7 @@ from collections import defaultdict
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -277,6 +277,22 @@ def test_other_reports_get_the_values_of_metrics(
         assert first.options["config"]["run"]["steps"] == 6
 
 
+def test_a_report_that_fails_does_not_end_the_run(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Fails(Notes):
+        def log(self, values: dict[str, float]) -> None:
+            raise OSError(28, "No space left on device")
+
+        def finish(self) -> None:
+            raise RuntimeError("it has failed before")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=Fails))
+    assert main(["train", str(config), *sets("run.report=['wandb']")]) == 0
+    assert logged(tmp_path / "runs" / "tiny", "loss")[-1]["step"] == 6
+    assert capsys.readouterr().out.count("run.report: wandb: ") == 1
+
+
 @pytest.mark.parametrize(("name", "module"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
 def test_a_report_whose_library_is_missing_is_refused_before_the_run(
     config: Path,
@@ -289,7 +305,7 @@ def test_a_report_whose_library_is_missing_is_refused_before_the_run(
     monkeypatch.setitem(sys.modules, module, None)
     error = refused(capsys, "train", str(config), *sets(f"run.report=['{name}']", "data.paths=['no']"))
     assert f"run.report: {name} cannot be imported (" in error
-    assert error.endswith(f": pip install 'streamer[{name}]'")
+    assert error.endswith(f": pip install '.[{name}]'")
     assert not (tmp_path / "runs").exists()
 
 
@@ -443,15 +459,15 @@ def test_the_optimizer_is_that_of_the_config(config: Path) -> None:
         (["data.batch_size=1000000000", "data.paths=['no']"], "are 16,000,000,000 tokens a step, and 67,"),
         (["data.context=1000000000", "data.paths=['no']"], "are 4,000,000,000 tokens a step, and 67,108,8"),
         (["data.batch_size=4000000", "stream.micro_batch_size=2"], "into 2,000,000 slices, and 16,384 are"),
-        (["stream.layers='transformer.g'"], "[stream]: layers='transformer.g': there is no such module."),
-        (["stream.activations='keeep'"], "[stream]: activations='keeep' is unknown: use one of"),
-        (["optimizer.state_dtype='int8'"], "[optimizer]: moments in torch.int8 need bfloat16 parameters"),
+        (["stream.layers='transformer.g'"], "stream.layers='transformer.g': there is no such module."),
+        (["stream.activations='keeep'"], "[stream]: stream.activations='keeep' is unknown: use one of"),
+        (["optimizer.state_dtype='int8'"], "[optimizer]: moments in int8 need bfloat16 parameters"),
         (["stream.update='backward'"], "set optimizer.grad_clip = 0"),
         (
             ["stream.update='backward'", "optimizer.grad_clip=0", "stream.dtype='float16'"],
             'a gradient in fp16 has overflowed: set stream.dtype = "bfloat16"',
         ),
-        (["stream.host_threads=1000000"], "[stream]: host_threads=1000000: it must be an integer from 1"),
+        (["stream.host_threads=1000000"], "stream.host_threads=1000000: it must be an integer from 1"),
         (["stream.device_memory='much'"], "stream.device_memory must be a string of a number and its unit, "),
         (["sample.prompts=[[]]"], "sample.prompts must be an array of texts, none empty, and of chats: [{r"),
         (["sample.tokens=3"], "[sample] without sample.prompts does nothing: give some"),
@@ -580,15 +596,15 @@ def test_what_is_on_disk_leaves_room_for_layer_inputs_that_wait(
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ('memory.disk="{missing}"', "[memory]: disk={missing}: this process sees no such folder: make it"),
-        ('memory.disk=["/", "{missing}"]', "[memory]: disk={missing}: this process sees no such folder"),
-        ('memory.disk="{file}"', "[memory]: disk={file} is not a folder: give a folder"),
-        ('memory.disk="/proc"', "[memory]: disk=/proc: this process can make no file there"),
+        ('memory.disk="{missing}"', "memory.disk={missing}: this process sees no such folder"),
+        ('memory.disk=["/", "{missing}"]', "memory.disk={missing}: this process sees no such folder"),
+        ('memory.disk="{file}"', "[memory]: memory.disk={file} is not a folder: give a folder"),
+        ('memory.disk="/proc"', "[memory]: memory.disk=/proc: this process can make no file there"),
         ("memory.disk=[]", "memory.disk must be a folder, or an array of folders on different drives"),
         ('memory.disks="{missing}"', "unknown key 'disks' in [memory]; did you mean 'disk'?"),
         ('memory.host="48 gib"', "memory.host must be a string of a number and its unit, such as "),
-        ('memory.host="0B"', "[stream] and [memory]: host_memory='0B': give a number and its unit"),
-        ('memory.host="1kB"', "the model with what can be on disk there: host_memory needs "),
+        ('memory.host="0B"', "[stream] and [memory]: memory.host='0B': give a number and its unit"),
+        ('memory.host="1kB"', "the model with what can be on disk there: memory.host needs "),
     ],
 )
 def test_what_cannot_be_on_disk_is_told_in_one_line(
@@ -612,7 +628,7 @@ def test_a_budget_without_a_disk_names_one(
     assert main(["train", str(config), *options]) == 2
     line, *table = capsys.readouterr().err.splitlines()
     assert line.startswith("streamer: [stream] and [memory]: not enough memory for the model: ")
-    assert ": give disk= a folder for the optimizer's state, or raise host_memory" in line and table
+    assert ": give memory.disk a folder for the optimizer's state, or raise memory.host" in line and table
     assert not (tmp_path / "runs").exists()
 
 

@@ -152,10 +152,15 @@ def test_a_run_goes_on_from_its_checkpoint(place: Path) -> None:
         (["model.args={hidden_size=8}"], "of another shape: model.embed_tokens.weight"),
         (["model.factory='transformers:BertForMaskedLM'"], "is not of a BertForMaskedLM; missing"),
         (["data.micro_batch_size=4"], "unknown key 'micro_batch_size' in [data]; did you mean 'batch_size'"),
-        (["stream.activations=['keep']"], "activations has 1 entries, and there are 2 layers"),
+        (["stream.activations=['keep']"], "stream.activations=[...] has 1 entries, and there are 2 layers"),
         (["data.context=65"], "data.context = 65 is above the model's max_position_embeddings = 64"),
         (["data.tokenizer='runs'"], "runs: no such folder"),
-        (["stream.layers='model.layer'"], "layers='model.layer': there is no such module"),
+        (["stream.layers='model.layer'"], " stream.layers='model.layer': there is no such module"),
+        (["memory.host='1MB'", "memory.disk='none'"], "[memory]: memory.disk=none: this process sees no "),
+        (["stream.device='cuda:7'"], "stream.device='cuda"),
+        (["optimizer.state_dtype='int8'", "stream.dtype='float32'"], "leave optimizer.state_dtype at floa"),
+        (["model.init='foo'"], "[model] and [stream]: model.init='foo': give a function of a module"),
+        (["model.factory='transformers:BertForMaskedLM'"], "(give model.init to make new ones)"),
     ],
 )
 def test_mistakes_end_in_one_line_and_exit_code_2(
@@ -178,6 +183,15 @@ def test_models_that_are_missing_or_do_not_fit_the_data(
         (["train", CONFIG, "--data", "data.jsonl"], "model.pretrained (--model)"),
     ):
         assert message in refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize("settings", [[], ["model.args={num_hidden_layers=1}"]], ids=str)
+@pytest.mark.parametrize("model", ["llama/checkpoint-500", "meta-llama/Llama-3"])
+def test_no_other_model_is_planned_for_one_that_is_not_there(
+    place: Path, model: str, settings: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = refused(capsys, "plan", CONFIG, "--model", model, *sets(*settings))
+    assert f"{model}: no such folder, and nothing is downloaded: give a local one" in error
 
 
 @pytest.mark.filterwarnings("ignore")  # the library's own, while it writes

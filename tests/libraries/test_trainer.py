@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("transformers", reason="needs transformers (pip install 'streamer[hf]')")
+pytest.importorskip("transformers", reason="needs transformers (pip install '.[hf]')")
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate (pip install accelerate)")
 
 from accelerate import Accelerator

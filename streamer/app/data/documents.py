@@ -72,7 +72,7 @@ def read_lines(path: Path, words: Words, begin: int = 0) -> Iterator[tuple[list[
     """
     with path.open("rb") as file:
         head = file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
-        if path.suffix.lower() == ".json" and head.startswith(b"["):
+        if head.startswith(b"["):
             file.seek(0)
             yield from _array(path, file.read(), words)
             return

@@ -98,7 +98,10 @@ def load_tokens(
         raise ConfigError(f"{files[0]}: all documents are the same; give more")
     for split, targets in store.targets.items():
         if not any(bool((part != IGNORED).any()) for part in targets.split(1 << 22)):
-            raise ConfigError(f"the {split} split has nothing to learn: give more documents")
+            raise ConfigError(
+                f"the {split} split has nothing to learn: give chats in which the assistant answers, or "
+                "prompts with completions"
+            )
     return TokenData(
         train=store.tokens["train"],
         val=store.tokens["val"],

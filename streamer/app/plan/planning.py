@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import streamer
-from streamer.app.config import Config, ConfigError, MemoryConfig, StreamConfig
+from streamer.app.config import Config, ConfigError, MemoryConfig, StreamConfig, in_keys
 from streamer.app.run.build import (
     build_optimizer,
     from_files,
@@ -212,7 +212,7 @@ def plan_run(config: Config, machine: Machine, recollection: Recollection | None
         return found
     except MemoryError as error:
         plan = _plan_with(in_memory, config, machine, recollection)
-        return replace(plan, beyond_disk=str(error).partition("\n")[0])
+        return replace(plan, beyond_disk=in_keys(str(error).partition("\n")[0]))
 
 
 def _plan_with(
@@ -223,7 +223,7 @@ def _plan_with(
     try:
         model = _wrapped(options, config, machine)
     except MemoryError as error:
-        refused = str(error).partition("\n")[0]
+        refused = in_keys(str(error).partition("\n")[0])
         model = _wrapped({**options, "device_memory": None}, config, machine)
     return _plan(config, machine, model, refused, recollection)
 
@@ -250,11 +250,11 @@ def _wrapped(options: Mapping[str, Any], config: Config, machine: Machine) -> nn
         else:
             model = without_values(config.model, config.lora)
     except (TypeError, ValueError) as error:
-        raise error if isinstance(error, ConfigError) else ConfigError(f"[model]: {error}") from error
+        raise error if isinstance(error, ConfigError) else ConfigError.of("[model]", error) from error
     try:
         wrapped_model: nn.Module = streamer.wrap(model, **options, backend=backend)
     except ValueError as error:
-        raise ConfigError(f"[stream]: {error}") from error
+        raise ConfigError.of("[stream]", error) from error
     return wrapped_model
 
 
@@ -292,7 +292,7 @@ def _plan(
     except (NotImplementedError, RuntimeError) as error:
         raise ConfigError(_without_values(error)) from error
     except (ValueError, IndexError, TypeError) as error:
-        raise ConfigError(f"the model cannot run on {shape} tokens: {error}") from error
+        raise ConfigError.of(f"the model cannot run on {shape} tokens", error) from error
     parameters = sum(map(values_in, model.parameters()))
     return RunPlan(
         config,
@@ -468,7 +468,7 @@ def settle(
         in_parts = None if room.budget is None else _plan_of(config, machine, recollection, in_parts=True)
         chosen = choose(whole, among, room, in_parts)
     except (TypeError, ValueError, MemoryError) as error:
-        raise error if isinstance(error, ConfigError) else ConfigError(f"[stream]: {error}") from error
+        raise error if isinstance(error, ConfigError) else ConfigError.of("[stream]", error) from error
     return with_options(config, stream=chosen.choice.options()), chosen
 
 

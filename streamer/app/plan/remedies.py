@@ -17,12 +17,12 @@ MICRO_BATCHES = 3
 @dataclass(frozen=True)
 class Remedies:
     """Keys of the config (``section.key``) to be changed, and the plan with them, which fits if anything
-    does; and the plan of the config as it is with a disk, where that fits. The base of adapters is quantized
-    only where nothing exact fits into memory."""
+    does; and those to be changed where there is a disk as well, if it fits with that. The base of adapters is
+    quantized only where nothing exact fits into memory."""
 
     changes: Mapping[str, Any]
     plan: RunPlan
-    on_disk: RunPlan | None
+    on_disk: Remedies | None
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def find_remedies(plan: RunPlan, plan_of: RunPlanOf) -> Remedies:
     if exact.plan.fits or not config.lora.rank or config.model.quantize != "none":
         return exact
     for word in ("int8", "nf4"):
-        tried = _tried(plan, "model.quantize", word, plan_of)
+        tried = _tried(plan, {"model.quantize": word}, plan_of)
         if tried is None:
             continue
         found = Remedies({}, tried, None) if tried.fits else _find_exact(tried, plan_of)
@@ -126,22 +126,35 @@ def _find_exact(plan: RunPlan, plan_of: RunPlanOf) -> Remedies:
         for value in remedy.values(best):
             if not remedy.helps(best):
                 break
-            tried = _tried(best, remedy.key, value, plan_of)
+            tried = _tried(best, {remedy.key: value}, plan_of)
             if tried is not None and _is_better(tried, best):
                 changes[remedy.key], best = value, tried
-    if best.fits:
-        for remedy in reversed(_REMEDIES):
-            if remedy.key in changes:
-                best = _milder(remedy, changes, best, plan, plan_of)
-    return Remedies(changes, best, _on_disk(plan, plan_of))
+    on_disk = None if plan.fits_host and best.fits_host else _on_disk(plan, changes, plan_of)
+    best = _mildest(changes, best, plan, plan_of)
+    return Remedies(changes, best, on_disk)
 
 
-def _on_disk(plan: RunPlan, plan_of: RunPlanOf) -> RunPlan | None:
-    if plan.fits_host or plan.has_disk:
-        return None
+def _on_disk(plan: RunPlan, changes: Mapping[str, Any], plan_of: RunPlanOf) -> Remedies | None:
+    """What makes ``plan`` fit with a disk, if anything does: nothing else, or those of ``changes`` that help
+    the device, which a disk does not."""
     # a plan opens no folder
-    tried = _tried(plan, "memory.disk", "a folder", plan_of)
-    return tried if tried is not None and tried.fits else None
+    tried = None if plan.has_disk else _tried(plan, {"memory.disk": "a folder"}, plan_of)
+    if tried is None or tried.fits:
+        return None if tried is None else Remedies({}, tried, None)
+    helping = {each.key: changes[each.key] for each in _REMEDIES if each.helps_device and each.key in changes}
+    best = _tried(tried, helping, plan_of)
+    if best is None or not best.fits:
+        return None
+    best = _mildest(helping, best, tried, plan_of)
+    return Remedies(helping, best, None)
+
+
+def _mildest(changes: dict[str, Any], best: RunPlan, plan: RunPlan, plan_of: RunPlanOf) -> RunPlan:
+    """``best``, that is ``plan`` with ``changes``, with each as mild as the others allow, if it fits."""
+    for remedy in reversed(_REMEDIES):
+        if best.fits and remedy.key in changes:
+            best = _milder(remedy, changes, best, plan, plan_of)
+    return best
 
 
 def _milder(
@@ -152,7 +165,7 @@ def _milder(
     for value in (given, *remedy.values(replace(best, config=_with(best.config, key, given)))):
         if value == changes[key]:
             return best
-        tried = _tried(best, key, value, plan_of)
+        tried = _tried(best, {key: value}, plan_of)
         if tried is not None and tried.fits:
             changes[key] = value
             if value == given:
@@ -161,9 +174,9 @@ def _milder(
     return best
 
 
-def _tried(plan: RunPlan, key: str, value: Any, plan_of: RunPlanOf) -> RunPlan | None:
+def _tried(plan: RunPlan, changes: Mapping[str, Any], plan_of: RunPlanOf) -> RunPlan | None:
     try:
-        return plan_of(_with(plan.config, key, value))
+        return plan_of(_with_all(plan.config, changes))
     except ConfigError:
         return None  # not for this model (moments in 8 bits of fp32 parameters)
 

@@ -73,15 +73,14 @@ def plan_json(config: Config, plan_of: RunPlanOf) -> dict[str, Any]:
         "largest_batch": None
         if largest is None
         else {**figures(largest), "or_more": is_furthest(largest, table)},
-        "mend": None
-        if found is None or not found.plan.fits
-        else {"changes": dict(found.changes), **figures(found.plan)},
-        "faster": [
-            {"changes": dict(one.changes), **figures(one.plan)}
-            for one in (faster(plan, plan_of) if plan.fits else ())
-        ],
-        "with_disk": None if found is None or found.on_disk is None else figures(found.on_disk),
+        "mend": None if found is None or not found.plan.fits else _changed(found),
+        "faster": [_changed(one) for one in (faster(plan, plan_of) if plan.fits else ())],
+        "with_disk": None if found is None else _changed(found.on_disk),
     }
+
+
+def _changed(found: Remedies | Faster | None) -> dict[str, Any] | None:
+    return None if found is None else {"changes": dict(found.changes), **figures(found.plan)}
 
 
 def figures(plan: RunPlan) -> dict[str, Any]:
@@ -158,7 +157,7 @@ def ledger_lines(plan: RunPlan) -> Iterator[str]:
     slots = f"{plan.step.num_slots} slot{'s' if plan.step.num_slots > 1 else ''}"
     held = plan.step.device_bytes
     yield from _side(f"device, {slots}, when it holds most", held, plan.parameters)
-    within = "" if budget is None else f" of {amount(budget)} (device_memory)"
+    within = "" if budget is None else f" of {amount(budget)} (stream.device_memory)"
     if plan.refused or budget is not None and plan.step.allocated > budget:
         within += f": {_verdict(False)}"
     yield _line("  all tensors", plan.step.device_total, plan.parameters) + within
@@ -241,9 +240,8 @@ def _idle(plan: RunPlan) -> Iterator[str]:
 
 
 def _faster_line(found: Faster, plan: RunPlan) -> str:
-    sets = " ".join(f"--set {quoted(key, value)}" for key, value in found.changes.items())
     before, after = plan.tokens_per_second, found.plan.tokens_per_second
-    return f"faster: {sets}: {after:,.0f} tokens/s in place of {before:,.0f}{found.but}"
+    return f"faster: {_sets(found.changes)}: {after:,.0f} tokens/s in place of {before:,.0f}{found.but}"
 
 
 def _disk(plan: RunPlan, plan_of: RunPlanOf) -> Iterator[str]:
@@ -317,7 +315,7 @@ def table_lines(name: str, plan: RunPlan, *, first: bool, width: int) -> Iterato
 
 def remedy_line(subject: str, found: Remedies, plan: RunPlan, *, with_speed: bool = True) -> str:
     """What would make a plan fit that does not; ``subject`` is what it is called."""
-    sets = " ".join(f"--set {quoted(key, value)}" for key, value in found.changes.items())
+    sets = _sets(found.changes)
     misfit = f"{subject} does not fit on the {' and the '.join(plan.lacking) or 'device'}"
     disk = "" if found.on_disk is None else f", or {_with_disk(found.on_disk, with_speed=with_speed)}"
     if not found.plan.fits:
@@ -334,6 +332,12 @@ def remedy_line(subject: str, found: Remedies, plan: RunPlan, *, with_speed: boo
     )
 
 
-def _with_disk(plan: RunPlan, *, with_speed: bool) -> str:
-    speed = f", {plan.tokens_per_second:,.0f} tokens/s" if with_speed else ""
-    return f"set memory.disk to a folder: {amount(plan.on_disk)} would be on disk{speed}"
+def _with_disk(found: Remedies, *, with_speed: bool) -> str:
+    speed = f", {found.plan.tokens_per_second:,.0f} tokens/s" if with_speed else ""
+    also = f" with {_sets(found.changes)}" if found.changes else ""
+    return f"set memory.disk to a folder{also}: {amount(found.plan.on_disk)} would be on disk{speed}"
+
+
+def _sets(changes: Mapping[str, Any]) -> str:
+    """``changes`` as options of the command."""
+    return " ".join(f"--set {quoted(key, value)}" for key, value in changes.items())

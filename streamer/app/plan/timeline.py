@@ -16,6 +16,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402 - after the choice of a backend that needs no screen
 from matplotlib.patches import Patch  # noqa: E402
 
+from streamer.checkpoint.manifest import new_file  # noqa: E402
 from streamer.engine.schedule.trace import Trace  # noqa: E402
 
 COLOURS = {
@@ -148,7 +149,8 @@ def draw_between(trace: Path, picture: Path, begin: float, end: float) -> None:
         legend.append(Patch(facecolor="white", edgecolor=WAITING, hatch="////", label=OUTSIDE))
     figure.legend(handles=legend, loc="outside upper center", ncols=3, fontsize=10, frameon=False)
     picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=130)
+    with new_file(picture) as file:
+        figure.savefig(file, dpi=130)
     plt.close(figure)
 
 

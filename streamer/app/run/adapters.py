@@ -33,8 +33,6 @@ from streamer.pretrained.stacks import name_of_original
 WEIGHTS, PREFIX = "adapter_model.safetensors", "base_model.model."
 #: peft's name of the first adapter of a model.
 ADAPTER = "default"
-#: Bytes of disk for what is written beside the tensors.
-MARGIN_BYTES = 1 << 20
 
 
 def library() -> Any:
@@ -42,7 +40,7 @@ def library() -> Any:
     try:
         return import_module("peft")
     except ImportError as error:
-        raise ConfigError(f"[lora] needs the peft library ({error}): pip install 'streamer[lora]'") from error
+        raise ConfigError(f"[lora] needs the peft library ({error}): pip install '.[lora]'") from error
 
 
 def add_adapters(model: nn.Module, config: LoraConfig) -> nn.Module:
@@ -90,8 +88,8 @@ def write_values(model: nn.Module, values: Mapping[str, torch.Tensor], config: C
     options = copy.copy(held.peft_config[ADAPTER])
     options.base_model_name_or_path, options.inference_mode = os.path.abspath(base), True
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
-    needed = nbytes + bytes_beside(beside) + MARGIN_BYTES
-    with new_folder(folder, nbytes=needed, what="adapters") as hidden, torch.no_grad():
+    needed = nbytes + bytes_beside(beside, len(tensors))
+    with new_folder(folder, nbytes=needed, what="a folder of adapters") as hidden, torch.no_grad():
         save_file(tensors, hidden / WEIGHTS, metadata={"format": "pt"})
         options.save_pretrained(hidden)
         copy_beside(beside, hidden)

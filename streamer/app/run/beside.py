@@ -35,9 +35,15 @@ def _matching(given: str | None, patterns: Sequence[str]) -> list[Path]:
     return [path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file()]
 
 
-def bytes_beside(files: Sequence[Path]) -> int:
-    """Their bytes on disk."""
-    return sum(path.stat().st_size for path in files)
+#: Bytes of disk for a config, a README and the like, and for what a file's header and the index of several
+#: files say of a tensor.
+MARGIN_BYTES, NAMED_BYTES = 1 << 20, 512
+
+
+def bytes_beside(files: Sequence[Path], tensors: int) -> int:
+    """Bytes of disk that a folder of weights takes beside the values of its ``tensors``, with copies of
+    ``files``."""
+    return sum(path.stat().st_size for path in files) + NAMED_BYTES * tensors + MARGIN_BYTES
 
 
 def copy_beside(files: Sequence[Path], folder: Path) -> list[str]:

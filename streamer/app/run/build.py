@@ -44,6 +44,7 @@ from streamer.model.layers import find_layers
 from streamer.pretrained.architecture import (
     ModelClass,
     build,
+    folder_of,
     is_of_transformers,
     is_quantized,
     transformers_library,
@@ -80,10 +81,6 @@ def import_factory(spec: str) -> Callable[..., Any]:
         remedy = nearest(attribute, [name for name, value in vars(module).items() if callable(value)])
         raise ConfigError(f"{spec}: {module_name} has no callable {attribute!r}; {remedy}")
     return factory
-
-
-#: Bytes of disk for the files that are written beside the tensors.
-MARGIN_BYTES = 1 << 26
 
 
 def without_values(config: ModelConfig, lora: LoraConfig | None = None) -> Any:
@@ -180,7 +177,7 @@ def _class(model: ModelConfig) -> tuple[ModelClass | None, Any]:
 
 def _changed_config(folder: str, args: Mapping[str, Any]) -> Any:
     known = transformers_library().AutoConfig.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False
+        folder_of(Path(folder)), local_files_only=True, trust_remote_code=False
     )
     for name in args:
         if not hasattr(known, name):
@@ -220,16 +217,16 @@ def write_pretrained(model: nn.Module, config: Config, folder: Path) -> None:
         print(f"{type(model).__name__} is not of transformers: streamer export writes its weights")
         return
     streamer.synchronize(model)
-    nbytes, beside = sum(param.nbytes for param in model.parameters()), files_beside(config)
-    needed = nbytes + bytes_beside(beside) + MARGIN_BYTES
-    with new_folder(folder, nbytes=needed, what="weights") as hidden, torch.no_grad():
+    sizes, beside = [param.nbytes for param in model.parameters()], files_beside(config)
+    needed = sum(sizes) + bytes_beside(beside, len(sizes))
+    with new_folder(folder, nbytes=needed, what="a folder of weights") as hidden, torch.no_grad():
         save(hidden)
         copy_beside(beside, hidden)
         for path in hidden.iterdir():
             with path.open("rb+") as file:
                 os.fsync(file.fileno())
     print(
-        f"All {amount(nbytes)} of weights are in {folder}: "
+        f"All {amount(sum(sizes))} of weights are in {folder}: "
         f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})"
     )
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import streamer
-from streamer.app.config import FP16_IN_BACKWARD, Config, ConfigError
+from streamer.app.config import FP16_IN_BACKWARD, Config, ConfigError, in_keys
 from streamer.app.data.rows import RowBatch, Rows
 from streamer.app.data.splits import IGNORED, TokenData
 from streamer.app.run.ranks import Batch, RunRanks
@@ -314,7 +314,8 @@ class Loop:
             except (ValueError, IndexError) as error:
                 raise ConfigError(
                     f"the model cannot run on sequences of data.context = {batch.context} {self.data.unit}s "
-                    f"(tokens 0 to {self.data.vocab_size - 1}): {error}; correct model.args or data.context"
+                    f"(tokens 0 to {self.data.vocab_size - 1}): {in_keys(str(error))}; correct model.args or "
+                    "data.context"
                 ) from error
         for rank, theirs in enumerate(ranks.meet("the losses of validation", mine)):
             losses[rank :: ranks.size] = theirs

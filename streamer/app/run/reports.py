@@ -8,12 +8,14 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
 from streamer.app.config import Config, ConfigError
+from streamer.checkpoint.tensors import in_a_line
 
 #: The folder of TensorBoard's files in a run's directory, and the file with the id of a run of wandb.
 TENSORBOARD, WANDB_ID = "tensorboard", ".wandb-id"
@@ -35,7 +37,7 @@ def check_reports(names: Collection[str]) -> None:
             _library(name)
         except ImportError as error:
             raise ConfigError(
-                f"run.report: {name} cannot be imported ({error}): pip install 'streamer[{name}]'"
+                f"run.report: {name} cannot be imported ({error}): pip install '.[{name}]'"
             ) from error
 
 
@@ -43,10 +45,29 @@ def _library(name: str) -> Any:
     return import_module("torch.utils.tensorboard" if name == "tensorboard" else name)
 
 
-def open_reports(config: Config, directory: Path, step: int) -> list[Report]:
-    """The reports of ``run.report``, for the run in ``directory`` that goes on after ``step``."""
+def open_reports(config: Config, directory: Path, step: int, tell: Callable[[str], object]) -> list[Report]:
+    """The reports of ``run.report``, for the run in ``directory`` that goes on after ``step``. Once they are
+    open no error of theirs ends the run: ``tell`` gets a line for the first of each."""
     made = {"tensorboard": _tensorboard, "wandb": _wandb}
-    return [made[name](_library(name), config, directory, step) for name in config.run.report]
+    return [
+        _lasting(name, made[name](_library(name), config, directory, step), tell)
+        for name in config.run.report
+    ]
+
+
+def _lasting(name: str, report: Report, tell: Callable[[str], object]) -> Report:
+    has_told = False
+
+    def tried(work: Callable[..., object], *arguments: Any) -> None:
+        nonlocal has_told
+        try:
+            work(*arguments)
+        except Exception as error:  # whatever the library raises: a full disk, a connection that is gone
+            if not has_told:
+                tell(f"run.report: {name}: {in_a_line(error)}; the run goes on, and metrics.jsonl has all")
+            has_told = True
+
+    return Report(partial(tried, report.log), partial(tried, report.close))
 
 
 def _tensorboard(library: Any, config: Config, directory: Path, step: int) -> Report:

@@ -25,7 +25,7 @@ from streamer.app.config import Config, ConfigError, dump_config, load_config, t
 from streamer.app.locks import is_held
 from streamer.app.signals import Stop
 from streamer.backends.base import DISKS, SPECIAL
-from streamer.checkpoint.manifest import Manifest, checkpoints, prune
+from streamer.checkpoint.manifest import Manifest, checkpoints, new_file, prune
 from streamer.checkpoint.values import decode
 from streamer.engine.tensors.parts import parts_of, values_in
 from streamer.errors import CheckpointError, amount
@@ -63,9 +63,8 @@ def run_directory(config: Config) -> Path:
 
 def write_config(directory: Path, config: Config) -> None:
     """Have ``config`` be that of the run in ``directory``, also for who reads it from another folder."""
-    beside = directory / ".config.toml"
-    beside.write_text(dump_config(_with_whole_paths(config)))
-    beside.replace(directory / "config.toml")
+    with new_file(directory / "config.toml") as file:
+        file.write_text(dump_config(_with_whole_paths(config)))
 
 
 def has_finished(checkpoint: Path, config: Config) -> bool:
@@ -211,6 +210,8 @@ def checkpoint_to_resume(config: Config, given: str | None, named: Collection[st
     """
     if given is not None:
         path = Path(given)
+        if not path.is_dir():
+            raise ConfigError(f"--resume {given}: no such folder: give that of a run, or of a checkpoint")
         found = checkpoints(path / FOLDER) or ([path] if path.is_dir() else [])
     else:
         out = Path(config.run.out)
@@ -380,9 +381,9 @@ class Checkpoints:
         self._keep = keep
         self._frozen = frozen
 
-    def save(self, write: Callable[[Path], object], *, step: int) -> Path:
+    def save(self, write: Callable[[Path], object], *, step: int, best: float | None = None) -> Path:
         """Let the checkpoint of ``step`` be written, unless it is there, and delete those beyond ``keep``;
-        its path.
+        its path. ``best`` is its validation loss if that is the lowest so far.
 
         A damaged one of the same step is put aside, under a hidden name.
         """
@@ -392,9 +393,10 @@ class Checkpoints:
                 Manifest.read(path).check(path)
             except CheckpointError:
                 path.rename(path.with_name(f".{path.name}.damaged-{time.time_ns()}"))
-            else:
-                return path
-        write(path)
+        if not path.exists():
+            write(path)
+        if best is not None:
+            self.note_best(step, best)
         self.prune()
         return path
 
@@ -408,9 +410,8 @@ class Checkpoints:
         if not path.exists():
             note.unlink(missing_ok=True)
             return
-        beside = note.with_name(f".{BEST}")
-        beside.write_text(json.dumps({"checkpoint": path.name, "step": step, "val_loss": val_loss}) + "\n")
-        beside.replace(note)
+        with new_file(note) as file:
+            file.write_text(json.dumps({"checkpoint": path.name, "step": step, "val_loss": val_loss}) + "\n")
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of ``step`` is."""
@@ -447,18 +448,3 @@ class Checkpoints:
                 print(f"not usable: {error}")
         remedy = "" if fall_back else "; --fall-back goes on from the one before"
         raise ConfigError(f"cannot resume: {damaged[0]}{remedy}")
-
-
-def forget_after(lines: Path, step: int) -> None:
-    """Drop the lines of a file, such as ``metrics.jsonl``, beyond ``step``, which will be written again, and
-    an incomplete last line."""
-    if not lines.exists():
-        return
-    kept = []
-    for line in lines.read_text(encoding="utf-8", errors="replace").split("\n"):
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-        except ValueError:
-            continue  # the process was killed while it wrote this line
-    lines.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from streamer.app.config import Config, ConfigError
+from streamer.app.run.beside import bytes_beside, files_beside
 from streamer.app.run.run_folder import FOLDER
 from streamer.checkpoint.manifest import checkpoints
 from streamer.errors import amount
@@ -22,22 +23,25 @@ from streamer_native import QUANTUM
 @dataclass(frozen=True)
 class Space:
     """Bytes on disk: of one ``checkpoint``, of which there are ``most`` at a time, the one that is being
-    written with them, and of the ``weights`` that a pretrained model's run writes in the end."""
+    written with them, and of the ``weights`` that a pretrained model's run writes in the end, with what it
+    writes ``beside`` them."""
 
     checkpoint: int
     most: int
     weights: int
+    beside: int
 
     @property
     def peak(self) -> int:
         """The most that the run's folder holds."""
-        return self.checkpoint * self.most + self.weights
+        return self.checkpoint * self.most + self.weights + self.beside
 
     def line(self) -> str:
         """What the run writes, in words."""
         times = f", {self.most} of them at the peak" if self.most > 1 else ""
         parts = [f"a checkpoint takes {amount(self.checkpoint)}{times}"] if self.most else []
-        parts += [f"the weights in the end {amount(self.weights)}"] if self.weights else []
+        if self.weights:
+            parts.append(f"the weights in the end {amount(self.weights)}, {amount(self.beside)} beside them")
         return f"{' and '.join(parts)}: {amount(self.peak)} in all"
 
 
@@ -49,7 +53,7 @@ def space_of(config: Config, model: nn.Module) -> Space:
     """
     lora, run = bool(config.lora.rank), config.run
     streamed = None if config.stream.dtype is None else getattr(torch, config.stream.dtype)
-    checkpoint = weights = 0
+    checkpoint = weights = tensors = 0
     for param in model.parameters():
         dtype = streamed if streamed is not None and param.is_floating_point() else param.dtype
         if param.requires_grad:
@@ -58,6 +62,7 @@ def space_of(config: Config, model: nn.Module) -> Space:
             checkpoint += param.numel() * dtype.itemsize
         if param.requires_grad or not lora:
             weights += param.numel() * dtype.itemsize
+            tensors += 1
     pretrained = config.model.pretrained is not None
     if run.save_every or run.keep_best:
         at_most = (
@@ -68,7 +73,9 @@ def space_of(config: Config, model: nn.Module) -> Space:
         most = min(most, sum(at_most)) if run.steps else most
     else:
         most = 0 if pretrained else 1
-    return Space(checkpoint, most, weights if pretrained else 0)
+    if not pretrained:
+        return Space(checkpoint, most, 0, 0)
+    return Space(checkpoint, most, weights, bytes_beside(files_beside(config), tensors))
 
 
 def _moment_bytes(config: Config, numel: int, dtype: torch.dtype) -> int:
