@@ -66,7 +66,8 @@ class Document:
 
 def read_lines(path: Path, words: Words, begin: int = 0) -> Iterator[tuple[list[Document], int]]:
     """The documents of each line of ``path`` from byte ``begin`` on, and the byte at which the next line
-    begins. A file that is one JSON array has an item for a line, and is read whole.
+    begins. A file that is one JSON array has an item for a line, is read whole and always from its
+    beginning: the byte is 0 before its last item.
 
     Raises ConfigError, in one line that names file and line, for what is not in one of the `FORMS`.
     """
@@ -114,7 +115,7 @@ def _array(path: Path, content: bytes, words: Words) -> Iterator[tuple[list[Docu
             f"{where}: not JSON, neither the file nor its line {first[:40]!r}: {error}"
         ) from None
     for number, item in enumerate(items, start=1):
-        yield of_item(f"{path}, item {number}", item, words), len(content)
+        yield of_item(f"{path}, item {number}", item, words), len(content) if number == len(items) else 0
 
 
 def _parsed(where: str, line: str) -> Any:

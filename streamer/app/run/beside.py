@@ -17,6 +17,9 @@ OF_TOKENIZER = (
 )  # fmt: skip
 #: Names of files of a model itself, besides its config, which is written anew.
 OF_MODEL = ("generation_config.json", "LICENSE*", "NOTICE*")
+#: Bytes of disk for a config, a README and the like, and for what a file's header and the index of several
+#: files say of a tensor.
+MARGIN_BYTES, NAMED_BYTES = 1 << 20, 512
 
 
 def files_beside(config: Config) -> list[Path]:
@@ -33,11 +36,6 @@ def _matching(given: str | None, patterns: Sequence[str]) -> list[Path]:
     folder = Path(given)
     folder = folder if folder.is_dir() else folder.parent
     return [path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file()]
-
-
-#: Bytes of disk for a config, a README and the like, and for what a file's header and the index of several
-#: files say of a tensor.
-MARGIN_BYTES, NAMED_BYTES = 1 << 20, 512
 
 
 def bytes_beside(files: Sequence[Path], tensors: int) -> int:
