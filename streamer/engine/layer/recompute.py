@@ -398,7 +398,6 @@ class Recompute(LayerRun):
             self._recomputed.expected(unit.selection, weights) if may_keep else self._recomputed.refused(),
             owners,
             without_own_checkpoint(unit.module),
-            self.executor.root.buffers_unwritten_by(unit.name),
         ):
             outputs, rebuild = self.call.run(weights, leaves, inner, self._attributes)
         if self.is_whole:
@@ -438,7 +437,9 @@ class Recompute(LayerRun):
         try:
             # on others than the graph's own, where the layer may have put hooks
             leaves, inner = unit.leaves(weights), detached_inputs(inputs)
-            if self._recomputed.fill(partial(self._run_again, weights, leaves, inner)):
+            with self.executor.root.buffers_unwritten_by(unit.name):
+                is_filled = self._recomputed.fill(partial(self._run_again, weights, leaves, inner))
+            if is_filled:
                 self._compare(self._recomputed.samples)
                 yield kept
                 return
@@ -471,7 +472,8 @@ class Recompute(LayerRun):
         leaves = unit.leaves(weights)
         inner = detached_inputs(inputs)
         self.gate.guard([*inner, *leaves])
-        outputs = self._run_again(weights, leaves, inner)
+        with self.executor.root.buffers_unwritten_by(unit.name):
+            outputs = self._run_again(weights, leaves, inner)
         self._compare(zip(self._samples, map(Sample.of, outputs), strict=False))
         return Graph.of(inner, leaves, outputs)
 

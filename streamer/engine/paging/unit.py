@@ -283,8 +283,9 @@ class Unit:
                 owner._buffers[name] = buffer
 
     def buffers_unwritten_by(self, layer: str) -> AbstractContextManager[None]:
-        """Raise ValueError after the block if ``layer``, which runs in it and is to run again, has written or
-        exchanged a buffer of this unit, which the layer does not have."""
+        """Raise ValueError after the block if ``layer``, which runs in it another time, has written or
+        exchanged a buffer of this unit, which the layer does not have. What the first run alone writes, a
+        table that is made when it is needed say, may be written."""
         return self._buffers_unwritten_by(layer) if self.buffer_owners else nullcontext()
 
     @contextmanager
@@ -296,8 +297,8 @@ class Unit:
                 owner, name = place
                 raise ValueError(
                     f"layer '{layer}' writes buffer '{name}' of a {type(owner).__name__} that is in no "
-                    "layer, and would do so twice, since it runs again (in backward, or to tell what it "
-                    "returns of micro-batches): give the layer such a module of its own, or wrap with "
+                    "layer, and does so twice, since it runs again (in backward, or to tell what it returns "
+                    "of micro-batches): give the layer such a module of its own, or wrap with "
                     "activations='keep' and without micro_batch_size"
                 )
 
