@@ -6,6 +6,7 @@ pinned in no time, thousands of small ones are not.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -393,6 +394,7 @@ class HostStore:
         ]
         self._allocate = allocate
         self._private = private or allocate
+        self._exchanged: list[tuple[HostShard, str, weakref.ref[Any], int]] = []
         self.disks = disks
         self._buffers: dict[str, torch.Tensor] = {}
         #: by purpose, the shards that have a buffer of their own, which may go to disk later
@@ -663,9 +665,17 @@ class HostStore:
         may still need the one that it had."""
         if piece is None:
             # pinned memory stays until the backend is closed, and this may come and go
-            piece = _piece(purpose, self._private(self._nbytes(purpose, shard), pinned=False), shard)
+            memory: Any = self._private(self._nbytes(purpose, shard), pinned=False).numpy()
+            self._exchanged.append((shard, purpose.name, weakref.ref(memory), memory.nbytes))
+            piece = _piece(purpose, torch.from_numpy(memory), shard)
         shard.held[purpose.name] = piece
         return piece
+
+    def exchanged(self) -> list[tuple[HostShard, str, int]]:
+        """The pieces that `exchange` has made and somebody still needs: of which shard, for which purpose,
+        and their bytes."""
+        self._exchanged = [each for each in self._exchanged if each[2]() is not None]
+        return [(shard, name, nbytes) for shard, name, _, nbytes in self._exchanged]
 
     def ring(self) -> list[torch.Tensor]:
         """The buffers that chunks of the state on disk pass through, made when they are first asked for and
@@ -686,6 +696,8 @@ class HostStore:
         for shard in self.shards:
             if shard.weights_on_disk is not None:
                 found[WEIGHTS.name] += shard.weights_on_disk.held_bytes
+        for _, name, nbytes in self.exchanged():
+            found[name] += nbytes
         return dict(+found)
 
     def on_disk(self) -> list[Purpose]:

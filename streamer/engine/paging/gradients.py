@@ -25,6 +25,7 @@ from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import ROOT
 from streamer.engine.tensors.guarded import GUARD, Guard, GuardedTensor, as_plain
+from streamer.errors import warn
 from streamer.memory.host import HostShard, HostStore, array
 from streamer.memory.layout import Slice, Stretch
 from streamer.memory.purposes import GRADIENTS, STAGING, SUMS, Purpose, host_bytes
@@ -33,6 +34,8 @@ from streamer.memory.verdict import Tier, require
 from streamer.torch_private import storage_id, storage_owners
 
 FP32 = torch.float32
+#: From so many steps on of which a layer's gradients are kept a warning says what that takes.
+MANY = 4
 
 #: A parameter, its place, and a gradient for it.
 Foreign = tuple[Slice, nn.Parameter, torch.Tensor]
@@ -334,6 +337,7 @@ class Gradients:
         self._store = store
         self._staging: list[torch.Tensor] = []
         self._host = host
+        self._has_warned = False
         #: where other ranks see the gradients too: waits for them before all write. [Note: ranks]
         self.meet: Callable[[str], object] | None = None
         self.held = {
@@ -587,7 +591,21 @@ class Gradients:
         return self.root_sums
 
     def _move_layer(self, unit: Unit, purpose: Purpose, buffer: torch.Tensor | None) -> torch.Tensor:
-        return self._store.exchange(self._store.shards[unit.index], purpose, buffer)
+        shard = self._store.shards[unit.index]
+        if buffer is None:
+            kept = [each for each, _, _ in self._store.exchanged() if each is shard]
+            if len(kept) == MANY and not self._has_warned:
+                self._has_warned = True
+                warn(
+                    f"what is kept of gradients of '{unit.name}' step after step (p.grad.detach(), .cpu(), "
+                    ".view(), .numpy()) holds the memory of all its gradients each time: keep copies "
+                    "(.clone())"
+                )
+            require(
+                f"what is kept of gradients of '{unit.name}'",
+                self._host(host_bytes([shard.layout], [purpose]), "keep copies of them (.clone())"),
+            )
+        return self._store.exchange(shard, purpose, buffer)
 
     def _move_root(self, purpose: Purpose, buffer: torch.Tensor | None) -> torch.Tensor:
         was = self.root_sums if purpose is SUMS else self.root_buffer

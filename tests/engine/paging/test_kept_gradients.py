@@ -140,3 +140,45 @@ def _kept_by_ranks(rank: int) -> str:
 
 def test_ranks_refuse_it() -> None:
     assert all("keep copies (.clone())" in told for told in run_ranks(2, _kept_by_ranks))
+
+
+def test_memory_that_is_kept_counts_and_is_warned_of() -> None:
+    """A part of one gradient holds the memory of its layer's."""
+    with streamed(gpt()) as model:
+        executor = wrapped(model).executor
+        optimizer = streamer.AdamW(model.parameters())
+        one_step(model, optimizer, 0)
+        alone, of_layer = executor.host_bytes(), executor.units[1].layout.grad_nbytes
+
+        def keep(steps: int) -> list[torch.Tensor]:
+            kept = []
+            for step in range(steps):
+                language_loss(model, step).backward()
+                kept.append(model.transformer.h[1].ln_1.weight.grad.detach().cpu())
+                optimizer.step()
+                optimizer.zero_grad()
+            return kept
+
+        kept = keep(4)
+        assert executor.host_bytes()["gradients"] == alone["gradients"] + 3 * of_layer
+        del kept
+        one_step(model, optimizer, 0)
+        assert executor.host_bytes() == alone
+        with pytest.warns(UserWarning, match=r"of .transformer\.h\.1. step after step .*keep copies"):
+            keep(6)
+
+
+def test_memory_that_is_kept_is_refused_where_there_is_none_left() -> None:
+    with streamed(gpt()) as model:
+        streamer.AdamW(model.parameters())
+        limit = sum(wrapped(model).executor.host_bytes().values()) + 1000
+    with streamed(gpt(), host_memory=limit) as model:
+        optimizer = streamer.AdamW(model.parameters())
+        language_loss(model, 0).backward()
+        kept = model.transformer.h[1].ln_1.weight.grad.detach()
+        optimizer.zero_grad()
+        with pytest.raises(MemoryError, match=r"what is kept of gradients of 'transformer\.h\.1'.*\.clone"):
+            language_loss(model, 1).backward()
+        del kept
+        optimizer.zero_grad()
+        one_step(model, optimizer, 1)
