@@ -346,6 +346,15 @@ class Window(HostShard):
         return self._chunk.range(purpose).start
 
 
+def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous ``tensor`` in host memory, with a storage whose holders can be counted and a version
+    counter, which tell who has it and whether it was written, that it shares with no other."""
+    if tensor.numel() and tensor.device.type == "cpu":
+        in_bytes = torch.from_numpy(tensor.view(-1).view(torch.uint8).numpy())
+        return in_bytes.view(tensor.dtype).view(tensor.shape).data
+    return tensor.data
+
+
 def array(tensor: torch.Tensor) -> Any:
     """A contiguous tensor as the flat NumPy array that the kernels take: bf16 as its bits in uint16."""
     flat = tensor.view(-1)
@@ -717,8 +726,4 @@ class HostStore:
 
 
 def _piece(purpose: Purpose, buffer: torch.Tensor, shard: HostShard) -> torch.Tensor:
-    # a storage of its own, whose holders are counted, of a shard's gradient
-    if buffer.numel() and buffer.device.type == "cpu":
-        buffer = torch.from_numpy(buffer.numpy())
-    # .data: a version counter for each shard, which tells whether that shard was written
-    return buffer.view(purpose.dtype)[: purpose.numel(shard.layout)].data
+    return with_own_storage(buffer.view(purpose.dtype)[: purpose.numel(shard.layout)])

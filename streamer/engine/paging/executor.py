@@ -40,7 +40,7 @@ from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Hazards, Issuer
 from streamer.engine.schedule.op import ROOT
 from streamer.engine.schedule.order import Phase, Visit
-from streamer.engine.tensors.guarded import never_traced
+from streamer.engine.tensors.guarded import as_plain, never_traced
 from streamer.engine.tensors.param_hooks import OncePerBackward
 from streamer.engine.tensors.samples import Samples
 from streamer.engine.tensors.saved import SavedBytes
@@ -58,6 +58,7 @@ from streamer.memory.purposes import (
     of_all_ranks,
 )
 from streamer.memory.verdict import Tier, host, require
+from streamer.torch_private import storage_owners
 
 T = TypeVar("T")
 
@@ -172,6 +173,8 @@ class Executor:
         self._root_ready = False
         #: layers whose slot was checked, after their first forward, for writes to their own weights
         self._slot_checked: set[int] = set()
+        #: by unit, moments whose memory the user's code has got, each with how many held it before
+        self._lent_moments: dict[int, list[tuple[torch.Tensor, int]]] = {}
         self.weights.unshard_root()
 
     def begin(self) -> None:
@@ -292,12 +295,32 @@ class Executor:
             self.weights.update_issued(unit)
             self.weights.prefetch()
 
+    def lend_moment(self, unit: Unit, shown: torch.Tensor, holders: int) -> None:
+        """The user's code got something that shares memory with a moment of ``unit``, whose memory ``shown``
+        alone has, with so many ``holders``."""
+        lent = self._lent_moments.setdefault(unit.index, [])
+        if all(each is not shown for each, _ in lent):
+            lent.append((shown, holders))
+
+    @as_plain
+    def still_lent(self) -> list[Unit]:
+        """The units that the user sees through other tensors than their parameters, gradients and moments."""
+        found = {
+            index: [(shown, holders) for shown, holders in lent if storage_owners(shown) > holders]
+            for index, lent in self._lent_moments.items()
+        }
+        self._lent_moments = {index: lent for index, lent in found.items() if lent}
+        units = (
+            *self.weights.still_lent(),
+            *self.gradients.still_lent(),
+            *map(self.unit, self._lent_moments),
+        )
+        return [*{unit.index: unit for unit in units}.values()]
+
     def _await_lent(self) -> None:
-        """Wait for the updates of units that the user sees through other tensors than their parameters and
-        gradients, which would not wait. [Note: lent parameters]"""
-        for unit in {
-            unit.index: unit for unit in (*self.weights.still_lent(), *self.gradients.still_lent())
-        }.values():
+        """Wait for the updates of units that are lent, since who has them would not wait. [Note: lent
+        parameters]"""
+        for unit in self.still_lent():
             self.await_update(unit)
             self.weights.take_checksums(unit)
 

@@ -26,6 +26,8 @@ from streamer.engine.tensors.guarded import (
     written_by,
 )
 from streamer.engine.tensors.nested import walk
+from streamer.memory.host import with_own_storage
+from streamer.torch_private import storage_owners
 
 #: Of weights on disk, those of so many units stay in memory until others are asked for.
 KEPT_UNITS = 2
@@ -76,6 +78,20 @@ class _CopyGuard(_UnitGuard):
         self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object, gave: bool
     ) -> None:
         return
+
+
+class _MomentGuard(_UnitGuard):
+    """Sees also who can read and write the moment without waiting."""
+
+    #: of the moment's memory
+    holders = 0
+
+    def after(
+        self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object, gave: bool
+    ) -> None:
+        super().after(function, args, tensor, result, gave)
+        if gave and (executor := self._executor()) is not None:
+            executor.lend_moment(executor.unit(self._index), tensor, self.holders)
 
 
 class _ParameterGuard(_UnitGuard):
@@ -252,4 +268,8 @@ def guarded_state(
     """A tensor of the optimizer's state of ``unit``, for the user; a copy is not to be written."""
     if is_copy:
         return GuardedTensor.of(state, _CopyGuard(executor, unit))
-    return GuardedTensor.of(state, _UnitGuard(executor, unit))
+    guard = _MomentGuard(executor, unit)
+    shown = GuardedTensor.of(with_own_storage(state), guard)
+    with unguarded():
+        guard.holders = storage_owners(shown)
+    return shown

@@ -1,4 +1,5 @@
-"""What the user keeps of a gradient, or of its memory, when the gradient is dropped and others come."""
+"""What the user keeps of a gradient, or of its memory, when the gradient is dropped and others come; and of
+the memory of a moment."""
 
 from __future__ import annotations
 
@@ -182,3 +183,36 @@ def test_memory_that_is_kept_is_refused_where_there_is_none_left() -> None:
         del kept
         optimizer.zero_grad()
         one_step(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("keep", KEEP.values(), ids=[*KEEP])
+def test_the_memory_of_a_moment_shows_each_step_and_what_is_written_to_it_counts(
+    keep: Callable[[Any], Any],
+) -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[float], object]) -> Any:
+        found = []
+        for step in range(4):
+            language_loss(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 0:
+                states = [optimizer.state[param] for param in model.parameters()]
+                kept = [keep(state[name]) for state in states for name in ("exp_avg", "exp_avg_sq")]
+            found += [each.clone() for each in kept]
+            for each in kept:
+                each.mul_(0.5)
+        return found
+
+    assert_trains_alike(gpt(), loop, options=late(), lr=1e-2, eps=1.0)
+
+
+def test_a_moment_is_waited_for_as_long_as_somebody_has_its_memory() -> None:
+    with streamed(gpt()) as model:
+        optimizer = streamer.AdamW(model.parameters())
+        one_step(model, optimizer, 0)
+        executor = wrapped(model).executor
+        param = model.transformer.h[1].mlp.c_fc.weight
+        kept = optimizer.state[param]["exp_avg"].numpy()[1:]
+        assert [unit.name for unit in executor.still_lent()] == ["transformer.h.1"]
+        del kept
+        assert executor.still_lent() == []
