@@ -157,24 +157,17 @@ class Call:
         unit, nothing = self.unit, torch.empty(())
         attributes = unit.attributes()
         contents = Contents(attributes.contents)
-        unwritten = stamps(contents.tensors)
         buffers = {place: values for place, (_, _, values) in unit.buffers_now().items()}
         forward = self.forward.plain if isinstance(self.forward, CompiledForward) else self.forward
         with (
             Ambient.now(weights.device, contents.generators).again(),
             unit.with_attributes(attributes),
             contents.again(),
+            contents.tensors_as_now(),
             unit.with_buffers(buffers),
             saved_tensors_hooks(lambda _: nothing, lambda _: nothing),
         ):
-            result = replace(self, forward=forward).run(weights, unit.leaves(weights), inputs, attributes)
-        if stamps(contents.tensors) != unwritten:
-            raise ValueError(
-                f"layer '{unit.name}' writes into a tensor that is one of its attributes, and has done so in "
-                "a run that tells which of the tensors that it returns have an entry per sample: make it a "
-                "buffer, or wrap without micro_batch_size"
-            )
-        return result
+            return replace(self, forward=forward).run(weights, unit.leaves(weights), inputs, attributes)
 
     def _check_seen(
         self,

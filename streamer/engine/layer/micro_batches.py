@@ -13,7 +13,8 @@ is not known. Nothing is cut beside a nested tensor (of sequences that differ in
 What the layer returns is put together along the same dimension. The first tensor that it returns has an entry
 per sample if its shape is that of the hidden states. Another one that is as long as the slice may be so by
 chance (there are as many experts). The first time that a layer returns such a tensor, it runs once more, on a
-slice that is longer by one sample (`Call.run_aside`): what has an entry per sample is then longer too.
+slice that is twice as long, or on the whole batch (`Call.run_aside`): what has an entry per sample is then
+longer too.
 
 Random numbers are drawn slice after slice, in each layer. A layer that looks across its batch (batch
 normalisation, experts with a capacity, a state that it keeps) sees one slice after another, as with gradient
@@ -214,11 +215,12 @@ class Joined:
             return True
         dims = tuple(map(len, shapes))
         if dims not in self._cut.known:
-            longer = self._cut._replace(slices=[(0, length + 1)]).inputs(self._inputs, 0)
-            others = _shapes(*self._aside(longer))
+            # a layer that pairs samples takes those lengths too
+            longer = min(2 * length, self._total)
+            others = _shapes(*self._aside(self._cut._replace(slices=[(0, longer)]).inputs(self._inputs, 0)))
             if tuple(map(len, others)) != dims:
                 raise self._cannot_join("returns other tensors for one length than for another")
-            self._cut.known[dims] = [shape[dim : dim + 1] == (length + 1,) for shape in others]
+            self._cut.known[dims] = [shape[dim : dim + 1] == (longer,) for shape in others]
         return self._cut.known[dims][index]
 
     def _add(self, whole: torch.Tensor, part: Part | None, alias: _Alias | None) -> None:

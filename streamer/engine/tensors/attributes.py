@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from streamer.engine.tensors.nested import version_of
+
 #: Attributes that every module has. Parameters, buffers and hooks among them are handled elsewhere.
 _OWN = frozenset(vars(nn.Module()))
 _MAPPINGS = frozenset((dict, OrderedDict, defaultdict, Counter))
@@ -77,6 +79,20 @@ class Contents:
     def again(self) -> AbstractContextManager[None]:
         """Let the containers hold, inside the block, what they held when this object was made."""
         return self._again() if self._held else nullcontext()
+
+    @contextmanager
+    def tensors_as_now(self) -> Iterator[None]:
+        """Let the tensors among them have, after the block, the values that they have before it."""
+        plain = [tensor for tensor in self.tensors if not isinstance(tensor, nn.Parameter)]
+        before = [(tensor, version_of(tensor), tensor.detach().clone()) for tensor in plain]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, version, values in before:
+                    # nobody counts the writes in inference mode
+                    if version_of(tensor) != version or torch.is_inference_mode_enabled():
+                        tensor.copy_(values)
 
     @contextmanager
     def _again(self) -> Iterator[None]:

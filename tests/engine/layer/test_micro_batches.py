@@ -383,22 +383,36 @@ def use_all(model: nn.Module, step: int) -> torch.Tensor:
     return x.square().mean() + total
 
 
+def of_pairs(layer: nn.Module, hidden: torch.Tensor, mask: Any) -> torch.Tensor:
+    return hidden.unflatten(0, (-1, 2)).mean((1, 2)).repeat_interleave(2, 0)
+
+
 @POLICIES
+@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(
     "what",
     [
         lambda layer, hidden, mask: None,
+        of_pairs,
         lambda layer, hidden, mask: hidden.mean(-1),
         lambda layer, hidden, mask: (hidden > 0).long(),
         lambda layer, hidden, mask: mask,
         lambda layer, hidden, mask: layer.linear.weight.square(),
         lambda layer, hidden, mask: mask[:1] * layer.linear.bias,
     ],
-    ids=["nothing", "per sample", "integers", "its argument", "a function of weights", "the same in each"],
+    ids=[
+        "nothing",
+        "of pairs",
+        "per sample",
+        "integers",
+        "its argument",
+        "a function of weights",
+        "the same in each",
+    ],
 )
-def test_what_is_returned_is_put_together(what: Callable[..., Any], activations: str) -> None:
+def test_what_is_returned_is_put_together(what: Callable[..., Any], size: int, activations: str) -> None:
     model = Caller(returning(what), noise(TIME, WIDTH))
-    assert_close_to_plain(model, use_all, micro_batch_size=4, activations=activations)
+    assert_close_to_plain(model, use_all, micro_batch_size=size, activations=activations)
 
 
 class Draws(Layer):
@@ -417,8 +431,22 @@ class Draws(Layer):
         return hidden, hidden.mean(-1)
 
 
-@POLICIES
-def test_a_slice_that_tells_how_to_put_together_leaves_nothing(activations: str) -> None:
+class Averages(Draws):
+    """Writes into a tensor that is no buffer too, which is refused where it would run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.mean.mul_(0.9).add_(x.detach().mean((0, 1)))
+        return super().forward(x + self.mean.clone())
+
+
+@pytest.mark.parametrize(("kind", "activations"), [(Draws, "recompute"), (Draws, "keep"), (Averages, "keep")])
+def test_a_slice_that_tells_how_to_put_together_leaves_nothing(
+    kind: type[nn.Module], activations: str
+) -> None:
     def of(model: nn.Module, step: int) -> torch.Tensor:
         x, total = states(step, 6, TIME, WIDTH), torch.zeros(())
         for layer in model.layers:
@@ -427,8 +455,8 @@ def test_a_slice_that_tells_how_to_put_together_leaves_nothing(activations: str)
         return x.square().mean() + total
 
     options = {"layers": "layers", "loss_of": of, "steps": 3, "max_norm": 0.5}
-    expected = train_in_slices(Caller(Draws), 3, "layers", loss_of=of)
-    actual = train_streamed(Caller(Draws), micro_batch_size=3, activations=activations, **options)
+    expected = train_in_slices(Caller(kind), 3, "layers", loss_of=of)
+    actual = train_streamed(Caller(kind), micro_batch_size=3, activations=activations, **options)
     assert_parity(actual, expected)
 
 
