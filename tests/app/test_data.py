@@ -98,6 +98,23 @@ def test_a_path_without_text_is_named(folder: Path, path: str, message: str) -> 
     assert error_of(find_files, ["text", path]) == message.format(cwd=folder)
 
 
+@pytest.mark.parametrize("given", ["d", "file"])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("d/a.parquet", ".parquet is not read; write it as .jsonl, a row a line"),
+        ("d/a.b.arrow", ".arrow is not read; write it as .jsonl, a row a line"),
+        ("d/a.jsonl.gz", ".gz is not read; decompress it"),
+        ("d/a.TXT.ZST", ".zst is not read; decompress it"),
+    ],
+)
+def test_data_in_a_form_that_is_not_read_are_named(folder: Path, name: str, message: str, given: str) -> None:
+    write(d__text="t", d__manual_gz=b"\0")
+    Path(name).write_bytes(b"\0")
+    error = error_of(find_files, [name if given == "file" else given])
+    assert error == f"{name}: {message}, or leave it out of data.paths"
+
+
 def test_what_cannot_be_read_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(d__a="a", d__b="b", e__closed__b="b")
     scandir = os.scandir

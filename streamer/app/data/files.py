@@ -14,6 +14,10 @@ from streamer.app.config import ConfigError
 HEAD_BYTES = 8 * 1024
 #: Suffixes of files that hold tokens: nanoGPT's (uint16, one after another), and NumPy's arrays.
 TOKEN_FILES = (".bin", ".npy")
+#: Suffixes of data in forms that are not read, and of text that is compressed.
+TABLES = (".parquet", ".arrow")
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+DATA_FILES = (".jsonl", ".ndjson", ".json", ".csv", ".txt")
 
 #: Folders in the standard library's tree that are not read: what was installed into it, the tests (more
 #: than half of its bytes), and what is generated (tables, help texts, bytecode): what is left is code.
@@ -28,7 +32,7 @@ def find_files(paths: Sequence[str | os.PathLike[str]] = ()) -> list[Path]:
     A directory is searched to its depths, without following links to directories; hidden, empty and binary
     files in it (a NUL byte in the first 8 KiB) are passed over. Raises ConfigError, in one line that names
     the path and the remedy, for one that is missing or unreadable, for a file given that is empty or binary,
-    and for a directory without text files.
+    for a directory without text files, and for data in a form that is not read.
     """
     if not paths:
         library = Path(sysconfig.get_path("stdlib"))
@@ -44,6 +48,7 @@ def find_files(paths: Sequence[str | os.PathLike[str]] = ()) -> list[Path]:
                 raise ConfigError(f"{path}: no text files in this folder; give text files or folders of them")
         elif os.path.isfile(path):
             files = [path]
+            _refuse_unread(path)
             if path.suffix not in TOKEN_FILES and not _is_text(path):
                 raise ConfigError(f"{path}: empty, or binary (it has a NUL byte); give a text file")
         elif os.path.lexists(path):
@@ -60,7 +65,18 @@ def _texts_in(folder: Path, skip: Collection[str] = ()) -> list[Path]:
     for root, folders, names in os.walk(folder, onerror=_unreadable):
         folders[:] = [name for name in folders if name[0] != "." and name not in skip]
         paths += [Path(root, name) for name in names if name[0] != "."]
+    for path in paths:
+        _refuse_unread(path)
     return [path for path in paths if os.path.isfile(path) and _is_text(path)]
+
+
+def _refuse_unread(path: Path) -> None:
+    """Raise ConfigError if ``path`` names data that would be passed over as a binary file."""
+    within, last = Path(path.stem).suffix.lower(), path.suffix.lower()
+    is_compressed = last in COMPRESSED and within in DATA_FILES
+    if is_compressed or last in TABLES:
+        remedy = "decompress it" if is_compressed else "write it as .jsonl, a row a line"
+        raise ConfigError(f"{path}: {last} is not read; {remedy}, or leave it out of data.paths")
 
 
 def _is_text(path: Path) -> bool:
