@@ -6,7 +6,6 @@ import gc
 import importlib.util
 import json
 import re
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 import torch
 
 from streamer.engine.wrapped.handle import Wrapped
+from tests.ranks.common import listening
 
 GUIDE = Path(__file__).parent.parent / "streamer" / "README.md"
 
@@ -54,12 +54,9 @@ def test_an_example_of_the_guide_runs(
     torch.manual_seed(0)
     tokens = torch.randint(260, (8, 16))
     if "process_group" in "".join(examples):
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
-        for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": port}.items():
-            monkeypatch.setenv(name, str(value))
-        monkeypatch.setenv("MASTER_ADDR", "localhost")
+        _store, place = listening()
+        for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **place}.items():
+            monkeypatch.setenv(name, value)
     given: dict[str, Any] = {
         "batches": list(tokens.split(4)),
         "pairs": [(torch.randn(4, 5, 8), torch.randn(4, 1))] * 2,

@@ -8,10 +8,9 @@ import io
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from streamer.app.run.ranks import RunRanks, share_of_machine
 from streamer.backends import ranks
 from streamer.checkpoint import save
 from tests.app.common import HOME, chat, least_of, logged, sets
-from tests.ranks.common import run_ranks
+from tests.ranks.common import listening, run_ranks
 
 CONFIG = """
 [run]
@@ -71,22 +70,22 @@ Told = tuple[int, str, str]
 def commands(
     rank: int,
     size: int,
-    ports: Sequence[int],
+    places: Sequence[Mapping[str, str]],
     given: Sequence[Sequence[str]],
     spoil: Callable[..., Any] | None,
 ) -> list[Told]:
     """What each command, run as torchrun would, ends with: its exit code, stdout and stderr."""
     os.chdir(HOME)
     told = []
-    for port, arguments in zip(ports, given, strict=True):
+    for place, arguments in zip(places, given, strict=True):
         os.environ.update(
             {
+                **place,
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(size),
                 "LOCAL_WORLD_SIZE": str(size),
             }
-            | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         )
         if spoil is not None:
             spoil(rank)
@@ -104,13 +103,9 @@ def under_torchrun(
     imports: Sequence[str] = (),
 ) -> list[list[Told]]:
     """What `commands` tells, for each command and rank."""
-    sockets = [socket.socket() for _ in given]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    by_rank = run_ranks(size, commands, size, ports, given, spoil, kind=None, imports=imports)
+    stores = [listening() for _ in given]
+    places = [place for _, place in stores]
+    by_rank = run_ranks(size, commands, size, places, given, spoil, kind=None, imports=imports)
     return [*map(list, zip(*by_rank, strict=True))]
 
 

@@ -68,6 +68,14 @@ def run_ranks(
         file.unlink(missing_ok=True)
 
 
+def listening() -> tuple[dist.TCPStore, dict[str, str]]:
+    """Where ranks meet as long as the store is kept, and their environment for it: as torchrun, this process
+    listens, so that nobody else gets the port first."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    return store, {**place, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+
+
 def _answer(rank: int, here: Connection, *, may_end: bool) -> Any:
     if not wait([here], PATIENCE):
         raise AssertionError(f"rank {rank} hangs")

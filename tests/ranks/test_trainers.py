@@ -5,8 +5,7 @@ one process with batches twice as large.
 from __future__ import annotations
 
 import os
-import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import streamer
-from tests.ranks.common import run_ranks
+from tests.ranks.common import listening, run_ranks
 from tests.ranks.programs import Arrays, arrays
 
 pytest.importorskip("transformers")
@@ -127,13 +126,13 @@ TRAINERS: tuple[Callable[[str, int], nn.Module], ...] = (by_accelerate, by_train
 IMPORTS = ("transformers.models.llama.modeling_llama", "transformers.trainer", "lightning.pytorch")
 
 
-def train(number: int, folder: str, port: int) -> list[Arrays]:
+def train(number: int, folder: str, place: Mapping[str, str]) -> list[Arrays]:
     """The first process trains alone, the others are ranks."""
     size, rank = (2, number - 1) if number else (1, 0)
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     if size > 1:
         os.environ.update({name: str(value) for name, value in names.items()})
-        os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+        os.environ.update(place)
         dist.init_process_group("gloo")
     into = f"{folder}/{size}"
     return [arrays(streamer.unwrap(train_by(into, size)).state_dict()) for train_by in TRAINERS]
@@ -142,10 +141,8 @@ def train(number: int, folder: str, port: int) -> list[Arrays]:
 # all in one test: what they need is imported once
 @pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")
 def test_trainers_train_as_in_one_process(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    found = run_ranks(3, train, str(tmp_path), port, kind=None, imports=IMPORTS)
+    _store, place = listening()
+    found = run_ranks(3, train, str(tmp_path), place, kind=None, imports=IMPORTS)
     for train_by, expected, first, second in zip(TRAINERS, *found, strict=True):
         assert expected.keys() == first.keys()
         for name, value in expected.items():
