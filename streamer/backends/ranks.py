@@ -445,9 +445,8 @@ class Ranks:
             looked = now
             if self._is_leaving:
                 raise RanksError(f"{words}: this rank has left")
-            for rank in behind:
-                if failed := bytes(self._table["error"][rank]):
-                    raise RanksError(f"rank {rank} has failed: {failed.decode(errors='replace')}")
+            if failed := self._error_of(behind):
+                raise RanksError(failed)
             gone = [rank for rank in behind if self._has_gone(rank) and come[rank, channel] < number]
             if gone:
                 self._check_order(turn, number)
@@ -492,6 +491,13 @@ class Ranks:
             return ", ".join(words.decode(errors="replace") for words in found) or "nothing"
 
         return f"{what}. Last came rank " + "; rank ".join(f"{r} to: {at(r)}" for r in range(self.size))
+
+    def _error_of(self, ranks: Iterable[int]) -> str:
+        """The error that one of ``ranks`` has told the others of, and after which it comes to nothing."""
+        for rank in ranks:
+            if failed := bytes(self._table["error"][rank]):
+                return f"rank {rank} has failed: {failed.decode(errors='replace')}"
+        return ""
 
     def _how(self, gone: Sequence[int]) -> str:
         """Why ranks have ``gone``: because another one has ended, which may have come where these have not,
@@ -629,8 +635,9 @@ class Ranks:
             work()
         except RuntimeError as error:
             gone = self._await_gone()
-            which = self._how(gone) if gone else "a collective has failed"
-            failed = RanksError(f"{which}. {what} ({_in_a_line(error)})")
+            # why one has failed is told of it, where that is known, rather than that it has ended
+            why = self._error_of(range(self.size)) or (self._how(gone) if gone else "a collective has failed")
+            failed = RanksError(f"{why}. {what} ({_in_a_line(error)})")
             self._fail(failed)
             raise failed from error
 

@@ -152,6 +152,15 @@ def auto_fails(rank: int) -> None:
     auto(rank, **({"example": None} if rank else {}))
 
 
+def fails_beside_a_collective(rank: int) -> None:
+    """The process of a rank that has told an error ends while the other averages with it."""
+    ranks = handle_of(wrapped()).executor.across.ranks
+    if rank:
+        ranks.tell(ValueError("the disk is broken"))
+        os._exit(3)
+    ranks.average(torch.ones(3))
+
+
 def raises(rank: int) -> None:
     made = wrapped()
     if rank:
@@ -225,7 +234,7 @@ PROGRAMS = {
         *(other_model, other_options, wrap_fails, more_batches, save_alone, other_rate, skips_a_layer),
         *(without_group, writes_at_once, zeroes_and_scales),
         *(auto, auto_fails),
-        *(fails_together, fails_leading),
+        *(fails_together, fails_leading, fails_beside_a_collective),
         *(raises, sleeps, writes_other_values, writes_at_random, other_optimizer, outside),
     )
 }
@@ -252,6 +261,7 @@ TOLD = {
     "auto_fails": ("RanksError: wrap has failed on rank 1: ValueError: .*example=", "ValueError: .*example="),
     "fails_together": BROKEN,
     "fails_leading": BROKEN,
+    "fails_beside_a_collective": ("RanksError: rank 1 has failed: ValueError: the disk is broken", None),
     "raises": ("RanksError: rank 1 has ended", None),
     "sleeps": ("RanksError: rank 1 did not come within [39] s", None),
     "writes_other_values": (APART + ".*writing what the ranks share by copy_",) * 2,
