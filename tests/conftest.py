@@ -30,6 +30,9 @@ for devices in (torch.cuda, torch.xpu, torch.mtia):
         # `torch.manual_seed` would keep every seed for when there are any, each with the stack as a text
         devices.manual_seed_all = lambda seed: None
 
+# what tests import are millions of objects, none of them garbage: `what_was_imported_stays` goes on with it
+gc.disable()
+
 # a shell has them ignored by what it starts in the background, and nohup too: tests send them
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
@@ -55,6 +58,7 @@ def what_was_imported_stays() -> None:
     """So the garbage collector need not go through it again and again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 #: What a test needs of CUDA: streams, memory and their order, or the numbers that kernels compute too.

@@ -111,7 +111,7 @@ def sizes(width: int, layers: int) -> dict[str, Any]:
     }
 
 
-def llama(kind: str | None, *, layers: int = 4, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+def llama(kind: str | None, *, layers: int = 3, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
     """In training mode, with dropout; only the adapters are trained."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**sizes(64, layers))).to(dtype)

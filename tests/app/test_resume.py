@@ -610,7 +610,7 @@ def test_a_run_goes_back_after_a_loss_that_is_nan_and_draws_other_batches(
 
 # Real processes
 
-KILLS = 10
+KILLS = 7
 
 #: Runs the first line of arguments itself, which loads what takes seconds to load, then forks a process for
 #: each further one, and kills it when it is time.

@@ -68,7 +68,7 @@ def plain(request: pytest.FixtureRequest) -> tuple[str, list[Any], torch.Tensor]
         *[(kind, {"activations": "keep"}) for kind in KINDS],
         *[(kind, {"activations": "recompute+offload", "num_slots": 1}) for kind in KINDS],
         *[(kind, {}) for kind in ("torchao int8", "bitsandbytes nf4")],
-        *[(kind, {"activations": "keep", "num_slots": 4}) for kind in ("torchao int8", "bitsandbytes nf4")],
+        *[(kind, {"activations": "keep", "num_slots": 3}) for kind in ("torchao int8", "bitsandbytes nf4")],
     ],
     indirect=["plain"],
     ids=str,
@@ -121,7 +121,7 @@ def test_a_plan_has_every_byte(kind: str) -> None:
     assert held.host_bytes["weights"] == weights
     for owner in ("weight slots", "gradient slots", "root weights"):
         assert held.device_bytes[owner] == planned.device_bytes[owner]
-    codes = 4 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 128)
+    codes = 3 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 128)
     assert quantized == codes * exact
 
 
@@ -154,7 +154,7 @@ def test_dequantization_is_in_the_time_of_a_plan(options: dict[str, Any], uses: 
         streamer.unwrap(model)
         return plan.prediction.busy_seconds[Lane.COMPUTE]
 
-    elements = 4 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 128)
+    elements = 3 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 128)
     exact = moved(None)
     # half a byte is read, 4 are written, beside scales and what the modules cast
     assert 0.95 < (moved("bitsandbytes fp4") - exact) / elements / uses / 4.5 < 1.2
@@ -330,7 +330,7 @@ def test_the_faster_way_that_fits_is_chosen() -> None:
         **given,
     )
     plan = plan_of(skeleton(llama("bitsandbytes nf4")), RTX_4090, Batch.like(example), options)
-    among = Options.of(may_be_auto(options), layers=4, batch=2, quantized=True)
+    among = Options.of(may_be_auto(options), layers=3, batch=2, quantized=True)
     visit, use = (plan(among.choice("recompute", 0, None, 1, when)) for when in ("visit", "use"))
     assert visit.prediction.seconds < use.prediction.seconds and visit.device_needed > use.device_needed
     for device, expected in ((visit.device_needed, "visit"), (visit.device_needed - 1, "use")):
@@ -339,7 +339,7 @@ def test_the_faster_way_that_fits_is_chosen() -> None:
         assert ("dequantized at each use" in found.reason) == (expected == "use")
     with pytest.raises(MemoryError, match="any options that 'auto' may choose; the nearest are"):
         choose(plan, among, Room(use.device_needed - 1, 1 << 40))
-    assert Options.of(may_be_auto(options), layers=4, batch=2).dequantize == ("visit",)
+    assert Options.of(may_be_auto(options), layers=3, batch=2).dequantize == ("visit",)
     # of the whole batch at each use, too, where there is no room for it otherwise
     sizes = replace(among, sizes=(None, 1))
     whole = Choice("recompute", None, None, "use")
@@ -373,7 +373,7 @@ def test_micro_batches(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["torchao int8", "bitsandbytes nf4"])
 def test_what_the_user_writes_into_a_quantized_weight_is_what_runs(kind: str) -> None:
-    with streamed(llama(kind), num_slots=4) as model:
+    with streamed(llama(kind), num_slots=3) as model:
         before = logits(model)
         weight = model.model.layers[1].mlp.up_proj.base.weight
         with torch.no_grad():
@@ -385,7 +385,7 @@ def test_what_the_user_writes_into_a_quantized_weight_is_what_runs(kind: str) ->
 
 @pytest.mark.parametrize("kind", ["torchao int8", "bitsandbytes nf4", "bitsandbytes int8"])
 def test_a_quantized_weight_that_was_given_other_memory_is_refused(kind: str) -> None:
-    with streamed(llama(kind), num_slots=4) as model:
+    with streamed(llama(kind), num_slots=3) as model:
         logits(model)
         weight = model.model.layers[1].mlp.up_proj.base.weight
         name, had = ("qdata", weight.qdata) if kind.startswith("torchao") else ("data", weight.data)
