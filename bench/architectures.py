@@ -2,28 +2,32 @@
 and with random weights, five steps each with clipping, both activation policies.
 
     python -m bench.architectures [--only NAME ...] [--json bench/results/architectures.json]
+    python -m bench.architectures --device cuda [--part 0/4] [--json bench/results/gpu/architectures.json]
 
-Both sides start from the same weights, data and random numbers, in fp32 on the CPU, dropout on. Compared are
+Both sides start from the same weights, data and random numbers, in fp32, dropout on. Compared are
 the first loss and the first gradients (difference over the largest gradient of the model: 0 is to the bit),
 all losses, norms and final weights, and the keys of ``state_dict``. AdamW has eps 1e-5 on both sides, so that
 gradients that are nothing but rounding (a bias before a softmax) do not move their weights by a whole step.
-The plain models run without their key/value cache, as streamed layers do in training.
+The plain models run without their key/value cache, as streamed layers do in training. On a GPU both sides
+take PyTorch's deterministic algorithms. ``--part 0/4`` takes every fourth, for several processes.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 import streamer
 from bench.architectures_other import OTHERS, TWO_LISTS, VISION
@@ -71,19 +75,26 @@ class Parity:
     weights: float
 
 
-def plain_run(architecture: Architecture) -> Run:
+def plain_run(architecture: Architecture, device: str = "cpu") -> Run:
     """Trained by PyTorch alone."""
-    model = architecture.build()
+    model = architecture.build().to(device)
+    model.register_forward_pre_hook(partial(_inputs_on, device), with_kwargs=True)
     model.config.use_cache = False  # type: ignore[union-attr, assignment]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5, weight_decay=0.1)
     clip = lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # noqa: E731
     return _train(model, architecture.loss, optimizer, clip)
 
 
-def streamed_run(architecture: Architecture, activations: str) -> tuple[Run, int]:
+def _inputs_on(device: str, model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    moved: tuple[Any, Any] = tree_map_only(torch.Tensor, lambda value: value.to(device), (args, kwargs))
+    return moved
+
+
+def streamed_run(architecture: Architecture, activations: str, device: str) -> tuple[Run, int]:
     """Trained by streamer, and the number of layers that were streamed."""
     model = architecture.build()
-    streamer.wrap(model, layers=architecture.layers, device="cpu", activations=activations)
+    streamer.wrap(model, layers=architecture.layers, device=device, activations=activations)
+    model.register_forward_pre_hook(partial(_inputs_on, device), with_kwargs=True)
     layers = len(wrapped(model).executor.units)
     optimizer = streamer.AdamW(model.parameters(), lr=1e-3, eps=1e-5, weight_decay=0.1)
     run = _train(model, architecture.loss, optimizer, lambda: streamer.clip_grad_norm_(model, 1.0))
@@ -101,18 +112,18 @@ def _train(
         loss.backward()
         if not step:
             named = model.named_parameters()
-            run.gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
+            run.gradients = {name: p.grad.clone().cpu() for name, p in named if p.grad is not None}
         run.losses.append(loss.item())
         run.norms.append(clip().item())
         optimizer.step()
         optimizer.zero_grad()
-    run.weights = copy.deepcopy(dict(model.state_dict()))
+    run.weights = {name: value.clone().cpu() for name, value in model.state_dict().items()}
     return run
 
 
-def compare(architecture: Architecture, activations: str, plain: Run) -> Parity:
+def compare(architecture: Architecture, activations: str, plain: Run, device: str = "cpu") -> Parity:
     """Train ``architecture`` streamed, and compare it with ``plain``."""
-    actual, layers = streamed_run(architecture, activations)
+    actual, layers = streamed_run(architecture, activations, device)
     largest = max(float(gradient.abs().max()) for gradient in plain.gradients.values())
     same = list(actual.gradients) == list(plain.gradients) and list(actual.weights) == list(plain.weights)
     return Parity(
@@ -138,18 +149,25 @@ def _relative(actual: Iterable[float], expected: Iterable[float]) -> float:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.architectures", description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="+", choices=ALL, metavar="NAME", default=list(ALL))
+    parser.add_argument("--part", type=_part, default=(0, 1), metavar="N/OF", help="every OFth, from N on")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path, help="write the table there")
     options = parser.parse_args(arguments)
+    if options.device == "cuda":
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    first, every = options.part
+    chosen = {name for name in list(ALL)[first::every] if name in options.only}
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")  # the library's own, on tiny configs
     load_before = load_average()
     rows: dict[str, Any] = {}
     for kind, architectures in KINDS.items():
         for architecture in architectures:
-            if architecture.name not in options.only:
+            if architecture.name not in chosen:
                 continue
-            plain = plain_run(architecture)
-            found = {policy: compare(architecture, policy, plain) for policy in POLICIES}
+            plain = plain_run(architecture, options.device)
+            found = {policy: compare(architecture, policy, plain, options.device) for policy in POLICIES}
             for policy, row in found.items():
                 print(f"{architecture.name:22} {policy:10} {row}", flush=True)
             rows[architecture.name] = {
@@ -160,10 +178,15 @@ def main(arguments: list[str] | None = None) -> int:
                 **{policy: asdict(row) for policy, row in found.items()},
             }
     if options.json:
-        report = provenance("bench/architectures.py", load_before=load_before)
+        report = provenance("bench/architectures.py", load_before=load_before, device=options.device)
         report["versions"]["transformers"] = transformers.__version__
         write_json(options.json, {**report, "steps": STEPS, "rows": rows})
     return 0
+
+
+def _part(text: str) -> tuple[int, int]:
+    number, of = text.split("/")
+    return int(number), int(of)
 
 
 if __name__ == "__main__":
