@@ -51,6 +51,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if nullgpu_device.IS_LOADED:
         chosen = f"({config.option.markexpr}) and " if config.option.markexpr else ""
         config.option.markexpr = f"{chosen}not cuda_values"
+        # PyTorch would take it from compute capability 9.0 on, and it is not there
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 @pytest.fixture(scope="module", autouse=True)

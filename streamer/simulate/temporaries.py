@@ -21,13 +21,16 @@ _aten = torch.ops.aten
 #: capability 9.0 on (CUDABlas: ``getChosenWorkspaceSize``). A step has two threads: the caller's, and
 #: autograd's for the device.
 _WORKSPACES, _WORKSPACE, _WORKSPACE_9 = 2, (4096 * 2 + 16 * 8) << 10, 32 << 20
+#: Until PyTorch 2.11 cuBLASLt, which multiplies and adds a bias, has others beside them.
+_WORKSPACE_LT = 0 if torch.__version__ >= "2.12" else 1 << 20
 
 
 def workspace_bytes(machine: Machine) -> int:
     """What stays taken from the first matrix products on."""
     if machine.kind != CUDA:
         return 0
-    return _WORKSPACES * (_WORKSPACE if (machine.compute_capability or 9) < 9 else _WORKSPACE_9)
+    of_cublas = _WORKSPACE if (machine.compute_capability or 9) < 9 else _WORKSPACE_9
+    return _WORKSPACES * (of_cublas + _WORKSPACE_LT)
 
 
 def temporary_bytes(machine: Machine, func: Any, args: Any, kwargs: Any, result: Any) -> int:

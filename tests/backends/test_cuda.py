@@ -113,16 +113,17 @@ def undisturbed(activations: str) -> History:
 class SlowLane(CudaBackend):
     """One lane is late with everything, and slots are poisoned."""
 
-    def __init__(self, slow: Lane) -> None:
+    def __init__(self, slow: Lane, milliseconds: int = 3) -> None:
         super().__init__(torch.device("cuda"), poison=True)
         self._slow = slow
+        self._milliseconds = milliseconds
 
     def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
         def late() -> object:
             if lane is Lane.HOST:
-                time.sleep(0.002)
+                time.sleep(0.001 * self._milliseconds)
             else:
-                torch.cuda._sleep(3 * MILLISECOND)
+                torch.cuda._sleep(self._milliseconds * MILLISECOND)
             return work()
 
         return super().submit(lane, late if lane is self._slow else work, waits, nbytes)
@@ -288,7 +289,8 @@ def test_without_the_waits_the_result_is_wrong(monkeypatch: pytest.MonkeyPatch) 
             assert torch.equal(model.eval()(tokens), expected)
         no_waits = partial(Hazards, read_after_write=False)
         monkeypatch.setattr(streamer.engine.paging.executor, "Hazards", no_waits)
-        with streamed(gpt(), backend=SlowLane(Lane.H2D)) as model:
+        # longer than the host takes to queue the whole forward, where others use the GPU too
+        with streamed(gpt(), backend=SlowLane(Lane.H2D, milliseconds=200)) as model:
             assert not torch.equal(model.eval()(tokens), expected)
 
 

@@ -12,12 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from streamer.simulate.cost import EFFICIENT_TAKES_GROUPS
 from streamer.simulate.machine import H200, gpu_properties
 from streamer.simulate.temporaries import temporary_bytes, workspace_bytes
-
-pytestmark = pytest.mark.cuda_api
 
 #: What the allocator may give on top of what is asked for, rather than split a block.
 UNSPLIT = 1 << 20
@@ -68,6 +67,7 @@ class Compared(TorchDispatchMode):
 Reduction = Callable[[torch.Tensor], torch.Tensor]
 
 
+@pytest.mark.cuda_api
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("reduction", "at_least"),
@@ -92,6 +92,7 @@ def test_reductions(reduction: Reduction, at_least: int, dtype: torch.dtype) -> 
     compared.check(at_least=at_least)
 
 
+@pytest.mark.cuda_api
 @pytest.mark.parametrize("rows", [5000, 50257])
 @pytest.mark.parametrize("width", [512, 4096])
 def test_gradients_of_embeddings(rows: int, width: int) -> None:
@@ -103,6 +104,7 @@ def test_gradients_of_embeddings(rows: int, width: int) -> None:
     compared.check(at_least=2)
 
 
+@pytest.mark.cuda_api
 @pytest.mark.parametrize("shape", [(4096, 1000), (2, 8, 512, 512)])
 def test_softmax(shape: tuple[int, ...]) -> None:
     scores = torch.empty(shape, device="cuda", requires_grad=True)
@@ -130,20 +132,29 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("sizes", ATTENTIONS, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_attention(kind: str, sizes: tuple[int, int, int, int, int]) -> None:
-    backend, dtype, masked = KINDS[kind]
+def heads_of(
+    sizes: tuple[int, int, int, int, int], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values, as projections of tokens give them."""
     sequences, heads, tokens, dim, key_heads = sizes
-    grouped = key_heads != heads
-    if grouped and (masked or (backend is SDPBackend.EFFICIENT_ATTENTION and not EFFICIENT_TAKES_GROUPS)):
-        pytest.skip("this kernel has no groups of heads")
 
     def made(heads: int) -> torch.Tensor:
         made = torch.empty(sequences, tokens, heads, dim, dtype=dtype, device="cuda")
         return made.transpose(1, 2).requires_grad_()
 
-    query, key, value = made(heads), made(key_heads), made(key_heads)
+    return made(heads), made(key_heads), made(key_heads)
+
+
+@pytest.mark.cuda_api
+@pytest.mark.parametrize("sizes", ATTENTIONS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention(kind: str, sizes: tuple[int, int, int, int, int]) -> None:
+    backend, dtype, masked = KINDS[kind]
+    sequences, heads, tokens, _, key_heads = sizes
+    grouped = key_heads != heads
+    if grouped and (masked or (backend is SDPBackend.EFFICIENT_ATTENTION and not EFFICIENT_TAKES_GROUPS)):
+        pytest.skip("this kernel has no groups of heads")
+    query, key, value = heads_of(sizes, dtype)
     mask = torch.empty(sequences, 1, tokens, tokens, dtype=dtype, device="cuda") if masked else None
     with sdpa_kernel(backend), Compared() as compared:
         out = F.scaled_dot_product_attention(
@@ -153,12 +164,36 @@ def test_attention(kind: str, sizes: tuple[int, int, int, int, int]) -> None:
     compared.check(at_least=int(tokens >= 1000))
 
 
+@pytest.mark.cuda_values  # nullgpu has no cuDNN
+@pytest.mark.parametrize("sizes", [sizes for sizes in ATTENTIONS if sizes[3] <= 128], ids=str)
+def test_attention_of_cudnn_takes_what_flash_attention_takes(sizes: tuple[int, int, int, int, int]) -> None:
+    """Plans count flash attention in half precision; from compute capability 9.0 on PyTorch takes cuDNN's."""
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("cuDNN's attention in bf16 needs compute capability 8.0")
+    query, key, value = heads_of(sizes, torch.bfloat16)
+
+    def taken(backend: SDPBackend) -> int:
+        with sdpa_kernel(backend):
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            out = F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1]
+            )
+            torch.autograd.grad(out, (query, key, value), torch.empty_like(out))
+            return torch.cuda.max_memory_allocated() - before
+
+    expected = taken(SDPBackend.FLASH_ATTENTION)
+    assert taken(SDPBackend.CUDNN_ATTENTION) == pytest.approx(expected, rel=0.03, abs=UNSPLIT)
+
+
+@pytest.mark.cuda_api
 def test_workspaces_of_cublas() -> None:
     torch._C._cuda_clearCublasWorkspaces()
-    linear = torch.nn.Linear(64, 64, device="cuda")
+    layer = torch.nn.Sequential(*(torch.nn.Linear(64, 64, device="cuda") for _ in range(2)))
     inputs = torch.empty(64, 64, device="cuda")
-    linear(inputs).sum().backward()
-    linear.zero_grad()
+    # autograd's thread adds a bias too where a layer runs again
+    checkpoint(layer, inputs, use_reentrant=False).sum().backward()
+    layer.zero_grad()
     with_products = torch.cuda.memory_allocated()
     torch._C._cuda_clearCublasWorkspaces()
     expected = workspace_bytes(gpu_properties(H200, torch.device("cuda")))

@@ -13,6 +13,7 @@ from torch import nn
 import streamer
 from streamer.backends.base import Lane
 from tests.backends.test_cuda import (
+    MILLISECOND,
     SETTINGS,
     STEPS,
     SlowLane,
@@ -137,6 +138,24 @@ def test_an_fp16_step_that_overflows_changes_nothing() -> None:
             torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
         assert skipped == streamer.stats(model).skipped_steps > 3
         assert not torch.equal(model.state_dict()["lm_head.weight"], before["lm_head.weight"])
+
+
+@pytest.mark.cuda_api
+def test_what_a_gradscaler_copies_to_the_host_is_there_before_it_is_read() -> None:
+    with streamed(gpt(), device="cuda") as model:
+        optimizer = streamer.AdamW(model.parameters())
+        for step in range(2):
+            loss_of(model, step).backward()
+            on_host = [p.grad for p in model.transformer.h.parameters()]
+            for gradient in on_host:
+                gradient.fill_(1.0)
+            found_inf, scale = torch.tensor(0.0).cuda(), torch.tensor(0.25).cuda()
+            torch.cuda._sleep(20 * MILLISECOND)
+            # as torch.amp.grad_scaler._MultiDeviceReplicator does
+            copies = [number.to("cpu", non_blocking=True, copy=True) for number in (found_inf, scale)]
+            torch._amp_foreach_non_finite_check_and_unscale_(on_host, *copies)
+            assert all(torch.equal(gradient, torch.full_like(gradient, 0.25)) for gradient in on_host)
+            optimizer.zero_grad()
 
 
 @pytest.mark.cuda_api

@@ -9,6 +9,7 @@ from zlib import crc32
 
 import torch
 
+from streamer.backends.base import Lane
 from streamer.backends.ranks import together
 from streamer.engine.paging.across_ranks import AcrossRanks
 from streamer.engine.paging.executor import Executor
@@ -133,8 +134,16 @@ class _GradientGuard(_UnitGuard):
             return True
         unit = executor.unit(self._index)
         executor.gradients.before_access(unit, in_use=unit.index in executor.weights.in_flight)
+        if function is _CHECK_FINITE and self._is_first(args):
+            # a GradScaler lets the device copy both of its numbers to the host, and does not wait for them
+            executor.backend.submit(Lane.COMPUTE, lambda: None, (), 0).wait()
         self._is_scaling = function in _SCALING and executor.norms.begin_scaling(unit)
         return executor.across is None or _begin_writing(executor.across, function, args, kwargs)
+
+    def _is_first(self, args: Sequence[Any]) -> bool:
+        """Whether this is the guard of the first guarded gradient of a list on the host."""
+        first = next(gradient for gradient in args[0] if isinstance(gradient, Guarded))
+        return vars(first).get(GUARD) is self and bool(args[1].device.type == "cpu")
 
     def after(
         self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object, gave: bool
@@ -147,6 +156,9 @@ class _GradientGuard(_UnitGuard):
             assert executor is not None, "it has begun"
             executor.norms.scaled(executor.unit(self._index))
 
+
+#: By it a GradScaler takes its scale out of gradients, or looks alone whether they are finite.
+_CHECK_FINITE = torch._amp_foreach_non_finite_check_and_unscale_
 
 #: In-place functions that multiply gradients by a number: the power of that number by which they do.
 _SCALING = {
@@ -200,7 +212,7 @@ def _end_writing(executor: Executor, across: AcrossRanks, function: Function, ar
             executor.weights.write_through(on_disk)
     if across.written_of_root:
         _compare_root(executor.root, across, function)
-    if function is torch._amp_foreach_non_finite_check_and_unscale_:
+    if function is _CHECK_FINITE:
         found_inf = args[1]
         found_inf.fill_(max(across.ranks.meet("what is not finite in gradients", float(found_inf))))
     if on_disk:
@@ -230,7 +242,7 @@ def _compare_root(root: Unit, across: AcrossRanks, function: Function) -> None:
 
 def _only_checks(function: Function, args: Sequence[Any]) -> bool:
     """Whether a GradScaler looks for values that are not finite, and takes no scale out."""
-    return function is torch._amp_foreach_non_finite_check_and_unscale_ and float(args[2]) == 1.0
+    return function is _CHECK_FINITE and float(args[2]) == 1.0
 
 
 def _is_small(power: int, number: Any) -> bool:
