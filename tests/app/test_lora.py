@@ -7,8 +7,11 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import peft
 import pytest
+
+pytest.importorskip("peft", reason="peft is not installed")
+
+import peft
 import torch
 import transformers
 

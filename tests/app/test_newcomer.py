@@ -17,8 +17,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
+
+pytest.importorskip("peft", reason="peft is not installed")
+
+import peft
 import torch
 import transformers
 

@@ -7,8 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
+
+pytest.importorskip("peft", reason="peft is not installed")
+
+import peft
 import torch
 import transformers
 from safetensors.torch import save_file

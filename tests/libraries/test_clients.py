@@ -18,8 +18,14 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
-import lightning as L
 import pytest
+
+pytest.importorskip("lightning", reason="lightning is not installed")
+pytest.importorskip("diffusers", reason="diffusers is not installed")
+pytest.importorskip("ema_pytorch", reason="ema_pytorch is not installed")
+pytest.importorskip("torch_ema", reason="torch_ema is not installed")
+
+import lightning as L
 import torch
 import torch.nn.functional as F
 from diffusers.training_utils import EMAModel

@@ -14,8 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
+
+pytest.importorskip("lightning", reason="lightning is not installed")
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+import lightning as L
 import torch
 from accelerate import Accelerator
 from torch import nn

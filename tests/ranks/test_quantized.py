@@ -13,7 +13,7 @@ import streamer
 from tests.ranks.common import run_ranks
 
 pytest.importorskip("transformers", reason="transformers is not installed")
-from tests.quantized import LAYERS, llama  # noqa: E402
+from tests.quantized import LAYERS, llama
 
 STEPS, RANKS = 2, 2
 KINDS = "torchao int8", "bitsandbytes nf4"
