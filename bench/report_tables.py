@@ -222,7 +222,7 @@ def gpu_figures(reports: Mapping[str, Report]) -> list[str]:
     """What the README says of a GPU: of `bench.fits` and `bench.versus`, or that there is nothing yet."""
     shown = {name: r for name, r in reports.items() if r["script"] in ("bench/fits.py", "bench/versus.py")}
     if not shown:
-        return ["Not yet measured on a GPU: `bash bench/gpu.sh` is ready to run."]
+        return ["No GPU's figures are here yet: `bash bench/gpu.sh` measures them."]
     lines: list[str] = []
     for name, report in shown.items():
         gpu = report["hardware"].get("gpu", "no GPU")

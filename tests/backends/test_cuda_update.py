@@ -159,6 +159,29 @@ def test_what_a_gradscaler_copies_to_the_host_is_there_before_it_is_read() -> No
 
 
 @pytest.mark.cuda_api
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_a_fused_optimizer_skips_the_step_in_which_a_gradscaler_has_found_infinity(kind: Any) -> None:
+    with streamed(gpt(), device="cuda") as model:
+        layers = list(model.transformer.h.parameters())
+        optimizer = kind(layers, lr=0.1, fused=True)
+        optimizer.grad_scale, found = torch.tensor(1.0).cuda(), torch.tensor(1.0).cuda()
+        for step in range(2):
+            loss_of(model, step).backward()
+            for param in layers:
+                param.grad.fill_(1.0)
+            before = [param.detach().clone() for param in layers]
+            # what PyTorch then takes for its copies
+            zeros = [torch.zeros(1).pin_memory() for _ in range(100)]
+            del zeros
+            optimizer.found_inf = torch.zeros_like(found)
+            torch.cuda._sleep(300 * MILLISECOND)
+            optimizer.found_inf.copy_(found)
+            optimizer.step()
+            assert all(map(torch.equal, layers, before))
+            optimizer.zero_grad()
+
+
+@pytest.mark.cuda_api
 def test_bytes_on_the_device_while_gradients_are_summed() -> None:
     with streamed(untied(), device="cuda", dtype=torch.bfloat16) as model:
         streamer.AdamW(model.parameters())

@@ -42,7 +42,7 @@ def test_a_readme_that_is_out_of_date_is_named_and_written(
     assert text.startswith("before\n<!-- figures: adam -->\n| model, moments |")
     assert "| bf16, 8 bits | " in text
     assert text.endswith("\n<!-- end of figures -->\nafter\n")
-    assert "Not yet measured on a GPU" in text
+    assert "No GPU's figures are here yet" in text
     # a figure that changes is seen
     adam["contenders"]["fp32"]["ns_per_parameter"]["median"] += 1
     (results / "adam.json").write_text(json.dumps(adam))

@@ -50,9 +50,22 @@ class _UnitGuard:
         if (executor := self._executor()) is None:
             return True
         executor.await_update(executor.unit(self._index))
+        self._await_copies(executor, function, args, kwargs)
         if executor.across is None or executor.released:
             return True
         return _begin_writing(executor.across, function, args, kwargs)
+
+    def _await_copies(
+        self, executor: Executor, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Wait for the numbers that PyTorch lets a GPU copy to the host, if ``function`` is given some."""
+        if function not in _TAKE_COPIES:
+            return
+        # for the first of the tensors, once for all
+        first = next(item for item in args[0] if isinstance(item, Guarded))
+        numbers = [item for item in (*args[1:], *kwargs.values()) if isinstance(item, torch.Tensor)]
+        if numbers and vars(first).get(GUARD) is self and numbers[0].device.type == "cpu":
+            executor.backend.submit(Lane.COMPUTE, lambda: None, (), 0).wait()
 
     def after(
         self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object, gave: bool
@@ -134,16 +147,9 @@ class _GradientGuard(_UnitGuard):
             return True
         unit = executor.unit(self._index)
         executor.gradients.before_access(unit, in_use=unit.index in executor.weights.in_flight)
-        if function is _CHECK_FINITE and self._is_first(args):
-            # a GradScaler lets the device copy both of its numbers to the host, and does not wait for them
-            executor.backend.submit(Lane.COMPUTE, lambda: None, (), 0).wait()
+        self._await_copies(executor, function, args, kwargs)
         self._is_scaling = function in _SCALING and executor.norms.begin_scaling(unit)
         return executor.across is None or _begin_writing(executor.across, function, args, kwargs)
-
-    def _is_first(self, args: Sequence[Any]) -> bool:
-        """Whether this is the guard of the first guarded gradient of a list on the host."""
-        first = next(gradient for gradient in args[0] if isinstance(gradient, Guarded))
-        return vars(first).get(GUARD) is self and bool(args[1].device.type == "cpu")
 
     def after(
         self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object, gave: bool
@@ -159,6 +165,9 @@ class _GradientGuard(_UnitGuard):
 
 #: By it a GradScaler takes its scale out of gradients, or looks alone whether they are finite.
 _CHECK_FINITE = torch._amp_foreach_non_finite_check_and_unscale_
+#: What PyTorch gives numbers that it copies with ``non_blocking=True`` to where the tensors of the list are:
+#: a GradScaler's scale and what it has found, a learning rate.
+_TAKE_COPIES = {_CHECK_FINITE, torch._fused_adam_, torch._fused_adamw_, torch._fused_adagrad_}
 
 #: In-place functions that multiply gradients by a number: the power of that number by which they do.
 _SCALING = {
