@@ -135,7 +135,10 @@ def _move_inputs(device: torch.device) -> Callable[..., tuple[Any, Any]]:
         if all(tensor.device == device for tensor in tensors):
             # the same objects: the model may write into a list that it is given
             return args, kwargs
-        moved: tuple[Any, Any] = rebuild([tensor.to(device, non_blocking=True) for tensor in tensors])
+        # pinned memory the user may write again once this returns
+        moved: tuple[Any, Any] = rebuild(
+            [tensor.to(device, non_blocking=not tensor.is_pinned()) for tensor in tensors]
+        )
         return moved
 
     return hook

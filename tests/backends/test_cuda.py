@@ -271,6 +271,65 @@ def test_a_device_that_does_not_exist_is_named() -> None:
 # Order
 
 
+Copy = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@pytest.mark.cuda_api
+@pytest.mark.parametrize(
+    "copy_of",
+    [
+        lambda tensor, _: tensor.to("cuda", non_blocking=True),
+        lambda tensor, _: tensor.to("cuda", torch.float32, True),
+        lambda tensor, _: tensor.cuda(non_blocking=True),
+        lambda tensor, device: device.copy_(tensor, non_blocking=True),
+        lambda tensor, device: torch._foreach_copy_([device], [tensor], True)[0],
+    ],
+    ids=["to", "to, by position", "cuda", "copy_", "foreach"],
+)
+@pytest.mark.parametrize("attribute", ["", "grad"])
+def test_what_is_copied_to_the_gpu_may_be_written_at_once(copy_of: Copy, attribute: str) -> None:
+    """As it may where parameters are on the GPU, and the write waits there for the copy."""
+    with streamed(gpt(), device="cuda") as model, torch.enable_grad():
+        loss_of(model, 0).backward()
+        param = model.transformer.h[1].mlp.c_fc.weight
+        tensor = getattr(param, attribute) if attribute else param
+        into = torch.zeros(tensor.shape).cuda()
+        with torch.no_grad():
+            tensor.fill_(1.0)
+            torch.cuda._sleep(100 * MILLISECOND)
+            copied = copy_of(tensor, into)
+            tensor.fill_(2.0)
+        assert torch.equal(copied.cpu(), torch.ones(tensor.shape))
+
+
+@pytest.mark.cuda_api
+@pytest.mark.parametrize("attribute", ["", "grad"])
+def test_what_is_copied_from_the_gpu_may_be_read_at_once(attribute: str) -> None:
+    with streamed(gpt(), device="cuda") as model:
+        loss_of(model, 0).backward()
+        param = model.transformer.h[1].mlp.c_fc.weight
+        tensor = getattr(param, attribute) if attribute else param
+        source = torch.full(tensor.shape, 3.0).cuda()
+        torch.cuda._sleep(100 * MILLISECOND)
+        with torch.no_grad():
+            tensor.copy_(source, non_blocking=True)
+        assert torch.equal(tensor, torch.full(tensor.shape, 3.0))
+
+
+@pytest.mark.cuda_api
+def test_inputs_in_pinned_memory_may_be_written_once_forward_returns() -> None:
+    seen = []
+    tokens = torch.ones(2, 8, dtype=torch.long).pin_memory()
+    with streamed(gpt(), device="cuda") as model, torch.no_grad():
+        model.transformer.wte.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+        for _ in range(2):
+            tokens.fill_(1)
+            torch.cuda._sleep(300 * MILLISECOND)
+            model(tokens)
+            tokens.fill_(2)
+    assert all(torch.equal(moved.cpu(), torch.ones(2, 8, dtype=torch.long)) for moved in seen)
+
+
 @pytest.mark.cuda_values
 @pytest.mark.parametrize("slow", [lane for lane in Lane if lane not in SPECIAL], ids=str)
 @pytest.mark.parametrize("activations", ["recompute", "keep"])

@@ -15,7 +15,8 @@ every library that it calls, knows nothing of that, and does not have to. So
 - what shares memory with a gradient keeps its values when the gradient is dropped: see
   `GradientViews.vacate`. It can be written without a trace too, so the gradient's norm is taken again
   whenever it is asked for;
-- gradients that are multiplied by a number stay finite if they were: see `Norms.scaled`.
+- gradients that are multiplied by a number stay finite if they were: see `Norms.scaled`;
+- a copy to or from the tensor is done when it returns, ``non_blocking`` or not: see `_at_once`.
 
 Inside of the library these tensors are used as plain ones, in `unguarded` blocks.
 
@@ -310,6 +311,8 @@ def _touch(function: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, 
     if function in METADATA:
         with unguarded():
             return function(*args, **kwargs)
+    if function in _COPIES:
+        args, kwargs = _at_once(args, kwargs)
     touched: list[tuple[Guard, Any]] = [
         (guard, tensor)
         for tensor in walk((*args, *kwargs.values()))
@@ -414,6 +417,23 @@ _WRITING_OPERATORS = frozenset(
         *("__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
     )
 )
+
+#: What copies between the host and a device, and may return before it has, as ``non_blocking`` says.
+_COPIES = frozenset(_functions("to cuda type copy_ _foreach_copy_"))
+
+
+def _at_once(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """The arguments of one of `_COPIES`, without leave to return early.
+
+    Parameters and gradients of layers are in pinned memory, which the user, whose parameters were on the GPU,
+    does not know. There the next operation would wait for the copy; on the host it would not.
+    """
+    # by position it is the first boolean
+    place = next((place for place, item in enumerate(args) if isinstance(item, bool)), None)
+    if place is not None and args[place]:
+        args = [*args[:place], False, *args[place + 1 :]]
+    return args, {**kwargs, "non_blocking": False} if kwargs.get("non_blocking") else kwargs
+
 
 #: What gives memory away in another form than that of a tensor.
 _GIVES_MEMORY = frozenset(
