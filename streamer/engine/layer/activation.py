@@ -66,8 +66,8 @@ class Gate(OwnHook):
         if not self._is_open:
             raise RuntimeError(
                 f"a tensor that layer '{self._layer}' computed reached the loss by another way than the "
-                "layer's return value (an attribute, a hook, a cache, recorded outputs such as router "
-                "logits, or torch.autograd.grad in the layer itself), where its gradient would be lost: "
+                "layer's return value (an attribute, a hook, a cache, or torch.autograd.grad in the layer "
+                "itself), where its gradient would be lost: "
                 "return it, detach it, or do not stream this list of layers"
             )
 

@@ -20,12 +20,13 @@ from torch.autograd import forward_ad
 
 from streamer.engine.layer.activation import LayerCall, Outputs
 from streamer.engine.layer.ambient import Autocast, past_checkpoints
-from streamer.engine.layer.call import Call, Compiler, apart, is_compiled, run_on_slot
+from streamer.engine.layer.call import Call, CompiledForward, Compiler, apart, is_compiled, run_on_slot
 from streamer.engine.layer.micro_batches import AmbiguousBatchError, BatchSlices, Joined, MicroBatches
 from streamer.engine.layer.outside_access import HAD, unwatched
 from streamer.engine.layer.parameter_gradients import asked_of
 from streamer.engine.layer.policies import POLICIES
 from streamer.engine.layer.recompute import Owners
+from streamer.engine.layer.recorded import RecordingForward
 from streamer.engine.layer.sharing import untangle
 from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.unit import Unit
@@ -203,25 +204,33 @@ class StreamedLayer:
             return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        forward = self._forward
+        # compiled code does not record
+        recording = RecordingForward.of(forward.plain if isinstance(forward, CompiledForward) else forward)
+        if recording is None:
+            return self._call_of(forward, args, kwargs)
+        return recording.hand_on(self._call_of(recording, args, kwargs))
+
+    def _call_of(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._executor.structure.enter(self._unit.index)
         check_transforms(self._unit.name)
         if not torch.is_grad_enabled():
-            return self._infer(args, kwargs, Phase.INFERENCE)
+            return self._infer(forward, args, kwargs, Phase.INFERENCE)
         args, kwargs = without_caches(args, kwargs, self._unit.name)
         inputs, rebuild = flatten((args, kwargs))
         if not _needs_graph(inputs) and not _needs_graph(self._unit.params):
-            return self._infer(args, kwargs, Phase.FROZEN)
+            return self._infer(forward, args, kwargs, Phase.FROZEN)
         check_dual(self._unit.name, inputs)
         cut = self._micro_batches.cut(args, kwargs, inputs)
-        layer_call = self._call_kind(
-            self._executor, Call(self._unit, self._forward, rebuild), self._policy, cut
-        )
+        layer_call = self._call_kind(self._executor, Call(self._unit, forward, rebuild), self._policy, cut)
         results: list[Any] = []
         with past_checkpoints():
             outputs = _Layer.apply(layer_call, results, *self._unit.trainable, *inputs)
         return results.pop()((*outputs, *inputs))
 
-    def _infer(self, args: tuple[Any, ...], kwargs: dict[str, Any], phase: Phase) -> Any:
+    def _infer(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], phase: Phase
+    ) -> Any:
         """Run the layer without a graph, on the very objects it was given: it may write into a cache."""
 
         unit = self._unit
@@ -232,18 +241,18 @@ class StreamedLayer:
             leaves = unit.leaves(weights)
 
             def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-                outputs, rebuild = flatten(run_on_slot(unit, self._forward, weights, leaves, args, kwargs))
+                outputs, rebuild = flatten(run_on_slot(unit, forward, weights, leaves, args, kwargs))
                 return rebuild(apart(outputs, weights))
 
             def aside(rebuild: Rebuild, inputs: Tensors) -> Outputs:
                 with self._executor.root.buffers_unwritten_by(unit.name):
-                    return Call(unit, self._forward, rebuild).run_aside(weights, inputs)
+                    return Call(unit, forward, rebuild).run_aside(weights, inputs)
 
             autocast = Autocast.now(self._executor.backend.device)
             with autocast.uncached(), _slot_for_now(unit, weights), owners:
                 result = infer(run, unit, self._micro_batches, args, kwargs, aside)
             leaves.clear()
-            if phase is Phase.INFERENCE and not is_compiled(self._forward):
+            if phase is Phase.INFERENCE and not is_compiled(forward):
                 owners.check_none_left(unit)
             return result
 

@@ -14,7 +14,8 @@ What the layer returns is put together along the same dimension. The first tenso
 per sample if its shape is that of the hidden states. Another one that is as long as the slice may be so by
 chance (there are as many experts). The first time that a layer returns such a tensor, it runs once more, on a
 slice that is twice as long, or on the whole batch (`Call.run_aside`): what has an entry per sample is then
-longer too.
+longer too. So it is found that a tensor has several entries per sample (router logits have one per token),
+where those of the first samples then come first, with the same values.
 
 Random numbers are drawn slice after slice, in each layer. A layer that looks across its batch (batch
 normalisation, experts with a capacity, a state that it keeps) sees one slice after another, as with gradient
@@ -53,8 +54,11 @@ class Part(NamedTuple):
 Parts = Sequence[Part | None]
 
 Shapes = Sequence[tuple[int, ...]]
-#: For the numbers of dimensions of what a layer returns: which of that has an entry per sample.
-KnownOutputs = dict[tuple[int, ...], list[bool]]
+#: For the numbers of dimensions of what a layer returns, and whether each tensor is longer than the slice:
+#: which of them have entries per sample.
+KnownOutputs = dict[tuple[tuple[int, bool], ...], list[bool]]
+#: How much of their mean magnitude numbers of two runs on slices of other lengths may differ.
+ROUNDING = 0.02
 
 
 class BatchSlices(NamedTuple):
@@ -165,7 +169,9 @@ class Joined:
                 place = self.tensors[one.of], self.parts[one.of]
                 view = self._of_whole(view, outputs[one.of], *place, number)
                 is_first_of_samples = number == 0 and self.parts[one.of] is not None
-                if view is None or (is_first_of_samples and not self._is_per_sample(views, shapes, given)):
+                if view is None or (
+                    is_first_of_samples and self._per_sample(views, shapes, given, outputs) != 1
+                ):
                     raise self._shares_memory()
                 views += 1
             shown.append(replace(one, view=view))
@@ -194,34 +200,64 @@ class Joined:
                 whole, part = self._place(of)
                 view = View.of(output, other)
                 view = None if view is None else self._of_whole(view, other, whole, part, 0)
-                if view is None or (part is not None and not self._is_per_sample(index, shapes, inputs)):
+                if view is None or (
+                    part is not None and self._per_sample(index, shapes, inputs, outputs) != 1
+                ):
                     raise self._shares_memory()
                 self._add(view.on(whole).detach(), None if part is None else Part(dim), _Alias(of, view))
                 return
-        if self._is_per_sample(index, shapes, inputs):
+        if per_sample := self._per_sample(index, shapes, inputs, outputs):
             shape = list(output.shape)
-            shape[dim] = self._total
-            self._add(output.new_empty(shape), Part(dim), None)
+            shape[dim] = self._total * per_sample
+            self._add(output.new_empty(shape), Part(dim, per_sample), None)
         else:
             self._add(output, None, None)
 
-    def _is_per_sample(self, index: int, shapes: Shapes, inputs: Tensors) -> bool:
-        """Whether what has shape number ``index`` among ``shapes``, made of the first slice's ``inputs``, has
-        an entry for each of its samples. [Note: micro-batches]"""
+    def _per_sample(self, index: int, shapes: Shapes, inputs: Tensors, outputs: Tensors) -> int:
+        """How many entries what has shape number ``index`` among ``shapes``, those of ``outputs`` first, made
+        of the first slice's ``inputs``, has for each of its samples; 0 for none. [Note: micro-batches]"""
         dim, (_, length) = self._cut.dim, self._cut.slices[0]
-        if shapes[index][dim : dim + 1] != (length,):
-            return False
+        per_sample, rest = divmod(shapes[index][dim], length) if shapes[index][dim:] else (0, 0)
+        if not per_sample or rest:
+            return 0
         if index == 0 and shapes[index] == inputs[self._cut.hidden].shape:
+            return 1
+        key = tuple((len(shape), bool(shape[dim:]) and shape[dim] > length) for shape in shapes)
+        if key not in self._cut.known:
+            self._cut.known[key] = self._look_at_more(shapes, outputs)
+        return per_sample if self._cut.known[key][index] else 0
+
+    def _look_at_more(self, shapes: Shapes, outputs: Tensors) -> list[bool]:
+        """For each of ``shapes``, of what the layer has returned for the first slice, whether it has entries
+        per sample, by what the layer returns for a longer slice."""
+        dim, (_, length) = self._cut.dim, self._cut.slices[0]
+        # a layer that pairs samples takes those lengths too
+        longer = min(2 * length, self._total)
+        more, rebuild = self._aside(self._cut._replace(slices=[(0, longer)]).inputs(self._inputs, 0))
+        others = _shapes(more, rebuild)
+        if [*map(len, others)] != [*map(len, shapes)]:
+            raise self._cannot_join("returns other tensors for one length than for another")
+        return [
+            bool(shape[dim:])
+            and shape[dim] * longer == other[dim] * length
+            and (shape[dim] == length or self._come_first(index, outputs, more))
+            for index, (shape, other) in enumerate(zip(shapes, others, strict=True))
+        ]
+
+    def _come_first(self, index: int, outputs: Tensors, more: Tensors) -> bool:
+        """Whether number ``index`` of ``more``, returned for more samples, begins with ``outputs[index]``."""
+        if index >= len(outputs):
+            return False  # a view
+        mine, other = outputs[index].detach(), more[index].detach()
+        if mine.is_meta:
             return True
-        dims = tuple(map(len, shapes))
-        if dims not in self._cut.known:
-            # a layer that pairs samples takes those lengths too
-            longer = min(2 * length, self._total)
-            others = _shapes(*self._aside(self._cut._replace(slices=[(0, longer)]).inputs(self._inputs, 0)))
-            if tuple(map(len, others)) != dims:
-                raise self._cannot_join("returns other tensors for one length than for another")
-            self._cut.known[dims] = [shape[dim : dim + 1] == (longer,) for shape in others]
-        return self._cut.known[dims][index]
+        other = other.narrow(self._cut.dim, 0, mine.shape[self._cut.dim])
+        if mine.shape != other.shape or mine.dtype != other.dtype:
+            return False
+        if not mine.is_floating_point():
+            return torch.equal(mine, other)
+        difference = (mine.double() - other.double()).abs().mean()
+        return bool(difference <= ROUNDING * mine.double().abs().mean())
 
     def _add(self, whole: torch.Tensor, part: Part | None, alias: _Alias | None) -> None:
         self.tensors.append(whole)

@@ -469,8 +469,14 @@ def test_a_slice_that_tells_how_to_put_together_leaves_nothing(
         (1, lambda layer, hidden, mask: hidden.tanh()[:, -1][None]),
         (1, lambda layer, hidden, mask: hidden[:, -1][None]),
         (2, lambda layer, hidden, mask: hidden[:2]),
+        (2, lambda layer, hidden, mask: hidden.transpose(0, 1).flatten(0, 1) * 2),
+        (1, lambda layer, hidden, mask: hidden.transpose(0, 1).flatten(0, 1) * 2),
+        (2, lambda layer, hidden, mask: nn.functional.dropout(hidden.flatten(0, 1), 0.5)),
     ],
-    ids=["as many experts", "one number", "a recurrent state", "a view", "two samples"],
+    ids=[
+        *("as many experts", "one number", "a recurrent state", "a view", "two samples"),
+        *("first tokens first", "first tokens of one sample first", "several per sample, at random"),
+    ],
 )
 def test_what_is_as_long_as_a_slice_by_chance_is_refused(
     what: Callable[..., Any], size: int, grad: bool
@@ -484,6 +490,12 @@ def test_what_is_as_long_as_a_slice_by_chance_is_refused(
 def test_what_is_the_same_in_each_slice_is_whole_though_it_is_as_long() -> None:
     model = Caller(returning(lambda layer, hidden, mask: layer.linear.bias[:2] * 2))
     assert_close_to_plain(model, use_all, micro_batch_size=2)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_several_entries_per_sample_are_put_together(size: int) -> None:
+    model = Caller(returning(lambda layer, hidden, mask: hidden.flatten(0, 1).square() * 0.01))
+    assert_close_to_plain(model, use_all, micro_batch_size=size)
 
 
 class Skips(Layer):
