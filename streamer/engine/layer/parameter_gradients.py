@@ -14,6 +14,7 @@ from torch import nn
 from streamer.engine.paging.unit import Unit
 from streamer.engine.tensors.guarded import as_plain
 from streamer.engine.tensors.param_hooks import hooks_of_all
+from streamer.memory.purposes import FP32
 from streamer.torch_private import comes_to, keeps_graph
 
 
@@ -51,8 +52,6 @@ def graph_is_retained() -> bool:
     """Whether the backward that is running was told to keep its graph."""
     return bool(keeps_graph())
 
-
-FP32 = torch.float32
 
 #: Bytes of a gradient that waits for others of its size (of biases and norms), to be copied in one launch.
 SMALL_BYTES = 1 << 16

@@ -79,7 +79,7 @@ import torch
 
 from streamer.backends.ranks import Channel, Ranks, Turn
 from streamer.engine.disk.state import masters_of
-from streamer.engine.paging.gradients import FP32, Gradients, is_summed
+from streamer.engine.paging.gradients import Gradients, is_summed
 from streamer.engine.paging.norms import sum_squares
 from streamer.engine.paging.unit import Unit
 from streamer.engine.schedule import op as ops
@@ -88,7 +88,7 @@ from streamer.engine.schedule.op import ROOT
 from streamer.engine.tensors.guarded import as_plain
 from streamer.memory.host import HostStore
 from streamer.memory.layout import ALIGN_BYTES, Layout, Stretch
-from streamer.memory.purposes import Purpose
+from streamer.memory.purposes import FP32, Purpose
 from streamer.memory.shares import Share, places_of, shares_of, within
 from streamer.memory.slots import gather_bytes, reduce_bytes
 

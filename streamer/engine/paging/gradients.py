@@ -28,12 +28,11 @@ from streamer.engine.tensors.guarded import GUARD, Guard, GuardedTensor, as_plai
 from streamer.errors import warn
 from streamer.memory.host import HostShard, HostStore, array
 from streamer.memory.layout import Slice, Stretch
-from streamer.memory.purposes import GRADIENTS, STAGING, SUMS, Purpose, host_bytes
+from streamer.memory.purposes import FP32, GRADIENTS, STAGING, SUMS, Purpose, host_bytes
 from streamer.memory.slots import GradientSlots, num_grad_slots
 from streamer.memory.verdict import Tier, require
 from streamer.torch_private import storage_id, storage_owners
 
-FP32 = torch.float32
 #: From so many steps on of which a layer's gradients are kept a warning says what that takes.
 MANY = 4
 

@@ -62,9 +62,9 @@ class _UnitGuard:
         if function not in _TAKE_COPIES:
             return
         # for the first of the tensors, once for all
-        first = next(item for item in args[0] if isinstance(item, Guarded))
+        first = next((vars(item).get(GUARD) for item in args[0] if isinstance(item, Guarded)), self)
         numbers = [item for item in (*args[1:], *kwargs.values()) if isinstance(item, torch.Tensor)]
-        if numbers and vars(first).get(GUARD) is self and numbers[0].device.type == "cpu":
+        if numbers and first is self and numbers[0].device.type == "cpu":
             executor.backend.submit(Lane.COMPUTE, lambda: None, (), 0).wait()
 
     def after(
