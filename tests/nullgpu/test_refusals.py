@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 import streamer
 from models.gpt2 import GPT
+from streamer.torch_private import set_allocator
 
 pytestmark = pytest.mark.cuda_api
 
@@ -43,6 +44,15 @@ def begin(model: GPT) -> Callable[[], int]:
         return allocated()
 
     return step
+
+
+@pytest.fixture(autouse=True)
+def allocator_as_new() -> None:
+    """As a process has it that has chosen no setting, with nothing of other tests in what it has taken."""
+    set_allocator("expandable_segments:False")
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
 
 
 def asked(nullgpu: ModuleType, work: Callable[[], object]) -> int:
