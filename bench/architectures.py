@@ -9,7 +9,7 @@ the first loss and the first gradients (difference over the largest gradient of 
 all losses, norms and final weights, and the keys of ``state_dict``. AdamW has eps 1e-5 on both sides, so that
 gradients that are nothing but rounding (a bias before a softmax) do not move their weights by a whole step.
 The plain models run without their key/value cache, as streamed layers do in training. On a GPU both sides
-take PyTorch's deterministic algorithms. ``--part 0/4`` takes every fourth, for several processes.
+take PyTorch's deterministic algorithms. ``--part 0/4`` takes every fourth, into a table of its own.
 """
 
 from __future__ import annotations
@@ -94,7 +94,6 @@ def streamed_run(architecture: Architecture, activations: str, device: str) -> t
     """Trained by streamer, and the number of layers that were streamed."""
     model = architecture.build()
     streamer.wrap(model, layers=architecture.layers, device=device, activations=activations)
-    model.register_forward_pre_hook(partial(_inputs_on, device), with_kwargs=True)
     layers = len(wrapped(model).executor.units)
     optimizer = streamer.AdamW(model.parameters(), lr=1e-3, eps=1e-5, weight_decay=0.1)
     run = _train(model, architecture.loss, optimizer, lambda: streamer.clip_grad_norm_(model, 1.0))

@@ -75,6 +75,19 @@ run_backward: Callable[..., Any] = _find(
 #: How many modes of `torch.utils._python_dispatch` an operation goes on to from here.
 num_dispatch_modes: Callable[[], int] = _find("_C._len_torch_dispatch_stack", "plans alike operations once")
 
+#: By it a GradScaler takes its scale out of gradients, or looks alone whether they are finite.
+check_finite: Callable[..., Any] = _find(
+    "_amp_foreach_non_finite_check_and_unscale_", "knows what a GradScaler does to gradients"
+)
+#: What PyTorch gives numbers that it copies with ``non_blocking=True`` to where the tensors of the list are:
+#: a GradScaler's scale and what it has found, a learning rate.
+take_copies: frozenset[Callable[..., Any]] = frozenset(
+    (
+        check_finite,
+        *(_find(f"_fused_{name}_", "waits for such numbers") for name in ("adam", "adamw", "adagrad")),
+    )
+)
+
 #: How many nodes of autograd graphs this thread has made.
 nodes_made: Callable[[], int] = _find("_C._autograd._get_sequence_nr", "knows a graph's tensors again")
 

@@ -255,3 +255,11 @@ def test_checker_finds_a_circle(tmp_path: Path) -> None:
 def test_checker_finds_a_stranger(tmp_path: Path) -> None:
     graph = made_up(tmp_path, GROUND | {"streamer/memory/host.py": "import scipy.linalg\n"})
     assert foreign(graph) == {"torch", "scipy"}
+
+
+def test_every_note_is_in_the_list_of_notes() -> None:
+    table = (HOME / "CONTRIBUTING.md").read_text().partition("| note |")[2].partition("\n\n")[0]
+    files = [*(HOME / "streamer").rglob("*.py"), *(HOME / "streamer_native").rglob("*.py")]
+    notes = {note for file in files for note in re.findall(r"(?m)^\s*\[Note: (.+)\]$", file.read_text())}
+    assert len(notes) > 20
+    assert [note for note in sorted(notes) if note not in table] == []

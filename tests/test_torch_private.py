@@ -24,7 +24,7 @@ HOME = Path(__file__).parent.parent / "streamer"
 #: documentation speaks of (_version, _base, _parameters, _buffers, _modules) are anybody's.
 PRIVATE = re.compile(
     r"torch\._C\b|\._cdata\b|_execution_engine|_active_ddp_module|_current_level|_sequence_nr\b|_raw_saved_|"
-    r"\._is_view\b|_creation_meta"
+    r"\._is_view\b|_creation_meta|torch\._amp_|torch\._fused_ada"
 )
 
 
@@ -42,6 +42,23 @@ def test_no_other_file_uses_what_is_private() -> None:
 def test_what_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ImportError, match=r"PyTorch .* has no torch\._C\._gone, by which streamer counts"):
         private._find("_C._gone", "counts")
+
+
+def test_a_gradscaler_and_fused_optimizers_call_what_takes_copies() -> None:
+    called = set()
+
+    class Calls(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.add(function)
+            return function(*args, **kwargs or {})
+
+    for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad):
+        weight = nn.Parameter(torch.ones(2))
+        scaler, optimizer = torch.amp.GradScaler("cpu"), kind([weight], fused=True)
+        scaler.scale(weight.sum()).backward()
+        with Calls():
+            scaler.step(optimizer)
+    assert private.take_copies <= called
 
 
 def test_subclasses_are_switched_off_and_on() -> None:

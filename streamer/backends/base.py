@@ -151,6 +151,10 @@ class Backend(abc.ABC):
         self.submit(Lane.HOST, lambda: results.append(work()), (), 0).wait()
         return results.pop()
 
+    def finish_compute(self) -> None:
+        """Return when all is done that the caller has queued on the device until now."""
+        self.submit(Lane.COMPUTE, lambda: None, (), 0).wait()
+
     @abc.abstractmethod
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
         """Copy ``source`` into ``into`` (flat uint8, equal sizes); called by work on H2D and D2H."""

@@ -67,8 +67,8 @@ class Gate(OwnHook):
             raise RuntimeError(
                 f"a tensor that layer '{self._layer}' computed reached the loss by another way than the "
                 "layer's return value (an attribute, a hook, a cache, or torch.autograd.grad in the layer "
-                "itself), where its gradient would be lost: "
-                "return it, detach it, or do not stream this list of layers"
+                "itself), where its gradient would be lost: return it, detach it, or do not stream this list "
+                "of layers"
             )
 
     __call__ = check

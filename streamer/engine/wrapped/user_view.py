@@ -9,7 +9,6 @@ from zlib import crc32
 
 import torch
 
-from streamer.backends.base import Lane
 from streamer.backends.ranks import together
 from streamer.engine.paging.across_ranks import AcrossRanks
 from streamer.engine.paging.executor import Executor
@@ -28,7 +27,7 @@ from streamer.engine.tensors.guarded import (
 )
 from streamer.engine.tensors.nested import walk
 from streamer.memory.host import with_own_storage
-from streamer.torch_private import storage_owners
+from streamer.torch_private import check_finite, storage_owners, take_copies
 
 #: Of weights on disk, those of so many units stay in memory until others are asked for.
 KEPT_UNITS = 2
@@ -59,13 +58,13 @@ class _UnitGuard:
         self, executor: Executor, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
         """Wait for the numbers that PyTorch lets a GPU copy to the host, if ``function`` is given some."""
-        if function not in _TAKE_COPIES:
+        if function not in take_copies:
             return
         # for the first of the tensors, once for all
         first = next((vars(item).get(GUARD) for item in args[0] if isinstance(item, Guarded)), self)
         numbers = [item for item in (*args[1:], *kwargs.values()) if isinstance(item, torch.Tensor)]
         if numbers and first is self and numbers[0].device.type == "cpu":
-            executor.backend.submit(Lane.COMPUTE, lambda: None, (), 0).wait()
+            executor.backend.finish_compute()
 
     def after(
         self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object, gave: bool
@@ -163,12 +162,6 @@ class _GradientGuard(_UnitGuard):
             executor.norms.scaled(executor.unit(self._index))
 
 
-#: By it a GradScaler takes its scale out of gradients, or looks alone whether they are finite.
-_CHECK_FINITE = torch._amp_foreach_non_finite_check_and_unscale_
-#: What PyTorch gives numbers that it copies with ``non_blocking=True`` to where the tensors of the list are:
-#: a GradScaler's scale and what it has found, a learning rate.
-_TAKE_COPIES = {_CHECK_FINITE, torch._fused_adam_, torch._fused_adamw_, torch._fused_adagrad_}
-
 #: In-place functions that multiply gradients by a number: the power of that number by which they do.
 _SCALING = {
     torch.Tensor.mul_: 1,
@@ -221,7 +214,7 @@ def _end_writing(executor: Executor, across: AcrossRanks, function: Function, ar
             executor.weights.write_through(on_disk)
     if across.written_of_root:
         _compare_root(executor.root, across, function)
-    if function is _CHECK_FINITE:
+    if function is check_finite:
         found_inf = args[1]
         found_inf.fill_(max(across.ranks.meet("what is not finite in gradients", float(found_inf))))
     if on_disk:
@@ -251,7 +244,7 @@ def _compare_root(root: Unit, across: AcrossRanks, function: Function) -> None:
 
 def _only_checks(function: Function, args: Sequence[Any]) -> bool:
     """Whether a GradScaler looks for values that are not finite, and takes no scale out."""
-    return function is _CHECK_FINITE and float(args[2]) == 1.0
+    return function is check_finite and float(args[2]) == 1.0
 
 
 def _is_small(power: int, number: Any) -> bool:
