@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from streamer.backends import thread as lanes
 from streamer.backends.base import Event
 from streamer.engine.paging.norms import Norms
 from streamer.engine.schedule.hazards import Issuer
@@ -29,6 +30,9 @@ for devices in (torch.cuda, torch.xpu, torch.mtia):
     if not devices.is_available():
         # `torch.manual_seed` would keep every seed for when there are any, each with the stack as a text
         devices.manual_seed_all = lambda seed: None
+
+# the layers are tiny: their copies shall race with what else runs, as those of larger layers do
+SHORT_COPY, lanes.SHORT_COPY = lanes.SHORT_COPY, -1
 
 # what tests import are millions of objects, none of them garbage: `what_was_imported_stays` goes on with it
 gc.disable()

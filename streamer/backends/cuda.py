@@ -17,7 +17,6 @@ import mmap
 import platform
 import resource
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -34,6 +33,7 @@ from streamer.backends.base import (
     Event,
     Failure,
     Lane,
+    Latch,
     Process,
     Span,
 )
@@ -155,7 +155,7 @@ class CudaEvent(Event):
     def __init__(self, lane: Lane, clock: CudaClock) -> None:
         self.lane = lane
         self._failure: Failure | None = None
-        self._issued = threading.Event()
+        self._issued = Latch()
         self._clock = clock
         self._end: torch.cuda.Event | None = None
         self._marks: tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event] | None = None
@@ -183,16 +183,16 @@ class CudaEvent(Event):
         except BaseException as error:
             self.fail(error)
             raise
-        self._issued.set()
+        self._issued.open()
 
     def fail(self, error: BaseException) -> None:
         """Raise ``error`` to whoever waits for the work, which was not enqueued."""
         self._failure = Failure(error)
-        self._issued.set()
+        self._issued.open()
 
     def is_issued(self) -> bool:
         """Whether a stream can be made to wait for it."""
-        return self._issued.is_set()
+        return self._issued.is_open
 
     def hold(self, stream: torch.cuda.Stream) -> None:
         """Make what is enqueued on ``stream`` from now on wait for this event."""
@@ -205,7 +205,7 @@ class CudaEvent(Event):
         return self._failure is not None
 
     def span(self) -> Span | None:
-        if self._issued.is_set() and self._marks is not None and self._marks[-1].query():
+        if self._issued.is_open and self._marks is not None and self._marks[-1].query():
             # asked for again and again by whoever waited for this event
             self._span, self._marks = self._clock.span(*self._marks), None
         return self._span
@@ -240,7 +240,8 @@ class CudaClock:
         """When the three, all of which have passed, did so."""
         if time.perf_counter() - self._origin_seconds > ORIGIN_SECONDS:
             self._set_origin()
-        return Span(self._seconds(ready), self._seconds(start), self._seconds(end))
+        began = self._seconds(ready)
+        return Span(began, began if start is ready else self._seconds(start), self._seconds(end))
 
     def _seconds(self, mark: torch.cuda.Event) -> float:
         after = float(self._origin.elapsed_time(mark))
@@ -289,7 +290,7 @@ class CudaBackend(Backend):
         if lane is not Lane.COMPUTE:
             self._enqueue(event, work, waits)
             return event
-        stream = torch.cuda.current_stream(self._index)
+        stream = self._current_stream()
         if self._last_compute is not None and self._last_compute[0] != stream:
             # the caller has gone over to another stream, and the lane must stay in order
             waits = (self._last_compute[1], *waits)
@@ -401,7 +402,14 @@ class CudaBackend(Backend):
 
     def changes_stream(self) -> bool:
         last = self._last_compute
-        return last is not None and last[0] != torch.cuda.current_stream(self._index)
+        return last is not None and last[0] != self._current_stream()
+
+    def _current_stream(self) -> torch.cuda.Stream:
+        last = self._last_compute
+        # asked for several times in each visit: PyTorch takes six times as long to make one
+        if last is not None and torch.accelerator.current_stream(self._index).stream_id == last[0].stream_id:
+            return last[0]
+        return torch.cuda.current_stream(self._index)
 
     def device_trim(self) -> None:
         torch.cuda.empty_cache()

@@ -19,7 +19,18 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from streamer.backends.base import COPIES, WORKER_LANES, Backend, Event, Failure, Lane, Process, Span
+from streamer.backends.base import (
+    COPIES,
+    WORKER_LANES,
+    Backend,
+    Event,
+    Failure,
+    Lane,
+    Latch,
+    Lock,
+    Process,
+    Span,
+)
 from streamer.backends.host_memory import available_bytes, mapped, reserved
 from streamer.torch_private import SubclassesOff
 
@@ -32,29 +43,23 @@ class HostEvent(Event):
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
         self._failure: Failure | None = None
-        # a lock that is held until the work is done: a `threading.Event` takes forty times as long to make
-        self._running = threading.Lock()
-        self._running.acquire()
-        self._is_done = False
+        self._done = Latch()
         self._span: Span | None = None
 
     def finish(self, span: Span | None, error: BaseException | None = None) -> None:
         """Mark the work as done, or as failed with ``error``."""
         self._span = span
         self._failure = None if error is None else Failure(error)
-        self._is_done = True
-        self._running.release()
+        self._done.open()
 
     def wait(self) -> None:
-        if not self._is_done:
-            with self._running:
-                pass
+        self._done.wait()
         if self._failure is not None:
             raise self._failure.again()
 
     def is_done(self) -> bool:
         """Whether the work has run, or failed."""
-        return self._is_done
+        return self._done.is_open
 
     def failed(self) -> bool:
         return self._failure is not None
@@ -64,6 +69,8 @@ class HostEvent(Event):
 
 
 Delay = Callable[[], float]
+#: Bytes that are copied sooner than another thread would begin to.
+SHORT_COPY = 1 << 17
 Task = tuple[Callable[[], object], Sequence[Event], Delay | None, HostEvent]
 
 
@@ -76,23 +83,48 @@ class Worker:
     def __init__(self, lane: Lane, *, name: str | None = None) -> None:
         self.lane = lane
         self._process = Process()
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._closed = False
+        #: the end of what was queued last
+        self._last: HostEvent | None = None
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"streamer-{name or lane.value}", daemon=True)
         self._thread.start()
 
     def submit(
-        self, work: Callable[[], object], waits: Sequence[Event], *, delay: Delay | None = None
+        self,
+        work: Callable[[], object],
+        waits: Sequence[Event],
+        *,
+        delay: Delay | None = None,
+        is_short: bool = False,
     ) -> HostEvent:
         """Queue ``work``, which begins ``delay()`` seconds late; the returned event is done when it has run.
+        What ``is_short`` runs at once in the caller's thread where there is nothing to wait for.
         Raises RuntimeError once closed, and in a forked process."""
         self._process.check()
         done = HostEvent(self.lane)
         with self._lock:
             self.check_open()
-            self._tasks.put((work, waits, delay, done))
+            is_next = is_short and (self._last is None or self._last.is_done())
+            self._last = done
+            if is_next and all(event.span() is not None for event in waits):
+                self._run_here(work, done)
+            else:
+                self._tasks.put((work, waits, delay, done))
         return done
+
+    def _run_here(self, work: Callable[[], object], done: HostEvent) -> None:
+        try:
+            start = time.perf_counter()
+            work()
+            done.finish(Span(start, start, time.perf_counter()))
+        except Exception as error:  # noqa: BLE001 - raised by who waits
+            done.finish(None, error)
+        except BaseException:  # Ctrl-C
+            if not done.is_done():
+                self._tasks.put((work, (), None, done))
+            raise
 
     def call(self, work: Callable[[], T]) -> T:
         """Run ``work`` after all that is queued, and return its result."""
@@ -221,6 +253,8 @@ class ThreadBackend(Backend):
     ``delays`` gives, per lane, a function that returns the seconds to wait before each piece of work, but for
     that of `on_host`.
     ``poison`` fills slots with NaN when they are given up.
+    A copy of at most `SHORT_COPY` bytes that has nothing to wait for runs in the caller's thread, unless its
+    lane has a delay or a bandwidth.
 
     ``bytes_per_second`` gives, for H2D, D2H or both, the bandwidth of a slower bus than memory is: a copy of
     n bytes then lasts at least ``n / bandwidth`` seconds, its lane asleep once the bytes are there. A
@@ -254,9 +288,10 @@ class ThreadBackend(Backend):
 
     def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
         if lane is not Lane.COMPUTE:
-            rate = self._bytes_per_second.get(lane)
+            rate, delay = self._bytes_per_second.get(lane), self._delays.get(lane)
             lasting = work if rate is None else self._lasting(work, nbytes / rate)
-            return self._workers[lane].submit(lasting, waits, delay=self._delays.get(lane))
+            is_short = lane in COPIES and nbytes <= SHORT_COPY and rate is None and delay is None
+            return self._workers[lane].submit(lasting, waits, delay=delay, is_short=is_short)
         self._process.check()
         done = HostEvent(lane)
         ready = time.perf_counter()

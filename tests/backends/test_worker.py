@@ -5,15 +5,19 @@ from __future__ import annotations
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
-from streamer.backends.base import Event, Lane, Span
+from streamer.backends import thread
+from streamer.backends.base import Event, Lane, Latch, Span
 from streamer.backends.thread import HostEvent, ThreadBackend, Worker
+from tests.conftest import SHORT_COPY
+from tests.reference import POLICIES, assert_parity, tiny_gpt, train_plain, train_streamed
 
 #: Seconds after which something that should happen at once is said not to happen.
 PATIENCE = 10.0
@@ -194,19 +198,117 @@ def test_nothing_of_the_work_is_held_when_its_end_is_told(
 def test_an_error_is_there_when_its_end_is_told(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that is told of the end before the error would go on with what was never copied."""
     found: list[bool] = []
+    opened = Latch.open
 
-    def looking(self: HostEvent, name: str, value: object) -> None:
-        if (name, value) == ("_is_done", True):
-            found.append(failed.failed())
-        object.__setattr__(self, name, value)
+    def looking(self: Latch) -> None:
+        found.append(failed.failed())
+        opened(self)
 
     gate = HostEvent(Lane.COMPUTE)
     failed = worker.submit(raise_oops, [gate])
-    monkeypatch.setattr(HostEvent, "__setattr__", looking)
+    monkeypatch.setattr(Latch, "open", looking)
     gate.finish(Span(0, 0, 0))
     with pytest.raises(Oops):
         failed.wait()
-    assert (found[0], found[-1]) == (False, True), "at the gate's end, and at the work's own"
+    assert found == [False, True], "at the gate's end, and at the work's own"
+
+
+@pytest.fixture
+def short_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of up to 8 bytes are short; in other tests none is."""
+    monkeypatch.setattr(thread, "SHORT_COPY", 8)
+
+
+def thread_of(backend: ThreadBackend, lane: Lane, waits: Sequence[Event] = (), nbytes: int = 8) -> str:
+    ran: list[str] = []
+    work = lambda: ran.append(threading.current_thread().name)  # noqa: E731
+    backend.submit(lane, work, waits, nbytes).wait()
+    return ran.pop()
+
+
+@pytest.mark.parametrize("lane", [Lane.H2D, Lane.D2H])
+def test_a_short_copy_with_nothing_to_wait_for_runs_in_the_callers_thread(
+    short_copies: None, backend: ThreadBackend, lane: Lane
+) -> None:
+    here = threading.current_thread().name
+    assert thread_of(backend, lane) == here
+    assert thread_of(backend, lane, nbytes=9) == f"streamer-{lane.value}"
+    assert thread_of(backend, Lane.HOST) == "streamer-host"
+    done = backend.submit(lane, lambda: None, (), 0)
+    assert done.span() is not None, "before anybody waits"
+    assert thread_of(backend, lane, [done]) == here
+
+
+@pytest.mark.parametrize(
+    "options", [{"delays": {Lane.H2D: lambda: 0.0}}, {"bytes_per_second": {Lane.H2D: 1e9}}]
+)
+def test_a_short_copy_on_a_slow_lane_does_not(short_copies: None, options: Any) -> None:
+    backend = ThreadBackend(**options)
+    try:
+        assert thread_of(backend, Lane.H2D) == "streamer-h2d"
+        assert thread_of(backend, Lane.D2H) == threading.current_thread().name
+    finally:
+        backend.close()
+
+
+def test_short_copies_stay_in_the_order_of_their_lane(short_copies: None, backend: ThreadBackend) -> None:
+    ran: list[int] = []
+    gate = HostEvent(Lane.COMPUTE)
+    waits: list[list[Event]] = [[gate], [], []]
+    events = [
+        backend.submit(Lane.H2D, partial(ran.append, number), each, 8) for number, each in enumerate(waits)
+    ]
+    before = [*ran]
+    gate.finish(Span(0, 0, 0))
+    events[-1].wait()
+    assert (before, ran) == ([], [0, 1, 2]), "the first one has to wait, and so the others have"
+
+
+@pytest.mark.parametrize("by_its_wait", [False, True])
+def test_what_a_short_copy_raises_is_raised_by_who_waits(
+    short_copies: None, backend: ThreadBackend, by_its_wait: bool
+) -> None:
+    failed = backend.submit(Lane.D2H, raise_oops, (), 8)
+    if by_its_wait:
+        failed = backend.submit(Lane.H2D, lambda: None, [failed], 8)
+    for _ in range(2):
+        with pytest.raises(Oops):
+            failed.wait()
+    assert failed.failed() and failed.span() is None
+
+
+def test_ctrl_c_loses_no_short_copy(short_copies: None, backend: ThreadBackend) -> None:
+    ran: list[str] = []
+
+    def interrupted() -> None:
+        if not ran:
+            ran.append("interrupted")
+            raise KeyboardInterrupt
+        ran.append(threading.current_thread().name)
+
+    with pytest.raises(KeyboardInterrupt):
+        backend.submit(Lane.H2D, interrupted, (), 8)
+    backend.submit(Lane.H2D, lambda: ran.append("next"), (), 8).wait()
+    assert ran == ["interrupted", "streamer-h2d", "next"]
+
+
+@POLICIES
+def test_training_with_short_copies_is_plain_pytorchs(
+    monkeypatch: pytest.MonkeyPatch, activations: str
+) -> None:
+    threads: set[str] = set()
+    copy = ThreadBackend.copy
+
+    def copying(self: ThreadBackend, into: torch.Tensor, source: torch.Tensor) -> None:
+        threads.add(threading.current_thread().name)
+        copy(self, into, source)
+
+    monkeypatch.setattr(thread, "SHORT_COPY", SHORT_COPY)
+    monkeypatch.setattr(ThreadBackend, "copy", copying)
+    options: dict[str, Any] = {"layers": "transformer.h", "activations": activations}
+    actual = train_streamed(tiny_gpt(4), backend=ThreadBackend(poison=True), num_slots=2, **options)
+    assert_parity(actual, train_plain(tiny_gpt(4)))
+    assert threading.current_thread().name in threads
 
 
 def test_delay_comes_before_the_work_and_counts_as_waiting() -> None:
