@@ -6,6 +6,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from streamer.backends.base import Event, Lane, Lock, Span
 from streamer.engine.schedule.op import Op
 
 #: Ops that are issued before those that are done are settled.
-SETTLE_EVERY = 256
+SETTLE_EVERY = 64
 
 
 #: Where a lane stands in what is kept: in numbers alone, which the garbage collector need not go through.
@@ -61,8 +62,10 @@ class Trace:
         self._lock = Lock()
         self._pending: deque[tuple[Op, Event, Sequence[Event]]] = deque()
         self._settle_at = SETTLE_EVERY
-        #: each op that has run, its span, and what it was exposed to
-        self._records: deque[tuple[Op, float, float, float, Blame]] = deque(maxlen=keep)
+        #: the ops that have run, and of each its span and, in threes, what it was exposed to: side by side,
+        #: since the garbage collector goes through tuples that hold an op
+        self._ops: deque[Op] = deque(maxlen=keep)
+        self._times: deque[tuple[float, ...]] = deque(maxlen=keep)
 
     def add(self, op: Op, event: Event, waits: Sequence[Event]) -> None:
         """Note that ``op`` was submitted with these waits."""
@@ -109,8 +112,8 @@ class Trace:
         with self._lock:
             self._settle()
             found = [
-                Record(op, Span(ready, start, end), intervals(exposed))
-                for op, ready, start, end, exposed in self._records
+                Record(op, Span(ready, start, end), _in_threes(exposed))
+                for op, (ready, start, end, *exposed) in zip(self._ops, self._times, strict=True)
             ]
         return sorted(found, key=lambda record: record.span.start)
 
@@ -152,7 +155,8 @@ class Trace:
         exposed = waited if op.lane is Lane.COMPUTE else ()
         for other, begin, until in exposed:
             self._exposed_seconds[_LANES[other]] += until - begin
-        self._records.append((op, ready, start, end, exposed))
+        self._ops.append(op)
+        self._times.append((ready, start, end, *chain.from_iterable(exposed)))
 
 
 def _blamed(start: float, end: float, waits: Sequence[Event]) -> Blame:
@@ -173,6 +177,11 @@ def _blamed(start: float, end: float, waits: Sequence[Event]) -> Blame:
                 found.append((blamed, at, to))
                 at = to
     return tuple(found)
+
+
+def _in_threes(exposed: Sequence[float]) -> tuple[Interval, ...]:
+    rows, starts, ends = exposed[::3], exposed[1::3], exposed[2::3]
+    return tuple(Interval(_LANES[int(row)], *times) for row, *times in zip(rows, starts, ends, strict=True))
 
 
 def _micro(seconds: float) -> float:

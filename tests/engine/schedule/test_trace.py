@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import weakref
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -124,6 +126,30 @@ def test_failed_work_is_dropped_and_holds_nothing_up() -> None:
     assert trace.busy_seconds == {**NOTHING, COMPUTE: 2}
     assert dropped() is None, "it will never have a time"
     assert [str(record.op) for record in trace.records()] == ["1F@1"]
+
+
+def tracked(trace: Trace) -> int:
+    """How many objects of ``trace`` the garbage collector goes through."""
+    trace.settle()
+    gc.collect()
+    found: dict[int, object] = {}
+    left: list[object] = [trace.__dict__]
+    while left:
+        each = left.pop()
+        if id(each) not in found and gc.is_tracked(each) and not isinstance(each, type | ModuleType):
+            found[id(each)] = each
+            left += gc.get_referents(each)
+    return len(found)
+
+
+def test_the_garbage_collector_need_not_go_through_what_is_kept() -> None:
+    few, many = Trace(), Trace()
+    for count, trace in ((1, few), (500, many)):
+        for begin in range(count):
+            step = ran(trace, ops.step(0, ops.gradient(0), 400), begin, begin, begin + 0.5)
+            ran(trace, ops.forward(0, 1), begin, begin + 0.5, begin + 1, step)
+    assert tracked(many) == tracked(few)
+    assert len(many.records()) == 1000 and many.records()[-1].exposed
 
 
 def test_totals_outlive_the_records() -> None:
