@@ -179,13 +179,10 @@ def set_gradient_hook(leaf: torch.Tensor, hook: Callable[[torch.Tensor], torch.T
     leaf._backward_hooks = OrderedDict(first=hook)
 
 
-def set_accumulation_hook(leaf: torch.Tensor, hook: Callable[[torch.Tensor], None] | None) -> None:
-    """Set the only hook of ``leaf`` that runs when a gradient was added, as
-    `torch.Tensor.register_post_accumulate_grad_hook` does, without a handle; None removes it."""
-    if hook is not None:
-        leaf._post_accumulate_grad_hooks = OrderedDict(only=hook)
-    else:
-        leaf._post_accumulate_grad_hooks.clear()
+def set_accumulation_hook(leaf: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """Give ``leaf``, which has no such hooks, one that runs when a gradient was added, as
+    `torch.Tensor.register_post_accumulate_grad_hook` does, without a handle."""
+    leaf._post_accumulate_grad_hooks = OrderedDict(only=hook)
 
 
 def allocator_settings() -> dict[str, Any]:

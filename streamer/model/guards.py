@@ -15,16 +15,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from streamer.engine.layer.layer import finish_with_this_backward
-from streamer.engine.layer.outside_access import (
-    GUARDS,
-    Split,
-    guard_inner_modules,
-    plain_forwards,
-    watch_split,
-)
+from streamer.engine.layer.outside_access import Split, guard_inner_modules, plain_forwards, watch_split
 from streamer.engine.layer.parameter_gradients import Asked, asked_of
 from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.unit import Unit
+from streamer.engine.tensors.attributes import GUARDS
 from streamer.engine.tensors.guarded import as_plain, never_traced
 from streamer.engine.tensors.nested import flatten
 from streamer.engine.tensors.param_hooks import OwnHook

@@ -5,8 +5,8 @@ is made with gradients that are NaN or infinite.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import compress
@@ -183,6 +183,11 @@ class _Member(NamedTuple):
     param: torch.Tensor
     home: Home
     group: dict[str, Any]
+
+
+def _units_of(members: Iterable[_Member]) -> list[Unit]:
+    """The units of these parameters, each once."""
+    return [*{id(member.home.unit): member.home.unit for member in members}.values()]
 
 
 class AdamW(Optimizer):
@@ -372,14 +377,18 @@ class AdamW(Optimizer):
 
     def _updates(self, updated: Sequence[_Member]) -> list[ParamUpdate]:
         """The updates of these parameters, whose steps `_count` counts once nothing refuses them."""
-        steps = []
+        places = []
         for param, home, _ in updated:
             state = self.state[param]
             if not isinstance(state, State):
                 state = self._begin_state(param, home)
             else:
                 state.check()
-            steps.append(int(state["step"]) + 1)
+            places.append(state.place)
+        before = {id(unit): unit.steps.numpy().tolist() for unit in _units_of(updated)}
+        steps = [
+            int(before[id(home.unit)][place]) + 1 for (_, home, _), place in zip(updated, places, strict=True)
+        ]
         hypers: dict[tuple[int, int], Hyper] = {}
         updates = []
         for (param, home, group), step in zip(updated, steps, strict=True):
@@ -391,8 +400,16 @@ class AdamW(Optimizer):
 
     def _count(self, updated: Sequence[_Member]) -> None:
         """Increment the step count of each of these parameters."""
-        if updated:
-            torch._foreach_add_([self.state[member.param]["step"] for member in updated], 1)
+        number = Counter(id(member.home.unit) for member in updated)
+        whole = [unit for unit in _units_of(updated) if number[id(unit)] == len(unit.trainable)]
+        for unit in whole:
+            # PyTorch would let the update that has just been queued run first
+            steps = unit.steps.numpy()
+            steps += 1
+        counted = {*map(id, whole)}
+        for param, home, _ in updated:
+            if id(home.unit) not in counted:
+                self.state[param]["step"] += 1
         self._updated.update(id(member.param) for member in updated)
 
     def _begin_state(self, param: torch.Tensor, home: Home) -> State:

@@ -187,6 +187,7 @@ def pair_saved(
 class State(MutableMapping[str, Any]):
     """The state of one parameter: its step, its moments and what the user has added.
 
+    Steps of a unit's parameters lie side by side (`Unit.steps`), to be read and counted in one operation.
     Moments are shown as views of host memory, which updates use. So what is put in place of a moment (zeros
     to begin anew, what was moved to another device) is copied there, and a moment cannot be taken out.
 
@@ -196,11 +197,13 @@ class State(MutableMapping[str, Any]):
     of them, in a meeting, and a write into it is refused at once.
     """
 
-    def __init__(self, home: Home, state_dtype: torch.dtype) -> None:
-        """With the moments as they are, and a step of 0."""
+    def __init__(self, home: Home, state_dtype: torch.dtype, step: float = 0.0) -> None:
+        """With the moments as they are, and this ``step``."""
         self._home = home
         self._purposes = _purposes(state_dtype)
-        self._values: dict[str, Any] = {"step": torch.tensor(0.0)}
+        #: the parameter's position in `Unit.steps`
+        self.place = next(place for place, each in enumerate(home.unit.layout.slices) if each is home.slice)
+        self._values: dict[str, Any] = {"step": home.unit.steps[self.place].fill_(step)}
         #: the views, where moments stay in memory
         self._views: dict[str, torch.Tensor] = {}
         #: what was shown otherwise, with its version, and whether it is a copy
@@ -213,8 +216,7 @@ class State(MutableMapping[str, Any]):
     @staticmethod
     def of(home: Home, state_dtype: torch.dtype, values: Mapping[str, Any]) -> State:
         """A parameter's state with, once updates are done, ``values``."""
-        state = State(home, state_dtype)
-        state._values["step"] = torch.as_tensor(values["step"]).clone()
+        state = State(home, state_dtype, float(values["step"]))
         for purpose in MOMENTS[state_dtype]:
             _set_moment(home, purpose, values[purpose.name])
         return state
@@ -222,8 +224,10 @@ class State(MutableMapping[str, Any]):
     def check(self) -> None:
         """Raise RuntimeError if the update that is about to be made would not see what the user has
         written."""
+        if not self._seen:
+            return
         seen, self._seen = self._seen, []
-        is_on_disk = bool(seen) and self._is_on_disk()
+        is_on_disk = self._is_on_disk()
         for reference, version, was_copy in seen:
             if (shown := reference()) is None:
                 continue
@@ -261,9 +265,11 @@ class State(MutableMapping[str, Any]):
         return shown
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if name not in self._purposes:
-            is_step = name == "step"
-            self._values[name] = torch.as_tensor(value, dtype=FP32, device="cpu") if is_step else value
+        if name == "step":
+            with torch.no_grad():
+                self._values[name].fill_(float(value))
+        elif name not in self._purposes:
+            self._values[name] = value
         elif value is not self._views.get(name):
             executor = self._home.executor
             executor.wait_for_saving()

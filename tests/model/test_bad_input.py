@@ -927,6 +927,7 @@ def test_what_else_is_in_a_group_is_kept() -> None:
         optimizer.step()
         optimizer.load_state_dict(optimizer.state_dict())
         assert (kept | unchanging).items() <= optimizer.param_groups[0].items()
+        assert {float(optimizer.state[param]["step"]) for param in model.parameters()} == {1.0}
 
 
 PUBLIC: dict[str, Callable[[nn.Module], object]] = {

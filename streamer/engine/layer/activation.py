@@ -52,18 +52,12 @@ class Gate(OwnHook):
 
     def __init__(self, layer: str) -> None:
         self._layer = layer
-        self._is_open = False
-
-    def __enter__(self) -> None:
-        """Let gradients through inside the block."""
-        self._is_open = True
-
-    def __exit__(self, *_: object) -> None:
-        self._is_open = False
+        #: where the gradients of weights go while the layer's own backward runs, None at other times
+        self.collector: Collector | None = None
 
     def check(self, *_: object) -> None:
-        """Raise RuntimeError unless open."""
-        if not self._is_open:
+        """Raise RuntimeError unless the layer's own backward runs."""
+        if self.collector is None:
             raise RuntimeError(
                 f"a tensor that layer '{self._layer}' computed reached the loss by another way than the "
                 "layer's return value (an attribute, a hook, a cache, or torch.autograd.grad in the layer "
@@ -73,11 +67,27 @@ class Gate(OwnHook):
 
     __call__ = check
 
-    def guard(self, tensors: Tensors) -> None:
-        """Check whenever a gradient comes to one of these leaves."""
-        for tensor in tensors:
+    def guard(self, inputs: Tensors, leaves: Tensors) -> None:
+        """Check whenever a gradient comes to one of these ``inputs``, or is added to one of the ``leaves``
+        that stand for the layer's weights, whose gradients the collector takes."""
+        for tensor in inputs:
             if tensor.requires_grad:
                 set_gradient_hook(tensor, self)
+        for index, leaf in enumerate(leaves):
+            if leaf.requires_grad:
+                set_accumulation_hook(leaf, partial(self._added, index))
+
+    def _added(self, index: int, leaf: torch.Tensor) -> None:
+        if self.collector is not None:
+            self.collector.take(index, leaf)
+        else:
+            leaf.grad = None
+            self.check()
+
+
+def has_hooks(leaf: torch.Tensor) -> bool:
+    """Whether ``leaf``, which is guarded, has other hooks too."""
+    return bool(leaf._backward_hooks) or len(leaf._post_accumulate_grad_hooks or ()) > 1
 
 
 OutputGradients = Sequence[torch.Tensor | None]
@@ -103,18 +113,13 @@ def backpropagate(
 ) -> None:
     """Go back through ``graph`` from the gradients of its outputs. Gradients of parameters that are to be
     ADDED go to ``collector``; the others stay in ``leaf.grad``."""
-    trained = [
-        (index, leaf, what)
-        for index, (leaf, what) in enumerate(zip(graph.leaves, collector.asked, strict=False))
-        if leaf.requires_grad
-    ]
-    taken = [(index, leaf) for index, leaf, what in trained if what is Asked.ADDED]
-    for index, leaf in taken:
-        set_accumulation_hook(leaf, partial(collector.take, index))
     handles: list[RemovableHandle] = []
     only: list[torch.Tensor] | None = None
-    if any(what is not Asked.ADDED for _, _, what in trained):
-        only = [leaf for _, leaf, what in trained if what is not Asked.NOTHING]
+    trained = [
+        (leaf, what) for leaf, what in zip(graph.leaves, collector.asked, strict=False) if leaf.requires_grad
+    ]
+    if any(what is not Asked.ADDED for _, what in trained):
+        only = [leaf for leaf, what in trained if what is not Asked.NOTHING]
         only += [tensor for tensor in graph.inputs if tensor.requires_grad]
         # those that the layer uses though they are registered elsewhere
         for param, what in asked_for(p for each in (*executor.units, executor.root) for p in each.trainable):
@@ -139,8 +144,6 @@ def backpropagate(
     finally:
         for handle in handles:
             handle.remove()
-        for _, leaf in taken:
-            set_accumulation_hook(leaf, None)
 
 
 def _refuse_to_return(unit: Unit) -> Callable[[torch.Tensor | None], None]:
@@ -191,13 +194,15 @@ class LayerRun(abc.ABC):
         """From the gradients of the outputs those of the inputs; parameters' go to ``collector``."""
         unit = self.call.unit
         with self.graph(weights, inputs) as graph:
+            self.gate.collector = collector
             try:
                 # for checkpoints inside of the layer: [Note: checkpointing]
-                with self.gate, self.executor.hooked.in_layer(), unit.restored(), unit.using(graph.leaves):
+                with self.executor.hooked.in_layer(), unit.restored(), unit.using(graph.leaves):
                     backpropagate(self.executor, unit, graph, gradients, collector)
                 collector.end_slice(graph.leaves)
                 return [tensor.grad for tensor in graph.inputs]
             finally:
+                self.gate.collector = None
                 # a graph that is kept may be gone through again, even after an error
                 for tensor in (*graph.inputs, *graph.leaves):
                     tensor.grad = None

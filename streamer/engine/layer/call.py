@@ -151,6 +151,13 @@ class Call:
         self._check_seen(reachable(result), outputs, "returns", lambda tensor: tensor.is_floating_point())
         return untangle(self.unit.name, apart(outputs, weights), rebuild, inputs)
 
+    def forward_on(
+        self, weights: torch.Tensor, leaves: Tensors, inputs: Tensors, attributes: Attributes
+    ) -> object:
+        """What the forward alone returns, which `run` has looked through before."""
+        args, kwargs = self.rebuild(inputs)
+        return run_on_slot(self.unit, self.forward, weights, leaves, args, kwargs, attributes)
+
     def run_aside(self, weights: torch.Tensor, inputs: Tensors) -> tuple[list[torch.Tensor], Rebuild]:
         """What `run` returns for ``inputs``. Nothing else is left of that run: its graph saves nothing, the
         layer's buffers and attributes and all random states are what they were, and nothing is compiled."""
@@ -209,7 +216,7 @@ def run_on_slot(
     before = [tensor._version for tensor in slot]
     attributes = unit.attributes() if attributes is None else attributes
     # the attributes were asked for a moment ago, and with them the modules
-    unit.check_owned(unit.tree.last)
+    unit.check_owned()
     with unit.restored(), unit.using(leaves):
         result = forward(*args, **kwargs)
     if changed := attributes.changed():

@@ -23,7 +23,7 @@ from streamer.engine.layer.ambient import Autocast, past_checkpoints
 from streamer.engine.layer.call import Call, CompiledForward, Compiler, apart, is_compiled, run_on_slot
 from streamer.engine.layer.micro_batches import AmbiguousBatchError, BatchSlices, Joined, MicroBatches
 from streamer.engine.layer.outside_access import HAD, unwatched
-from streamer.engine.layer.parameter_gradients import asked_of
+from streamer.engine.layer.parameter_gradients import Asked, InGraph, asked_of
 from streamer.engine.layer.policies import POLICIES
 from streamer.engine.layer.recompute import Owners
 from streamer.engine.layer.recorded import RecordingForward
@@ -33,7 +33,6 @@ from streamer.engine.paging.unit import Unit
 from streamer.engine.schedule.order import Phase
 from streamer.engine.tensors.guarded import as_plain, never_traced
 from streamer.engine.tensors.nested import Rebuild, Tensors, fingerprint, flatten, reachable
-from streamer.engine.tensors.param_hooks import shield
 from streamer.engine.tensors.parts import aliases
 from streamer.torch_private import (
     SubclassesOn,
@@ -225,7 +224,8 @@ class StreamedLayer:
         layer_call = self._call_kind(self._executor, Call(self._unit, forward, rebuild), self._policy, cut)
         results: list[Any] = []
         with past_checkpoints():
-            outputs = _Layer.apply(layer_call, results, *self._unit.trainable, *inputs)
+            token = InGraph.apply(*self._unit.trainable)
+            outputs = _Layer.apply(layer_call, results, token, *inputs)
         return results.pop()((*outputs, *inputs))
 
     def _infer(
@@ -291,20 +291,22 @@ _MEANINGS = {
 
 
 class _Layer(torch.autograd.Function):
-    """A streamed layer in the user's graph: its trainable parameters and tensors in, tensors out.
+    """A streamed layer in the user's graph: tensors in, tensors out.
 
-    The parameters are there to be found by who asks for their gradients: [Note: parameter hooks]. What builds
-    the layer's result around the tensors that come out and, after them, those that went in is appended to
-    ``results``.
+    Its parameters are `InGraph`, which has made ``token`` of them. What builds the layer's result around the
+    tensors that come out and, after them, those that went in is appended to ``results``.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, layer_call: LayerCall, results: list[Any], *tensors: torch.Tensor
+        ctx: Any,
+        layer_call: LayerCall,
+        results: list[Any],
+        token: torch.Tensor,
+        *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.layer_call = layer_call
-        inputs = tensors[len(layer_call.call.unit.trainable) :]
         turns = layer_call.executor.turns
         with turns.lock:
             ctx.training_pass = turns.forward()
@@ -325,8 +327,8 @@ class _Layer(torch.autograd.Function):
                 f"create_graph=True: streamed layer '{unit.name}' has no gradients of gradients (gradient "
                 "penalties, Hessians): leave create_graph out, or call streamer.unwrap(model) first"
             )
-        accumulators = [node for node, _ in ctx.next_functions[: len(unit.trainable)]]
-        asked = [asked_of(accumulator) for accumulator in accumulators]
+        params, _ = ctx.next_functions[0]
+        asked = [*map(asked_of, InGraph.accumulators(params, len(unit.trainable)))]
         turns = layer_call.executor.turns
         try:
             with turns.lock:
@@ -338,13 +340,13 @@ class _Layer(torch.autograd.Function):
                 if words in str(error):
                     raise RuntimeError(f"layer '{unit.name}' {meaning}: {error}") from error
             raise
-        shield(unit.trainable)
         of_params, of_inputs = found[: len(asked)], found[len(asked) :]
-        returned = [
-            None if gradient is None else gradient.to(param.device)
-            for gradient, param in zip(of_params, unit.trainable, strict=True)
-        ]
-        return (None, None, *returned, *of_inputs)
+        if Asked.RETURNED in asked:
+            params.gradients = tuple(
+                None if gradient is None else gradient.to(param.device)
+                for gradient, param in zip(of_params, unit.trainable, strict=True)
+            )
+        return (None, None, None, *of_inputs)
 
 
 @as_plain

@@ -34,9 +34,6 @@ Forward = Callable[..., Any]
 #: its class's forward, or None.
 HAD = "_streamer_had"
 
-#: What every module of a wrapped model has of its own in place of its class's.
-GUARDS = ("_apply", "__deepcopy__", "__reduce_ex__", "zero_grad")
-
 _DEVICE = torch.Tensor.device.__get__
 _IS_ON_DEVICE = {
     getattr(torch.Tensor, name).__get__: kind

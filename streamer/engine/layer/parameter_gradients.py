@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 
 from streamer.engine.paging.unit import Unit
-from streamer.engine.tensors.guarded import as_plain
-from streamer.engine.tensors.param_hooks import hooks_of_all
+from streamer.engine.tensors.guarded import as_plain, never_traced
+from streamer.engine.tensors.param_hooks import hooks_of_all, shield
 from streamer.memory.purposes import FP32
 from streamer.torch_private import comes_to, keeps_graph
 
@@ -38,6 +39,39 @@ def asked_of(accumulator: Any) -> Asked:
         if "running autograd.grad()" not in str(error):
             raise
         return Asked.RETURNED
+
+
+class InGraph(torch.autograd.Function):
+    """The trainable parameters of a layer in the user's graph: parameters in, a tensor without elements out,
+    which a call of the layer is given.
+
+    [Note: parameters in the graph]
+    A layer's own backward takes the gradients of its parameters to the host. The parameters are in the user's
+    graph too, for ``backward(inputs=...)`` and `torch.autograd.grad`, which look for them there. One edge
+    leads from a call of the layer to all of them, by way of this function's node. Were there an edge for each
+    parameter, the layer's backward would hand as many tasks to the thread that has called backward: it runs
+    what is on the CPU, such as these parameters, and on a GPU it would be woken for each of them.
+
+    The node brings the ``gradients`` that the layer's backward has set for `torch.autograd.grad`, else None.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *params: nn.Parameter) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.gradients = ctx.nothing = (None,) * len(params)
+        return torch.empty(0)
+
+    @staticmethod
+    @never_traced
+    def backward(ctx: Any, _: None) -> Any:
+        gradients, ctx.gradients = ctx.gradients, ctx.nothing
+        return gradients
+
+    @staticmethod
+    def accumulators(node: Node | None, count: int) -> list[Node | None]:
+        """Of each of the ``count`` parameters of a node, None if none of them is trained, what adds to its
+        gradient; None of one that is not trained."""
+        return [None] * count if node is None else [before for before, _ in node.next_functions]
 
 
 @as_plain
@@ -82,8 +116,12 @@ class Collector:
 
     def take(self, index: int, leaf: torch.Tensor) -> None:
         """Autograd has set the gradient of ``leaf``, which stands for trainable parameter ``index``."""
-        assert leaf.grad is not None, "called after autograd has set it"
-        gradient = leaf.grad.to_dense() if leaf.grad.is_sparse else leaf.grad
+        if self.asked[index] is not Asked.ADDED:
+            return
+        gradient = leaf.grad
+        assert gradient is not None, "called after autograd has set it"
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
         place = self._place(index)
         if self.used[index]:
             self._copy_waiting()
@@ -117,7 +155,9 @@ class Collector:
         The user's hooks see it here. [Note: parameter hooks]
         """
         all_hooks = hooks_of_all(self._unit.trainable)
-        if self._sums is None and not any(all_hooks):
+        if any(all_hooks):
+            shield(self._unit.trainable)
+        elif self._sums is None:
             return self.used
         for index, (slice, hooks) in enumerate(zip(self._unit.layout.trainable, all_hooks, strict=True)):
             if not self.used[index]:

@@ -113,7 +113,7 @@ class Keep(LayerRun):
         held: dict[int, int] = {}
 
         gate = self.gate
-        gate.guard([*inner, *leaves])
+        gate.guard(inner, leaves)
 
         def pack(saved: torch.Tensor) -> Saved | _SlotView | _Remade:
             if aliases(saved, weights):
@@ -155,7 +155,8 @@ class Keep(LayerRun):
                 "call backward(retain_graph=True) the first time"
             )
         graph, unit = self._graph, self.call.unit
-        unit.check_owned(unit.modules)
+        unit.attributes()
+        unit.check_owned()
         self._slot.weights = weights
         self._in_contexts.point(weights)
         point(graph.leaves, unit.leaves(weights))

@@ -37,7 +37,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -52,17 +52,20 @@ from streamer.engine.layer.activation import (
     Outputs,
     detached_inputs,
     hand_on_hooks,
+    has_hooks,
     point,
 )
 from streamer.engine.layer.ambient import Ambient, without_own_checkpoint
 from streamer.engine.layer.parameter_gradients import graph_is_retained
-from streamer.engine.paging.unit import Unit
+from streamer.engine.paging.unit import Attributes, Unit
 from streamer.engine.tensors import guarded
 from streamer.engine.tensors.attributes import Contents
 from streamer.engine.tensors.nested import Tensors, fingerprint
 from streamer.engine.tensors.samples import Sample, Selection, another_way
 from streamer.engine.tensors.saved import Saved
 from streamer.torch_private import RAW_SAVED, node_number, nodes_made, storage_id, storage_owners
+
+T = TypeVar("T")
 
 
 class Owners:
@@ -183,11 +186,13 @@ class RecomputedTensors:
         """Inside the block graphs save references only. Those that ``selection`` takes have samples, of
         tensors that are computed in the block, not of views of ``weights`` or other leaves."""
         start, slot = nodes_made(), storage_id(weights)
-        chosen, refs = selection.chosen, self._refs
+        chosen, refs, before = selection.chosen, self._refs, selection.origins
 
         def pack(tensor: torch.Tensor) -> _SavedRef:
             number = len(refs)
-            ref = _SavedRef(_origin(tensor, start), number)
+            origin, known = _origin(tensor, start), before.get(number)
+            # the same object in all visits: what lives until backward costs the garbage collector time
+            ref = _SavedRef(known if known == origin else origin, number)
             refs.append(weakref.ref(ref))
             if chosen is None or number in chosen:
                 ref.look(tensor, slot)
@@ -384,7 +389,7 @@ class Recompute(LayerRun):
         inner, leaves = detached_inputs(inputs), unit.leaves_apart(weights)
         # a gate of its own, opened only if this graph is used: a part that the layer kept stays closed
         gate = Gate(unit.name)
-        gate.guard([*inner, *leaves])
+        gate.guard(inner, leaves)
         with torch.enable_grad():
             # kept until the run is over; what `get_gradient_edge` does, which looks at much else
             accumulators = [tensor.view_as(tensor).grad_fn for tensor in inner if tensor.requires_grad]
@@ -435,11 +440,7 @@ class Recompute(LayerRun):
             point(kept.leaves, unit.leaves(weights))
             self._shown = weights
         try:
-            # on others than the graph's own, where the layer may have put hooks
-            leaves, inner = unit.leaves(weights), detached_inputs(inputs)
-            with self.executor.root.buffers_unwritten_by(unit.name):
-                is_filled = self._recomputed.fill(partial(self._run_again, weights, leaves, inner))
-            if is_filled:
+            if self._fill(weights, inputs, kept.leaves):
                 self._compare(self._recomputed.samples)
                 yield kept
                 return
@@ -454,6 +455,16 @@ class Recompute(LayerRun):
                 _let_go(kept.inputs)
                 _let_go(kept.leaves)
                 self._shown = None
+
+    def _fill(self, weights: torch.Tensor, inputs: Tensors, leaves: Tensors) -> bool:
+        """Run again for the tensors that the graph of ``leaves`` needs: whether it has got the same ones."""
+        unit = self.call.unit
+        if any(map(has_hooks, leaves)):
+            leaves = unit.leaves(weights)  # the layer puts its hooks on these once more
+        inner = detached_inputs(inputs)
+        forward = partial(self._again, self.call.forward_on, weights, leaves, inner)
+        with self.executor.root.buffers_unwritten_by(unit.name):
+            return self._recomputed.fill(forward)
 
     def _comes_back_alike(self, tensor: torch.Tensor) -> bool:
         """Whether `point` can set this input's memory to that of the tensor that `graph` gets in backward."""
@@ -471,7 +482,7 @@ class Recompute(LayerRun):
             )
         leaves = unit.leaves(weights)
         inner = detached_inputs(inputs)
-        self.gate.guard([*inner, *leaves])
+        self.gate.guard(inner, leaves)
         with self.executor.root.buffers_unwritten_by(unit.name):
             outputs = self._run_again(weights, leaves, inner)
         self._compare(zip(self._samples, map(Sample.of, outputs), strict=False))
@@ -486,6 +497,19 @@ class Recompute(LayerRun):
                 self.executor.samples.add(unit.name, first, again, is_short=is_short)
 
     def _run_again(self, weights: torch.Tensor, leaves: Tensors, inner: Tensors) -> Tensors:
+        outputs, _ = self._again(self.call.run, weights, leaves, inner)
+        if self.is_whole:
+            hand_on_hooks(inner)
+        return outputs
+
+    def _again(
+        self,
+        run: Callable[[torch.Tensor, Tensors, Tensors, Attributes], T],
+        weights: torch.Tensor,
+        leaves: Tensors,
+        inner: Tensors,
+    ) -> T:
+        """Call ``run`` where all that the layer depends on is as it was when `first_run` began."""
         unit = self.call.unit
         with (
             self._ambient.again(),
@@ -495,10 +519,7 @@ class Recompute(LayerRun):
             torch.enable_grad(),
             without_own_checkpoint(unit.module),
         ):
-            outputs, _ = self.call.run(weights, leaves, inner, self._attributes)
-        if self.is_whole:
-            hand_on_hooks(inner)
-        return outputs
+            return run(weights, leaves, inner, self._attributes)
 
 
 class RecomputeOffload(Recompute):

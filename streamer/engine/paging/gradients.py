@@ -126,6 +126,8 @@ class GradientViews:
     def copy_out_kept(self, scale: float, *, summed: bool = False) -> None:
         """A gradient of an earlier step, or its sum, that the user still references (``g = p.grad``) is
         copied to memory of its own, multiplied by ``scale``."""
+        if max(map(sys.getrefcount, self._shown.values()), default=0) <= _REFERENCES_OF_EACH:
+            return
         for _, param in self.pairs():
             key = id(param), summed
             if key not in self._shown or param.grad is self._shown[key]:
@@ -651,6 +653,7 @@ def _references(shown: Mapping[Any, object], key: object) -> int:
 
 #: To what nobody else holds. Versions of Python count differently what is held during a call.
 _REFERENCES = _references({None: object()}, None)
+_REFERENCES_OF_EACH = max(map(sys.getrefcount, {None: object()}.values()))
 
 
 def _arrays(stretch: Stretch, *buffers: torch.Tensor) -> list[Any]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from streamer.engine.paging.unit import CHILDREN, PARAMETERS, Snapshot, Unit
+from streamer.engine.paging.unit import Snapshot, Unit
 
 #: What becomes of a module that nobody knows of.
 LOST = ", and what is there now is neither streamed nor clipped"
@@ -36,15 +36,14 @@ class Structure:
     def check(self) -> None:
         """Raise ValueError if a layer was replaced, removed or moved, or if a parameter was added outside of
         the layers, since the model was wrapped."""
-        if any(snapshot.has_changed() for snapshot in self._snapshots):
+        if self._snapshot.has_changed():
             self._check_layers()
             self._check_params()
             self._note()  # nothing that matters: modules without parameters, a call by torch.func
         self._called.clear()
 
     def _note(self) -> None:
-        outside = tuple(self._outside().values())
-        self._snapshots = Snapshot(outside, CHILDREN), Snapshot(outside, PARAMETERS)
+        self._snapshot = Snapshot(tuple(self._outside().values()))
 
     def _outside(self) -> dict[str, nn.Module]:
         """The modules that are in no layer, by name."""

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from streamer.engine.tensors.attributes import contents_of
+from streamer.engine.tensors.attributes import FIXED, contents_of
 from streamer.engine.tensors.guarded import as_plain
 from streamer.engine.tensors.nested import version_of
 from streamer.engine.tensors.once import kept
@@ -30,37 +30,52 @@ BufferPlace = tuple[nn.Module, str]
 _ADDRESS = operator.methodcaller("data_ptr")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _VERSION = operator.attrgetter("_version")
-CHILDREN = operator.attrgetter("_modules")
-PARAMETERS = operator.attrgetter("_parameters")
 
 
 class Snapshot:
-    """The objects that a dict of each of ``modules`` holds at one moment; ``dict_of`` gives a module's."""
+    """The children and the parameters that each of ``modules`` has at one moment."""
 
-    def __init__(
-        self, modules: tuple[nn.Module, ...], dict_of: Callable[[nn.Module], dict[str, Any]]
-    ) -> None:
+    def __init__(self, modules: tuple[nn.Module, ...]) -> None:
         self.modules = modules
-        self._dict_of = dict_of
-        dicts = [*map(dict_of, modules)]
-        self._counts = [*map(len, dicts)]
-        self._objects = [*_objects_in(dicts)]
+        self._dicts = _dicts_of(modules)
+        self._counts = [*map(len, self._dicts)]
+        self._filled = [*filter(None, self._dicts)]
+        self._objects = [*_objects_in(self._filled)]
 
     def has_changed(self) -> bool:
-        """Whether one of the dicts holds other objects now."""
-        # several times in each visit, nearly always for nothing: one pass, without a frame for each module
-        dicts = [*map(self._dict_of, self.modules)]
-        return [*map(len, dicts)] != self._counts or not all(
-            map(operator.is_, _objects_in(dicts), self._objects)
+        """Whether one of the modules has others now."""
+        return not all(map(operator.is_, _dicts_of(self.modules), self._dicts)) or self.holds_others()
+
+    def holds_others(self) -> bool:
+        """Whether there are others now in the dicts that the modules had then."""
+        # twice in each visit, nearly always for nothing, so without a frame for each module
+        return [*map(len, self._dicts)] != self._counts or not all(
+            map(operator.is_, _objects_in(self._filled), self._objects)
         )
 
 
 class Attributes(dict[nn.Module, dict[str, Any]]):
-    """The attributes that ``modules`` have at one moment, by module."""
+    """The attributes that ``modules`` have at one moment, by module; without those that are `FIXED`."""
 
     def __init__(self, modules: tuple[nn.Module, ...]) -> None:
-        super().__init__((module, dict(vars(module))) for module in modules)
-        self.snapshot = Snapshot(modules, vars)
+        super().__init__((module, _attributes_of(module)) for module in modules)
+        self.modules = modules
+        self._counts = [len(vars(module)) for module in modules]
+        # of two names or more, as every module has, a getter makes a tuple
+        self._getters = [operator.itemgetter(*values) for values in self.values()]
+        self._objects = [*_objects_in(self.values())]
+
+    def have_changed(self) -> bool:
+        """Whether one of the modules has others now."""
+        # several times in each visit, nearly always for nothing
+        now = [*map(vars, self.modules)]
+        if [*map(len, now)] != self._counts:
+            return True
+        found = chain.from_iterable(map(operator.call, self._getters, now))
+        try:
+            return not all(map(operator.is_, found, self._objects))
+        except KeyError:
+            return True
 
     @cached_property
     def contents(self) -> list[Any]:
@@ -69,23 +84,27 @@ class Attributes(dict[nn.Module, dict[str, Any]]):
 
     def changed(self) -> list[tuple[nn.Module, dict[str, Any]]]:
         """The modules that have other attributes now, with those that they had then."""
-        if not self.snapshot.has_changed():
+        if not self.have_changed():
             return []
+        now = ((module, _attributes_of(module), values) for module, values in self.items())
         return [
             (module, values)
-            for module, values in self.items()
-            if len(vars(module)) != len(values)
-            or not all(map(operator.is_, vars(module).values(), values.values()))
+            for module, held, values in now
+            if len(held) != len(values) or not all(map(operator.is_, held.values(), values.values()))
         ]
 
     def put_back(self) -> None:
         """Give the modules these attributes and no others."""
         for module, values in self.changed():
             held = vars(module)
-            for name in held.keys() - values.keys():
+            for name in _attributes_of(module).keys() - values.keys():
                 del held[name]
             # only those that differ: torch.compile counts writes of a module's attributes
             held.update({name: value for name, value in values.items() if held.get(name, held) is not value})
+
+
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in FIXED}
 
 
 @dataclass(frozen=True)
@@ -201,7 +220,7 @@ class Unit:
     @property
     def modules(self) -> tuple[nn.Module, ...]:
         """The unit's module and all that are in it, each once."""
-        return self.tree.modules()
+        return self.tree.attributes().modules
 
     @cached_property
     def tree(self) -> _Tree:
@@ -216,14 +235,11 @@ class Unit:
 
     def attributes(self) -> Attributes:
         """The plain attributes of the unit's modules (training mode, counters, states of a recurrence)."""
-        tree, modules = self.tree, self.modules
-        if modules is not tree.attributes.snapshot.modules or tree.attributes.snapshot.has_changed():
-            tree.attributes = Attributes(modules)
-        return tree.attributes
+        return self.tree.attributes()
 
     def forget_attributes(self) -> None:
         """Do not keep alive what `attributes` has last found."""
-        self.tree.attributes = Attributes(())
+        self.tree.forget()
 
     @contextmanager
     def with_attributes(self, then: Attributes) -> Iterator[None]:
@@ -335,6 +351,11 @@ class Unit:
         return any(param.dtype.itemsize < torch.float32.itemsize for param in self.params)
 
     @cached_property
+    def steps(self) -> torch.Tensor:
+        """How often each of `trainable` was updated, [n] fp32: optimizers count."""
+        return torch.zeros(len(self.trainable))
+
+    @cached_property
     def selection(self) -> Selection:
         """Of which of the tensors that the layer saves there are samples."""
         return Selection()
@@ -369,11 +390,10 @@ class Unit:
         lends leaves or gives the parameters back: one Ctrl-C cannot interrupt the ends of both blocks."""
         return _Restored(self)
 
-    def check_owned(self, modules: tuple[nn.Module, ...]) -> None:
-        """Raise ValueError if ``modules``, which are the unit's now, have others than the parameters that
-        they had when the model was wrapped."""
-        checked = self.tree.checked
-        if modules is checked.modules and not checked.has_changed():
+    def check_owned(self) -> None:
+        """Raise ValueError if the modules that `attributes` has last found have others than the parameters
+        that they had when the model was wrapped."""
+        if self.tree.is_checked:
             return
         for _, param, owners in self.registered:
             for module, name in owners:
@@ -393,7 +413,7 @@ class Unit:
             if param is not None
         }
         if places == self._places:
-            self.tree.checked = Snapshot(self.modules, PARAMETERS)
+            self.tree.is_checked = True
             return
         paths = {module: path for path, module in self.module.named_modules()}
         differing = places - self._places or self._places - places
@@ -435,7 +455,10 @@ class Unit:
         for each in self.in_parts:
             for position, part in zip(each.positions, each.composite.parts(), strict=True):
                 seen[position] = part
-        if [*map(_ADDRESS, seen)] == [start + offset for offset in self._offsets]:
+        if start not in self._addresses:
+            self._addresses.clear()
+            self._addresses[start] = [start + slice.offset for slice in self.layout.slices]
+        if [*map(_ADDRESS, seen)] == self._addresses[start]:
             return []
         return [
             (slice, param)
@@ -449,8 +472,9 @@ class Unit:
         return [(*place, position) for position, owners in enumerate(self.owners) for place in owners]
 
     @cached_property
-    def _offsets(self) -> list[int]:
-        return [slice.offset for slice in self.layout.slices]
+    def _addresses(self) -> dict[int, list[int]]:
+        """Of `params`, by the address of the buffer that they were last looked for in."""
+        return {}
 
     def register(self, tensors: Sequence[torch.Tensor], made: Sequence[torch.Tensor] = ()) -> None:
         """Let the unit's modules see ``tensors`` as their parameters, and ``made`` as those in parts."""
@@ -463,32 +487,38 @@ class Unit:
 
 
 class _Tree:
-    """The modules of a layer, which are looked for again only where one of them has other children."""
+    """The modules of a layer and what they hold, looked for again only where something has changed."""
 
     def __init__(self, top: nn.Module) -> None:
         self._top = top
-        self._children = Snapshot((), CHILDREN)
-        #: the parameters in which `Unit.check_owned` has found nothing wrong
-        self.checked = Snapshot((), PARAMETERS)
-        #: what `Unit.attributes` has last found
-        self.attributes = Attributes(())
+        #: whether `Unit.check_owned` has found nothing wrong with the parameters that were last found
+        self.is_checked = False
         #: whether the modules may see other tensors than their own parameters
         self.lends = False
         #: attributes that modules of quantized weights had before theirs were lent
         self.had: list[tuple[nn.Module, str, object]] = []
         #: whether the layer's forward leaves tensors to the garbage collector that show its weights
         self.leaves_garbage = False
+        self._attributes = Attributes(())
+        self._held = Snapshot(())
 
-    def modules(self) -> tuple[nn.Module, ...]:
-        """Each once, the top one first; the same tuple as long as they are the same."""
-        if not self._children.modules or self._children.has_changed():
-            self._children = Snapshot(tuple(self._top.modules()), CHILDREN)
-        return self._children.modules
+    def attributes(self) -> Attributes:
+        """Of each module once, the top one first; the same object as long as nothing has changed."""
+        last = self._attributes
+        # they tell whether the dicts of children and parameters are the same
+        if last.modules and not last.have_changed() and not self._held.holds_others():
+            return last
+        self._attributes = Attributes(tuple(self._top.modules()))
+        modules = self._attributes.modules
+        if modules != self._held.modules or self._held.has_changed():
+            self.is_checked = False
+            # what is lent is not kept
+            self._held = Snapshot(() if self.lends else modules)
+        return self._attributes
 
-    @property
-    def last(self) -> tuple[nn.Module, ...]:
-        """What `modules` has last found."""
-        return self._children.modules
+    def forget(self) -> None:
+        """Keep no attributes alive."""
+        self._attributes = Attributes(())
 
 
 class _Restored:
@@ -545,6 +575,11 @@ def buffer_bytes(units: Iterable[Unit]) -> int:
     # not by address: all meta tensors have the same
     places = {(storage_id(b), b.storage_offset()): b.nbytes for b in buffers}
     return sum(places.values())
+
+
+def _dicts_of(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
+    """Those of their children, and those of their parameters."""
+    return [each for module in modules for each in (module._modules, module._parameters)]
 
 
 def _objects_in(dicts: Iterable[dict[str, Any]]) -> Iterator[Any]:

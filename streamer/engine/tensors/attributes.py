@@ -17,8 +17,13 @@ from torch import nn
 
 from streamer.engine.tensors.nested import version_of
 
+#: What every module of a wrapped model has of its own in place of its class's.
+GUARDS = ("_apply", "__deepcopy__", "__reduce_ex__", "zero_grad")
 #: Attributes that every module has. Parameters, buffers and hooks among them are handled elsewhere.
 _OWN = frozenset(vars(nn.Module()))
+#: Attributes that no forward exchanges for others: dicts of hooks, which it may write, and what `wrap` has
+#: set.
+FIXED = (_OWN - {"training", "_parameters", "_buffers", "_modules"}).union(GUARDS)
 _MAPPINGS = frozenset((dict, OrderedDict, defaultdict, Counter))
 _SEQUENCES = frozenset((list, deque))
 _NUMBERS = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device))

@@ -3,9 +3,8 @@
 [Note: parameter hooks]
 The gradient of a layer's parameter is made in the layer's own graph and leaves for the host from there, so
 the hooks on the parameter are called there, with the gradient that is about to leave (`Collector.finish`).
-The user's graph has the parameter too, so that ``backward(inputs=...)`` and ``torch.autograd.grad`` find it,
-but brings it no gradient: PyTorch then calls the hooks with None, which no hook expects. `shield` prevents
-that.
+The user's graph has the parameter too ([Note: parameters in the graph]), but brings it no gradient: PyTorch
+then calls the hooks with None, which no hook expects. `shield` prevents that.
 
 A hook on a plain parameter sees the sum of all gradients of a backward. Here it would see those of two visits
 of a layer, or of a layer and of a penalty on its weights, one after the other, so that is refused. So it is
@@ -66,10 +65,8 @@ def hooks_of(param: torch.Tensor) -> list[Hook]:
 
 @as_plain
 def shield(params: Iterable[nn.Parameter]) -> None:
-    """Let the user's hooks not be called with None. [Note: parameter hooks]"""
-    params = [*params]
-    if not any(hooks_of_all(params)):
-        return
+    """Let the hooks of the user's that are on ``params`` now not be called with None. [Note: parameter
+    hooks]"""
     for param in params:
         hooks = param._backward_hooks or {}
         for key, hook in list(hooks.items()):

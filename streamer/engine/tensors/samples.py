@@ -65,16 +65,22 @@ class Selection:
         #: which of them there is something to see
         self.chosen: frozenset[int] | None = None
         self._known: deque[KnownGraph] = deque(maxlen=4)
+        #: those of the graph that was met last
+        self.origins: Mapping[int, Any] = {}
 
     def known(self, origins: Mapping[int, object]) -> KnownGraph | None:
         """What was found in an earlier graph with these origins, or None."""
-        alike = (graph for graph in self._known if graph.origins == origins)
-        return next(alike, None)
+        for graph in self._known:
+            if graph.origins == origins:
+                self.origins = graph.origins
+                return graph
+        return None
 
     def learn(self, origins: Mapping[int, object], numbers: Collection[int], *, are_all: bool) -> None:
         """Remember what was found in a graph: whether references are all that it keeps, and the
         ``numbers`` of the tensors that are worth comparing, as far as was looked."""
         if self.chosen is None:
+            self.origins = origins
             self._known.append(KnownGraph(origins, are_all, numbers))
             self.end(numbers)
         else:

@@ -57,6 +57,64 @@ def test_a_tensor_that_leaves_by_a_side_door(activations: str) -> None:
         square(model).backward()
 
 
+class BiasBySideDoor(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.shifted = self.linear.bias + 1  # whose node saves nothing
+        return torch.tanh(self.linear(x))
+
+
+@POLICIES
+def test_a_gradient_that_was_refused_is_not_left_for_the_next_backward(activations: str) -> None:
+    plain = net(BiasBySideDoor)
+    square(plain).backward()
+    with streamed(net(BiasBySideDoor), layers="blocks", activations=activations) as model:
+        loss = square(model)
+        with pytest.raises(RuntimeError, match="blocks.1' computed reached the loss by another way"):
+            model.blocks[1].shifted.sum().backward(retain_graph=True)
+        loss.backward()
+        found = gradients(model)
+    assert all(map(torch.equal, found.values(), gradients(plain).values()))
+
+
+class Scaled(Base):
+    scale = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.scale * self.linear(x))
+
+
+@POLICIES
+def test_what_is_changed_between_two_passes_stays_changed(activations: str) -> None:
+    def use(model: nn.Module) -> Any:
+        for number in range(3):
+            for block in model.blocks:
+                block.scale = float(2 + number % 2)
+                block.eval()
+            square(model).backward()
+            assert {(block.scale, block.training) for block in model.blocks} == {(2.0 + number % 2, False)}
+        return gradients(model)
+
+    assert_as_plain(net(Scaled), use, layers="blocks", activations=activations)
+
+
+@pytest.mark.parametrize("where", ["blocks.1.linear", "head"])
+def test_a_module_that_gets_another_dict_of_parameters(where: str) -> None:
+    def use(model: nn.Module) -> Any:
+        square(model).backward()
+        module = model.get_submodule(where)
+        module._parameters = dict(module._parameters)
+        square(model).backward()
+        return gradients(model)
+
+    def with_one_more(model: nn.Module) -> None:
+        use(model)
+        model.get_submodule(where).register_parameter("more", nn.Parameter(torch.ones(D)))
+        square(model)
+
+    assert_as_plain(net(Base), use, **BLOCKS)
+    assert_refused(net(Base), with_one_more, "more' was added|gained or lost parameters.*more", **BLOCKS)
+
+
 class Boxed(Base):
     def forward(self, box: Any) -> Any:
         return SimpleNamespace(hidden=torch.tanh(self.linear(box.hidden)))
