@@ -59,7 +59,7 @@ class InGraph(torch.autograd.Function):
     def forward(ctx: Any, *params: nn.Parameter) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.gradients = ctx.nothing = (None,) * len(params)
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
 
     @staticmethod
     @never_traced

@@ -353,7 +353,7 @@ class Unit:
     @cached_property
     def steps(self) -> torch.Tensor:
         """How often each of `trainable` was updated, [n] fp32: optimizers count."""
-        return torch.zeros(len(self.trainable))
+        return torch.zeros(len(self.trainable), dtype=torch.float32, device="cpu")
 
     @cached_property
     def selection(self) -> Selection:

@@ -711,3 +711,24 @@ def test_parameters_are_not_pickled_with_the_engine() -> None:
                     pickled(param)
             assert torch.equal(copy.deepcopy(param), param)
             assert not hasattr(copy.deepcopy(param), "_streamer_home")
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"activations": "keep"}, {"activations": "recompute+offload"}, {"micro_batch_size": 2}]
+)
+def test_a_default_device_of_the_users_changes_nothing(options: dict[str, Any]) -> None:
+    def losses(device: str) -> list[float]:
+        x, found = torch.randn(4, D, generator=torch.Generator().manual_seed(0)), []
+        with streamed(Stack(Block, width=D), layers="blocks", **options) as model:
+            optimizer = streamer.AdamW(model.parameters(), lr=1e-2)
+            with torch.device(device):
+                for _ in range(3):
+                    loss = model(x).square().sum()
+                    loss.backward()
+                    streamer.clip_grad_norm_(model, 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    found.append(loss.item())
+        return found
+
+    assert losses("meta") == losses("cpu")
