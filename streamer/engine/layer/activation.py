@@ -54,6 +54,8 @@ class Gate(OwnHook):
         self._layer = layer
         #: where the gradients of weights go while the layer's own backward runs, None at other times
         self.collector: Collector | None = None
+        #: the positions of the leaves that stand for weights, by their identity
+        self._places: dict[int, int] = {}
 
     def check(self, *_: object) -> None:
         """Raise RuntimeError unless the layer's own backward runs."""
@@ -73,13 +75,15 @@ class Gate(OwnHook):
         for tensor in inputs:
             if tensor.requires_grad:
                 set_gradient_hook(tensor, self)
-        for index, leaf in enumerate(leaves):
+        added = self._added
+        for place, leaf in enumerate(leaves):
             if leaf.requires_grad:
-                set_accumulation_hook(leaf, partial(self._added, index))
+                self._places[id(leaf)] = place
+                set_accumulation_hook(leaf, added)
 
-    def _added(self, index: int, leaf: torch.Tensor) -> None:
+    def _added(self, leaf: torch.Tensor) -> None:
         if self.collector is not None:
-            self.collector.take(index, leaf)
+            self.collector.take(self._places[id(leaf)], leaf)
         else:
             leaf.grad = None
             self.check()
