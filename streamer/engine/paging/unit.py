@@ -10,6 +10,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.utils.parametrizations import _SpectralNorm
@@ -353,7 +354,8 @@ class Unit:
     @cached_property
     def steps(self) -> torch.Tensor:
         """How often each of `trainable` was updated, [n] fp32: optimizers count."""
-        return torch.zeros(len(self.trainable), dtype=torch.float32, device="cpu")
+        # NumPy's memory: a plan of the device's does not see it, nor does a default device of the user's
+        return torch.from_numpy(np.zeros(len(self.trainable), np.float32))
 
     @cached_property
     def selection(self) -> Selection:
