@@ -506,13 +506,14 @@ class _Tree:
 
     def attributes(self) -> Attributes:
         """Of each module once, the top one first; the same object as long as nothing has changed."""
-        last = self._attributes
-        # they tell whether the dicts of children and parameters are the same
-        if last.modules and not last.have_changed() and not self._held.holds_others():
+        last, held = self._attributes, self._held
+        # attributes tell whether the dicts of children and parameters are the same
+        is_known = last.modules and held.modules
+        if is_known and not last.have_changed() and not held.holds_others():
             return last
         self._attributes = Attributes(tuple(self._top.modules()))
         modules = self._attributes.modules
-        if modules != self._held.modules or self._held.has_changed():
+        if modules != held.modules or held.has_changed():
             self.is_checked = False
             # what is lent is not kept
             self._held = Snapshot(() if self.lends else modules)

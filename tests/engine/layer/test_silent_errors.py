@@ -115,6 +115,31 @@ def test_a_module_that_gets_another_dict_of_parameters(where: str) -> None:
     assert_refused(net(Base), with_one_more, "more' was added|gained or lost parameters.*more", **BLOCKS)
 
 
+class CallingItself(Base):
+    again = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.again:
+            self.again = False
+            return self(x)
+        return torch.tanh(self.linear(x))
+
+
+def test_a_parameter_that_is_exchanged_after_a_layer_has_called_itself() -> None:
+    with streamed(net(CallingItself), layers="blocks") as model:
+        square(model).backward()
+        block = model.blocks[1]
+        block.again = True
+        with pytest.raises(ValueError, match="was replaced or removed"):
+            square(model)
+        block.again = False
+        model.zero_grad()
+        square(model).backward()
+        block.linear.bias = nn.Parameter(torch.ones(D))
+        with pytest.raises(ValueError, match="was replaced or removed"):
+            square(model)
+
+
 class Boxed(Base):
     def forward(self, box: Any) -> Any:
         return SimpleNamespace(hidden=torch.tanh(self.linear(box.hidden)))
