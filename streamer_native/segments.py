@@ -120,7 +120,7 @@ def check_scales(segments: Sequence[Segment], num_scales: int) -> None:
         previous_stop = stop
 
 
-def _coefficients(hyper: Hyper, grad_scale: float) -> Coefficients:
+def _coefficients(hyper: Hyper, grad_scale: float) -> tuple[float, ...]:
     lr, beta1, beta2, eps, weight_decay, step = hyper
     if step < 1:
         raise ValueError(f"step={step} must count from 1: increase it before the update, not after")
@@ -130,13 +130,14 @@ def _coefficients(hyper: Hyper, grad_scale: float) -> Coefficients:
     for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
         if not 0.0 <= value < math.inf:
             raise ValueError(f"{name}={value} must be finite and not negative")
-    return Coefficients(
-        decay=np.float32(lr * weight_decay),
-        one_minus_beta1=np.float32(1.0 - beta1),
-        beta2=np.float32(beta2),
-        one_minus_beta2=np.float32(1.0 - beta2),
-        root_correction=np.float32(1.0 / math.sqrt(1.0 - beta2**step)),
-        eps=np.float32(eps),
-        step_size=np.float32(lr / (1.0 - beta1**step)),
-        grad_scale=np.float32(grad_scale),
+    # in the order of `Coefficients`, and rounded as they become an array
+    return (
+        lr * weight_decay,
+        1.0 - beta1,
+        beta2,
+        1.0 - beta2,
+        1.0 / math.sqrt(1.0 - beta2**step),
+        eps,
+        lr / (1.0 - beta1**step),
+        grad_scale,
     )

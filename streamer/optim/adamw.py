@@ -5,14 +5,16 @@ is made with gradients that are NaN or infinite.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import compress
+from itertools import compress, repeat
+from operator import is_not
 from typing import Any, NamedTuple, NoReturn
 from zlib import crc32
 
+import numpy as np
 import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
@@ -23,7 +25,7 @@ from streamer.engine.paging.gradient_pipeline import Update, Updater
 from streamer.engine.paging.gradients import is_summed
 from streamer.engine.paging.unit import Unit
 from streamer.engine.tensors.guarded import as_plain, never_traced, unguarded
-from streamer.engine.wrapped.handle import Home, require_home
+from streamer.engine.wrapped.handle import Home, require_homes
 from streamer.errors import shortened, warn
 from streamer.memory.host import HostShard
 from streamer.optim.state import (
@@ -37,10 +39,10 @@ from streamer.optim.state import (
     take_over,
 )
 from streamer.optim.update import (
-    ParamUpdate,
+    Launches,
+    UnitUpdate,
     all_finite,
     check_state_dtype,
-    update_bytes,
     update_shard,
     warm_up,
 )
@@ -185,9 +187,63 @@ class _Member(NamedTuple):
     group: dict[str, Any]
 
 
-def _units_of(members: Iterable[_Member]) -> list[Unit]:
-    """The units of these parameters, each once."""
-    return [*{id(member.home.unit): member.home.unit for member in members}.values()]
+class _Members:
+    """An optimizer's parameters of one unit."""
+
+    def __init__(self, members: Sequence[_Member]) -> None:
+        self.members = members
+        self.params = [member.param for member in members]
+        self.executor, self.unit = members[0].home.executor, members[0].home.unit
+        self._slices = [member.home.slice for member in members]
+        self._names = [slice.param.name for slice in self._slices]
+        self._are_trained = all(slice.param.trainable for slice in self._slices)
+        places = {id(slice): place for place, slice in enumerate(self.unit.layout.slices)}
+        #: where their steps are in `Unit.steps`
+        self._places = np.array([places[id(slice)] for slice in self._slices])
+        self._part: tuple[tuple[bool, ...], _Members] | None = None
+        self._launches: tuple[object, Launches] | None = None
+
+    def only(self, which: Sequence[bool]) -> _Members | None:
+        """Those of them that ``which`` says, None for none."""
+        if all(which):
+            return self
+        key = tuple(which)
+        if self._part is None or self._part[0] != key:
+            if not any(key):
+                return None
+            # nearly always the same ones
+            self._part = key, _Members([*compress(self.members, key)])
+        return self._part[1]
+
+    def with_gradient(self) -> _Members | None:
+        """Those of them that have a gradient."""
+        return self.only([param.grad is not None for param in self.params])
+
+    def check_owner(self, owner: object) -> None:
+        """Raise RuntimeError if another optimizer updates one of them, ValueError for one that was frozen."""
+        # nearly always for nothing, so without a frame for each parameter
+        owners = map(self.executor.updated_by.get, self._names)
+        if not self._are_trained or any(map(is_not, owners, repeat(owner))):
+            for member in self.members:
+                check_owner(member.home, owner)
+
+    def update(self, state_dtype: torch.dtype) -> UnitUpdate:
+        """Their next update."""
+        steps = (self.unit.steps.numpy()[self._places] + 1).tolist()
+        keys = [(id(member.group), step) for member, step in zip(self.members, steps, strict=True)]
+        groups = {key: member.group for key, member in zip(keys, self.members, strict=True)}
+        number = {key: number for number, key in enumerate(groups)}
+        of_each = [number[key] for key in keys], [*map(is_summed, self.params)]
+        if self._launches is None or self._launches[0] != of_each:
+            params = zip(self._slices, *of_each, strict=True)
+            self._launches = of_each, Launches(params, state_dtype)
+        return UnitUpdate(self._launches[1], [hyper_of(group, int(key[1])) for key, group in groups.items()])
+
+    def count(self, which: Sequence[bool] | None = None, by: int = 1) -> None:
+        """Add to the number of their steps, or of those that ``which`` says."""
+        # in NumPy's memory: PyTorch would let the update that has just been queued run first
+        steps = self.unit.steps.numpy()
+        steps[self._places if which is None else self._places[np.array(which)]] += by
 
 
 class AdamW(Optimizer):
@@ -233,6 +289,9 @@ class AdamW(Optimizer):
         self.state_dtype = parse_state_dtype(state_dtype)
         self._skip_nonfinite = skip_nonfinite
         self._executors: list[Executor] = []
+        #: the parameters by unit, and the groups, parameters and homes for which that was found
+        self._by_unit: list[_Members] = []
+        self._known: list[Any] = []
         #: by the identity of a group, the hyperparameters with which layers were updated on landing
         self._landed_with: dict[int, Hyper] = {}
         #: the identities of the parameters that were updated
@@ -250,7 +309,7 @@ class AdamW(Optimizer):
                 )
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         # for all groups at once: what cannot be made must leave an earlier optimizer's moments alone
-        self._take_over([member.home for member in self._members(lambda _: True)])
+        self._take_over([member.home for mine in self._members() for member in mine.members])
         self._is_made = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -259,7 +318,7 @@ class AdamW(Optimizer):
         group = self.param_groups[-1]
         try:
             check_group(group)
-            homes = [require_home(param) for param in group["params"]]
+            homes = require_homes(group["params"])
             for home in homes:
                 check_state_dtype(home.slice.param, self.state_dtype)
             if self._is_made:
@@ -297,11 +356,13 @@ class AdamW(Optimizer):
         return loss
 
     def _step(self) -> None:
-        updated = self._members(lambda param: param.grad is not None)
-        for member in updated:
-            check_owner(member.home, self.token)
-        for executor, index in {(member.home.executor, member.home.unit.index) for member in updated}:
-            executor.check_idle(executor.unit(index))
+        for group in self.param_groups:
+            check_group(group)
+        updated = [mine for each in self._members() if (mine := each.with_gradient()) is not None]
+        for mine in updated:
+            mine.check_owner(self.token)
+        for mine in updated:
+            mine.executor.check_idle(mine.unit)
         check_landed_with(self._landed_with, self.param_groups)
         # a GradScaler sets both, and deletes them: whether an element was not finite, the scale to take out
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
@@ -313,104 +374,85 @@ class AdamW(Optimizer):
         if not may_step(self._executors, not_updated, skip_nonfinite=skips, found_inf=found_inf):
             return
         unscale = 1.0 if scale is None else 1.0 / float(scale)
-        updates: dict[tuple[Executor, int], list[ParamUpdate]] = defaultdict(list)
-        for member, update in zip(updated, self._updates(updated), strict=True):
-            updates[member.home.executor, member.home.unit.index].append(update)
+        updates = [(mine, self._update(mine)) for mine in updated]
         for executor in self._executors:
-            mine = {unit: updates[owner, unit] for owner, unit in updates if owner is executor}
-            self._queue(executor, mine, unscale)
+            here = [(mine, update) for mine, update in updates if mine.executor is executor]
+            self._queue(executor, {mine.unit.index: update for mine, update in here}, unscale)
             # not sooner: what is refused is no step
-            self._count([member for member in updated if member.home.executor is executor])
+            for mine, _ in here:
+                self._count(mine)
 
     @as_plain
     def _update_on_landing(self, unit: Unit, used: Sequence[bool]) -> Update | None:
         """The update of ``unit`` from a gradient that has just landed. [Note: landing]"""
         used_ids = {id(param) for param, is_used in zip(unit.params, used, strict=False) if is_used}
-        with_gradient = self._members(lambda param: id(param) in used_ids)
-        mine = [member for member in with_gradient if is_owner(member.home, self.token)]
-        if not mine:
+        for group in self.param_groups:
+            check_group(group)
+        of_unit = next((each for each in self._members() if each.unit is unit), None)
+        mine = of_unit and of_unit.only(
+            [id(param) in used_ids and is_owner(home, self.token) for param, home, _ in of_unit.members]
+        )
+        if mine is None:
             return None
-        executor = mine[0].home.executor
+        executor = mine.executor
         landing = executor.landing
-        updates = self._updates(mine)
-        steps = [self.state[member.param]["step"] for member in mine]
+        next_update = self._update(mine)
         stretches = unit.layout.stretches(used)
-        state_dtype = self.state_dtype  # not self: a queued update shall not keep the optimizer alive
-
         is_finite, number = list[bool](), landing.number
-
         places = {id(param): place for place, param in enumerate(unit.params)}
 
+        # holds no optimizer: a queued update shall not keep it alive
         def update(shard: HostShard, *, gradient: torch.Tensor, reduced: Reduced | None) -> None:
+            nonlocal next_update
             if not is_finite:  # of state on disk each chunk comes here
                 finite = all_finite(gradient, stretches) if reduced is None else reduced.is_finite()
                 is_finite.append(finite)
                 if not finite:
-                    for step in steps:
-                        step -= 1
+                    mine.count(by=-1)
                     landing.not_finite.append((number, unit.name))
                 elif reduced is not None:
                     by_all = reduced.used()
-                    are_used = [by_all[places[id(member.param)]] for member in mine]
-                    for step, is_used in zip(steps, are_used, strict=True):
-                        step -= 0 if is_used else 1
-                    updates[:] = compress(updates, are_used)
+                    are_used = [by_all[places[id(param)]] for param in mine.params]
+                    mine.count([not is_used for is_used in are_used], by=-1)
+                    next_update = next_update._replace(launches=next_update.launches.only(are_used))
             if is_finite[0]:
-                update_shard(shard, updates, state_dtype, 1.0, seed=unit.index + 1, gradient=gradient)
+                update_shard(shard, next_update, 1.0, seed=unit.index + 1, gradient=gradient)
 
         def begin() -> None:
-            self._landed_with |= {id(member.group): hyper_of(member.group, 1) for member in mine}
+            self._landed_with |= {id(group): hyper_of(group, 1) for _, _, group in mine.members}
             self._count(mine)
 
-        return Update(update, update_bytes(updates, executor.shard(unit).range, state_dtype), begin)
+        return Update(update, next_update.launches.nbytes(executor.shard(unit).range), begin)
 
-    def _members(self, wanted: Callable[[torch.Tensor], bool]) -> list[_Member]:
-        """Those of the optimizer's parameters that are ``wanted``."""
-        for group in self.param_groups:
-            check_group(group)
-        return [
-            _Member(param, require_home(param), group)
-            for group in self.param_groups
-            for param in group["params"]
-            if wanted(param)
-        ]
+    def _members(self) -> list[_Members]:
+        """The optimizer's parameters, by unit."""
+        # the groups too, between which a parameter may be moved
+        now = [item for group in self.param_groups for item in (group, *group["params"])]
+        params = [param for group in self.param_groups for param in group["params"]]
+        homes = require_homes(params)
+        now += homes
+        if len(now) != len(self._known) or any(map(is_not, now, self._known)):
+            groups = (group for group in self.param_groups for _ in group["params"])
+            of_units: dict[int, list[_Member]] = defaultdict(list)
+            for member in map(_Member, params, homes, groups):
+                of_units[id(member.home.unit)].append(member)
+            self._by_unit = [*map(_Members, of_units.values())]
+            self._known = now
+        return self._by_unit
 
-    def _updates(self, updated: Sequence[_Member]) -> list[ParamUpdate]:
-        """The updates of these parameters, whose steps `_count` counts once nothing refuses them."""
-        places = []
-        for param, home, _ in updated:
-            state = self.state[param]
-            if not isinstance(state, State):
-                state = self._begin_state(param, home)
-            else:
+    def _update(self, mine: _Members) -> UnitUpdate:
+        """The next update of these parameters, whose steps `_count` counts once nothing refuses it."""
+        for (param, home, _), state in zip(mine.members, map(self.state.get, mine.params), strict=True):
+            if isinstance(state, State):
                 state.check()
-            places.append(state.place)
-        before = {id(unit): unit.steps.numpy().tolist() for unit in _units_of(updated)}
-        steps = [
-            int(before[id(home.unit)][place]) + 1 for (_, home, _), place in zip(updated, places, strict=True)
-        ]
-        hypers: dict[tuple[int, int], Hyper] = {}
-        updates = []
-        for (param, home, group), step in zip(updated, steps, strict=True):
-            key = id(group), step
-            if key not in hypers:
-                hypers[key] = hyper_of(group, step)
-            updates.append(ParamUpdate(home.slice, hypers[key], summed=is_summed(param)))
-        return updates
+            else:
+                self._begin_state(param, home)
+        return mine.update(self.state_dtype)
 
-    def _count(self, updated: Sequence[_Member]) -> None:
+    def _count(self, mine: _Members) -> None:
         """Increment the step count of each of these parameters."""
-        number = Counter(id(member.home.unit) for member in updated)
-        whole = [unit for unit in _units_of(updated) if number[id(unit)] == len(unit.trainable)]
-        for unit in whole:
-            # PyTorch would let the update that has just been queued run first
-            steps = unit.steps.numpy()
-            steps += 1
-        counted = {*map(id, whole)}
-        for param, home, _ in updated:
-            if id(home.unit) not in counted:
-                self.state[param]["step"] += 1
-        self._updated.update(id(member.param) for member in updated)
+        mine.count()
+        self._updated.update(map(id, mine.params))
 
     def _begin_state(self, param: torch.Tensor, home: Home) -> State:
         """Give a parameter that is about to be updated, and has no state of ours, one."""
@@ -469,23 +511,17 @@ class AdamW(Optimizer):
         self.state.clear()
         self.state.update(state)
 
-    def _queue(self, executor: Executor, updates: dict[int, list[ParamUpdate]], unscale: float) -> None:
+    def _queue(self, executor: Executor, updates: dict[int, UnitUpdate], unscale: float) -> None:
         work: dict[int, tuple[ShardUpdate, int]] = {}
-        hypers = {update.hyper for of_unit in updates.values() for update in of_unit}
+        hypers = {hyper for update in updates.values() for hyper in update.hypers}
         for unit in (executor.root, *executor.units):
             if unit.index in updates:
                 # clipping has scaled the root's gradients already
                 scale = unscale if unit is executor.root else unscale * executor.gradients.scale
+                # seeds: another one for each unit; ROOT is -1
                 of_unit = updates[unit.index]
-                update = partial(
-                    update_shard,
-                    updates=of_unit,
-                    state_dtype=self.state_dtype,
-                    grad_scale=scale,
-                    seed=unit.index + 1,  # another one for each unit; ROOT is -1
-                )
-                elements = executor.shard(unit).range
-                work[unit.index] = (update, update_bytes(of_unit, elements, self.state_dtype))
+                update = partial(update_shard, update=of_unit, grad_scale=scale, seed=unit.index + 1)
+                work[unit.index] = update, of_unit.launches.nbytes(executor.shard(unit).range)
         scale = unscale * executor.gradients.scale
         of_all = crc32(repr((sorted(hypers), scale, sorted(updates))).encode())
         told = ", ".join(f"lr {hyper.lr:.6g} in step {hyper.step}" for hyper in sorted(hypers)[:2])

@@ -6,9 +6,10 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cache
-from operator import attrgetter
+from itertools import compress
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 import streamer_native as native
@@ -26,14 +27,103 @@ class ParamUpdate(NamedTuple):
     summed: bool = False
 
 
-def update_bytes(updates: Iterable[ParamUpdate], elements: range, state_dtype: torch.dtype = FP32) -> int:
-    """Bytes of host memory that ``updates`` of a unit, with moments of ``state_dtype``, read and write where
-    only these ``elements`` of its state are updated."""
-    return sum(
-        max(0, min(slice.index + slice.padded, elements.stop) - max(slice.index, elements.start))
-        * _element_bytes(slice.dtype, state_dtype, summed)
-        for slice, _, summed in updates
-    )
+class Launches:
+    """The kernel launches that update parameters of one unit, with moments of ``state_dtype``. They stay the
+    same for as long as the same parameters have gradients and share hyperparameters.
+
+    ``params`` are the slice of each, the number of its hyperparameters among those that are given, and
+    whether its gradient is the fp32 sum of several.
+    """
+
+    def __init__(self, params: Iterable[tuple[Slice, int, bool]], state_dtype: torch.dtype) -> None:
+        self.state_dtype = state_dtype
+        self._params = [*params]
+        # One launch for all parameters of a dtype; where units mix dtypes, for those at the same distance
+        # between their places in the weights and in the state.
+        alike: dict[tuple[torch.dtype, int, bool], list[tuple[Slice, int]]] = defaultdict(list)
+        for slice, number, is_summed in sorted(self._params, key=lambda each: each[0].index):
+            alike[slice.dtype, slice.distance, is_summed].append((slice, number))
+        self.each = [
+            _Launch(several, is_summed=is_summed, by_parameter=state_dtype != FP32)
+            for (_, _, is_summed), several in alike.items()
+        ]
+        self._nbytes: dict[range, int] = {}
+
+    def nbytes(self, elements: range) -> int:
+        """Bytes of host memory that are read and written where only these ``elements`` of the unit's state
+        are updated."""
+        if elements not in self._nbytes:
+            self._nbytes[elements] = sum(
+                max(0, min(slice.index + slice.padded, elements.stop) - max(slice.index, elements.start))
+                * _element_bytes(slice.dtype, self.state_dtype, is_summed)
+                for slice, _, is_summed in self._params
+            )
+        return self._nbytes[elements]
+
+    def only(self, which: Iterable[bool]) -> Launches:
+        """For those of the parameters alone that ``which`` says."""
+        return Launches(compress(self._params, which), self.state_dtype)
+
+
+class _Row(NamedTuple):
+    """Elements ``start`` to ``stop`` of a unit's state that are updated with the hyperparameters of a number.
+    With ``block`` their scales begin."""
+
+    start: int
+    stop: int
+    number: int
+    block: int
+
+
+class _Launch:
+    """One launch, for parameters that lie in the weights as they lie in the state, each with the number of
+    its hyperparameters.
+
+    Neighbours with the same hyperparameters are one row, padding included. With ``by_parameter`` each
+    parameter is one, without padding: 8-bit blocks belong to one parameter, and random bits are counted from
+    its beginning, whatever else is updated with it.
+    """
+
+    def __init__(self, params: Sequence[tuple[Slice, int]], *, is_summed: bool, by_parameter: bool) -> None:
+        first, last = params[0][0], params[-1][0]
+        self.whole = Stretch(first.dtype, first.offset, first.index, last.index + last.padded - first.index)
+        self.is_summed = is_summed
+        self._rows: list[_Row] = []
+        for slice, number in params:
+            stop = slice.index + (slice.numel if by_parameter else slice.padded)
+            before = self._rows[-1] if self._rows and not by_parameter else None
+            if before is not None and (before.stop, before.number) == (slice.index, number):
+                self._rows[-1] = before._replace(stop=stop)
+            else:
+                self._rows.append(_Row(slice.index, stop, number, slice.block))
+        self._within: dict[range, tuple[Stretch, list[_Row]]] = {}
+
+    def within(self, elements: range) -> tuple[Stretch, list[_Row]]:
+        """What of the launch is for these elements of the unit's state: all of it, and the rows."""
+        if elements not in self._within:
+            here = within(self.whole, elements)
+            rows = []
+            for row in self._rows:
+                start, stop = max(row.start, here.index), min(row.stop, here.index + here.numel)
+                if start < stop:
+                    block = row.block + (start - row.start) // native.QUANTUM
+                    rows.append(_Row(start, stop, row.number, block))
+            self._within[elements] = here, rows
+        return self._within[elements]
+
+
+class UnitUpdate(NamedTuple):
+    """An update of parameters of one unit: ``hypers`` by their number."""
+
+    launches: Launches
+    hypers: Sequence[native.Hyper]
+
+    @staticmethod
+    def of(updates: Sequence[ParamUpdate], state_dtype: torch.dtype) -> UnitUpdate:
+        """These updates, with moments of ``state_dtype``."""
+        hypers = [*dict.fromkeys(update.hyper for update in updates)]
+        params = ((slice, hypers.index(hyper), summed) for slice, hyper, summed in updates)
+        return UnitUpdate(Launches(params, state_dtype), hypers)
 
 
 @cache
@@ -64,25 +154,25 @@ def warm_up(layouts: Sequence[Layout], state_dtype: torch.dtype) -> None:
     hyper = native.Hyper(0.0, 0.0, 0.0, 1.0, 0.0, 1)
     for slice in small.slices:
         gradient, total = array(slice.view(shard.gradient)), array(slice.state(shard.sums))
-        update_shard(shard, [ParamUpdate(slice, hyper)], state_dtype, 1.0)
+        update_shard(shard, UnitUpdate.of([ParamUpdate(slice, hyper)], state_dtype), 1.0)
         native.sum_squares(gradient)
         native.accumulate(gradient, gradient.copy())
         if slice.param.dtype != FP32:
             native.add(total, gradient, gradient)
             native.accumulate(total, gradient)
-            update_shard(shard, [ParamUpdate(slice, hyper, summed=True)], state_dtype, 1.0)
+            summed = ParamUpdate(slice, hyper, summed=True)
+            update_shard(shard, UnitUpdate.of([summed], state_dtype), 1.0)
 
 
 def update_shard(
     shard: HostShard,
-    updates: Iterable[ParamUpdate],
-    state_dtype: torch.dtype,
+    update: UnitUpdate,
     grad_scale: float,
     *,
     seed: int = 0,
     gradient: torch.Tensor | None = None,
 ) -> None:
-    """AdamW on some parameters of ``shard``, with moments as `MOMENTS` says for ``state_dtype``; of a
+    """AdamW on parameters of ``shard``, with moments as `MOMENTS` says for the dtype of their state; of a
     `Window`, on what of them is in its chunk.
 
     The gradient, ``shard``'s or the one given (flat uint8, in the shard's layout), is multiplied by
@@ -90,25 +180,16 @@ def update_shard(
     every unit another.
     """
     shard.about_to_change()
-    # One launch for all parameters of a dtype; where units mix dtypes, for those at the same distance between
-    # their places in the weights and in the state.
-    launches: dict[tuple[torch.dtype, int, bool], list[ParamUpdate]] = defaultdict(list)
-    for update in sorted(updates, key=_INDEX):
-        launches[update.slice.dtype, update.slice.distance, update.summed].append(update)
-    for alike in launches.values():
-        first, last = alike[0].slice, alike[-1].slice
-        whole = Stretch(first.dtype, first.offset, first.index, last.index + last.padded - first.index)
-        here = within(whole, shard.range)
+    for launch in update.launches.each:
+        here, rows = launch.within(shard.range)
         if not here.numel:
             continue
-        if alike[0].summed:
-            grad = here.state(shard.sums)
+        if launch.is_summed:
+            grad = array(here.state(shard.sums))
         else:
-            grad = here.view(shard.gradient if gradient is None else gradient)
-        _launch(shard, here, alike, grad, state_dtype, grad_scale, seed, here.index - whole.index)
-
-
-_INDEX = attrgetter("slice.index")
+            grad = _array(here, shard.gradient if gradient is None else gradient)
+        origin = here.index - launch.whole.index
+        _run(shard, here, rows, update, grad, grad_scale, seed, origin)
 
 
 def all_finite(gradient: torch.Tensor, stretches: Iterable[Stretch]) -> bool:
@@ -116,28 +197,39 @@ def all_finite(gradient: torch.Tensor, stretches: Iterable[Stretch]) -> bool:
     return all(math.isfinite(native.sum_squares(array(stretch.view(gradient)))) for stretch in stretches)
 
 
-def _launch(
+def _array(stretch: Stretch, buffer: torch.Tensor) -> Any:
+    """A stretch of a flat uint8 buffer of weights or gradients as the kernels take it."""
+    return array(buffer)[stretch.offset : stretch.offset + stretch.nbytes].view(_IN_NUMPY[stretch.dtype])
+
+
+_IN_NUMPY = {FP32: np.float32, FP16: np.float16, BF16: np.uint16}
+
+
+def _run(
     shard: HostShard,
     here: Stretch,
-    updates: Sequence[ParamUpdate],
-    gradient: torch.Tensor,
-    state_dtype: torch.dtype,
+    rows: Sequence[_Row],
+    update: UnitUpdate,
+    grad: Any,
     grad_scale: float,
     seed: int,
     origin: int,
 ) -> None:
-    """Make ``updates`` in one kernel launch, as far as they are ``here``: from element ``origin`` on of a
-    launch that makes the whole of them."""
+    """Launch a kernel for the ``rows`` of an ``update``, which are ``here``: from element ``origin`` on of a
+    launch that makes the whole of it."""
 
     def state(purpose: Purpose) -> Any:
         begin = here.index - shard.begin(purpose)
-        return array(shard[purpose][begin : begin + here.numel])
+        return array(shard[purpose])[begin : begin + here.numel]
 
-    weight, grad = array(here.view(shard.weight)), array(gradient)
+    weight, state_dtype = _array(here, shard.weight), update.launches.state_dtype
     exp_avg, exp_avg_sq, *scales = MOMENTS[state_dtype]
     moments = state(exp_avg), state(exp_avg_sq)
     first_scale = shard.begin(scales[0]) if scales else 0
-    segments = _segments(here, updates, first_scale, by_parameter=state_dtype != FP32)
+    segments = [
+        native.Segment(start - here.index, stop - here.index, update.hypers[number], block - first_scale)
+        for start, stop, number, block in rows
+    ]
     if here.dtype == FP32:
         native.adamw_fp32(weight, grad, *moments, segments, grad_scale=grad_scale)
         return
@@ -152,29 +244,3 @@ def _launch(
     else:
         both = array(shard[scales[0]]), array(shard[scales[1]])
         native.adamw_split_int8(*split, *both, segments, grad_scale=grad_scale, seed=seed, origin=origin)
-
-
-def _segments(
-    here: Stretch, updates: Sequence[ParamUpdate], first_scale: int, *, by_parameter: bool
-) -> list[native.Segment]:
-    """What a kernel updates ``here``: neighbours with the same hyperparameters as one, padding included. With
-    ``by_parameter`` each parameter is one, without padding: 8-bit blocks belong to one parameter, and random
-    bits are counted from its beginning, whatever else is updated with it. Arrays of scales begin with block
-    ``first_scale`` of the unit."""
-    rows: list[list[ParamUpdate]] = []
-    last, end = updates[0], -1
-    for update in updates:
-        if end == update.slice.index and last.hyper == update.hyper and not by_parameter:
-            rows[-1].append(update)
-        else:
-            rows.append([update])
-        last, end = update, update.slice.index + update.slice.padded
-    segments = []
-    for row in rows:
-        first, last_slice = row[0].slice, row[-1].slice
-        stop = last_slice.index + (last_slice.numel if by_parameter else last_slice.padded)
-        start, stop = max(first.index, here.index), min(stop, here.index + here.numel)
-        if start < stop:
-            scale = first.block + (start - first.index) // native.QUANTUM - first_scale
-            segments.append(native.Segment(start - here.index, stop - here.index, row[0].hyper, scale))
-    return segments

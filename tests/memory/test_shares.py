@@ -14,7 +14,7 @@ from streamer.memory.on_disk import WeightsInScratch, chunks_of
 from streamer.memory.placement import weights_on_disk_bytes
 from streamer.memory.purposes import ALL_MOMENTS, GRADIENTS, MOMENTS, SUMS
 from streamer.memory.shares import Division, Share, shares_of
-from streamer.optim.update import ParamUpdate, update_shard
+from streamer.optim.update import ParamUpdate, UnitUpdate, update_shard
 from streamer_native import BLOCK, QUANTUM, Hyper
 
 #: Parameters of less than a block, of blocks and a rest, and without elements.
@@ -189,7 +189,7 @@ def test_updates_of_shares_are_the_update_of_the_whole(
         for store, shares in zip(stores, (1, 3), strict=True):
             (shard,) = store.shards
             for shard.share in shares_of(of, shares):
-                update_shard(shard, updates, state_dtype, 0.5, seed=3)
+                update_shard(shard, UnitUpdate.of(updates, state_dtype), 0.5, seed=3)
     (whole,), (shared,) = (store.shards for store in stores)
     assert whole.held.keys() == shared.held.keys() > {purpose.name for purpose in MOMENTS[state_dtype]}
     assert {purpose.name for purpose in ALL_MOMENTS} & whole.held.keys()

@@ -11,7 +11,7 @@ import streamer_native as native
 from streamer.memory.host import HostShard, HostStore
 from streamer.memory.layout import Layout, Param, Slice
 from streamer.memory.purposes import GRADIENTS, MOMENTS, SUMS
-from streamer.optim.update import ParamUpdate, update_bytes, update_shard
+from streamer.optim.update import ParamUpdate, UnitUpdate, update_shard
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SIZES = (300, 5, 4096, 33, 257, 1000)
@@ -79,7 +79,7 @@ def test_one_launch_updates_each_parameter_as_if_alone_and_skips_the_rest(
         for slice, hyper in zip(shard.layout.slices, OTHERS, strict=True)
         if slice.numel != 33
     ]
-    update_shard(shard, updates, state_dtype, 0.5)
+    update_shard(shard, UnitUpdate.of(updates, state_dtype), 0.5)
     assert launches == [function]
     for slice, hyper in zip(shard.layout.slices, OTHERS, strict=True):
         after = moments(shard, slice, state_dtype)
@@ -89,7 +89,7 @@ def test_one_launch_updates_each_parameter_as_if_alone_and_skips_the_rest(
             continue
         alone = shard_of([dtype], state_dtype, (slice.numel,))
         (only,) = alone.layout.slices
-        update_shard(alone, [ParamUpdate(only, hyper)], state_dtype, 0.5)
+        update_shard(alone, UnitUpdate.of([ParamUpdate(only, hyper)], state_dtype), 0.5)
         assert torch.equal(shard.exact(slice), alone.exact(only))
         assert not torch.equal(shard.exact(slice), before.exact(slice))
         # what is rounded stochastically depends on the place in the shard, the rest does not
@@ -108,9 +108,9 @@ def test_an_fp32_sum_takes_the_place_of_the_gradient() -> None:
             if slice.numel != 4096:  # one parameter has no sum
                 slice.view(summed.gradient).fill_(9.0)
         slices = plain.layout.slices
-        update_shard(plain, [ParamUpdate(slice, CALM) for slice in slices], state_dtype, 0.5)
+        update_shard(plain, UnitUpdate.of([ParamUpdate(slice, CALM) for slice in slices], state_dtype), 0.5)
         updates = [ParamUpdate(slice, CALM, summed=slice.numel != 4096) for slice in slices]
-        update_shard(summed, updates, state_dtype, 0.5)
+        update_shard(summed, UnitUpdate.of(updates, state_dtype), 0.5)
         for slice in slices:
             assert torch.equal(plain.exact(slice), summed.exact(slice)), (dtype, state_dtype, slice.numel)
 
@@ -119,7 +119,7 @@ def test_garbage_in_the_padding_of_a_gradient_spoils_no_scale() -> None:
     clean, dirty = shard_of([BF16], torch.int8, (5,)), shard_of([BF16], torch.int8, (5,))
     dirty.gradient.view(BF16)[5:].fill_(1e9)
     for shard in (clean, dirty):
-        update_shard(shard, [ParamUpdate(shard.layout.slices[0], CALM)], torch.int8, 1.0)
+        update_shard(shard, UnitUpdate.of([ParamUpdate(shard.layout.slices[0], CALM)], torch.int8), 1.0)
     dirty.gradient.copy_(clean.gradient)
     assert all(torch.equal(a, b) for a, b in zip(bits(clean), bits(dirty), strict=True))
 
@@ -136,11 +136,11 @@ def test_a_unit_of_mixed_dtypes_takes_a_launch_for_each(
     dtypes: list[torch.dtype], expected: list[str], launches: list[str]
 ) -> None:
     shard = shard_of(dtypes, FP32)
-    update_shard(shard, [ParamUpdate(slice, CALM) for slice in shard.layout.slices], FP32, 1.0)
+    update_shard(shard, UnitUpdate.of([ParamUpdate(slice, CALM) for slice in shard.layout.slices], FP32), 1.0)
     assert launches == expected
     for slice in shard.layout.slices:
         alone = shard_of([slice.param.dtype], FP32, (slice.numel,))
-        update_shard(alone, [ParamUpdate(alone.layout.slices[0], CALM)], FP32, 1.0)
+        update_shard(alone, UnitUpdate.of([ParamUpdate(alone.layout.slices[0], CALM)], FP32), 1.0)
         assert torch.equal(shard.exact(slice), alone.exact(alone.layout.slices[0]))
 
 
@@ -149,7 +149,7 @@ def test_the_seed_reaches_the_rounding(state_dtype: torch.dtype) -> None:
     shards = [shard_of([BF16] * len(SIZES), state_dtype) for _ in range(3)]
     for shard, seed in zip(shards, (1, 1, 2), strict=True):
         updates = [ParamUpdate(slice, CALM) for slice in shard.layout.slices]
-        update_shard(shard, updates, state_dtype, 1.0, seed=seed)
+        update_shard(shard, UnitUpdate.of(updates, state_dtype), 1.0, seed=seed)
     second = [shard.held["exp_avg_sq"] for shard in shards]
     assert torch.equal(second[0], second[1])
     assert not torch.equal(second[0], second[2])
@@ -175,7 +175,11 @@ def test_update_bytes_by_layout() -> None:
     ):
         run = ParamUpdate(Layout.of([Param("w", (64,), dtype, True)]).slices[0], CALM)
         whole = range(1 << 40)
-        assert update_bytes([run], whole, state_dtype) == 64 * expected
+        assert UnitUpdate.of([run], state_dtype).launches.nbytes(whole) == 64 * expected
         if dtype != FP32:
-            assert update_bytes([run._replace(summed=True)], whole, state_dtype) == 64 * (expected + 2)
-            assert update_bytes([run], range(48, 1 << 40), state_dtype) == 16 * expected, "a rank's share"
+            assert UnitUpdate.of([run._replace(summed=True)], state_dtype).launches.nbytes(whole) == 64 * (
+                expected + 2
+            )
+            assert UnitUpdate.of([run], state_dtype).launches.nbytes(range(48, 1 << 40)) == 16 * expected, (
+                "a rank's share"
+            )

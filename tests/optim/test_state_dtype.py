@@ -15,7 +15,7 @@ from streamer.engine.wrapped.handle import wrapped
 from streamer.memory.host import HostStore
 from streamer.memory.purposes import BF16, FP32, GRADIENTS, INT8, MODEL, MOMENTS, host_bytes
 from streamer.optim.state import convert
-from streamer.optim.update import ParamUpdate, update_shard
+from streamer.optim.update import ParamUpdate, UnitUpdate, update_shard
 from streamer_native import Hyper
 from tests.optim.test_clip import gpt
 from tests.reference import language_loss, streamed
@@ -63,7 +63,7 @@ def test_each_unit_is_updated_as_its_shard_alone(state_dtype: torch.dtype | str)
                     matrix = param.dim() > 1
                     hyper = Hyper(1e-3 if matrix else 1e-2, 0.9, 0.999, 1e-8, 0.2 if matrix else 0.0, step)
                     updates.append(ParamUpdate(slice, hyper))
-                update_shard(shard, updates, kept, 1.0, seed=unit.index + 1)
+                update_shard(shard, UnitUpdate.of(updates, kept), 1.0, seed=unit.index + 1)
             optimizer.step()
             optimizer.zero_grad()
         streamer.synchronize(model)

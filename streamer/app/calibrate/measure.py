@@ -27,7 +27,7 @@ from streamer.backends.disk import Disks, Extent, Scratch
 from streamer.memory.host import HostStore
 from streamer.memory.layout import Layout, Param
 from streamer.memory.purposes import FP32, GRADIENTS, MOMENTS
-from streamer.optim.update import ParamUpdate, update_bytes, update_shard
+from streamer.optim.update import ParamUpdate, UnitUpdate, update_shard
 from streamer.simulate.cost import Operations
 
 LAYERS, HIDDEN, TOKENS = 8, 64, 16
@@ -235,12 +235,12 @@ def update(backend: Backend, sizes: Sizes) -> tuple[int, Work]:
     store.add([GRADIENTS, *MOMENTS[FP32]])
     (shard,) = store.shards
     hyper = native.Hyper(1e-6, 0.9, 0.95, 1e-8, 0.1, 1)
-    updates = [ParamUpdate(slice, hyper) for slice in layout.trainable]
+    update = UnitUpdate.of([ParamUpdate(slice, hyper) for slice in layout.trainable], FP32)
 
     def run() -> None:
-        update_shard(shard, updates, FP32, 1.0)
+        update_shard(shard, update, 1.0)
 
-    return update_bytes(updates, shard.share.elements), run
+    return update.launches.nbytes(shard.share.elements), run
 
 
 #: Rates (per second), seconds and shares of `Machine` and `Beside`, by field, one for each round.

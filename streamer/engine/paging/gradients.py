@@ -10,6 +10,7 @@ until it is dropped. A gradient that stays alone never takes those four bytes.
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
@@ -35,6 +36,10 @@ from streamer.torch_private import storage_id, storage_owners
 
 #: From so many steps on of which a layer's gradients are kept a warning says what that takes.
 MANY = 4
+
+_ADDRESS = operator.methodcaller("data_ptr")
+_GRAD = operator.attrgetter("grad")
+_IS_CONTIGUOUS = operator.methodcaller("is_contiguous")
 
 #: A parameter, its place, and a gradient for it.
 Foreign = tuple[Slice, nn.Parameter, torch.Tensor]
@@ -72,6 +77,7 @@ class GradientViews:
         #: what ``p.grad`` has been, by the parameter's identity and whether it is a sum: it is the same at
         #: every step
         self._shown: dict[tuple[int, bool], torch.Tensor] = {}
+        self._offsets = [slice.offset for slice in unit.layout.trainable]
 
     def guard_with(self, guard: Guard) -> None:
         """Let the user's code see gradients that ask ``guard`` first. [Note: what the user sees]"""
@@ -111,16 +117,14 @@ class GradientViews:
 
     def show_all(self, which: Sequence[bool]) -> None:
         """`show`, for those ``which`` say, where there is no ``p.grad``."""
-        shown, start = self._shown, self._gradient.data_ptr()
-        for (slice, param), is_new in zip(self.pairs(), which, strict=True):
-            if not is_new or param.grad is not None:
-                continue
-            # as in `show`, at once where nothing has changed since the last step
-            gradient = shown.get((id(param), False))
-            if gradient is not None and gradient.data_ptr() == start + slice.offset:
-                param.grad = gradient
-            else:
-                self.show(slice, param, summed=False)
+        # as in `show`, at once where nothing has changed since the last step
+        known = [*self._shown.values()] if self._are_in_place() else [None] * len(which)
+        for (slice, param), is_new, gradient in zip(self.pairs(), which, known, strict=True):
+            if is_new and param.grad is None:
+                if gradient is not None:
+                    param.grad = gradient
+                else:
+                    self.show(slice, param, summed=False)
 
     @as_plain
     def copy_out_kept(self, scale: float, *, summed: bool = False) -> None:
@@ -225,9 +229,23 @@ class GradientViews:
                 return (grad.data_ptr(), grad.stride()) == (place.data_ptr(), place.stride())
         return grad.data_ptr() == self._gradient.data_ptr() + slice.offset and grad.is_contiguous()
 
+    def _are_in_place(self) -> bool:
+        """Whether there are gradients that `show` has set of all parameters, in their order, and none has
+        other memory since."""
+        # asked several times a step, nearly always so: without a frame for each parameter
+        shown, start = self._shown.values(), self._gradient.data_ptr()
+        return (
+            len(shown) == len(self._offsets)
+            and [*map(_ADDRESS, shown)] == [start + offset for offset in self._offsets]
+            and all(map(_IS_CONTIGUOUS, shown))
+        )
+
     @as_plain
     def foreign(self) -> list[Foreign]:
         """Gradients that were put in place of ours (``p.grad = ...``), apart from our buffers."""
+        grads = map(_GRAD, self._unit.trainable)
+        if self._are_in_place() and all(map(operator.is_, grads, self._shown.values())):
+            return []
         return [
             (slice, param, param.grad)
             for slice, param in self.pairs()
@@ -250,7 +268,8 @@ class GradientViews:
 
     def storages(self) -> set[int]:
         """The ids of the storages of our buffers."""
-        return {storage_id(shown) for shown in (self._gradient, *self._shown.values())}
+        apart = () if self._are_in_place() else self._shown.values()
+        return {storage_id(shown) for shown in (self._gradient, *apart)}
 
     @as_plain
     def widen(self, slice: Slice, param: nn.Parameter) -> None:

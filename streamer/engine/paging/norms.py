@@ -32,6 +32,7 @@ from streamer.engine.schedule.op import ROOT
 from streamer.engine.tensors.guarded import as_plain
 from streamer.memory.host import HostStore, array
 from streamer.memory.layout import Layout
+from streamer.memory.purposes import SUMS
 from streamer.memory.shares import within
 
 #: Elements whose squares are added up one after another.
@@ -234,7 +235,8 @@ class Norms:
         if shard.gradient.is_meta:
             return b""
         sample = _spread(shard.gradient, offsets)
-        return sample + _spread(shard.sums, indices) if any(map(is_summed, unit.params)) else sample
+        has_sums = shard.has(SUMS) and any(map(is_summed, unit.params))
+        return sample + _spread(shard.sums, indices) if has_sums else sample
 
     def _begins(self, unit: Unit) -> tuple[np.ndarray, np.ndarray]:
         """Where the gradients of parameters begin, and their sums, in units of four bytes."""
