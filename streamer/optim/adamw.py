@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import compress, repeat
-from operator import is_not
+from operator import attrgetter, is_not
 from typing import Any, NamedTuple, NoReturn
 from zlib import crc32
 
@@ -25,7 +25,7 @@ from streamer.engine.paging.gradient_pipeline import Update, Updater
 from streamer.engine.paging.gradients import is_summed
 from streamer.engine.paging.unit import Unit
 from streamer.engine.tensors.guarded import as_plain, never_traced, unguarded
-from streamer.engine.wrapped.handle import Home, require_homes
+from streamer.engine.wrapped.handle import Home, home_of, require_home
 from streamer.errors import shortened, warn
 from streamer.memory.host import HostShard
 from streamer.optim.state import (
@@ -185,6 +185,20 @@ class _Member(NamedTuple):
     param: torch.Tensor
     home: Home
     group: dict[str, Any]
+    #: the numbers of its group among the optimizer's, and of the parameter in it
+    place: tuple[int, int]
+
+    def is_in(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the parameter is where it was found."""
+        group, number = self.place
+        params = self.group["params"]
+        return (
+            group < len(groups)
+            and groups[group] is self.group
+            and number < len(params)
+            and params[number] is self.param
+            and home_of(self.param) is self.home
+        )
 
 
 class _Members:
@@ -193,6 +207,7 @@ class _Members:
     def __init__(self, members: Sequence[_Member]) -> None:
         self.members = members
         self.params = [member.param for member in members]
+        self.groups = [*{id(member.group): member.group for member in members}.values()]
         self.executor, self.unit = members[0].home.executor, members[0].home.unit
         self._slices = [member.home.slice for member in members]
         self._names = [slice.param.name for slice in self._slices]
@@ -289,9 +304,12 @@ class AdamW(Optimizer):
         self.state_dtype = parse_state_dtype(state_dtype)
         self._skip_nonfinite = skip_nonfinite
         self._executors: list[Executor] = []
-        #: the parameters by unit, and the groups, parameters and homes for which that was found
-        self._by_unit: list[_Members] = []
+        #: the parameters by the identity of their unit, and the groups, parameters and homes for which that
+        #: was found
+        self._by_unit: dict[int, _Members] = {}
         self._known: list[Any] = []
+        #: the parameters that are no longer those of a wrapped model
+        self._homeless: list[torch.Tensor] = []
         #: by the identity of a group, the hyperparameters with which layers were updated on landing
         self._landed_with: dict[int, Hyper] = {}
         #: the identities of the parameters that were updated
@@ -318,11 +336,12 @@ class AdamW(Optimizer):
         group = self.param_groups[-1]
         try:
             check_group(group)
-            homes = require_homes(group["params"])
+            homes = [*map(require_home, group["params"])]
             for home in homes:
                 check_state_dtype(home.slice.param, self.state_dtype)
             if self._is_made:
                 self._take_over(homes)
+                self._members()
         except BaseException:
             self.param_groups.pop()
             raise
@@ -359,6 +378,9 @@ class AdamW(Optimizer):
         for group in self.param_groups:
             check_group(group)
         updated = [mine for each in self._members() if (mine := each.with_gradient()) is not None]
+        for param in self._homeless:
+            if param.grad is not None:
+                require_home(param)  # raises the ValueError
         for mine in updated:
             mine.check_owner(self.token)
         for mine in updated:
@@ -374,9 +396,10 @@ class AdamW(Optimizer):
         if not may_step(self._executors, not_updated, skip_nonfinite=skips, found_inf=found_inf):
             return
         unscale = 1.0 if scale is None else 1.0 / float(scale)
-        updates = [(mine, self._update(mine)) for mine in updated]
+        updates = self._updates(updated)
         for executor in self._executors:
-            here = [(mine, update) for mine, update in updates if mine.executor is executor]
+            both = zip(updated, updates, strict=True)
+            here = [(mine, update) for mine, update in both if mine.executor is executor]
             self._queue(executor, {mine.unit.index: update for mine, update in here}, unscale)
             # not sooner: what is refused is no step
             for mine, _ in here:
@@ -386,17 +409,21 @@ class AdamW(Optimizer):
     def _update_on_landing(self, unit: Unit, used: Sequence[bool]) -> Update | None:
         """The update of ``unit`` from a gradient that has just landed. [Note: landing]"""
         used_ids = {id(param) for param, is_used in zip(unit.params, used, strict=False) if is_used}
-        for group in self.param_groups:
-            check_group(group)
-        of_unit = next((each for each in self._members() if each.unit is unit), None)
+        of_unit = self._by_unit.get(id(unit))
+        # not all of the optimizer's parameters are looked at: this is done for each layer
+        if of_unit is not None and not all(member.is_in(self.param_groups) for member in of_unit.members):
+            self._members()
+            of_unit = self._by_unit.get(id(unit))
         mine = of_unit and of_unit.only(
-            [id(param) in used_ids and is_owner(home, self.token) for param, home, _ in of_unit.members]
+            [id(param) in used_ids and is_owner(home, self.token) for param, home, *_ in of_unit.members]
         )
         if mine is None:
             return None
+        for group in mine.groups:
+            check_group(group)
         executor = mine.executor
         landing = executor.landing
-        next_update = self._update(mine)
+        [next_update] = self._updates([mine])
         stretches = unit.layout.stretches(used)
         is_finite, number = list[bool](), landing.number
         places = {id(param): place for place, param in enumerate(unit.params)}
@@ -419,7 +446,7 @@ class AdamW(Optimizer):
                 update_shard(shard, next_update, 1.0, seed=unit.index + 1, gradient=gradient)
 
         def begin() -> None:
-            self._landed_with |= {id(group): hyper_of(group, 1) for _, _, group in mine.members}
+            self._landed_with |= {id(group): hyper_of(group, 1) for group in mine.groups}
             self._count(mine)
 
         return Update(update, next_update.launches.nbytes(executor.shard(unit).range), begin)
@@ -429,25 +456,32 @@ class AdamW(Optimizer):
         # the groups too, between which a parameter may be moved
         now = [item for group in self.param_groups for item in (group, *group["params"])]
         params = [param for group in self.param_groups for param in group["params"]]
-        homes = require_homes(params)
+        homes = [*map(home_of, params)]
         now += homes
         if len(now) != len(self._known) or any(map(is_not, now, self._known)):
-            groups = (group for group in self.param_groups for _ in group["params"])
-            of_units: dict[int, list[_Member]] = defaultdict(list)
-            for member in map(_Member, params, homes, groups):
-                of_units[id(member.home.unit)].append(member)
-            self._by_unit = [*map(_Members, of_units.values())]
+            members: dict[int, list[_Member]] = defaultdict(list)
+            for number, group in enumerate(self.param_groups):
+                for place, param in enumerate(group["params"]):
+                    if (home := home_of(param)) is not None:
+                        members[id(home.unit)].append(_Member(param, home, group, (number, place)))
+            self._by_unit = {key: _Members(of_unit) for key, of_unit in members.items()}
+            self._homeless = [param for param, home in zip(params, homes, strict=True) if home is None]
             self._known = now
-        return self._by_unit
+        return [*self._by_unit.values()]
 
-    def _update(self, mine: _Members) -> UnitUpdate:
-        """The next update of these parameters, whose steps `_count` counts once nothing refuses it."""
-        for (param, home, _), state in zip(mine.members, map(self.state.get, mine.params), strict=True):
-            if isinstance(state, State):
-                state.check()
-            else:
-                self._begin_state(param, home)
-        return mine.update(self.state_dtype)
+    def _updates(self, of_units: Sequence[_Members]) -> list[UnitUpdate]:
+        """The next updates of these parameters, whose steps `_count` counts once nothing refuses them."""
+        new = []
+        for mine in of_units:
+            for member, state in zip(mine.members, map(self.state.get, mine.params), strict=True):
+                if isinstance(state, State):
+                    state.check()
+                else:
+                    new.append(member)
+        # `state_dict` has them as PyTorch does, in the order of the groups
+        for member in sorted(new, key=attrgetter("place")):
+            self._begin_state(member.param, member.home)
+        return [mine.update(self.state_dtype) for mine in of_units]
 
     def _count(self, mine: _Members) -> None:
         """Increment the step count of each of these parameters."""

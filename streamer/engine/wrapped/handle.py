@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
@@ -105,11 +105,6 @@ def home_of(param: torch.Tensor) -> Home | None:
     """Where a parameter lives, or None if its model is not wrapped."""
     home = param.__dict__.get(HOME)
     return home if isinstance(home, Home) else None
-
-
-def require_homes(params: Iterable[torch.Tensor]) -> list[Home]:
-    """Where parameters live. Raises ValueError if the model of one is not wrapped."""
-    return [param.__dict__.get(HOME) or require_home(param) for param in params]
 
 
 def require_home(param: torch.Tensor) -> Home:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import Counter
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch import nn
 
 import streamer
 from models.gpt2 import GPT
-from streamer.engine.wrapped.handle import wrapped
+from streamer.engine.wrapped.handle import Home, home_of, wrapped
+from streamer.optim import adamw
 from tests.reference import (
     History,
     assert_parity,
@@ -78,6 +80,55 @@ def test_it_equals_the_update_in_step_to_the_bit(dtype: torch.dtype, state_dtype
             return trained(model, streamer.AdamW(groups(model), lr=1e-3, state_dtype=state_dtype))
 
     assert_same(run("backward"), run("step"))
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_parameters_may_be_moved_between_groups(update: str) -> None:
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[History, list[list[int]]]:
+        history = train(model, optimizer, None, steps=2)
+        matrices, others = (group["params"] for group in optimizer.param_groups)
+        others += [matrices.pop(), matrices.pop(3)]
+        train(model, optimizer, None, steps=2)
+        matrices.insert(0, others.pop(2))
+        optimizer.add_param_group({"params": [matrices.pop(1)], "lr": 0.0})
+        history.weights = train(model, optimizer, None, steps=2).weights
+        history.first_gradients = {}  # nobody sees those of layers
+        state = optimizer.state_dict()
+        return history, [[*state["state"]], *(group["params"] for group in state["param_groups"])]
+
+    plain = gpt()
+    with streamed(plain, update=update) as model:
+        actual, numbers = run(model, streamer.AdamW(groups(model), lr=1e-3))
+    expected, numbers_of_plain = run(plain, torch.optim.AdamW(groups(plain), lr=1e-3))
+    assert_parity(actual, expected)
+    assert numbers[1:] == numbers_of_plain[1:]
+    assert sorted(numbers[0]) == sorted(numbers_of_plain[0])
+    # updated in backward they begin in its order
+    assert update == "backward" or numbers[0] == numbers_of_plain[0]
+
+
+def test_the_update_of_a_layer_looks_at_no_parameters_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at = Counter[bool]()
+    in_step = False
+
+    def counted(param: torch.Tensor) -> Home | None:
+        looked_at[in_step] += 1
+        return home_of(param)
+
+    monkeypatch.setattr(adamw, "home_of", counted)
+    by_depth = []
+    for depth in (2, 8):
+        with streamed(tiny_gpt(depth), update="backward") as model:
+            optimizer = streamer.AdamW(groups(model))
+            looked_at.clear()
+            language_loss(model, 0).backward()
+            in_step = True
+            optimizer.step()
+            in_step = False
+            of_layers = sum(len([*layer.parameters()]) for layer in model.transformer.h)
+            by_depth.append(looked_at[False] / of_layers)
+            assert looked_at[True] >= of_layers, "what a step looks at is counted"
+    assert by_depth == [1, 1]
 
 
 class Repeating(nn.Module):
