@@ -274,7 +274,13 @@ def host_cost(report: Report) -> list[str]:
     heads = ["", "", "plain", "checkpoint adds", "streaming adds to that", "ratio of the last two"]
     what = "Microseconds per layer and step, one thread."
     if not report.get("has_values", True):
-        what += " Of the host alone: before a stand-in for a GPU, whose kernels compute nothing."
+        short = report.get("short_copies", "0")
+        copies = (
+            f"and which does copies of up to {short} bytes at once"
+            if short != "0"
+            else "and which wakes a thread for each copy"
+        )
+        what += f" Of the host alone: before a stand-in for a GPU, whose kernels compute nothing {copies}."
     return [what, "", *table(heads, rows)]
 
 

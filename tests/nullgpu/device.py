@@ -11,7 +11,14 @@ _LIBRARY = ctypes.CDLL(None)
 IS_LOADED = hasattr(_LIBRARY, "nullgpu_report")
 
 #: Settings that may change while the process runs, and what they are when a test begins.
-SETTINGS = {"jitter_us": 0.0, "kernel_us": 0.0, "copy_gbps": 0.0, "lockable": -1.0, "allocations": -1.0}
+SETTINGS = {
+    "jitter_us": 0.0,
+    "kernel_us": 0.0,
+    "copy_gbps": 0.0,
+    "short_copies": 0.0,
+    "lockable": -1.0,
+    "allocations": -1.0,
+}
 
 if IS_LOADED:
     _LIBRARY.nullgpu_report.restype = ctypes.c_char_p

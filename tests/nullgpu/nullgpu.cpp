@@ -68,6 +68,8 @@ struct Settings {
   std::atomic<double> kernel_us{number_of("NULLGPU_KERNEL_US", 0)};  // each launch takes so long
   std::atomic<double> jitter_us{number_of("NULLGPU_JITTER_US", 0)};  // each copy waits up to so long first
   std::atomic<double> copy_gbps{number_of("NULLGPU_COPY_GBPS", 0)};  // at most so fast
+  // copies of up to so many bytes are done at once where nothing is before them, and nothing takes a set time
+  std::atomic<uint64_t> short_copies{bytes_of("NULLGPU_SHORT_COPIES", 0)};
   bool strict = number_of("NULLGPU_STRICT", 0) != 0;           // abort at the first misuse
   bool verbose = number_of("NULLGPU_VERBOSE", 0) != 0;
   bool report = number_of("NULLGPU_REPORT", 0) != 0;
@@ -479,7 +481,7 @@ cudaError_t copy(void* into, size_t into_pitch, const void* from, size_t from_pi
       for (size_t row = 0; row < height; row++)
         memmove((char*)into + row * into_pitch, (const char*)from + row * from_pitch, width);
     busy->over();
-  });
+  }, size <= settings().short_copies && !paced() && settings().jitter_us <= 0);
   if (!async || (pageable && !staged)) stream->wait(number);
   return cudaSuccess;
 }
@@ -726,6 +728,7 @@ API int nullgpu_set(const char* name, double value) {
   if (which == "jitter_us") set.jitter_us = value;
   else if (which == "kernel_us") set.kernel_us = value;
   else if (which == "copy_gbps") set.copy_gbps = value;
+  else if (which == "short_copies") set.short_copies = (uint64_t)value;
   else if (which == "lockable") set.lockable = value < 0 ? ~0ull : (uint64_t)value;
   else if (which == "allocations") set.allocations = (int64_t)value;
   else return 0;
