@@ -207,7 +207,10 @@ class _Members:
     def __init__(self, members: Sequence[_Member]) -> None:
         self.members = members
         self.params = [member.param for member in members]
-        self.groups = [*{id(member.group): member.group for member in members}.values()]
+        groups = {id(member.group): member.group for member in members}
+        self.groups = [*groups.values()]
+        #: of each parameter the place of its group among `groups`
+        self._group_of = [[*groups].index(id(member.group)) for member in members]
         self.executor, self.unit = members[0].home.executor, members[0].home.unit
         self._slices = [member.home.slice for member in members]
         self._names = [slice.param.name for slice in self._slices]
@@ -245,14 +248,15 @@ class _Members:
     def update(self, state_dtype: torch.dtype) -> UnitUpdate:
         """Their next update."""
         steps = (self.unit.steps.numpy()[self._places] + 1).tolist()
-        keys = [(id(member.group), step) for member, step in zip(self.members, steps, strict=True)]
-        groups = {key: member.group for key, member in zip(keys, self.members, strict=True)}
-        number = {key: number for number, key in enumerate(groups)}
-        of_each = [number[key] for key in keys], [*map(is_summed, self.params)]
+        # the hyperparameters of parameters of one group that are in the same step
+        numbers: dict[tuple[int, float], int] = {}
+        keys = zip(self._group_of, steps, strict=True)
+        of_each = [numbers.setdefault(key, len(numbers)) for key in keys], [*map(is_summed, self.params)]
         if self._launches is None or self._launches[0] != of_each:
             params = zip(self._slices, *of_each, strict=True)
             self._launches = of_each, Launches(params, state_dtype)
-        return UnitUpdate(self._launches[1], [hyper_of(group, int(key[1])) for key, group in groups.items()])
+        hypers = [hyper_of(self.groups[group], int(step)) for group, step in numbers]
+        return UnitUpdate(self._launches[1], hypers)
 
     def count(self, which: Sequence[bool] | None = None, by: int = 1) -> None:
         """Add to the number of their steps, or of those that ``which`` says."""

@@ -376,6 +376,12 @@ def point(leaves: Tensors, tensors: Tensors) -> None:
         leaf.data = tensor.detach()
 
 
+def show_slot(leaves: Tensors, unit: Unit, weights: torch.Tensor) -> None:
+    """Let ``leaves`` of a graph, which stand for the parameters of ``unit``, show the slot ``weights``."""
+    for leaf, view in zip(leaves, unit.layout.views(weights), strict=True):
+        leaf.data = view
+
+
 def hand_on_hooks(inner: Tensors, inputs: Tensors = ()) -> None:
     """Move the hooks that a layer has registered on its inputs to the user's tensors ``inputs``, so that the
     hooks see the whole gradient, of uses outside of the layer too."""

@@ -14,7 +14,7 @@ from streamer.engine.layer.activation import (
     Outputs,
     detached_inputs,
     hand_on_hooks,
-    point,
+    show_slot,
 )
 from streamer.engine.layer.ambient import Autocast
 from streamer.engine.layer.parameter_gradients import graph_is_retained
@@ -159,7 +159,7 @@ class Keep(LayerRun):
         unit.check_owned()
         self._slot.weights = weights
         self._in_contexts.point(weights)
-        point(graph.leaves, unit.leaves(weights))
+        show_slot(graph.leaves, unit, weights)
         if not graph_is_retained():
             self._graph = None
         yield graph

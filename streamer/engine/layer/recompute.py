@@ -54,6 +54,7 @@ from streamer.engine.layer.activation import (
     hand_on_hooks,
     has_hooks,
     point,
+    show_slot,
 )
 from streamer.engine.layer.ambient import Ambient, without_own_checkpoint
 from streamer.engine.layer.parameter_gradients import graph_is_retained
@@ -437,7 +438,7 @@ class Recompute(LayerRun):
             return
         point(kept.inputs, inputs)
         if self._shown is not weights:
-            point(kept.leaves, unit.leaves(weights))
+            show_slot(kept.leaves, unit, weights)
             self._shown = weights
         try:
             if self._fill(weights, inputs, kept.leaves):

@@ -266,6 +266,11 @@ class GradientViews:
             self.place(slice, summed=summed).copy_(grad)
             self.show(slice, param, summed=summed)
 
+    @property
+    def device(self) -> torch.device:
+        """Where our buffers are."""
+        return self._gradient.device
+
     def storages(self) -> set[int]:
         """The ids of the storages of our buffers."""
         apart = () if self._are_in_place() else self._shown.values()
@@ -468,7 +473,9 @@ class Gradients:
         """``foreign``, with a copy of what shows another parameter's place, which may be written first."""
         if not foreign:
             return []
-        ours = {storage for held in self.held.values() for storage in held.storages()}
+        devices = {grad.device for _, _, grad in foreign}
+        held = (views for views in self.held.values() if views.device in devices)
+        ours = {storage for views in held for storage in views.storages()}
         return [
             (
                 slice,
