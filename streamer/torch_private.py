@@ -101,6 +101,9 @@ is_batched: Callable[[torch.Tensor], bool] = _find(
     "_C._functorch.is_legacy_batchedtensor", "refuses batched gradients"
 )
 
+#: An event of CUDA. `torch.cuda.Event`, which is made of it, adds a frame of Python to each call.
+CudaMark: Any = _find("_C._CudaEventBase", "marks when copies and kernels are done")
+
 #: The order in which the implementations of attention are tried, as their numbers.
 attention_order: Callable[[], Sequence[int]] = _find("_C._get_sdp_priority_order", "recomputes with the same")
 set_attention_order: Callable[[list[int]], None] = _find("_C._set_sdp_priority_order", "recomputes so")

@@ -252,3 +252,11 @@ def test_an_optimizer_does_not_wait_for_the_compiler(monkeypatch: pytest.MonkeyP
         plain = private.without_compiler(method)
         assert plain.__module__ == method.__module__ and "disable" not in plain.__code__.co_names
         assert plain.__code__ is not method.__code__ and plain.__code__.co_name == method.__name__
+
+
+def test_an_event_of_cuda_is_what_pytorchs_own_is_made_of() -> None:
+    """What it does is seen in tests/backends/test_cuda.py."""
+    assert torch.cuda.Event.__bases__ == (private.CudaMark,)
+    if torch.cuda.is_available():
+        methods = {"record", "wait", "query", "elapsed_time", "synchronize"}
+        assert methods <= {*dir(private.CudaMark)}

@@ -40,7 +40,7 @@ from streamer.backends.base import (
 from streamer.backends.host_memory import RAISE_LOCKED_LIMIT, available_bytes, mapped, reserved
 from streamer.backends.thread import Worker
 from streamer.errors import warn
-from streamer.torch_private import allocator_settings, set_allocator
+from streamer.torch_private import CudaMark, allocator_settings, set_allocator
 
 #: From CUDA's runtime API: page-locked for every CUDA context, not only for the one that is current.
 REGISTER_PORTABLE = 1
@@ -149,6 +149,9 @@ def _forget_error(device: torch.device) -> None:
 ORIGIN_SECONDS = 10.0
 
 
+_AS_IT_IS = contextlib.nullcontext()
+
+
 class CudaEvent(Event):
     """The end of work that was enqueued on a CUDA stream."""
 
@@ -157,17 +160,17 @@ class CudaEvent(Event):
         self._failure: Failure | None = None
         self._issued = Latch()
         self._clock = clock
-        self._end: torch.cuda.Event | None = None
-        self._marks: tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event] | None = None
+        self._end: CudaMark | None = None
+        self._marks: tuple[CudaMark, CudaMark, CudaMark] | None = None
         self._span: Span | None = None
 
     def enqueue(self, stream: torch.cuda.Stream, work: Callable[[], object], waits: Sequence[Event]) -> None:
         """Let ``stream`` wait for ``waits``, then run ``work`` with ``stream`` as the current one."""
         try:
-            ready = start = torch.cuda.Event(enable_timing=True)
-            end = torch.cuda.Event(enable_timing=True, blocking=True)
+            ready = start = CudaMark(enable_timing=True)
+            end = CudaMark(enable_timing=True, blocking=True)
             # COMPUTE's is the current one; torch.cuda.stream would take ten times as long
-            with contextlib.nullcontext() if self.lane is Lane.COMPUTE else stream:
+            with _AS_IT_IS if self.lane is Lane.COMPUTE else stream:
                 ready.record(stream)
                 for event in waits:
                     if isinstance(event, CudaEvent):
@@ -175,7 +178,7 @@ class CudaEvent(Event):
                     else:
                         event.wait()
                 if waits:
-                    start = torch.cuda.Event(enable_timing=True)
+                    start = CudaMark(enable_timing=True)
                     start.record(stream)
                 work()
                 end.record(stream)
@@ -196,7 +199,7 @@ class CudaEvent(Event):
 
     def hold(self, stream: torch.cuda.Stream) -> None:
         """Make what is enqueued on ``stream`` from now on wait for this event."""
-        stream.wait_event(self._finished())
+        self._finished().wait(stream)
 
     def wait(self) -> None:
         self._finished().synchronize()
@@ -210,7 +213,7 @@ class CudaEvent(Event):
             self._span, self._marks = self._clock.span(*self._marks), None
         return self._span
 
-    def _finished(self) -> torch.cuda.Event:
+    def _finished(self) -> CudaMark:
         self._issued.wait()
         if self._failure is not None:
             raise self._failure.again()
@@ -236,21 +239,21 @@ class CudaClock:
         self._stream = torch.cuda.Stream(device)
         self._set_origin()
 
-    def span(self, ready: torch.cuda.Event, start: torch.cuda.Event, end: torch.cuda.Event) -> Span:
+    def span(self, ready: CudaMark, start: CudaMark, end: CudaMark) -> Span:
         """When the three, all of which have passed, did so."""
         if time.perf_counter() - self._origin_seconds > ORIGIN_SECONDS:
             self._set_origin()
         began = self._seconds(ready)
         return Span(began, began if start is ready else self._seconds(start), self._seconds(end))
 
-    def _seconds(self, mark: torch.cuda.Event) -> float:
+    def _seconds(self, mark: CudaMark) -> float:
         after = float(self._origin.elapsed_time(mark))
         # CUDA's manual promises no times below zero, so what passed before the origin is measured backwards
         milliseconds = after if after > 0 else -float(mark.elapsed_time(self._origin))
         return self._origin_seconds + milliseconds / 1e3
 
     def _set_origin(self) -> None:
-        self._origin = torch.cuda.Event(enable_timing=True)
+        self._origin = CudaMark(enable_timing=True)
         self._origin.record(self._stream)
         self._origin.synchronize()
         self._origin_seconds = time.perf_counter()

@@ -270,7 +270,7 @@ class RecomputedTensors:
                 held = tensor.detach()
                 ref.saved = Saved(held, held._version)
                 if is_alike and ref.sample is not None:
-                    self.samples.append((ref.sample, Sample.of(tensor)))
+                    self.samples.append((ref.sample, Sample.of(held)))
             count += 1
             if count > last or not is_alike:
                 raise _Stop

@@ -124,13 +124,14 @@ class Sample(NamedTuple):
             # what lies between the rows of a part may never have been written
             size, stride = max(zip(tensor.shape, tensor.stride(), strict=True))
             step = max(size // SIZE, 1) * stride
-        tensor = tensor.detach()
+        if tensor.requires_grad:
+            tensor = tensor.detach()
         line = (tensor.conj() if tensor.is_conj() else tensor).as_strided((min(size, SIZE),), (step,))
         if dtype.is_complex:
-            line = torch.view_as_real(line)
+            line = torch.view_as_real(line).flatten()
         if line.is_cpu:
             return Sample(line.view(_BITS[line.itemsize]).numpy().tobytes(), line.dtype)
-        return Sample(line.flatten().to(torch.float64, copy=True), line.dtype)
+        return Sample(line.to(torch.float64, copy=True), line.dtype)
 
     def numbers(self) -> torch.Tensor:
         """The elements in float64."""
