@@ -263,3 +263,17 @@ def test_every_note_is_in_the_list_of_notes() -> None:
     notes = {note for file in files for note in re.findall(r"(?m)^\s*\[Note: (.+)\]$", file.read_text())}
     assert len(notes) > 20
     assert [note for note in sorted(notes) if note not in table] == []
+
+
+def test_the_walks_name_what_is_there() -> None:
+    walks = (HOME / "CONTRIBUTING.md").read_text().partition("\nWalks,")[2].partition("\nA hard idea")[0]
+    files = re.findall(r"\]\((streamer/[^)]+\.py)\)", walks)
+    names = {name.rpartition(".")[2] for name in re.findall(r"`((?:\w+\.)?[A-Za-z_]+)`", walks)}
+    defined = {
+        name
+        for file in (HOME / "streamer").rglob("*.py")
+        for name in re.findall(r"(?m)^ *(?:def|class) (\w+)", file.read_text())
+    }
+    assert len(files) > 10 and len(names) > 10
+    assert [file for file in files if not (HOME / file).is_file()] == []
+    assert sorted(names - defined) == []
