@@ -83,8 +83,10 @@ def _fp16_piece(
     c: Coefficients,
 ) -> None:
     for i in range(master.size):
+        # a weight that is not its master rounded was written since the last update, and is the master now
+        exact = master[i] if narrow_half(master[i]) == weight[i] else to_float32(weight[i])
         master[i], exp_avg[i], exp_avg_sq[i] = update(
-            master[i], to_float32(grad[i]), exp_avg[i], exp_avg_sq[i], c
+            exact, to_float32(grad[i]), exp_avg[i], exp_avg_sq[i], c
         )
         weight[i] = narrow_half(master[i])
 

@@ -5,14 +5,13 @@ import numpy as np
 from streamer_native._arrays import Float32Array, Uint16Array, Uint32Array
 from streamer_native._compile import inline, kernel
 from streamer_native._kernels_adam import update
-from streamer_native._llvm import float32_from_bits, to_float32
+from streamer_native._llvm import to_float32
 from streamer_native._pairs import even_of, join_even, join_odd, odd_of, pair_of, pairs
 from streamer_native._rounding import RUN, TABLE, draw, narrow_randomly
 from streamer_native._threads import Blocks, borrowed, claimed
-from streamer_native.bfloat16 import narrow_to_even, split_bits
+from streamer_native.bfloat16 import master_of, narrow_to_even, split_bits
 from streamer_native.segments import Coefficients, Pieces, coefficients_of
 
-_HALF = np.uint32(0x8000)
 _16 = np.uint32(16)
 
 
@@ -28,14 +27,14 @@ def _update_pairs(
 ) -> None:
     for i in range(weight.size):
         master0, m0, v0 = update(
-            float32_from_bits(np.uint32(join_even(weight[i], remainder[i]) - _HALF)),
+            master_of(join_even(weight[i], remainder[i])),
             to_float32(grad[2 * i]),
             even_of(exp_avg[i]),
             even_of(exp_avg_sq[i]),
             c,
         )
         master1, m1, v1 = update(
-            float32_from_bits(np.uint32(join_odd(weight[i], remainder[i]) - _HALF)),
+            master_of(join_odd(weight[i], remainder[i])),
             to_float32(grad[2 * i + 1]),
             odd_of(exp_avg[i]),
             odd_of(exp_avg_sq[i]),

@@ -76,9 +76,10 @@ def adamw_fp16(
     """One AdamW step on an fp32 master beside the fp16 weight that is streamed, in place.
 
     `master`, `exp_avg` and `exp_avg_sq`, [n] float32, are updated as by `adamw_fp32`, to the bit; `weight`
-    [n] float16 is written: the master rounded to nearest, ties to even, Inf beyond 65,504. `grad` [n] is
-    float16 or float32, and is read.
-    Held: 14 bytes per parameter beside the gradient. Traffic: 28 bytes, 30 with an fp32 gradient.
+    [n] float16 is read and written: the master rounded to nearest, ties to even, Inf beyond 65,504. Where
+    the weight is something else, somebody has written it, and it is the master. `grad` [n] is float16 or
+    float32, and is read.
+    Held: 14 bytes per parameter beside the gradient. Traffic: 30 bytes, 32 with an fp32 gradient.
     """
     size = check("weight", weight, FLOAT16, written=True)
     check("master", master, FLOAT32, size=size, written=True)

@@ -3,10 +3,13 @@
 [Note: split master] The fp32 master is kept as the bf16 weight that is streamed and the 16 bits that rounding
 lost. With `t = master_bits + 0x8000 (mod 2^32)`, weight = `t >> 16` and remainder = `t & 0xffff`; back,
 `master_bits = ((weight << 16) | remainder) - 0x8000 (mod 2^32)`. Adding half of the last place before cutting
-rounds to nearest, ties away from zero; every one of the 2^32 patterns comes back, so nothing is approximated.
-The one surprise is an unusual NaN: from 0x7fff8000 up (with either sign) its weight wraps to a zero of the
-other sign, below 0x7f808000 it is cut to Inf, and whoever looks at weights alone would not see the NaN.
-`adam.py` never leaves such a one in a master.
+rounds to nearest, ties away from zero; every number comes back, so nothing is approximated, with two
+exceptions: a NaN is split as the plain quiet one, 0x7fc00000 (others would be cut to Inf, or carried into a
+zero of the other sign), and a master whose weight is zero, below 5e-41, is zero.
+
+The weight may be written between two uses, by anybody. The remainder stays, so an element that is written and
+put back has its master as it was, and a new value is the master to half a unit in its last place. Half of the
+remainders stand for masters below their weight, which a zero does not have: hence the second exception.
 
 Numba widens uint32 arithmetic to 64 bits, hence the cast after every operation.
 """
@@ -55,16 +58,25 @@ def split_bits(master: np.float32) -> np.uint32:
 
 
 @inline
+def master_of(both: np.uint32) -> np.float32:
+    """The fp32 master, from `t` of [Note: split master]."""
+    sign = np.uint32(both & np.uint32(0x80000000))
+    is_zero = np.uint32(both & np.uint32(0x7FFF0000)) == np.uint32(0)
+    return float32_from_bits(sign if is_zero else np.uint32(both - np.uint32(0x8000)))
+
+
+@inline
 def join_bits(weight: np.uint16, remainder: np.uint16) -> np.float32:
     """The fp32 master of [Note: split master]."""
-    both = np.uint32(np.uint32(np.uint32(weight) << np.uint32(16)) | np.uint32(remainder))
-    return float32_from_bits(np.uint32(both - np.uint32(0x8000)))
+    return master_of(np.uint32(np.uint32(np.uint32(weight) << np.uint32(16)) | np.uint32(remainder)))
 
 
 @inline
 def _split_block(master: Float32Array, weight: Uint16Array, remainder: Uint16Array) -> None:
     for i in range(master.size):
-        both = split_bits(master[i])
+        # any NaN but the plain one could lose its mark in the weight
+        value = float32_from_bits(np.uint32(0x7FC00000)) if master[i] != master[i] else master[i]
+        both = split_bits(value)
         weight[i] = np.uint16(both >> np.uint32(16))
         remainder[i] = np.uint16(both & np.uint32(0xFFFF))
 
@@ -95,8 +107,8 @@ def split(master: Float32Array, weight: Uint16Array, remainder: Uint16Array) -> 
     """Split an fp32 master into the bf16 weight that is streamed and the 16 bits that rounding lost.
 
     `master` [n] float32 is read; `weight` [n] and `remainder` [n], both uint16, are written. The weight is
-    the master rounded to bfloat16, nearest, ties away from zero; `join` gives every pattern back exactly, NaN
-    and Inf included. See [Note: split master] at the head of this file.
+    the master rounded to bfloat16, nearest, ties away from zero; `join` gives it back
+    exactly, but for the exceptions of [Note: split master] at the head of this file.
 
     Raises TypeError or ValueError, naming the remedy, if the arrays do not fit this contract.
     """
@@ -107,7 +119,8 @@ def split(master: Float32Array, weight: Uint16Array, remainder: Uint16Array) -> 
 
 
 def join(weight: Uint16Array, remainder: Uint16Array, master: Float32Array) -> None:
-    """Put the fp32 master together again: the inverse of `split`, exact for every bit pattern.
+    """Put the fp32 master together again: the inverse of `split`, exact but for the exceptions of
+    [Note: split master].
 
     `weight` [n] and `remainder` [n], both uint16, are read; `master` [n] float32 is written.
 

@@ -6,6 +6,7 @@ pinned in no time, thousands of small ones are not.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -49,8 +50,17 @@ from streamer.memory.purposes import (
 )
 from streamer.memory.shares import Division, Share, places_of, shares_of, within
 
-#: The remainder of a bf16 weight that is its own master: see streamer_native.bfloat16.
-EXACT_REMAINDER = 0x8000
+#: What is added to the bits of a master before they are split: see streamer_native.bfloat16.
+HALF_OF_LAST_PLACE = 0x8000
+
+
+def streamed(masters: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """fp32 ``masters`` as they are streamed in ``dtype``: see [Note: split master] for bf16."""
+    if dtype != torch.bfloat16:
+        return masters.to(dtype)
+    bits = masters.nan_to_num(math.nan, math.inf, -math.inf).contiguous().view(torch.int32)
+    # wraps around, as the kernel's unsigned arithmetic does
+    return (bits + HALF_OF_LAST_PLACE >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 class Allocate(Protocol):
@@ -83,6 +93,20 @@ def _nothing(dtype: torch.dtype) -> torch.Tensor:
 class HostShard:
     """All host buffers of one unit, as flat tensors by the name of their purpose. Ranks share them, and each
     updates its ``share``; one process updates all.
+
+    [Note: masters]
+    Every trained element has an fp32 master. It keeps its master while its streamed bits are what they were:
+    no write of anything resets anything. Nobody has to notice a write, since the kernels, checkpoints and
+    `unwrap` read the weight as it is:
+
+    - bf16: the master is the weight and the remainder joined, whatever the weight is by then. See [Note:
+      split master] in `streamer_native/bfloat16.py`;
+    - fp16: the master stands where it rounds to the weight. Where it does not, the weight was written, and is
+      the master;
+    - fp32: the weight is the master.
+
+    Values in fp32 that are copied into a parameter (``copy_``, ``load_state_dict``) are the masters exactly:
+    `load`.
 
     Where several machines divide the state among them, each rank updates a part of its share. Of what is
     `DIVIDED` the machine holds the ``parts`` of its ranks, one after the other, and nothing else.
@@ -240,11 +264,10 @@ class HostShard:
 
     def load(self, slice: Slice, values: torch.Tensor) -> None:
         """Set the weight, and the exact fp32 master where the parameter is trained, from ``values``. One rank
-        does so for all of them."""
+        of each machine does so for all of them. [Note: masters]"""
         weight = slice.view(self.weight)
-        if not slice.param.trainable or slice.dtype == torch.float32 or values.dtype == slice.dtype:
+        if not slice.param.trainable or slice.dtype == torch.float32:
             weight.copy_(values)
-            self.rebase(slice, alone=True)
             return
         exact = values.to(torch.float32).contiguous()
         if weight.dtype == torch.bfloat16:
@@ -261,26 +284,15 @@ class HostShard:
             self.set_part(MASTERS, slice, exact, alone=True)
             weight.copy_(exact)
 
-    def rebase(self, slice: Slice, *, alone: bool = False) -> None:
-        """Make the master equal to the streamed weight, which was just written; as `set_part`."""
-        if not slice.param.trainable:
-            return
-        if slice.param.dtype == torch.bfloat16:
-            if self.is_on_disk(REMAINDERS) or self.is_divided:
-                exact = torch.full(slice.param.shape, EXACT_REMAINDER, dtype=torch.int32).to(torch.uint16)
-                self.set_part(REMAINDERS, slice, exact, alone=alone)
-            else:
-                slice.state(self[REMAINDERS].view(torch.int16)).fill_(EXACT_REMAINDER - (1 << 16))
-        elif slice.param.dtype == torch.float16:
-            self.set_part(MASTERS, slice, slice.view(self.weight), alone=alone)
-
     def exact(self, slice: Slice) -> torch.Tensor:
         """A copy of the parameter in full precision: fp32 where it is trained, else as it is."""
         weight = self.weight_of(slice)
         if not slice.param.trainable or weight.dtype == torch.float32:
             return weight.clone()
         if weight.dtype == torch.float16:
-            return self.part(MASTERS, slice).clone()
+            master = self.part(MASTERS, slice)
+            is_kept = master.to(torch.float16).view(torch.int16) == weight.view(torch.int16)
+            return torch.where(is_kept, master, weight.to(torch.float32))
         exact = torch.empty(slice.param.shape, dtype=torch.float32)
         native.join(array(weight), array(self.part(REMAINDERS, slice)), array(exact))
         return exact
@@ -290,10 +302,17 @@ class HostShard:
         if slice.dtype != torch.bfloat16 or not slice.param.trainable:
             return self.exact(slice)
         weight = self.weight_of(slice)
-        # wraps around, as the kernel's unsigned arithmetic does
         high = weight.contiguous().view(torch.int16).to(torch.int32) << 16
         low = self.part(REMAINDERS, slice).view(torch.int16).to(torch.int32) & 0xFFFF
-        return ((high | low) - EXACT_REMAINDER).view(torch.float32)
+        # wraps around, as the kernel's unsigned arithmetic does
+        master = ((high | low) - HALF_OF_LAST_PLACE).view(torch.float32)
+        return torch.where(weight == 0, weight.to(torch.float32), master)
+
+    def values(self, slice: Slice, dtype: torch.dtype) -> torch.Tensor:
+        """A copy of the parameter in ``dtype``: the weight itself where it is streamed in that, else the
+        master rounded."""
+        exact = self.weight_of(slice).clone() if dtype == slice.dtype else self.exact(slice)
+        return exact.to(dtype)
 
     def copy(self) -> HostShard:
         """The weights, what makes them masters and the optimizer's state, in memory of their own."""

@@ -255,18 +255,11 @@ class MoveIn:
 
     def run(self) -> None:
         """Move all units; a progress bar shows where that takes more than a second."""
-        versions = []
         # a log file gets a line every ten seconds, a terminal ten a second
         interval = 0.1 if sys.stderr.isatty() else 10.0
         bar = tqdm(self._units, "to host memory", unit="unit", delay=1.0, mininterval=interval, leave=False)
         for unit, shard in zip(bar, self._store.shards, strict=True):
             self._take(unit, shard)
-            versions.append(unit.written())
-        for unit, shard, version in zip(self._units, self._store.shards, versions, strict=True):
-            # the initialisation of another unit has written this one
-            if unit.written() != version and self._gives_values:
-                for slice in unit.layout.slices:
-                    shard.rebase(slice, alone=True)
         if self._ranks is not None:
             self._ranks.meet("all weights are in host memory")
             whole = (
@@ -385,7 +378,7 @@ def take_out(
                 param.data = param.data.to(dtypes[param])
                 continue
             try:
-                param.data = backend.on_host(partial(shard.exact, slice))
+                param.data = backend.on_host(partial(shard.values, slice, dtypes[param]))
             except DiskError as error:
                 param.data = shard.weight_of(slice).clone()
                 inexact.append(slice.param.name)

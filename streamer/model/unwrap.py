@@ -122,8 +122,7 @@ class Copier:
         if param.is_meta:
             return param.detach().clone()
         shard = self._executor.whole_shard(unit, only=slice)
-        exact = self._executor.backend.on_host(partial(shard.exact, slice))
-        return exact.to(self._plain_dtypes[param])
+        return self._executor.backend.on_host(partial(shard.values, slice, self._plain_dtypes[param]))
 
     def _check_room(self, params: Iterable[nn.Parameter]) -> None:
         own = [each for param in params for _, _, each in self._places(param)]

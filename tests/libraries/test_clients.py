@@ -40,7 +40,7 @@ import streamer
 import streamer_native as native
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
-from streamer.memory.host import EXACT_REMAINDER, array
+from streamer.memory.host import HALF_OF_LAST_PLACE, array
 from tests.libraries.common import LIGHTNINGS_OWN, fit
 from tests.libraries.test_huggingface import loss as labelled_loss
 from tests.libraries.test_peft import lora
@@ -80,7 +80,7 @@ class Adam(torch.optim.Optimizer):
         if not state:
             state |= {"step": torch.zeros(()), "exp_avg": torch.zeros(param.shape)}
             state |= {"exp_avg_sq": torch.zeros(param.shape)}
-            state["remainder"] = torch.full(param.shape, EXACT_REMAINDER, dtype=torch.uint16)
+            state["remainder"] = torch.full(param.shape, HALF_OF_LAST_PLACE, dtype=torch.uint16)
         state["step"] += 1
         hyper = native.Hyper(
             group["lr"], *group["betas"], group["eps"], group["weight_decay"], int(state["step"])

@@ -185,7 +185,10 @@ def test_what_the_user_wrote_is_kept(place: str, dtype: torch.dtype | None) -> N
     with torch.no_grad():
         param.fill_(0.5)
     streamer.unwrap(model)
-    assert torch.equal(model.get_parameter(place), torch.full_like(param, 0.5, dtype=torch.float32))
+    # in bf16 the remainder stays: [Note: masters]
+    half = torch.finfo(torch.bfloat16).eps / 2 if dtype == torch.bfloat16 else 0.0
+    expected = torch.full_like(param, 0.5, dtype=torch.float32)
+    torch.testing.assert_close(model.get_parameter(place).detach(), expected, rtol=half, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

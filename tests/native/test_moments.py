@@ -24,7 +24,8 @@ class Fp16State(Fp32State):
 
     def __init__(self, master):
         super().__init__(master)
-        self.weight = np.zeros(master.size, np.float16)
+        with np.errstate(over="ignore"):
+            self.weight = master.astype(np.float16)
 
     def step_segments(self, grad, segments, **options):
         moments = self.exp_avg, self.exp_avg_sq

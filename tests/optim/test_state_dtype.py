@@ -157,9 +157,8 @@ def test_the_state_travels_to_the_bit(state_dtype: torch.dtype | str) -> None:
     with bf16() as first:
         optimizer = streamer.AdamW(first.parameters(), lr=1e-2, state_dtype=state_dtype)
         losses(first, optimizer, range(3))
-        weights, state = copy.deepcopy((first.state_dict(), optimizer.state_dict()))
-        # bf16 weights are all that state_dict has of the masters: let both go on from those
-        first.load_state_dict(weights)
+        # a copy of the model has the fp32 masters, of which its own state_dict has the upper half
+        weights, state = copy.deepcopy(first).state_dict(), copy.deepcopy(optimizer.state_dict())
         expected = losses(first, optimizer, range(3, 6))
     with bf16() as second:
         optimizer = streamer.AdamW(second.parameters(), lr=0.5, state_dtype=state_dtype)

@@ -322,7 +322,6 @@ class Executor:
         parameters]"""
         for unit in self.still_lent():
             self.await_update(unit)
-            self.weights.take_checksums(unit)
 
     def before_zeroing(self) -> None:
         """Gradients are about to be set to zero: wait for the updates that read them, and for other ranks."""

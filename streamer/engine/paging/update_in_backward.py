@@ -94,7 +94,6 @@ class UpdateInBackward(Landing):
             for reference in self._updaters
             if (updater := reference()) is not None and (update := updater(unit, used)) is not None
         }
-        self._weights.settle_masters(unit)
         self._weights.begin_flight(unit)
         number, self._next = self._next, (self._next + 1) % len(self._ring)
         place = ops.staging(number)

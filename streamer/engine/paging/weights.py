@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import ROOT, Place
 from streamer.engine.schedule.order import Order, Phase, Visit, farthest
 from streamer.engine.tensors.guarded import Seen, as_plain, hide, not_a_number, show
-from streamer.memory.host import HostStore
+from streamer.memory.host import HostStore, streamed
 from streamer.memory.layout import Slice
 from streamer.memory.on_disk import WEIGHT_BUFFERS
 from streamer.memory.slots import MOST_GRAD_SLOTS, WeightSlots
@@ -87,8 +88,6 @@ class Weights:
         #: by unit, which of its parameters are lent: [Note: lent parameters]
         self._lent: dict[int, set[int]] = {}
         self._lent_to_read: dict[int, set[int]] = {}
-        #: of those whose weight is not its own master, the checksum of the weight when it was lent
-        self._checksums: dict[int, dict[int, int]] = {}
         #: by unit, what the user sees of its parameters, once they are guarded
         self._seen: dict[int, list[Seen]] = {}
         #: how many hold the storage of a parameter beside it where it is not lent
@@ -420,7 +419,6 @@ class Weights:
             self._brought[unit.index] = True
             if self._store.is_shared:
                 self._stale.add(unit.index)
-        self._checksums.pop(unit.index, None)
         self._changed(unit)
         if unit.index == ROOT:
             self.unshard_root()
@@ -477,10 +475,9 @@ class Weights:
 
         - a layer is copied to the device anew for each visit, because its copies there may be old;
         - a parameter of the root unit, which the user sees on the device, is compared with its copy in host
-          memory before that is used;
-        - a weight of 16 bits, which has an fp32 master beside it, is compared by a checksum before the master
-          is used (by an update, a checkpoint, `unwrap`). The master of one that was written becomes the
-          weight, of others it stays: weights that are exchanged for others and put back lose nothing.
+          memory before that is used.
+
+        Masters need none of that: see [Note: masters].
 
         A write through such an alias during an update would be lost, so `step` waits for updates of lent
         parameters; also for views that an autograd graph holds, which are lent to be read.
@@ -493,7 +490,22 @@ class Weights:
             if self._store.is_shared and position not in self._aliased.get(unit.index, ()):
                 self._take_alias(unit, position)
         self._lent.setdefault(unit.index, set()).add(position)
-        self._take_checksum(unit, position)
+
+    def copied_in(self, unit: Unit, position: int, values: torch.Tensor) -> None:
+        """User code has copied ``values`` into a parameter, which holds them rounded. In fp32 they are its
+        masters. [Note: masters]"""
+        slice = unit.layout.slices[position]
+        is_short = slice.param.trainable and slice.dtype in (torch.bfloat16, torch.float16)
+        if not is_short or values.dtype not in (torch.float32, torch.float64):
+            return
+        values = values.detach().cpu().to(torch.float32).expand(slice.param.shape)
+        if self._across is None or self._across.ranks.leads_machine:
+            self._await_masters(unit)
+            shard = self._store.shards[unit.index]
+            shard.about_to_change()
+            self._issuer.backend.on_host(partial(shard.load, slice, values))
+        if unit.index == ROOT:  # on the device, too, rounded as masters are
+            slice.view(self.root_buffer).copy_(streamed(values, slice.dtype))
 
     def still_lent(self) -> list[Unit]:
         """The units that are still lent, if only to be read. What has come back stays noted in `_lent` until
@@ -503,11 +515,6 @@ class Weights:
         self._lent_to_read = self._still_lent(self._lent_to_read)
         lent = {*self._still_lent(self._lent), *self._lent_to_read}
         return [unit for unit in (*self._units, self._root) if unit.index in lent]
-
-    def take_checksums(self, unit: Unit) -> None:
-        """The update of a lent unit is done."""
-        for position in self._lent.get(unit.index, ()):
-            self._take_checksum(unit, position)
 
     def _still_lent(self, lent: Mapping[int, set[int]]) -> dict[int, set[int]]:
         """What of ``lent`` has not come back."""
@@ -521,30 +528,10 @@ class Weights:
         """Forget that ``unit`` was lent where it has come back."""
         self._lent |= self._still_lent({unit.index: self._lent.pop(unit.index)})
 
-    def _take_checksum(self, unit: Unit, position: int) -> None:
-        slice = unit.layout.slices[position]
-        if unit.index == ROOT or not slice.param.trainable or slice.param.dtype == torch.float32:
-            return
-        taken = self._checksums.setdefault(unit.index, {})
-        if position not in taken:
-            taken[position] = self._checksum(unit, slice)
-
     def _checksum(self, unit: Unit, slice: Slice) -> int:
         weight = self._store.shards[unit.index].weight
         place: Any = weight[slice.offset : slice.offset + slice.nbytes].numpy()
         return zlib.crc32(place)
-
-    def settle_masters(self, unit: Unit) -> None:
-        """The masters of ``unit`` are about to be used: make those of weights that were written unseen equal
-        to the weights."""
-        taken = self._checksums.pop(unit.index, None)
-        if taken is None:
-            return
-        self._await_masters(unit)
-        for position, before in taken.items():
-            slice = unit.layout.slices[position]
-            if self._checksum(unit, slice) != before:
-                self._store.shards[unit.index].rebase(slice)
 
     def _await_masters(self, unit: Unit) -> None:
         """Block until the weights of ``unit``, on the host and where the user sees them, and what makes
@@ -567,7 +554,6 @@ class Weights:
         """
         for unit in self._units:
             self._refresh_layer(unit, moved)
-            self.settle_masters(unit)
         self.refresh_root(moved)
 
     def elsewhere(self, unit: Unit) -> list[tuple[Slice, nn.Parameter]]:
@@ -583,7 +569,7 @@ class Weights:
         if self._root.written() != self._written[ROOT]:
             self._await_masters(self._root)
             self._store.shards[ROOT].weight.copy_(self.root_buffer)
-            self._rebase(self._root)
+            self._note_writes(self._root)
         elif ROOT in self._lent:
             self._take_over_lent_root()
 
@@ -596,7 +582,6 @@ class Weights:
             seen = self.root_buffer[place.start : place.stop].cpu()
             if not torch.equal(seen, shard.weight[place.start : place.stop]):
                 shard.weight[place.start : place.stop].copy_(seen)
-                shard.rebase(slice)
         self._take_back(self._root)
 
     def _refresh_layer(self, unit: Unit, moved: Container[torch.Tensor] = ()) -> None:
@@ -610,16 +595,13 @@ class Weights:
         self._take_over_writes(unit)
         if unit.index not in self._brought or unit.index in self._stays:
             return
-        if unit.index in self._stale:
-            self._send_out(unit)
-        elif unit.index not in self.in_flight:
-            self.settle_masters(unit)
+        if unit.index in self._stale or unit.index not in self.in_flight:
             self._send_out(unit)
 
     def _take_over_writes(self, unit: Unit) -> None:
         if unit.written() != self._written[unit.index]:
             self._await_masters(unit)
-            self._rebase(unit)
+            self._note_writes(unit)
             self._renew(unit)
 
     def _check_places(self, unit: Unit, moved: Container[torch.Tensor]) -> None:
@@ -640,10 +622,9 @@ class Weights:
                 "torch.no_grad), or call streamer.unwrap(model) first"
             )
 
-    def _rebase(self, unit: Unit) -> None:
-        """Make the masters of ``unit`` equal to the weights that the user has written."""
+    def _note_writes(self, unit: Unit) -> None:
+        """The user has written weights of ``unit``, which are what runs next."""
         self._written[unit.index] = unit.written()
-        self._checksums.pop(unit.index, None)
         if unit.index in self.in_flight:
             # said once for all units; then the weights are what the updates leave
             self._written |= {u.index: u.written() for u in (*self._units, self._root)}
@@ -651,8 +632,6 @@ class Weights:
                 f"weights of '{unit.name}' were written while their update was still running, and are lost: "
                 "call streamer.synchronize(model) between optimizer.step() and writing weights"
             )
-        for slice in unit.layout.slices:
-            self._store.shards[unit.index].rebase(slice)
         if unit.index in self._brought:
             self._brought[unit.index] = True
             self._stays.discard(unit.index)

@@ -127,6 +127,10 @@ class _ParameterGuard(_UnitGuard):
     def after(
         self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object, gave: bool
     ) -> None:
+        is_copied = function is torch.Tensor.copy_ and args[0] is tensor
+        if is_copied and (executor := self._executor()) is not None and not executor.released:
+            # before other ranks go on
+            executor.weights.copied_in(executor.unit(self._index), self._position, args[1])
         super().after(function, args, tensor, result, gave)
         if gave and (executor := self._executor()) is not None:
             unit = executor.unit(self._index)
