@@ -289,10 +289,9 @@ def train_as_replicas_do(replicas: list[dict[str, Any]], machines: str, names: S
         equal(looked["in state_dict"], looks[0]["in state_dict"])
         equal(looked["masters"], looks[0]["masters"])
         assert np.array_equal(looked["copied"], looks[0]["copied"])
-        # the weight was doubled as it is streamed, in bf16, and so became its own master
+        # the weight was doubled as it is streamed, in bf16, and its remainder stayed: [Note: masters]
         doubled = looked["masters"]["layers.1.up.weight"]
         assert np.allclose(doubled, 2 * looked["copied"], rtol=2**-8, atol=0.0)
-        assert np.array_equal(doubled, torch.from_numpy(doubled).bfloat16().float().numpy())
 
 
 def waits(rank: int) -> list[int]:
