@@ -45,6 +45,9 @@ def _find(path: str, why: str) -> Any:
 SubclassesOff: Any = _find("_C.DisableTorchFunctionSubclass", "touches guarded parameters as plain ones")
 SubclassesOn: Any = _find("_C._EnableTorchFunction", "runs a layer as its user would")
 
+#: Whether `torch.jit.trace` is recording. `torch.jit.is_tracing` says so too, but is not exported.
+in_trace: Callable[[], bool] = _find("_C._is_tracing", "refuses to be recorded")
+
 #: The number of the backward that is running in this thread, -1 outside of a backward.
 backward_number: Callable[[], int] = _find("_C._current_graph_task_id", "tells one backward from another")
 

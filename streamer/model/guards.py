@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from streamer.engine.layer.layer import finish_with_this_backward
+from streamer.engine.layer.layer import check_not_traced, finish_with_this_backward
 from streamer.engine.layer.outside_access import Split, guard_inner_modules, plain_forwards, watch_split
 from streamer.engine.layer.parameter_gradients import Asked, asked_of
 from streamer.engine.paging.executor import Executor
@@ -116,6 +116,7 @@ def _remove(module: nn.Module) -> None:
 def _check_model(executor: Executor) -> Callable[..., None]:
     @never_traced
     def hook(module: nn.Module, args: Any) -> None:
+        check_not_traced()
         executor.structure.check()
         if torch.is_grad_enabled():
             executor.root.wanted()  # raises for a gradient that there is no room for

@@ -24,6 +24,7 @@ from tests.reference import (
     POLICIES,
     VOCAB,
     assert_as_plain,
+    assert_equal,
     assert_parity,
     assert_refused,
     batch,
@@ -112,10 +113,49 @@ def test_a_filled_cache_is_refused_in_training(make: Any, layers: str) -> None:
         with torch.no_grad():
             cache = model(tokens, **{name: DynamicCache(config=model.config)})[name]
         assert cache.get_seq_length() == tokens.shape[1]
-        with pytest.raises(
-            ValueError, match=f"{layers}.0' got a key/value cache with 17 tokens.*past_key_values=None"
-        ):
+        match = f"{layers}.0' got a key/value cache with 17 tokens.*use_cache=False.*past_key_values=None"
+        with pytest.raises(ValueError, match=match):
             model(tokens[:, :1], **{name: cache})
+
+
+def test_a_model_that_fills_its_cache_in_one_forward_trains_without() -> None:
+    """It calls its layers several times, with a cache that is no longer empty at the second."""
+    found = pytest.importorskip("transformers.models.hrm_text")
+    sizes = {**SIZES, "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 16}
+    torch.manual_seed(0)
+    model = found.HrmTextForCausalLM(found.HrmTextConfig(**sizes))
+    tokens = batch(0)
+    with streamed(model) as mine:
+        with pytest.raises(ValueError, match="with 17 tokens while gradients are on: .*use_cache=False"):
+            mine(tokens, labels=tokens)
+
+        def use(model: nn.Module) -> Any:
+            loss = model(tokens, labels=tokens, use_cache=False).loss
+            loss.backward()
+            return loss, gradients(model)
+
+        assert_equal(use(mine), use(model), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_embeddings_that_are_resized_after_wrap(tied: bool) -> None:
+    tokens = batch(0)
+
+    def use(model: nn.Module) -> Any:
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        return loss, gradients(model)
+
+    model = streamer.wrap(llama(tie_word_embeddings=tied), device="cpu")
+    model.resize_token_embeddings(VOCAB + 3, mean_resizing=False)
+    match = "resize before streamer.wrap, or call streamer.unwrap" if tied else "call streamer.unwrap"
+    with pytest.raises(ValueError, match=match) as error:
+        use(model)
+    assert "write into it" not in str(error.value)
+    # as the error says
+    streamer.unwrap(model)
+    model.resize_token_embeddings(VOCAB + 5, mean_resizing=False)
+    assert_as_plain(model, use, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize(("make", "layers"), MODELS)

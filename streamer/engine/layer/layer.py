@@ -39,6 +39,7 @@ from streamer.torch_private import (
     backward_number,
     in_distributed_forward,
     in_forward_mode,
+    in_trace,
     in_transform,
     is_batched,
 )
@@ -57,7 +58,8 @@ def without_caches(
     if tokens := max(int(cache.get_seq_length()) for cache in caches):
         raise ValueError(
             f"layer '{layer}' got a key/value cache with {tokens} tokens while gradients are on: train "
-            "without one (cache=None, past_key_values=None), or run this forward under torch.no_grad()"
+            "without one (use_cache=False, and cache=None or past_key_values=None), or run this forward "
+            "under torch.no_grad()"
         )
     named = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
     if "use_cache" in named:
@@ -77,7 +79,8 @@ def _is_cache(value: object) -> bool:
 
 def check_transforms(layer: str, tensors: Iterable[torch.Tensor | None] = ()) -> None:
     """Raise RuntimeError inside of a transform of `torch.func`, for batched gradients among ``tensors``, and
-    inside of another data parallel module."""
+    inside of another data parallel module or of `torch.jit.trace`."""
+    check_not_traced()
     batched = any(tensor is not None and is_batched(tensor) for tensor in tensors)
     if batched or in_transform():
         raise RuntimeError(
@@ -88,6 +91,16 @@ def check_transforms(layer: str, tensors: Iterable[torch.Tensor | None] = ()) ->
         raise RuntimeError(
             f"DistributedDataParallel does not see when the gradients of streamed layer '{layer}' have "
             "arrived: train without it, several GPUs by streamer.wrap(process_group=...)"
+        )
+
+
+def check_not_traced() -> None:
+    """Raise RuntimeError inside of `torch.jit.trace`, which would record slots in place of weights."""
+    if in_trace():
+        raise RuntimeError(
+            "torch.jit.trace (which torch.onnx.export and TensorBoard's add_graph may use) cannot record a "
+            "wrapped model, whose layers have their weights only while they run: call "
+            "streamer.unwrap(model) first, or trace copy.deepcopy(model), which is a plain model"
         )
 
 

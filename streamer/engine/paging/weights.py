@@ -616,6 +616,12 @@ class Weights:
                     f"is not what runs: cast it before, or give streamer.wrap dtype={param.dtype}, or call "
                     "streamer.unwrap(model) first"
                 )
+            if param.shape != slice.param.shape:
+                raise ValueError(
+                    f"'{slice.param.name}' has shape {tuple(param.shape)} and had {tuple(slice.param.shape)} "
+                    "in streamer.wrap (resize_token_embeddings changes it): resize before streamer.wrap, or "
+                    "call streamer.unwrap(model), resize, and wrap again"
+                )
             raise ValueError(
                 f"'{slice.param.name}' was given other memory after streamer.wrap (param.data = ..., "
                 "param.set_, vector_to_parameters), which is not what runs: write into it (param.copy_ under "

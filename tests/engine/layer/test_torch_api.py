@@ -732,3 +732,23 @@ def test_a_default_device_of_the_users_changes_nothing(options: dict[str, Any]) 
         return found
 
     assert losses("meta") == losses("cpu")
+
+
+# --- recorded code --------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace_method:DeprecationWarning")
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("part", ["model", "function", "layer"])
+def test_a_trace_is_refused_in_a_line(part: str, grad: bool) -> None:
+    """Not by printing weights; and never recorded, since it would be with what is in the slots."""
+    x = torch.randn(3, D)
+    with streamed(Stack(Block, width=D)) as model:
+        what = {"model": model, "function": lambda x: model(x).sum(), "layer": model.blocks[0]}[part]
+        refusal = r"torch\.jit\.trace .* cannot record .* streamer\.unwrap\(model\) first[^\n]*$"
+        with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=refusal):
+            torch.jit.trace(what, (x,))
+        model(x).sum().backward()
+        traced = torch.jit.trace(copy.deepcopy(model), (x,))
+        torch.testing.assert_close(traced(x), model(x))
