@@ -30,6 +30,11 @@ class RanksError(RuntimeError):
     each was about to do."""
 
 
+def notes(error: Exception) -> list[str]:
+    """What was added to ``error``, by `BaseException.add_note`."""
+    return list(getattr(error, "__notes__", ()))
+
+
 def shortened(names: Sequence[str], most: int = 10) -> str:
     """``names`` in a line, the first of them if there are many."""
     more = f" and {len(names) - most} more" if len(names) > most else ""

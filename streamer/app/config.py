@@ -33,6 +33,7 @@ from streamer.config_values import (
     one_of,
     string,
 )
+from streamer.errors import notes
 
 
 def dump_tables(tables: Mapping[str, Mapping[str, Any]]) -> str:
@@ -92,7 +93,7 @@ ACTIVATIONS = either("a string, or an array of one for each layer", TEXT, TEXTS)
 STEPS = either("a number of steps, or a share of them in (0, 1)", COUNT_OR_0, FRACTION)
 COUNT_OR_AUTO = either('an integer of 1 or more, or "auto"', COUNT, one_of("auto"))
 BATCH_DIMS = Kind(
-    'a table from names of arguments to integers, or "none"',
+    'a table from names of arguments, or paths of lists of layers, to integers, or "none"',
     lambda value: TABLE.accepts(value) and all(type(x) is int or x == "none" for x in value.values()),
 )
 METHOD = string("a string that can name a method", r"[A-Za-z_]\w*")
@@ -143,7 +144,7 @@ class ConfigError(ValueError):
         line, _, table = (
             str(error).partition("\n") if isinstance(error, MemoryError) else (str(error), "", "")
         )
-        return ConfigError(f"{section}: {in_keys(line)}", table=table)
+        return ConfigError(f"{section}: {in_keys('; '.join([line, *notes(error)]))}", table=table)
 
 
 def read_sections(path: Path, known: Iterable[str], overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -403,8 +404,9 @@ class StreamConfig:
     batch_dims: Annotated[
         dict[str, int | str] | None,
         BATCH_DIMS,
-        "the dimension of the batch in arguments of layers, by their names, where it cannot be "
-        'told; "none": such an argument is not cut',
+        "the dimension of the batch in arguments of layers, by their names, or in the hidden states "
+        "of a list of layers, by its path, where it is not the first or not clear; "
+        '"none": such an argument, or list, is not cut',
     ] = None
     update: Annotated[
         str,

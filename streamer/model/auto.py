@@ -31,6 +31,7 @@ from streamer.engine.layer.micro_batches import AmbiguousBatchError
 from streamer.engine.tensors.nested import Rebuild, flatten
 from streamer.engine.tensors.parts import composite_of, marked, plainly
 from streamer.engine.wrapped.handle import wrapped
+from streamer.errors import notes
 from streamer.model.layers import find_layers
 from streamer.model.move_in import check_init, room_of
 from streamer.model.options import WrapOptions
@@ -155,8 +156,9 @@ def not_planned(error: Exception) -> ValueError:
 
 
 def one_line(error: Exception) -> str:
-    """An error's message on one line, in 300 characters at most."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    """An error's message on one line, in 300 characters at most, and what was added to it."""
+    message = " ".join(str(error).split())[:300] or type(error).__name__
+    return "; ".join([message, *notes(error)])
 
 
 #: Rates of the host's cores where they stand in for a device: round figures, not a measurement.

@@ -137,8 +137,8 @@ def _check_batch_dims(batch_dims: Mapping[str, int | None], micro_batch_size: Nu
         isinstance(name, str) and (dim is None or type(dim) is int) for name, dim in batch_dims.items()
     ):
         raise ValueError(
-            f"batch_dims={batch_dims!r}: give a dict from the names of arguments of the layers to the "
-            "dimension of their batch, None for those that have none"
+            f"batch_dims={batch_dims!r}: give a dict from the names of arguments of the layers, or the "
+            "paths of their lists, to the dimension of the batch, None for those that have none"
         )
 
 

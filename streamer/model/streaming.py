@@ -18,7 +18,7 @@ from streamer.backends.disk import Disks
 from streamer.backends.ranks import Ranks
 from streamer.engine.layer.call import Compiler
 from streamer.engine.layer.layer import StreamedLayer
-from streamer.engine.layer.micro_batches import micro_batches
+from streamer.engine.layer.micro_batches import is_uncut, micro_batches
 from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.unit import Unit
 from streamer.engine.wrapped.handle import HANDLE, Wrapped, settle_in
@@ -60,7 +60,8 @@ def stream(
         units, root = make_units(model, find_layers(model, options.layers), dtype)
         warn_of_misread((*units, root), backend.device)
         run_as = policies(options.activations, units)
-        cutters = micro_batches(units, micro_batch_size, options.batch_dims or {})
+        batch_dims = options.batch_dims or {}
+        cutters = micro_batches(units, micro_batch_size, batch_dims)
         in_backward = options.update == "backward"
         if in_backward:
             check_dtypes_for_backward([unit.layout for unit in (*units, root)])
@@ -81,11 +82,10 @@ def stream(
         room = room_of(backend, (param for unit in (*units, root) for param in unit.params))
         room = replace(room, host_limit=host_limit)
         cut = cut_to_fit(model, units, root, dtype, num_slots=slots, available=room.tensors, limit=limit)
-        if cut.split and micro_batch_size is not None:
-            refuse_micro_batches(cut.split)
-        elif cut.split:
-            run_as = [run_as[layer] for layer in cut.layers]
-            cutters = micro_batches(cut.units, None, {})
+        if micro_batch_size is not None:
+            refuse_micro_batches([split for split in cut.split if not is_uncut(split.name, batch_dims)])
+        run_as = [run_as[layer] for layer in cut.layers]
+        cutters = [cutters[layer] for layer in cut.layers]
         units, root = cut.units, cut.root
         plain_dtypes = {param: param.dtype for unit in (*units, root) for param in unit.params}
         slots = min(slots, len(units))

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn
 
 import torch
 from torch import nn
@@ -258,13 +257,16 @@ def cut_to_fit(
     return replace(best, remedy=remedy)
 
 
-def refuse_micro_batches(split: Sequence[Split]) -> NoReturn:
-    """Raise ValueError: a part need not be given the batch in the dimension in which its layer is."""
-    raise ValueError(
-        f"micro_batch_size: layer '{split[0].name}' is too large for a slot and would be streamed in parts, "
-        f"which cannot be given micro-batches: {split[0].whole_bytes} bytes of device memory would keep "
-        "layers whole; or leave micro_batch_size out"
-    )
+def refuse_micro_batches(split: Sequence[Split]) -> None:
+    """Raise ValueError if there are layers that are ``split``: a part need not be given the batch in the
+    dimension in which its layer is."""
+    for first in split[:1]:
+        raise ValueError(
+            f"micro_batch_size: layer '{first.name}' is too large for a slot and would be streamed in parts, "
+            f"which cannot be given micro-batches: {first.whole_bytes} bytes of device memory would keep "
+            "layers whole; or leave micro_batch_size out, or name this list in batch_dims: "
+            f"{{'{first.name.rpartition('.')[0]}': None}}"
+        )
 
 
 def _ways(model: nn.Module, way: Units, dtype: torch.dtype | None, num_slots: int) -> Iterator[Units]:

@@ -91,8 +91,11 @@ def wrap(
             cross the bus twice a step whatever the batch is; None runs the whole batch. Gradients of the
             slices are added up on the device, as ``grad_dtype`` says. [Note: micro-batches]
         batch_dims: the dimension of the batch by the name of an argument of the layers, None for an argument
-            that has none. Left out: the first, where it is as long as that of the hidden states; where that
-            may be chance, the layer's call raises ValueError.
+            that has none; and by the path of a list of layers the dimension of the batch in their hidden
+            states, None for a list that is not to be cut (``{"vision.blocks": None}``). Left out: the first,
+            where it is as long as that of the hidden states; where that may be chance, the layer's call
+            raises ValueError. Whether the first one of the hidden states is the batch is checked once for
+            each kind of layer. [Note: the check of a batch]
         update: ``"step"`` updates when ``optimizer.step()`` is called, under the next forward; ``"backward"``
             updates each layer as soon as its gradient has landed, so that host memory holds the gradients of
             four layers instead of all, and there is no clipping and no accumulation.

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamer.app.config import (
     Config,
+    ConfigError,
     DataConfig,
     MemoryConfig,
     ModelConfig,
@@ -82,7 +83,7 @@ layers = ["encoder.h", "decoder.h"]
 num_slots = 3
 activations = "keep"
 micro_batch_size = 2
-batch_dims = {mask = 0, x = "none"}
+batch_dims = {mask = 0, x = "none", "encoder.h" = 1}
 update = "backward"
 dtype = "bfloat16"
 device = "cpu"
@@ -128,7 +129,7 @@ FULL_CONFIG = Config(
         3,
         "keep",
         2,
-        {"mask": 0, "x": "none"},
+        {"mask": 0, "x": "none", "encoder.h": 1},
         "backward",
         "bfloat16",
         "cpu",
@@ -275,7 +276,9 @@ WRONG = {
     "a folder, or an array of folders on different drives, none empty": [
         *('memory.disk = ""', "memory.disk = []", 'memory.disk = ["/a", 1]', "memory.disk = true"),
     ],
-    'a table from names of arguments to integers, or "none"': ['stream.batch_dims = {x = "one"}'],
+    'a table from names of arguments, or paths of lists of layers, to integers, or "none"': [
+        'stream.batch_dims = {x = "one"}',
+    ],
     "an array of strings, none empty": [
         *('data.paths = "src"', 'data.paths = ["a", 1]', 'data.paths = [""]'),
     ],
@@ -483,3 +486,12 @@ def test_nothing_is_drawn_for_a_model_without_values(monkeypatch: pytest.MonkeyP
         model = without_values(ModelConfig("a:b", args={"size": 3}))
     assert model.weight.is_meta and model.weight.shape == (3, 3)
     assert len(drawn) == 1 and drawn[0] is model.constants and model.constants.abs().sum() > 0
+
+
+def test_an_error_says_what_was_added_to_it() -> None:
+    error = ValueError("it fails")
+    error.add_note("micro_batch_size: the batch was cut: wrap with batch_dims={'layers': None}")
+    assert str(ConfigError.of("[stream]", error)) == (
+        "[stream]: it fails; stream.micro_batch_size: the batch was cut: wrap with "
+        "stream.batch_dims={'layers': None}"
+    )

@@ -276,6 +276,8 @@ def test_a_weight_is_dequantized_once_in_a_visit(kind: str, activations: str, si
     times, evaluated = list[float](), list[float]()
     for model, seen, when in zip(models, found, ("use", "visit"), strict=True):
         with streamed(model, micro_batch_size=size, dequantize=when, activations=activations):
+            with torch.no_grad():
+                loss_of(model, 0)  # how a batch is cut is checked once, in evaluation
 
             def step(model: nn.Module = model, seen: list[torch.Tensor] = seen) -> None:
                 loss = loss_of(model, 0)

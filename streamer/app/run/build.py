@@ -302,8 +302,9 @@ def wrap_options(config: Config) -> dict[str, Any]:
     """Keyword arguments of `streamer.wrap`, those of ``[memory]`` with them."""
     memory = config.memory
     options = stream_options(config.stream) | {"host_memory": memory.host, "disk": memory.disk}
-    if has_packed_rows(config) and options["micro_batch_size"] is not None and options["batch_dims"] is None:
-        options["batch_dims"] = _dims_of_rows(config.model, config.stream.layers)
+    if has_packed_rows(config) and options["micro_batch_size"] is not None:
+        of_rows = _dims_of_rows(config.model, config.stream.layers)
+        options["batch_dims"] = {**of_rows, **(options["batch_dims"] or {})}
     return options
 
 

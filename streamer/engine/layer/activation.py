@@ -31,6 +31,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from streamer.engine.layer.batch_check import check_batch
 from streamer.engine.layer.call import Call
 from streamer.engine.layer.micro_batches import BatchSlices, Joined, JoinedGradients, Parts
 from streamer.engine.layer.parameter_gradients import Asked, Collector, asked_for, graph_is_retained
@@ -253,11 +254,18 @@ class LayerCall:
         joined = Joined(self.call.unit.name, self._cut, inputs, partial(self._run_aside, weights))
         start_again = self.call.unit.start_again() if len(self.runs) > 1 else None
         with self.call.unit.dequantized_once(times=len(self.runs)):
+            if self._cut.unchecked is not None:
+                with torch.enable_grad():
+                    check_batch(self._cut, self.call, weights, self.executor.root, inputs)
             for number, run in enumerate(self.runs):
                 if start_again is not None:
                     start_again()
                 given = self._cut.inputs(inputs, number)
-                outputs, rebuild = run.first_run(weights, given)
+                try:
+                    outputs, rebuild = run.first_run(weights, given)
+                except Exception as error:
+                    self._cut.explain(error, self.call.unit.name, inputs)
+                    raise
                 joined.add(number, outputs, rebuild, given)
         self._output_parts = joined.parts
         return joined.tensors, joined.rebuild

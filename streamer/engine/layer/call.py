@@ -194,7 +194,8 @@ class Call:
     def _changes_its_arguments(self) -> ValueError:
         return ValueError(
             f"layer '{self.unit.name}' changes what it is given (a tensor in place, or a list or a cache "
-            "among its arguments), so it cannot run again in backward: let it return the new value"
+            "among its arguments), so it cannot run again (in backward, or for micro-batches): let it return "
+            "the new value"
         )
 
 

@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 
 from streamer.engine.layer.activation import LayerCall, Outputs
 from streamer.engine.layer.ambient import Autocast, past_checkpoints
+from streamer.engine.layer.batch_check import check_batch
 from streamer.engine.layer.call import Call, CompiledForward, Compiler, apart, is_compiled, run_on_slot
 from streamer.engine.layer.micro_batches import AmbiguousBatchError, BatchSlices, Joined, MicroBatches
 from streamer.engine.layer.outside_access import HAD, unwatched
@@ -120,10 +121,11 @@ def infer(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     aside: Callable[[Rebuild, Tensors], Outputs],
+    check: Callable[[BatchSlices, Rebuild, Tensors], None],
 ) -> Any:
-    """What ``run`` makes of ``args`` and ``kwargs``; ``aside`` does `Call.run_aside` for them. A batch beside
-    a key/value cache, which is written, is not cut; where the batch is not cut, ``run`` is given the very
-    same objects.
+    """What ``run`` makes of ``args`` and ``kwargs``; ``aside`` does `Call.run_aside` for them, and ``check``
+    does `check_batch`. A batch beside a key/value cache, which is written, is not cut; where the batch is not
+    cut, ``run`` is given the very same objects.
 
     Raises ValueError where a layer whose batch is cut changes what it is given, or writes a cache of its own.
     """
@@ -137,12 +139,19 @@ def infer(
     joined = Joined(unit.name, cut, inputs, partial(aside, rebuild))
     start_again = unit.start_again()
     with unit.dequantized_once(times=len(cut.slices)):
+        if cut.unchecked is not None:
+            check(cut, rebuild, inputs)
         for number in range(len(cut.slices)):
             start_again()
             given = cut.inputs(inputs, number)
             given_args, given_kwargs = rebuild(given)
             before, kept = fingerprint((given_args, given_kwargs)), _kept(unit)
-            outputs, rebuild_result = untangle(unit.name, *flatten(run(given_args, given_kwargs)), given)
+            try:
+                result = run(given_args, given_kwargs)
+            except Exception as error:
+                cut.explain(error, unit.name, inputs)
+                raise
+            outputs, rebuild_result = untangle(unit.name, *flatten(result), given)
             if fingerprint((given_args, given_kwargs)) != before:
                 raise ValueError(
                     f"layer '{unit.name}' changes what it is given (a tensor in place, or a list), and would "
@@ -261,9 +270,12 @@ class StreamedLayer:
                 with self._executor.root.buffers_unwritten_by(unit.name):
                     return Call(unit, forward, rebuild).run_aside(weights, inputs)
 
+            def check(cut: BatchSlices, rebuild: Rebuild, inputs: Tensors) -> None:
+                check_batch(cut, Call(unit, forward, rebuild), weights, self._executor.root, inputs)
+
             autocast = Autocast.now(self._executor.backend.device)
             with autocast.uncached(), _slot_for_now(unit, weights), owners:
-                result = infer(run, unit, self._micro_batches, args, kwargs, aside)
+                result = infer(run, unit, self._micro_batches, args, kwargs, aside, check)
             leaves.clear()
             if phase is Phase.INFERENCE and not is_compiled(forward):
                 owners.check_none_left(unit)

@@ -10,6 +10,11 @@ wrong cut may broadcast without a word. A length that stands in the layer's code
 is not known. Nothing is cut beside a nested tensor (of sequences that differ in length;
 `nn.TransformerEncoder` makes one of a padded batch in evaluation).
 
+The first dimension of the hidden states need not be the batch: layers compute on ``[time, batch, width]``, on
+one sequence ``[time, width]``, or on the tokens of all sequences one after another. `batch_check` finds out,
+once for each kind of layer. The caller may say it, too: ``batch_dims`` takes the paths of lists of layers as
+well as names of arguments.
+
 What the layer returns is put together along the same dimension. The first tensor that it returns has an entry
 per sample if its shape is that of the hidden states. Another one that is as long as the slice may be so by
 chance (there are as many experts). The first time that a layer returns such a tensor, it runs once more, on a
@@ -26,7 +31,7 @@ which looks at weights alone, makes one step for all of them (`Unit.start_again`
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -61,6 +66,14 @@ KnownOutputs = dict[tuple[tuple[int, bool], ...], list[bool]]
 ROUNDING = 0.02
 
 
+class Unchecked(NamedTuple):
+    """A ``kind`` of layer and of arguments whose cut is not known to be right; it is one of ``checked`` once
+    it is."""
+
+    kind: Hashable
+    checked: set[Hashable]
+
+
 class BatchSlices(NamedTuple):
     """Slices of one batch: where each starts and how long it is, where the batch is in each tensor that the
     layer is given, and in which dimension of what it returns."""
@@ -71,6 +84,11 @@ class BatchSlices(NamedTuple):
     #: the number of the hidden states among those tensors
     hidden: int
     known: KnownOutputs
+    #: the argument that the hidden states are, and the path of the list that has the layer
+    name: str = ""
+    layers: str = ""
+    #: None where the cut is known to be right, or the user has said so
+    unchecked: Unchecked | None = None
 
     @staticmethod
     def none(inputs: Tensors) -> BatchSlices:
@@ -88,6 +106,24 @@ class BatchSlices(NamedTuple):
             else part.of(tensor.detach(), start, length).detach().requires_grad_(tensor.requires_grad)
             for tensor, part in zip(inputs, self.parts, strict=True)
         ]
+
+    def described(self, inputs: Tensors) -> str:
+        """What is cut, and the ways to have it cut otherwise."""
+        shape, (_, length) = tuple(inputs[self.hidden].shape), self.slices[0]
+        other = 0 if self.dim else 1
+        instead = f"{{'{self.layers}': {other}}} if dimension {other} is the batch, "
+        return (
+            f"'{self.name}' of shape {shape} was cut along dimension {self.dim}, in slices of {length}: wrap "
+            f"with batch_dims={instead if len(shape) > 2 else ''}{{'{self.layers}': None}} to leave these "
+            "layers uncut"
+        )
+
+    def explain(self, error: Exception, layer: str, inputs: Tensors) -> None:
+        """Add to an ``error`` of ``layer`` that it was run on a slice, which may be why."""
+        if len(self.slices) > 1 and not isinstance(error, torch.OutOfMemoryError):
+            error.add_note(
+                f"micro_batch_size: layer '{layer}' was run on a part of its batch; {self.described(inputs)}"
+            )
 
     def gradients(
         self, gradients: Sequence[torch.Tensor | None], parts: Parts, number: int
@@ -391,17 +427,33 @@ class AmbiguousBatchError(ValueError):
 
 class MicroBatches:
     """Cuts the batches of one layer into slices of ``size``; whole where that is None. ``batch_dims`` gives
-    the batch dimension of arguments by name, None for those that have none. The model has ``num_layers`` of
-    them. [Note: micro-batches]"""
+    the batch dimension of arguments by name, None for those that have none, and by the path of a list of
+    layers that of its hidden states, None for a list that is not cut. The model has ``num_layers`` of them;
+    ``checked`` is shared by all. [Note: micro-batches]"""
 
     def __init__(
-        self, unit: Unit, size: int | None, batch_dims: Mapping[str, int | None], num_layers: int
+        self,
+        unit: Unit,
+        size: int | None,
+        batch_dims: Mapping[str, int | None],
+        num_layers: int,
+        checked: set[Hashable],
     ) -> None:
         self._layer = unit.name
-        self._size = size
+        self._list = _list_of(unit)
+        path = _path_among(batch_dims, unit.name)
+        #: the dimension of the batch in the hidden states, if the user has named it for the list
+        self._dim = None if path is None else batch_dims[path]
+        self._size = None if is_uncut(unit.name, batch_dims) else size
         self._batch_dims = batch_dims
         self._signature = inspect.signature(unit.module.forward) if size is not None else None
         self._counts = _counts(unit.module)
+        self._kind = (
+            self._list,
+            type(unit.module),
+            tuple(slice.param.shape for slice in unit.layout.slices),
+        )
+        self._checked = checked
         self._num_layers = num_layers
         self._known: KnownOutputs = {}
         #: names in ``batch_dims`` that only ``**kwargs`` can stand for
@@ -422,7 +474,8 @@ class MicroBatches:
         hidden = self._hidden(names, inputs)
         if hidden is None:
             return BatchSlices.none(inputs)
-        dim = self._batch_dims.get(names[id(hidden)], 0) or 0
+        name = names[id(hidden)]
+        dim = self._batch_dims.get(name, self._dim) or 0
         batch = self._length(hidden, dim, "the hidden states")
         if batch <= self._size:
             return BatchSlices.none(inputs)
@@ -440,7 +493,12 @@ class MicroBatches:
         starts = range(0, batch, self._size)
         slices = [(start, min(self._size, batch - start)) for start in starts]
         number = next(number for number, tensor in enumerate(inputs) if tensor is hidden)
-        return BatchSlices(slices, parts, dim, number, self._known)
+        cut = BatchSlices(slices, parts, dim, number, self._known, name, self._list)
+        if hidden.is_meta or name in self._batch_dims or self._dim is not None:
+            return cut  # it has no values, or the user has said what the batch is
+        places = [(names.get(id(x), "?"), x.dim(), p) for x, p in zip(inputs, parts, strict=True)]
+        kind = (*self._kind, *places)
+        return cut if kind in self._checked else cut._replace(unchecked=Unchecked(kind, self._checked))
 
     @property
     def arguments(self) -> list[str]:
@@ -605,13 +663,41 @@ def _counts(layer: nn.Module) -> set[int]:
 def micro_batches(
     units: Sequence[Unit], size: int | None, batch_dims: Mapping[str, int | None]
 ) -> list[MicroBatches]:
-    """What cuts the batches of each of ``units``. Raises ValueError for a name in ``batch_dims`` that none of
-    their forwards knows."""
-    cutters = [MicroBatches(unit, size, batch_dims, len(units)) for unit in units]
+    """What cuts the batches of each of ``units``. Raises ValueError for a name in ``batch_dims`` that is that
+    of no argument of their forwards and of no list that has them."""
+    checked: set[Hashable] = set()
+    cutters = [MicroBatches(unit, size, batch_dims, len(units), checked) for unit in units]
     for name in batch_dims:
+        if any(_is_in(unit.name, name) for unit in units):
+            continue
         if any(name in cutter.arguments for cutter in cutters):
             continue
-        if not any([cutter.expects(name) for cutter in cutters]):
+        # an argument that only **kwargs takes has a name of Python
+        if not name.isidentifier() or not any([cutter.expects(name) for cutter in cutters]):
             known = ", ".join(f"'{known}'" for known in cutters[0].arguments)
-            raise ValueError(f"batch_dims: no layer takes an argument '{name}'; the first one takes {known}")
+            lists = ", ".join(f"'{path}'" for path in dict.fromkeys(_list_of(unit) for unit in units))
+            raise ValueError(
+                f"batch_dims: no layer takes an argument '{name}', and no list of layers has that path; the "
+                f"first layer takes {known}, and the layers are in {lists}"
+            )
     return cutters
+
+
+def is_uncut(layer: str, batch_dims: Mapping[str, int | None]) -> bool:
+    """Whether ``batch_dims`` say that the list that has ``layer`` is not to be cut."""
+    path = _path_among(batch_dims, layer)
+    return path is not None and batch_dims[path] is None
+
+
+def _path_among(batch_dims: Mapping[str, int | None], layer: str) -> str | None:
+    """Of the names in ``batch_dims`` the path of the innermost list that has ``layer``."""
+    return max((path for path in batch_dims if _is_in(layer, path)), key=len, default=None)
+
+
+def _is_in(layer: str, path: str) -> bool:
+    return not path or layer == path or layer.startswith(f"{path}.")
+
+
+def _list_of(unit: Unit) -> str:
+    """The path of the list that has the layer."""
+    return unit.name.rpartition(".")[0]

@@ -1,0 +1,399 @@
+"""A layer that is cut along what is not its batch is refused at its first cut, and checked no more."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+import streamer
+from streamer.backends.base import Lane
+from streamer.backends.thread import ThreadBackend
+from tests.engine.layer.common import WIDTH, Layer, Stack
+from tests.engine.layer.test_micro_batches import train_in_slices
+from tests.reference import (
+    POLICIES,
+    assert_as_plain,
+    assert_parity,
+    assert_refused,
+    streamed,
+    train_plain,
+    train_streamed,
+)
+
+TIME, BATCH = 6, 4
+
+
+def encoder(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    # a bias of keys has a gradient of rounding alone
+    settings = {"dropout": 0.0, "bias": False} | options
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, **settings)
+    return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(7))
+
+
+def step_on(x: torch.Tensor, model: nn.Module, *args: Any) -> Any:
+    """What ``model`` returns, and its gradients."""
+    x = x.clone().requires_grad_()
+    out = model(x, *args)
+    out.square().mean().backward()
+    return {"out": out, "x": x.grad, **{name: param.grad for name, param in model.named_parameters()}}
+
+
+TIME_FIRST, BATCH_FIRST = numbers(TIME, BATCH, WIDTH), numbers(BATCH, TIME, WIDTH)
+CLOSE = {"rtol": 1e-4, "atol": 1e-6}
+
+
+class Packed(nn.Module):
+    """Attention within each of the sequences whose tokens lie one after another, [tokens, width]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        parts = []
+        for start, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+            q, k, v = self.qkv(x[start:end]).unflatten(-1, (3, 2, -1)).permute(1, 2, 0, 3)
+            parts.append(scaled_dot_product_attention(q, k, v).transpose(0, 1).flatten(1))
+        return x + torch.cat(parts)
+
+
+class Split(Packed):
+    """The same, by a function that fails where the lengths are not those of all tokens."""
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        x.split(ends.diff().tolist())
+        return super().forward(x, ends)
+
+
+class Residual(nn.Module):
+    """A block whose attention adds little to large hidden states, [batch, time, width] or with time first."""
+
+    def __init__(self, *, causal: bool = True) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.causal = causal
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        return x + 0.1 * self.out(scaled_dot_product_attention(q, k, v, is_causal=self.causal))
+
+
+class Several(nn.Module):
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(make() for _ in range(3))
+
+    def forward(self, x: torch.Tensor, *args: Any) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, *args)
+        return x
+
+
+ENDS = torch.tensor([0, 3, 9])
+WRONG: dict[str, tuple[nn.Module, torch.Tensor, tuple[Any, ...], dict[str, int], str]] = {
+    # a model, its hidden states and other arguments, batch_dims under which it is right, the error
+    "time first": (
+        encoder(),
+        TIME_FIRST,
+        (),
+        {"layers": 1},
+        r"^micro_batch_size: layer 'layers.0' computes other values .* 'src' of shape \(6, 4, 16\) was cut "
+        r"along dimension 0, in slices of 2: wrap with batch_dims=\{'layers': 1\} if dimension 1 is the "
+        r"batch, \{'layers': None\} to leave",
+    ),
+    "one sequence": (
+        encoder(),
+        numbers(TIME, WIDTH),
+        (),
+        {"layers": None},
+        r"'src' of shape \(6, 16\) was cut along dimension 0, in slices of 2: wrap with batch_dims="
+        r"\{'layers': None\} to leave",
+    ),
+    "packed tokens": (
+        Several(Packed),
+        numbers(9, WIDTH),
+        (ENDS,),
+        {"layers": None},
+        r"'x' of shape \(9, 16\) was cut along dimension 0, .* batch_dims=\{'layers': None\}",
+    ),
+    "packed tokens, for which the layer fails": (
+        Several(Split),
+        numbers(9, WIDTH),
+        (ENDS,),
+        {"layers": None},
+        r"split_with_sizes expects(?s:.*)micro_batch_size: layer 'layers.0' was run on a part of its batch; "
+        r"'x' .* batch_dims=\{'layers': None\}",
+    ),
+    "causal": (Several(Residual), 1000 * numbers(TIME, WIDTH), (), {"layers": None}, "computes other values"),
+}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_cut_is_refused_and_batch_dims_make_it_right(name: str, grad: bool) -> None:
+    model, x, args, batch_dims, match = WRONG[name]
+
+    def use(model: nn.Module) -> Any:
+        return step_on(x, model, *args) if grad else model(x, *args)
+
+    options: dict[str, Any] = {"layers": "layers", "micro_batch_size": 2}
+    with torch.set_grad_enabled(grad):
+        assert_refused(model, use, match, Exception, **options)
+        assert_as_plain(model, use, batch_dims=batch_dims, **CLOSE, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_adds_little_to_large_hidden_states_is_refused(causal: bool, dtype: torch.dtype) -> None:
+    model = Several(partial(Residual, causal=causal)).to(dtype)
+    options: dict[str, Any] = {"layers": "layers", "micro_batch_size": 2}
+    assert_refused(model, partial(step_on, 30 * numbers(TIME, WIDTH).to(dtype)), "other values", **options)
+    assert_as_plain(model, lambda model: model(30 * BATCH_FIRST.to(dtype)), **CLOSE, **options)
+
+
+@POLICIES
+def test_the_batch_in_the_first_dimension_is_right(activations: str) -> None:
+    options = {"layers": "layers", "micro_batch_size": 2, "activations": activations}
+    assert_as_plain(encoder(batch_first=True), partial(step_on, BATCH_FIRST), **CLOSE, **options)
+
+
+@POLICIES
+def test_a_list_that_is_not_cut_is_plain_to_the_bit(activations: str) -> None:
+    options = {"layers": "layers", "micro_batch_size": 2, "activations": activations}
+    model = encoder(dropout=0.1)
+    assert_as_plain(model, partial(step_on, TIME_FIRST), batch_dims={"layers": None}, **options)
+
+
+def test_each_list_has_a_dimension_of_its_own() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.time_first, self.batch_first = encoder(), encoder(batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.batch_first(self.time_first(x).transpose(0, 1))
+            return out
+
+    paths = ["time_first.layers", "batch_first.layers"]
+    for dims in (
+        {"time_first": 1},
+        {paths[0]: None},
+        {"time_first": None, paths[0]: 1},
+        {"": None, paths[0]: 1},
+    ):
+        options: dict[str, Any] = {"layers": paths, "micro_batch_size": 2, "batch_dims": dims}
+        assert_as_plain(Two(), partial(step_on, TIME_FIRST), **CLOSE, **options)
+    with pytest.raises(ValueError, match="'time_frist.*are in 'time_first.layers', 'batch_first.layers'"):
+        options = {"layers": paths, "micro_batch_size": 2, "batch_dims": {"time_frist.layers": 1}}
+        streamer.wrap(Two(), device="cpu", **options)
+
+
+# --- what the check leaves ------------------------------------------------------------------------------
+
+
+class Counts(Layer):
+    """Draws random numbers in training, and counts its runs where only evaluation is on."""
+
+    runs: Counter[bool] = Counter()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(WIDTH), nn.Dropout(0.3)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        type(self).runs[self.training] += 1
+        self.count += 1
+        return x + super().forward(self.drop(self.norm(x)))
+
+
+class Others(Counts):
+    """Another kind of layer."""
+
+
+def loss(model: nn.Module, step: int) -> torch.Tensor:
+    x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(step))
+    return model(x).square().mean()
+
+
+@POLICIES
+def test_training_equals_plain_pytorch_on_slices_with_the_same_random_numbers(activations: str) -> None:
+    """Running statistics, buffers and dropout are those of a run without the check."""
+    expected = train_in_slices(Stack(Counts), 3, "blocks", loss_of=loss)
+    options = {"micro_batch_size": 3, "activations": activations, "layers": "blocks"}
+    actual = train_streamed(Stack(Counts), steps=3, max_norm=0.5, loss_of=loss, **options)
+    assert_parity(actual, expected)
+
+
+def test_each_kind_of_layer_is_checked_once() -> None:
+    kinds = iter([Counts, Counts, Others, Counts, Others])
+    model = Stack(lambda: next(kinds)(), 5)
+    with streamed(model, layers="blocks", micro_batch_size=3, activations="keep") as mine:
+        for step in range(3):
+            Counts.runs, Others.runs = Counter(), Counter()
+            loss(mine, step).backward()
+            assert (Counts.runs[True], Others.runs[True]) == (3 * 2, 2 * 2)
+            # two slices together, and each of them
+            assert (Counts.runs[False], Others.runs[False]) == ((3, 3) if step == 0 else (0, 0))
+        assert all(module.training for module in mine.modules())
+        # a dimension that is named is not checked
+    Counts.runs = Counter()
+    with streamed(Stack(Counts), layers="blocks", micro_batch_size=3, batch_dims={"blocks": 0}) as mine:
+        loss(mine, 0)
+        assert Counts.runs[False] == 0
+
+
+def test_another_argument_that_is_cut_is_checked_too() -> None:
+    """Residuals with time first beside hidden states with the batch first."""
+
+    class Adds(Layer):
+        def forward(self, x: torch.Tensor, places: torch.Tensor | None = None) -> torch.Tensor:
+            return super().forward(x if places is None else x + places.cumsum(0))
+
+    model = Several(Adds)
+    with streamed(model, layers="layers", micro_batch_size=2) as mine:
+        torch.testing.assert_close(mine(BATCH_FIRST), model(BATCH_FIRST))
+        with pytest.raises(ValueError, match="computes other values"):
+            mine(BATCH_FIRST, BATCH_FIRST)
+
+
+def test_hooks_inside_of_a_layer_are_not_called_by_the_check() -> None:
+    seen: list[int] = []
+    with streamed(Stack(Layer), layers="blocks", micro_batch_size=2, activations="keep") as model:
+        linear = model.blocks[0].linear
+        first = linear.register_forward_hook(lambda *_: seen.append(1))
+        linear.register_forward_hook(lambda *_: seen.append(2))
+        model(numbers(4, WIDTH))
+        assert seen == [1, 2, 1, 2]
+        first.remove()
+        model(numbers(4, WIDTH))
+        assert seen == [1, 2, 1, 2, 2, 2]
+
+
+def test_a_layer_that_needs_a_hook_has_it() -> None:
+    class Needs(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.linear.scale
+
+    model = Stack(Needs)
+    for block in model.blocks:
+        block.linear.register_forward_pre_hook(
+            lambda module, _: setattr(module, "scale", module.bias[0].item())
+        )
+    assert_as_plain(
+        model, lambda model: model(numbers(4, WIDTH)), layers="blocks", micro_batch_size=2, **CLOSE
+    )
+
+
+def test_a_table_that_is_made_when_it_is_needed() -> None:
+    """In a module that all layers share, which is in none of them."""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.length = 0
+
+        def forward(self, length: int) -> torch.Tensor:
+            if length > self.length:
+                self.length = length
+                self.register_buffer("table", torch.linspace(0, 1, length)[:, None], persistent=False)
+            return self.table[:length]
+
+    class Uses(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + self.tables[0](x.shape[1])
+
+    def make() -> nn.Module:
+        model = Several(Uses)
+        model.table = Table()
+        for layer in model.layers:
+            layer.tables = [model.table]
+        return model
+
+    with streamed(make(), layers="layers", micro_batch_size=2) as mine:
+        plain = make()
+        for layer in mine.layers:
+            layer.tables = [mine.table]
+        torch.testing.assert_close(mine(BATCH_FIRST), plain(BATCH_FIRST))
+        longer = numbers(BATCH, 2 * TIME, WIDTH)
+        torch.testing.assert_close(mine(longer), plain(longer))
+
+
+def test_padding_that_is_nan_passes() -> None:
+    class Masked(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).masked_fill(x[..., :1] > 0.5, float("nan"))
+
+    model = Several(Masked)
+    with torch.no_grad():
+        expected = model(BATCH_FIRST)
+    assert expected.isnan().any() and not expected.isnan().all()
+    with streamed(model, layers="layers", micro_batch_size=2) as mine, torch.no_grad():
+        torch.testing.assert_close(mine(BATCH_FIRST), expected, equal_nan=True)
+
+
+def test_a_late_copy_of_the_weights_is_waited_for() -> None:
+    backend = ThreadBackend(delays={Lane.H2D: lambda: 0.003}, poison=True)
+    model = encoder(batch_first=True)
+    mine = streamer.wrap(copy.deepcopy(model), layers="layers", micro_batch_size=2, backend=backend)
+    torch.testing.assert_close(mine(BATCH_FIRST), model(BATCH_FIRST))
+    streamer.unwrap(mine)
+
+
+# --- what fails in a slice ------------------------------------------------------------------------------
+
+
+class Fails(Layer):
+    error: type[Exception] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.error is not None:
+            raise self.error("here")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_an_error_in_a_slice_mentions_that_the_batch_was_cut(grad: bool) -> None:
+    def notes(model: nn.Module, x: torch.Tensor, error: type[Exception]) -> list[str]:
+        model.blocks[1].error = error
+        with pytest.raises(error, match="here") as raised, torch.set_grad_enabled(grad):
+            model(x)
+        model.blocks[1].error = None
+        return getattr(raised.value, "__notes__", [])
+
+    with streamed(Stack(Fails), layers="blocks", micro_batch_size=2) as model:
+        note = (
+            "micro_batch_size: layer 'blocks.1' was run on a part of its batch; 'x' of shape (4, 16) was cut "
+            "along dimension 0, in slices of 2: wrap with batch_dims={'blocks': None} to leave these layers "
+            "uncut"
+        )
+        assert notes(model, numbers(4, WIDTH), KeyError) == [note]
+        assert notes(model, numbers(2, WIDTH), KeyError) == []
+        assert notes(model, numbers(4, WIDTH), torch.OutOfMemoryError) == []
+        model(numbers(4, WIDTH)).sum()
+
+
+def test_layers_that_are_streamed_in_parts_may_be_in_a_list_that_is_not_cut() -> None:
+    model = Several(partial(nn.TransformerEncoderLayer, WIDTH, 2, 512, 0.0, batch_first=True, bias=False))
+    expected = train_plain(model, loss_of=lambda model, step: model(BATCH_FIRST).square().mean(), steps=1)
+    options: dict[str, Any] = {"layers": "layers", "micro_batch_size": 2, "device_memory": "150kB"}
+    with pytest.raises(ValueError, match=r"'layers.0' is too large .* in batch_dims: \{'layers': None\}"):
+        streamer.wrap(copy.deepcopy(model), device="cpu", **options)
+    with streamed(model, batch_dims={"layers": None}, **options) as mine:
+        value = mine(BATCH_FIRST).square().mean()
+        assert len(streamer.stats(mine).busy_seconds) and value.item() == expected.losses[0]
