@@ -11,6 +11,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from operator import methodcaller
 from types import CodeType
 from typing import Any, ParamSpec, TypeVar
@@ -137,9 +138,53 @@ RAW_SAVED = "_raw_saved_"
 
 def storage_id(tensor: torch.Tensor) -> int:
     """The identity of the storage of ``tensor``, also on the meta device, where all addresses are the
-    same."""
-    number: int = tensor.untyped_storage()._cdata
+    same. A tensor that has no storage (a sparse one, which consists of others) aliases nothing: its number
+    belongs to this object alone."""
+    try:
+        number: int = tensor.untyped_storage()._cdata
+    except NotImplementedError:
+        return -id(tensor)  # negative: it equals no address
     return number
+
+
+#: By layout, the functions that find the tensors of which a sparse tensor consists.
+_SPARSE_PARTS: dict[torch.layout, tuple[Callable[[torch.Tensor], torch.Tensor], ...]] = {
+    torch.sparse_coo: (torch.Tensor._indices, torch.Tensor._values),
+    torch.sparse_csr: (torch.Tensor.crow_indices, torch.Tensor.col_indices, torch.Tensor.values),
+    torch.sparse_csc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices, torch.Tensor.values),
+    torch.sparse_bsr: (torch.Tensor.crow_indices, torch.Tensor.col_indices, torch.Tensor.values),
+    torch.sparse_bsc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices, torch.Tensor.values),
+}
+
+
+def is_sparse(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is sparse, in whatever layout."""
+    return tensor.layout in _SPARSE_PARTS
+
+
+def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The indices and, last, the values of a sparse tensor, without gradients."""
+    plain = tensor.detach()
+    return [part(plain) for part in _SPARSE_PARTS[tensor.layout]]
+
+
+def sparse_of(like: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A sparse tensor as ``like``, made of other ``parts``, as from `sparse_parts`."""
+    if like.layout is torch.sparse_coo:
+        make: Any = partial(torch.sparse_coo_tensor, is_coalesced=like.is_coalesced())
+    else:
+        make = partial(torch.sparse_compressed_tensor, layout=like.layout)
+    # the parts of a tensor that PyTorch has made, whose indices need no check
+    made: torch.Tensor = make(*parts, like.shape, check_invariants=False)
+    return made
+
+
+def storage_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the storage of ``tensor``; of its elements where it has none that can be reached."""
+    try:
+        return tensor.untyped_storage().nbytes()
+    except NotImplementedError:
+        return tensor.numel() * tensor.element_size()
 
 
 def storage_owners(tensor: torch.Tensor) -> int:

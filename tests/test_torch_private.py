@@ -132,6 +132,21 @@ def test_storages_and_their_owners_are_told() -> None:
     assert private.storage_owners(tensor) == before
 
 
+@pytest.mark.filterwarnings("ignore:Sparse C.. tensor support is in beta state:UserWarning")
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr", "bsc"])
+def test_a_sparse_tensor_consists_of_others_and_has_no_storage(layout: str) -> None:
+    size = ((2, 2),) if layout.startswith("b") else ()
+    tensor = getattr(torch.eye(4), "to_sparse" if layout == "coo" else f"to_sparse_{layout}")(*size)
+    with pytest.raises(NotImplementedError):
+        tensor.untyped_storage()
+    assert private.is_sparse(tensor) and not private.is_sparse(torch.eye(4))
+    assert private.storage_id(tensor) == private.storage_id(tensor) != private.storage_id(tensor.detach())
+    parts = private.sparse_parts(tensor)
+    again = private.sparse_of(tensor, parts)
+    assert again.layout is tensor.layout and torch.equal(again.to_dense(), torch.eye(4))
+    assert [*map(private.storage_id, private.sparse_parts(again))] == [*map(private.storage_id, parts)]
+
+
 def test_what_made_a_view_is_told() -> None:
     x = torch.ones(2, requires_grad=True)
     with torch.no_grad():

@@ -32,7 +32,7 @@ from streamer.checkpoint.save import (
     check_owns,
     in_parts,
 )
-from streamer.checkpoint.tensors import DTYPES, Entry, in_a_line, reading
+from streamer.checkpoint.tensors import DTYPES, Entry, in_a_line, reading, stored_buffers
 from streamer.checkpoint.values import check_random_states, decode, set_random_states
 from streamer.engine.paging.executor import Executor
 from streamer.engine.wrapped.handle import require_home, wrapped
@@ -106,7 +106,7 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | 
             if any(slice.param.name in files.names[WEIGHTS] for slice in unit.layout.slices):
                 executor.weights.replaced(unit)
         with torch.no_grad():
-            for name, buffer in model.named_buffers():
+            for name, buffer in stored_buffers(model).items():
                 buffer.copy_(files.read(BUFFERS, name))
         executor.landing.next_step()  # no gradient of the loaded step has been applied
         _load_gradients(files, executor)
@@ -204,7 +204,7 @@ def _check_model(
         for slice in unit.layout.slices
         if not slice.param.trainable and DTYPES[slice.dtype] not in _FLOATS
     }
-    buffers: dict[str, object] = {name: tuple(buffer.shape) for name, buffer in model.named_buffers()}
+    buffers: dict[str, object] = {name: tuple(buffer.shape) for name, buffer in stored_buffers(model).items()}
     weights = files.entries(WEIGHTS)
     there = {name: entry.shape for name, entry in weights.items()}
     there |= {name: frozen.shape for name, frozen in left_out.items()}

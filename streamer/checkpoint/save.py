@@ -24,7 +24,15 @@ from streamer.backends.base import Backend
 from streamer.backends.ranks import Ranks, together
 from streamer.checkpoint.frozen import LeftOut, left_out
 from streamer.checkpoint.manifest import Manifest, new_folder
-from streamer.checkpoint.tensors import DTYPES, Entry, Flushing, Piece, file_bytes, write_tensors
+from streamer.checkpoint.tensors import (
+    DTYPES,
+    Entry,
+    Flushing,
+    Piece,
+    file_bytes,
+    stored_buffers,
+    write_tensors,
+)
 from streamer.checkpoint.values import encode, random_states
 from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.unit import Unit
@@ -342,7 +350,7 @@ def _content(
         IN_PARTS: in_parts(executor),
     }
     files = {file_name(GRADIENTS, unit): _gradients(unit) for unit in units}
-    files[file_name(BUFFERS)] = [Piece.of(name, buffer) for name, buffer in model.named_buffers()]
+    files[file_name(BUFFERS)] = [Piece.of(name, buffer) for name, buffer in stored_buffers(model).items()]
     files[file_name(VALUES)] = rest
     files = {name: pieces for name, pieces in files.items() if pieces}
     state_dtype = optimizer.state_dtype if isinstance(optimizer, AdamW) else torch.float32

@@ -22,8 +22,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from streamer.errors import CheckpointError
+from streamer.torch_private import is_sparse, sparse_parts
 
 #: The format's names of the dtypes that are written.
 DTYPES = {
@@ -68,6 +70,18 @@ class Piece:
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
+
+
+def stored_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors in which a checkpoint has the buffers of ``model``, by name. A sparse buffer is stored as
+    its indices and, last, its values, under its name and a number."""
+    found: dict[str, torch.Tensor] = {}
+    for name, buffer in model.named_buffers():
+        if is_sparse(buffer):
+            found |= {f"{name}.{number}": part for number, part in enumerate(sparse_parts(buffer))}
+        else:
+            found[name] = buffer
+    return found
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ class Batch:
 def not_planned(error: Exception) -> ValueError:
     """What to raise where a step cannot be run."""
     told = one_line(error)
-    if isinstance(error, NotImplementedError) or "meta" in told:
+    if isinstance(error, NotImplementedError) or "meta" in told.lower():
         return ValueError(
             f"a step is planned without values, which this model needs ({told}): {WITHOUT_PLAN}"
         )

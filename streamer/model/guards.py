@@ -26,6 +26,7 @@ from streamer.engine.tensors.param_hooks import OwnHook
 from streamer.engine.tensors.parts import plain_parts
 from streamer.memory.layout import Slice
 from streamer.model.unwrap import Copier
+from streamer.torch_private import is_sparse
 
 #: An attribute of a model that Accelerate, which transformers' Trainer trains by, is not to wrap in
 #: DistributedDataParallel: of a model that has it, it takes everything to be prepared.
@@ -203,7 +204,8 @@ def _to_cpu(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata
         if key.startswith(prefix) and isinstance(value, torch.Tensor):
             # parameters that are tied stay tied; one that is made of parts has no address but theirs
             addresses = tuple(part.data_ptr() for part in plain_parts(value))
-            place = addresses, value.dtype, value.shape, value.stride()
+            stride = None if is_sparse(value) else value.stride()
+            place = addresses, value.dtype, value.shape, stride
             if place not in copies:
                 copies[place] = value.cpu()
             state_dict[key] = copies[place]

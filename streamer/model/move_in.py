@@ -23,6 +23,7 @@ from streamer.backends.host_memory import file_mappings, give_back_freed
 from streamer.backends.ranks import Ranks
 from streamer.engine.paging.unit import Unit
 from streamer.engine.tensors.guarded import not_a_number
+from streamer.engine.tensors.parts import plain_parts
 from streamer.errors import DiskError, shortened, warn
 from streamer.memory.host import HostShard, HostStore
 from streamer.memory.layout import Slice
@@ -270,7 +271,10 @@ class MoveIn:
             )
             self._ranks.replicate(whole)
             for buffer in self._moved_buffers.values():
-                self._ranks.broadcast(buffer)
+                for part in plain_parts(buffer):
+                    sent = part.contiguous()  # itself, where its elements are in order
+                    self._ranks.broadcast(sent)
+                    part.copy_(sent)
         self._store.pin(self._backend.pin)
 
     def undo(self) -> None:

@@ -37,6 +37,7 @@ from streamer.planner.choice import AUTO, VISIT, Chosen
 from streamer.planner.ledger import OnDisk, frozen_matrices, least_moments, ledger, to_disk
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.disks import VirtualDisks
+from streamer.torch_private import is_sparse, sparse_parts
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -199,6 +200,10 @@ def _told(options: WrapOptions, num_slots: int, units: Sequence[Unit]) -> list[s
             param = slice.param
             kind = "trained" if param.trainable else "frozen"
             lines.append(f"{unit.name}: {param.name} {list(param.shape)} {param.dtype} {kind}")
+        for owner, name in unit.buffer_owners:
+            if (buffer := owner._buffers[name]) is not None and is_sparse(buffer):
+                shapes = [list(part.shape) for part in sparse_parts(buffer)]
+                lines.append(f"{unit.name}: buffer {name} of {shapes}")
     return lines
 
 

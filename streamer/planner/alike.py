@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from streamer.engine.paging.unit import Unit
 from streamer.engine.tensors.attributes import GUARDS
-from streamer.torch_private import storage_id
+from streamer.torch_private import is_sparse, storage_id
 
 #: Attributes in which layers keep their own index, which changes nothing that they compute.
 NUMBERS = {"layer_idx", "layer_id", "layer_number", "layer_index", "block_idx", "block_index"}
@@ -34,7 +34,10 @@ class Kind:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Kind:
-        """The kind of ``tensor``."""
+        """The kind of ``tensor``. Raises NotImplementedError for a sparse one: PyTorch computes nothing with
+        sparse tensors on the meta device."""
+        if is_sparse(tensor):
+            raise NotImplementedError("PyTorch has no operations for sparse tensors without values")
         return Kind(tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
 
     def make(self) -> torch.Tensor:

@@ -93,6 +93,9 @@ METHODS: dict[str, Callable[[], nn.Module]] = {
     "adalora": lambda: tuned(
         peft.AdaLoraConfig(target_modules=PROJECTIONS, total_step=10, init_r=4, target_r=2)
     ),
+    # both add a sparse matrix, whose values are what is trained
+    "shira": lambda: tuned(peft.ShiraConfig(target_modules=PROJECTIONS, r=2, init_weights=False)),
+    "frod": lambda: tuned(peft.FrodConfig(target_modules=PROJECTIONS, init_weights=False)),
 }
 
 
@@ -134,7 +137,9 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 def test_other_methods(method: str) -> None:
     model = METHODS[method]()
     expected = train_plain(model, loss_of=loss, steps=2)
-    assert_parity(train_streamed(model, loss_of=loss, steps=2), expected)
+    for activations in ("recompute", "keep") if method in ("shira", "frod") else ("recompute",):
+        actual = train_streamed(model, loss_of=loss, steps=2, activations=activations)
+        assert_parity(actual, expected)
 
 
 def test_a_frozen_base_takes_its_weight_and_nothing_else(issued: list[Op]) -> None:

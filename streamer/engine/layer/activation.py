@@ -41,7 +41,13 @@ from streamer.engine.schedule.order import Phase
 from streamer.engine.tensors.nested import Rebuild, Tensors
 from streamer.engine.tensors.param_hooks import OwnHook, check_hooks
 from streamer.engine.tensors.saved import storages
-from streamer.torch_private import SubclassesOn, run_backward, set_accumulation_hook, set_gradient_hook
+from streamer.torch_private import (
+    SubclassesOn,
+    is_sparse,
+    run_backward,
+    set_accumulation_hook,
+    set_gradient_hook,
+)
 
 
 class Gate(OwnHook):
@@ -109,8 +115,24 @@ class Graph(NamedTuple):
     @staticmethod
     def of(inputs: Tensors, leaves: Tensors, outputs: Tensors) -> Graph:
         """The graph that has led from ``inputs`` and ``leaves`` to ``outputs``."""
-        edges = [get_gradient_edge(output) if output.requires_grad else None for output in outputs]
+        edges = [_edge_of(output) if output.requires_grad else None for output in outputs]
         return Graph(inputs, leaves, edges)
+
+
+def derived(leaf: torch.Tensor) -> torch.Tensor:
+    """What one operation makes of ``leaf``: a view, or a copy of a sparse tensor, which has no views."""
+    return leaf.clone() if is_sparse(leaf) else leaf.view_as(leaf)
+
+
+def _edge_of(output: torch.Tensor) -> GradientEdge:
+    if output.grad_fn is None and is_sparse(output):  # PyTorch would try to make a view of it
+        with torch.enable_grad():
+            node = derived(output).grad_fn
+        assert node is not None, "it requires a gradient, and gradients are on"
+        accumulator = node.next_functions[0][0]
+        assert accumulator is not None, "it is a leaf"
+        return GradientEdge(accumulator, 0)
+    return get_gradient_edge(output)
 
 
 def backpropagate(

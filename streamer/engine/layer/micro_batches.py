@@ -41,7 +41,7 @@ from torch import nn
 from streamer.engine.layer.sharing import SharedOutputs, Shown, View, are_apart
 from streamer.engine.paging.unit import Unit
 from streamer.engine.tensors.nested import Rebuild, Tensors, constants, flatten, reachable, walk
-from streamer.torch_private import storage_id
+from streamer.torch_private import is_sparse, sparse_parts, storage_id
 
 
 class Part(NamedTuple):
@@ -242,6 +242,8 @@ class Joined:
                     raise self._shares_memory()
                 self._add(view.on(whole).detach(), None if part is None else Part(dim), _Alias(of, view))
                 return
+        if is_sparse(output):
+            raise self._cannot_join("returns a sparse tensor, which PyTorch cannot write a part of")
         if per_sample := self._per_sample(index, shapes, inputs, outputs):
             shape = list(output.shape)
             shape[dim] = self._total * per_sample
@@ -411,9 +413,15 @@ def _shapes(outputs: Tensors, rebuild: Rebuild) -> Shapes:
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether both are the same view of the same storage."""
+    """Whether both are the same view of the same storage, or sparse and made of the same tensors."""
+    if (one.layout, one.shape) != (other.layout, other.shape):
+        return False
+    if is_sparse(one):
+        return all(map(_is_same, sparse_parts(one), sparse_parts(other)))
+    if storage_id(one) != storage_id(other):
+        return False
     places = [(t.storage_offset(), t.shape, t.stride(), t.dtype) for t in (one, other)]
-    return storage_id(one) == storage_id(other) and places[0] == places[1]
+    return places[0] == places[1]
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -422,7 +430,7 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class AmbiguousBatchError(ValueError):
-    """Which arguments begin with the batch is ambiguous."""
+    """Which arguments begin with the batch is ambiguous, or one of them cannot be cut."""
 
 
 class MicroBatches:
@@ -462,8 +470,8 @@ class MicroBatches:
     def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Tensors) -> BatchSlices:
         """Slices of ``inputs``, the tensors in ``args`` and ``kwargs``.
 
-        Raises AmbiguousBatchError for an argument that may or may not begin with the batch, and ValueError
-        for a wrong ``batch_dims``.
+        Raises AmbiguousBatchError for an argument that may or may not begin with the batch, or that is sparse
+        and would be cut, and ValueError for a wrong ``batch_dims``.
         """
         if self._size is None or not inputs or self._signature is None:
             return BatchSlices.none(inputs)
@@ -490,6 +498,9 @@ class MicroBatches:
             else self._part(tensor, names.get(id(tensor), "?"), hidden, dim, unnamed)
             for tensor in inputs
         ]
+        for tensor, part in zip(inputs, parts, strict=True):
+            if part is not None and is_sparse(tensor):
+                raise self._is_sparse(names.get(id(tensor), "?"))
         starts = range(0, batch, self._size)
         slices = [(start, min(self._size, batch - start)) for start in starts]
         number = next(number for number, tensor in enumerate(inputs) if tensor is hidden)
@@ -613,6 +624,13 @@ class MicroBatches:
         return AmbiguousBatchError(
             f"micro_batch_size: in layer '{self._layer}' it cannot be told {what}: wrap with "
             f"batch_dims={{'{name}': {dim}}} if it is, {{'{name}': None}} if not"
+        )
+
+    def _is_sparse(self, name: str) -> AmbiguousBatchError:
+        return AmbiguousBatchError(
+            f"micro_batch_size: '{name}' of layer '{self._layer}' is sparse, and PyTorch cannot cut sparse "
+            f"tensors: wrap with batch_dims={{'{name}': None}} if every sample needs all of it, without "
+            "micro_batch_size if not"
         )
 
     def _length(self, tensor: torch.Tensor, dim: int, name: str) -> int:

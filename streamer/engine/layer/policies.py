@@ -28,6 +28,7 @@ from streamer.engine.tensors.guarded import as_plain
 from streamer.engine.tensors.nested import Tensors, reachable
 from streamer.engine.tensors.parts import aliases, plain_parts, remade
 from streamer.engine.tensors.saved import Saved, storages
+from streamer.torch_private import is_sparse
 
 
 @dataclass(frozen=True)
@@ -49,22 +50,24 @@ class _SlotView:
 
 @dataclass(frozen=True)
 class _Remade:
-    """A saved tensor of a subclass, by the places of its parts in the slot; ``like`` has it made."""
+    """A saved tensor that is sparse or of a subclass, by the places of its parts in the slot, or the parts
+    themselves where they are elsewhere (indices); ``like`` has it made."""
 
     like: torch.Tensor
-    parts: tuple[_SlotView, ...]
+    parts: tuple[_SlotView | torch.Tensor, ...]
 
     def view(self, weights: torch.Tensor) -> torch.Tensor:
-        return remade(self.like, [part.view(weights) for part in self.parts])
+        parts = (part.view(weights) if isinstance(part, _SlotView) else part for part in self.parts)
+        return remade(self.like, [*parts])
 
 
-def _place_of(saved: torch.Tensor) -> _SlotView | _Remade:
-    """The place of a tensor that is a view of the slot, or that is made of such."""
+def _place_of(saved: torch.Tensor, weights: torch.Tensor) -> _SlotView | _Remade:
+    """The place of a tensor that is a view of the slot ``weights``, or that is made of such."""
     parts = plain_parts(saved)
     if parts[0] is saved:
         return _SlotView.of(saved)
     without = remade(saved, [torch.empty_like(part, device="meta") for part in parts])
-    return _Remade(without, tuple(map(_SlotView.of, parts)))
+    return _Remade(without, tuple(_SlotView.of(part) if aliases(part, weights) else part for part in parts))
 
 
 class _InContexts:
@@ -77,6 +80,8 @@ class _InContexts:
             id(part): part
             for value in contexts(outputs)
             for whole in reachable(value)
+            # nobody can exchange the values of a sparse tensor: `first_run` refuses views of the slot there
+            if not is_sparse(whole)
             for part in plain_parts(whole)
         }
         self._places = [(part, _SlotView.of(part)) for part in kept.values() if aliases(part, weights)]
@@ -117,7 +122,7 @@ class Keep(LayerRun):
 
         def pack(saved: torch.Tensor) -> Saved | _SlotView | _Remade:
             if aliases(saved, weights):
-                return _place_of(saved)
+                return _place_of(saved, weights)
             held.update(storages([saved]))
             # a node may save its own output, which would keep the node, and so itself, for good
             return Saved.now(saved if saved.is_leaf else saved.detach())

@@ -50,6 +50,7 @@ from streamer.engine.layer.activation import (
     Graph,
     LayerRun,
     Outputs,
+    derived,
     detached_inputs,
     hand_on_hooks,
     has_hooks,
@@ -393,7 +394,7 @@ class Recompute(LayerRun):
         gate.guard(inner, leaves)
         with torch.enable_grad():
             # kept until the run is over; what `get_gradient_edge` does, which looks at much else
-            accumulators = [tensor.view_as(tensor).grad_fn for tensor in inner if tensor.requires_grad]
+            accumulators = [derived(tensor).grad_fn for tensor in inner if tensor.requires_grad]
         held_by = holders(inner)
         self._recomputed = RecomputedTensors(gate)
         # hooks that do something would be compiled too

@@ -26,7 +26,7 @@ from torch import nn
 
 from streamer.engine.tensors.nested import Rebuild, Tensors
 from streamer.engine.tensors.param_hooks import hooks_of
-from streamer.torch_private import BY_CUSTOM_FUNCTION, BY_NO_GRAD, refuse_writes, was_made
+from streamer.torch_private import BY_CUSTOM_FUNCTION, BY_NO_GRAD, is_sparse, refuse_writes, was_made
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,10 @@ def untangle(
 
 def _can_be_shown(output: torch.Tensor, base: torch.Tensor) -> bool:
     """Whether ``output``, a view of ``base`` or that itself, may be made of another tensor in its place."""
-    if not _is_plain(output) or not _is_plain(base) or _is_custom(output, base):
+    # a sparse tensor has no views, but it may be that itself
+    is_sparse_itself = output is base and is_sparse(output)
+    is_plain = _is_plain(output) and _is_plain(base)
+    if not (is_plain or is_sparse_itself) or _is_custom(output, base):
         return False
     # a hook of the layer on a view, or on what it was given, hears of what comes to that tensor of its graph
     hooked = [tensor for tensor in (output, base) if hooks_of(tensor)]

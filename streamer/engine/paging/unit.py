@@ -20,7 +20,7 @@ from streamer.engine.tensors.attributes import FIXED, contents_of
 from streamer.engine.tensors.guarded import as_plain
 from streamer.engine.tensors.nested import version_of
 from streamer.engine.tensors.once import kept
-from streamer.engine.tensors.parts import Composite, marked, plainly
+from streamer.engine.tensors.parts import Composite, marked, plain_parts, plainly
 from streamer.engine.tensors.samples import Selection
 from streamer.memory.layout import Layout, Slice
 from streamer.torch_private import storage_id
@@ -574,9 +574,9 @@ def _stamp(place: BufferPlace) -> tuple[int, int]:
 
 def buffer_bytes(units: Iterable[Unit]) -> int:
     """Bytes of the buffers of ``units``, each counted once."""
-    buffers = [buffer for unit in units for buffer in unit.buffers()]
+    parts = [part for unit in units for buffer in unit.buffers() for part in plain_parts(buffer)]
     # not by address: all meta tensors have the same
-    places = {(storage_id(b), b.storage_offset()): b.nbytes for b in buffers}
+    places = {(storage_id(part), part.storage_offset()): part.nbytes for part in parts}
     return sum(places.values())
 
 

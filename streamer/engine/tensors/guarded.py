@@ -41,7 +41,15 @@ import torch
 from torch import nn
 
 from streamer.engine.tensors.nested import walk
-from streamer.torch_private import SubclassesOff, is_of_transform, skip_code, storage_id, storage_owners
+from streamer.torch_private import (
+    SubclassesOff,
+    is_of_transform,
+    is_sparse,
+    skip_code,
+    sparse_parts,
+    storage_id,
+    storage_owners,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -274,12 +282,11 @@ def _memory_given(function: Function, tensors: Sequence[torch.Tensor], result: o
         return {storage_id(tensor) for tensor in tensors}
     own = {id(tensor) for tensor in tensors}
     return {
-        storage_id(item)
+        storage_id(part)
         for item in walk((result,))
-        if isinstance(item, torch.Tensor)
-        and id(item) not in own
-        and item.layout is torch.strided
-        and not (item.is_nested or is_of_transform(item))
+        if isinstance(item, torch.Tensor) and id(item) not in own
+        for part in (sparse_parts(item) if is_sparse(item) else [item])
+        if part.layout is torch.strided and not (part.is_nested or is_of_transform(part))
     }
 
 

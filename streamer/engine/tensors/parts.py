@@ -29,7 +29,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from streamer.engine.tensors.once import Made, codes, is_made_again, keeping, keeping_as
-from streamer.torch_private import SubclassesOff, storage_id
+from streamer.torch_private import SubclassesOff, is_sparse, sparse_of, sparse_parts, storage_id
 
 #: Modules in which a parameter is registered.
 Modules = Sequence[nn.Module]
@@ -158,7 +158,10 @@ def has_inner_tensors(tensor: object) -> bool:
 
 
 def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The plain tensors that ``tensor`` is made of: itself, unless it is of a subclass with inner tensors."""
+    """The plain tensors that ``tensor`` is made of: itself, unless it is sparse or of a subclass with inner
+    tensors."""
+    if is_sparse(tensor):
+        return sparse_parts(tensor)
     if type(tensor) is torch.Tensor or not has_inner_tensors(tensor):
         return [tensor]
     return [*_Recipe.of(tensor).take(tensor)]
@@ -172,7 +175,9 @@ def aliases(tensor: torch.Tensor, buffer: torch.Tensor) -> bool:
 
 
 def remade(tensor: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A tensor as ``tensor``, of a subclass with inner tensors, made of other ``parts``."""
+    """A tensor as ``tensor``, sparse or of a subclass with inner tensors, made of other ``parts``."""
+    if is_sparse(tensor):
+        return sparse_of(tensor, parts)
     return keeping_as(_Recipe.of(tensor).make(iter(parts)), tensor)
 
 

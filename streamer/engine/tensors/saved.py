@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 
 from streamer.backends.base import Lock
-from streamer.torch_private import storage_id
+from streamer.engine.tensors.parts import plain_parts
+from streamer.torch_private import storage_bytes, storage_id
 
 
 class Saved(NamedTuple):
@@ -35,7 +36,8 @@ class Saved(NamedTuple):
 
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     """Bytes of each distinct storage under ``tensors``, by the storage's identity."""
-    return {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+    parts = (part for tensor in tensors for part in plain_parts(tensor))
+    return {storage_id(part): storage_bytes(part) for part in parts}
 
 
 class SavedBytes:
