@@ -78,6 +78,22 @@ def _is_cache(value: object) -> bool:
     return hasattr(value, "get_seq_length") and (hasattr(value, "update") or hasattr(value, "reorder_cache"))
 
 
+class _Unread(dict[Any, Any]):
+    """A mapping that keeps nothing."""
+
+    def __setitem__(self, key: object, value: object) -> None:
+        return
+
+
+def without_unread_keys(kwargs: dict[str, Any], unit: Unit) -> dict[str, Any]:
+    """``kwargs`` with a mapping that keeps nothing in place of the one in which some layers of Gemma 3n and
+    Gemma 4 leave their keys and values. Nobody reads those: `find_layers` refuses layers that do."""
+    if "shared_kv_states" not in kwargs:
+        return kwargs
+    leaves_keys = any(getattr(module, "store_full_length_kv", False) for module in unit.modules)
+    return {**kwargs, "shared_kv_states": _Unread()} if leaves_keys else kwargs
+
+
 def check_transforms(layer: str, tensors: Iterable[torch.Tensor | None] = ()) -> None:
     """Raise RuntimeError inside of a transform of `torch.func`, for batched gradients among ``tensors``, and
     inside of another data parallel module or of `torch.jit.trace`."""
@@ -145,6 +161,7 @@ def infer(
             start_again()
             given = cut.inputs(inputs, number)
             given_args, given_kwargs = rebuild(given)
+            given_kwargs = without_unread_keys(given_kwargs, unit)
             before, kept = fingerprint((given_args, given_kwargs)), _kept(unit)
             try:
                 result = run(given_args, given_kwargs)
@@ -238,6 +255,7 @@ class StreamedLayer:
         if not torch.is_grad_enabled():
             return self._infer(forward, args, kwargs, Phase.INFERENCE)
         args, kwargs = without_caches(args, kwargs, self._unit.name)
+        kwargs = without_unread_keys(kwargs, self._unit)
         inputs, rebuild = flatten((args, kwargs))
         if not _needs_graph(inputs) and not _needs_graph(self._unit.params):
             return self._infer(forward, args, kwargs, Phase.FROZEN)

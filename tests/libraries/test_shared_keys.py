@@ -1,0 +1,76 @@
+"""Models of transformers in which some layers attend to the keys and values of others: refused by name, and
+streamed where their config lets none share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import streamer
+from tests.libraries.test_huggingface import loss
+from tests.reference import POLICIES, VOCAB, assert_parity, streamed, train_plain, train_streamed
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytestmark = pytest.mark.filterwarnings("ignore:::transformers")
+
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 8,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "max_position_embeddings": 64,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "Gemma3n": {"laurel_rank": 4, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 4},
+    "Gemma4": {"global_head_dim": 8},
+}
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def gemma(kind: str, sharing: int) -> nn.Module:
+    """A model whose last layers, ``sharing`` of them, have no keys of their own."""
+    if not hasattr(transformers, f"{kind}ForCausalLM"):
+        pytest.skip(f"this transformers has no {kind}")
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}TextConfig")(**SIZES, **KINDS[kind], num_kv_shared_layers=sharing)
+    model: nn.Module = getattr(transformers, f"{kind}ForCausalLM")(config)
+    return model.train()
+
+
+@each_kind
+def test_layers_that_share_keys_are_refused_by_name(kind: str) -> None:
+    model = gemma(kind, sharing=2)
+    before = [param.data_ptr() for param in model.parameters()]
+    match = rf"^layer 'model\.layers\.2' \({kind}TextDecoderLayer\) shares keys and values of an earlier"
+    with pytest.raises(ValueError, match=match):
+        streamer.wrap(model, device="cpu")
+    with pytest.raises(ValueError, match=match):
+        streamer.plan(model, torch.zeros(1, 4, dtype=torch.long))
+    assert [param.data_ptr() for param in model.parameters()] == before
+
+
+@each_kind
+@POLICIES
+def test_a_model_whose_layers_share_none_trains(kind: str, activations: str) -> None:
+    """Some of its layers leave their keys for others all the same."""
+    model = gemma(kind, sharing=0)
+    expected = train_plain(model, loss_of=loss, steps=2)
+    assert_parity(train_streamed(model, loss_of=loss, steps=2, activations=activations), expected)
+
+
+@each_kind
+def test_a_model_whose_layers_share_none_is_evaluated_in_micro_batches(kind: str) -> None:
+    model = gemma(kind, sharing=0).eval()
+    dims = dict.fromkeys(("per_layer_input",), 0)
+    with torch.no_grad(), streamed(model, micro_batch_size=2, batch_dims=dims) as wrapped:
+        torch.testing.assert_close(loss(wrapped, 0), loss(model, 0))
