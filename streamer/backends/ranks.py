@@ -93,6 +93,13 @@ GATHER_ALIGN = 64
 #: What was done where a rank has ended.
 AVERAGING, GATHERING = "Gradients were being averaged", "Parts of machines were being gathered"
 UNSHARDING = "The ranks' parts of a layer were being gathered"
+#: How the words of a meeting for one layer's gradient begin, and those of one for its weights.
+LAYER_AVERAGED, LAYER_GATHERED = "averaging the gradient of '", "gathering '"
+#: What helps where they differ, since ranks have run other layers.
+ONE_SEED = (
+    "All ranks must run the same layers: where a model skips some at random (LayerDrop), all ranks need one "
+    "seed for that, so add torch.manual_seed(step) before each forward"
+)
 #: Seconds that a process may take to end after its connections are closed.
 CLOSING_SECONDS = 1.0
 
@@ -473,11 +480,17 @@ class Ranks:
                 # it has come to the caller's next meeting, and has not issued this one
                 is_apart = come > come_here and issued < turn.number
             if is_apart:
-                raise RanksError(self._apart("the ranks have come apart"))
+                raise self._come_apart()
 
     def _check_words(self, place: tuple[Channel, int]) -> None:
         if len({bytes(self._table[rank]["words"][place]) for rank in self._of(place[0])}) > 1:
-            raise RanksError(self._apart("the ranks have come apart", place))
+            raise self._come_apart(place)
+
+    def _come_apart(self, place: tuple[int, int] | None = None) -> RanksError:
+        """The error for ranks that do other things; in the meetings at ``place``, if that is known."""
+        told = self._apart("the ranks have come apart", place)
+        is_in_layers = LAYER_AVERAGED in told or LAYER_GATHERED in told
+        return RanksError(f"{told}. {ONE_SEED}" if is_in_layers else told)
 
     def _apart(self, what: str, place: tuple[int, int] | None = None) -> str:
         def at(rank: int) -> str:

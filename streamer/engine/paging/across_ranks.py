@@ -77,7 +77,7 @@ from operator import or_
 
 import torch
 
-from streamer.backends.ranks import Channel, Ranks, Turn
+from streamer.backends.ranks import LAYER_AVERAGED, LAYER_GATHERED, Channel, Ranks, Turn
 from streamer.engine.disk.state import masters_of
 from streamer.engine.paging.gradients import Gradients, is_summed
 from streamer.engine.paging.norms import sum_squares
@@ -200,7 +200,7 @@ class AcrossRanks:
         self._new.setdefault(unit.index, _bits(wanted) & ~with_grad)
         # when the others have this rank's gradient, their shares may land in the place of the last ones
         self._gradients.held[unit.index].vacate()
-        words = f"averaging the gradient of '{unit.name}' ({sum(wanted)} parameters)"
+        words = f"{LAYER_AVERAGED}{unit.name}' ({sum(wanted)} parameters)"
         # which ranks are to have the mean of what
         means: list[tuple[int, int | None, Share]] = [
             (owner, None, share) for owner, share in enumerate(self._shares[unit.index])
@@ -370,7 +370,7 @@ class AcrossRanks:
     def all_gather(self, unit: Unit, slot: int, parts: torch.Tensor) -> None:
         """Every rank of this machine is copying its part of the weights of ``unit`` into ``slot``, of which
         ``parts`` are all of them: bring the others' there."""
-        words = f"gathering '{unit.name}' (gather_weights=True: all ranks call the same layers)"
+        words = f"{LAYER_GATHERED}{unit.name}' (gather_weights=True: all ranks call the same layers)"
 
         def work(turn: Turn) -> None:
             # a rank whose copy has failed comes to no collective, in which the others would hang
