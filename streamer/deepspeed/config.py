@@ -31,7 +31,7 @@ SCHEDULES = {
     "WarmupCosineLR": ("warmup_min_ratio", "cos_min_ratio", "total_num_steps"),
 }
 #: What to do about an optimizer that AdamW is not.
-_OWN = "leave the optimizer section out and make one of torch.optim on the wrapped model"
+_OWN = "leave the optimizer section out and make a streamer.AdamW of the wrapped model"
 #: The types of each section, and what to do about others.
 _TYPES = {
     "optimizer": (ADAMS, f'write "AdamW", or {_OWN}'),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,6 +12,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from streamer.engine.paging.executor import Executor
 from streamer.engine.wrapped.handle import home_of
+from streamer.errors import warn
+
+#: Dtypes in which a small update is rounded away unless an fp32 master keeps it.
+_ROUNDING = (torch.bfloat16, torch.float16)
 
 
 def serve_other_optimizers(executor: Executor) -> Callable[[], None]:
@@ -20,8 +24,10 @@ def serve_other_optimizers(executor: Executor) -> Callable[[], None]:
     They read and write ``p.grad`` and weights in place, and a fused one does not tell autograd that it
     does. Before such a step, and after its closure, updates and clipping are settled; from then on the
     weights count as written, since a step that fails may have written some, and once more after the step.
+    The first step on 16-bit weights warns that updates are lost.
     """
     weakly = weakref.ref(executor)
+    has_warned = False
 
     def touched(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         if getattr(optimizer, "updates_host_shards", False):
@@ -39,6 +45,7 @@ def serve_other_optimizers(executor: Executor) -> Callable[[], None]:
         torch.autograd.graph.increment_version(theirs)
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        nonlocal has_warned
         running = weakly()
         if running is None or not touched(optimizer):
             return None
@@ -56,6 +63,13 @@ def serve_other_optimizers(executor: Executor) -> Callable[[], None]:
         for param in touched(optimizer):
             if param.grad is not None and (home := home_of(param)) is not None:
                 running.check_idle(home.unit)
+        if not has_warned and (rounded := _rounded(touched(optimizer))):
+            has_warned = True
+            warn(
+                f"{type(optimizer).__name__} keeps no fp32 masters of {rounded} weights, so updates smaller "
+                "than their rounding are lost: use streamer.AdamW, which keeps them, or stream fp32 weights "
+                "(dtype=torch.float32)"
+            )
         settle(running, optimizer)
         given = inspect.signature(type(optimizer).step).bind(*args, **kwargs)
         closure = given.arguments.get("closure")
@@ -84,3 +98,9 @@ def serve_other_optimizers(executor: Executor) -> Callable[[], None]:
             handle.remove()
 
     return end
+
+
+def _rounded(params: Iterable[torch.Tensor]) -> str:
+    """The names of the 16-bit dtypes of ``params`` that are trained; empty where there are none."""
+    dtypes = {param.dtype for param in params if param.requires_grad}
+    return " and ".join(str(dtype).removeprefix("torch.") for dtype in _ROUNDING if dtype in dtypes)

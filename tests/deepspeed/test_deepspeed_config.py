@@ -605,9 +605,7 @@ ERRORS = {
         "data_types": {"grad_accum_dtype": "fp16"},
     },
     'one of Adam, AdamW, FusedAdam, CPUAdam, DeepSpeedCPUAdam, not "Lamb": write "AdamW", or leave the '
-    "optimizer section out and make one of torch.optim on the wrapped model": within(
-        "optimizer.type", "Lamb"
-    ),
+    "optimizer section out and make a streamer.AdamW of the wrapped model": within("optimizer.type", "Lamb"),
     "not \"AdmaW\": did you mean 'AdamW'?": within("optimizer.type", "AdmaW"),
     "optimizer.type must be one of Adam, ": within("optimizer.params.lr", 1),
     "optimizer.params.adam_w_mode is false and weight_decay 0.1: AdamW does not add decay to the gradient; "

@@ -843,7 +843,7 @@ def test_a_layer_that_changes_an_argument(argument: str) -> None:
 
 def test_optimizer_of_a_plain_model() -> None:
     model = Net()
-    match = r"belongs to no wrapped model: call streamer\.wrap\(model, \.\.\.\).*or use torch\.optim\.AdamW"
+    match = r"belongs to no wrapped model: call streamer\.wrap\(model, \.\.\.\).*leave out parameters"
     with pytest.raises(ValueError, match=match):
         streamer.AdamW(model.parameters())
     with wrapped() as mine, pytest.raises(ValueError, match=match):

@@ -114,6 +114,6 @@ def require_home(param: torch.Tensor) -> Home:
         raise ValueError(
             f"a parameter of shape {tuple(param.shape)} belongs to no wrapped model: call "
             "streamer.wrap(model, ...) before streamer.AdamW(model.parameters()) and after adding parameters "
-            "(adapters) to the model, or use torch.optim.AdamW"
+            "(adapters) to the model, and leave out parameters that are not in that model"
         )
     return home

@@ -181,7 +181,9 @@ def clips_by_hand(model: nn.Module, folder: Path | None) -> Any:
 
 def is_trained_by_pytorch(model: nn.Module, folder: Path | None) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for number in range(3):
+    with pytest.warns(UserWarning, match="SGD keeps no fp32 masters of bfloat16 weights"):
+        a_step(model, optimizer, 0)
+    for number in range(1, 3):
         a_step(model, optimizer, number)
     return end_of(model, optimizer)
 
