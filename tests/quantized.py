@@ -3,6 +3,7 @@ compared of such models."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -146,7 +147,9 @@ def history(model: nn.Module) -> list[Any]:
         loss.backward()
         seen.append(loss.item())
         seen += [param.grad.clone() for param in model.parameters() if param.grad is not None]
-        optimizer.step()
+        with warnings.catch_warnings():  # adapters may be in bf16
+            warnings.filterwarnings("ignore", "AdamW keeps no fp32 masters of bfloat16 weights", UserWarning)
+            optimizer.step()
         optimizer.zero_grad()
     return seen
 

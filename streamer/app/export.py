@@ -31,6 +31,7 @@ from streamer.checkpoint.save import BUFFERS, FROZEN, WEIGHTS
 from streamer.checkpoint.tensors import BY_NAME, Flushing, Piece, in_a_line, write_tensors
 from streamer.errors import CheckpointError, amount, shortened
 from streamer.model.options import parse_bytes
+from streamer.model.units import kept_dtype
 from streamer.pretrained.architecture import is_quantized
 from streamer.pretrained.files import INDEX, SINGLE, Stored
 from streamer.version import __version__
@@ -148,10 +149,11 @@ def export(
     the model's ``state_dict()``, tied ones once under the first of their names, in ``model.safetensors`` or,
     where that would be larger than ``shard_size`` bytes, in several files with an index as Hugging Face lays
     them out. Weights are in ``dtype``: "float32", in which they equal the fp32 masters to the bit, or
-    "bfloat16" or "float16", the masters rounded to nearest, ties to even; None is the run's ``stream.dtype``
-    or, where there is none, float32. Buffers keep their dtypes. Beside them are ``config.json``, which is the
-    model's own where the run's factory makes one of Hugging Face's and else has the factory and its arguments
-    in it, and ``README.txt``, which tells how to load it all.
+    "bfloat16" or "float16", the masters rounded to nearest, ties to even, but for those that transformers
+    keeps in fp32; None is the run's ``stream.dtype`` or, where there is none, float32. Buffers keep their
+    dtypes. Beside them are ``config.json``, which is the model's own where the run's factory makes one of
+    Hugging Face's and else has the factory and its arguments in it, and ``README.txt``, which tells how to
+    load it all.
 
     Of a run with ``[lora]`` the adapters alone are written, as peft does; with ``merge`` the whole
     model, what the adapters add to its weights added in fp32.
@@ -201,6 +203,9 @@ def _export(checkpoint: Path, to: Path, dtype: str | None, limit: int, *, merge:
     model = None if config is None else _on_meta(config.model)
     stored = _stored(checkpoint, manifest)
     dtype = dtype or ("float32" if config is None else streamed_dtype(config, model))
+    streamed: torch.dtype = getattr(torch, dtype)
+    if config is not None and config.model.pretrained is not None:
+        model = _on_meta(config.model, streamed)  # which knows what stays in fp32
     weights = manifest.files_of(WEIGHTS)  # buffers keep their dtypes
     adapts = config is not None and model is not None and bool(config.lora.rank)
     if merge and not adapts:
@@ -209,9 +214,7 @@ def _export(checkpoint: Path, to: Path, dtype: str | None, limit: int, *, merge:
         adapters = {name: stored.pop(name) for name in weights}
         manifest.check(checkpoint)
         if not merge:
-            values = {
-                name: tensor.read().to(getattr(torch, dtype), copy=True) for name, tensor in adapters.items()
-            }
+            values = {name: tensor.read().to(streamed, copy=True) for name, tensor in adapters.items()}
             write_values(add_adapters(model, config.lora), values, config, to)
             return
         buffers = [
@@ -222,7 +225,7 @@ def _export(checkpoint: Path, to: Path, dtype: str | None, limit: int, *, merge:
         names = {first: [first, *others] for first, *others in merged.names.values()}
         pieces = [
             *buffers,
-            *(_merged(merged, left_out, param, getattr(torch, dtype)) for param in merged.names),
+            *(_merged(merged, left_out, param, _at_least(streamed, param)) for param in merged.names),
         ]
         if any(merged.was_quantized(param, left_out) for param in merged.names):
             print(
@@ -234,8 +237,13 @@ def _export(checkpoint: Path, to: Path, dtype: str | None, limit: int, *, merge:
             del hugging_face.config.quantization_config  # what is written is not
     else:
         names = _names(checkpoint, stored, model)
+        params = {} if model is None else dict(model.named_parameters(remove_duplicate=False))
         pieces = [
-            _piece(stored[there], first, getattr(torch, dtype) if there in weights else stored[there].dtype)
+            _piece(
+                stored[there],
+                first,
+                _at_least(streamed, params.get(there)) if there in weights else stored[there].dtype,
+            )
             for there, (first, *_) in names.items()
         ]
     card = Card(
@@ -297,11 +305,17 @@ def _config(checkpoint: Path) -> Config | None:
     return None
 
 
-def _on_meta(config: ModelConfig) -> nn.Module | None:
+def _at_least(dtype: torch.dtype, param: nn.Parameter | None) -> torch.dtype:
+    """``dtype``, or the wider one that ``param`` is kept in."""
+    kept = None if param is None else kept_dtype(param)
+    return dtype if kept is None else torch.promote_types(kept, dtype)
+
+
+def _on_meta(config: ModelConfig, dtype: torch.dtype | None = None) -> nn.Module | None:
     """The config's model without values; None, and a line, where its factory cannot make it so."""
     what = config.pretrained or config.factory
     try:
-        model = without_values(config)
+        model = without_values(config, dtype=dtype)
     except (ConfigError, ModuleNotFoundError):
         raise
     except Exception as error:  # whatever a factory raises that wants to see values

@@ -30,6 +30,7 @@ from streamer.app.run.build import (
     build_model,
     build_optimizer,
     check_fits,
+    dtype_of,
     settle_fp16,
     without_values,
     write_pretrained,
@@ -237,7 +238,7 @@ def _check_space(config: Config, directory: Path | None) -> Space | None:
     """What the run writes; None for a model that cannot be made without values. Raises ConfigError where
     there is too little room for it."""
     try:
-        model = without_values(config.model, config.lora)
+        model = without_values(config.model, config.lora, dtype_of(config.stream))
     except (TypeError, ValueError):
         return None  # which building the model is about to refuse, in better words
     return check_space(config, model, directory) if isinstance(model, nn.Module) else None

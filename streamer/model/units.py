@@ -28,7 +28,20 @@ from streamer.planner.ledger import Ledger, ledger
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+#: The attribute of a tensor that is streamed in the dtype that it names, whatever ``dtype`` of `wrap` says.
+_KEPT = "_streamer_dtype"
+
 Owners = dict[nn.Parameter, list[tuple[nn.Module, str, str]]]
+
+
+def keep_dtype(tensor: torch.Tensor) -> None:
+    """Let `wrap` stream ``tensor`` in the dtype that it has now, whatever its own ``dtype`` says."""
+    setattr(tensor, _KEPT, tensor.dtype)
+
+
+def kept_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+    """The dtype that `keep_dtype` keeps ``tensor`` in; None where that leaves it free."""
+    return getattr(tensor, _KEPT, None)
 
 
 def make_units(
@@ -36,11 +49,11 @@ def make_units(
 ) -> tuple[list[Unit], Unit]:
     """One unit for each of ``layers`` (qualified name and module), and the root unit.
 
-    ``dtype`` is what parameters are streamed in; None keeps the dtype of each. Quantized weights are streamed
-    as they are: those of a class of their own, and frozen parameters of whole numbers or of 8-bit floats.
-    Raises ValueError for what cannot be streamed: TorchScript, a layer without parameters, a parameter that
-    two units share, that is sparse or complex, or that is trained and of another dtype than fp32, bf16 and
-    fp16.
+    ``dtype`` is what parameters are streamed in, unless `keep_dtype` keeps them in their own; None keeps
+    the dtype of each. Quantized weights are streamed as they are: those of a class of their own, and
+    frozen parameters of whole numbers or of 8-bit floats. Raises ValueError for what cannot be streamed:
+    TorchScript, a layer without parameters, a parameter that two units share, that is sparse or complex,
+    or that is trained and of another dtype than fp32, bf16 and fp16.
     """
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -203,7 +216,7 @@ def _streamed_dtype(param: nn.Parameter, name: str, dtype: torch.dtype | None) -
                 "bitsandbytes, or keep that list of layers out of layers="
             )
         return param.dtype
-    streamed = param.dtype if dtype is None else dtype
+    streamed = param.dtype if dtype is None else kept_dtype(param) or dtype
     if streamed not in DTYPES:
         raise ValueError(
             f"parameter '{name}' has dtype {param.dtype}: streamed weights are torch.float32, torch.bfloat16 "

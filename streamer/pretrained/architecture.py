@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from streamer.checkpoint.tensors import in_a_line
+from streamer.model.units import DTYPES, keep_dtype
 
 #: A class of the transformers library, one of its Auto classes, or a function that returns a model.
 ModelClass = Callable[..., nn.Module]
@@ -29,13 +31,16 @@ _OLDEST = (5, 1)
 def build(path: Path, model_class: ModelClass | None, config: Any, dtype: torch.dtype | None) -> nn.Module:
     """The model with its parameters on the meta device and its buffers on the CPU with their values.
 
-    ``dtype`` is that of what a class of the transformers library builds; None is its config's. Raises
-    ValueError, naming the remedy, where nothing says which class it is of, or where it cannot be built.
+    ``dtype`` is that of what a class of the transformers library builds; None is its config's. Tensors that
+    this library keeps in another dtype have that, and `wrap` keeps it. Raises ValueError, naming the remedy,
+    where nothing says which class it is of, or where it cannot be built.
     """
     if model_class is None or is_of_transformers(model_class):
         model = _of_transformers(path, model_class, config, dtype)
+        _keep_dtypes(model, in_class=True, dtype=dtype or _dtype_of_config(model))
     else:
         model = _of_function(model_class, config)
+        _keep_dtypes(model, in_class=False, dtype=dtype)
     for name, param in model.named_parameters():
         if not param.is_meta:
             raise ValueError(
@@ -138,6 +143,10 @@ def _of_transformers(
     if _is_auto(kind) and type(config) not in kind._model_mapping:
         raise ValueError(f"{kind.__name__} has no class for a {type(config).__name__}: give another")
     options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+    if dtype is not None:  # early releases leave the configs of inner models as they are
+        for inner in (getattr(config, name, None) for name in config.sub_configs):
+            if inner is not None:
+                inner.dtype = dtype
     with parameters_on_meta():
         if _is_auto(kind):
             model = kind.from_config(config, trust_remote_code=False, **options)
@@ -147,6 +156,36 @@ def _of_transformers(
         _read_generation_config(transformers, folder, model)
     model.eval()
     return model  # type: ignore[no-any-return]
+
+
+def _dtype_of_config(model: nn.Module) -> torch.dtype:
+    """The dtype that a class of transformers was built in when none was asked for."""
+    dtype = getattr(model.config, "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.get_default_dtype()
+
+
+def _keep_dtypes(model: nn.Module, *, in_class: bool, dtype: torch.dtype | None) -> None:
+    """Keep, of a model of transformers that is loaded in ``dtype``, the tensors in another dtype that this
+    library keeps in another: fp32 for those that its class names (routers, for one), and, where the model was
+    built in ``dtype`` (``in_class``), what the class has made in a dtype of its own."""
+    if not of_library(model) or dtype is None:
+        return
+    named = kept_in_fp32(model, dtype)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in DTYPES:
+            continue
+        if named(name):
+            tensor.data = tensor.data.to(torch.float32)
+        elif not in_class or tensor.dtype == dtype:
+            continue
+        keep_dtype(tensor)
+
+
+def kept_in_fp32(model: nn.Module, dtype: torch.dtype | None) -> Callable[[str], bool]:
+    """Whether transformers keeps the tensor of a name in fp32 when it loads ``model`` in ``dtype``."""
+    plan = getattr(model, "_get_dtype_plan", None)
+    rules = [re.compile(rule.replace("*", ".*")) for rule in (plan(dtype) if plan and dtype else ())]
+    return lambda name: any(rule.search(name) for rule in rules)
 
 
 def _config(transformers: Any, folder: Path, model_class: Any, config: Any) -> Any:

@@ -68,8 +68,9 @@ def from_pretrained(
             those that it adds on the meta device, as peft does, get theirs from ``init``, or from the
             ``reset_lora_parameters`` of their module.
         dtype: what parameters are computed in, as for `streamer.wrap`: fp32 files give exact fp32 masters to
-            bf16 weights. None streams each parameter in the dtype that it has in the files. Buffers of a
-            transformers model are in the dtype that its class gives them for ``dtype``.
+            bf16 weights. None streams each parameter in the dtype that it has in the files. What transformers
+            keeps in fp32 beside fp16 or bf16 weights (routers of experts, for one) is streamed in fp32.
+            Buffers of a transformers model are in the dtype that its class gives them for ``dtype``.
         quantize: "int8" (by torchao) or "nf4" (by bitsandbytes) quantizes the weights of the linear modules
             in the layers, and of experts that are one tensor, while they are read, a tensor at a time, so
             that the model is never whole in ``dtype``. The experts of a layer are dequantized as a whole

@@ -20,7 +20,7 @@ from streamer.checkpoint.tensors import in_a_line
 from streamer.engine.tensors.parts import parts_of
 from streamer.errors import CheckpointError, shortened
 from streamer.model.move_in import exchange
-from streamer.model.units import DTYPES
+from streamer.model.units import DTYPES, kept_dtype
 from streamer.pretrained.architecture import of_library
 from streamer.pretrained.files import Stored
 from streamer.pretrained.joined import Joining, Pieces
@@ -166,25 +166,22 @@ class Tensors:
         the commonest.
 
         Where the parameters are to be ``streamed`` in another dtype, those that are shorter get that, which
-        loses nothing; buffers keep the dtype that the model was built with, but for those that a model of the
-        transformers library wants in fp32 beside such parameters (the biases of routers).
+        loses nothing; buffers keep the dtype that the model was built with. Tensors that the transformers
+        library keeps in a dtype of their own have at least that (routers, and their biases).
         """
         params = list(self._model.parameters())
         usual = commonest([(source.dtype, p.numel()) for p in params if (source := self.source(p))])
         for param in params:
             source = self.source(param)
             dtype = source.dtype if source else usual or param.dtype
-            param.data = param.data.to(torch.promote_types(dtype, streamed or dtype))
-        plan = getattr(self._model, "_get_dtype_plan", None)
-        wide = [rule.replace("*", ".*") for rule in (plan(streamed) if plan and streamed else ())]
+            wanted = kept_dtype(param) or streamed or dtype
+            param.data = param.data.to(torch.promote_types(dtype, wanted))
         for buffer in self._model.buffers():
             source = self.source(buffer)
             if source is None or not (buffer.is_floating_point() and source.dtype.is_floating_point):
                 continue
-            if streamed is None:
+            if streamed is None and kept_dtype(buffer) is None:
                 buffer.data = buffer.data.to(source.dtype)
-            elif any(re.search(rule, self.name(buffer)) for rule in wide):
-                buffer.data = buffer.data.to(torch.float32)
 
     def fill_buffers(self, module: nn.Module) -> None:
         """Read the buffers of ``module`` and of all modules in it."""

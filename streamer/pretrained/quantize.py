@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from streamer.errors import shortened, warn
-from streamer.pretrained.architecture import of_library, transformers_library
+from streamer.pretrained.architecture import kept_in_fp32, of_library, transformers_library
 from streamer.pretrained.files import Stored
 from streamer.pretrained.match import Tensors, compiled
 from streamer.pretrained.quantized_files import (
@@ -174,8 +174,9 @@ def quantize_weights(
     with stacks of matrices, weights that are quantized by the scheme of that ``word``.
 
     Modules and stacks that a pattern of ``skip`` is found in the name of are left as they are, and so are
-    weights that other modules have too. Values are quantized in ``dtype``, or in the dtype of each parameter.
-    ``tensors`` know afterwards how such a weight is read; without them there is nothing to be read.
+    weights that other modules have too, and those that transformers keeps in fp32, as it does itself. Values
+    are quantized in ``dtype``, or in the dtype of each parameter. ``tensors`` know afterwards how such a
+    weight is read; without them there is nothing to be read.
 
     Raises ValueError for an unknown ``word``, for an absent library, for what is no pattern, for one that is
     found in no name, and where nothing is left to be quantized.
@@ -192,12 +193,14 @@ def quantize_weights(
             f"skip={unused[0]!r} is found in the name of no linear module and no experts in the layers: "
             f"{shortened([*weights])}"
         )
+    in_fp32 = kept_in_fp32(model, torch.float16)  # in which it keeps most
     owners = Counter(param for module in model.modules() for param in module._parameters.values())
     chosen = {
         name: param
         for name, (module, key) in weights.items()
         if owners[param := module._parameters[key]] == 1
         and not any(rule.search(name) for rule in patterns)
+        and not in_fp32(f"{name}.weight" if name in linear else name)
         and (tensors is None or tensors.source(param) is not None)
     }
     if not chosen:

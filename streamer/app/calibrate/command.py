@@ -124,8 +124,8 @@ def sizes_of(config: Config | None, kind: str) -> Sizes:
 def _matrices(config: Config) -> list[Param]:
     """The matrices of the layers, in the dtype that is streamed."""
     try:
-        model = without_values(config.model, config.lora)
         options = stream_options(without_auto(config).stream) | {"device_memory": None}
+        model = without_values(config.model, config.lora, options["dtype"])
         # any machine: only the shapes are read
         streamer.wrap(model, **options, backend=VirtualBackend(RTX_4090.with_room()))
     except (TypeError, ValueError) as error:

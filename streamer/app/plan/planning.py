@@ -248,7 +248,7 @@ def _wrapped(options: Mapping[str, Any], config: Config, machine: Machine) -> nn
         if has_quantized(config):
             model = quantized_without_values(config.model, config.lora, options["dtype"])
         else:
-            model = without_values(config.model, config.lora)
+            model = without_values(config.model, config.lora, options["dtype"])
     except (TypeError, ValueError) as error:
         raise error if isinstance(error, ConfigError) else ConfigError.of("[model]", error) from error
     try:

@@ -83,12 +83,15 @@ def import_factory(spec: str) -> Callable[..., Any]:
     return factory
 
 
-def without_values(config: ModelConfig, lora: LoraConfig | None = None) -> Any:
+def without_values(
+    config: ModelConfig, lora: LoraConfig | None = None, dtype: torch.dtype | None = None
+) -> Any:
     """The config's model with its parameters on the meta device, or what its factory makes there; with the
-    adapters that ``lora`` asks for. No parameter is quantized."""
+    adapters that ``lora`` asks for. A pretrained one is made to be streamed in ``dtype``, or in the dtype
+    that its folder says. No parameter is quantized."""
     if config.pretrained is not None:
         kind, changed = _class(config)
-        model = build(Path(config.pretrained), kind, changed, None)
+        model = build(Path(config.pretrained), kind, changed, dtype)
         return add_adapters(model, lora) if lora is not None and lora.rank else model
     assert config.factory is not None
     factory = import_factory(config.factory)
@@ -115,7 +118,7 @@ def quantized_without_values(config: ModelConfig, lora: LoraConfig, dtype: torch
     files, which only they could tell of."""
     assert config.pretrained is not None
     kind, changed = _class(config)
-    model = build(Path(config.pretrained), kind, changed, None)
+    model = build(Path(config.pretrained), kind, changed, dtype)
     if is_quantized(model):
         raise ValueError(
             f"{config.pretrained}: its weights are quantized, and only its safetensors files tell how: put "
@@ -289,11 +292,16 @@ def from_files(config: ModelConfig, lora: LoraConfig, options: Mapping[str, Any]
     )
 
 
+def dtype_of(config: StreamConfig) -> torch.dtype | None:
+    """The dtype that weights are streamed in; None for their own."""
+    return None if config.dtype is None else getattr(torch, config.dtype)
+
+
 def stream_options(config: StreamConfig) -> dict[str, Any]:
     """Keyword arguments of `streamer.wrap`."""
     dims: Mapping[str, Any] | None = config.batch_dims
     return vars(config) | {
-        "dtype": None if config.dtype is None else getattr(torch, config.dtype),
+        "dtype": dtype_of(config),
         "batch_dims": dims and {name: None if dim == "none" else dim for name, dim in dims.items()},
     }
 

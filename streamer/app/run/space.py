@@ -16,6 +16,7 @@ from streamer.app.run.run_folder import FOLDER
 from streamer.checkpoint.manifest import checkpoints
 from streamer.errors import amount
 from streamer.memory.purposes import BF16, FP32, MOMENTS
+from streamer.model.units import kept_dtype
 from streamer.optim.state import parse_state_dtype
 from streamer_native import QUANTUM
 
@@ -55,7 +56,9 @@ def space_of(config: Config, model: nn.Module) -> Space:
     streamed = None if config.stream.dtype is None else getattr(torch, config.stream.dtype)
     checkpoint = weights = tensors = 0
     for param in model.parameters():
-        dtype = streamed if streamed is not None and param.is_floating_point() else param.dtype
+        dtype = param.dtype
+        if streamed is not None and param.is_floating_point():
+            dtype = kept_dtype(param) or streamed
         if param.requires_grad:
             checkpoint += param.numel() * 4 + _moment_bytes(config, param.numel(), dtype)
         elif not lora:
