@@ -98,16 +98,27 @@ def _check_unshared(owners: Sequence[Owners], names: Sequence[str]) -> None:
             dense = param.layout is torch.strided and not param.is_meta and param.numel()
             dense = dense and not has_inner_tensors(param)
             if dense and at_address.setdefault(param.data_ptr(), param) is not param:
-                raise ValueError(
-                    f"parameter '{places[0][2]}' has the same memory as another one: tie them by sharing the "
-                    "nn.Parameter itself, or give each its own copy"
-                )
+                raise _same_memory(places[0][2])
             if home.setdefault(param, index) != index:
                 raise ValueError(
                     f"parameter '{places[0][2]}' belongs to {names[home[param]]} and to {names[index]}; a "
                     "parameter may be shared only within one layer or outside of all of them: give each its "
                     "own copy"
                 )
+
+
+def _same_memory(name: str) -> ValueError:
+    """The error for parameter ``name``, which has the memory of another one."""
+    remedy = "tie them by sharing the nn.Parameter itself, or give each its own copy"
+    if ".lora_A." in name or ".lora_B." in name:
+        # the adapter of the output embedding is a transposed view of that of the input embedding, with a
+        # gradient and moments of its own: each step of plain PyTorch updates that memory twice
+        remedy = (
+            "peft's ensure_weight_tying makes two parameters of one memory for target_modules; give the "
+            "embedding in modules_to_save or its tokens in trainable_token_indices, which are tied as one "
+            "parameter, or leave it out of target_modules"
+        )
+    return ValueError(f"parameter '{name}' has the same memory as another one: {remedy}")
 
 
 def _unit(

@@ -40,6 +40,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:::transformers", "ignore:::peft"
 PROJECTIONS = ["q_proj", "v_proj", "down_proj"]
 
 
+def tied_llama() -> nn.Module:
+    return llama(tie_word_embeddings=True)
+
+
 def lora(make: Callable[[], nn.Module] = llama, **options: Any) -> nn.Module:
     """A model with adapters whose B is not zero, so that all of them have gradients."""
     given = {"target_modules": PROJECTIONS, "r": 4, "lora_dropout": 0.1, "init_lora_weights": "gaussian"}
@@ -84,6 +88,8 @@ METHODS: dict[str, Callable[[], nn.Module]] = {
     "whole modules": lambda: lora(modules_to_save=["lm_head", "embed_tokens"]),
     "one layer": lambda: lora(layers_to_transform=[1]),
     "a few tokens": lambda: lora(trainable_token_indices=[1, 2, 3]),
+    "tied embeddings": lambda: lora(tied_llama, modules_to_save=["embed_tokens"], ensure_weight_tying=True),
+    "tied tokens": lambda: lora(tied_llama, trainable_token_indices=[1, 2, 3], ensure_weight_tying=True),
     "input gradients": input_gradients,
     "gradient checkpointing": checkpointed,
     "prompt": lambda: tuned(peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)),
@@ -261,6 +267,15 @@ def test_two_adapters_in_turn() -> None:
         param.requires_grad_("lora" in name)  # so that both have room for gradients and moments
     expected = train_plain(model, loss_of=switching, steps=4)
     assert_parity(train_streamed(model, loss_of=switching, steps=4), expected)
+
+
+@pytest.mark.parametrize("names", [["embed_tokens"], ["embed_tokens", "lm_head"]])
+def test_tied_adapters_that_are_two_parameters_are_refused_with_a_way_out(names: list[str]) -> None:
+    """Plain PyTorch updates their memory twice in each step, by two sets of moments."""
+    model = lora(tied_llama, target_modules=["q_proj", *names], ensure_weight_tying=True)
+    match = r"lm_head\.lora_A\.default\.weight' has the same memory .* ensure_weight_tying .* modules_to_save"
+    with pytest.raises(ValueError, match=match):
+        streamer.wrap(model, device="cpu")
 
 
 def test_adapters_after_wrap_are_refused_with_a_way_out() -> None:
