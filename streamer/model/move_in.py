@@ -55,8 +55,8 @@ def is_on_meta(unit: Unit) -> bool:
 
 
 def check_init(units: Sequence[Unit], init: Init | None) -> None:
-    """Raise ValueError, naming the remedy, where ``init`` is missing or not needed, or is no function, and
-    where a unit cannot be given values."""
+    """Raise ValueError, naming the remedy, where ``init`` is missing or not needed, or is no function, where
+    a unit cannot be given values, and where its values are in another place."""
     if init is not None and not callable(init):
         raise ValueError(f"init={init!r}: it must be a function of a module, as nn.Module.apply takes")
     on_meta = [unit for unit in units if is_on_meta(unit)]
@@ -67,6 +67,12 @@ def check_init(units: Sequence[Unit], init: Init | None) -> None:
             (slice.param.name for slice, p in unit.placed() if p.is_meta),
             f"a buffer of {unit.name}",
         )
+        # accelerate's, which bring the values for each forward
+        if any("_hf_hook" in vars(module) for module in unit.module.modules()):
+            raise ValueError(
+                f"parameter '{name}' has no values on a device: device_map= has left them on disk or in host "
+                "memory; load the model without device_map, or by streamer.from_pretrained(DIR)"
+            )
         if init is None:
             raise ValueError(
                 f"parameter '{name}' is on the meta device and has no values: give wrap(init=...) a function "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -198,3 +199,26 @@ def test_a_wrapped_model_keeps_its_class_and_keys() -> None:
         assert type(model) is GPT2LMHeadModel
         assert list(model.state_dict()) == keys
         assert [name for name, _ in model.named_parameters()] == names
+
+
+ON_DISK = {"": "disk"}
+PARTLY = {f"model.{name}": "cpu" for name in ("embed_tokens", "rotary_emb", "norm", "layers.0", "layers.2")}
+PARTLY |= {"model.layers.1": "disk", "lm_head": "cpu"}
+
+
+@pytest.mark.filterwarnings("ignore:::transformers", "ignore:::accelerate")
+@pytest.mark.parametrize("places", [ON_DISK, PARTLY])
+@pytest.mark.parametrize("init", [None, nn.init.zeros_])
+def test_a_model_whose_values_device_map_has_left_elsewhere_is_not_to_be_given_others(
+    init: Any, places: dict[str, str], tmp_path: Path
+) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    llama().save_pretrained(tmp_path / "llama")
+    model = LlamaForCausalLM.from_pretrained(
+        tmp_path / "llama", device_map=places, offload_folder=tmp_path / "offloaded"
+    )
+    match = (
+        r"^parameter 'model\.layers\.\d\.self_attn.* device_map= .*; load the model without device_map, or"
+    )
+    with pytest.raises(ValueError, match=match):
+        streamer.wrap(model, device="cpu", init=init)
