@@ -245,7 +245,8 @@ def transformers_library() -> Any:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
         raise ValueError(
-            f"models of Hugging Face need the transformers library: pip install '.[hf]' ({error})"
+            "models and tokenizers of Hugging Face need the transformers library: pip install '.[hf]' "
+            f"({error})"
         ) from error
     version = transformers.__version__
     if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,14 @@ from typing import Any
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
+from torch import nn
+from transformers import BertConfig, Gemma2Config, GPT2Config, LlamaConfig, MixtralConfig, T5Config
 
+from streamer.app.cli import main
 from streamer.app.config import ConfigError
 from streamer.app.data.load import load_tokenizer, load_tokens
 from streamer.app.data.splits import IGNORED, Split
+from streamer.app.run.samples import end_tokens
 from tests import tiny_llama
 from tests.app.common import error_of
 
@@ -177,6 +182,140 @@ def test_documents_that_are_there_twice_stay_together(tmp_path: Path) -> None:
         load_tokens([path], TOKENIZER, val_fraction=0.5)
 
 
-def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"its tokenizer cannot be loaded .*set data.tokenizer"):
-        load_tokenizer(str(tmp_path))
+@pytest.mark.parametrize("kind", [LlamaConfig, GPT2Config, T5Config, BertConfig, Gemma2Config, MixtralConfig])
+def test_a_folder_without_a_tokenizer(kind: Any, tmp_path: Path) -> None:
+    """For some models the library would make an empty tokenizer, others end in advice about its own code."""
+    missing = f"{tmp_path}: there is no tokenizer in it (no tokenizer.json): copy the files"
+    assert missing in error_of(load_tokenizer, str(tmp_path))
+    kind().save_pretrained(tmp_path)
+    assert missing in error_of(load_tokenizer, str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    assert missing in error_of(load_tokenizer, str(tmp_path))
+
+
+def test_a_tokenizer_of_which_files_are_missing_or_damaged(tmp_path: Path) -> None:
+    GPT2Config().save_pretrained(tmp_path)
+    (tmp_path / "vocab.json").write_text('{"a": 0}')
+    assert "has a vocab.json without merges.txt" in error_of(load_tokenizer, str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text('{"version":')
+    error = error_of(load_tokenizer, str(tmp_path))
+    assert "its tokenizer cannot be loaded" in error and "put a whole tokenizer.json there" in error
+
+
+@pytest.mark.parametrize(
+    ("library", "message"),
+    [
+        ("transformers", "need the transformers library: pip install '.[hf]'"),
+        ("tokenizers", "need the tokenizers library: pip install tokenizers"),
+    ],
+)
+def test_a_library_that_is_not_installed(
+    library: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    TOKENIZER.save_pretrained(tmp_path)
+    monkeypatch.setitem(sys.modules, library, None)
+    error = error_of(load_tokenizer, str(tmp_path))
+    assert message in error and "data.tokenizer" not in error
+
+
+def test_a_folder_without_a_template_for_chats_is_named(tmp_path: Path) -> None:
+    with_marks(None).save_pretrained(tmp_path)
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"messages": CHAT}))
+    error = error_of(load_tokens, [path], load_tokenizer(str(tmp_path)), val_fraction=0.5)
+    assert f"the tokenizer in {tmp_path} has no chat template" in error
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def with_marks(template: str | None) -> Any:
+    words = tiny_llama.tokenizer()
+    words.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|user|>"]})
+    words.chat_template = template
+    return words
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (CHATML, "<|im_end|>"),
+        # two marks, of which the first ends the turn
+        ("{% for m in messages %}{{ m.content }}<|im_end|>\n</s>{% endfor %}", "<|im_end|>"),
+        # the next turn's begin is all that ends this one
+        ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}", "<|user|>"),
+        ("{% for m in messages %}{{ m.content }} </s>{% endfor %}", "</s>"),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", None),
+        ("{{ raise_exception('no') }}", None),
+        (None, None),
+    ],
+)
+def test_the_token_that_ends_a_turn(template: str | None, end: str | None) -> None:
+    words = with_marks(template)
+    ends = {words.eos_token_id} | ({words.convert_tokens_to_ids(end)} if end else set())
+    assert end_tokens(nn.Linear(1, 1), words) == ends
+
+
+class Speaks(nn.Module):
+    """Ends its turn at once."""
+
+    def __init__(self, vocab: int, end: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, vocab)
+        with torch.no_grad():
+            self.head.bias[end] = 100.0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        made: torch.Tensor = self.head(x)
+        return made
+
+
+def test_samples_stop_where_a_turn_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = with_marks(CHATML)
+    words.save_pretrained(tmp_path / "words")
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps({"text": f"what follows {n}? " * 9}) + "\n" for n in range(20))
+    )
+    args = f"{{vocab={len(words)}, end={words.convert_tokens_to_ids('<|im_end|>')}}}"
+    (tmp_path / "config.toml").write_text(
+        f"""
+        [model]
+        factory = "tests.app.test_tokenized:Speaks"
+        args = {args}
+        [data]
+        paths = ["data.jsonl"]
+        tokenizer = "words"
+        context = 16
+        batch_size = 2
+        [run]
+        steps = 1
+        name = "run"
+        sample_tokens = 8
+        [sample]
+        prompts = ["one"]
+        chat = true
+        tokens = 8
+        [optimizer]
+        lr = 1e-6
+        warmup_steps = 0
+        [stream]
+        device = "cpu"
+        layers = "layers"
+        """
+    )
+    assert main(["train", "config.toml"]) == 0
+    [line] = (tmp_path / "runs" / "run" / "samples.jsonl").read_text().splitlines()
+    assert json.loads(line)["text"] == ""
+    # nor does the sample after validation text go on
+    assert "<|im_end|>" not in capsys.readouterr().out

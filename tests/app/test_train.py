@@ -471,7 +471,7 @@ def test_the_optimizer_is_that_of_the_config(config: Path) -> None:
         (["stream.device_memory='much'"], "stream.device_memory must be a string of a number and its unit, "),
         (["sample.prompts=[[]]"], "sample.prompts must be an array of texts, none empty, and of chats: [{r"),
         (["sample.tokens=3"], "[sample] without sample.prompts does nothing: give some"),
-        (["sample.prompts=['a']", "sample.chat=true"], "the tokenizer has no template for chats: give texts"),
+        (["sample.prompts=['a']", "sample.chat=true"], "read without a tokenizer: set data.tokenizer"),
         (["stream.compile=1"], "stream.compile must be true or false, not 1"),
         (["model.init='initialise'"], "model.init = 'initialise': GPT has no such method"),
         (["model.args.n_layers=3"], "model.factory models.gpt2:GPT with these args: "),

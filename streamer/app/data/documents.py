@@ -41,6 +41,12 @@ class Words:
         return Words(tokenizer, tuple(sorted(found | set(tokenizer.all_special_tokens))))
 
     @property
+    def source(self) -> str:
+        """The folder that it is from, to be put behind "the tokenizer"; empty where that is not known."""
+        folder = getattr(self.tokenizer, "name_or_path", "")
+        return f" in {folder}" if folder else ""
+
+    @property
     def has_template(self) -> bool:
         """Whether it can write chats."""
         return bool(getattr(self.tokenizer, "chat_template", None))
@@ -238,7 +244,10 @@ def _chat(where: str, given: Any, tools: Any, words: Words) -> list[Document]:
     """
     messages = _messages(where, given)
     if not words.has_template:
-        raise ConfigError(f"{where}: the tokenizer has no chat template: give prompt and completion, or text")
+        raise ConfigError(
+            f"{where}: the tokenizer{words.source} has no chat template: give prompt and completion, or "
+            "text, or put a chat_template.jinja beside it"
+        )
 
     def written(count: int, **options: Any) -> str:
         try:
@@ -283,6 +292,26 @@ def _is_muted(message: Mapping[str, Any]) -> bool:
 def _written(where: str, text: str, learnt: Spans, marks: Sequence[str]) -> Document:
     has_end = text.rstrip().endswith(tuple(marks))
     return Document(where, text, learnt, begins=False, ends=not has_end)
+
+
+#: What stands for an answer where only what follows it matters.
+_ANSWER = "the answer"
+
+
+def token_after_answer(words: Words) -> int | None:
+    """The token that ends an assistant's turn in the tokenizer's template for chats; None where that has no
+    template, or ends turns by text."""
+    if not words.has_template:
+        return None
+    turns = [("user", "a question"), ("assistant", _ANSWER), ("user", "another question")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    try:
+        text: str = words.tokenizer.apply_chat_template(messages, tokenize=False)
+    except Exception:  # whatever a template raises, such as one for other roles: it ends no such turn
+        return None
+    after = text.rpartition(_ANSWER)[2].lstrip()
+    ends = [mark for mark in words.marks if after.startswith(mark)]
+    return None if not ends else int(words.tokenizer.convert_tokens_to_ids(max(ends, key=len)))
 
 
 def _end_of_turn(text: str, marks: Sequence[str]) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from fnmatch import fnmatch
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +15,68 @@ from streamer.app.data.documents import Words
 from streamer.app.data.files import TOKEN_FILES, find_files
 from streamer.app.data.splits import IGNORED, TokenData
 from streamer.app.data.tokens import make_store
+from streamer.checkpoint.tensors import in_a_line
 from streamer.pretrained.architecture import transformers_library
 
 Paths = Sequence[str | os.PathLike[str]]
 
+#: Names of files that a tokenizer's vocabulary may be in.
+VOCABULARIES = (
+    "tokenizer.json", "vocab*", "*.vocab", "*.model", "*.tiktoken", "tekken.json", "*.spm", "*.bpe",
+)  # fmt: skip
+
 
 def load_tokenizer(folder: str) -> Any:
-    """The tokenizer in a Hugging Face folder, or beside a file. Raises ConfigError if none is fast."""
+    """The tokenizer in a Hugging Face folder, or beside a file. Raises ConfigError if its files or the
+    libraries that read them are missing, and if it is not fast."""
     if not os.path.exists(folder):
         raise ConfigError(f"{folder}: no such folder, and nothing is downloaded: give a local one")
     if not os.path.isdir(folder):
         folder = os.path.dirname(folder) or "."
+    library = _library()
+    _check_vocabulary(Path(folder))
     try:
-        tokenizer = transformers_library().AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        tokenizer = library.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # the library raises nearly anything for files that are damaged
         raise ConfigError(
-            f"{folder}: its tokenizer cannot be loaded ({error}); set data.tokenizer"
+            f"{folder}: its tokenizer cannot be loaded ({in_a_line(error)}): put a whole tokenizer.json "
+            "there, or set data.tokenizer to a folder with one"
         ) from error
     if not tokenizer.is_fast:
         raise ConfigError(f"{folder}: its tokenizer has no offsets of tokens; give a tokenizer.json")
     return tokenizer
+
+
+def _library() -> Any:
+    """The transformers library, with the one that its tokenizers need. Raises ConfigError without either."""
+    try:
+        library = transformers_library()
+        import_module("tokenizers")
+    except ImportError as error:
+        raise ConfigError(
+            f"tokenizers of Hugging Face need the tokenizers library: pip install tokenizers ({error})"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return library
+
+
+def _check_vocabulary(folder: Path) -> None:
+    """Raise ConfigError where the files of a tokenizer are missing. The transformers library makes an empty
+    tokenizer there, for which every text is one unknown token."""
+    names = [path.name for path in folder.iterdir()]
+    if "tokenizer.json" in names:
+        return
+    if not any(fnmatch(name, pattern) for name in names for pattern in VOCABULARIES):
+        raise ConfigError(
+            f"{folder}: there is no tokenizer in it (no tokenizer.json): copy the files of the model's "
+            "tokenizer there, or set data.tokenizer to the folder that has them"
+        )
+    if "vocab.json" in names and "merges.txt" not in names:
+        raise ConfigError(
+            f"{folder}: its tokenizer has a vocab.json without merges.txt: copy that there too, or a "
+            "tokenizer.json"
+        )
 
 
 def load_bytes(

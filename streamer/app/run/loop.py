@@ -400,9 +400,15 @@ class Loop:
         self._draw_anew()
 
     def sample(self, prompt_tokens: int) -> str:
-        """Text that the streamed model writes after the first ``prompt_tokens`` of validation text."""
+        """Text that the streamed model writes after the first ``prompt_tokens`` of validation text, to its
+        end."""
         text = self.data.val[:prompt_tokens].tolist()
-        (more,) = self._continue([text], tokens=self.config.run.sample_tokens, temperature=0.8)
+        (more,) = self._continue(
+            [text],
+            tokens=self.config.run.sample_tokens,
+            temperature=0.8,
+            ends=end_tokens(self.model, self.data.tokenizer),
+        )
         return self.data.decode(text + more)
 
     def samples(self) -> list[str]:

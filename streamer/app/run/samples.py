@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from streamer.app.config import ConfigError, SampleConfig
+from streamer.app.data.documents import Words, token_after_answer
 from streamer.app.data.splits import TokenData
 
 
@@ -40,10 +41,15 @@ def _prompt(given: Any, config: SampleConfig, data: TokenData) -> Prompt:
         tokens = given.encode() if tokenizer is None else tokenizer(given)["input_ids"]
         return Prompt(given, tuple(tokens))
     messages = [{"role": "user", "content": given}] if isinstance(given, str) else [*given]
-    if getattr(tokenizer, "chat_template", None) is None:
+    if tokenizer is None:
         raise ConfigError(
-            "sample.prompts has a chat, and the tokenizer has no template for chats: give texts, and no "
-            "sample.chat"
+            "sample.prompts has a chat, and the data is read without a tokenizer: set data.tokenizer to the "
+            "folder of one with a template for chats, or give texts, and no sample.chat"
+        )
+    if not (words := Words.of(tokenizer)).has_template:
+        raise ConfigError(
+            f"sample.prompts has a chat, and the tokenizer{words.source} has no template for chats: give "
+            "texts, and no sample.chat"
         )
     try:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -56,10 +62,13 @@ def _prompt(given: Any, config: SampleConfig, data: TokenData) -> Prompt:
 
 
 def end_tokens(model: nn.Module, tokenizer: Any) -> set[int]:
-    """The tokens after which a text is over, as the model's generation config and the tokenizer say."""
+    """The tokens after which a text is over, as the model's generation config, the tokenizer and its template
+    for chats say."""
     of_model = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     of_model = of_model if isinstance(of_model, list) else [of_model]
     found = {*of_model, getattr(tokenizer, "eos_token_id", None)}
+    if tokenizer is not None:
+        found.add(token_after_answer(Words.of(tokenizer)))
     return {token for token in found if token is not None}
 
 
