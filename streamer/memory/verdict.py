@@ -39,13 +39,12 @@ def host(needed: int, available: int, remedy: str = "") -> Tier:
 
 
 def verdict(what: str, tiers: Iterable[Tier]) -> str | None:
-    """One line that says why there is too little memory for ``what``, or None if every tier has room."""
-    tiers = list(tiers)
+    """One line that names the tiers with too little memory for ``what``; None if every tier has room."""
     short = [tier for tier in tiers if tier.lacking]
     if not short:
         return None
     remedies = "; ".join(dict.fromkeys(tier.remedy for tier in short if tier.remedy))
-    told = f"not enough memory for {what}: {', '.join(map(str, tiers))}"
+    told = f"not enough memory for {what}: {', '.join(map(str, short))}"
     return f"{told}: {remedies}" if remedies else told
 
 

@@ -173,7 +173,7 @@ def wrap(
         ValueError: for a path, an option or a parameter that cannot be honoured, naming the remedy.
         DiskError: (an OSError) for a folder of ``disk`` that cannot be used, or is too full.
         MemoryError: if the device or the host has too little memory, or the host may page-lock too little of
-            it: a line with what each needs and has, and the bytes by owner below it. The limits of control
+            it: a line with what that needs and has, and the bytes by owner below it. The limits of control
             groups count. Both are raised before anything is allocated or changed, but for what ``init`` does
             wrong. Then, as with any other error, parameters are put back, without their gradients; frozen
             ones that were moved already are as ``dtype`` has rounded them.

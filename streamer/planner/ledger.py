@@ -106,7 +106,7 @@ class Ledger:
         )
 
     def check(self, room: Room, *, device_remedy: str | None = None, frozen: int = 0) -> None:
-        """Raise MemoryError, with what each side needs and has, unless ``room`` has enough of both.
+        """Raise MemoryError, with what the short side needs and has, unless ``room`` has enough of both.
         ``device_remedy`` says what would help the device; ``frozen`` bytes of the host are `frozen_matrices`.
         """
         device, host = sum(self.device.values()), sum(self.host.values())
