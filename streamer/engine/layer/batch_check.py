@@ -5,9 +5,9 @@ A layer computes each sample by itself. So two slices that it runs together give
 are cut along the batch. Cut along time they do not: attention, a convolution or a table of positions sees
 other tokens. The first time that a kind of layer is cut (a class and shapes of parameters in a list, and the
 arguments with the dimensions along which they are cut), the first two slices therefore run both ways, in
-evaluation mode and with a graph that saves nothing. Random states, buffers and attributes are put back. The
-user's hooks inside of the layer are left out, unless the layer does not pass without them. Once a kind has
-passed, nothing is computed again.
+evaluation mode, without dropout and with a graph that saves nothing. Random states, buffers and attributes
+are put back. The user's hooks inside of the layer are left out, unless the layer does not pass without them.
+Once a kind has passed, nothing is computed again.
 
 Kernels for batches of other lengths round otherwise. Differences are therefore taken relative to what the
 layer adds to its hidden states, or to the output itself where it has another shape. By that measure the right
@@ -17,21 +17,23 @@ to the whole output it gave 1e-4 where hidden states were large. Attention that 
 what the rest of its layer adds (a five hundredth in fp32) is not noticed. Means of magnitudes are compared,
 so that a few tokens that go to another expert, because scores were rounded otherwise, do not count.
 
-A layer that looks across its batch (experts with a capacity), or that draws random numbers in evaluation,
-is refused as well. A dimension that ``batch_dims`` names for the hidden states, by the argument or by the
+A layer that looks across its batch (experts with a capacity), or that adds noise in evaluation, is refused
+as well. A dimension that ``batch_dims`` names for the hidden states, by the argument or by the
 list of layers, is taken as it is, without a check.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from streamer.engine.layer.ambient import Autocast
 from streamer.engine.layer.call import Call
@@ -59,8 +61,7 @@ def check_batch(cut: BatchSlices, call: Call, weights: torch.Tensor, root: Unit,
         raise ValueError(
             f"micro_batch_size: layer '{call.unit.name}' computes other values for two slices together than "
             f"for each alone; {cut.described(inputs)}, or {{'{cut.layers}': {dim}}} if dimension {dim} is "
-            "the batch and the layer looks across it (experts with a capacity) or draws random numbers even "
-            "in evaluation"
+            "the batch and the layer looks across it (experts with a capacity) or adds noise in evaluation"
         )
     cut.unchecked.checked.add(cut.unchecked.kind)
 
@@ -85,7 +86,7 @@ def _is_right(cut: BatchSlices, call: Call, weights: torch.Tensor, root: Unit, i
     pair = cut._replace(slices=cut.slices[:2])
     both = cut._replace(slices=[(0, sum(length for _, length in pair.slices))]).inputs(inputs, 0)
     is_short = unit.is_short or Autocast.now(weights.device).is_on() or any(map(_is_short, both))
-    with _in_evaluation(unit.modules):
+    with _in_evaluation(unit.modules), _WithoutDropout():
         together = _result(run(both), both)
         # what the first run alone writes, a table that is made when it is needed say, may be written
         with root.buffers_unwritten_by(unit.name):
@@ -135,6 +136,29 @@ def _is_close(one: torch.Tensor, other: torch.Tensor, hidden: torch.Tensor, tole
     wide = torch.complex64 if one.is_complex() else torch.float32
     difference = (one.to(wide) - other.to(wide)).abs().mean()
     return bool(difference <= tolerance * added.to(wide).abs().mean())
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Leaves out the dropout that a layer does whether its modules are in training mode or not."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if func in _DROPOUTS:
+            given["training"] = False
+        elif func is torch.dropout:
+            return given.get("input", next(iter(args), None))
+        elif func is F.scaled_dot_product_attention and len(args) > 4:
+            args = (*args[:4], 0.0, *args[5:])
+        elif func is F.scaled_dot_product_attention:
+            given["dropout_p"] = 0.0
+        return func(*args, **given)
+
+
+_DROPOUTS = frozenset(
+    (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
+)
 
 
 @contextmanager

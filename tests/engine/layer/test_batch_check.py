@@ -258,6 +258,41 @@ def test_each_kind_of_layer_is_checked_once() -> None:
         assert Counts.runs[False] == 0
 
 
+DROPOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "dropout": lambda x: nn.functional.dropout(x, 0.5),
+    "channels": lambda x: nn.functional.dropout1d(x, 0.5),
+    "torch.dropout": lambda x: torch.dropout(x, 0.5, True),
+    "attention": lambda x: scaled_dot_product_attention(x, x, x, dropout_p=0.5),
+    "attention by position": lambda x: scaled_dot_product_attention(x, x, x, None, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", DROPOUTS)
+def test_dropout_that_evaluation_does_not_switch_off_is_left_out(name: str) -> None:
+    class Drops(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(DROPOUTS[name](x))
+
+    def of(model: nn.Module, step: int) -> torch.Tensor:
+        return model(BATCH_FIRST).square().mean()
+
+    expected = train_in_slices(Several(Drops), 2, "layers", loss_of=of)
+    options: dict[str, Any] = {"layers": "layers", "micro_batch_size": 2, "loss_of": of}
+    assert_parity(train_streamed(Several(Drops), steps=3, max_norm=0.5, **options), expected)
+
+
+def test_noise_in_evaluation_is_refused_unless_the_batch_is_named() -> None:
+    class Noisy(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x + torch.randn_like(x))
+
+    options: dict[str, Any] = {"layers": "layers", "micro_batch_size": 2}
+    match = r"\{'layers': 0\} if dimension 0 is the batch and .* adds noise in evaluation"
+    assert_refused(Several(Noisy), lambda model: model(BATCH_FIRST), match, **options)
+    with streamed(Several(Noisy), batch_dims={"layers": 0}, **options) as mine:
+        mine(BATCH_FIRST)
+
+
 def test_another_argument_that_is_cut_is_checked_too() -> None:
     """Residuals with time first beside hidden states with the batch first."""
 

@@ -63,7 +63,9 @@ OTHERWISE: dict[str, Run] = {
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"activations": "recompute+offload"}, {"micro_batch_size": 8}], ids=str
+    "options",
+    [{}, {"activations": "recompute+offload"}, {"micro_batch_size": 8, "batch_dims": {"blocks": 0}}],
+    ids=str,
 )
 @pytest.mark.parametrize("name", OTHERWISE)
 def test_what_depends_on_something_outside_of_the_layer_is_refused(
