@@ -269,6 +269,11 @@ class HostShard:
         if not slice.param.trainable or slice.dtype == torch.float32:
             weight.copy_(values)
             return
+        if values.dtype == slice.dtype:
+            # not by way of fp32, which would take the memory of all values again
+            weight.copy_(values)
+            self._be_own_master(slice)
+            return
         exact = values.to(torch.float32).contiguous()
         if weight.dtype == torch.bfloat16:
             is_apart = self.is_on_disk(REMAINDERS) or self.is_divided
@@ -283,6 +288,16 @@ class HostShard:
         else:
             self.set_part(MASTERS, slice, exact, alone=True)
             weight.copy_(exact)
+
+    def _be_own_master(self, slice: Slice) -> None:
+        """Make the master of a parameter equal to its weight."""
+        if slice.dtype == torch.float16:
+            self.set_part(MASTERS, slice, slice.view(self.weight), alone=True)
+        elif self.is_on_disk(REMAINDERS) or self.is_divided:
+            exact = torch.full(slice.param.shape, HALF_OF_LAST_PLACE, dtype=torch.int32).to(torch.uint16)
+            self.set_part(REMAINDERS, slice, exact, alone=True)
+        else:
+            slice.state(self[REMAINDERS].view(torch.int16)).fill_(HALF_OF_LAST_PLACE - (1 << 16))
 
     def exact(self, slice: Slice) -> torch.Tensor:
         """A copy of the parameter in full precision: fp32 where it is trained, else as it is."""
