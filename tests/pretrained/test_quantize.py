@@ -127,7 +127,12 @@ def test_it_trains_as_what_transformers_quantizes(word: str, activations: str, l
     assert _told(model) == _told(reference)
     plain_again = streamer.unwrap(model)
     for mine, other in zip(plain_again.parameters(), reference.parameters(), strict=True):
-        assert type(mine) is type(other) and torch.equal(_values(mine), _values(other))
+        assert type(mine) is type(other)
+        # adapters were written in bf16 and kept what rounding had taken from their masters, up to half a unit
+        # in the last place: [Note: masters]
+        half = torch.finfo(BF16).eps / 2 if mine.requires_grad else 0.0
+        found, expected = _values(mine), _values(other)
+        torch.testing.assert_close(found, expected, rtol=half, atol=0.0, check_dtype=not mine.requires_grad)
 
 
 @pytest.mark.parametrize("word", WORDS)
