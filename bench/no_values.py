@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from streamer.engine.layer import batch_check
 from streamer.engine.paging.norms import Norms
 from streamer.engine.tensors import samples
 from streamer.optim import adamw
@@ -35,6 +36,7 @@ def go_on_without_values() -> None:
                 raise samples.another_way(pair.layer)
 
     samples._check = check_shapes
+    batch_check._is_right = lambda *_: True
     measured = Norms.is_finite
 
     def is_finite(self: Norms, layers_scale: float) -> bool:

@@ -13,6 +13,7 @@ from torch import nn
 import streamer
 from bench import common, no_values
 from bench.no_values import go_on_without_values, has_values
+from streamer.engine.layer import batch_check
 from streamer.engine.paging.norms import Norms
 from streamer.engine.tensors import samples
 from streamer.optim import adamw
@@ -22,6 +23,7 @@ from streamer.optim import adamw
 def without_values(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # so that they are put back
     monkeypatch.setattr(samples, "_check", samples._check)
+    monkeypatch.setattr(batch_check, "_is_right", batch_check._is_right)
     monkeypatch.setattr(Norms, "is_finite", Norms.is_finite)
     monkeypatch.setattr(Norms, "total", Norms.total)
     monkeypatch.setattr(adamw, "all_finite", adamw.all_finite)

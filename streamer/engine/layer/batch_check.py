@@ -40,6 +40,7 @@ from streamer.engine.layer.call import Call
 from streamer.engine.layer.micro_batches import ROUNDING, BatchSlices, Joined
 from streamer.engine.paging.unit import Unit
 from streamer.engine.tensors.nested import Rebuild, Tensors, constants, flatten
+from streamer.engine.tensors.parts import plain_parts
 
 #: The relative difference that rounding may make in fp32, where TF32 may be on; `ROUNDING` is that of shorter
 #: dtypes.
@@ -112,7 +113,8 @@ def _is_short(tensor: torch.Tensor) -> bool:
 @torch.no_grad()
 def _are_alike(one: Any, other: Any, hidden: torch.Tensor, tolerance: float) -> bool:
     """Whether two results of a layer differ by rounding alone."""
-    mine, theirs = flatten(one)[0], flatten(other)[0]
+    # a sparse tensor by its indices and values
+    mine, theirs = ([part for t in flatten(each)[0] for part in plain_parts(t)] for each in (one, other))
     if [(t.shape, t.dtype) for t in mine] != [(t.shape, t.dtype) for t in theirs]:
         return False
     if constants(one) != constants(other):
