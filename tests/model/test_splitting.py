@@ -322,11 +322,12 @@ def test_values_for_a_model_on_the_meta_device(dtype: torch.dtype) -> None:
     expected = Net().apply(init).state_dict() | {"blocks.1.calls": torch.tensor(1.0)}
     for name in ("blocks.1.experts.0.up.weight", "blocks.1.norm.weight", "blocks.1.calls"):
         assert torch.equal(model.state_dict()[name], expected[name])
-    # a write to a part that has moved to host memory already is rounded to the part's dtype, to half a unit in
-    # the last place: [Note: masters]
+    # a write to a part that has moved to host memory already is rounded to the part's dtype, to half a unit
+    # in the last place: [Note: masters]
     name = "blocks.1.experts.0.down.weight"
     half = torch.finfo(dtype).eps / 2 if dtype == torch.bfloat16 else 0.0
-    torch.testing.assert_close(model.state_dict()[name], expected[name].to(dtype).float(), rtol=half, atol=0)
+    rounded = expected[name].to(dtype).float()
+    torch.testing.assert_close(model.state_dict()[name], rounded, rtol=half, atol=0)
 
 
 def test_the_virtual_backend_splits_in_the_same_way(net: Net) -> None:
