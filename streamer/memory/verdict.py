@@ -44,15 +44,15 @@ def verdict(what: str, tiers: Iterable[Tier]) -> str | None:
     if not short:
         return None
     remedies = "; ".join(dict.fromkeys(tier.remedy for tier in short if tier.remedy))
-    told = f"not enough memory for {what}: {', '.join(map(str, short))}"
-    return f"{told}: {remedies}" if remedies else told
+    message = f"not enough memory for {what}: {', '.join(map(str, short))}"
+    return f"{message}: {remedies}" if remedies else message
 
 
 def require(what: str, *tiers: Tier, details: Callable[[], str] | None = None) -> None:
     """Raise MemoryError unless every tier has room for ``what``: the `verdict`, and ``details`` below it."""
-    told = verdict(what, tiers)
-    if told is not None:
-        raise MemoryError(told if details is None else f"{told}\n{details()}")
+    message = verdict(what, tiers)
+    if message is not None:
+        raise MemoryError(message if details is None else f"{message}\n{details()}")
 
 
 def lacks(tiers: Iterable[Tier]) -> str:

@@ -27,7 +27,7 @@ VOCABULARIES = (
 
 
 def load_tokenizer(folder: str) -> Any:
-    """The tokenizer in a Hugging Face folder, or beside a file. Raises ConfigError if its files or the
+    """The tokenizer in a Hugging Face folder, or in that of a file. Raises ConfigError if its files or the
     libraries that read them are missing, and if it is not fast."""
     if not os.path.exists(folder):
         raise ConfigError(f"{folder}: no such folder, and nothing is downloaded: give a local one")

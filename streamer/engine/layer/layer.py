@@ -140,7 +140,7 @@ def infer(
     check: Callable[[BatchSlices, Rebuild, Tensors], None],
 ) -> Any:
     """What ``run`` makes of ``args`` and ``kwargs``; ``aside`` does `Call.run_aside` for them, and ``check``
-    does `check_batch`. A batch beside a key/value cache, which is written, is not cut; where the batch is not
+    does `check_batch`. A batch with a key/value cache, which is written, is not cut; where the batch is not
     cut, ``run`` is given the very same objects.
 
     Raises ValueError where a layer whose batch is cut changes what it is given, or writes a cache of its own.

@@ -67,8 +67,8 @@ ROUNDING = 0.02
 
 
 class Unchecked(NamedTuple):
-    """A ``kind`` of layer and of arguments whose cut is not known to be right; it is one of ``checked`` once
-    it is."""
+    """A ``kind`` of layer and arguments whose cut was not checked yet. It joins ``checked`` once it has
+    passed."""
 
     kind: Hashable
     checked: set[Hashable]
