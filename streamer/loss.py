@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
 
-from streamer.engine.layer.parameter_gradients import graph_is_retained
+from streamer.engine.layer.collector import graph_is_retained
 from streamer.engine.schedule import op as ops
 from streamer.engine.tensors.guarded import never_traced
 from streamer.engine.wrapped.handle import home_of

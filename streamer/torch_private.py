@@ -12,7 +12,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
-from operator import methodcaller
 from types import CodeType
 from typing import Any, ParamSpec, TypeVar
 
@@ -92,9 +91,6 @@ take_copies: frozenset[Callable[..., Any]] = frozenset(
     )
 )
 
-#: How many nodes of autograd graphs this thread has made.
-nodes_made: Callable[[], int] = _find("_C._autograd._get_sequence_nr", "knows a graph's tensors again")
-
 #: Whether a transform of `torch.func` is active; whether a tensor is one that such a transform has wrapped.
 in_transform: Callable[[], bool] = _find("_C._are_functorch_transforms_active", "refuses torch.func")
 is_of_transform: Callable[[torch.Tensor], bool] = _find(
@@ -108,14 +104,7 @@ is_batched: Callable[[torch.Tensor], bool] = _find(
 #: An event of CUDA. `torch.cuda.Event`, which is made of it, adds a frame of Python to each call.
 CudaMark: Any = _find("_C._CudaEventBase", "marks when copies and kernels are done")
 
-#: The order in which the implementations of attention are tried, as their numbers.
-attention_order: Callable[[], Sequence[int]] = _find("_C._get_sdp_priority_order", "recomputes with the same")
-set_attention_order: Callable[[list[int]], None] = _find("_C._set_sdp_priority_order", "recomputes so")
-
 _use_count: Callable[[int], int] = _find("_C._storage_Use_Count", "sees who else holds a slot")
-_get_creation: Any = _find("_C._autograd._get_creation_meta", "keeps views of outputs guarded")
-_set_creation: Any = _find("_C._autograd._set_creation_meta", "keeps views of outputs guarded")
-_creation: Any = _find("_C._autograd.CreationMeta", "keeps views of outputs guarded")
 _top_hooks: Any = _find("_C._autograd._top_saved_tensors_default_hooks", "saves past a checkpoint")
 _mode_at: Any = _find("_C._get_function_stack_at", "watches layers that are streamed in parts")
 _num_modes: Any = _find("_C._len_torch_function_stack", "watches layers that are streamed in parts")
@@ -128,12 +117,6 @@ set_allocator: Callable[[str], None] = _find(
     "_C._accelerator_setAllocatorSettings", "keeps to a limit of device memory"
 )
 _allocator_now: Any = _find("cuda.memory._snapshot", "keeps to a limit of device memory")
-
-#: What has made a view: a custom function, or an operation in no-grad mode. Autograd refuses to write both.
-BY_CUSTOM_FUNCTION, BY_NO_GRAD = _creation.IN_CUSTOM_FUNCTION, _creation.NO_GRAD_MODE
-
-#: A node of a graph has what it saved, as it was packed, under names that begin so.
-RAW_SAVED = "_raw_saved_"
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -192,20 +175,6 @@ def storage_owners(tensor: torch.Tensor) -> int:
     return _use_count(storage_id(tensor))
 
 
-#: How many nodes a thread had made before it made this one, the argument.
-node_number: Callable[[Node], int] = methodcaller("_sequence_nr")
-
-
-def was_made(view: torch.Tensor, how: object) -> bool:
-    """Whether ``view`` is a view that was made in the way ``how``, as autograd has noted."""
-    return view._is_view() and bool(_get_creation(view) == how)
-
-
-def refuse_writes(view: torch.Tensor) -> None:
-    """Let autograd refuse writes to ``view`` in place, as to a view that a custom function has made."""
-    _set_creation(view, BY_CUSTOM_FUNCTION)
-
-
 def top_saved_hooks() -> Any:
     """The hooks for saved tensors, (pack, unpack), that were set last; None where there are none."""
     return _top_hooks(True)
@@ -222,12 +191,6 @@ def exchange_function_modes(count: int, modes: Iterable[TorchFunctionMode]) -> N
         _pop_mode()
     for mode in modes:
         _push_mode(mode)
-
-
-def set_gradient_hook(leaf: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-    """Give ``leaf``, which has no hooks, a hook as `torch.Tensor.register_hook` does, but without a handle to
-    remove the hook: the handle takes longer to make."""
-    leaf._backward_hooks = OrderedDict(first=hook)
 
 
 def set_accumulation_hook(leaf: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:

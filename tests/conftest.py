@@ -96,7 +96,6 @@ def values_do_not_count(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     if not nullgpu_device.IS_LOADED or not request.node.get_closest_marker("cuda_api"):
         yield
         return
-    monkeypatch.setattr("streamer.engine.tensors.samples._check", lambda pairs: None)
     monkeypatch.setattr("streamer.engine.layer.batch_check._is_right", lambda *_: True)
     monkeypatch.setattr("streamer.engine.paging.norms.Norms.is_finite", lambda norms, scale: True)
     total = Norms.total

@@ -14,16 +14,15 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from streamer.engine.layer.layer import check_not_traced, finish_with_this_backward
-from streamer.engine.layer.outside_access import Split, guard_inner_modules, plain_forwards, watch_split
-from streamer.engine.layer.parameter_gradients import Asked, asked_of
+from streamer.engine.layer.collector import is_added_to
+from streamer.engine.layer.outside_access import Split, plain_forwards, watch_split
+from streamer.engine.layer.refusals import refuse_trace
 from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.unit import Unit
-from streamer.engine.tensors.attributes import GUARDS
 from streamer.engine.tensors.guarded import as_plain, never_traced
 from streamer.engine.tensors.nested import flatten
-from streamer.engine.tensors.param_hooks import OwnHook
 from streamer.engine.tensors.parts import plain_parts
+from streamer.engine.wrapped.handle import GUARDS
 from streamer.memory.layout import Slice
 from streamer.model.unwrap import Copier
 from streamer.torch_private import is_sparse
@@ -54,7 +53,6 @@ def attach_guards(
     executor: Executor,
     plain_dtypes: Mapping[nn.Parameter, torch.dtype],
     *,
-    is_compiled: bool = False,
     split: Sequence[Split] = (),
 ) -> Callable[[], None]:
     """Put hooks and guards on ``model``; the returned function takes them off.
@@ -72,8 +70,6 @@ def attach_guards(
             stack.callback(handle.remove)
             hooks.add(handle.id)
 
-        if not is_compiled:  # torch.compile would compile anew for each function that stands in for a forward
-            stack.callback(guard_inner_modules(executor))
         stack.callback(watch_split(executor, split))
         stack.callback(plain_forwards(module for module in modules if module not in in_layers))
         keep(model.register_forward_pre_hook(_check_model(executor)))
@@ -89,7 +85,8 @@ def attach_guards(
             stack.callback(model.__dict__.pop, PREPARED, None)
         for unit in (*executor.units, executor.root):
             for slice, param in executor.gradients.held[unit.index].pairs():
-                keep(param.register_hook(_BeforeAdding(executor, unit, slice, param)))
+                before = _BeforeAdding(executor, unit, slice, param)
+                keep(torch.Tensor.register_hook(param, before))  # type: ignore[no-untyped-call]
                 if unit is executor.root and not executor.landing.keeps_gradients:
                     keep(param.register_post_accumulate_grad_hook(_AfterAdding(executor)))
         keep(model.register_state_dict_post_hook(_to_cpu))
@@ -117,8 +114,9 @@ def _remove(module: nn.Module) -> None:
 def _check_model(executor: Executor) -> Callable[..., None]:
     @never_traced
     def hook(module: nn.Module, args: Any) -> None:
-        check_not_traced()
-        executor.structure.check()
+        refuse_trace()
+        with executor.lock:  # another thread's visit replaces parameters
+            executor.structure.check()
         if torch.is_grad_enabled():
             executor.root.wanted()  # raises for a gradient that there is no room for
 
@@ -142,7 +140,7 @@ def _move_inputs(device: torch.device) -> Callable[..., tuple[Any, Any]]:
 
 
 @dataclass(eq=False)
-class _BeforeAdding(OwnHook):
+class _BeforeAdding:
     """Called before autograd adds to the ``grad`` of a parameter: one of the root unit, or one of a layer
     that is used outside of the layer (a penalty on weights)."""
 
@@ -158,9 +156,8 @@ class _BeforeAdding(OwnHook):
     @as_plain
     def _widen(self) -> None:
         node = torch.autograd.graph.get_gradient_edge(self.param).node
-        if asked_of(node) is not Asked.ADDED:
+        if not is_added_to(node):
             return
-        self.executor.hooked.check_added(self.slice, self.param)
         if self.unit is not self.executor.root:
             if self.executor.across is not None:
                 raise RuntimeError(
@@ -168,13 +165,13 @@ class _BeforeAdding(OwnHook):
                     "that of one rank: use it in the layer's forward, or leave out process_group"
                 )
         elif self.executor.across is not None:
-            finish_with_this_backward(self.executor)
+            self.executor.begin_backward()
         views = self.executor.gradients.held[self.unit.index]
         views.place(self.slice, summed=False)  # raises where there is no room
         views.widen(self.slice, self.param)
 
 
-class _AfterAdding(OwnHook):
+class _AfterAdding:
     """Called after autograd has added to the ``grad`` of a parameter of the root unit."""
 
     def __init__(self, executor: Executor) -> None:

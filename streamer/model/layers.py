@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -52,20 +52,7 @@ def find_layers(model: nn.Module, layers: Layers) -> list[tuple[str, nn.Module]]
             found.setdefault(id(layer), (name, layer))
     if not found:
         raise ValueError(f"layers={layers!r} has no module with parameters in it. {_known_lists(model)}")
-    _refuse_shared_keys(found.values())
     return list(found.values())
-
-
-def _refuse_shared_keys(layers: Iterable[tuple[str, nn.Module]]) -> None:
-    """Raise ValueError for layers that attend to another layer's keys and values, as some of Gemma 3n and
-    Gemma 4 in transformers: a mapping among their arguments has those, through which no gradient flows."""
-    for name, layer in layers:
-        if any(getattr(module, "is_kv_shared_layer", False) for module in layer.modules()):
-            raise ValueError(
-                f"layer '{name}' ({type(layer).__name__}) shares keys and values of an earlier layer, and "
-                "their gradients would be wrong: leave that list out of layers=, train without "
-                "streamer, or take a model whose layers share none (config.num_kv_shared_layers=0)"
-            )
 
 
 def _blocks(blocks: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:

@@ -292,7 +292,7 @@ class MoveIn:
                 owner._buffers[name] = buffer
 
     def _put_back(self, unit: Unit, shard: HostShard) -> None:
-        unit.restore()
+        unit.register_own()  # the user's code may have replaced some
         if unit in self._moved:
             take_out(self._backend, unit, shard, {param: self._was[param][1] for param in unit.params})
         for slice, param in unit.placed():

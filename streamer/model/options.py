@@ -11,8 +11,8 @@ import torch
 
 import streamer_native as native
 from streamer.backends.disk import Disks
-from streamer.engine.layer.call import CompileBackend
-from streamer.engine.layer.policies import POLICIES
+from streamer.engine.layer.compiled import CompileBackend
+from streamer.engine.layer.layer import POLICIES
 from streamer.engine.paging.unit import Unit
 from streamer.memory.layout import Layout
 from streamer.model.layers import Layers

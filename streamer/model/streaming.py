@@ -16,8 +16,8 @@ import streamer_native as native
 from streamer.backends.base import Backend
 from streamer.backends.disk import Disks
 from streamer.backends.ranks import Ranks
-from streamer.engine.layer.call import Compiler
-from streamer.engine.layer.layer import StreamedLayer
+from streamer.engine.layer.compiled import compiled
+from streamer.engine.layer.layer import POLICIES, StreamedLayer
 from streamer.engine.layer.micro_batches import is_uncut, micro_batches
 from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.unit import Unit
@@ -160,18 +160,16 @@ def stream(
         )
         undo.callback(forget, model, executor)
         settle_in(executor)
-        compiler = None
-        if options.compile and not virtual:
-            compiler = Compiler(backend.device, "inductor" if options.compile is True else options.compile)
         for each in (each for unit in units for each in unit.in_parts):
             # a compiler sees for itself to what is computed twice
             each.composite.made.is_wanted = options.dequantize == VISIT and not options.compile
         for unit, policy, cutter in zip(units, run_as, cutters, strict=True):
             # an attribute of the instance, so that __call__ and the user's hooks run around it as before
-            unit.module.forward = StreamedLayer(executor, unit, policy, cutter, compiler)
-        take_off = attach_guards(
-            model, executor, plain_dtypes, is_compiled=compiler is not None, split=cut.split
-        )
+            forward = unit.module.forward
+            if options.compile and not virtual:
+                forward = compiled(unit, "inductor" if options.compile is True else options.compile)
+            unit.module.forward = StreamedLayer(executor, unit, POLICIES[policy], cutter, forward)
+        take_off = attach_guards(model, executor, plain_dtypes, split=cut.split)
         undo.callback(take_off)
         end_service = serve_other_optimizers(executor)
         undo.callback(end_service)

@@ -170,7 +170,6 @@ def unwrap(model: M) -> M:
     # first, to make room for the weights that come out
     executor.store.drop(ALL_MOMENTS)
     for unit in units:
-        unit.drop_leaves()
         take_out(executor.backend, unit, executor.whole_shard(unit), handle.plain_dtypes, moved)
     forget(model, executor)
     handle.take_off()

@@ -59,7 +59,7 @@ def serve_other_optimizers(executor: Executor) -> Callable[[], None]:
                 f"{type(optimizer).__name__} would update the weights, which the ranks share, once for each "
                 "rank: use streamer.AdamW, of which each rank updates a share"
             )
-        running.turns.check()
+        running.check_thread(running.caller())
         for param in touched(optimizer):
             if param.grad is not None and (home := home_of(param)) is not None:
                 running.check_idle(home.unit)
@@ -89,7 +89,7 @@ def serve_other_optimizers(executor: Executor) -> Callable[[], None]:
         torch.autograd.graph.increment_version(written)
         if written and (running := weakly()) is not None:
             running.fit_budget()
-            running.turns.end()
+            running.end_pass()
 
     handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
 

@@ -12,7 +12,6 @@ model, with other batches or more slots.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
@@ -20,12 +19,18 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from streamer.engine.layer.activation import Graph, LayerCall, LayerRun, OutputGradients, Outputs
-from streamer.engine.layer.ambient import Autocast
-from streamer.engine.layer.call import Call
-from streamer.engine.layer.layer import StreamedLayer
+from streamer.engine.layer.arguments import Outputs
+from streamer.engine.layer.collector import Collector
+from streamer.engine.layer.layer import (
+    Call,
+    LayerCall,
+    LayerRun,
+    OutputGradients,
+    Policy,
+    StreamedLayer,
+)
 from streamer.engine.layer.micro_batches import BatchSlices
-from streamer.engine.layer.parameter_gradients import Asked, Collector
+from streamer.engine.layer.surroundings import autocast_settings
 from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.norms import sum_squares
 from streamer.engine.paging.unit import Unit
@@ -52,11 +57,12 @@ class _Around(LayerRun):
     """Stands in for ``run``, whose graph it builds."""
 
     def __init__(self, run: LayerRun) -> None:
-        super().__init__(run.executor, run.call)
+        super().__init__(run.executor, run.call, run.policy)
         self._run = run
 
-    def graph(self, weights: torch.Tensor, inputs: Tensors) -> AbstractContextManager[Graph]:
-        return self._run.graph(weights, inputs)
+    @property
+    def needs_backward(self) -> bool:
+        return self._run.needs_backward
 
 
 @dataclass(frozen=True)
@@ -96,7 +102,7 @@ class _Pattern(_Around):
         return outputs, rebuild
 
     def go_back(
-        self, weights: torch.Tensor, inputs: Tensors, gradients: OutputGradients, collector: Collector
+        self, weights: torch.Tensor, inputs: Tensors, gradients: OutputGradients, collector: Collector | None
     ) -> list[torch.Tensor | None]:
         with self.meter.measuring() as measured:
             found = self._run.go_back(weights, inputs, gradients, collector)
@@ -135,7 +141,7 @@ class _Like(_Around):
         return outputs, found.rebuild
 
     def go_back(
-        self, weights: torch.Tensor, inputs: Tensors, gradients: OutputGradients, collector: Collector
+        self, weights: torch.Tensor, inputs: Tensors, gradients: OutputGradients, collector: Collector | None
     ) -> list[torch.Tensor | None]:
         if self._kept is None:
             return self._run.go_back(weights, inputs, gradients, collector)
@@ -159,6 +165,7 @@ class _Forward:
     measured: Measured
     kept: int
     saved: list[bool]
+    needs_backward: bool
 
 
 @dataclass(frozen=True)
@@ -230,22 +237,25 @@ def _is_kept(unit: Unit) -> bool:
 class _Recalled(LayerCall):
     recalling: Recalling
 
-    def __init__(self, executor: Executor, call: Call, policy: type[LayerRun], cut: BatchSlices) -> None:
+    def __init__(self, executor: Executor, call: Call, policy: Policy, cut: BatchSlices) -> None:
         super().__init__(executor, call, policy, cut)
-        self._policy = policy
         self.runs = []
         self._kept: list[torch.Tensor] = []
+
+    @property
+    def needs_backward(self) -> bool:
+        return self.recalling.recollection.forwards[self._key].needs_backward
 
     def run(self, inputs: Tensors, weights: torch.Tensor) -> Outputs:
         forwards = self.recalling.recollection.forwards
         self._given = [Kind.of(tensor) for tensor in inputs]
         self._key = (
-            self._policy,
+            self.policy,
             self.recalling.structures[self.call.unit.index],
             tuple(self._given),
             tuple(constants(self.call.rebuild(inputs))),
             repr(self._cut),
-            Autocast.now(self.executor.backend.device),
+            autocast_settings(self.executor.backend.device),
         )
         if self._key not in forwards:
             forwards[self._key] = self._measure_forward(weights)
@@ -265,16 +275,15 @@ class _Recalled(LayerCall):
     def go_back(
         self,
         weights: torch.Tensor,
-        into: torch.Tensor,
+        into: torch.Tensor | None,
         inputs: Tensors,
         gradients: OutputGradients,
-        asked: Sequence[Asked],
     ) -> tuple[list[bool], list[torch.Tensor | None]]:
         backwards = self.recalling.recollection.backwards
         incoming = tuple(None if gradient is None else Kind.of(gradient) for gradient in gradients)
-        key = (self._key, incoming, tuple(asked))
+        key = (self._key, incoming, into is not None)
         if key not in backwards:
-            backwards[key] = self._measure_backward(weights, into, incoming, asked)
+            backwards[key] = self._measure_backward(weights, into, incoming)
         found = backwards[key]
         self.recalling.count(found.measured)
         self._kept.clear()
@@ -291,14 +300,14 @@ class _Recalled(LayerCall):
             del outputs
             held = apart.saved.held
             saved = [storage_id(tensor) in held for tensor in inputs]
-            return _Forward(kinds, rebuild, meter.all, meter.now - kinds.note_kept(), saved)
+            kept = meter.now - kinds.note_kept()
+            return _Forward(kinds, rebuild, meter.all, kept, saved, visit.needs_backward)
 
     def _measure_backward(
         self,
         weights: torch.Tensor,
-        into: torch.Tensor,
+        into: torch.Tensor | None,
         incoming: tuple[Kind | None, ...],
-        asked: Sequence[Asked],
     ) -> _Backward:
         with _disable_current_modes():
             visit, inputs = self._apart(_Apart(self.executor))
@@ -309,7 +318,7 @@ class _Recalled(LayerCall):
                 outputs, _ = visit.run(inputs, weights)
                 del outputs
                 with meter.measuring() as measured:
-                    used, found = visit.go_back(weights, into, given, gradients, asked)
+                    used, found = visit.go_back(weights, into, given, gradients)
             kinds = [None if gradient is None else Kind.of(gradient) for gradient in found]
             return _Backward(used, kinds, measured)
 
@@ -321,7 +330,7 @@ class _Recalled(LayerCall):
 
     def _apart(self, executor: Any) -> tuple[LayerCall, list[torch.Tensor]]:
         """A visit outside of the step, and inputs for it."""
-        return LayerCall(executor, self.call, self._policy, self._cut), [kind.make() for kind in self._given]
+        return LayerCall(executor, self.call, self.policy, self._cut), [kind.make() for kind in self._given]
 
 
 class _Apart:
@@ -329,7 +338,8 @@ class _Apart:
 
     def __init__(self, executor: Executor) -> None:
         self.backend, self.units, self.root = executor.backend, executor.units, executor.root
-        self.sum_in_fp32, self.hooked = executor.sum_in_fp32, executor.hooked
+        self.sum_in_fp32 = executor.sum_in_fp32
+        self.caller = executor.caller
         self.saved = _SavedApart()
 
 

@@ -18,11 +18,6 @@ from streamer.simulate.clock import Clock
 from streamer.simulate.cost import NOTHING, Cost, DeviceKernels, Operations, SeesOperations
 from streamer.simulate.machine import CPU, CUDA, Machine
 
-#: Kernels that the executor adds to a layer's visit on a GPU: one for each tensor of which it takes a sample,
-#: so that a layer which runs twice can be seen to compute the same. [Note: samples] Without them (where
-#: graphs are kept, in evaluation) a plan is too slow by these few launches.
-KERNELS_PER_VISIT = 2
-
 
 class CountsBytes(SeesOperations, Protocol):
     """Counts the bytes that operations hold: those that there are now, and were at most."""
@@ -112,10 +107,10 @@ class VirtualBackend(Backend):
         if not seconds:  # some work marks a moment and does nothing
             return self._clock.submit(lane, 0.0, waits, self._issue(cost.ops))
         machine = self.machine
-        issued = self._issue(cost.ops + KERNELS_PER_VISIT, machine.seconds_per_visit)
+        issued = self._issue(cost.ops, machine.seconds_per_visit)
         # where the host's cores compute, they do nothing while they work for the library
         is_cpu = machine.kind == CPU
-        seconds += machine.seconds_per_visit if is_cpu else KERNELS_PER_VISIT * machine.seconds_per_op
+        seconds += machine.seconds_per_visit if is_cpu else 0.0
         return self._clock.submit(lane, seconds, waits, issued)
 
     def _cost_of(self, work: Callable[[], object]) -> Cost:

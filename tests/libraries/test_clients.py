@@ -44,7 +44,7 @@ from streamer.memory.host import HALF_OF_LAST_PLACE, array
 from tests.libraries.common import LIGHTNINGS_OWN, fit
 from tests.libraries.test_huggingface import loss as labelled_loss
 from tests.libraries.test_peft import lora
-from tests.reference import VOCAB, assert_equal, assert_refused, batch, flat
+from tests.reference import VOCAB, assert_equal, batch, flat
 
 STEPS = 3
 #: Seconds by which each update comes late: longer than a client takes to its first read.
@@ -474,32 +474,6 @@ SCRIPTS += [gradients_kept, gradient_data_assigned, old_zero_grad]
 @pytest.mark.parametrize("client", SCRIPTS)
 def test_scripts(client: Client) -> None:
     assert_same(client, layers="layers")
-
-
-# --- writes that are refused ----------------------------------------------------------------------------
-
-
-class Clamping(Layer):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.up.weight.data.clamp_(-0.1, 0.1)
-        return super().forward(x)
-
-
-def test_a_layer_that_writes_its_own_weights_unseen_is_refused() -> None:
-    model = copy.deepcopy(net())
-    model.layers = nn.ModuleList(Clamping() for _ in range(3))
-    match = r"layer 'layers.0' writes its own weights.*between steps"
-    assert_refused(model, partial(token_loss, step=0), match, layers="layers")
-
-
-def test_weights_that_are_written_unseen_between_forward_and_backward() -> None:
-    """Neither the old nor the new weights give the plain gradient where the layer is run again."""
-    model = copy.deepcopy(net())
-    with wrapped(model, layers="layers"):
-        loss = token_loss(model, 0)
-        model.layers[1].up.weight.data.mul_(0.5)
-        with pytest.raises(RuntimeError, match=r"'layers.1' did not do the same.*written through .data"):
-            loss.backward()
 
 
 # --- averages of libraries ------------------------------------------------------------------------------

@@ -1,5 +1,4 @@
-"""Models of transformers in which some layers attend to the keys and values of others: refused by name, and
-streamed where their config lets none share."""
+"""Models of transformers in which some layers attend to the keys and values of others."""
 
 from __future__ import annotations
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-import streamer
 from tests.libraries.test_huggingface import loss
 from tests.reference import POLICIES, VOCAB, assert_parity, streamed, train_plain, train_streamed
 
@@ -48,29 +46,19 @@ def gemma(kind: str, sharing: int) -> nn.Module:
 
 
 @each_kind
-def test_layers_that_share_keys_are_refused_by_name(kind: str) -> None:
-    model = gemma(kind, sharing=2)
-    before = [param.data_ptr() for param in model.parameters()]
-    match = rf"^layer 'model\.layers\.2' \({kind}TextDecoderLayer\) shares keys and values of an earlier"
-    with pytest.raises(ValueError, match=match):
-        streamer.wrap(model, device="cpu")
-    with pytest.raises(ValueError, match=match):
-        streamer.plan(model, torch.zeros(1, 4, dtype=torch.long))
-    assert [param.data_ptr() for param in model.parameters()] == before
-
-
-@each_kind
 @POLICIES
-def test_a_model_whose_layers_share_none_trains(kind: str, activations: str) -> None:
-    """Some of its layers leave their keys for others all the same."""
-    model = gemma(kind, sharing=0)
+@pytest.mark.parametrize("sharing", [0, 2])
+def test_layers_share_keys_through_a_mapping(kind: str, sharing: int, activations: str) -> None:
+    """Some leave their keys for others also where none uses them. [Note: containers]"""
+    model = gemma(kind, sharing)
     expected = train_plain(model, loss_of=loss, steps=2)
     assert_parity(train_streamed(model, loss_of=loss, steps=2, activations=activations), expected)
 
 
 @each_kind
-def test_a_model_whose_layers_share_none_is_evaluated_in_micro_batches(kind: str) -> None:
-    model = gemma(kind, sharing=0).eval()
+@pytest.mark.parametrize("sharing", [0, 2])
+def test_layers_that_share_keys_are_evaluated_in_micro_batches(kind: str, sharing: int) -> None:
+    model = gemma(kind, sharing).eval()
     dims = dict.fromkeys(("per_layer_input",), 0)
     with torch.no_grad(), streamed(model, micro_batch_size=2, batch_dims=dims) as wrapped:
         torch.testing.assert_close(loss(wrapped, 0), loss(model, 0))

@@ -604,37 +604,6 @@ def test_load_with_assign() -> None:
         assert torch.equal(model(X), torch.zeros(2, 4)), "what was loaded is what runs"
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda layer: setattr(layer, "weight", nn.Parameter(torch.zeros(4, 4))),
-        lambda layer: setattr(layer, "weight", None),
-        lambda layer: delattr(layer, "weight"),
-    ],
-    ids=["replaced", "None", "removed"],
-)
-@pytest.mark.parametrize("grad", [False, True])
-def test_replacing_a_layers_parameter(change: Change, grad: bool) -> None:
-    match = r"'weight' of a Linear in layer 'blocks\.1' was re(placed|moved).*write into it .*or unwrap first"
-    with wrapped() as model:
-        mine = model.blocks[1].weight
-        change(model.blocks[1])
-        with pytest.raises(ValueError, match=match), torch.set_grad_enabled(grad):
-            model(X)
-        model.blocks[1].weight = mine
-        step(model)
-
-
-def the_model(model: nn.Module) -> None:
-    model(X)
-
-
-def layers_by_hand(model: nn.Module) -> None:
-    x = X
-    for block in model.blocks:
-        x = block(x)
-
-
 def linear() -> nn.Module:
     return nn.Linear(4, 4)
 
@@ -643,37 +612,22 @@ def weight() -> nn.Parameter:
     return nn.Parameter(torch.zeros(4, 4))
 
 
-REPLACED, ADDED = "layer '{}' was replaced by another Linear", "parameter '{}' was added or replaced"
-LOST = ".* is neither streamed nor clipped"
-CHANGES: dict[str, tuple[Change, str]] = {
-    "another layer": (
-        lambda model: model.blocks.__setitem__(1, linear()),
-        REPLACED.format("blocks.1") + LOST,
+CHANGES: dict[str, Change] = {
+    "another layer": lambda model: model.blocks.__setitem__(1, linear()),
+    "one more layer": lambda model: model.blocks.append(linear()),
+    "a layer deleted": lambda model: model.blocks.__delitem__(1),
+    "the last one deleted": lambda model: setattr(model, "blocks", model.blocks[:2]),
+    "layers reordered": lambda model: setattr(model, "blocks", nn.ModuleList(reversed(model.blocks))),
+}
+#: What leaves the list of layers as it is.
+GAINS: dict[str, Change] = {
+    "an adapter around a layer": lambda model: model.blocks.__setitem__(
+        1, nn.Sequential(model.blocks[1], linear())
     ),
-    "one more layer": (lambda model: model.blocks.append(linear()), ADDED.format("blocks.3.weight") + LOST),
-    "a layer deleted": (lambda model: model.blocks.__delitem__(1), REPLACED.format("blocks.1")),
-    "the last one deleted": (
-        lambda model: setattr(model, "blocks", model.blocks[:2]),
-        "layer 'blocks.2' was removed after streamer.wrap",
-    ),
-    "layers reordered": (
-        lambda model: setattr(model, "blocks", nn.ModuleList(reversed(model.blocks))),
-        REPLACED.format("blocks.0"),
-    ),
-    "an adapter around a layer": (
-        lambda model: model.blocks.__setitem__(1, nn.Sequential(model.blocks[1], linear())),
-        ADDED.format("blocks.1.1.weight"),
-    ),
-    "another head": (lambda model: setattr(model, "single", linear()), ADDED.format("single.weight")),
-    "another weight": (
-        lambda model: setattr(model.single, "weight", weight()),
-        ADDED.format("single.weight"),
-    ),
-    "one more weight": (lambda model: setattr(model.single, "more", weight()), ADDED.format("single.more")),
-    "a module in a layer": (
-        lambda model: setattr(model.blocks[1], "more", linear()),
-        "layer 'blocks.1' has gained or lost parameters.*'more.bias' and 1 more",
-    ),
+    "another head": lambda model: setattr(model, "single", linear()),
+    "another weight": lambda model: setattr(model.single, "weight", weight()),
+    "one more weight": lambda model: setattr(model.single, "more", weight()),
+    "a module in a layer": lambda model: setattr(model.blocks[1], "more", linear()),
 }
 
 
@@ -694,39 +648,41 @@ def test_a_layer_that_moves_to_the_next_list_is_noticed() -> None:
     with wrapped(TwoLists(), layers=["first", "second"]) as model:
         model(X)
         model.second.insert(0, model.first.pop(1))
-        with pytest.raises(ValueError, match="layer 'first.1' was removed after streamer.wrap"):
+        with pytest.raises(ValueError, match="layer 'first.1' was replaced or removed after streamer.wrap"):
             model(X)
 
 
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("use", [the_model, layers_by_hand])
 @pytest.mark.parametrize("name", CHANGES)
-def test_changing_the_model(name: str, use: Callable[[nn.Module], None], grad: bool) -> None:
-    """A changed model is refused until it is wrapped again; then it trains as it is."""
-    change, match = CHANGES[name]
+def test_changing_the_layers(name: str, grad: bool) -> None:
+    """They are refused until the model is wrapped again; then it trains as it is."""
+    match = r"after streamer.wrap: call streamer.unwrap\(model\), change the model, and wrap it again"
     with wrapped() as model, torch.set_grad_enabled(grad):
-        use(model)
-        change(model)
+        model(X)
+        CHANGES[name](model)
         for _ in range(2):
-            with pytest.raises(
-                ValueError,
-                match=match + r".*call streamer.unwrap\(model\), change the model.*and wrap it again",
-            ):
-                use(model)
+            with pytest.raises(ValueError, match=match):
+                model(X)
     plain = copy.deepcopy(model)
     with wrapped(model):
         assert torch.equal(model(X), plain(X))
         step(model)
 
 
-@pytest.mark.parametrize("activations", ["recompute", "keep"])
-def test_a_layer_that_changes_before_its_backward_is_noticed(activations: str) -> None:
-    """What it has gained would be dropped without a word where its graph is built already."""
-    with wrapped(activations=activations) as model:
-        loss = model(X).sum()
-        model.blocks[1].more = linear()
-        with pytest.raises(ValueError, match="layer 'blocks.1' has gained or lost parameters"):
-            loss.backward()
+@pytest.mark.parametrize("name", GAINS)
+def test_parameters_that_a_model_gains(name: str) -> None:
+    """They run as in plain PyTorch, and have gradients for whoever trains them."""
+    with wrapped() as model:
+        step(model)
+        with torch.random.fork_rng(devices=[]):
+            GAINS[name](model)
+        plain = copy.deepcopy(model)
+        for each in (model, plain):
+            each.zero_grad()
+            each(X).square().sum().backward()
+        for (path, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert (mine.grad is None) == (theirs.grad is None), path
+            assert mine.grad is None or torch.equal(mine.grad, theirs.grad), path
 
 
 def test_changing_what_has_no_parameters_works() -> None:
@@ -747,9 +703,6 @@ def test_changes_are_looked_for_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> 
         for passes in range(1, 4):
             model(X).sum().backward()
             assert len(checks) == passes + 1  # and before the first use of the root unit
-        layers_by_hand(model)
-        layers_by_hand(model)
-        assert len(checks) <= 6
 
 
 # --- layers that change what they are given -----------------------------------------------------------
@@ -786,13 +739,10 @@ class Caller(nn.Module):
         return x
 
 
-CHANGED = r"layer 'blocks\.0' changes what it is given.*: let it return the new value"
-
-
 @pytest.mark.parametrize("activations", ["recompute", "keep"])
 def test_a_layer_that_writes_its_input(activations: str) -> None:
     with wrapped(Caller(lambda x: x.mul_(2)), activations=activations) as model:
-        with pytest.raises(ValueError, match=CHANGED):
+        with pytest.raises(RuntimeError, match="in-place operation"):
             model(X)
         with torch.no_grad():
             model(X)  # no backward will run it again
@@ -821,9 +771,10 @@ ARGUMENTS: dict[str, tuple[Callable[[torch.Tensor, Any], None], Callable[[], Any
 
 @pytest.mark.parametrize("argument", ARGUMENTS)
 def test_a_layer_that_changes_an_argument(argument: str) -> None:
-    """As caches do in generation: without gradients the change must reach the caller, as in plain PyTorch."""
+    """As caches do in generation: without gradients the change must reach the caller, as in plain PyTorch. In
+    training it reaches the caller where it is one of a list or a dict."""
     change, make = ARGUMENTS[argument]
-    model, plain, by_hand, whole = Caller(change), make(), make(), make()
+    model, plain, by_hand, whole, in_training = Caller(change), make(), make(), make(), make()
 
     def count(value: Any) -> int:
         return len(value.layers[0].keys if isinstance(value, Box) else value)
@@ -831,13 +782,14 @@ def test_a_layer_that_changes_an_argument(argument: str) -> None:
     with torch.no_grad():
         model(X, plain)
     with wrapped(model):
-        with pytest.raises(ValueError, match=CHANGED):
-            model(X, make())
         with torch.no_grad():
             x = model.embed(X)
             for block in model.blocks:
                 x = block(x, by_hand)
             model(X, whole)
+        if not isinstance(plain, Box):
+            model(X, in_training).sum().backward()
+            assert count(in_training) == count(plain)
     assert count(by_hand) == count(whole) == count(plain) > count(make())
 
 
@@ -985,16 +937,3 @@ def test_a_gradient_set_by_hand_waits_for_the_update_that_reads_the_last_one() -
 
     slow = ThreadBackend(delays={Lane.HOST: lambda: 0.01})
     assert_trains_alike(Net(), loop, options={"layers": "blocks", "backend": slow}, lr=1e-2)
-
-
-def test_weights_written_unseen_while_their_update_runs_are_refused() -> None:
-    """By code that got their memory before the update, and counts its writes as PyTorch's operations do."""
-    slow = ThreadBackend(delays={Lane.HOST: lambda: 0.01})
-    with wrapped(backend=slow) as model:
-        optimizer = streamer.AdamW(model.parameters(), lr=0.1)
-        model(X).sum().backward()
-        optimizer.step()
-        with torch._C.DisableTorchFunctionSubclass():
-            torch.autograd.graph.increment_version([block.weight for block in model.blocks])
-        with pytest.raises(RuntimeError, match=r"weights of 'blocks.0' were written.*streamer.synchronize"):
-            model(X)

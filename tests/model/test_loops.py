@@ -434,7 +434,7 @@ class OwnFlag(Layer):
         (Segment, {"recompute": 3, "keep": 2}),
         (lambda: Net(Inside), {"recompute": 2, "keep": 1}),
         (lambda: Net(partial(Inside, True)), {"recompute": 2, "keep": 1}),
-        (lambda: Net(OwnFlag), {"recompute": 2, "keep": 2}),
+        (lambda: Net(OwnFlag), {"recompute": 2, "keep": 1}),
     ],
     ids=["around", "around-reentrant", "segment", "inside", "inside-reentrant", "own-flag"],
 )

@@ -439,17 +439,13 @@ class UsesNeighbour(nn.Module):
 
 
 @pytest.mark.parametrize("activations", ["recompute", "keep"])
-def test_a_part_that_uses_another_one(activations: str) -> None:
+def test_a_part_that_calls_another_one_is_refused(activations: str) -> None:
     net = Net(UsesNeighbour)
-    least = least_bytes(net)
-    actual = train_streamed(net, steps=3, device_memory=least, activations=activations)
-    assert_parity(actual, train_plain(net, steps=3))
-    one_slot = least_bytes(net, num_slots=1)
-    refusal = "'blocks.1.up' is called while every slot is in use"
-    with (
-        streamed(net, device_memory=one_slot, num_slots=1, activations=activations) as model,
-        pytest.raises(RuntimeError, match=refusal),
-    ):
+    match = (
+        "'blocks.1.up' is called inside of layer 'blocks.1.down': call it outside of other streamed layers"
+    )
+    options = {"device_memory": least_bytes(net), "activations": activations}
+    with streamed(net, **options) as model, pytest.raises(RuntimeError, match=match):
         model(batch(0)[:, :-1])
 
 

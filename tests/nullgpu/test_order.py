@@ -16,7 +16,7 @@ import torch
 
 import streamer
 import streamer.engine.paging.executor
-from streamer.engine.layer import parameter_gradients
+from streamer.engine.layer import collector
 from streamer.engine.schedule.hazards import Hazards
 from streamer.engine.wrapped.handle import wrapped
 from tests.nullgpu import device
@@ -43,7 +43,7 @@ def late_copies() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def gradients_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small gradients are copied together by a kernel, which does nothing on nullgpu."""
-    monkeypatch.setattr(parameter_gradients, "SMALL_BYTES", -1)
+    monkeypatch.setattr(collector, "SMALL_BYTES", -1)
 
 
 @contextmanager

@@ -5,9 +5,9 @@ A layer computes each sample by itself. So two slices that it runs together give
 are cut along the batch. Cut along time they do not: attention, a convolution or a table of positions sees
 other tokens. The first time that a kind of layer is cut (a class and shapes of parameters in a list, and the
 arguments with the dimensions along which they are cut), the first two slices therefore run both ways, in
-evaluation mode, without dropout and with a graph that saves nothing. Random states, buffers and attributes
-are put back. The user's hooks inside of the layer are left out, unless the layer does not pass without them.
-Once a kind has passed, nothing is computed again.
+evaluation mode, without dropout and without a graph. Random states, buffers and attributes are put back. The
+user's hooks inside of the layer are left out, unless the layer does not pass without them. Once a kind has
+passed, nothing is computed again.
 
 Kernels for batches of other lengths round otherwise. Differences are therefore taken relative to what the
 layer adds to its hidden states, or to the output itself where it has another shape. By that measure the right
@@ -28,16 +28,15 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from streamer.engine.layer.ambient import Autocast
-from streamer.engine.layer.call import Call
 from streamer.engine.layer.micro_batches import ROUNDING, BatchSlices, Joined
+from streamer.engine.layer.surroundings import autocast_settings
 from streamer.engine.paging.unit import Unit
 from streamer.engine.tensors.nested import Rebuild, Tensors, constants, flatten
 from streamer.engine.tensors.parts import plain_parts
@@ -47,11 +46,21 @@ from streamer.engine.tensors.parts import plain_parts
 ROUNDING_FP32 = ROUNDING / 10
 
 
-def check_batch(cut: BatchSlices, call: Call, weights: torch.Tensor, root: Unit, inputs: Tensors) -> None:
+class Runs(Protocol):
+    """A call of a layer."""
+
+    @property
+    def unit(self) -> Unit: ...
+
+    def run_aside(self, weights: torch.Tensor, inputs: Tensors) -> tuple[list[torch.Tensor], Rebuild]:
+        """What the layer returns for ``inputs`` on the slot ``weights``; nothing else is left of that run."""
+
+
+def check_batch(cut: BatchSlices, call: Runs, weights: torch.Tensor, inputs: Tensors) -> None:
     """Raise ValueError if the first two slices that ``cut`` makes of ``inputs`` give other results together
     than apart, where ``call`` runs on the slot ``weights``. [Note: the check of a batch]"""
     assert cut.unchecked is not None
-    is_right = partial(_is_right, cut, call, weights, root, inputs)
+    is_right = partial(_is_right, cut, call, weights, inputs)
     try:
         passes = _passes_without_hooks(is_right, call.unit.modules) or is_right()
     except Exception as error:
@@ -80,22 +89,21 @@ def _passes_without_hooks(is_right: Callable[[], bool], modules: Sequence[nn.Mod
         return False
 
 
-def _is_right(cut: BatchSlices, call: Call, weights: torch.Tensor, root: Unit, inputs: Tensors) -> bool:
+def _is_right(cut: BatchSlices, call: Runs, weights: torch.Tensor, inputs: Tensors) -> bool:
     """Whether both ways give the same, up to rounding."""
     unit = call.unit
     run = partial(call.run_aside, weights)
     pair = cut._replace(slices=cut.slices[:2])
     both = cut._replace(slices=[(0, sum(length for _, length in pair.slices))]).inputs(inputs, 0)
-    is_short = unit.is_short or Autocast.now(weights.device).is_on() or any(map(_is_short, both))
+    is_cast = any(enabled for _, enabled, _ in autocast_settings(weights.device))
+    is_short = is_cast or any(map(_is_short, (*unit.params, *both)))
     with _in_evaluation(unit.modules), _WithoutDropout():
         together = _result(run(both), both)
-        # what the first run alone writes, a table that is made when it is needed say, may be written
-        with root.buffers_unwritten_by(unit.name):
-            joined = Joined(unit.name, pair, both, run)
-            for number in range(2):
-                given = pair.inputs(both, number)
-                outputs, rebuild = run(given)
-                joined.add(number, outputs, rebuild, given)
+        joined = Joined(unit.name, pair, both, run)
+        for number in range(2):
+            given = pair.inputs(both, number)
+            outputs, rebuild = run(given)
+            joined.add(number, outputs, rebuild, given)
         apart = joined.rebuild([*joined.tensors, *both])
     tolerance = ROUNDING if is_short else ROUNDING_FP32
     return _are_alike(apart, together, both[cut.hidden], tolerance)

@@ -1,235 +1,473 @@
-"""What a layer's ``forward`` becomes: a function of its weights, fetched for the call.
+"""A streamed layer: its forward runs on the slot that it is in then, its backward on the slot that it is in
+by then.
 
-[Note: key/value caches]
-A model with ``use_cache=True`` hands every layer one cache object and the layer appends its keys and
-values to it. A layer that runs again in backward appends them a second time and attends to both:
-wrong gradients and no error. In training an empty cache is therefore taken out of a layer's arguments
-(the layer then attends to its own keys and values, as it would have), and one with tokens in it is
-refused. Whatever else a layer changes among its arguments is found by `nested.fingerprint`.
+[Note: the layer] A layer is a function of its weights. One `autograd.Function` stands for it in the user's
+graph. The layer's own graph is a separate one, which begins at the detached inputs and at views of a slot.
+What it saves depends on the policy, `wrap(activations=...)`:
+
+- "recompute" runs the layer under `torch.utils.checkpoint`, which drops what the graph saves. Backward's
+  first unpack runs the layer again, on the slot that it is in by then. Random states, autocast, early stop
+  and the check that both runs save the same are PyTorch's, and so is the contract;
+- "recompute+offload" does the same, and the inputs wait in host memory: [Note: saved inputs];
+- "keep" saves a view of the slot as its offset, size and stride, and everything else as it is.
+
+Slots hold other layers in between, so the layer's own graph must not be entered but by the layer's own
+backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from itertools import compress
+from typing import Any, NamedTuple
 
 import torch
-from torch.autograd import forward_ad
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
-from streamer.engine.layer.activation import LayerCall, Outputs
-from streamer.engine.layer.ambient import Autocast, past_checkpoints
+from streamer.engine.layer.arguments import (
+    Outputs,
+    added_to,
+    apart,
+    containers,
+    detached,
+    hand_over,
+    is_cache,
+    let_go,
+    passed_on,
+    require_grad,
+    without_caches,
+)
 from streamer.engine.layer.batch_check import check_batch
-from streamer.engine.layer.call import Call, CompiledForward, Compiler, apart, is_compiled, run_on_slot
-from streamer.engine.layer.micro_batches import AmbiguousBatchError, BatchSlices, Joined, MicroBatches
+from streamer.engine.layer.collector import Collector, graph_is_retained, is_added_to
+from streamer.engine.layer.compiled import refuse_compiler_error
+from streamer.engine.layer.micro_batches import (
+    AmbiguousBatchError,
+    BatchSlices,
+    Joined,
+    JoinedGradients,
+    MicroBatches,
+    Parts,
+)
 from streamer.engine.layer.outside_access import HAD, unwatched
-from streamer.engine.layer.parameter_gradients import Asked, InGraph, asked_of
-from streamer.engine.layer.policies import POLICIES
-from streamer.engine.layer.recompute import Owners
 from streamer.engine.layer.recorded import RecordingForward
-from streamer.engine.layer.sharing import untangle
+from streamer.engine.layer.refusals import MEANINGS, refuse_dual, refuse_transforms
+from streamer.engine.layer.slot_views import InContexts, Remade, SlotView, place_of
+from streamer.engine.layer.surroundings import past_checkpoints, uncached_autocast, without_own_checkpoint
 from streamer.engine.paging.executor import Executor
-from streamer.engine.paging.unit import Unit
+from streamer.engine.paging.unit import Unit, leaked
 from streamer.engine.schedule.order import Phase
-from streamer.engine.tensors.guarded import as_plain, never_traced
-from streamer.engine.tensors.nested import Rebuild, Tensors, fingerprint, flatten, reachable
+from streamer.engine.tensors.guarded import never_traced
+from streamer.engine.tensors.module_state import ModuleState
+from streamer.engine.tensors.nested import Rebuild, Tensors, flatten
 from streamer.engine.tensors.parts import aliases
+from streamer.engine.tensors.saved import Saved, storages
 from streamer.torch_private import (
     SubclassesOn,
-    backward_number,
-    in_distributed_forward,
-    in_forward_mode,
-    in_trace,
-    in_transform,
-    is_batched,
+    run_backward,
+    storage_owners,
 )
 
-
-def without_caches(
-    args: tuple[Any, ...], kwargs: dict[str, Any], layer: str
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """``args`` and ``kwargs`` of a layer without empty caches. [Note: key/value caches]
-
-    Raises ValueError for a cache that holds tokens already.
-    """
-    caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
-    if not caches:
-        return args, kwargs
-    if tokens := max(int(cache.get_seq_length()) for cache in caches):
-        raise ValueError(
-            f"layer '{layer}' got a key/value cache with {tokens} tokens while gradients are on: train "
-            "without one (use_cache=False, and cache=None or past_key_values=None), or run this forward "
-            "under torch.no_grad()"
-        )
-    named = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
-    if "use_cache" in named:
-        named["use_cache"] = False
-    return tuple(None if _is_cache(value) else value for value in args), named
+Forward = Callable[..., Any]
+OutputGradients = Sequence[torch.Tensor | None]
 
 
-def holds_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether one of the arguments is a cache."""
-    return any(_is_cache(value) for value in (*args, *kwargs.values()))
+class Policy(NamedTuple):
+    """What is kept of a layer's forward until its backward. [Note: the layer]"""
+
+    keeps_graph: bool = False
+    offloads_inputs: bool = False
 
 
-def _is_cache(value: object) -> bool:
-    # the protocol of transformers.Cache, which need not be installed
-    return hasattr(value, "get_seq_length") and (hasattr(value, "update") or hasattr(value, "reorder_cache"))
+#: The values of ``wrap(activations=...)``.
+POLICIES = {
+    "recompute": Policy(),
+    "recompute+offload": Policy(offloads_inputs=True),
+    "keep": Policy(keeps_graph=True),
+}
 
 
-class _Unread(dict[Any, Any]):
-    """A mapping that keeps nothing."""
+class Call(NamedTuple):
+    """A layer's forward and its arguments but for tensors: ``rebuild`` makes (args, kwargs) from those."""
 
-    def __setitem__(self, key: object, value: object) -> None:
-        return
+    unit: Unit
+    forward: Forward
+    rebuild: Rebuild
 
+    def run(self, inputs: Tensors) -> Outputs:
+        """The tensors in the layer's result, and after that in what it has put into containers that it was
+        given. [Note: containers]"""
+        args, kwargs = self.rebuild(inputs)
+        boxes = containers((args, kwargs))
+        before = [dict(box) if isinstance(box, MutableMapping) else list(box) for box in boxes]
+        result = self.forward(*args, **kwargs)
+        added = [added_to(box, old) for box, old in zip(boxes, before, strict=True)]
+        return passed_on(*flatten((result, added)), inputs)
 
-def without_unread_keys(kwargs: dict[str, Any], unit: Unit) -> dict[str, Any]:
-    """``kwargs`` with a mapping that keeps nothing in place of the one in which some layers of Gemma 3n and
-    Gemma 4 leave their keys and values. Nobody reads those: `find_layers` refuses layers that do."""
-    if "shared_kv_states" not in kwargs:
-        return kwargs
-    leaves_keys = any(getattr(module, "store_full_length_kv", False) for module in unit.modules)
-    return {**kwargs, "shared_kv_states": _Unread()} if leaves_keys else kwargs
-
-
-def check_transforms(layer: str, tensors: Iterable[torch.Tensor | None] = ()) -> None:
-    """Raise RuntimeError inside of a transform of `torch.func`, for batched gradients among ``tensors``, and
-    inside of another data parallel module or of `torch.jit.trace`."""
-    check_not_traced()
-    batched = any(tensor is not None and is_batched(tensor) for tensor in tensors)
-    if batched or in_transform():
-        raise RuntimeError(
-            "transforms of torch.func (grad, vjp, jvp, vmap) and batched gradients do not go through "
-            f"streamed layer '{layer}': use torch.autograd.grad, or call streamer.unwrap(model) first"
-        )
-    if in_distributed_forward():
-        raise RuntimeError(
-            f"DistributedDataParallel does not see when the gradients of streamed layer '{layer}' have "
-            "arrived: train without it, several GPUs by streamer.wrap(process_group=...)"
-        )
-
-
-def check_not_traced() -> None:
-    """Raise RuntimeError inside of `torch.jit.trace`, which would record slots in place of weights."""
-    if in_trace():
-        raise RuntimeError(
-            "torch.jit.trace (which torch.onnx.export and TensorBoard's add_graph may use) cannot record a "
-            "wrapped model, whose layers have their weights only while they run: call "
-            "streamer.unwrap(model) first, or trace copy.deepcopy(model), which is a plain model"
-        )
-
-
-def check_dual(layer: str, inputs: Tensors) -> None:
-    """Raise RuntimeError for inputs of forward-mode differentiation."""
-    if in_forward_mode() and any(forward_ad.unpack_dual(x).tangent is not None for x in inputs):
-        raise RuntimeError(
-            f"forward-mode differentiation of streamed layer '{layer}' works only where backward does not: "
-            "run it under torch.no_grad()"
-        )
-
-
-def infer(
-    run: Callable[[tuple[Any, ...], dict[str, Any]], Any],
-    unit: Unit,
-    micro_batches: MicroBatches,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    aside: Callable[[Rebuild, Tensors], Outputs],
-    check: Callable[[BatchSlices, Rebuild, Tensors], None],
-) -> Any:
-    """What ``run`` makes of ``args`` and ``kwargs``; ``aside`` does `Call.run_aside` for them, and ``check``
-    does `check_batch`. A batch with a key/value cache, which is written, is not cut; where the batch is not
-    cut, ``run`` is given the very same objects.
-
-    Raises ValueError where a layer whose batch is cut changes what it is given, or writes a cache of its own.
-    """
-    inputs, rebuild = flatten((args, kwargs))
-    cut = BatchSlices.none(inputs)
-    # generation comes by sequences that are as long as the batch: all of them at a time is never wrong
-    with suppress(AmbiguousBatchError):
-        cut = micro_batches.cut(args, kwargs, inputs) if not holds_cache(args, kwargs) else cut
-    if len(cut.slices) == 1:
-        return run(args, kwargs)
-    joined = Joined(unit.name, cut, inputs, partial(aside, rebuild))
-    start_again = unit.start_again()
-    with unit.dequantized_once(times=len(cut.slices)):
-        if cut.unchecked is not None:
-            check(cut, rebuild, inputs)
-        for number in range(len(cut.slices)):
-            start_again()
-            given = cut.inputs(inputs, number)
-            given_args, given_kwargs = rebuild(given)
-            given_kwargs = without_unread_keys(given_kwargs, unit)
-            before, kept = fingerprint((given_args, given_kwargs)), _kept(unit)
-            try:
-                result = run(given_args, given_kwargs)
-            except Exception as error:
-                cut.explain(error, unit.name, inputs)
-                raise
-            outputs, rebuild_result = untangle(unit.name, *flatten(result), given)
-            if fingerprint((given_args, given_kwargs)) != before:
-                raise ValueError(
-                    f"layer '{unit.name}' changes what it is given (a tensor in place, or a list), and would "
-                    "do so for each micro-batch: let it return the new value, or wrap without "
-                    "micro_batch_size"
-                )
-            _check_kept(unit, kept, cut.slices[number][1])
-            joined.add(number, outputs, rebuild_result, given)
-    return joined.rebuild([*joined.tensors, *inputs])
-
-
-def _kept(unit: Unit) -> list[tuple[torch.Tensor, int]]:
-    """Tensors of two dimensions or more that the modules of ``unit`` have beside parameters, and their
-    versions."""
-    held = [
-        value
-        for values in unit.attributes().values()
-        for name, value in values.items()
-        if name not in ("_parameters", "_modules")
-    ]
-    return [
-        (tensor, 0 if tensor.is_inference() else tensor._version)
-        for tensor in reachable(held)
-        if tensor.dim() > 1
-    ]
-
-
-def _check_kept(unit: Unit, before: list[tuple[torch.Tensor, int]], length: int) -> None:
-    """Raise ValueError if ``unit`` keeps a tensor of a slice of ``length`` samples, which the next slice
-    would find as its own."""
-    versions = {id(tensor): version for tensor, version in before}
-    for tensor, version in _kept(unit):
-        if version != versions.get(id(tensor), version) or (
-            id(tensor) not in versions and tensor.shape[0] == length
+    def run_aside(self, weights: torch.Tensor, inputs: Tensors) -> Outputs:
+        """What `run` returns for ``inputs`` on the slot ``weights``. Nothing else is left of that run: its
+        graph saves nothing, the layer's buffers and tensor attributes and all random states are what they
+        were."""
+        unit, state = self.unit, ModuleState(self.unit.module)
+        devices = [weights.device] if weights.device.type == "cuda" else []
+        saves_nothing = saved_tensors_hooks(lambda _: None, _nothing_saved)
+        with (
+            torch.random.fork_rng(devices),
+            saves_nothing,
+            unit.using(unit.leaves(weights)),
+            state.take().again(),
         ):
-            raise ValueError(
-                f"layer '{unit.name}' writes a tensor of shape {tuple(tensor.shape)} that it keeps, a "
-                "key/value cache say; one micro-batch would read another's: wrap without micro_batch_size"
+            return self.run(inputs)
+
+
+def _nothing_saved(_: object) -> torch.Tensor:
+    raise AssertionError("nobody goes back through a run aside")
+
+
+class _Frame:
+    """What the layer's own graph needs to run the layer again. The graph holds this object, which must not
+    hold the graph: nobody would see the circle."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        #: the slot with the weights, and the inputs, while the layer's forward or backward runs
+        self.weights: torch.Tensor | None = None
+        self.inputs: Tensors = ()
+        self.rebuild: Rebuild | None = None
+        #: what the first run has changed, as it was before
+        self._before = ModuleState.nothing()
+
+    def run(self, _: object = None) -> tuple[torch.Tensor, ...]:
+        """The layer's tensors. The second run begins with what the first one began with."""
+        self.check()
+        unit, is_first = self.call.unit, self.rebuild is None
+        with without_own_checkpoint(unit.module):
+            if is_first:
+                before = unit.state.take()
+                outputs, self.rebuild = self.call.run(self.inputs)
+                self._before = before.changed()
+            else:
+                with self._before.again():
+                    outputs, _ = self.call.run(self.inputs)
+        return tuple(outputs)
+
+    def check(self) -> torch.Tensor:
+        """The slot. Raises RuntimeError unless the layer's own forward or backward runs."""
+        if self.weights is None:
+            raise leaked(self.call.unit.name)
+        return self.weights
+
+
+class LayerRun:
+    """One run of a layer, on its batch or on a slice of it: the layer's own graph, from forward to
+    backward."""
+
+    def __init__(self, executor: Executor, call: Call, policy: Policy) -> None:
+        self.executor = executor
+        self.call = call
+        self.policy = policy
+        #: gives up what the run has kept on the device
+        self.release: Callable[[], object] = lambda: None
+        self._frame = _Frame(call)
+        #: where the layer's own graph begins; it holds no memory between forward and backward
+        self._inputs: list[torch.Tensor] = []
+        #: where gradients come in, for each output that may bring one; edges, since tensors would hold memory
+        self._outputs: list[GradientEdge | None] | None = None
+        self._contexts = InContexts((), torch.empty(0))
+
+    @property
+    def needs_backward(self) -> bool:
+        """Whether a gradient may come to one of the outputs."""
+        return any(edge is not None for edge in self._outputs or ())
+
+    def first_run(self, weights: torch.Tensor, inputs: Tensors) -> Outputs:
+        """The tensors that leave the layer, and what makes its result of them. The weights are in the slot
+        ``weights``."""
+        unit, frame = self.call.unit, self._frame
+        self._inputs = detached(inputs)
+        leaves, owners = unit.leaves(weights), storage_owners(weights)
+        frame.weights, frame.inputs = weights, self._inputs
+        try:
+            with (
+                past_checkpoints(),
+                uncached_autocast(weights.device),
+                torch.enable_grad(),
+                unit.using(leaves),
+            ):
+                run = self._with_graph if self.policy.keeps_graph else self._checkpointed
+                outputs = apart(run(weights), (weights, *inputs))
+        finally:
+            frame.weights, frame.inputs = None, ()
+        assert frame.rebuild is not None, "it has run"
+        # to look through the graph takes as long as a small layer
+        if unit.has_contexts or storage_owners(weights) > owners:
+            self._contexts = InContexts(outputs, weights)
+            unit.has_contexts = bool(self._contexts)
+        let_go(self._inputs)
+        self._outputs = [get_gradient_edge(output) if output.requires_grad else None for output in outputs]
+        return [output.detach() for output in outputs], frame.rebuild
+
+    def _checkpointed(self, weights: torch.Tensor) -> Sequence[torch.Tensor]:
+        # the tensor tells PyTorch of which device it is to keep the random state
+        found: Sequence[torch.Tensor] = checkpoint(self._frame.run, weights.new_empty(0), use_reentrant=False)
+        return found
+
+    def _with_graph(self, weights: torch.Tensor) -> Sequence[torch.Tensor]:
+        held: dict[int, int] = {}
+        frame = self._frame
+
+        def pack(saved: torch.Tensor) -> Saved | SlotView | Remade:
+            if aliases(saved, weights):
+                return place_of(saved, weights)
+            held.update(storages([saved]))
+            # a node may save its own output, which would keep the node, and so itself, for good; an input's
+            # leaf is about to be let go
+            return Saved.now(saved.detach())
+
+        def unpack(saved: Saved | SlotView | Remade) -> torch.Tensor:
+            slot = frame.check()
+            return saved.unchanged() if isinstance(saved, Saved) else saved.view(slot)
+
+        with saved_tensors_hooks(pack, unpack):
+            outputs = frame.run()
+        self.release = self.executor.saved.hold(self, held)
+        return outputs
+
+    def go_back(
+        self, weights: torch.Tensor, inputs: Tensors, gradients: OutputGradients, collector: Collector | None
+    ) -> list[torch.Tensor | None]:
+        """From the gradients of the outputs those of the inputs. Those of parameters go to ``collector``;
+        without one they are not made. The weights are in the slot ``weights``."""
+        unit, frame, ends, keeps = self.call.unit, self._frame, self._outputs, graph_is_retained()
+        if ends is None:
+            raise RuntimeError(
+                f"layer '{unit.name}' is gone through backward a second time: call "
+                "backward(retain_graph=True) the first time"
             )
+        if not keeps:
+            self._outputs = None
+        frame.weights, frame.inputs = weights, detached(inputs)
+        unit.collector = collector
+        pairs = [
+            (end, gradient)
+            for end, gradient in zip(ends, gradients, strict=True)
+            if end is not None and gradient is not None
+        ]
+        try:
+            self._contexts.point(unit, weights)
+            # for checkpoints inside of the layer too, which run a part of it again
+            with unit.using(unit.leaves(weights)):
+                _go_through(pairs, [t for t in self._inputs if t.requires_grad], collector, keeps)
+            if collector is not None:
+                collector.end_slice()
+            return [tensor.grad for tensor in self._inputs]
+        finally:
+            frame.weights, frame.inputs, unit.collector = None, (), None
+            # a graph that is kept may be gone through again, even after an error
+            for tensor in self._inputs:
+                tensor.grad = None
+
+
+def _go_through(
+    pairs: Sequence[tuple[GradientEdge, torch.Tensor]],
+    inputs: Tensors,
+    collector: Collector | None,
+    keeps: bool,
+) -> None:
+    if not pairs:
+        return
+    ends, gradients = zip(*pairs, strict=True)
+    if collector is not None:
+        # autograd has made these gradients itself: to look at them again would take half of the time
+        run_backward(ends, gradients, keeps, False, (), allow_unreachable=True, accumulate_grad=True)
+    elif inputs:
+        torch.autograd.backward(ends, gradients, retain_graph=keeps, inputs=inputs)
+
+
+class LayerCall:
+    """One call of a layer and the backward that belongs to it: a run for each slice of the batch that ``cut``
+    makes."""
+
+    def __init__(self, executor: Executor, call: Call, policy: Policy, cut: BatchSlices) -> None:
+        self.executor = executor
+        self.thread = executor.caller()
+        self._updates = call.unit.updates
+        self.call = call
+        self.policy = policy
+        self.saves_inputs = not policy.keeps_graph
+        self.runs = [LayerRun(executor, call, policy) for _ in cut.slices]
+        #: what leaves the layer, until it has
+        self.outputs: list[torch.Tensor] = []
+        #: which of the inputs are paged, and the number under which `InputPager` has them
+        self._paged: list[bool] = []
+        self._number: int | None = None
+        self._cut = cut
+        self._shapes: Sequence[torch.Size] = ()
+        self._parts: Parts = ()
+        self._release: Callable[[], object] = lambda: None
+
+    def forward(self, inputs: Tensors, phase: Phase) -> Rebuild:
+        """Run the layer; what makes its result of `outputs`."""
+        self._paged = [
+            self.policy.offloads_inputs and self.executor.inputs.takes(tensor) for tensor in inputs
+        ]
+        if any(self._paged):
+            self._number = self.executor.inputs.save(self, list(compress(inputs, self._paged)))
+        self.outputs, rebuild = self.executor.forward(self.call.unit, partial(self.run, inputs), phase)
+        if self.saves_inputs:
+            self._release = self.executor.saved.hold(self, storages(self.kept(inputs)))
+        return rebuild
+
+    def run(self, inputs: Tensors, weights: torch.Tensor) -> Outputs:
+        """The work of `forward`, on the slot ``weights``."""
+        self._shapes = [tensor.shape for tensor in inputs]
+        joined = Joined(self.call.unit.name, self._cut, inputs, partial(self.call.run_aside, weights))
+        with self.call.unit.dequantized_once(times=len(self.runs)):
+            if self._cut.unchecked is not None:
+                check_batch(self._cut, self.call, weights, inputs)
+            for number, run in enumerate(self.runs):
+                given = self._cut.inputs(inputs, number)
+                with self._cut.explaining(self.call.unit.name, inputs):
+                    outputs, rebuild = run.first_run(weights, given)
+                joined.add(number, outputs, rebuild, given)
+        # not more of it: what has left the layer holds this object
+        self._parts = joined.parts
+        return joined.tensors, joined.rebuild
+
+    @property
+    def needs_backward(self) -> bool:
+        """Whether a gradient may come to one of the outputs."""
+        return any(run.needs_backward for run in self.runs)
+
+    def kept(self, inputs: Tensors) -> list[torch.Tensor]:
+        """Those of ``inputs`` that wait for backward on the device."""
+        if not self.saves_inputs:
+            return []
+        return [tensor for tensor, is_paged in zip(inputs, self._paged, strict=True) if not is_paged]
+
+    def backward(self, kept: Tensors, gradients: OutputGradients, *, adds: bool) -> list[torch.Tensor | None]:
+        """The gradients of the inputs, from those of the outputs; with ``adds`` those of the parameters leave
+        for the host. ``kept`` are the inputs that were saved on the device."""
+        unit, executor = self.call.unit, self.executor
+        if executor.released:
+            raise RuntimeError(
+                "the model was unwrapped since the forward that this backward belongs to: run the forward "
+                "again"
+            )
+        if self._updates != unit.updates:
+            raise RuntimeError(
+                f"the weights of layer '{unit.name}' were updated since the forward that this backward "
+                "belongs to: call backward() before optimizer.step()"
+            )
+        if adds:
+            executor.landing.check(unit)
+        found: list[torch.Tensor | None] = []
+
+        def work(weights: torch.Tensor, into: torch.Tensor, paged: Tensors) -> list[bool]:
+            sources = iter(kept), iter(paged)
+            inputs = [next(sources[is_paged]) for is_paged in self._paged] if self.saves_inputs else []
+            used, of_inputs = self.go_back(weights, into if adds else None, inputs, gradients)
+            found.extend(of_inputs)
+            if not graph_is_retained():
+                self._give_up()
+            return used
+
+        # backward() of a loss of a tensor subclass runs with subclasses switched off
+        with SubclassesOn():
+            executor.backward(unit, work, self._number)
+        return found
+
+    def go_back(
+        self,
+        weights: torch.Tensor,
+        into: torch.Tensor | None,
+        inputs: Tensors,
+        gradients: OutputGradients,
+    ) -> tuple[list[bool], list[torch.Tensor | None]]:
+        """The work of `backward`: from the weights in a slot and the gradients of the outputs to those of the
+        parameters, which it writes ``into`` a gradient slot if there is one, and of the inputs. Says which
+        parameters have one."""
+        unit, assembled = self.call.unit, JoinedGradients(self._cut, self._shapes)
+        in_fp32 = len(self.runs) > 1 and self.executor.sum_in_fp32
+        collector = None if into is None else Collector(unit, into, in_fp32=in_fp32)
+        recomputed_on = weights.device if self.saves_inputs else None
+        with unit.dequantized_once(times=len(self.runs), backward_on=recomputed_on):
+            for number, run in enumerate(self.runs):
+                given = self._cut.inputs(inputs, number) if self.saves_inputs else ()
+                incoming = self._cut.gradients(gradients, self._parts, number)
+                assembled.add(number, run.go_back(weights, given, incoming, collector))
+        used = [False] * len(unit.trainable) if collector is None else collector.finish()
+        return used, assembled.tensors
+
+    def _give_up(self) -> None:
+        """Hold nothing any more: no other backward comes."""
+        self._release()
+        if self._number is not None:
+            self.executor.inputs.forget(self._number)
+        for run in self.runs:
+            run.release()
+
+
+class _Layer(torch.autograd.Function):
+    """A streamed layer in the user's graph: tensors in, tensors out.
+
+    The ``token`` is a leaf that requires a gradient, so that backward comes here though none of the inputs
+    does. A backward that is for some tensors only does not come to it: then the parameters' gradients are not
+    asked for.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: LayerCall, token: torch.Tensor, *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        ctx.save_for_backward(*call.kept(inputs))
+        outputs, call.outputs = call.outputs, []
+        ctx.mark_non_differentiable(*(t for t in outputs if not (t.is_floating_point() or t.is_complex())))
+        return tuple(outputs)
+
+    @staticmethod
+    @never_traced
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        call: LayerCall = ctx.call
+        executor, name = call.executor, call.call.unit.name
+        refuse_transforms(name, gradients)
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"create_graph=True: streamed layer '{name}' has no gradients of gradients (gradient "
+                "penalties, Hessians): leave create_graph out, or call streamer.unwrap(model) first"
+            )
+        adds = is_added_to(ctx.next_functions[0][0])
+        try:
+            with executor.lock:
+                executor.train_in(call.thread)
+                executor.begin_backward()
+                found = call.backward(ctx.saved_tensors, gradients, adds=adds)
+        except RuntimeError as error:
+            refuse_compiler_error(call.call.unit, error)
+            for words, meaning in MEANINGS.items():
+                if words in str(error) and name not in str(error):
+                    raise RuntimeError(f"layer '{name}' {meaning}: {str(error).splitlines()[0]}") from error
+            raise
+        return (None, None, *found)
 
 
 class StreamedLayer:
-    """Stands in for the ``forward`` of the module of ``unit``. ``policy`` is a key of `POLICIES`."""
+    """Stands in for the ``forward`` of the module of ``unit``; ``forward`` is its own, or that compiled."""
 
     def __init__(
-        self,
-        executor: Executor,
-        unit: Unit,
-        policy: str,
-        micro_batches: MicroBatches,
-        compiler: Compiler | None = None,
+        self, executor: Executor, unit: Unit, policy: Policy, micro_batches: MicroBatches, forward: Forward
     ) -> None:
         self._executor = executor
         self._unit = unit
         setattr(self, HAD, unit.module.__dict__.get("forward"))
-        self._policy = POLICIES[policy]
+        self._policy = policy
         self._call_kind = LayerCall
         self._micro_batches = micro_batches
-        self._forward: Callable[..., Any] = (
-            unit.module.forward if compiler is None else compiler.compile(unit)
-        )
+        self._forward = forward
 
     def visit_as(self, kind: type[LayerCall]) -> None:
         """Let calls of the layer be of another kind."""
@@ -239,171 +477,64 @@ class StreamedLayer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # a module around it may have switched subclasses off: `plain_forwards`
         with unwatched(), SubclassesOn():
-            return self._call(args, kwargs)
+            recording = RecordingForward.of(self._forward)
+            if recording is None:
+                return self._call(self._forward, args, kwargs)
+            return recording.hand_on(self._call(recording, args, kwargs))
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        forward = self._forward
-        # compiled code does not record
-        recording = RecordingForward.of(forward.plain if isinstance(forward, CompiledForward) else forward)
-        if recording is None:
-            return self._call_of(forward, args, kwargs)
-        return recording.hand_on(self._call_of(recording, args, kwargs))
-
-    def _call_of(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._executor.structure.enter(self._unit.index)
-        check_transforms(self._unit.name)
+    def _call(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        executor, unit = self._executor, self._unit
+        refuse_transforms(unit.name)
         if not torch.is_grad_enabled():
-            return self._infer(forward, args, kwargs, Phase.INFERENCE)
-        args, kwargs = without_caches(args, kwargs, self._unit.name)
-        kwargs = without_unread_keys(kwargs, self._unit)
+            return self._infer(forward, args, kwargs)
+        args, kwargs = without_caches(args, kwargs, unit.name)
         inputs, rebuild = flatten((args, kwargs))
-        if not _needs_graph(inputs) and not _needs_graph(self._unit.params):
-            return self._infer(forward, args, kwargs, Phase.FROZEN)
-        check_dual(self._unit.name, inputs)
+        refuse_dual(unit.name, inputs)
         cut = self._micro_batches.cut(args, kwargs, inputs)
-        layer_call = self._call_kind(self._executor, Call(self._unit, forward, rebuild), self._policy, cut)
-        results: list[Any] = []
-        with past_checkpoints():
-            token = InGraph.apply(*self._unit.trainable)
-            outputs = _Layer.apply(layer_call, results, token, *inputs)
-        return results.pop()((*outputs, *inputs))
+        call = self._call_kind(executor, Call(unit, forward, rebuild), self._policy, cut)
+        phase = Phase.FORWARD if require_grad(inputs) or require_grad(unit.params) else Phase.FROZEN
+        with executor.lock:
+            executor.check_thread(call.thread)
+            build = call.forward(inputs, phase)
+            outputs: Sequence[torch.Tensor] = call.outputs
+            if call.needs_backward:
+                with past_checkpoints():
+                    outputs = _Layer.apply(call, executor.token, *inputs)
+        return hand_over((args, kwargs), build((*outputs, *inputs)))
 
-    def _infer(
-        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], phase: Phase
-    ) -> Any:
-        """Run the layer without a graph, on the very objects it was given: it may write into a cache."""
-
+    def _infer(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the layer without a graph, on the very objects that it was given: it may write into a cache."""
         unit = self._unit
 
         def work(weights: torch.Tensor) -> Any:
-            unit.layout.views(weights)  # they own the slot too, and are made when they are first needed
-            owners = Owners(weights)
-            leaves = unit.leaves(weights)
+            with uncached_autocast(weights.device), unit.using(unit.leaves(weights)):
+                return self._infer_on(weights, forward, args, kwargs)
 
-            def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-                outputs, rebuild = flatten(run_on_slot(unit, forward, weights, leaves, args, kwargs))
-                return rebuild(apart(outputs, weights))
+        return self._executor.forward(unit, work, Phase.INFERENCE)
 
-            def aside(rebuild: Rebuild, inputs: Tensors) -> Outputs:
-                with self._executor.root.buffers_unwritten_by(unit.name):
-                    return Call(unit, forward, rebuild).run_aside(weights, inputs)
-
-            def check(cut: BatchSlices, rebuild: Rebuild, inputs: Tensors) -> None:
-                check_batch(cut, Call(unit, forward, rebuild), weights, self._executor.root, inputs)
-
-            autocast = Autocast.now(self._executor.backend.device)
-            with autocast.uncached(), _slot_for_now(unit, weights), owners:
-                result = infer(run, unit, self._micro_batches, args, kwargs, aside, check)
-            leaves.clear()
-            if phase is Phase.INFERENCE and not is_compiled(forward):
-                owners.check_none_left(unit)
-            return result
-
-        return self._executor.forward(self._unit, work, phase)
-
-
-@contextmanager
-def _slot_for_now(unit: Unit, weights: torch.Tensor) -> Iterator[None]:
-    """After the block, raise if backward reads a view of the slot ``weights`` that autograd has saved inside:
-    the slot will hold another layer by then."""
-    is_over = False
-
-    def unpack(saved: torch.Tensor) -> torch.Tensor:
-        if is_over and aliases(saved, weights):
-            raise RuntimeError(
-                f"layer '{unit.name}' is frozen and no input requires a gradient, but backward goes through "
-                "it to a tensor of another module: pass that tensor to the layer as an argument"
-            )
-        return saved
-
-    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, unpack):
-        try:
-            yield
-        finally:
-            is_over = True
-
-
-#: By autograd's own words, which name no layer, what they mean for a layer in whose backward they are raised.
-_MEANINGS = {
-    "modified by an inplace operation": "was given, or has returned, a tensor that was written before its "
-    "backward, which needs it (write into a clone)",
-    "backward through the graph a second time": "is gone through backward a second time, or uses a tensor "
-    "that is none of its arguments and whose graph a backward has gone through already, that of another "
-    "layer, micro-batch or step (pass the tensor to the layer as an argument)",
-}
-
-
-class _Layer(torch.autograd.Function):
-    """A streamed layer in the user's graph: tensors in, tensors out.
-
-    Its parameters are `InGraph`, which has made ``token`` of them. What builds the layer's result around the
-    tensors that come out and, after them, those that went in is appended to ``results``.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        layer_call: LayerCall,
-        results: list[Any],
-        token: torch.Tensor,
-        *inputs: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.layer_call = layer_call
-        turns = layer_call.executor.turns
-        with turns.lock:
-            ctx.training_pass = turns.forward()
-            outputs, rebuild = layer_call.forward(inputs)
-        results.append(rebuild)
-        ctx.save_for_backward(*layer_call.kept(inputs))
-        ctx.mark_non_differentiable(*(out for out in outputs if not _is_differentiable(out.dtype)))
-        return tuple(outputs)
-
-    @staticmethod
-    @never_traced
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        layer_call: LayerCall = ctx.layer_call
-        unit = layer_call.call.unit
-        check_transforms(unit.name, gradients)
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"create_graph=True: streamed layer '{unit.name}' has no gradients of gradients (gradient "
-                "penalties, Hessians): leave create_graph out, or call streamer.unwrap(model) first"
-            )
-        params, _ = ctx.next_functions[0]
-        asked = [*map(asked_of, InGraph.accumulators(params, len(unit.trainable)))]
-        turns = layer_call.executor.turns
-        try:
-            with turns.lock:
-                turns.backward(ctx.training_pass)
-                finish_with_this_backward(layer_call.executor)
-                found = layer_call.backward(ctx.saved_tensors, gradients, asked)
-        except RuntimeError as error:
-            for words, meaning in _MEANINGS.items():
-                if words in str(error):
-                    raise RuntimeError(f"layer '{unit.name}' {meaning}: {error}") from error
-            raise
-        of_params, of_inputs = found[: len(asked)], found[len(asked) :]
-        if Asked.RETURNED in asked:
-            params.gradients = tuple(
-                None if gradient is None else gradient.to(param.device)
-                for gradient, param in zip(of_params, unit.trainable, strict=True)
-            )
-        return (None, None, None, *of_inputs)
-
-
-@as_plain
-def _needs_graph(tensors: Iterable[torch.Tensor]) -> bool:
-    return any(tensor.requires_grad for tensor in tensors)
-
-
-def _is_differentiable(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
-
-
-def finish_with_this_backward(executor: Executor) -> None:
-    """Let the backward that is running end only when all gradients are in host memory."""
-    task = backward_number()
-    if executor.backward_task != task:
-        executor.backward_task = task
-        executor.turns.until_backward_ends(executor.finish_backward)
+    def _infer_on(
+        self, weights: torch.Tensor, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        unit = self._unit
+        inputs, rebuild = flatten((args, kwargs))
+        cut = BatchSlices.none(inputs)
+        if not any(map(is_cache, (*args, *kwargs.values()))):
+            # generation comes by sequences as long as the batch: all of them at a time is never wrong
+            with suppress(AmbiguousBatchError):
+                cut = self._micro_batches.cut(args, kwargs, inputs)
+        if len(cut.slices) == 1:
+            outputs, rebuild_result = flatten(forward(*args, **kwargs))
+            # a tensor that it was given it may return
+            own = {id(tensor) for tensor in inputs}
+            made = iter(apart([out for out in outputs if id(out) not in own], (weights,)))
+            return rebuild_result([out if id(out) in own else next(made) for out in outputs])
+        call = Call(unit, forward, rebuild)
+        if cut.unchecked is not None:
+            check_batch(cut, call, weights, inputs)
+        joined = Joined(unit.name, cut, inputs, partial(call.run_aside, weights))
+        for number in range(len(cut.slices)):
+            given = cut.inputs(inputs, number)
+            with cut.explaining(unit.name, inputs):
+                outputs, rebuild_result = call.run(given)
+            joined.add(number, apart(outputs, (weights, *given)), rebuild_result, given)
+        return hand_over((args, kwargs), joined.rebuild([*joined.tensors, *inputs]))

@@ -24,24 +24,22 @@ where those of the first samples then come first, with the same values.
 
 Random numbers are drawn slice after slice, in each layer. A layer that looks across its batch (batch
 normalisation, experts with a capacity, a state that it keeps) sees one slice after another, as with gradient
-accumulation: running statistics take in each slice, and count it. The power iteration of a spectral norm,
-which looks at weights alone, makes one step for all of them (`Unit.start_again`).
+accumulation: running statistics take in each slice, and count it.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from streamer.engine.layer.sharing import SharedOutputs, Shown, View, are_apart
 from streamer.engine.paging.unit import Unit
 from streamer.engine.tensors.nested import Rebuild, Tensors, constants, flatten, reachable, walk
-from streamer.torch_private import is_sparse, sparse_parts, storage_id
+from streamer.torch_private import is_sparse
 
 
 class Part(NamedTuple):
@@ -58,7 +56,6 @@ class Part(NamedTuple):
 #: For each of some tensors where its batch is; None where it has none, and every slice is given all of it.
 Parts = Sequence[Part | None]
 
-Shapes = Sequence[tuple[int, ...]]
 #: For the numbers of dimensions of what a layer returns, and whether each tensor is longer than the slice:
 #: which of them have entries per sample.
 KnownOutputs = dict[tuple[tuple[int, bool], ...], list[bool]]
@@ -125,6 +122,15 @@ class BatchSlices(NamedTuple):
                 f"micro_batch_size: layer '{layer}' was run on a part of its batch; {self.described(inputs)}"
             )
 
+    @contextmanager
+    def explaining(self, layer: str, inputs: Tensors) -> Iterator[None]:
+        """`explain` the errors of the block."""
+        try:
+            yield
+        except Exception as error:
+            self.explain(error, layer, inputs)
+            raise
+
     def gradients(
         self, gradients: Sequence[torch.Tensor | None], parts: Parts, number: int
     ) -> list[torch.Tensor | None]:
@@ -137,15 +143,6 @@ class BatchSlices(NamedTuple):
             else part.of(gradient, start, length)
             for gradient, part in zip(gradients, parts, strict=True)
         ]
-
-
-class _Alias(NamedTuple):
-    """A returned tensor that shows the memory of another one, which has number ``of`` among the tensors that
-    the layer was given and, after them, those that it returns."""
-
-    of: int
-    #: None where it shows all of it, as it is
-    view: View | None
 
 
 class Joined:
@@ -168,8 +165,6 @@ class Joined:
         self._cut = cut
         self._inputs = inputs
         self._aside = aside
-        #: for each of them what it shows, where every slice has returned it so
-        self._aliases: list[_Alias | None] = []
         self._constants: list[object] = []
 
     def add(self, number: int, outputs: Tensors, rebuild: Rebuild, given: Tensors) -> None:
@@ -181,112 +176,63 @@ class Joined:
         if len(self._cut.slices) == 1:
             self.tensors, self.parts, self.rebuild = list(outputs), [None] * len(outputs), rebuild
             return
+        if any(map(is_sparse, outputs)):
+            raise self._cannot_join("returns a sparse tensor, which PyTorch cannot put together")
         found = constants(rebuild([*outputs, *given]))
         if number == 0:
-            self._constants = found
-            for index in range(len(outputs)):
-                self._begin(index, outputs, given, _shapes(outputs, rebuild))
+            self._constants, self.rebuild = found, rebuild
+            for index, output in enumerate(outputs):
+                self._begin(index, output, outputs)
         if found != self._constants or len(outputs) != len(self.tensors):
             raise self._cannot_join("returns other numbers, or more tensors, for one than for another")
         for index, output in enumerate(outputs):
-            self._take(index, number, output, [*given, *outputs])
-        self._join_views(number, outputs, rebuild, given)
+            self._take(index, number, output)
 
-    def _join_views(self, number: int, outputs: Tensors, rebuild: Rebuild, given: Tensors) -> None:
-        """Let what `rebuild` makes of slices be made of the whole batch. [Note: shared outputs]"""
-        if not isinstance(rebuild, SharedOutputs):
-            plain = [Shown(index) for index in range(len(outputs))]
-            rebuild = SharedOutputs(rebuild, plain, [None] * len(outputs))
-        shown, views = [], len(outputs)
-        shapes = _shapes(outputs, rebuild)
-        for one in rebuild.shown:
-            view = one.view
-            if view is not None:
-                place = self.tensors[one.of], self.parts[one.of]
-                view = self._of_whole(view, outputs[one.of], *place, number)
-                is_first_of_samples = number == 0 and self.parts[one.of] is not None
-                if view is None or (
-                    is_first_of_samples and self._per_sample(views, shapes, given, outputs) != 1
-                ):
-                    raise self._shares_memory()
-                views += 1
-            shown.append(replace(one, view=view))
-        passed_on = rebuild.passed_on
-        if number > 0:
-            before = self.rebuild
-            assert isinstance(before, SharedOutputs), "as the slice before has left it"
-            if shown != before.shown:
-                raise self._shares_memory()
-            pairs = zip(before.passed_on, passed_on, strict=True)
-            passed_on = [one if one == other else None for one, other in pairs]
-            rebuild = before
-        self.rebuild = replace(rebuild, shown=shown, passed_on=passed_on)
-
-    def _begin(self, index: int, outputs: Tensors, inputs: Tensors, shapes: Shapes) -> None:
-        """Make room for the whole of number ``index`` among ``outputs``, which the first slice has made of
-        ``inputs``; ``shapes`` are those of all that it returns."""
-        output, dim = outputs[index], self._cut.dim
-        others = [*inputs, *outputs[:index]]
-        for of, other in enumerate(inputs):
-            if _is_same(output, other):
-                self._add(*self._place(of), _Alias(of, None))
-                return
-        for of, other in enumerate(others):
-            if _share_memory(output, other):
-                whole, part = self._place(of)
-                view = View.of(output, other)
-                view = None if view is None else self._of_whole(view, other, whole, part, 0)
-                if view is None or (
-                    part is not None and self._per_sample(index, shapes, inputs, outputs) != 1
-                ):
-                    raise self._shares_memory()
-                self._add(view.on(whole).detach(), None if part is None else Part(dim), _Alias(of, view))
-                return
-        if is_sparse(output):
-            raise self._cannot_join("returns a sparse tensor, which PyTorch cannot write a part of")
-        if per_sample := self._per_sample(index, shapes, inputs, outputs):
-            shape = list(output.shape)
+    def _begin(self, index: int, output: torch.Tensor, outputs: Tensors) -> None:
+        """Make room for the whole of ``output``, number ``index`` of what the first slice has returned."""
+        dim, per_sample = self._cut.dim, self._per_sample(index, outputs)
+        shape = list(output.shape)
+        if per_sample:
             shape[dim] = self._total * per_sample
-            self._add(output.new_empty(shape), Part(dim, per_sample), None)
-        else:
-            self._add(output, None, None)
+        self.tensors.append(output.new_empty(shape) if per_sample else output)
+        self.parts.append(Part(dim, per_sample) if per_sample else None)
 
-    def _per_sample(self, index: int, shapes: Shapes, inputs: Tensors, outputs: Tensors) -> int:
-        """How many entries what has shape number ``index`` among ``shapes``, those of ``outputs`` first, made
-        of the first slice's ``inputs``, has for each of its samples; 0 for none. [Note: micro-batches]"""
+    def _per_sample(self, index: int, outputs: Tensors) -> int:
+        """How many entries number ``index`` of ``outputs``, those of the first slice, has for each of its
+        samples; 0 for none. [Note: micro-batches]"""
         dim, (_, length) = self._cut.dim, self._cut.slices[0]
+        shapes = [tuple(output.shape) for output in outputs]
         per_sample, rest = divmod(shapes[index][dim], length) if shapes[index][dim:] else (0, 0)
         if not per_sample or rest:
             return 0
-        if index == 0 and shapes[index] == inputs[self._cut.hidden].shape:
+        of_slice = list(self._inputs[self._cut.hidden].shape)
+        of_slice[dim] = length
+        if index == 0 and list(shapes[index]) == of_slice:
             return 1
         key = tuple((len(shape), bool(shape[dim:]) and shape[dim] > length) for shape in shapes)
         if key not in self._cut.known:
-            self._cut.known[key] = self._look_at_more(shapes, outputs)
+            self._cut.known[key] = self._look_at_more(outputs)
         return per_sample if self._cut.known[key][index] else 0
 
-    def _look_at_more(self, shapes: Shapes, outputs: Tensors) -> list[bool]:
-        """For each of ``shapes``, of what the layer has returned for the first slice, whether it has entries
+    def _look_at_more(self, outputs: Tensors) -> list[bool]:
+        """For each of ``outputs``, which the layer has returned for the first slice, whether it has entries
         per sample, by what the layer returns for a longer slice."""
         dim, (_, length) = self._cut.dim, self._cut.slices[0]
         # a layer that pairs samples takes those lengths too
         longer = min(2 * length, self._total)
-        more, rebuild = self._aside(self._cut._replace(slices=[(0, longer)]).inputs(self._inputs, 0))
-        others = _shapes(more, rebuild)
-        if [*map(len, others)] != [*map(len, shapes)]:
+        more, _ = self._aside(self._cut._replace(slices=[(0, longer)]).inputs(self._inputs, 0))
+        if [output.dim() for output in more] != [output.dim() for output in outputs]:
             raise self._cannot_join("returns other tensors for one length than for another")
         return [
-            bool(shape[dim:])
-            and shape[dim] * longer == other[dim] * length
-            and (shape[dim] == length or self._come_first(index, outputs, more))
-            for index, (shape, other) in enumerate(zip(shapes, others, strict=True))
+            output.dim() > dim
+            and output.shape[dim] * longer == other.shape[dim] * length
+            and (output.shape[dim] == length or self._comes_first(output, other))
+            for output, other in zip(outputs, more, strict=True)
         ]
 
-    def _come_first(self, index: int, outputs: Tensors, more: Tensors) -> bool:
-        """Whether number ``index`` of ``more``, returned for more samples, begins with ``outputs[index]``."""
-        if index >= len(outputs):
-            return False  # a view
-        mine, other = outputs[index].detach(), more[index].detach()
+    def _comes_first(self, output: torch.Tensor, other: torch.Tensor) -> bool:
+        """Whether ``other``, returned for more samples, begins with ``output``."""
+        mine = output.detach()
         if mine.is_meta:
             return True
         other = other.narrow(self._cut.dim, 0, mine.shape[self._cut.dim])
@@ -297,23 +243,8 @@ class Joined:
         difference = (mine.double() - other.double()).abs().mean()
         return bool(difference <= ROUNDING * mine.double().abs().mean())
 
-    def _add(self, whole: torch.Tensor, part: Part | None, alias: _Alias | None) -> None:
-        self.tensors.append(whole)
-        self.parts.append(part)
-        self._aliases.append(alias)
-
-    def _take(self, index: int, number: int, output: torch.Tensor, tensors: Tensors) -> None:
-        """Slice ``number`` has ``output`` as number ``index`` of what it returns; ``tensors`` are what it was
-        given and, after that, all that it returns."""
-        alias, given = self._aliases[index], len(self._inputs)
-        if alias is not None:
-            if self._shows(output, tensors[alias.of], alias, number):
-                return
-            is_shown = any(other is not None and other.of == given + index for other in self._aliases)
-            if alias.view is not None or alias.of >= given or is_shown:
-                raise self._shares_memory()
-            # slices before this one have returned what they were given
-            self.tensors[index], self._aliases[index] = self.tensors[index].clone(), None
+    def _take(self, index: int, number: int, output: torch.Tensor) -> None:
+        """Slice ``number`` has ``output`` as number ``index`` of what it returns."""
         whole, part, (start, length) = self.tensors[index], self.parts[index], self._cut.slices[number]
         into = whole if part is None else part.of(whole, start, length)
         is_like = (into.shape, into.dtype) == (output.shape, output.dtype)
@@ -328,52 +259,9 @@ class Joined:
         if part is not None:
             into.copy_(output)
 
-    def _place(self, of: int) -> tuple[torch.Tensor, Part | None]:
-        """The whole of number ``of`` among what is given and returned, and where the batch is in it."""
-        if of < len(self._inputs):
-            return self._inputs[of].detach(), self._cut.parts[of]
-        of -= len(self._inputs)
-        return self.tensors[of], self.parts[of]
-
     @property
     def _total(self) -> int:
         return sum(length for _, length in self._cut.slices)
-
-    def _shows(self, output: torch.Tensor, other: torch.Tensor, alias: _Alias, number: int) -> bool:
-        """Whether ``output`` of slice ``number`` shows ``other`` as ``alias`` says."""
-        if alias.view is None or storage_id(output) != storage_id(other):
-            return _is_same(output, other)
-        view = View.of(output, other)
-        return view is not None and self._of_whole(view, other, *self._place(alias.of), number) == alias.view
-
-    def _of_whole(
-        self, view: View, one: torch.Tensor, whole: torch.Tensor, part: Part | None, number: int
-    ) -> View | None:
-        """``view``, of what slice ``number`` has in ``one``, as that of ``whole``, where the batch is in
-        ``part``; None where it cannot be told to show as much of every sample."""
-        if part is None:
-            return view
-        dim, (_, length) = self._cut.dim, self._cut.slices[number]
-        step = whole.stride(part.dim)
-        steps = [
-            (o, w) for o, w, size in zip(one.stride(), whole.stride(), one.shape, strict=True) if size > 1
-        ]
-        if part.per_sample != 1 or view.is_real or any(mine != its for mine, its in steps):
-            return None
-        if dim >= len(view.shape) or view.shape[dim] != length or (length > 1 and view.stride[dim] != step):
-            return None
-        shape, stride = list(view.shape), list(view.stride)
-        shape[dim], stride[dim] = 1, step
-        last = view.offset + sum((size - 1) * by for size, by in zip(shape, stride, strict=True))
-        if view.offset < 0 or last >= step:
-            return None  # of one sample it shows something of the next
-        shape[dim] = self._total
-        return replace(view, shape=tuple(shape), stride=tuple(stride))
-
-    def _shares_memory(self) -> ValueError:
-        return self._cannot_join(
-            "returns tensors that share memory, with one another or with its arguments: let it return clones"
-        )
 
     def _cannot_join(self, what: str) -> ValueError:
         return ValueError(
@@ -404,29 +292,6 @@ class JoinedGradients:
                 # zeros, for slices that bring none
                 self.tensors[index] = total = gradient.new_zeros(self._shapes[index])
             part.of(total, start, length).copy_(gradient)
-
-
-def _shapes(outputs: Tensors, rebuild: Rebuild) -> Shapes:
-    """The shapes of ``outputs`` and, after them, of the views of them in what ``rebuild`` makes."""
-    views = [one.view for one in rebuild.shown] if isinstance(rebuild, SharedOutputs) else []
-    return [*(tuple(output.shape) for output in outputs), *(view.shape for view in views if view is not None)]
-
-
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether both are the same view of the same storage, or sparse and made of the same tensors."""
-    if (one.layout, one.shape) != (other.layout, other.shape):
-        return False
-    if is_sparse(one):
-        return all(map(_is_same, sparse_parts(one), sparse_parts(other)))
-    if storage_id(one) != storage_id(other):
-        return False
-    places = [(t.storage_offset(), t.shape, t.stride(), t.dtype) for t in (one, other)]
-    return places[0] == places[1]
-
-
-def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    is_one_storage = storage_id(one) == storage_id(other)
-    return is_one_storage and one.numel() > 0 and other.numel() > 0 and not are_apart(one, other)
 
 
 class AmbiguousBatchError(ValueError):

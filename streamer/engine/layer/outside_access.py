@@ -22,8 +22,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from streamer.engine.paging.executor import Executor
-from streamer.engine.paging.unit import Unit
-from streamer.engine.schedule import op as ops
 from streamer.engine.tensors.guarded import METADATA, unguarded
 from streamer.engine.tensors.nested import walk
 from streamer.torch_private import exchange_function_modes, function_modes
@@ -171,37 +169,3 @@ def plain_forwards(modules: Iterable[nn.Module]) -> Callable[[], None]:
             if isinstance(module, _ASKING):
                 stack.callback(_stand_in(module, plain))
         return stack.pop_all().close
-
-
-def guard_inner_modules(executor: Executor) -> Callable[[], None]:
-    """Guard every module inside of a layer that has parameters; the returned function ends that.
-
-    Called in the run of its own layer the module finds the weights of the slot. Whoever else calls it
-    (another layer, the user) finds those in host memory, which an update may be about to write: the call
-    waits for the update, or on a GPU raises RuntimeError.
-    """
-    seen: set[nn.Module] = set()
-    with ExitStack() as stack:
-        for unit in executor.units:
-            for module in unit.module.modules():
-                has_params = any(param is not None for param in module._parameters.values())
-                if module is not unit.module and has_params and module not in seen:
-                    seen.add(module)
-                    stack.callback(_stand_in(module, functools.partial(_guarded, executor, unit, module)))
-        return stack.pop_all().close
-
-
-def _guarded(executor: Executor, unit: Unit, module: nn.Module, forward: Forward) -> Forward:
-    name, own = next((name, param) for name, param in module._parameters.items() if param is not None)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if module._parameters.get(name) is own and not executor.released:
-            if executor.backend.device.type == "cuda":
-                raise RuntimeError(
-                    f"a {type(module).__name__} of layer '{unit.name}' is called outside of it, "
-                    "where its weights are in host memory: call the layer, or do not stream it"
-                )
-            executor.issuer.wait([ops.shard(unit.index)])
-        return forward(*args, **kwargs)
-
-    return run

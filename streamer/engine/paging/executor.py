@@ -10,20 +10,28 @@ A step of three layers through two slots, as its ops print (unit, kind, slot):
 Layers 0 and 1 are in their slots when the step begins. Layer 2 takes the slot of layer 0 while layer 1 runs,
 and is still there for its backward. The updates run in the order of the next forward, which waits for each
 layer's.
+
+[Note: threads] A visit changes what the executor knows of slots and order, and the layer's modules have views
+of a slot in place of their parameters. So `Executor.lock` is held for a visit, and by what changes weights.
+Inference may run in any number of threads: during training each layer then has the weights of before an
+update or of after it. One thread trains: from a backward to the step or to `zero_grad`, another thread's
+forwards with gradients, backwards and steps are refused.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import compress
 from typing import TypeVar
 
 import torch
 
 from streamer.backends.background import Background
-from streamer.backends.base import Backend, Lane
+from streamer.backends.base import Backend, Lane, Lock, Thread, current_thread
 from streamer.backends.ranks import Ranks, together
 from streamer.engine.disk.state import ShardUpdate, StatePager, masters_of
 from streamer.engine.paging.across_ranks import AcrossRanks
@@ -41,10 +49,7 @@ from streamer.engine.schedule.hazards import Hazards, Issuer
 from streamer.engine.schedule.op import ROOT
 from streamer.engine.schedule.order import Phase, Visit
 from streamer.engine.tensors.guarded import as_plain, never_traced
-from streamer.engine.tensors.param_hooks import OncePerBackward
-from streamer.engine.tensors.samples import Samples
 from streamer.engine.tensors.saved import SavedBytes
-from streamer.engine.tensors.threads import Turns
 from streamer.memory.host import HostShard, HostStore
 from streamer.memory.layout import Slice
 from streamer.memory.placement import ON_DISK, REMEDY, beyond, ring_bytes, state_sizes
@@ -58,9 +63,11 @@ from streamer.memory.purposes import (
     of_all_ranks,
 )
 from streamer.memory.verdict import Tier, host, require
-from streamer.torch_private import storage_owners
+from streamer.torch_private import backward_number, storage_owners, when_backward_ends
 
 T = TypeVar("T")
+
+_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
 
 #: A unit's backward: takes the weights, the gradient buffer to fill (both flat uint8) and the saved inputs;
 #: returns, for each trainable parameter, whether a gradient was written.
@@ -103,8 +110,10 @@ class Executor:
         self.sum_in_fp32 = sum_in_fp32
         self.host_limit = host_limit
         self._for_inputs = for_inputs
-        #: which thread may do what. [Note: threads]
-        self.turns = Turns()
+        #: held for a visit, so that threads take turns. [Note: threads]
+        self.lock = Lock()
+        #: the thread whose gradients wait for its step
+        self._trainer: Thread | None = None
         self.issuer = Issuer(backend, hazards or Hazards())
         state = StatePager(self.issuer, store)
         is_trained = any(unit.layout.grad_nbytes for unit in (*units, root))
@@ -118,9 +127,8 @@ class Executor:
             sum_in_fp32=sum_in_fp32,
             host=self._host_of_all,
         )
-        #: autograd's id of the backward that waits for the gradients when it ends
+        #: autograd's number of the last backward, which waits for the gradients when it ends
         self.backward_task = -1
-        self.hooked = OncePerBackward()
         self.across: AcrossRanks | None = None
         if ranks is not None:
             self.across = AcrossRanks(
@@ -148,7 +156,6 @@ class Executor:
             )
         self.pipeline = GradientPipeline(self.issuer, self.gradients, self.norms, self.landing, self.across)
         self.saved = SavedBytes()
-        self.samples = Samples()
         self.memory = DeviceMemory(
             backend,
             (*units, root),
@@ -162,7 +169,15 @@ class Executor:
             least = partial(ranks.least, "weight slots") if ranks is not None and gather_weights else None
             self.budget = Budget(budget, self.memory, most=len(units), is_trained=is_trained, least=least)
         self.inputs = InputPager(self.issuer, self.saved, self.host)
-        self.structure = Structure(units, root)
+        self.structure = Structure(units, root.module)
+        #: a leaf that requires a gradient: by it a layer's backward is run though none of its inputs requires
+        #: one
+        #: the layer that runs now
+        self.running: Unit | None = None
+        #: by unit, which of its parameters got a gradient in the backward that is running, where some have
+        #: hooks
+        self._hooked: dict[int, list[bool]] = {}
+        self.token = torch.zeros((), device=backend.device, requires_grad=True)
         self.skipped_steps = 0
         self.released = False
         #: the checkpoint that is being written, or was last, in the background
@@ -171,18 +186,48 @@ class Executor:
         #: by the name of a parameter, the token of the optimizer that updates it (`AdamW.token`)
         self.updated_by: dict[str, object] = {}
         self._root_ready = False
-        #: layers whose slot was checked, after their first forward, for writes to their own weights
-        self._slot_checked: set[int] = set()
         #: by unit, moments whose memory the user's code has got, each with how many held it before
         self._lent_moments: dict[int, list[tuple[torch.Tensor, int]]] = {}
         self.weights.unshard_root()
+
+    def caller(self) -> Thread:
+        """The thread that runs the caller. A GPU's backward runs in a thread of autograd's: then it is the
+        thread that trains."""
+        return self._trainer or current_thread() if backward_number() >= 0 else current_thread()
+
+    def check_thread(self, thread: Thread) -> None:
+        """Raise RuntimeError if another thread than ``thread`` is training. [Note: threads]"""
+        trainer = self._trainer
+        if trainer is not None and trainer is not thread and trainer.is_alive():
+            raise RuntimeError(
+                f"threads '{thread.name}' and '{trainer.name}' train one model at once, whose gradients "
+                "would be mixed: train in one thread, hold a lock of your own from forward to "
+                "optimizer.step() in each, or give each thread a copy.deepcopy of the plain model; "
+                "inference needs torch.no_grad()"
+            )
+
+    def end_pass(self) -> None:
+        """The gradients of the last backward have been used, or are not wanted: any thread may train."""
+        self._trainer = None
+
+    def train_in(self, thread: Thread) -> None:
+        """The backward of a forward of ``thread`` runs. Raises RuntimeError if another thread is training."""
+        self.check_thread(thread)
+        self._trainer = thread
+
+    def begin_backward(self) -> None:
+        """A backward runs: let it end only when all gradients are in host memory."""
+        task = backward_number()
+        if self.backward_task != task:
+            self.backward_task = task
+            when_backward_ends(self.finish_backward)
 
     def begin(self) -> None:
         """Make the root unit's weights on the device those of the last update, before they are read.
 
         A stream that the caller goes over to has waited for nothing yet: it waits too.
         """
-        with self.turns.lock:
+        with self.lock:
             if self._root_ready:
                 if self.backend.changes_stream():
                     self.issuer.issue(ops.root_forward(), lambda: None)
@@ -195,7 +240,7 @@ class Executor:
 
     def synchronize(self) -> None:
         """Block the caller until every copy and update is done."""
-        with self.turns.lock:
+        with self.lock:
             if self.released:
                 return
             self.weights.refresh()
@@ -206,7 +251,7 @@ class Executor:
     def forget_failures(self) -> None:
         """Go on as if nothing that was submitted had failed, for who makes good what is wrong since. If
         something has, updates that have not begun by then are dropped."""
-        with self.turns.lock:
+        with self.lock:
             if self.issuer.forget_failures():
                 self.weights.begin_anew()
 
@@ -217,7 +262,7 @@ class Executor:
         """
         if unit.index not in self.weights.in_flight:
             return
-        with self.turns.lock:
+        with self.lock:
             if unit.index not in self.weights.in_flight or self.released:
                 return
             if unit is self.root:
@@ -231,7 +276,7 @@ class Executor:
 
     def await_state(self, unit: Unit) -> None:
         """Block until the user's code may read and write the optimizer's state of ``unit`` on disk."""
-        with self.turns.lock:
+        with self.lock:
             if not self.released:
                 self.issuer.wait(masters_of(unit.index, self.shard(unit)), to_write=True)
 
@@ -240,24 +285,33 @@ class Executor:
         if self.saving is not None:
             wait([self.saving])
 
+    @contextmanager
+    def _running(self, unit: Unit) -> Iterator[None]:
+        if self.running is not None:
+            raise RuntimeError(
+                f"layer '{unit.name}' is called inside of layer '{self.running.name}': call it outside of "
+                "other streamed layers, or keep one of both lists out of layers="
+            )
+        self.running = unit
+        try:
+            yield
+        finally:
+            # Ctrl-C may have ended the block of `Unit.using` too early; it cannot interrupt the ends of both
+            unit.restore()
+            self.running = None
+
     def forward(self, unit: Unit, work: Callable[[torch.Tensor], T], phase: Phase) -> T:
         """Run ``work`` on the slot (flat uint8) that holds ``unit``'s weights. [Note: threads]"""
-        with self.turns.lock:
+        with self.lock, self._running(unit):
             self.begin()
             self.inputs.settle()
             if self.budget is not None:
                 self.budget.begin_forward(unit.index)
-            if phase is Phase.FORWARD:
-                self.weights.check_depth(unit)
             visit = Visit(unit.index, phase)
             try:
                 with self.weights.visited(unit, visit) as slot:
                     buffer = self.weights.slots.buffers[slot]
-                    result = self.issuer.compute(ops.forward(unit.index, slot), lambda: work(buffer))
-                    if unit.index not in self._slot_checked:
-                        self.weights.check_slot(unit, slot)
-                        self._slot_checked.add(unit.index)
-                    return result
+                    return self.issuer.compute(ops.forward(unit.index, slot), lambda: work(buffer))
             except torch.OutOfMemoryError as error:
                 raise self.memory.naming_holders(unit, error) from error
 
@@ -268,7 +322,7 @@ class Executor:
         saved: int | None = None,
     ) -> None:
         """Run ``work`` on the slot with ``unit``'s weights, on a gradient slot, and on what `InputPager` has
-        saved under the number ``saved``; the gradients leave for the host. The caller holds `turns.lock`.
+        saved under the number ``saved``; the gradients leave for the host. The caller holds the lock.
         """
         self.begin()
         if self.across is not None and not self.landing.keeps_gradients:
@@ -279,6 +333,7 @@ class Executor:
         visit = Visit(unit.index, Phase.BACKWARD)
         try:
             with (
+                self._running(unit),
                 self.gradients.slots.taken() if unit.layout.grad_nbytes else nullcontext() as into,
                 self.inputs.using(saved) as (inputs, places),
                 self.weights.visited(unit, visit) as slot,
@@ -287,7 +342,7 @@ class Executor:
                 self.inputs.prefetch(saved)
                 op = ops.backward(unit.index, slot, into, places)
                 is_updated = self.pipeline.run(
-                    op, unit, into, lambda gradient: work(buffer, gradient, inputs)
+                    op, unit, into, lambda gradient: self._noting(unit, work(buffer, gradient, inputs))
                 )
         except torch.OutOfMemoryError as error:
             raise self.memory.naming_holders(unit, error) from error
@@ -331,9 +386,9 @@ class Executor:
 
     def zero_grad(self) -> None:
         """Gradients are about to be dropped."""
-        self.turns.end()
+        self.end_pass()
         # what a backward that failed has not asked for
-        with self.turns.lock:
+        with self.lock:
             self.inputs.settle()
         self.landing.zero_grad()
         if self.across is not None:
@@ -345,18 +400,38 @@ class Executor:
 
     @never_traced
     def finish_backward(self) -> None:
-        """Block until the gradients of all layers are in host memory, where ``p.grad`` shows them.
-
-        Raises RuntimeError if a layer's recomputation differed from its first run.
-        """
+        """Block until the gradients of all layers are in host memory, where ``p.grad`` shows them."""
         self.pipeline.finish_backward()
+        self._run_hooks()
         if not self.landing.keeps_gradients:
             self._await_lent()
-        self.samples.finish()
+
+    def _noting(self, unit: Unit, used: Sequence[bool]) -> Sequence[bool]:
+        """Note which parameters of ``unit`` got a gradient, for the user's hooks on them."""
+        if any(map(_HOOKS, unit.trainable)):
+            if not self.landing.keeps_gradients:
+                raise RuntimeError(
+                    f"a parameter of layer '{unit.name}' has a post-accumulate-grad hook, but "
+                    "update='backward' keeps no gradient for it: remove the hook, or wrap with "
+                    "update='step'"
+                )
+            before = self._hooked.get(unit.index, [False] * len(used))
+            self._hooked[unit.index] = [*map(operator.or_, before, used)]
+        return used
+
+    def _run_hooks(self) -> None:
+        """Call the user's post-accumulate-grad hooks on parameters of layers, whose gradients are on the
+        host."""
+        hooked, self._hooked = self._hooked, {}
+        with torch.no_grad():
+            for index, used in hooked.items():
+                for param in compress(self.units[index].trainable, used):
+                    for hook in [*(_HOOKS(param) or {}).values()]:
+                        hook(param)
 
     def check_idle(self, unit: Unit) -> None:
         """Raise RuntimeError if the calling thread is in a visit of ``unit``, which is to be updated."""
-        with self.turns.lock:  # with the lock held, no other thread is in a visit
+        with self.lock:  # with the lock held, no other thread is in a visit
             self.weights.check_idle(unit)
 
     def step(self, updates: Mapping[int, tuple[ShardUpdate, int]], told: str = "") -> None:
@@ -366,10 +441,10 @@ class Executor:
         They run in the order in which the next forward asks for the units, and a unit is unsharded only
         after its update, so this may return before any of them has begun.
         """
-        with self.turns.lock:
-            self.turns.check()
+        with self.lock:
+            self.check_thread(self.caller())
             self._step(updates, told)
-            self.turns.end()
+            self.end_pass()
 
     def _step(self, updates: Mapping[int, tuple[ShardUpdate, int]], told: str) -> None:
         self.weights.fill_alone(False)
@@ -383,6 +458,7 @@ class Executor:
             self.gradients.offload_root()
         for unit in (self.root, *self.units):
             if unit.index in updates:
+                unit.updates += 1
                 update, nbytes = updates[unit.index]
                 noticing = noticing_writes(unit, self.shard(unit), update)
                 self.weights.begin_flight(unit)
@@ -408,6 +484,8 @@ class Executor:
         self.released = True
         self.store.drop_all()
         self.weights.release()
+        for unit in self.units:
+            unit.forget_leaves()
         self.gradients.release()
         self.inputs.release()
         self.landing.release()

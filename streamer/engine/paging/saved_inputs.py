@@ -173,8 +173,14 @@ class InputPager:
     def takes(tensor: torch.Tensor) -> bool:
         """Whether ``tensor``, an input of a layer, is worth a place and can be made again from bytes."""
         is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
-        # who has made a leaf has it anyway
-        return is_plain and tensor.grad_fn is not None
+        # who has made a leaf has it anyway; what has gaps would come back without, and PyTorch compute with
+        # it by other operations
+        return (
+            is_plain
+            and tensor.grad_fn is not None
+            and not (tensor.is_conj() or tensor.is_neg())
+            and tensor.stride() == torch.empty_like(tensor, device="meta").stride()
+        )
 
     def save(self, owner: object, tensors: Sequence[torch.Tensor]) -> int:
         """Page out ``tensors``, kept until `forget` or until ``owner`` is gone; the number to ask for them.

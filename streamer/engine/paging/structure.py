@@ -1,9 +1,7 @@
-"""Whether a wrapped model still has the modules that it was wrapped with.
+"""Whether a wrapped model still has the layers that it was wrapped with.
 
-A module that is put in the place of a layer runs without being streamed, and nobody clips or updates a
-parameter that is added outside of the layers. No loss shows that. So what each module outside of the layers
-holds is compared with what it held, by identity, where a pass over the model begins. Inside of a layer
-`Unit.using` looks.
+A module that is put in the place of a layer runs without being streamed, and no loss shows that. So the
+modules that hold layers are compared with what they held where a pass over the model begins.
 """
 
 from __future__ import annotations
@@ -12,65 +10,56 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from streamer.engine.paging.unit import Snapshot, Unit
-
-#: What becomes of a module that nobody knows of.
-LOST = ", and what is there now is neither streamed nor clipped"
+from streamer.engine.paging.unit import Unit
 
 
 class Structure:
-    """The modules of a model that are in none of ``units``. Their parameters are those of ``root``."""
+    """The modules of ``model`` that hold its layers, ``units``."""
 
-    def __init__(self, units: Sequence[Unit], root: Unit) -> None:
+    def __init__(self, units: Sequence[Unit], model: nn.Module) -> None:
+        self._model = model
         self._units = units
-        self._root = root
-        self._called: set[int] = set()
-        self._note()
-
-    def enter(self, index: int) -> None:
-        """Layer ``index`` is called: if it was called since the last `check`, another pass may have begun."""
-        if index in self._called:
-            self.check()
-        self._called.add(index)
+        #: by the path of a module that holds layers, those, by their name in it
+        self._layers: dict[str, dict[str, nn.Module]] = {}
+        for unit in units:
+            path, _, key = unit.name.rpartition(".")
+            self._layers.setdefault(path, {})[key] = unit.module
+        self._lengths = {
+            path: len(model.get_submodule(path)._modules)
+            for path, layers in self._layers.items()
+            if all(key.isdigit() for key in layers)
+        }
 
     def check(self) -> None:
-        """Raise ValueError if a layer was replaced, removed or moved, or if a parameter was added outside of
-        the layers, since the model was wrapped."""
-        if self._snapshot.has_changed():
-            self._check_layers()
-            self._check_params()
-            self._note()  # nothing that matters: modules without parameters, a call by torch.func
-        self._called.clear()
+        """Raise ValueError if a layer or a layer's parameter was replaced, removed or added since the model
+        was wrapped."""
+        for path, layers in self._layers.items():
+            now = self._children(path)
+            for key, layer in layers.items():
+                found = now.get(key)
+                # others may have put it into a module of theirs, which calls it
+                if found is not layer and (found is None or layer not in found.modules()):
+                    raise _refusal(f"layer '{path}.{key}' was replaced or removed")
+            if len(now) != self._lengths.get(path, len(now)):
+                raise _refusal(f"'{path}' had {self._lengths[path]} layers and has {len(now)}")
 
-    def _note(self) -> None:
-        self._snapshot = Snapshot(tuple(self._outside().values()))
-
-    def _outside(self) -> dict[str, nn.Module]:
-        """The modules that are in no layer, by name."""
-        inside = {module for unit in self._units for module in unit.module.modules()}
-        return {name: m for name, m in self._root.module.named_modules() if m not in inside}
-
-    def _check_layers(self) -> None:
-        now = dict(self._root.module.named_modules(remove_duplicate=False))
         for unit in self._units:
-            found = now.get(unit.name)
-            # others may have put it into a module of theirs, which calls it
-            if found is None:
-                raise _refusal(f"layer '{unit.name}' was removed")
-            if unit.module not in found.modules():
-                raise _refusal(f"layer '{unit.name}' was replaced by another {type(found).__name__}", LOST)
+            for name, param, owners in unit.registered:
+                if any(module._parameters.get(key) is not param for module, key in owners):
+                    raise ValueError(
+                        f"parameter '{name}' of a streamed layer was replaced or removed after streamer.wrap "
+                        "(torch.func.functional_call does so too): write into it (param.copy_ under "
+                        "torch.no_grad), or call streamer.unwrap(model) first"
+                    )
 
-    def _check_params(self) -> None:
-        params = {param for _, param, _ in self._root.registered}
-        for path, module in self._outside().items():
-            for name, param in module._parameters.items():
-                # a plain tensor is there for one call, by torch.func.functional_call
-                if isinstance(param, nn.Parameter) and param not in params:
-                    full_name = ".".join(part for part in (path, name) if part)
-                    raise _refusal(f"parameter '{full_name}' was added or replaced", LOST)
+    def _children(self, path: str) -> dict[str, nn.Module | None]:
+        try:
+            return self._model.get_submodule(path)._modules
+        except AttributeError:
+            raise _refusal(f"'{path}' was removed") from None
 
 
-def _refusal(what: str, why: str = "") -> ValueError:
+def _refusal(what: str) -> ValueError:
     return ValueError(
-        f"{what} after streamer.wrap{why}: call streamer.unwrap(model), change the model, and wrap it again"
+        f"{what} after streamer.wrap: call streamer.unwrap(model), change the model, and wrap it again"
     )

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
-from typing import Any, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.utils.parametrizations import _SpectralNorm
-from torch.nn.utils.spectral_norm import SpectralNorm
 
-from streamer.engine.tensors.attributes import FIXED, contents_of
 from streamer.engine.tensors.guarded import as_plain
-from streamer.engine.tensors.nested import version_of
+from streamer.engine.tensors.module_state import ModuleState
 from streamer.engine.tensors.once import kept
 from streamer.engine.tensors.parts import Composite, marked, plain_parts, plainly
-from streamer.engine.tensors.samples import Selection
 from streamer.memory.layout import Layout, Slice
-from streamer.torch_private import storage_id
+from streamer.torch_private import set_accumulation_hook, storage_id
 
 BufferPlace = tuple[nn.Module, str]
 
@@ -31,81 +27,6 @@ BufferPlace = tuple[nn.Module, str]
 _ADDRESS = operator.methodcaller("data_ptr")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _VERSION = operator.attrgetter("_version")
-
-
-class Snapshot:
-    """The children and the parameters that each of ``modules`` has at one moment."""
-
-    def __init__(self, modules: tuple[nn.Module, ...]) -> None:
-        self.modules = modules
-        self._dicts = _dicts_of(modules)
-        self._counts = [*map(len, self._dicts)]
-        self._filled = [*filter(None, self._dicts)]
-        self._objects = [*_objects_in(self._filled)]
-
-    def has_changed(self) -> bool:
-        """Whether one of the modules has others now."""
-        return not all(map(operator.is_, _dicts_of(self.modules), self._dicts)) or self.holds_others()
-
-    def holds_others(self) -> bool:
-        """Whether there are others now in the dicts that the modules had then."""
-        # twice in each visit, nearly always for nothing, so without a frame for each module
-        return [*map(len, self._dicts)] != self._counts or not all(
-            map(operator.is_, _objects_in(self._filled), self._objects)
-        )
-
-
-class Attributes(dict[nn.Module, dict[str, Any]]):
-    """The attributes that ``modules`` have at one moment, by module; without those that are `FIXED`."""
-
-    def __init__(self, modules: tuple[nn.Module, ...]) -> None:
-        super().__init__((module, _attributes_of(module)) for module in modules)
-        self.modules = modules
-        self._counts = [len(vars(module)) for module in modules]
-        # of two names or more, as every module has, a getter makes a tuple
-        self._getters = [operator.itemgetter(*values) for values in self.values()]
-        self._objects = [*_objects_in(self.values())]
-
-    def have_changed(self) -> bool:
-        """Whether one of the modules has others now."""
-        # several times in each visit, nearly always for nothing
-        now = [*map(vars, self.modules)]
-        if [*map(len, now)] != self._counts:
-            return True
-        found = chain.from_iterable(map(operator.call, self._getters, now))
-        try:
-            return not all(map(operator.is_, found, self._objects))
-        except KeyError:
-            return True
-
-    @cached_property
-    def contents(self) -> list[Any]:
-        """The values that may hold other things."""
-        return contents_of(self)
-
-    def changed(self) -> list[tuple[nn.Module, dict[str, Any]]]:
-        """The modules that have other attributes now, with those that they had then."""
-        if not self.have_changed():
-            return []
-        now = ((module, _attributes_of(module), values) for module, values in self.items())
-        return [
-            (module, values)
-            for module, held, values in now
-            if len(held) != len(values) or not all(map(operator.is_, held.values(), values.values()))
-        ]
-
-    def put_back(self) -> None:
-        """Give the modules these attributes and no others."""
-        for module, values in self.changed():
-            held = vars(module)
-            for name in _attributes_of(module).keys() - values.keys():
-                del held[name]
-            # only those that differ: torch.compile counts writes of a module's attributes
-            held.update({name: value for name, value in values.items() if held.get(name, held) is not value})
-
-
-def _attributes_of(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in FIXED}
 
 
 @dataclass(frozen=True)
@@ -128,7 +49,7 @@ class InParts:
         return [tensors[position] for position in self.positions]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Unit:
     """A layer of the model (or, with index ROOT, all that is in no layer).
 
@@ -145,6 +66,16 @@ class Unit:
     owners: tuple[tuple[tuple[nn.Module, str], ...], ...]
     buffer_owners: tuple[tuple[nn.Module, str], ...]
     in_parts: tuple[InParts, ...] = ()
+    #: takes the gradients of parameters while the layer's backward runs
+    collector: Takes | None = None
+    #: how many updates of its weights were issued
+    updates: int = 0
+    #: whether its modules see leaves in place of their parameters
+    shows_leaves: bool = False
+    #: attributes of modules that were replaced beside parameters: where, the name, the value before
+    _replaced: list[tuple[dict[str, Any], str, object]] = field(default_factory=list)
+    #: whether custom functions in its graph may keep views of the slot where hooks do not see them
+    has_contexts: bool = True
 
     @property
     def trainable(self) -> tuple[nn.Parameter, ...]:
@@ -201,32 +132,42 @@ class Unit:
 
     @as_plain
     def leaves(self, weights: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters as autograd leaves that are views of a flat uint8 buffer of weights."""
-        views = self.layout.views(weights)
-        return [
-            view.detach().requires_grad_(param.requires_grad)
-            for view, param in zip(views, self.params, strict=True)
-        ]
+        """The parameters as autograd leaves that are views of the slot ``weights`` (flat uint8). They are the
+        same for as long as the same parameters are trained. They count the writes to themselves alone, and
+        not those to the slot, which will hold other layers."""
+        # what has no room for a gradient may be evaluated
+        wanted = self.wanted() if torch.is_grad_enabled() else [*map(_REQUIRES_GRAD, self.params)]
+        held = self._leaves.get(id(weights))
+        if held is None or held.weights is not weights or held.wanted != wanted:
+            views = [view.data for view in self.layout.views(weights)]
+            for view, is_wanted in zip(views, wanted, strict=True):
+                # isinstance(leaf, nn.Parameter), by which layers may tell a weight from what is computed of
+                # one
+                view.requires_grad_(is_wanted)._is_param = True
+            self._leaves[id(weights)] = held = Leaves(weights, wanted, views)
+            added = Added(weakref.ref(self), {id(view): place for place, view in enumerate(views)})
+            for view in views:
+                if view.requires_grad:
+                    set_accumulation_hook(view, added)
+        return held.tensors
 
-    @as_plain
-    def leaves_apart(self, weights: torch.Tensor) -> list[torch.Tensor]:
-        """`leaves` that count the writes to themselves alone, and not those to the slot, which will hold
-        other layers."""
-        views = self.layout.views(weights)
-        return [
-            view.data.requires_grad_(param.requires_grad)
-            for view, param in zip(views, self.params, strict=True)
-        ]
-
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        """The unit's module and all that are in it, each once."""
-        return self.tree.attributes().modules
+    def forget_leaves(self) -> None:
+        """Slots are given up: hold no memory of theirs."""
+        self._leaves.clear()
 
     @cached_property
-    def tree(self) -> _Tree:
-        """Its modules, and what was last found in them."""
-        return _Tree(self.module)
+    def _leaves(self) -> dict[int, Leaves]:
+        return {}
+
+    @cached_property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The unit's module and all that are in it, each once."""
+        return tuple(self.module.modules())
+
+    @cached_property
+    def state(self) -> ModuleState:
+        """The buffers and tensor attributes that its forward changes."""
+        return ModuleState(self.module)
 
     def buffers(self) -> list[torch.Tensor]:
         """The unit's buffers (running statistics, masks), which stay on the device."""
@@ -234,145 +175,11 @@ class Unit:
             buffer for owner, name in self.buffer_owners if (buffer := owner._buffers.get(name)) is not None
         ]
 
-    def attributes(self) -> Attributes:
-        """The plain attributes of the unit's modules (training mode, counters, states of a recurrence)."""
-        return self.tree.attributes()
-
-    def forget_attributes(self) -> None:
-        """Do not keep alive what `attributes` has last found."""
-        self.tree.forget()
-
-    @contextmanager
-    def with_attributes(self, then: Attributes) -> Iterator[None]:
-        """Run the block with the attributes of another moment: a forward run again starts from what the
-        first one started from, and does not count twice."""
-        now = self.attributes()
-        try:
-            if then is not now:
-                then.put_back()
-            yield
-        finally:
-            now.put_back()
-
-    def buffers_now(self) -> dict[BufferPlace, tuple[torch.Tensor, int, torch.Tensor]]:
-        """The buffers as they are: each with its version and a copy of its values."""
-        return {
-            (owner, name): (buffer, buffer._version, buffer.clone())
-            for owner, name in self.buffer_owners
-            if (buffer := owner._buffers.get(name)) is not None
-        }
-
-    def put_back(self, before: dict[BufferPlace, tuple[torch.Tensor, int, torch.Tensor]]) -> None:
-        """Let the buffers be what `buffers_now` has found."""
-        for (owner, name), (buffer, _, values) in before.items():
-            owner._buffers[name] = buffer
-            with torch.no_grad():
-                buffer.copy_(values)
-
-    def buffers_changed(
-        self, before: dict[BufferPlace, tuple[torch.Tensor, int, torch.Tensor]]
-    ) -> dict[BufferPlace, torch.Tensor]:
-        """All the values ``before``, if one of the buffers was written or exchanged since, else none.
-
-        All of them, because batch normalisation writes its statistics without saying so, and only its
-        counter tells.
-        """
-        changed = any(
-            owner._buffers.get(name) is not buffer or buffer._version != version
-            for (owner, name), (buffer, version, _) in before.items()
-        )
-        return {place: values for place, (_, _, values) in before.items()} if changed else {}
-
-    def with_buffers(self, values: dict[BufferPlace, torch.Tensor]) -> AbstractContextManager[None]:
-        """Run the block with copies of ``values`` as buffers: a forward run again starts from what the first
-        one started from, and does not count twice."""
-        return self._with_buffers(values) if values else nullcontext()
-
-    @contextmanager
-    def _with_buffers(self, values: dict[BufferPlace, torch.Tensor]) -> Iterator[None]:
-        now = {(owner, name): owner._buffers[name] for owner, name in values}
-        try:
-            for (owner, name), value in values.items():
-                owner._buffers[name] = value.clone()
-            yield
-        finally:
-            for (owner, name), buffer in now.items():
-                owner._buffers[name] = buffer
-
-    def buffers_unwritten_by(self, layer: str) -> AbstractContextManager[None]:
-        """Raise ValueError after the block if ``layer``, which runs in it another time, has written or
-        exchanged a buffer of this unit, which the layer does not have. What the first run alone writes, a
-        table that is made when it is needed say, may be written."""
-        return self._buffers_unwritten_by(layer) if self.buffer_owners else nullcontext()
-
-    @contextmanager
-    def _buffers_unwritten_by(self, layer: str) -> Iterator[None]:
-        before = [*map(_stamp, self.buffer_owners)]
-        yield
-        for place, found in zip(self.buffer_owners, before, strict=True):
-            if _stamp(place) != found:
-                owner, name = place
-                raise ValueError(
-                    f"layer '{layer}' writes buffer '{name}' of a {type(owner).__name__} that is in no "
-                    "layer, and does so twice, since it runs again (in backward, or to tell what it returns "
-                    "of micro-batches): give the layer such a module of its own, or wrap with "
-                    "activations='keep' and without micro_batch_size"
-                )
-
-    def start_again(self) -> Callable[[], None]:
-        """A function that takes spectral norms back to the power iteration of this moment.
-
-        In training each forward makes one iteration more, and with it another weight: the slices of a batch
-        each begin with that of the first one, so that all see the weight that the whole batch would.
-        """
-        before = [(owner, name, owner._buffers[name]) for owner, name in self._iterated]
-        values = [(owner, name, buffer.clone()) for owner, name, buffer in before if buffer is not None]
-
-        def put_back() -> None:
-            with torch.no_grad():
-                for owner, name, value in values:
-                    owner._buffers[name].copy_(value)  # type: ignore[union-attr]
-
-        return put_back
-
-    @cached_property
-    def _iterated(self) -> tuple[BufferPlace, ...]:
-        places: list[BufferPlace] = []
-        for module in self.modules:
-            if isinstance(module, _SpectralNorm):
-                places += [(module, "_u"), (module, "_v")]
-            for hook in module._forward_pre_hooks.values():
-                if isinstance(hook, SpectralNorm):  # of before there were parametrizations
-                    places += [(module, f"{hook.name}_u"), (module, f"{hook.name}_v")]
-        return tuple((module, name) for module, name in places if name in module._buffers)
-
-    @cached_property
-    def is_short(self) -> bool:
-        """Whether it has parameters of fewer bits than fp32."""
-        return any(param.dtype.itemsize < torch.float32.itemsize for param in self.params)
-
     @cached_property
     def steps(self) -> torch.Tensor:
         """How often each of `trainable` was updated, [n] fp32: optimizers count."""
         # NumPy's memory: a plan of the device's does not see it, nor does a default device of the user's
         return torch.from_numpy(np.zeros(len(self.trainable), np.float32))
-
-    @cached_property
-    def selection(self) -> Selection:
-        """Of which of the tensors that the layer saves there are samples."""
-        return Selection()
-
-    @cached_property
-    def _places(self) -> frozenset[tuple[nn.Module, str]]:
-        return frozenset(place for _, _, owners in self.registered for place in owners)
-
-    def using(self, leaves: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
-        """Let the unit's modules see ``leaves`` in place of their parameters inside the block, which is to be
-        ``with unit.restored(), unit.using(leaves)``."""
-        for leaf in leaves:
-            # isinstance(leaf, nn.Parameter), by which layers may tell a weight from what is computed of one
-            leaf._is_param = True
-        return _Lent(self, leaves)
 
     def dequantized_once(
         self, *, times: int, backward_on: torch.device | None = None
@@ -387,66 +194,34 @@ class Unit:
         ]
         return kept(made) if made else nullcontext()
 
-    def restored(self) -> AbstractContextManager[None]:
-        """After the block the unit's modules see their own parameters, even if Ctrl-C comes while `using`
-        lends leaves or gives the parameters back: one Ctrl-C cannot interrupt the ends of both blocks."""
-        return _Restored(self)
-
-    def check_owned(self) -> None:
-        """Raise ValueError if the modules that `attributes` has last found have others than the parameters
-        that they had when the model was wrapped."""
-        if self.tree.is_checked:
+    @contextmanager
+    def using(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Let the unit's modules see ``leaves`` in place of their parameters inside the block. A block inside
+        of such a block changes nothing."""
+        if self.shows_leaves:
+            yield
             return
-        for _, param, owners in self.registered:
-            for module, name in owners:
-                if module._parameters.get(name) is not param:
-                    raise ValueError(
-                        f"parameter '{name}' of a {type(module).__name__} in layer '{self.name}' was "
-                        "replaced or removed after streamer.wrap (torch.func.functional_call does so too): "
-                        "write into it (param.copy_ under torch.no_grad), or unwrap first"
-                    )
-        self._check_places()
-
-    def _check_places(self) -> None:
-        places = {
-            (module, name)
-            for module in self.modules
-            for name, param in module._parameters.items()
-            if param is not None
-        }
-        if places == self._places:
-            self.tree.is_checked = True
-            return
-        paths = {module: path for path, module in self.module.named_modules()}
-        differing = places - self._places or self._places - places
-        changed = sorted(
-            f"{paths.get(module, type(module).__name__)}.{name}".lstrip(".") for module, name in differing
-        )
-        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-        raise ValueError(
-            f"layer '{self.name}' has gained or lost parameters since streamer.wrap ('{changed[0]}'{more}): "
-            "call streamer.unwrap(model), change the model (adapters too), and wrap it again"
-        )
+        self.shows_leaves = True
+        try:
+            made = [marked(each.composite.like(each.of(leaves))) for each in self.in_parts]
+            for each, whole in zip(self.in_parts, made, strict=True):
+                for attribute, value in each.composite.lent(whole).items():
+                    for held in map(vars, each.composite.modules):
+                        self._replaced.append((held, attribute, held[attribute]))
+                        held[attribute] = value
+            self.register(leaves, made)
+            yield
+        finally:
+            self.restore()
 
     def restore(self) -> None:
-        """Let the unit's modules see their own parameters, whatever they see now, and have their own
-        attributes in place of lent ones."""
-        self.register(self.params, [each.param for each in self.in_parts])
-        for module, attribute, value in self.tree.had:
-            vars(module)[attribute] = value
-        self.tree.had.clear()
-        self.tree.lends = False
-
-    def drop_leaves(self) -> None:
-        """Let the unit's modules see their own parameters, should an interrupt have left them with leaves."""
-        for _, param, owners in self.registered:
-            for module, name in owners:
-                seen: torch.Tensor | None = module._parameters.get(name)
-                if type(seen) is torch.Tensor:
-                    module._parameters[name] = param
-        for each in self.in_parts:
-            for module, name in each.owners:
-                module._parameters[name] = each.param
+        """Let the unit's modules see their own parameters, if they see leaves."""
+        if self.shows_leaves:
+            self.register_own()
+            for held, attribute, value in self._replaced:
+                held[attribute] = value
+            self._replaced.clear()
+            self.shows_leaves = False
 
     @as_plain
     def elsewhere(self, weights: torch.Tensor) -> list[tuple[Slice, nn.Parameter]]:
@@ -478,98 +253,61 @@ class Unit:
         """Of `params`, by the address of the buffer that they were last looked for in."""
         return {}
 
+    def register_own(self) -> None:
+        """Let the unit's modules see their own parameters."""
+        self.register(self.params, [each.param for each in self.in_parts])
+
     def register(self, tensors: Sequence[torch.Tensor], made: Sequence[torch.Tensor] = ()) -> None:
         """Let the unit's modules see ``tensors`` as their parameters, and ``made`` as those in parts."""
         for module, name, position in self._positions:
             # as torch.func.functional_call does: the module's own __setattr__ takes only Parameters
             module._parameters[name] = tensors[position]  # type: ignore[assignment]
+            # torch's parametrizations, which peft puts on in a forward, leave a leaf as a buffer
+            if name in module._buffers:
+                del module._buffers[name]
         for each, whole in zip(self.in_parts, made, strict=True):
             for module, name in each.owners:
                 module._parameters[name] = whole  # type: ignore[assignment]
 
 
-class _Tree:
-    """The modules of a layer and what they hold, looked for again only where something has changed."""
+class Leaves(NamedTuple):
+    """A unit's parameters as autograd leaves on the slot ``weights``; which of them want a gradient."""
 
-    def __init__(self, top: nn.Module) -> None:
-        self._top = top
-        #: whether `Unit.check_owned` has found nothing wrong with the parameters that were last found
-        self.is_checked = False
-        #: whether the modules may see other tensors than their own parameters
-        self.lends = False
-        #: attributes that modules of quantized weights had before theirs were lent
-        self.had: list[tuple[nn.Module, str, object]] = []
-        #: whether the layer's forward leaves tensors to the garbage collector that show its weights
-        self.leaves_garbage = False
-        self._attributes = Attributes(())
-        self._held = Snapshot(())
-
-    def attributes(self) -> Attributes:
-        """Of each module once, the top one first; the same object as long as nothing has changed."""
-        last, held = self._attributes, self._held
-        # attributes tell whether the dicts of children and parameters are the same
-        is_known = last.modules and held.modules
-        if is_known and not last.have_changed() and not held.holds_others():
-            return last
-        self._attributes = Attributes(tuple(self._top.modules()))
-        modules = self._attributes.modules
-        if modules != held.modules or held.has_changed():
-            self.is_checked = False
-            # what is lent is not kept
-            self._held = Snapshot(() if self.lends else modules)
-        return self._attributes
-
-    def forget(self) -> None:
-        """Keep no attributes alive."""
-        self._attributes = Attributes(())
+    weights: torch.Tensor
+    wanted: list[bool]
+    tensors: list[torch.Tensor]
 
 
-class _Restored:
-    """The block of `Unit.restored`.
+class Takes(Protocol):
+    """What takes the gradients of a unit's parameters while its backward runs."""
 
-    Not a generator: one that an interrupt has left unfinished would give the parameters back when the garbage
-    collector finds it, which may be in the middle of another run of the layer.
-    """
-
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        # mostly the block of `using`, which ends first, has done so already
-        if self._unit.tree.lends:
-            self._unit.restore()
+    def take(self, index: int, leaf: torch.Tensor) -> None:
+        """Autograd has set the gradient of ``leaf``, which stands for trainable parameter ``index``."""
 
 
-class _Lent(_Restored):
-    """The block of `Unit.using`."""
+@dataclass(frozen=True)
+class Added:
+    """Called when autograd has added to the gradient of a leaf of ``unit``, which has one of ``places``."""
 
-    def __init__(self, unit: Unit, leaves: Sequence[torch.Tensor]) -> None:
-        super().__init__(unit)
-        self._leaves = leaves
+    #: weak, since the garbage collector does not see what a hook of a tensor holds
+    unit: weakref.ref[Unit]
+    places: dict[int, int]
 
-    def __enter__(self) -> None:
-        unit, leaves = self._unit, self._leaves
-        unit.tree.lends = True
-        if not unit.in_parts:
-            unit.register(leaves)
-            return
-        made = [marked(each.composite.like(each.of(leaves))) for each in unit.in_parts]
-        for each, whole in zip(unit.in_parts, made, strict=True):
-            for attribute, value in each.composite.lent(whole).items():
-                for module in each.composite.modules:
-                    unit.tree.had.append((module, attribute, vars(module)[attribute]))
-                    vars(module)[attribute] = value
-        unit.register(leaves, made)
+    def __call__(self, leaf: torch.Tensor) -> None:
+        unit = self.unit()
+        if unit is None or unit.collector is None:
+            leaf.grad = None
+            raise leaked("" if unit is None else unit.name)
+        unit.collector.take(self.places[id(leaf)], leaf)
 
 
-def _stamp(place: BufferPlace) -> tuple[int, int]:
-    """Which tensor a buffer is, and how often that was written."""
-    owner, name = place
-    buffer = owner._buffers.get(name)
-    return id(buffer), 0 if buffer is None else version_of(buffer)
+def leaked(layer: str) -> RuntimeError:
+    """A gradient comes to the own graph of ``layer`` by another way than the layer's result."""
+    return RuntimeError(
+        f"a tensor that layer '{layer}' computed reached the loss by another way than the layer's return "
+        "value (an attribute, a hook, a cache, or torch.autograd.grad in the layer itself), where its "
+        "gradient would be lost: return it, detach it, or do not stream this list of layers"
+    )
 
 
 def buffer_bytes(units: Iterable[Unit]) -> int:
@@ -578,12 +316,3 @@ def buffer_bytes(units: Iterable[Unit]) -> int:
     # not by address: all meta tensors have the same
     places = {(storage_id(part), part.storage_offset()): part.nbytes for part in parts}
     return sum(places.values())
-
-
-def _dicts_of(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
-    """Those of their children, and those of their parameters."""
-    return [each for module in modules for each in (module._modules, module._parameters)]
-
-
-def _objects_in(dicts: Iterable[dict[str, Any]]) -> Iterator[Any]:
-    return chain.from_iterable(map(dict.values, dicts))

@@ -20,12 +20,13 @@ from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import ROOT, Place
 from streamer.engine.schedule.order import Order, Phase, Visit, farthest
-from streamer.engine.tensors.guarded import Seen, as_plain, hide, not_a_number, show
+from streamer.engine.tensors.guarded import as_plain, not_a_number
 from streamer.memory.host import HostStore, streamed
 from streamer.memory.layout import Slice
 from streamer.memory.on_disk import WEIGHT_BUFFERS
-from streamer.memory.slots import MOST_GRAD_SLOTS, WeightSlots
+from streamer.memory.slots import WeightSlots
 from streamer.memory.verdict import host, require
+from streamer.torch_private import storage_owners
 
 
 class _Before(NamedTuple):
@@ -88,9 +89,7 @@ class Weights:
         #: by unit, which of its parameters are lent: [Note: lent parameters]
         self._lent: dict[int, set[int]] = {}
         self._lent_to_read: dict[int, set[int]] = {}
-        #: by unit, what the user sees of its parameters, once they are guarded
-        self._seen: dict[int, list[Seen]] = {}
-        #: how many hold the storage of a parameter beside it where it is not lent
+        #: by unit, how many hold the storage of each parameter where it is not lent
         self._holders: dict[int, list[int]] = {}
 
     @contextmanager
@@ -211,33 +210,10 @@ class Weights:
             if unit is not None:
                 self._reshard(unit)
             self._issuer.wait((ops.weight_slot(last),), to_write=True)
+            for each in self._units:
+                each.forget_leaves()
             self.slots.drop()
             self._issuer.backend.device_trim()
-
-    def check_slot(self, unit: Unit, slot: int) -> None:
-        """Raise ValueError if ``unit`` has written its weights in its first forward, by ``param.data``, which
-        nothing tells of."""
-        if self._is_out(unit):
-            assert self._ring is not None, "it brings them"
-            weight, place = self._ring.source(unit.index)
-            self._issuer.wait((ops.weight_ring(place),))
-        else:
-            weight = self._store.shards[unit.index].weight
-        if weight.is_meta or torch.equal(self.slots.buffers[slot][: weight.numel()].cpu(), weight):
-            return
-        raise ValueError(
-            f"layer '{unit.name}' writes its own weights in its forward, which would be lost: write them "
-            "between steps"
-        )
-
-    def check_depth(self, unit: Unit) -> None:
-        """Raise RuntimeError if ``unit`` is called inside of so many others that its backward would find no
-        gradient slot."""
-        if (depth := self.slots.busy.total()) >= MOST_GRAD_SLOTS:
-            raise RuntimeError(
-                f"layer '{unit.name}' is called inside of {depth} others, and gradients of no more than "
-                f"{MOST_GRAD_SLOTS} layers are made at a time: call it outside of them"
-            )
 
     def check_idle(self, unit: Unit) -> None:
         """Raise RuntimeError if ``unit`` is running, which would go on with the weights of before."""
@@ -248,9 +224,8 @@ class Weights:
             )
 
     def release(self) -> None:
-        """Give up the slots, the root's buffer and what is shown of the weights."""
+        """Give up the slots and the root's buffer."""
         self.slots.buffers.clear()
-        self._seen.clear()
         self.root_buffer = torch.empty(0, dtype=torch.uint8)
 
     def update(self, unit: Unit, work: ShardUpdate, nbytes: int, source: Place) -> None:
@@ -292,9 +267,7 @@ class Weights:
         for slice, param in unit.placed():
             param.data = slice.own(shard.weight)
         unit.show_parts()
-        self._see(unit)
-        show(self._seen[unit.index])
-        self._count_holders(unit)
+        self._holders[unit.index] = self._holders_now(unit)
         self.in_flight.discard(unit.index)
 
     def send_back(self, *, keep: int) -> None:
@@ -309,7 +282,7 @@ class Weights:
         """Write the weights of ``unit`` back to disk if they have changed, and let them go. Unless somebody
         else than the parameters holds their memory, or the user has written what is in somebody's files."""
         index = unit.index
-        if [each.holders() for each in self._seen[index]] != self._holders[index]:
+        if self._holders_now(unit) != self._holders[index]:
             return
         self._await_masters(unit)
         shard, has_changed = self._store.shards[index], self._brought[index] and not self._store.is_shared
@@ -396,8 +369,9 @@ class Weights:
     def _hide_out(self, unit: Unit) -> None:
         """Let the parameters of ``unit``, whose weights are on disk, show NaN until they are asked for."""
         self.in_flight.add(unit.index)
-        for seen in self._seen[unit.index]:
-            seen.forget()
+        for slice, param in unit.placed():
+            # one number, of whatever shape: it takes no memory
+            param.data = not_a_number(slice.dtype, param.device).expand(slice.param.shape)
         unit.show_parts()
 
     def update_issued(self, unit: Unit) -> None:
@@ -433,9 +407,7 @@ class Weights:
 
     def begin_flight(self, unit: Unit) -> None:
         """An update of ``unit`` is about to be issued: who touches its parameters from now on waits."""
-        if unit.index not in self.in_flight:
-            self.in_flight.add(unit.index)
-            hide(self._seen.get(unit.index, ()))
+        self.in_flight.add(unit.index)
 
     def end_flight(self, unit: Unit) -> None:
         """The caller has waited for the update of ``unit``."""
@@ -445,25 +417,22 @@ class Weights:
                 self._stale.discard(unit.index)
                 for position in self._aliased.get(unit.index, ()):
                     self._take_alias(unit, position)
-            show(self._seen.get(unit.index, ()))
             self.in_flight.discard(unit.index)
 
     def guard(self) -> None:
         """Parameters are guarded now, and nobody has been lent one."""
         for unit in (*self._units, self._root):
-            self._see(unit)
+            self._holders[unit.index] = self._holders_now(unit)
             if self._is_out(unit):
                 self._hide_out(unit)
 
-    def _see(self, unit: Unit) -> None:
-        kinds = {(param.dtype, param.device) for param in unit.params}
-        nans = {kind: not_a_number(*kind) for kind in kinds}
-        self._seen[unit.index] = [Seen(param, nans[param.dtype, param.device]) for param in unit.params]
-        self._count_holders(unit)
+    @as_plain
+    def _holders_now(self, unit: Unit) -> list[int]:
+        """How many hold the storage of each parameter of ``unit``."""
+        return [*map(storage_owners, unit.params)]
 
-    def _count_holders(self, unit: Unit) -> None:
-        """Nobody is lent a parameter of ``unit`` now."""
-        self._holders[unit.index] = [each.holders() for each in self._seen[unit.index]]
+    def _unit(self, index: int) -> Unit:
+        return self._root if index == ROOT else self._units[index]
 
     def lend(self, unit: Unit, position: int, *, to_read: bool) -> None:
         """User code got a tensor that shares memory with a parameter of ``unit``. Unless ``to_read``, it may
@@ -518,8 +487,9 @@ class Weights:
 
     def _still_lent(self, lent: Mapping[int, set[int]]) -> dict[int, set[int]]:
         """What of ``lent`` has not come back."""
+        now = {index: self._holders_now(self._unit(index)) for index in lent}
         still = {
-            index: {p for p in positions if self._seen[index][p].holders() != self._holders[index][p]}
+            index: {p for p in positions if now[index][p] != self._holders[index][p]}
             for index, positions in lent.items()
         }
         return {index: positions for index, positions in still.items() if positions}
@@ -605,8 +575,7 @@ class Weights:
             self._renew(unit)
 
     def _check_places(self, unit: Unit, moved: Container[torch.Tensor]) -> None:
-        # what is in flight was seen to be in its place, and is hidden now
-        for slice, param in self.elsewhere(unit) if unit.index not in self.in_flight else ():
+        for slice, param in self.elsewhere(unit):
             if param in moved:
                 continue
             if param.dtype != slice.dtype:
@@ -631,13 +600,6 @@ class Weights:
     def _note_writes(self, unit: Unit) -> None:
         """The user has written weights of ``unit``, which are what runs next."""
         self._written[unit.index] = unit.written()
-        if unit.index in self.in_flight:
-            # said once for all units; then the weights are what the updates leave
-            self._written |= {u.index: u.written() for u in (*self._units, self._root)}
-            raise RuntimeError(
-                f"weights of '{unit.name}' were written while their update was still running, and are lost: "
-                "call streamer.synchronize(model) between optimizer.step() and writing weights"
-            )
         if unit.index in self._brought:
             self._brought[unit.index] = True
             self._stays.discard(unit.index)

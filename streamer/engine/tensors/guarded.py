@@ -20,12 +20,11 @@ every library that it calls, knows nothing of that, and does not have to. So
 
 Inside of the library these tensors are used as plain ones, in `unguarded` blocks.
 
-C++ code that is given a tensor by other ways than PyTorch's functions cannot wait: extensions,
-TorchScript, `torch.func`'s transforms of a parameter itself, ``torch.tensor(param)``,
-``torch.as_tensor(param, dtype=...)`` and ``to_dlpack(param)``. Such code finds NaN in a parameter whose
-update is still running (`Seen`): call `streamer.synchronize` before it. `torch.compile` sees the plain
-tensor. Code that it compiles breaks its graph at a parameter whose update is running, and waits; it must not
-write through ``param.data``.
+C++ code that is given a tensor by other ways than PyTorch's functions does not wait: extensions, TorchScript,
+`torch.func`'s transforms of a parameter, ``torch.tensor(param)``, ``torch.as_tensor(param, dtype=...)``
+and ``to_dlpack(param)``. Call `streamer.synchronize` before it, as before compiled code of the user's that
+reads parameters outside of layers and of the model's forward. Compiled code must not write through
+``param.data``.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ from streamer.torch_private import (
     skip_code,
     sparse_parts,
     storage_id,
-    storage_owners,
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -158,6 +156,11 @@ class GuardedTensor(Guarded, torch.Tensor):
 class GuardedParameter(Guarded):
     """A parameter of a wrapped model."""
 
+    def register_hook(self: Any, hook: Callable[..., Any]) -> Any:
+        """`torch.Tensor.register_hook`, where the guard allows it."""
+        vars(self)[GUARD].check_hook()
+        return torch.Tensor.register_hook(self, hook)  # type: ignore[no-untyped-call]
+
     def detach(self: Any) -> torch.Tensor:
         """`torch.Tensor.detach`."""
         detached = torch.Tensor.detach(self)
@@ -172,8 +175,9 @@ class GuardedParameter(Guarded):
         return copy
 
 
-class InFlight(GuardedParameter):
-    """A parameter whose update may be running: `torch.compile` must not look behind it."""
+class LayerParameter(GuardedParameter):
+    """A parameter of a streamed layer. `torch.compile` must not look behind it: code that it compiles breaks
+    its graph there, and waits. The layer's own code has views of a slot in its place."""
 
     @classmethod
     @never_traced
@@ -184,9 +188,8 @@ class InFlight(GuardedParameter):
 
 
 @cache
-def _guarded_class(kind: type[nn.Parameter], *, is_in_flight: bool) -> type[nn.Parameter]:
-    guarded = InFlight if is_in_flight else GuardedParameter
-    return type(kind.__name__, (guarded, kind), {"_plain_class": kind})
+def _guarded_class(kind: type[nn.Parameter], of: type[GuardedParameter]) -> type[nn.Parameter]:
+    return type(kind.__name__, (of, kind), {"_plain_class": kind})
 
 
 def plain_class(kind: type[Any]) -> type[Any]:
@@ -204,10 +207,10 @@ def is_plain(tensor: torch.Tensor) -> bool:
 _PLAIN = (torch.Tensor, nn.Parameter, GuardedTensor)
 
 
-def guard_parameter(param: nn.Parameter, guard: Guard) -> None:
-    """Let ``guard`` be asked before ``param`` is touched."""
+def guard_parameter(param: nn.Parameter, guard: Guard, *, in_layer: bool) -> None:
+    """Let ``guard`` be asked before ``param``, of a layer or of the root unit, is touched."""
     param.__dict__[GUARD] = guard
-    param.__class__ = _guarded_class(type(param), is_in_flight=False)
+    param.__class__ = _guarded_class(type(param), LayerParameter if in_layer else GuardedParameter)
 
 
 def unguard_parameter(param: nn.Parameter) -> None:
@@ -216,57 +219,9 @@ def unguard_parameter(param: nn.Parameter) -> None:
     param.__class__ = plain_class(type(param))
 
 
-class Seen:
-    """What is seen of a guarded parameter by those who do not ask its guard.
-
-    While an update may be running they see NaN, which is noticed; old or half-written weights are not.
-    `torch.compile` looks at the class alone, so a parameter has another class then.
-    """
-
-    def __init__(self, param: nn.Parameter, nan: torch.Tensor) -> None:
-        """``nan`` has no dimension, and the dtype and device of ``param``."""
-        plain: type[nn.Parameter] = plain_class(type(param))
-        self._param = param
-        self._kinds = [_guarded_class(plain, is_in_flight=is_in_flight) for is_in_flight in (False, True)]
-        with unguarded():
-            self._values = param.detach()
-            # one number, of whatever shape: it takes no memory, and cannot be written
-            self._nan = nan.expand(param.shape)
-
-    def holders(self) -> int:
-        """How many tensors, and other things, hold the storage of the parameter beside the parameter."""
-        count: int = storage_owners(self._values)
-        return count - (type(self._param) is not self._kinds[True])
-
-    def forget(self) -> None:
-        """Let the parameter show NaN, and keep nothing of its values."""
-        self.exchange(is_in_flight=True)
-        self._values = self._nan
-
-    def exchange(self, *, is_in_flight: bool) -> None:
-        """Let the parameter show NaN, or its values again."""
-        if type(self._param) in self._kinds:
-            self._param.data = self._nan if is_in_flight else self._values
-            self._param.__class__ = self._kinds[is_in_flight]
-
-
 def not_a_number(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """One NaN, without a dimension; 0 of a dtype that has no NaN."""
+    """One NaN, [], 0 of a dtype that has no NaN: what parameters show whose values are on disk alone."""
     return torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
-
-
-@as_plain
-def hide(params: Iterable[Seen]) -> None:
-    """An update of these parameters begins."""
-    for seen in params:
-        seen.exchange(is_in_flight=True)
-
-
-@as_plain
-def show(params: Iterable[Seen]) -> None:
-    """Their update is done."""
-    for seen in params:
-        seen.exchange(is_in_flight=False)
 
 
 def is_in_graph(result: object) -> bool:

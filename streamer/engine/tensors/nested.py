@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -23,8 +23,9 @@ class _Hole:
 def flatten(value: object) -> tuple[list[torch.Tensor], Rebuild]:
     """The tensors in ``value`` and a function that builds the value anew around other tensors.
 
-    Looks into tuples, named tuples, lists, dicts and dataclasses. A tensor that stands in several
-    places comes out once, so that ``query is key`` stays true.
+    Looks into tuples, named tuples, lists, dicts and other mutable mappings, and dataclasses. A tensor that
+    stands in several places comes out once, so that ``query is key`` stays true. Lists and mappings are built
+    anew, so that who is given them may put something into them.
     """
     tensors: list[torch.Tensor] = []
     seen: dict[int, _Hole] = {}
@@ -40,23 +41,12 @@ def flatten(value: object) -> tuple[list[torch.Tensor], Rebuild]:
     skeleton = _map(take, value)
 
     def rebuild(replacements: Sequence[torch.Tensor]) -> Any:
-        return _map(lambda leaf: replacements[leaf.index] if isinstance(leaf, _Hole) else leaf, skeleton)
+        def put(leaf: Any) -> Any:
+            return replacements[leaf.index] if isinstance(leaf, _Hole) else leaf
+
+        return _map(put, skeleton, anew=True)
 
     return tensors, rebuild
-
-
-def fingerprint(value: object) -> list[tuple[int, int]]:
-    """Identity and version of every tensor that can be reached from ``value``.
-
-    Two fingerprints of a value differ if a tensor in it was written in place, or if one was added,
-    removed or exchanged, also inside objects that `flatten` does not look into.
-    """
-    return stamps(reachable(value))
-
-
-def stamps(tensors: Tensors) -> list[tuple[int, int]]:
-    """Identity and version of each of ``tensors``."""
-    return [(id(tensor), version_of(tensor)) for tensor in tensors]
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -125,23 +115,28 @@ _SEQUENCES = (tuple, list)
 _LEAVES = frozenset({torch.Tensor, _Hole, type(None), bool, int, float, str})
 
 
-def _map(function: Callable[[Any], object], value: Any) -> Any:
-    """``value`` with ``function`` applied to its leaves; itself, not a copy, where that changes nothing."""
+def _map(function: Callable[[Any], object], value: Any, *, anew: bool = False) -> Any:
+    """``value`` with ``function`` applied to its leaves; itself, not a copy, where that changes nothing, but
+    for lists and mappings where they are to be made ``anew``."""
     if type(value) in _LEAVES:
         return function(value)
     if isinstance(value, _SEQUENCES):
-        children = [_map(function, child) for child in value]
-        if all(map(operator.is_, children, value)):
+        children = [_map(function, child, anew=anew) for child in value]
+        is_to_fill = anew and isinstance(value, list)
+        if not is_to_fill and all(map(operator.is_, children, value)):
             return value
         return type(value)(*children) if hasattr(value, "_fields") else type(value)(children)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        items = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    elif isinstance(value, dict):
+        items: MutableMapping[Any, Any] = {
+            field.name: getattr(value, field.name) for field in dataclasses.fields(value)
+        }
+    elif isinstance(value, MutableMapping):
         items = value
     else:
         return function(value)
-    changed = {key: new for key, old in items.items() if (new := _map(function, old)) is not old}
-    if not changed:
+    mapped = ((key, old, _map(function, old, anew=anew)) for key, old in items.items())
+    changed = {key: new for key, old, new in mapped if new is not old}
+    if not changed and not (anew and items is value):
         return value
     result = copy.copy(value)
     for key, new in changed.items():
@@ -150,4 +145,6 @@ def _map(function: Callable[[Any], object], value: Any) -> Any:
         if isinstance(result, dict):
             # a dataclass that is a dict too (as Hugging Face's outputs) shows its fields both ways
             dict.__setitem__(result, key, new)
+        elif items is value:
+            result[key] = new
     return result

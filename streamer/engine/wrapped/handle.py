@@ -14,6 +14,9 @@ from streamer.engine.paging.unit import Unit
 from streamer.engine.wrapped.user_view import guard_model, unguard_model
 from streamer.memory.layout import Slice
 
+#: What every module of a wrapped model has of its own in place of its class's.
+GUARDS = ("_apply", "__deepcopy__", "__reduce_ex__", "zero_grad")
+
 HANDLE, HOME = "_streamer", "_streamer_home"
 
 

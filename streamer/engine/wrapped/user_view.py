@@ -43,7 +43,7 @@ class _UnitGuard:
     def __init__(self, executor: Executor, unit: Unit) -> None:
         self._executor = weakref.ref(executor)
         self._index = unit.index
-        self.lock = executor.turns.lock
+        self.lock = executor.lock
 
     def before(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         if (executor := self._executor()) is None:
@@ -114,7 +114,28 @@ class _ParameterGuard(_UnitGuard):
         super().__init__(executor, unit)
         self._position = position
 
+    def check_hook(self) -> None:
+        """Raise RuntimeError for a parameter of a layer, whose gradient does not pass the user's graph."""
+        executor = self._executor()
+        if executor is not None and self._index != ROOT:
+            raise RuntimeError(
+                f"{self._name(executor)} is in a streamed layer, where a tensor hook would not run: use "
+                "param.register_post_accumulate_grad_hook, or look at p.grad after backward"
+            )
+
+    def _name(self, executor: Executor) -> str:
+        return f"'{executor.unit(self._index).layout.slices[self._position].param.name}'"
+
     def before(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        if (
+            function is torch.autograd.grad
+            and self._index != ROOT
+            and (executor := self._executor()) is not None
+        ):
+            raise RuntimeError(
+                f"torch.autograd.grad does not go to {self._name(executor)}, which is in a streamed layer: "
+                "call loss.backward() and take p.grad"
+            )
         is_to_write = super().before(function, args, kwargs)
         across = None if (executor := self._executor()) is None else executor.across
         if across is not None and across.writing is args:
@@ -266,9 +287,10 @@ def guard_model(executor: Executor) -> None:
     """Let parameters and gradients of the wrapped model be guarded."""
     for unit in (*executor.units, executor.root):
         for position, param in enumerate(unit.params):
-            guard_parameter(param, _ParameterGuard(executor, unit, position))
+            guard_parameter(param, _ParameterGuard(executor, unit, position), in_layer=unit.index != ROOT)
         for each in unit.in_parts:
-            guard_parameter(each.param, _ParameterGuard(executor, unit, each.positions[0]))
+            guard = _ParameterGuard(executor, unit, each.positions[0])
+            guard_parameter(each.param, guard, in_layer=unit.index != ROOT)
         executor.gradients.held[unit.index].guard_with(_GradientGuard(executor, unit))
     executor.weights.guard()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +22,6 @@ from tests.reference import (
     History,
     LossOf,
     assert_as_plain,
-    assert_equal,
     assert_parity,
     assert_refused,
     assert_same,
@@ -227,111 +225,30 @@ def no_backward(graph: Any, inputs: Any) -> Any:
     raise InductorError(RuntimeError("no backward of this"), None)
 
 
+@POLICIES
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_forward_that_fails_to_compile_says_what_to_do(grad: bool, activations: str) -> None:
+    match = r"fails on layer 'transformer\.h\.0', a Block: wrap with compile=False .*no working C"
+    with (
+        streamed(tiny_gpt(), compile=no_forward, activations=activations, **LAYERS) as model,
+        torch.set_grad_enabled(grad),
+        pytest.raises(RuntimeError, match=match),
+    ):
+        model(TOKENS)
+
+
 ONLY_FORWARD = aot_autograd(fw_compiler=lambda graph, inputs: graph, bw_compiler=no_backward)
-FAILS = "torch.compile fails on Block, whose layers run as they are from now on .*: .*"
-
-
-@pytest.mark.parametrize(
-    ("backend", "activations", "says", "caller"),
-    [
-        (no_forward, "recompute", "no working C", "gpt2.py"),
-        (no_forward, "keep", "no working C", "gpt2.py"),
-        (ONLY_FORWARD, "recompute", "no backward of this", "reference.py"),
-    ],
-)
-def test_without_a_compiler_layers_run_as_they_are_which_is_said_once(
-    backend: Any, activations: str, says: str, caller: str
-) -> None:
-    """At the line that calls the layer, or backward."""
-    options = {"steps": 3, "activations": activations, **LAYERS}
-    with pytest.warns(UserWarning, match=FAILS + says) as caught:
-        actual = train_streamed(tiny_gpt(), compile=backend, **options)
-    of_ours = [warning for warning in caught if warning.category is UserWarning]
-    assert [Path(warning.filename).name for warning in of_ours] == [caller]
-    assert_same(actual, train_streamed(tiny_gpt(), **options))
-
-
-@pytest.mark.parametrize(
-    ("dropout", "activations", "error", "match"),
-    [
-        # compiled code may draw others, so that gradients would be those of another mask
-        (0.1, "recompute", RuntimeError, r"layer 'transformer\.h\.2' drew random numbers in its compiled"),
-        (0.0, "keep", InductorError, "no backward of this"),
-    ],
-)
-def test_a_backward_that_can_neither_be_compiled_nor_run_says_so_and_the_next_step_works(
-    dropout: float, activations: str, error: type[Exception], match: str
-) -> None:
-    def backward(model: nn.Module) -> Any:
-        model.zero_grad()
-        torch.manual_seed(0)
-        model(TOKENS).sum().backward()
-        return gradients(model)
-
-    model = tiny_gpt(dropout=dropout)
-    with streamed(model, compile=ONLY_FORWARD, activations=activations, **LAYERS) as wrapped:
-        with pytest.warns(UserWarning, match=FAILS), pytest.raises(error, match=match):
-            backward(wrapped)
-        assert_equal(backward(wrapped), backward(model))
-
-
-class Broken(nn.Module):
-    """Draws random numbers and counts a batch on both sides of what cannot be compiled in one piece. It
-    counts a batch in attributes too, one of which it may write in place."""
-
-    def __init__(self, total: torch.Tensor | None = None) -> None:
-        super().__init__()
-        self.total, self.count, self.counts = total, 0, {"batches": 0}
-        self.linear = nn.Linear(4, 4)
-        self.first, self.second = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
-        self.dropout = nn.Dropout(0.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.count += 1
-        self.counts["batches"] += 1
-        if self.total is not None:
-            self.total += 1
-        x = self.dropout(self.first(self.linear(x)))
-        torch._dynamo.graph_break()
-        return x + self.dropout(self.second(x))
-
-
-class SecondFails:
-    """Compiles one graph."""
-
-    def __init__(self) -> None:
-        self.graphs: list[Any] = []
-
-    def __call__(self, graph: Any, inputs: Any) -> Any:
-        self.graphs.append(graph)
-        return graph if len(self.graphs) == 1 else no_forward(graph, inputs)
 
 
 @POLICIES
-def test_a_forward_that_fails_half_way_begins_anew(activations: str) -> None:
-    def use(model: nn.Module) -> Any:
-        loss = model(torch.randn(8, 4)).square().sum()
-        loss.backward()
-        counts = [(layer.count, layer.counts["batches"]) for layer in model]
-        return loss, gradients(model), list(model.buffers()), torch.rand(3), torch.tensor(counts)
-
-    second_fails = SecondFails()
-    torch.manual_seed(0)
-    with pytest.warns(UserWarning, match="torch.compile fails on Broken"):
-        assert_as_plain(
-            nn.Sequential(Broken(), Broken()), use, layers="", activations=activations, compile=second_fails
-        )
-    assert len(second_fails.graphs) == 2
-
-
-@TORCHS_OWN_WARNING
-def test_a_forward_that_cannot_begin_anew_raises() -> None:
-    layer, options = Broken(total=torch.zeros(())), {"activations": "keep", "compile": SecondFails()}
-    with (
-        streamed(nn.Sequential(layer), layers="", **options) as model,
-        pytest.raises(InductorError, match="no working C"),
-    ):
-        model(torch.randn(8, 4))
+def test_a_backward_that_fails_to_compile_says_what_to_do(activations: str) -> None:
+    options = {"compile": ONLY_FORWARD, "activations": activations, **LAYERS}
+    with streamed(tiny_gpt(), **options) as model:
+        with pytest.raises(RuntimeError, match="wrap with compile=False"):
+            model(TOKENS).sum().backward()
+        # without gradients nothing of backward is compiled
+        with torch.no_grad():
+            assert torch.equal(model(TOKENS), tiny_gpt()(TOKENS))
 
 
 def test_an_error_of_the_layer_itself_comes_through() -> None:

@@ -22,7 +22,8 @@ from torch import nn
 import streamer
 from models.gpt2 import GPT
 from streamer.backends.thread import ThreadBackend
-from streamer.engine.layer.activation import backpropagate
+from streamer.engine.layer.arguments import apart
+from streamer.engine.layer.layer import StreamedLayer, _go_through
 from streamer.engine.paging import unit
 from streamer.engine.paging.weights import Weights
 from tests.engine.layer.common import Layer, Stack
@@ -175,7 +176,7 @@ def small_gradients(model: nn.Module) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "after, grad", [(Layer.forward, True), (Layer.forward, False), (backpropagate, True)]
+    "after, grad", [(apart, True), (StreamedLayer._infer_on, False), (_go_through, True)]
 )
 def test_ctrl_c_while_a_layer_gets_its_parameters_back(after: Any, grad: bool) -> None:
     small = Stack(partial(Layer, 4), 2, width=4)

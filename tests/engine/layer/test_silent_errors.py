@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -97,49 +96,6 @@ def test_what_is_changed_between_two_passes_stays_changed(activations: str) -> N
     assert_as_plain(net(Scaled), use, layers="blocks", activations=activations)
 
 
-@pytest.mark.parametrize("where", ["blocks.1.linear", "head"])
-def test_a_module_that_gets_another_dict_of_parameters(where: str) -> None:
-    def use(model: nn.Module) -> Any:
-        square(model).backward()
-        module = model.get_submodule(where)
-        module._parameters = dict(module._parameters)
-        square(model).backward()
-        return gradients(model)
-
-    def with_one_more(model: nn.Module) -> None:
-        use(model)
-        model.get_submodule(where).register_parameter("more", nn.Parameter(torch.ones(D)))
-        square(model)
-
-    assert_as_plain(net(Base), use, **BLOCKS)
-    assert_refused(net(Base), with_one_more, "more' was added|gained or lost parameters.*more", **BLOCKS)
-
-
-class CallingItself(Base):
-    again = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.again:
-            self.again = False
-            return self(x)
-        return torch.tanh(self.linear(x))
-
-
-def test_a_parameter_that_is_exchanged_after_a_layer_has_called_itself() -> None:
-    with streamed(net(CallingItself), layers="blocks") as model:
-        square(model).backward()
-        block = model.blocks[1]
-        block.again = True
-        with pytest.raises(ValueError, match="was replaced or removed"):
-            square(model)
-        block.again = False
-        model.zero_grad()
-        square(model).backward()
-        block.linear.bias = nn.Parameter(torch.ones(D))
-        with pytest.raises(ValueError, match="was replaced or removed"):
-            square(model)
-
-
 class Boxed(Base):
     def forward(self, box: Any) -> Any:
         return SimpleNamespace(hidden=torch.tanh(self.linear(box.hidden)))
@@ -155,8 +111,12 @@ class BoxedNet(Stack):
 
 @POLICIES
 def test_a_tensor_inside_an_object_that_is_not_opened(activations: str) -> None:
-    match = "'blocks.0' is given a tensor inside an object"
-    assert_refused(BoxedNet(Boxed, width=D), square, match, activations=activations, **BLOCKS)
+    match = "'blocks.2' computed reached the loss by another way than the layer's return value"
+    with streamed(BoxedNet(Boxed, width=D), activations=activations, **BLOCKS) as model:
+        with torch.no_grad():
+            square(model)
+        with pytest.raises(RuntimeError, match=match):
+            square(model).backward()
 
 
 @POLICIES
@@ -172,89 +132,6 @@ def test_a_tensor_from_outside_that_several_layers_use(activations: str) -> None
 
     match = r"layer 'blocks\.1' .*uses a tensor that is none of its arguments.*\(pass the tensor"
     assert_refused(net(), use, match, RuntimeError, activations=activations, **BLOCKS)
-
-
-@pytest.mark.parametrize("activations", ["recompute", "keep", "recompute+offload"])
-@pytest.mark.parametrize("num_slots", [1, 4])
-@pytest.mark.parametrize("change", ["our step", "PyTorch's step", "a write"])
-def test_weights_that_have_changed_between_forward_and_backward(
-    change: str, num_slots: int, activations: str
-) -> None:
-    """Plain PyTorch says that what backward needs was modified; here no parameter of the root is needed."""
-
-    def change_them(model: Any, optimizer: torch.optim.Optimizer) -> None:
-        if change != "a write":
-            optimizer.step()
-            return
-        if model is not plain:
-            streamer.synchronize(model)
-        with torch.no_grad():
-            model[0][1][0].bias.add_(1)
-            model[0][1][0].weight.add_(1)
-
-    def step(model: Any, make: Any) -> None:
-        optimizer = make(model.parameters(), lr=0.1)
-        model(inputs()).sum().backward()
-        loss = model(inputs(1)).sum()
-        change_them(model, optimizer)
-        loss.backward()
-
-    layers = nn.Sequential(nn.Sequential(*net().blocks), nn.Flatten())
-    plain = copy.deepcopy(layers)
-    ours = streamer.AdamW if change == "our step" else torch.optim.AdamW
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        step(plain, torch.optim.AdamW)
-    refusal = pytest.raises(RuntimeError, match=r"'0\.[12]' have changed since the forward.*run the forward")
-    with streamed(layers, layers="0", num_slots=num_slots, activations=activations) as model, refusal:
-        step(model, ours)
-
-
-class WritesWeight(Base):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            self.linear.weight.clamp_(-0.1, 0.1)
-        return self.linear(x)
-
-
-@POLICIES
-@pytest.mark.parametrize("grad", [True, False])
-def test_a_layer_that_writes_its_weights(grad: bool, activations: str) -> None:
-    with torch.set_grad_enabled(grad):
-        assert_refused(net(WritesWeight), square, "writes its own weights", activations=activations, **BLOCKS)
-
-
-def the_weight_itself(weight: torch.Tensor) -> torch.Tensor:
-    return weight
-
-
-def a_view_of_it(weight: torch.Tensor) -> torch.Tensor:
-    return weight.detach()[:2]
-
-
-def a_clone(weight: torch.Tensor) -> torch.Tensor:
-    return weight.detach().clone()
-
-
-@pytest.mark.parametrize("what", [the_weight_itself, a_view_of_it, a_clone])
-def test_a_weight_that_a_hook_keeps_in_inference(what: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """It would show another layer's weights."""
-    kept: dict[nn.Module, torch.Tensor] = {}
-
-    def use(model: nn.Module) -> Any:
-        kept.clear()
-        for block in model.blocks:
-            block.linear.register_forward_hook(
-                lambda linear, *_: kept.__setitem__(linear, what(linear.weight))
-            )
-        square(model)
-        return list(kept.values())
-
-    with torch.no_grad():
-        if what is a_clone:
-            assert_as_plain(net(Base), use, **BLOCKS)
-        else:
-            match = r"'blocks\.0'.* is kept beyond the layer's forward"
-            assert_refused(net(Base), use, match, **BLOCKS)
 
 
 def test_a_write_to_the_root_right_after_a_step_unseen_is_refused_too() -> None:

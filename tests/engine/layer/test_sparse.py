@@ -261,15 +261,3 @@ def test_buffers_take_the_bytes_of_indices_and_values() -> None:
     nbytes = edges.indices().nbytes + edges.values().nbytes
     with streamed(Graph(partial(Buffer, "coo")), layers="layers") as wrapped:
         assert streamer.stats(wrapped).device_bytes["buffers"] == 4 * nbytes
-
-
-def test_a_context_that_keeps_a_matrix_which_shows_a_weight_is_refused() -> None:
-    model = Graph(InContext)
-    assert_refused(
-        model,
-        partial(loss, step=0),
-        "keeps views of its weights",
-        RuntimeError,
-        layers="layers",
-        activations="keep",
-    )

@@ -342,11 +342,12 @@ def infer(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("go_on", [drop_gradients, infer])
 def test_after_a_backward_that_fails_nothing_is_held(go_on: Callable[[nn.Module], object]) -> None:
-    def fail(_: torch.Tensor) -> None:
+    def fail(*_: object) -> None:
         raise ValueError("no gradient")
 
     with streamed(Stack(), **OFFLOAD) as mine:
-        with mine.layers[3].linear.weight.register_hook(fail), pytest.raises(ValueError, match="no gradient"):
+        hook = mine.layers[3].linear.register_full_backward_hook(fail)
+        with hook, pytest.raises(ValueError, match="no gradient"):
             mine(torch.randn(2, 3, WIDTH)).sum().backward()
         go_on(mine)
         stats = streamer.stats(mine)

@@ -379,17 +379,6 @@ def test_a_compiled_loss_uses_parameters_in_one_graph() -> None:
     assert torch.equal(*gradients)
 
 
-def test_who_cannot_wait_finds_no_old_weights() -> None:
-    with training() as (model, optimizer, params):
-        one_step(model, optimizer, 0)
-        with pytest.warns(UserWarning, match="To copy construct from a tensor"):
-            seen = [torch.tensor(param) for param in params[1:]]
-        assert all(tensor.isnan().all() for tensor in seen)
-        streamer.synchronize(model)
-        with pytest.warns(UserWarning, match="To copy construct from a tensor"):
-            assert values(torch.tensor(param) for param in params) == values(params)
-
-
 class Interrupted:
     """A guard of gradients, and its lock, which Ctrl-C interrupts before the second time that it is held."""
 

@@ -236,24 +236,21 @@ def in_other() -> Iterator[InOther]:
         yield lambda work: pool.submit(work).result(timeout=100)
 
 
-@pytest.mark.parametrize("goes_on_with", ["forward", "backward", "step"])
+@pytest.mark.parametrize("does", ["forward", "backward", "step"])
 @pytest.mark.parametrize("of_torch", [False, True], ids=["streamer", "torch"])
-def test_to_go_on_with_a_pass_that_another_thread_has_cut_into_is_refused(
-    goes_on_with: str, of_torch: bool, in_other: InOther
+def test_training_in_another_thread_between_backward_and_step_is_refused(
+    does: str, of_torch: bool, in_other: InOther
 ) -> None:
     with streamed(Stack(), layers="layers") as model:
         kind = torch.optim.SGD if of_torch else streamer.AdamW
         optimizer = kind(model.parameters(), lr=0.1)
-        loss = forward(model)
-        if goes_on_with == "step":
-            loss.backward()
         theirs = in_other(lambda: forward(model, 1))
-        acts = {"forward": lambda: forward(model), "backward": loss.backward, "step": optimizer.step}
+        forward(model).backward()
+        acts = {"forward": lambda: forward(model), "backward": theirs.backward, "step": optimizer.step}
         with pytest.raises(RuntimeError, match=AT_ONCE):
-            acts[goes_on_with]()
-        # the one that has cut in goes on
-        in_other(theirs.backward)
-        in_other(optimizer.step)
+            in_other(acts[does])
+        optimizer.step()
+        in_other(lambda: train(model, optimizer, range(1)))
 
 
 def test_a_forward_while_another_threads_backward_runs_is_refused(in_other: InOther) -> None:
@@ -271,8 +268,21 @@ def test_a_forward_while_another_threads_backward_runs_is_refused(in_other: InOt
         hooked.register_hook(meanwhile)
         loss.backward()
         assert AT_ONCE in str(found.pop())
-        # it is over
+        model.zero_grad()
         in_other(lambda: forward(model).backward())
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@pytest.mark.parametrize("in_one", [True, False], ids=["one thread", "two threads"])
+def test_a_backward_after_the_weights_were_updated_is_refused(
+    activations: str, in_one: bool, in_other: InOther
+) -> None:
+    with streamed(Stack(), layers="layers", activations=activations) as model:
+        optimizer = streamer.AdamW(model.parameters(), lr=0.1)
+        loss = forward(model)
+        (lambda work: work() if in_one else in_other(work))(lambda: train(model, optimizer, range(1)))
+        with pytest.raises(RuntimeError, match="'layers.3' were updated since the forward"):
+            loss.backward()
 
 
 @pytest.mark.parametrize("activations", ["recompute", "keep", "recompute+offload"])

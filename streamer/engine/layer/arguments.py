@@ -1,0 +1,143 @@
+"""A layer's arguments and results.
+
+[Note: key/value caches] A model with ``use_cache=True`` hands every layer one cache object and the layer
+appends its keys and values to it. A layer that runs again in backward appends them a second time and attends
+to both: wrong gradients and no error. In training an empty cache is therefore taken out of a layer's
+arguments, and one with tokens in it is refused.
+
+[Note: containers] What a layer puts into a dict or a list that it is given is an output of the layer, and is
+put into the caller's container: later layers of Gemma 3n and 4 use keys and values of earlier ones in that
+way. What it finds there is an input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from streamer.engine.tensors.guarded import as_plain
+from streamer.engine.tensors.nested import Rebuild, Tensors
+from streamer.engine.tensors.parts import plain_parts
+from streamer.torch_private import storage_id
+
+#: The tensors that a layer has computed, and what makes its result of them and of the inputs.
+Outputs = tuple[list[torch.Tensor], Rebuild]
+
+
+@dataclass(frozen=True)
+class PassedOn:
+    """Builds a layer's result of the tensors that leave it and, after them, those that it was given: an input
+    that it returns as it is, is the user's own tensor."""
+
+    rebuild: Rebuild
+    #: for each tensor of the result, which of the inputs it is
+    places: Sequence[int | None]
+
+    def __call__(self, tensors: Tensors) -> Any:
+        made = iter(tensors)
+        given = tensors[self.places.count(None) :]
+        return self.rebuild([next(made) if place is None else given[place] for place in self.places])
+
+
+def passed_on(outputs: list[torch.Tensor], rebuild: Rebuild, inputs: Tensors) -> Outputs:
+    """The ``outputs`` that are none of the ``inputs``, and what makes the result of those and of the
+    inputs."""
+    places = {id(tensor): place for place, tensor in enumerate(inputs)}
+    found = [places.get(id(output)) for output in outputs]
+    if not any(place is not None for place in found):
+        return outputs, rebuild
+    own = [output for output, place in zip(outputs, found, strict=True) if place is None]
+    return own, PassedOn(rebuild, found)
+
+
+def containers(tree: Any) -> list[Any]:
+    """The dicts and lists in the arguments ``tree``, outer before inner: what a layer may put tensors
+    into."""
+    args, kwargs = tree
+    return [box for value in (*args, *kwargs.values()) for box in _containers(value)]
+
+
+def _containers(value: Any) -> list[Any]:
+    if isinstance(value, MutableMapping):
+        return [value, *(box for child in value.values() for box in _containers(child))]
+    if isinstance(value, list | tuple):
+        inner = [box for child in value for box in _containers(child)]
+        return [value, *inner] if isinstance(value, list) else inner
+    return []
+
+
+def added_to(box: Any, before: Any) -> Any:
+    if isinstance(box, MutableMapping):
+        return {key: value for key, value in box.items() if key not in before or before[key] is not value}
+    return box[len(before) :]
+
+
+def hand_over(arguments: tuple[tuple[Any, ...], dict[str, Any]], found: tuple[Any, Sequence[Any]]) -> Any:
+    """The layer's result. What it has put into its containers goes into the caller's. [Note: containers]"""
+    result, added = found
+    for box, more in zip(containers(arguments), added, strict=True):
+        if more:
+            box.update(more) if isinstance(box, MutableMapping) else box.extend(more)
+    return result
+
+
+def without_caches(
+    args: tuple[Any, ...], kwargs: dict[str, Any], layer: str
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``args`` and ``kwargs`` of a layer without empty caches. [Note: key/value caches]
+
+    Raises ValueError for a cache that holds tokens already.
+    """
+    caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
+    if not caches:
+        return args, kwargs
+    if tokens := max(int(cache.get_seq_length()) for cache in caches):
+        raise ValueError(
+            f"layer '{layer}' got a key/value cache with {tokens} tokens while gradients are on: train "
+            "without one (use_cache=False, or past_key_values=None), or run this forward under "
+            "torch.no_grad()"
+        )
+    named = {name: None if is_cache(value) else value for name, value in kwargs.items()}
+    if "use_cache" in named:
+        named["use_cache"] = False
+    return tuple(None if is_cache(value) else value for value in args), named
+
+
+def is_cache(value: object) -> bool:
+    # the protocol of transformers.Cache, which need not be installed
+    return hasattr(value, "get_seq_length") and (hasattr(value, "update") or hasattr(value, "reorder_cache"))
+
+
+def detached(inputs: Tensors) -> list[torch.Tensor]:
+    """Leaves with the memory of ``inputs``."""
+    return [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs]
+
+
+def let_go(leaves: Tensors) -> None:
+    """Let ``leaves`` of a graph hold no memory; gradients come to them all the same."""
+    for leaf in leaves:
+        if type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.is_nested:
+            leaf.data = leaf.new_empty(()).expand(leaf.shape)
+
+
+def apart(outputs: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """``outputs``, with clones in place of those that share memory with ``others`` or with one another."""
+    taken = {storage for tensor in others for storage in _storages(tensor)}
+    found = []
+    for output in outputs:
+        own = _storages(output)
+        found.append(output if taken.isdisjoint(own) else output.clone())
+        taken |= own
+    return found
+
+
+def _storages(tensor: torch.Tensor) -> set[int]:
+    return {storage_id(part) for part in plain_parts(tensor) if part.layout is torch.strided}
+
+
+@as_plain
+def require_grad(tensors: Iterable[torch.Tensor]) -> bool:
+    return any(tensor.requires_grad for tensor in tensors)

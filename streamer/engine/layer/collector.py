@@ -1,0 +1,88 @@
+"""The gradients of a layer's parameters on their way into the gradient slot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from streamer.engine.paging.unit import Unit
+from streamer.memory.purposes import FP32
+from streamer.torch_private import comes_to, keeps_graph
+
+
+def is_added_to(accumulator: Any) -> bool:
+    """Whether the backward that is running adds to the gradient for which ``accumulator`` stands in the
+    graph."""
+    try:
+        return comes_to(accumulator)
+    except RuntimeError as error:
+        # `torch.autograd.grad` was given that tensor; there is no other way to tell
+        if "running autograd.grad()" not in str(error):
+            raise
+        return False
+
+
+def graph_is_retained() -> bool:
+    """Whether the backward that is running was told to keep its graph."""
+    return bool(keeps_graph())
+
+
+#: Bytes of a gradient that waits for others of its size (of biases and norms), to be copied in one launch.
+SMALL_BYTES = 1 << 16
+
+
+class Collector:
+    """Takes the gradients of ``unit`` to the gradient slot ``into`` (flat uint8) as autograd brings them, one
+    slice of the batch after another. Where ``in_fp32``, gradients of a shorter dtype are added up in fp32
+    first, which takes 4 bytes per element until `finish`.
+    """
+
+    def __init__(self, unit: Unit, into: torch.Tensor, *, in_fp32: bool) -> None:
+        self.used = [False] * len(unit.layout.trainable)
+        self._unit = unit
+        self._into = into
+        self._places = unit.layout.views(into)
+        #: small gradients and where they are to go
+        self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._summed = [in_fp32 and slice.param.dtype != FP32 for slice in unit.layout.trainable]
+        self._sums: torch.Tensor | None = None
+        if any(self._summed):
+            self._sums = torch.empty(unit.layout.state_numel, dtype=FP32, device=into.device)
+
+    def take(self, index: int, leaf: torch.Tensor) -> None:
+        """Autograd has set the gradient of ``leaf``, which stands for trainable parameter ``index``."""
+        gradient = leaf.grad
+        assert gradient is not None, "called after autograd has set it"
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        place = self._place(index)
+        if self.used[index]:
+            self.end_slice()
+            place.add_(gradient)
+        elif gradient.nbytes <= SMALL_BYTES:
+            self._waiting.append((place, gradient))
+        else:
+            place.copy_(gradient)
+        self.used[index] = True
+        leaf.grad = None
+
+    def end_slice(self) -> None:
+        """Autograd has gone through a slice of the batch: copy the small gradients that wait."""
+        if self._waiting:
+            places, gradients = zip(*self._waiting, strict=True)
+            self._waiting.clear()
+            torch._foreach_copy_(places, gradients)
+
+    def finish(self) -> list[bool]:
+        """Returns, after all slices, which of the trainable parameters have a gradient in the slot."""
+        for index, (used, summed) in enumerate(zip(self.used, self._summed, strict=True)):
+            if used and summed:
+                self._places[index].copy_(self._place(index))
+        self._sums = None
+        return self.used
+
+    def _place(self, index: int) -> torch.Tensor:
+        if self._sums is not None and self._summed[index]:
+            return self._unit.layout.trainable[index].state(self._sums)
+        return self._places[index]

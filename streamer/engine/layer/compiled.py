@@ -1,0 +1,45 @@
+"""Layers whose forward `torch.compile` has compiled."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from streamer.engine.paging.unit import Unit
+
+#: A backend of `torch.compile`: its name, or the function itself.
+CompileBackend = str | Callable[..., Any]
+
+
+def compiled(unit: Unit, backend: CompileBackend) -> Callable[..., Any]:
+    """The forward of the unit's module, compiled.
+
+    PyTorch caches compiled code by the code of the forward, and parameters are inputs of it. So layers of one
+    class with parameters of the same shapes share one compilation. Where it fails, RuntimeError says what to
+    do.
+    """
+    run = torch.compile(unit.module.forward, backend=backend)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(*args, **kwargs)
+        except RuntimeError as error:
+            refuse_compiler_error(unit, error)
+            raise
+
+    return forward
+
+
+def refuse_compiler_error(unit: Unit, error: RuntimeError) -> None:
+    """Raise RuntimeError that says what to do if ``error`` comes of compiling the layer ``unit``."""
+    # to import it takes a second, which users who compile nothing need not wait for
+    dynamo: Any = sys.modules.get("torch._dynamo.exc")
+    if dynamo is not None and isinstance(error, dynamo.TorchDynamoException):
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise RuntimeError(
+            f"torch.compile fails on layer '{unit.name}', a {type(unit.module).__name__}: wrap with "
+            f"compile=False ({reason})"
+        ) from error

@@ -1,0 +1,95 @@
+"""What a layer's own graph keeps of a slot: places in it, since its backward runs on another slot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
+
+from streamer.engine.paging.unit import Unit
+from streamer.engine.tensors.guarded import as_plain
+from streamer.engine.tensors.nested import Tensors, reachable
+from streamer.engine.tensors.parts import aliases, plain_parts, remade
+from streamer.torch_private import is_sparse
+
+
+class SlotView(NamedTuple):
+    """The place of a saved tensor in the slot that it is a view of; offset and stride count elements."""
+
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> SlotView:
+        return SlotView(tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+
+    def view(self, weights: torch.Tensor) -> torch.Tensor:
+        """The same place in the slot ``weights``."""
+        return weights.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
+
+
+class Remade(NamedTuple):
+    """A saved tensor that is sparse or of a subclass, by the places of its parts in the slot, or the parts
+    themselves where they are elsewhere (indices); ``like`` has it made."""
+
+    like: torch.Tensor
+    parts: tuple[SlotView | torch.Tensor, ...]
+
+    def view(self, weights: torch.Tensor) -> torch.Tensor:
+        """The same tensor, made of parts in the slot ``weights``."""
+        parts = (part.view(weights) if isinstance(part, SlotView) else part for part in self.parts)
+        return remade(self.like, [*parts])
+
+
+def place_of(saved: torch.Tensor, weights: torch.Tensor) -> SlotView | Remade:
+    parts = plain_parts(saved)
+    if parts[0] is saved:
+        return SlotView.of(saved)
+    without = remade(saved, [torch.empty_like(part, device="meta") for part in parts])
+    return Remade(without, tuple(SlotView.of(part) if aliases(part, weights) else part for part in parts))
+
+
+class InContexts:
+    """Views of the slot ``weights`` that custom functions in the graph of ``outputs`` keep in attributes of
+    their contexts, where no hook for saved tensors sees them: kernels of quantized weights do so."""
+
+    @as_plain
+    def __init__(self, outputs: Tensors, weights: torch.Tensor) -> None:
+        kept = {
+            id(part): part
+            for value in _contexts(outputs)
+            for whole in reachable(value)
+            # nobody can exchange the values of a sparse tensor
+            if not is_sparse(whole)
+            for part in plain_parts(whole)
+        }
+        self._places = [(part, SlotView.of(part)) for part in kept.values() if aliases(part, weights)]
+
+    def __bool__(self) -> bool:
+        return bool(self._places)
+
+    @as_plain
+    def point(self, unit: Unit, weights: torch.Tensor) -> None:
+        """Let them show the slot ``weights`` of ``unit``."""
+        if self._places:
+            unit.forget_leaves()  # there may be some among them
+        for tensor, place in self._places:
+            tensor.data = place.view(weights)
+
+
+def _contexts(outputs: Tensors) -> Iterator[dict[str, Any]]:
+    """The attributes of the contexts of the custom functions in the graph that has led to ``outputs``."""
+    seen: set[Node] = set()
+    nodes = [output.grad_fn for output in outputs]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes.extend(before for before, _ in node.next_functions)
+            if issubclass(type(node), BackwardCFunction):
+                yield vars(node)

@@ -1,0 +1,113 @@
+"""Buffers, and tensors in attributes, that a layer's forward changes: the second run begins where the first
+did.
+
+Batch normalisation updates its statistics, a recurrent layer keeps its state in an attribute. Under
+`torch.utils.checkpoint` such a layer would count twice, or go on from what the first run has left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from streamer.engine.tensors.nested import version_of
+
+#: What the modules have under one name: the dict, the name, the tensor, its version, and a copy of its
+#: values.
+_Entry = tuple[dict[str, Any], str, torch.Tensor | None, int, torch.Tensor | None]
+
+
+class Taken(NamedTuple):
+    """The buffers and tensor attributes of one moment. They know their `ModuleState`, which learns from
+    them."""
+
+    of: ModuleState
+    training: bool
+    entries: list[_Entry]
+    is_all: bool
+
+    def changed(self) -> Taken:
+        """Those that are others now, or have other values."""
+        changed = [entry for entry in self.entries if _has_changed(entry)]
+        if self.is_all:
+            self.of.learn(self.training, self.entries, changed)
+        # a buffer may be written without PyTorch's counting it, as batch normalisation does: a module is one
+        owners = {id(held) for held, *_ in changed}
+        return self._replace(entries=[entry for entry in self.entries if id(entry[0]) in owners])
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Run the block with copies of these. After it the modules have what they had before it."""
+        now = [(held, name, held.get(name)) for held, name, *_ in self.entries]
+        try:
+            for held, name, _, _, copy in self.entries:
+                held[name] = None if copy is None else copy.clone()
+            yield
+        finally:
+            for held, name, value in now:
+                held[name] = value
+
+
+class ModuleState:
+    """The buffers and tensor attributes of ``module`` and of those in it. The first forward in each mode,
+    training or evaluation, tells which of them change; only those are copied at later ones."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        #: by mode, the names that change
+        self._known: dict[bool, list[tuple[dict[str, Any], str]]] = {}
+
+    @staticmethod
+    def nothing() -> Taken:
+        """What a layer without any has."""
+        return Taken(ModuleState(nn.Module()), False, [], False)
+
+    def take(self) -> Taken:
+        """What may change, as it is now."""
+        training = self._module.training
+        places = self._known.get(training)
+        if places is not None:
+            return Taken(self, training, [_entry(held, name) for held, name in places], False)
+        return Taken(self, training, [_entry(held, name) for held, name in self._places()], True)
+
+    def learn(self, training: bool, before: list[_Entry], changed: list[_Entry]) -> None:
+        """A first forward in this mode has changed these of all that there were ``before``."""
+        places = [(held, name) for held, name, *_ in changed]
+        owners = {id(held) for held, _ in places}
+        known = {(id(held), name) for held, name, *_ in before}
+        new = [(held, name) for held, name in self._places() if (id(held), name) not in known]
+        rest = [(held, name) for held, name, *_ in before if id(held) in owners]
+        self._known[training] = [*rest, *new]
+
+    def _places(self) -> list[tuple[dict[str, Any], str]]:
+        found = [(module._buffers, name) for module in self._module.modules() for name in module._buffers]
+        attributes = [
+            (vars(module), name)
+            for module in self._module.modules()
+            for name, value in vars(module).items()
+            if isinstance(value, torch.Tensor) or (value is None and name not in _OWN)
+        ]
+        return [*found, *attributes]
+
+
+#: Attributes of every module that may be None.
+_OWN = frozenset(vars(nn.Module()))
+
+
+def _entry(held: dict[str, Any], name: str) -> _Entry:
+    value = held.get(name)
+    if not isinstance(value, torch.Tensor):
+        return held, name, None, 0, None
+    return held, name, value, version_of(value), value.detach().clone()
+
+
+def _has_changed(entry: _Entry) -> bool:
+    held, name, value, version, _ = entry
+    now = held.get(name)
+    if not isinstance(now, torch.Tensor):
+        return value is not None
+    return now is not value or version_of(now) != version
