@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from types import CodeType
@@ -20,7 +20,6 @@ from torch._C._dynamo import eval_frame
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
-from torch.overrides import TorchFunctionMode
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -106,10 +105,6 @@ CudaMark: Any = _find("_C._CudaEventBase", "marks when copies and kernels are do
 
 _use_count: Callable[[int], int] = _find("_C._storage_Use_Count", "sees who else holds a slot")
 _top_hooks: Any = _find("_C._autograd._top_saved_tensors_default_hooks", "saves past a checkpoint")
-_mode_at: Any = _find("_C._get_function_stack_at", "watches layers that are streamed in parts")
-_num_modes: Any = _find("_C._len_torch_function_stack", "watches layers that are streamed in parts")
-_pop_mode: Any = _find("_C._pop_torch_function_stack", "watches layers that are streamed in parts")
-_push_mode: Any = _find("_C._push_on_torch_function_stack", "watches layers that are streamed in parts")
 
 #: Changes settings of the allocator of CUDA memory, written as in ``PYTORCH_CUDA_ALLOC_CONF``. Most of those
 #: that the text leaves out go back to what they are by default.
@@ -178,19 +173,6 @@ def storage_owners(tensor: torch.Tensor) -> int:
 def top_saved_hooks() -> Any:
     """The hooks for saved tensors, (pack, unpack), that were set last; None where there are none."""
     return _top_hooks(True)
-
-
-def function_modes() -> list[TorchFunctionMode]:
-    """The modes of `torch.overrides` that are on in this thread, in the order in which they were entered."""
-    return [_mode_at(place) for place in range(_num_modes())]
-
-
-def exchange_function_modes(count: int, modes: Iterable[TorchFunctionMode]) -> None:
-    """Leave the ``count`` modes that are on, and enter ``modes``."""
-    for _ in range(count):
-        _pop_mode()
-    for mode in modes:
-        _push_mode(mode)
 
 
 def set_accumulation_hook(leaf: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:

@@ -155,15 +155,6 @@ def test_hooks_for_saved_tensors_are_taken_off_and_put_back() -> None:
     assert saved == [3]
 
 
-def test_function_modes_are_exchanged() -> None:
-    with TorchFunctionMode() as mode:
-        assert private.function_modes() == [mode]
-        private.exchange_function_modes(1, [])
-        assert private.function_modes() == []
-        private.exchange_function_modes(0, [mode])
-        assert private.function_modes() == [mode]
-
-
 def test_hooks_are_set_without_handles() -> None:
     seen: list[Any] = []
     x = torch.ones(1, requires_grad=True)

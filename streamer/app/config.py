@@ -93,7 +93,7 @@ ACTIVATIONS = either("a string, or an array of one for each layer", TEXT, TEXTS)
 STEPS = either("a number of steps, or a share of them in (0, 1)", COUNT_OR_0, FRACTION)
 COUNT_OR_AUTO = either('an integer of 1 or more, or "auto"', COUNT, one_of("auto"))
 BATCH_DIMS = Kind(
-    'a table from names of arguments, or paths of lists of layers, to integers, or "none"',
+    'a table from names of arguments, or paths or globs of lists of layers, to integers, or "none"',
     lambda value: TABLE.accepts(value) and all(type(x) is int or x == "none" for x in value.values()),
 )
 METHOD = string("a string that can name a method", r"[A-Za-z_]\w*")
@@ -381,7 +381,8 @@ class StreamConfig:
     layers: Annotated[
         str | tuple[str, ...] | None,
         LAYERS,
-        "the name of the layers' list in the model, or several; found if it is not given",
+        "the name of the layers' list in the model, a glob of modules (`model.layers.*.mlp`), or several of "
+        "them; found if it is not given",
     ] = None
     num_slots: Annotated[
         int | Literal["auto"] | None,
@@ -405,7 +406,7 @@ class StreamConfig:
         dict[str, int | str] | None,
         BATCH_DIMS,
         "the dimension of the batch in arguments of layers, by their names, or in the hidden states "
-        "of a list of layers, by its path, where it is not the first or not clear; "
+        "of a list of layers, by its path or a glob, where it is not the first or not clear; "
         '"none": such an argument, or list, is not cut',
     ] = None
     update: Annotated[

@@ -18,7 +18,7 @@ import copy
 import inspect
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,17 +28,20 @@ from torch import nn
 
 from streamer.backends.base import Backend
 from streamer.engine.layer.micro_batches import AmbiguousBatchError
+from streamer.engine.paging.unit import Unit
 from streamer.engine.tensors.nested import Rebuild, flatten
 from streamer.engine.tensors.parts import composite_of, marked, plainly
 from streamer.engine.wrapped.handle import wrapped
 from streamer.errors import notes
+from streamer.memory.verdict import Tier, require
 from streamer.model.layers import find_layers
 from streamer.model.move_in import check_init, room_of
 from streamer.model.options import WrapOptions
 from streamer.model.streaming import stream
-from streamer.model.units import make_units
+from streamer.model.units import device_remedy, make_units
 from streamer.optim.adamw import AdamW
 from streamer.planner.choice import Choice, Chosen, Options, PlanOf, choose, may_be_auto
+from streamer.planner.ledger import Ledger, ledger
 from streamer.planner.recall import Recollection
 from streamer.planner.step_plan import StepPlan, plan_step
 from streamer.simulate.backend import VirtualBackend
@@ -181,14 +184,13 @@ def plan_of(
     machine: Machine,
     batch: Batch,
     options: WrapOptions,
-    device_bytes: int = ENOUGH,
     host_bytes: int = ENOUGH,
 ) -> PlanOf:
     """What plans a choice for ``model``, a `skeleton`, on ``machine`` with room for anything: what fits is
-    seen to by whoever chooses. ``options`` are the same for all choices. Layers that are too large for
-    ``device_bytes`` are cut, as `wrap` does; with ``options.disk``, what ``host_bytes`` have no room for is
-    on disk. What does not fit even so is planned as if all were in host memory."""
-    roomy = machine.with_room(device_bytes)
+    seen to by whoever chooses. ``options`` are the same for all choices. With ``options.disk``, what
+    ``host_bytes`` have no room for is on disk. What does not fit even so is planned as if all were in host
+    memory."""
+    roomy = machine.with_room()
     recollection = Recollection()
 
     def plan(choice: Choice) -> StepPlan:
@@ -244,7 +246,7 @@ def choose_options(
     batch.check_arguments(model)
     machine = replace(machine_of(backend, machine), ranks=ranks, machines=machines)
     layers = find_layers(model, options.layers)
-    units, root = make_units(model, layers, None)
+    units, root = make_units(model, layers, options.dtype)
     if not isinstance(backend, VirtualBackend):
         check_init((*units, root), options.init)
     quantized = any(unit.in_parts for unit in units)
@@ -252,12 +254,33 @@ def choose_options(
     params = [param for unit in (*units, root) for param in unit.params]
     room = room_of(backend, params, limit=options.device_limit)
     room = replace(room, host_limit=options.host_limit, ranks=ranks)
-    without = skeleton(model)
-    whole = plan_of(without, machine, batch, options, host_bytes=room.host_room())
-    in_parts = plan_of(without, machine, batch, options, room.tensors, room.host_room())
-    chosen = choose(whole, among, room, in_parts)
+    planned = plan_of(skeleton(model), machine, batch, options, room.host_room())
+    try:
+        chosen = choose(planned, among, room)
+    except MemoryError:
+        # the layers alone may be too large
+        _require_slots(model, units, root, options, among, room.tensors)
+        raise
     logging.getLogger("streamer").info("chosen: %s", chosen.reason)
     return chosen
+
+
+def _require_slots(
+    model: nn.Module, units: list[Unit], root: Unit, options: WrapOptions, among: Options, available: int
+) -> None:
+    """Raise MemoryError if the fewest slots are too many for ``available`` bytes of the device."""
+
+    def planned(units: Sequence[Unit], root: Unit, num_slots: int) -> Ledger:
+        return ledger(units, root, num_slots=min(num_slots, len(units)))
+
+    slots = among.num_slots[0] or 2
+    needed = sum(planned(units, root, slots).device.values())
+    if needed > available:
+        limit = options.device_limit
+        remedy = device_remedy(
+            model, units, root, options.dtype, planned, num_slots=slots, available=available, limit=limit
+        )
+        require("the model", Tier("the device", needed, available, remedy))
 
 
 def machine_of(backend: Backend, given: Machine | str | None = None) -> Machine:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from streamer.engine.layer.collector import is_added_to
-from streamer.engine.layer.outside_access import Split, plain_forwards, watch_split
 from streamer.engine.layer.refusals import refuse_trace
+from streamer.engine.layer.stand_in import plain_forwards
 from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.unit import Unit
 from streamer.engine.tensors.guarded import as_plain, never_traced
@@ -49,16 +49,11 @@ class _Prepared:
 
 
 def attach_guards(
-    model: nn.Module,
-    executor: Executor,
-    plain_dtypes: Mapping[nn.Parameter, torch.dtype],
-    *,
-    split: Sequence[Split] = (),
+    model: nn.Module, executor: Executor, plain_dtypes: Mapping[nn.Parameter, torch.dtype]
 ) -> Callable[[], None]:
     """Put hooks and guards on ``model``; the returned function takes them off.
 
-    ``plain_dtypes`` are those that the parameters of a plain copy get, ``split`` the layers that are streamed
-    in parts.
+    ``plain_dtypes`` are those that the parameters of a plain copy get.
     """
     hooks: set[int] = set()
     copier = Copier(executor, plain_dtypes, GUARDS, hooks)
@@ -70,7 +65,6 @@ def attach_guards(
             stack.callback(handle.remove)
             hooks.add(handle.id)
 
-        stack.callback(watch_split(executor, split))
         stack.callback(plain_forwards(module for module in modules if module not in in_layers))
         keep(model.register_forward_pre_hook(_check_model(executor)))
         keep(model.register_forward_pre_hook(_move_inputs(executor.backend.device), with_kwargs=True))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -16,23 +17,26 @@ CONTAINERS = "nn.ModuleList, nn.Sequential or nn.ModuleDict"
 #: A further stack is streamed too if it has this share of the parameters of the largest.
 WORTH_STREAMING = 0.1
 
-#: In a list inside of a list, a child that is this many times smaller than the largest is not streamed, and
-#: neither is such a part of a layer that is streamed in parts: a norm would take a slot in which the next
-#: matrix could arrive meanwhile.
+#: In a list inside of a list, a child that is this many times smaller than the largest is not streamed: a
+#: norm would take a slot in which the next matrix could arrive meanwhile.
 SMALL = 64
 
 
 def find_layers(model: nn.Module, layers: Layers) -> list[tuple[str, nn.Module]]:
     """The layers of ``model`` by qualified name, in order, each module once.
 
-    ``layers`` is the dotted path of an `nn.ModuleList`, `nn.Sequential` or `nn.ModuleDict`, several such
-    paths, or None for the stacks of like blocks that are found. Of a list of lists the layers are the
-    children of the inner lists, but for those with no parameters or few (`SMALL`), which run as they are.
-    Raises ValueError where a path does not lead to a list with modules, or where no layers are found; the
-    error names the lists that the model has.
+    ``layers`` is the dotted path of an `nn.ModuleList`, `nn.Sequential` or `nn.ModuleDict`, a glob of modules
+    (``"model.layers.*.mlp"``), several of them, or None for the stacks of like blocks that are found. Of a
+    list of lists the layers are the children of the inner lists, but for those with no parameters or few
+    (`SMALL`), which run as they are. Of a glob they are the modules that it matches, but for those with no
+    parameters. Layers of paths alone are in the order of the paths, with a glob in that of the model.
+
+    Raises ValueError where a path does not lead to a list with modules, where a glob matches nothing or
+    what cannot be a layer, where a layer is inside of another one, or where no layers are found; the error
+    names the lists that the model has.
     """
     if not (layers is None or isinstance(layers, str | Sequence)):
-        raise ValueError(f"layers={layers!r}: it must be a dotted path, several of them, or None")
+        raise ValueError(f"layers={layers!r}: it must be a dotted path, a glob, several of them, or None")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise ValueError(
@@ -41,42 +45,111 @@ def find_layers(model: nn.Module, layers: Layers) -> list[tuple[str, nn.Module]]
     paths = _stacks(model) if layers is None else [layers] if isinstance(layers, str) else list(layers)
     if not paths:
         raise ValueError(f"layers is empty: give the path of a list of layers. {_known_lists(model)}")
-    found: dict[int, tuple[str, nn.Module]] = {}
+    found: dict[nn.Module, str] = {}
     for path in paths:
-        for name, layer in _blocks(_list_at(model, path), path):
+        for name, layer in _matches(model, path) if is_glob(path) else _blocks(_list_at(model, path), path):
             if not is_called(layer):
-                raise ValueError(
-                    f"layer '{name}' is a {type(layer).__name__}, which has no forward and is never called: "
-                    "give wrap(layers=...) the paths of the lists in it"
-                )
-            found.setdefault(id(layer), (name, layer))
+                raise _never_called(name, layer, path)
+            found.setdefault(layer, name)
     if not found:
         raise ValueError(f"layers={layers!r} has no module with parameters in it. {_known_lists(model)}")
-    return list(found.values())
+    _refuse_nested(found)
+    if any(map(is_glob, paths)):
+        return [(found[module], module) for module in model.modules() if module in found]
+    return [(name, layer) for layer, name in found.items()]
+
+
+def is_glob(path: str) -> bool:
+    """Whether ``path`` has a wildcard."""
+    return any(sign in path for sign in "*?[")
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a dotted ``name`` matches a glob of as many parts, each by the rules of `fnmatch`."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def _matches(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
+    """The modules with parameters that ``pattern`` matches, by name."""
+    # a module that is in two places may be meant by its second name
+    modules = model.named_modules(remove_duplicate=False)
+    found = [(name, module) for name, module in modules if name and matches(name, pattern)]
+    if not found:
+        raise ValueError(f"layers='{pattern}' matches no module. {_known_lists(model)}")
+    found = [(name, module) for name, module in found if next(module.parameters(), None) is not None]
+    if not found:
+        raise ValueError(f"layers='{pattern}' matches no module with parameters. {_known_lists(model)}")
+    return found
+
+
+def _never_called(name: str, layer: nn.Module, path: str) -> ValueError:
+    """The error for a ``layer`` without a forward, which ``path`` has led to."""
+    remedy = "give wrap(layers=...) the paths of the lists in it"
+    if is_glob(path):
+        inner = next(layer.children(), None) is not None
+        remedy = f"give layers='{path}.*', the modules in it" if inner else "leave it out of layers="
+    return ValueError(
+        f"layer '{name}' is a {type(layer).__name__}, which has no forward and is never called: {remedy}"
+    )
+
+
+def _refuse_nested(found: Mapping[nn.Module, str]) -> None:
+    """Raise ValueError if one of the modules ``found`` is inside of another."""
+    for layer, name in found.items():
+        for inner in layer.modules():
+            if inner is not layer and inner in found:
+                raise ValueError(
+                    f"layers= has '{name}' and '{found[inner]}', which is inside of it: leave one of them out"
+                )
+
+
+def finer_globs(layers: Sequence[tuple[str, nn.Module]]) -> list[str]:
+    """Globs for ``layers``; in place of the largest one, and of those that the same glob matches, for their
+    children with parameters, but for those that are `SMALL`. Empty where there are no such children."""
+    cut = _glob_of(max(layers, key=lambda one: _size(one[1]))[0])
+    others = dict.fromkeys(_glob_of(name) for name, _ in layers if _glob_of(name) != cut)
+    parts: dict[str, int] = {}
+    for name, layer in layers:
+        for part, module in _parts_of(layer, name) if _glob_of(name) == cut else ():
+            parts[_glob_of(part)] = max(_size(module), parts.get(_glob_of(part), 0))
+    return [*_not_small(parts), *others] if parts else []
+
+
+def _glob_of(name: str) -> str:
+    """The glob for the modules that stand where module ``name`` does in other members of its lists."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _not_small(sizes: Mapping[str, int]) -> list[str]:
+    """Those of ``sizes`` that are not `SMALL`."""
+    most = max(sizes.values(), default=0)
+    return [name for name, size in sizes.items() if SMALL * size > most]
+
+
+def _size(module: nn.Module) -> int:
+    """Bytes of its parameters."""
+    return sum(param.numel() * param.element_size() for param in module.parameters())
 
 
 def _blocks(blocks: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """The children of ``blocks``; in place of a child that is a list, its own children, if worth a slot."""
+    """The children of ``blocks``; in place of a child that is a list, its own children that are not
+    `SMALL`."""
     for name, child in _children(blocks, path):
         if is_list(child):
-            yield from worth_a_slot(child, name)
+            parts = dict(_parts_of(child, name))
+            sizes = {part: _size(module) for part, module in parts.items()}
+            yield from ((part, parts[part]) for part in _not_small(sizes))
         else:
             yield name, child
 
 
-def worth_a_slot(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
-    """The parts of ``module``, without those that are `SMALL`."""
-    parts = [(name, part, sum(p.numel() for p in part.parameters())) for name, part in parts_of(module, path)]
-    most = max((numel for _, _, numel in parts), default=0)
-    return [(name, part) for name, part, numel in parts if SMALL * numel > most]
-
-
-def parts_of(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+def _parts_of(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     """The children of ``module`` with parameters, by qualified name; in place of a child that is a list, its
     own children."""
     for name, child in _children(module, path):
         if is_list(child):
-            yield from parts_of(child, name)
+            yield from _parts_of(child, name)
         elif next(child.parameters(), None) is not None:
             yield name, child
 
@@ -104,7 +177,10 @@ def _list_at(model: nn.Module, path: str) -> nn.Module:
         raise ValueError(f"layers='{path}': there is no such module. {_known_lists(model)}") from None
     if not isinstance(module, Container):
         kind = type(module).__name__
-        raise ValueError(f"layers='{path}' is a {kind}; it must be an {CONTAINERS}. {_known_lists(model)}")
+        raise ValueError(
+            f"layers='{path}' is a {kind}; it must be an {CONTAINERS}, or a glob of modules that are called "
+            f"('layers.*.mlp'). {_known_lists(model)}"
+        )
     if next(module.children(), None) is None:
         raise ValueError(f"layers='{path}' is an empty list. {_known_lists(model)}")
     return module

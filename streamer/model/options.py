@@ -138,7 +138,7 @@ def _check_batch_dims(batch_dims: Mapping[str, int | None], micro_batch_size: Nu
     ):
         raise ValueError(
             f"batch_dims={batch_dims!r}: give a dict from the names of arguments of the layers, or the "
-            "paths of their lists, to the dimension of the batch, None for those that have none"
+            "paths or globs of their lists, to the dimension of the batch, None for those that have none"
         )
 
 

@@ -106,7 +106,7 @@ def plan(model: nn.Module, example: object, *, machine: Machine | str = "rtx-409
         host_limit=wanted.host_limit,
     )
     choice = Choice(*may_be_auto(wanted))
-    step = plan_of(skeleton(model), there, batch, wanted, room.tensors, room.host_room())(choice)
+    step = plan_of(skeleton(model), there, batch, wanted, room.host_room())(choice)
     sides = {"device": room.device_tiers(step), "host": room.host_tiers(step, step.device_needed)}
     lacking = {side: max(tier.lacking for tier in tiers) for side, tiers in sides.items()}
     prediction = step.prediction

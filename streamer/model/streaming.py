@@ -18,7 +18,7 @@ from streamer.backends.disk import Disks
 from streamer.backends.ranks import Ranks
 from streamer.engine.layer.compiled import compiled
 from streamer.engine.layer.layer import POLICIES, StreamedLayer
-from streamer.engine.layer.micro_batches import is_uncut, micro_batches
+from streamer.engine.layer.micro_batches import micro_batches
 from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.unit import Unit
 from streamer.engine.wrapped.handle import HANDLE, Wrapped, settle_in
@@ -30,11 +30,11 @@ from streamer.model.guards import attach_guards
 from streamer.model.layers import find_layers
 from streamer.model.move_in import Initialiser, MoveIn, check_init, room_of
 from streamer.model.options import Folders, WrapOptions, check_dtypes_for_backward, folders_of, policies
-from streamer.model.units import cut_to_fit, make_units, refuse_micro_batches, warn_of_misread
+from streamer.model.units import device_remedy, make_units, warn_of_misread
 from streamer.model.unwrap import forget
 from streamer.optim.torch_optimizers import serve_other_optimizers
 from streamer.planner.choice import AUTO, VISIT, Chosen
-from streamer.planner.ledger import OnDisk, frozen_matrices, least_moments, ledger, to_disk
+from streamer.planner.ledger import Ledger, OnDisk, frozen_matrices, least_moments, ledger, to_disk
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.disks import VirtualDisks
 from streamer.torch_private import is_sparse, sparse_parts
@@ -61,8 +61,7 @@ def stream(
         units, root = make_units(model, find_layers(model, options.layers), dtype)
         warn_of_misread((*units, root), backend.device)
         run_as = policies(options.activations, units)
-        batch_dims = options.batch_dims or {}
-        cutters = micro_batches(units, micro_batch_size, batch_dims)
+        cutters = micro_batches(units, micro_batch_size, options.batch_dims or {})
         in_backward = options.update == "backward"
         if in_backward:
             check_dtypes_for_backward([unit.layout for unit in (*units, root)])
@@ -82,23 +81,26 @@ def stream(
             backend.on_host(partial(native.set_num_threads, host_threads))
         room = room_of(backend, (param for unit in (*units, root) for param in unit.params))
         room = replace(room, host_limit=host_limit)
-        cut = cut_to_fit(model, units, root, dtype, num_slots=slots, available=room.tensors, limit=limit)
-        if micro_batch_size is not None:
-            refuse_micro_batches([split for split in cut.split if not is_uncut(split.name, batch_dims)])
-        run_as = [run_as[layer] for layer in cut.layers]
-        cutters = [cutters[layer] for layer in cut.layers]
-        units, root = cut.units, cut.root
         plain_dtypes = {param: param.dtype for unit in (*units, root) for param in unit.params}
         slots = min(slots, len(units))
         division = Division() if ranks is None else Division(ranks.local_size, ranks.state_machines)
-        planned = ledger(
-            units,
-            root,
-            num_slots=slots,
-            update_in_backward=in_backward,
-            averages_in_fp32=ranks is not None and options.grad_dtype is not None,
-            division=division,
-        )
+
+        def plan_of(units: Sequence[Unit], root: Unit, num_slots: int) -> Ledger:
+            return ledger(
+                units,
+                root,
+                num_slots=min(num_slots, len(units)),
+                update_in_backward=in_backward,
+                averages_in_fp32=ranks is not None and options.grad_dtype is not None,
+                division=division,
+            )
+
+        planned = plan_of(units, root, slots)
+        remedy = None
+        if sum(planned.device.values()) > room.tensors:
+            remedy = device_remedy(
+                model, units, root, dtype, plan_of, num_slots=slots, available=room.tensors, limit=limit
+            )
         disks, on_disk, moments = None, OnDisk(), least_moments(units, root, division)
         for_inputs = 0 if chosen is None else chosen.plan.host_beside
         if options.disk is not None:
@@ -117,7 +119,7 @@ def stream(
         # ranks have the host's memory once on each machine, which its first one takes with what is each one's
         everything = of_all_ranks(planned.host, 1 if ranks is None else ranks.local_size)
         on_host = {**everything, **moments} if ranks is None or ranks.leads_machine else {}
-        replace(planned, host=on_host).check(room, device_remedy=cut.remedy, frozen=frozen_matrices(units))
+        replace(planned, host=on_host).check(room, device_remedy=remedy, frozen=frozen_matrices(units))
         layouts = [unit.layout for unit in (*units, root)]
         allocate, reserve = backend.host_buffer, backend.host_reserve
         if ranks is not None:
@@ -169,7 +171,7 @@ def stream(
             if options.compile and not virtual:
                 forward = compiled(unit, "inductor" if options.compile is True else options.compile)
             unit.module.forward = StreamedLayer(executor, unit, POLICIES[policy], cutter, forward)
-        take_off = attach_guards(model, executor, plain_dtypes, split=cut.split)
+        take_off = attach_guards(model, executor, plain_dtypes)
         undo.callback(take_off)
         end_service = serve_other_optimizers(executor)
         undo.callback(end_service)

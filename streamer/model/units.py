@@ -1,30 +1,23 @@
-"""The units of a model: one for each layer, or for each part of a layer that is too large for a slot, and the
-root unit for all the rest.
-
-Every slot is as large as the largest unit, so one wide layer decides what all slots take. Which layers are
-split, and how far, depends on sizes alone: the largest units are replaced by their parts, again and again,
-until the slots fit on the device. [Note: split layers]
-"""
+"""The units of a model: one for each layer, and the root unit for all the rest."""
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 
-from streamer.engine.layer.outside_access import Split
 from streamer.engine.paging.unit import InParts, Unit
 from streamer.engine.schedule.op import ROOT
 from streamer.engine.tensors.parts import Composite, composite_of, has_inner_tensors, plainly
 from streamer.errors import exact_amount, shortened, warn
 from streamer.memory.layout import Layout, Param
-from streamer.memory.slots import num_grad_slots
-from streamer.model.layers import is_called, parts_of, worth_a_slot
-from streamer.planner.ledger import Ledger, ledger
+from streamer.model.layers import find_layers, finer_globs
+from streamer.planner.ledger import Ledger
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -236,143 +229,61 @@ def _streamed_dtype(param: nn.Parameter, name: str, dtype: torch.dtype | None) -
     return streamed
 
 
-@dataclass(frozen=True)
-class Units:
-    """One way to divide a model into units. ``layers`` has the index of each unit's layer, ``split`` the
-    modules that were replaced by their parts, ``remedy`` what would help where the units do not fit."""
-
-    units: list[Unit]
-    root: Unit
-    layers: list[int]
-    split: tuple[Split, ...] = ()
-    remedy: str | None = None
-
-    def ledger(self, num_slots: int) -> Ledger:
-        """The planned bytes with ``num_slots`` slots, but no more slots than units."""
-        return ledger(self.units, self.root, num_slots=min(num_slots, len(self.units)))
-
-    def device_bytes(self, num_slots: int) -> int:
-        """Bytes of the device, with ``num_slots`` slots."""
-        return sum(self.ledger(num_slots).device.values())
+#: Plans the bytes of units, of the root unit and of so many slots.
+PlanOf = Callable[[Sequence[Unit], Unit, int], Ledger]
 
 
-def cut_to_fit(
+def device_remedy(
     model: nn.Module,
-    units: list[Unit],
+    units: Sequence[Unit],
     root: Unit,
     dtype: torch.dtype | None,
+    plan_of: PlanOf,
     *,
     num_slots: int,
     available: int,
     limit: int | None,
-) -> Units:
-    """Split the largest of ``units`` until ``num_slots`` slots, and what is on the device beside them, fit
-    into ``available`` bytes; no further than that.
+) -> str:
+    """What helps where ``num_slots`` slots for ``units`` do not fit into ``available`` bytes of the device:
+    more memory, fewer slots, or globs of parts of the largest layers.
 
     ``dtype`` is what parameters are streamed in, ``limit`` the ``device_memory`` that `wrap` was given.
     """
-    ways: list[Units] = []
-    for way in _ways(model, Units(units, root, list(range(len(units)))), dtype, num_slots):
-        ways.append(way)
-        if way.device_bytes(num_slots) <= available:
-            return way
-    best = min(ways, key=lambda way: way.device_bytes(num_slots))
-    remedy = _remedy(ways, best, num_slots=num_slots, available=available, limit=limit)
-    return replace(best, remedy=remedy)
-
-
-def refuse_micro_batches(split: Sequence[Split]) -> None:
-    """Raise ValueError if there are layers that are ``split``: a part need not be given the batch in the
-    dimension in which its layer is."""
-    for first in split[:1]:
-        raise ValueError(
-            f"micro_batch_size: layer '{first.name}' is too large for a slot and would be streamed in parts, "
-            f"which cannot be given micro-batches: {first.whole_bytes} bytes of device memory would keep "
-            "layers whole; or leave micro_batch_size out, or name this list in batch_dims: "
-            f"{{'{first.name.rpartition('.')[0]}': None}}"
-        )
-
-
-def _ways(model: nn.Module, way: Units, dtype: torch.dtype | None, num_slots: int) -> Iterator[Units]:
-    """The ways to divide the model, ``way`` first: in each the largest units of the one before are split."""
-    whole_bytes = way.device_bytes(num_slots)
-    while True:
-        yield way
-        largest = _to_split(way.units)
-        if not largest:
-            return
-        whole_bytes = min(whole_bytes, way.device_bytes(num_slots))
-        split = (*way.split, *(Split(unit.name, unit.module, whole_bytes) for unit in largest))
-        modules: list[tuple[str, nn.Module]] = []
-        layers: list[int] = []
-        for unit, layer in zip(way.units, way.layers, strict=True):
-            parts = worth_a_slot(unit.module, unit.name) if unit in largest else [(unit.name, unit.module)]
-            modules += parts
-            layers += [layer] * len(parts)
-        way = Units(*make_units(model, modules, dtype), layers, split)
-
-
-def _to_split(units: Sequence[Unit]) -> list[Unit]:
-    """The units with the largest weights or, if one of those cannot be split, with the largest gradients."""
-    sizes: list[Callable[[Unit], int]] = [
-        lambda unit: unit.layout.nbytes,
-        lambda unit: unit.layout.grad_nbytes,
-    ]
-    for size in sizes:
-        most = max(map(size, units))
-        largest = [unit for unit in units if size(unit) == most > 0]
-        if largest and not any(map(_obstacle, largest)):
-            return largest
-    return []
-
-
-def _obstacle(unit: Unit) -> str | None:
-    """Why a unit cannot be split, or None if it can."""
-    module = unit.module
-    kind = type(module).__name__
-    if parametrize.is_parametrized(module):
-        return f"it is a {kind}, which does not call its children as a plain module does"
-    children = list(parts_of(module, unit.name))
-    inside = {param for _, child in children for param in child.parameters()}
-    for name, param in module.named_parameters():
-        if param not in inside:
-            return f"it is a {kind} with a parameter of its own ('{name}')"
-    for name, child in children:
-        if not is_called(child):
-            return f"'{name}' is a {type(child).__name__}, which is never called"
-    if sum(len(list(child.parameters())) for _, child in children) > len(inside):
-        return "its parts share a parameter"
-    return None
-
-
-def _remedy(ways: Sequence[Units], best: Units, *, num_slots: int, available: int, limit: int | None) -> str:
-    """What helps where the device is too small for each of ``ways``, of which ``best`` takes least."""
-    fewer = [
-        count
-        for count in range(min(num_slots, max(len(way.units) for way in ways)) - 1, 0, -1)
-        if any(way.device_bytes(count) <= available for way in ways)
-    ]
-    needed = best.device_bytes(num_slots)
+    planned = plan_of(units, root, num_slots)
+    needed = sum(planned.device.values())
     figure = exact_amount(needed) if limit is None else f"device_memory={needed + limit - available}"
-    would_do = f"{figure} would do{f', or lower num_slots to {fewer[0]}' if fewer else ''}"
-    beside = best.ledger(num_slots).beside_slots
-    if beside >= available:
-        return f"what is in no layer takes {exact_amount(beside)} alone; {would_do}"
-    most = max(unit.layout.nbytes for unit in best.units)
-    obstacles = {unit.name: _obstacle(unit) for unit in best.units if unit.layout.nbytes == most}
-    name = next((name for name, obstacle in obstacles.items() if obstacle), next(iter(obstacles)))
-    reason = obstacles[name] or "its parts would take more"
-    return (
-        f"'{name}' takes {exact_amount(most)}, a slot may take "
-        f"{exact_amount(_allowed(best, num_slots, available - beside))}, and it cannot be streamed in parts "
-        f"({reason}); {would_do}"
-    )
+    if planned.beside_slots >= available:
+        beside = exact_amount(planned.beside_slots)
+        return f"what is in no layer takes {beside} alone; {figure} would do"
+
+    def fits(units: Sequence[Unit], root: Unit, slots: int) -> bool:
+        return sum(plan_of(units, root, slots).device.values()) <= available
+
+    remedies = [f"{figure} would do"]
+    fewer = range(min(num_slots, len(units)) - 1, 0, -1)
+    if (fit := next((slots for slots in fewer if fits(units, root, slots)), None)) is not None:
+        remedies.append(f"lower num_slots to {fit}")
+    globs = _globs_that_fit(model, units, dtype, partial(fits, slots=num_slots))
+    if globs:
+        remedies.append(f"stream its parts: layers=[{', '.join(map(json.dumps, globs))}]")
+    largest = max(units, key=lambda unit: unit.layout.nbytes)
+    takes = exact_amount(largest.layout.nbytes)
+    return f"the largest layer, '{largest.name}', takes {takes}; {', or '.join(remedies)}"
 
 
-def _allowed(way: Units, num_slots: int, room: int) -> int:
-    """Bytes that a weight slot may take in ``room``, if a gradient slot takes as many, or as many as the
-    largest gradient where that is less."""
-    count = min(num_slots, len(way.units))
-    grad_slots = num_grad_slots(count)
-    grad_nbytes = max(unit.layout.grad_nbytes for unit in way.units)
-    return max(room // (count + grad_slots), (room - grad_slots * grad_nbytes) // count)
+def _globs_that_fit(
+    model: nn.Module,
+    units: Sequence[Unit],
+    dtype: torch.dtype | None,
+    fits: Callable[[Sequence[Unit], Unit], bool],
+) -> list[str]:
+    """Globs for ``layers=`` by which the model fits; the largest layers are cut no further than that. Empty
+    where there are none."""
+    layers = [(unit.name, unit.module) for unit in units]
+    # what cannot be a layer is refused by those that make layers and units of it
+    with suppress(ValueError):
+        while globs := finer_globs(layers):
+            layers = find_layers(model, globs)
+            if fits(*make_units(model, layers, dtype)):
+                return globs
+    return []

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from streamer.engine.disk.state import masters_of
-from streamer.engine.layer.outside_access import HAD
+from streamer.engine.layer.stand_in import HAD
 from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.unit import InParts, Unit
 from streamer.engine.tensors.guarded import as_plain, plain_class

@@ -63,17 +63,18 @@ def wrap(
     """Stream the layers of ``model`` from host memory. Changes the model in place and returns it.
 
     The weights move to host memory, a layer at a time, and the storage that they had is given up;
-    ``num_slots`` buffers on the device, the slots, each as large as the largest layer, take them in turn. A
-    layer for which the slots would have to be too large is cut into its children, which are streamed in its
-    place, while its own forward runs as it is. What is in no layer (embeddings, final norm, head) stays on
-    the device.
+    ``num_slots`` buffers on the device, the slots, each as large as the largest layer, take them in turn.
+    What is in no layer (embeddings, final norm, head) stays on the device.
     Inputs are moved to the device. Class, parameter objects, parameter names and ``state_dict`` keys
     stay as they are; `copy.deepcopy` gives a plain CPU model. Train it with `streamer.AdamW`. Gradients of
     the plain model are dropped, with a warning.
 
     Args:
-        layers: dotted path of an ``nn.ModuleList``, ``nn.Sequential`` or ``nn.ModuleDict``, several paths (an
-            encoder's and a decoder's), or None for the lists of like blocks that hold most of the parameters.
+        layers: dotted path of an ``nn.ModuleList``, ``nn.Sequential`` or ``nn.ModuleDict``, a glob of modules
+            (``"model.layers.*.mlp"``), several of them (an encoder's and a decoder's), or None for the lists
+            of like blocks that hold most of the parameters. Each module that a glob matches is a layer, also
+            where it is a part of a block, whose own forward then runs as it is. A wildcard of `fnmatch`
+            stands for one part of a dotted name, or for a piece of it. No layer may be inside of another.
         device: ``"cuda"``, ``"cuda:1"`` or ``"cpu"`` (threads stand in for a GPU's copy engines); None
             means CUDA where there is one, else the CPU.
         dtype: what parameters are computed in: float32, bfloat16 or float16; None keeps each as it is.
@@ -91,8 +92,9 @@ def wrap(
             cross the bus twice a step whatever the batch is; None runs the whole batch. Gradients of the
             slices are added up on the device, as ``grad_dtype`` says. [Note: micro-batches]
         batch_dims: the dimension of the batch by the name of an argument of the layers, None for an argument
-            that has none; and by the path of a list of layers the dimension of the batch in their hidden
-            states, None for a list that is not to be cut (``{"vision.blocks": None}``). Left out: the first,
+            that has none; and by the path of a list of layers, or a glob, the dimension of the batch in their
+            hidden states, None for layers that are not to be cut (``{"vision.blocks": None}``, or
+            ``{"model.layers.*.mlp.experts": None}``, whose inputs are tokens). Left out: the first,
             where it is as long as that of the hidden states; where that may be chance, the layer's call
             raises ValueError. Whether the first one of the hidden states is the batch is checked once for
             each kind of layer. [Note: the check of a batch]
@@ -114,14 +116,13 @@ def wrap(
             string or a function is the backend that it uses. A layer that cannot be compiled runs as it is,
             with a warning.
         device_memory: bytes, or a text such as ``"16GiB"``: what this process may take of a GPU (PyTorch's
-            allocator refuses more, until `unwrap`), and what is planned on the device. Layers that are too
-            large for the slots that this leaves are streamed in parts, along their children. Unless
-            ``num_slots`` is given, what is left holds more layers: the first step (or, where nothing is
-            trained, the first pass) shows what is needed beside two, and at its end slots are allocated for
-            as many as fit beside all that PyTorch's allocator has taken of a GPU by then. On Linux the
-            allocator is set to use expandable segments from then on, which leave no gaps, unless
-            ``PYTORCH_CUDA_ALLOC_CONF`` sets something else. Where a later step takes more, slots are given
-            back. One that runs out of memory takes back all but two for good: run it again.
+            allocator refuses more, until `unwrap`), and what is planned on the device. Unless ``num_slots``
+            is given, what is left holds more layers: the first step (or, where nothing is trained, the first
+            pass) shows what is needed beside two, and at its end slots are allocated for as many as fit
+            beside all that PyTorch's allocator has taken of a GPU by then. On Linux the allocator is set to
+            use expandable segments from then on, which leave no gaps, unless ``PYTORCH_CUDA_ALLOC_CONF`` sets
+            something else. Where a later step takes more, slots are given back. One that runs out of memory
+            takes back all but two for good: run it again.
         host_memory: bytes, or a text such as ``"48GiB"``: what the wrapped model may take of host memory,
             beside what PyTorch and the program itself take; of ranks, what all of one machine together may
             take. None means as much as is free.
@@ -173,10 +174,11 @@ def wrap(
         ValueError: for a path, an option or a parameter that cannot be honoured, naming the remedy.
         DiskError: (an OSError) for a folder of ``disk`` that cannot be used, or is too full.
         MemoryError: if the device or the host has too little memory, or the host may page-lock too little of
-            it: a line with what that needs and has, and the bytes by owner below it. The limits of control
-            groups count. Both are raised before anything is allocated or changed, but for what ``init`` does
-            wrong. Then, as with any other error, parameters are put back, without their gradients; frozen
-            ones that were moved already are as ``dtype`` has rounded them.
+            it: a line with what that needs and has, and the bytes by owner below it. Where parts of the
+            largest layers would fit, the line has the globs for ``layers``. The limits of control groups
+            count. Both are raised before anything is allocated or changed, but for what ``init`` does wrong.
+            Then, as with any other error, parameters are put back, without their gradients; frozen ones that
+            were moved already are as ``dtype`` has rounded them.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"wrap takes an nn.Module, not a {type(model).__name__}")

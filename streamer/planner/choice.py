@@ -9,7 +9,7 @@ no graph kept and with all kept. A line between the two estimates how many layer
 the step's seconds.
 The most promising combinations are planned with the most kept layers that fit, found by bisection along that
 line. Where compute still waits for copies, all are planned with as many slots as fit, too. One slot in place
-of two is tried only where nothing fits with two, and layers in parts only where no whole ones fit.
+of two is tried only where nothing fits with two.
 
 The fastest of the list that fits is chosen. Steps whose predicted seconds agree in three digits count as
 equally fast: the one with the fewest micro-batches is chosen, of these the one that takes least memory. An
@@ -23,8 +23,7 @@ import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
@@ -34,7 +33,7 @@ from tqdm import tqdm
 from streamer.backends.base import Lane
 from streamer.engine.layer.micro_batches import AmbiguousBatchError
 from streamer.memory.verdict import lacks, verdict
-from streamer.planner.room import Room, buffers
+from streamer.planner.room import Room
 from streamer.planner.step_plan import StepPlan
 
 AUTO: Literal["auto"] = "auto"
@@ -47,8 +46,6 @@ VISIT, USE = "visit", "use"
 
 #: Slices of a batch that are tried at most: a plan takes time for each of them, and so does a step.
 MOST_SLICES = 256
-#: Slots that are tried where they hold parts of layers: how far layers are cut depends on their number.
-SLOTS_FOR_PARTS = (1, 2, 4)
 #: The share of a step that compute may wait for copies before more slots are tried.
 WAITING = 0.01
 
@@ -175,11 +172,10 @@ def _gib(nbytes: int) -> str:
     return f"{nbytes / (1 << 30):.2f} GiB"
 
 
-def choose(plan_of: PlanOf, options: Options, room: Room, in_parts: PlanOf | None = None) -> Chosen:
+def choose(plan_of: PlanOf, options: Options, room: Room) -> Chosen:
     """The fastest choice of a short list of ``options`` that fits into ``room``. [Note: chosen options]
 
-    ``plan_of`` plans a choice with room for anything, ``in_parts`` one of which the layers are cut to fit
-    into ``room``; it is used where no whole ones fit. Micro-batches are left out if AmbiguousBatchError is
+    ``plan_of`` plans a choice with room for anything. Micro-batches are left out if AmbiguousBatchError is
     raised for them; it is raised where nothing else may be chosen. Raises MemoryError, with what the nearest
     choice needs and what there is, where nothing fits. Meanwhile a bar counts the plans, if stderr is a
     terminal.
@@ -193,29 +189,8 @@ def choose(plan_of: PlanOf, options: Options, room: Room, in_parts: PlanOf | Non
         found.fill()
     best = found.best()
     if best is None:
-        return _choose_in_parts(in_parts, found)
+        raise MemoryError(found.nothing_fits())
     return Chosen(best, found.made[best], found.reason(best), found.made, room)
-
-
-def _choose_in_parts(plan_of: PlanOf | None, whole: _ShortList) -> Chosen:
-    """The choice, without micro-batches, where ``plan_of`` plans layers in parts. Raises what the plans of
-    ``whole`` layers lack if nothing fits. [Note: split layers]"""
-    options, room = whole.options, whole.room
-    given = options.num_slots
-    counts = [slots for slots in (SLOTS_FOR_PARTS if len(given) > 1 else given) if whole.are_too_many(slots)]
-    if plan_of is None or not counts:
-        raise MemoryError(whole.nothing_fits())
-    sizes = (None,) if None in options.sizes else options.sizes
-    found = []
-    for slots in counts:
-        with suppress(MemoryError):
-            found.append(choose(plan_of, replace(options, num_slots=(slots,), sizes=sizes), room))
-    if not found:
-        raise MemoryError(f"{whole.nothing_fits()}. Layers that are streamed in parts do not fit either")
-    best = min(found, key=lambda one: _rank(one.choice, one.plan))
-    considered = {choice: plan for one in found for choice, plan in one.considered.items()}
-    reason = f"{best.reason}. Whole layers do not fit: the largest are streamed in parts"
-    return replace(best, reason=reason, considered=considered)
 
 
 class _Start(NamedTuple):
@@ -362,11 +337,6 @@ class _ShortList:
             told += f". Micro-batches are left out: {self.ambiguous}"
         return told
 
-    def are_too_many(self, slots: int | None) -> bool:
-        """Whether so many slots (where None is told: two) for whole layers are more than the device has room
-        for, even if nothing else is there."""
-        return all(buffers(plan, slots or 2) > self.room.tensors for plan in self.made.values())
-
     def nothing_fits(self) -> str:
         """What the nearest miss lacks."""
         tiers = {choice: self.room.tiers(plan) for choice, plan in self.made.items()}
@@ -377,7 +347,10 @@ class _ShortList:
             listed = f"{', '.join(names[:-1])} and {names[-1]}"
             return f"{told}: give 'auto' for {listed}, or a smaller batch"
         told = verdict(f"any options that 'auto' may choose; the nearest are {nearest}", tiers[nearest])
-        return f"{told}: use a smaller batch, dtype=torch.bfloat16, or freeze parameters"
+        return (
+            f"{told}: use a smaller batch or dtype=torch.bfloat16, freeze parameters, or stream parts of "
+            "layers (wrap(layers=...) takes globs)"
+        )
 
 
 def _seconds(plan: StepPlan) -> float:

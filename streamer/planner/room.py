@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from streamer.memory.slots import GRAD_SLOTS, WEIGHT_SLOTS, num_grad_slots
 from streamer.memory.verdict import SHARED, Tier
-from streamer.planner.step_plan import BESIDE, SAVED, WORKING_SET, StepPlan
+from streamer.planner.step_plan import StepPlan
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,3 @@ def _slots_more(plan: StepPlan, wanted: int) -> int:
     of_weights, of_gradients = (plan.device_bytes.get(owner, 0) for owner in (WEIGHT_SLOTS, GRAD_SLOTS))
     more = (wanted - had) * (of_weights // had)
     return more + (num_grad_slots(wanted) - num_grad_slots(had)) * (of_gradients // num_grad_slots(had))
-
-
-def buffers(plan: StepPlan, num_slots: int) -> int:
-    """Bytes of the device that ``plan`` would take for good with ``num_slots``, in slots and beside them."""
-    others = sum(plan.device_bytes.get(owner, 0) for owner in (SAVED, WORKING_SET, BESIDE))
-    return plan.device_total - others + _slots_more(plan, num_slots)

@@ -276,7 +276,7 @@ WRONG = {
     "a folder, or an array of folders on different drives, none empty": [
         *('memory.disk = ""', "memory.disk = []", 'memory.disk = ["/a", 1]', "memory.disk = true"),
     ],
-    'a table from names of arguments, or paths of lists of layers, to integers, or "none"': [
+    'a table from names of arguments, or paths or globs of lists of layers, to integers, or "none"': [
         'stream.batch_dims = {x = "one"}',
     ],
     "an array of strings, none empty": [

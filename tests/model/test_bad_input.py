@@ -48,7 +48,10 @@ class Net(nn.Module):
 
 
 KNOWN = re.escape("Found in this model: 'blocks' (3 x Linear)")
-LIST = r"it must be an nn\.ModuleList, nn\.Sequential or nn\.ModuleDict\. " + KNOWN
+LIST = (
+    r"it must be an nn\.ModuleList, nn\.Sequential or nn\.ModuleDict, or a glob of modules that are called "
+    r"\('layers\.\*\.mlp'\)\. " + KNOWN
+)
 DTYPES = r"use torch\.float32, torch\.bfloat16 or torch\.float16"
 POLICIES = r"use one of 'recompute', 'recompute\+offload', 'keep'"
 X = torch.ones(2, 4)
@@ -138,7 +141,7 @@ def test_the_snapshot_sees_a_wrap() -> None:
         ({"layers": "nothing"}, r"'nothing' is an empty list\. " + KNOWN),
         ({"layers": ["blocks", "nowhere"]}, r"'nowhere': there is no such module\. " + KNOWN),
         ({"layers": []}, r"layers is empty: give the path of a list of layers\. " + KNOWN),
-        ({"layers": 3}, "layers=3: it must be a dotted path, several of them, or None"),
+        ({"layers": 3}, "layers=3: it must be a dotted path, a glob, several of them, or None"),
         ({"num_slots": 0}, r"num_slots=0: it must be an integer of 1 or more"),
         ({"num_slots": True}, r"num_slots=True: it must be an integer of 1 or more"),
         ({"num_slots": 1.5}, r"num_slots=1\.5: it must be an integer of 1 or more"),
@@ -402,10 +405,7 @@ host                           bytes
   given back by the model        400"""
 
 
-BLOCK = (
-    "'blocks.0' takes 256 bytes, a slot may take 255 bytes, and it cannot be streamed in parts (it is a "
-    "Linear with a parameter of its own ('weight')); 2048 bytes would do, or lower num_slots to 1"
-)
+BLOCK = "the largest layer, 'blocks.0', takes 256 bytes; 2048 bytes would do, or lower num_slots to 1"
 HOST_REMEDY = "use dtype=torch.bfloat16 or freeze parameters"
 
 

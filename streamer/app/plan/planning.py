@@ -464,9 +464,7 @@ def settle(
         batch = -(-config.data.pass_size // machine.ranks)
         among = Options.of(asked, layers=len(layers), batch=batch, quantized=has_quantized(config))
         recollection = recollection or Recollection()
-        whole = _plan_of(config, machine, recollection, in_parts=False)
-        in_parts = None if room.budget is None else _plan_of(config, machine, recollection, in_parts=True)
-        chosen = choose(whole, among, room, in_parts)
+        chosen = choose(_plan_of(config, machine, recollection), among, room)
     except (TypeError, ValueError, MemoryError) as error:
         raise error if isinstance(error, ConfigError) else ConfigError.of("[stream]", error) from error
     return with_options(config, stream=chosen.choice.options()), chosen
@@ -479,13 +477,12 @@ def without_auto(config: Config) -> Config:
     return with_options(config, stream=changed)
 
 
-def _plan_of(config: Config, machine: Machine, recollection: Recollection, *, in_parts: bool) -> PlanOf:
-    """What plans a choice; with ``in_parts`` layers are cut where the config's ``device_memory`` needs it."""
+def _plan_of(config: Config, machine: Machine, recollection: Recollection) -> PlanOf:
+    """What plans a choice."""
 
     def plan(choice: Choice) -> StepPlan:
         # what fits is seen to by whoever chooses
-        unlimited = {} if in_parts else {"device_memory": None}
-        of_choice = with_options(config, stream=choice.options() | unlimited)
+        of_choice = with_options(config, stream=choice.options() | {"device_memory": None})
         try:
             return plan_run(of_choice, machine, recollection).step
         except ConfigError as error:

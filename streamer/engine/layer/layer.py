@@ -51,10 +51,10 @@ from streamer.engine.layer.micro_batches import (
     MicroBatches,
     Parts,
 )
-from streamer.engine.layer.outside_access import HAD, unwatched
 from streamer.engine.layer.recorded import RecordingForward
 from streamer.engine.layer.refusals import MEANINGS, refuse_dual, refuse_transforms
 from streamer.engine.layer.slot_views import InContexts, Remade, SlotView, place_of
+from streamer.engine.layer.stand_in import HAD
 from streamer.engine.layer.surroundings import past_checkpoints, uncached_autocast, without_own_checkpoint
 from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.unit import Unit, leaked
@@ -476,7 +476,7 @@ class StreamedLayer:
     @never_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # a module around it may have switched subclasses off: `plain_forwards`
-        with unwatched(), SubclassesOn():
+        with SubclassesOn():
             recording = RecordingForward.of(self._forward)
             if recording is None:
                 return self._call(self._forward, args, kwargs)

@@ -12,8 +12,8 @@ is not known. Nothing is cut beside a nested tensor (of sequences that differ in
 
 The first dimension of the hidden states need not be the batch: layers compute on ``[time, batch, width]``, on
 one sequence ``[time, width]``, or on the tokens of all sequences one after another. `batch_check` finds out,
-once for each kind of layer. The caller may say it, too: ``batch_dims`` takes the paths of lists of layers as
-well as names of arguments.
+once for each kind of layer. The caller may say it, too: ``batch_dims`` takes the paths of lists of layers, or
+globs of them, as well as names of arguments.
 
 What the layer returns is put together along the same dimension. The first tensor that it returns has an entry
 per sample if its shape is that of the hidden states. Another one that is as long as the slice may be so by
@@ -32,6 +32,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
@@ -300,9 +301,9 @@ class AmbiguousBatchError(ValueError):
 
 class MicroBatches:
     """Cuts the batches of one layer into slices of ``size``; whole where that is None. ``batch_dims`` gives
-    the batch dimension of arguments by name, None for those that have none, and by the path of a list of
-    layers that of its hidden states, None for a list that is not cut. The model has ``num_layers`` of them;
-    ``checked`` is shared by all. [Note: micro-batches]"""
+    the batch dimension of arguments by name, None for those that have none, and by the path or glob of a list
+    of layers that of its hidden states, None for a list that is not cut. The model has ``num_layers`` of
+    them; ``checked`` is shared by all. [Note: micro-batches]"""
 
     def __init__(
         self,
@@ -317,7 +318,7 @@ class MicroBatches:
         path = _path_among(batch_dims, unit.name)
         #: the dimension of the batch in the hidden states, if the user has named it for the list
         self._dim = None if path is None else batch_dims[path]
-        self._size = None if is_uncut(unit.name, batch_dims) else size
+        self._size = size if path is None or self._dim is not None else None
         self._batch_dims = batch_dims
         self._signature = inspect.signature(unit.module.forward) if size is not None else None
         self._counts = _counts(unit.module)
@@ -566,21 +567,16 @@ def micro_batches(
     return cutters
 
 
-def is_uncut(layer: str, batch_dims: Mapping[str, int | None]) -> bool:
-    """Whether ``batch_dims`` say that the list that has ``layer`` is not to be cut."""
-    path = _path_among(batch_dims, layer)
-    return path is not None and batch_dims[path] is None
-
-
 def _path_among(batch_dims: Mapping[str, int | None], layer: str) -> str | None:
-    """Of the names in ``batch_dims`` the path of the innermost list that has ``layer``."""
+    """Of the names in ``batch_dims`` the path, or the glob, of the innermost list that has ``layer``."""
     return max((path for path in batch_dims if _is_in(layer, path)), key=len, default=None)
 
 
 def _is_in(layer: str, path: str) -> bool:
-    return not path or layer == path or layer.startswith(f"{path}.")
+    wanted, parts = path.split("."), layer.split(".")
+    return not path or (len(wanted) <= len(parts) and all(map(fnmatchcase, parts, wanted)))
 
 
 def _list_of(unit: Unit) -> str:
-    """The path of the list that has the layer."""
-    return unit.name.rpartition(".")[0]
+    """The path of the list that has the layer, a glob where that is in a list itself."""
+    return ".".join("*" if part.isdigit() else part for part in unit.name.split(".")[:-1])

@@ -24,7 +24,6 @@ from tests.reference import (
     assert_parity,
     assert_refused,
     streamed,
-    train_plain,
     train_streamed,
 )
 
@@ -421,14 +420,3 @@ def test_an_error_in_a_slice_mentions_that_the_batch_was_cut(grad: bool) -> None
         assert notes(model, numbers(2, WIDTH), KeyError) == []
         assert notes(model, numbers(4, WIDTH), torch.OutOfMemoryError) == []
         model(numbers(4, WIDTH)).sum()
-
-
-def test_layers_that_are_streamed_in_parts_may_be_in_a_list_that_is_not_cut() -> None:
-    model = Several(partial(nn.TransformerEncoderLayer, WIDTH, 2, 512, 0.0, batch_first=True, bias=False))
-    expected = train_plain(model, loss_of=lambda model, step: model(BATCH_FIRST).square().mean(), steps=1)
-    options: dict[str, Any] = {"layers": "layers", "micro_batch_size": 2, "device_memory": "150kB"}
-    with pytest.raises(ValueError, match=r"'layers.0' is too large .* in batch_dims: \{'layers': None\}"):
-        streamer.wrap(copy.deepcopy(model), device="cpu", **options)
-    with streamed(model, batch_dims={"layers": None}, **options) as mine:
-        value = mine(BATCH_FIRST).square().mean()
-        assert len(streamer.stats(mine).busy_seconds) and value.item() == expected.losses[0]
