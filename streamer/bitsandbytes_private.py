@@ -1,7 +1,4 @@
-"""What bitsandbytes does inside with 4-bit weights, and does not document.
-
-Any release may change it. `dequantizes` then answers no, and products are left to bitsandbytes alone.
-"""
+"""What bitsandbytes does inside with 4-bit weights, and does not document: any release may change it."""
 
 from __future__ import annotations
 
@@ -59,40 +56,3 @@ def product_with_4_bits(
         absmax = scales + absmax_offset
     weight = ops.dequantize_4bit.default(codes, absmax, blocksize, quant_type, shape, rows.dtype)
     return F.linear(rows, weight, bias)
-
-
-#: What the product is given, as `product_with_4_bits` is; what has a default is given by name.
-_GIVEN = ["A", "B", "shapeB", "absmax", "blocksize", "quant_type", "bias"]
-_GIVEN += ["absmax_8bit", "absmax_code", "absmax_offset"]
-
-
-@cache
-def _is_as_known() -> bool:
-    given = torch.ops.bitsandbytes.gemm_4bit.default._schema.arguments
-    return [each.name for each in given] == _GIVEN
-
-
-def dequantizes(
-    rows: torch.Tensor,
-    codes: torch.Tensor,
-    shape: Sequence[int],
-    absmax: torch.Tensor,
-    blocksize: int,
-    *others: object,
-) -> bool:
-    """Whether bitsandbytes would compute `product_with_4_bits`, rather than multiply with the codes."""
-    if not _is_as_known():
-        return False
-    if rows.device.type in ("cpu", "meta"):
-        return True
-    wide = rows.shape[-1]
-    many = rows.numel() // wide
-    own: Any = import_module(f"bitsandbytes.backends.{rows.device.type}.ops")
-    try:
-        most, prefers_codes = own._gemm_4bit_custom_max_m, own._gemm_4bit_use_custom_fn
-    except AttributeError:  # another release, which does it in its own way
-        return False
-    if many > most:
-        return True
-    aligned = wide % blocksize == 0  # else it warns
-    return aligned and not prefers_codes(rows.device.index, rows.dtype, many, shape[0], wide)

@@ -432,12 +432,6 @@ class StreamConfig:
     device_memory: Annotated[str | None, BYTES, "the most that the run may take of a GPU, such as 16GiB"] = (
         None
     )
-    dequantize: Annotated[
-        str,
-        one_of("visit", "use", "auto"),
-        'quantized weights become values on the device once in each "visit" of a layer, or at each "use", '
-        "which takes more time and less of the device's memory",
-    ] = "visit"
     gather_weights: Annotated[
         bool,
         FLAG,

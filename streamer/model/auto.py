@@ -249,8 +249,7 @@ def choose_options(
     units, root = make_units(model, layers, options.dtype)
     if not isinstance(backend, VirtualBackend):
         check_init((*units, root), options.init)
-    quantized = any(unit.in_parts for unit in units)
-    among = Options.of(may_be_auto(options), layers=len(layers), batch=batch.size, quantized=quantized)
+    among = Options.of(may_be_auto(options), layers=len(layers), batch=batch.size)
     params = [param for unit in (*units, root) for param in unit.params]
     room = room_of(backend, params, limit=options.device_limit)
     room = replace(room, host_limit=options.host_limit, ranks=ranks)

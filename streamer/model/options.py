@@ -18,7 +18,7 @@ from streamer.memory.layout import Layout
 from streamer.model.layers import Layers
 from streamer.model.move_in import Init
 from streamer.model.units import DTYPES
-from streamer.planner.choice import USE, VISIT, Number
+from streamer.planner.choice import Number
 
 #: One activation policy for all layers, one for each, or a function that gives one for a layer's index.
 Activations = str | Sequence[str] | Callable[[int], str]
@@ -48,7 +48,6 @@ class WrapOptions:
     host_memory: int | str | None = None
     disk: Folders | Disks | None = None
     gather_weights: bool = False
-    dequantize: str = VISIT
 
     @property
     def host_limit(self) -> int | None:
@@ -86,8 +85,6 @@ class WrapOptions:
             _check_batch_dims(self.batch_dims, self.micro_batch_size)
         if self.update not in ("step", "backward"):
             raise ValueError(f"update={self.update!r} is unknown: use 'step' or 'backward'")
-        if self.dequantize not in (VISIT, USE):
-            raise ValueError(f"dequantize={self.dequantize!r} is unknown: use 'visit' or 'use'")
         if self.grad_dtype not in (None, torch.float32):
             raise ValueError(
                 f"grad_dtype={self.grad_dtype!r}: use torch.float32, or None to add gradients up in the "

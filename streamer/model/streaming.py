@@ -33,7 +33,7 @@ from streamer.model.options import Folders, WrapOptions, check_dtypes_for_backwa
 from streamer.model.units import device_remedy, make_units, warn_of_misread
 from streamer.model.unwrap import forget
 from streamer.optim.torch_optimizers import serve_other_optimizers
-from streamer.planner.choice import AUTO, VISIT, Chosen
+from streamer.planner.choice import AUTO, Chosen
 from streamer.planner.ledger import Ledger, OnDisk, frozen_matrices, least_moments, ledger, to_disk
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.disks import VirtualDisks
@@ -162,9 +162,6 @@ def stream(
         )
         undo.callback(forget, model, executor)
         settle_in(executor)
-        for each in (each for unit in units for each in unit.in_parts):
-            # a compiler sees for itself to what is computed twice
-            each.composite.made.is_wanted = options.dequantize == VISIT and not options.compile
         for unit, policy, cutter in zip(units, run_as, cutters, strict=True):
             # an attribute of the instance, so that __call__ and the user's hooks run around it as before
             forward = unit.module.forward

@@ -57,7 +57,6 @@ def wrap(
     machine: Machine | str | None = None,
     process_group: ProcessGroup | DeviceMesh | None = None,
     gather_weights: bool = False,
-    dequantize: str = "visit",
     backend: Backend | None = None,
 ) -> M:
     """Stream the layers of ``model`` from host memory. Changes the model in place and returns it.
@@ -136,11 +135,11 @@ def wrap(
             reads and writes its share of state, and reads all weights for itself. They write a parameter that
             is on disk by PyTorch's functions, not through ``p.data``. A disk that fails on one, or has no
             room on one machine, ends all of them.
-        example: a batch to plan a step with, needed where ``activations``, ``num_slots``,
-            ``micro_batch_size`` or ``dequantize`` is ``"auto"``: a tensor, a tuple of the model's arguments,
-            or a dict of them by name. Only its shapes and dtypes count, which should be those of the steps'
-            batches. With it, a step that does not fit into the memory, or into ``device_memory``, is refused
-            here, not when it runs. [Note: options that are chosen]
+        example: a batch to plan a step with, needed where ``activations``, ``num_slots`` or
+            ``micro_batch_size`` is ``"auto"``: a tensor, a tuple of the model's arguments, or a dict of them
+            by name. Only its shapes and dtypes count, which should be those of the steps' batches. With it, a
+            step that does not fit into the memory, or into ``device_memory``, is refused here, not when it
+            runs. [Note: options that are chosen]
         machine: how fast the device is, for such a plan: the name of one in `streamer.simulate.machine`,
             ``"rtx-4090"`` say, or a `Machine`. None means an RTX 4090 where there is a GPU, else a CPU.
         process_group: the ranks that train this model together, a group of `torch.distributed` (NCCL for
@@ -162,11 +161,6 @@ def wrap(
             layers in the same order where gradients are on, and have as many slots. Without gradients one may
             run a forward that others do not: such forwards copy whole layers. Nothing is gathered where there
             is one rank, or nothing is trained. Results are the same to the bit. [Note: gathered weights]
-        dequantize: how often a quantized weight becomes values on the device. ``"visit"``: once in each visit
-            of its layer, for all micro-batches, for recomputation and backward together; the device then
-            holds the values of all quantized weights of one layer. ``"use"``: wherever it is used, and only
-            one weight's values are held. ``"auto"``: what is faster and fits. Results are the same to the
-            bit. Layers that are compiled dequantize where the compiler says. [Note: dequantized once]
         backend: the backend to run on in place of the device's own. A virtual one has no values and compiles
             nothing.
 
@@ -203,7 +197,6 @@ def wrap(
         host_memory=host_memory,
         disk=disk,
         gather_weights=gather_weights,
-        dequantize=dequantize,
     )
     if process_group is None and alone_among() > 1:
         warn(

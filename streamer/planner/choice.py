@@ -41,9 +41,6 @@ AUTO: Literal["auto"] = "auto"
 Number = int | Literal["auto"] | None
 Policies = str | tuple[str, ...] | Callable[[int], str]
 
-#: When a quantized weight becomes values: once in a visit of its layer, or whenever it is used.
-VISIT, USE = "visit", "use"
-
 #: Slices of a batch that are tried at most: a plan takes time for each of them, and so does a step.
 MOST_SLICES = 256
 #: The share of a step that compute may wait for copies before more slots are tried.
@@ -56,7 +53,6 @@ class Choice(NamedTuple):
     activations: Policies
     num_slots: int | None
     micro_batch_size: int | None
-    dequantize: str = VISIT
 
     def options(self) -> dict[str, Any]:
         """The options by name. A choice without micro-batches drops the user's ``batch_dims``."""
@@ -66,11 +62,10 @@ class Choice(NamedTuple):
         size = self.micro_batch_size
         batch = "" if size is None else f" and micro-batches of {size}"
         slots = "" if self.num_slots is None else f", {self.num_slots} slot{'s' * (self.num_slots > 1)}"
-        at_use = ", dequantized at each use" if self.dequantize == USE else ""
-        return f"{_told(self.activations)}{slots}{batch}{at_use}"
+        return f"{_told(self.activations)}{slots}{batch}"
 
 
-def may_be_auto(options: object) -> tuple[Any, Any, Any, Any]:
+def may_be_auto(options: object) -> tuple[Any, Any, Any]:
     """Those of `streamer.wrap`'s ``options`` that it may be told to choose, in the order of a `Choice`."""
     return attrgetter(*Choice._fields)(options)
 
@@ -94,21 +89,17 @@ class Options:
     most_kept: int
     num_slots: tuple[int | None, ...]
     sizes: tuple[int | None, ...]
-    dequantize: tuple[str, ...] = (VISIT,)
-    #: whether there are weights to dequantize
-    quantized: bool = False
 
     @staticmethod
     def of(
-        asked: tuple[str | Sequence[str] | Callable[[int], str], Number, Number, str],
+        asked: tuple[str | Sequence[str] | Callable[[int], str], Number, Number],
         *,
         layers: int,
         batch: int,
-        quantized: bool = False,
     ) -> Options:
-        """Everything that activations, num_slots, micro_batch_size and dequantize may be where ``asked``,
-        `may_be_auto`, has "auto" for them; the others stay as they are."""
-        given, num_slots, micro_batch_size, dequantize = asked
+        """Everything that activations, num_slots and micro_batch_size may be where ``asked``, `may_be_auto`,
+        has "auto" for them; the others stay as they are."""
+        given, num_slots, micro_batch_size = asked
         activations = given if callable(given) or isinstance(given, str) else tuple(given)
         is_auto = activations == AUTO
         return Options(
@@ -117,24 +108,20 @@ class Options:
             layers if is_auto else 0,
             tuple(range(1, layers + 1)) if num_slots == AUTO else (num_slots,),
             (None, *sizes_below(batch)) if micro_batch_size == AUTO else (micro_batch_size,),
-            ((VISIT, USE) if quantized else (VISIT,)) if dequantize == AUTO else (dequantize,),
-            quantized,
         )
 
     @property
     def is_given(self) -> bool:
         """Whether there is nothing to choose."""
-        counts = len(self.policies), len(self.num_slots), len(self.sizes), len(self.dequantize)
-        return self.most_kept == 0 and counts == (1, 1, 1, 1)
+        counts = len(self.policies), len(self.num_slots), len(self.sizes)
+        return self.most_kept == 0 and counts == (1, 1, 1)
 
-    def choice(
-        self, policy: Policies, kept: int, slots: int | None, size: int | None, dequantize: str = VISIT
-    ) -> Choice:
+    def choice(self, policy: Policies, kept: int, slots: int | None, size: int | None) -> Choice:
         """The last ``kept`` layers keep their graphs, the others run by ``policy``."""
         if kept == 0:
-            return Choice(policy, slots, size, dequantize)
+            return Choice(policy, slots, size)
         mixed = (str(policy),) * (self.layers - kept) + ("keep",) * kept
-        return Choice("keep" if kept == self.layers else mixed, slots, size, dequantize)
+        return Choice("keep" if kept == self.layers else mixed, slots, size)
 
 
 def sizes_below(batch: int) -> list[int]:
@@ -199,7 +186,6 @@ class _Start(NamedTuple):
     policy: Policies
     num_slots: int | None
     size: int | None
-    dequantize: str
 
 
 @dataclass
@@ -227,15 +213,13 @@ class _ShortList:
         options = self.options
         # two slots, or the only number that there is; then one
         for slots in dict.fromkeys((options.num_slots[:2][-1], options.num_slots[0])):
-            at_once = options.dequantize[0]
-            fastest = options.choice(options.policies[0], options.most_kept, slots, sizes[0], at_once)
+            fastest = options.choice(options.policies[0], options.most_kept, slots, sizes[0])
             if not lacks(self.room.tiers(self._plan(fastest))) and not self._waits_for_copies(fastest):
                 return
             starts = [
-                _Start(policy, slots, size, dequantize)
+                _Start(policy, slots, size)
                 for size in self._sizes_to_try(sizes, slots)
                 for policy in options.policies
-                for dequantize in options.dequantize
             ]
             starts = [start for start in starts if self._has_device(start, 0)]
             kept: dict[_Start, int] = {}
@@ -259,8 +243,7 @@ class _ShortList:
         return self.made[choice]
 
     def _plan_kept(self, start: _Start, kept: int) -> StepPlan:
-        given = start.num_slots, start.size, start.dequantize
-        return self._plan(self.options.choice(start.policy, kept, *given))
+        return self._plan(self.options.choice(start.policy, kept, start.num_slots, start.size))
 
     def _lack(self, start: _Start, kept: int) -> int:
         """Bytes that the device lacks, below 0 where it has room. Host memory does not count: layers that are
@@ -272,11 +255,10 @@ class _ShortList:
         return self._lack(start, kept) <= 0
 
     def _sizes_to_try(self, sizes: tuple[int | None, ...], slots: int | None) -> list[int | None]:
-        """The largest of ``sizes`` that fits with the least of all else, the smallest, and one between."""
+        """The largest of ``sizes`` that fits with no graph kept, the smallest, and one between."""
 
         def fits(size: int | None) -> bool:
-            least = self.options.dequantize[-1]
-            starts = (_Start(policy, slots, size, least) for policy in self.options.policies)
+            starts = (_Start(policy, slots, size) for policy in self.options.policies)
             return any(self._has_device(start, 0) for start in starts)
 
         first = 0 if fits(sizes[0]) else bisect_left(sizes, True, lo=1, key=fits)
@@ -343,9 +325,8 @@ class _ShortList:
         nearest = min(tiers, key=lambda choice: sum(tier.lacking for tier in tiers[choice]))
         if self.options.is_given:
             told = verdict(f"a step with {nearest} on a batch like the example", tiers[nearest])
-            names = [name for name in Choice._fields if name != "dequantize" or self.options.quantized]
-            listed = f"{', '.join(names[:-1])} and {names[-1]}"
-            return f"{told}: give 'auto' for {listed}, or a smaller batch"
+            *names, last = Choice._fields
+            return f"{told}: give 'auto' for {', '.join(names)} and {last}, or a smaller batch"
         told = verdict(f"any options that 'auto' may choose; the nearest are {nearest}", tiers[nearest])
         return (
             f"{told}: use a smaller batch or dtype=torch.bfloat16, freeze parameters, or stream parts of "

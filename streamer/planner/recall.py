@@ -200,8 +200,7 @@ class Recalling:
         machine, in_fp32 = executor.backend.machine, executor.sum_in_fp32
         #: by a layer's index: equal for layers that compute alike
         self.structures = {
-            unit.index: (machine, in_fp32, _is_kept(unit), structure_of(unit, numbers))
-            for unit in executor.units
+            unit.index: (machine, in_fp32, structure_of(unit, numbers)) for unit in executor.units
         }
 
     def kind(self) -> type[LayerCall]:
@@ -227,11 +226,6 @@ class Recalling:
             found[key] = meter.all
         self.count(found[key])
         return torch.empty((), dtype=torch.float32, device=gradient.device)
-
-
-def _is_kept(unit: Unit) -> bool:
-    """Whether what is made of quantized weights is kept in a visit."""
-    return any(each.composite.made.is_wanted for each in unit.in_parts)
 
 
 class _Recalled(LayerCall):
@@ -339,7 +333,7 @@ class _Apart:
     def __init__(self, executor: Executor) -> None:
         self.backend, self.units, self.root = executor.backend, executor.units, executor.root
         self.sum_in_fp32 = executor.sum_in_fp32
-        self.caller = executor.caller
+        self.caller, self.blank = executor.caller, executor.blank
         self.saved = _SavedApart()
 
 

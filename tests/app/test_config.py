@@ -174,7 +174,7 @@ def test_a_dump_is_the_whole_config(path: Path) -> None:
         "[optimizer]\nlr = 1.0\nbetas = [0.9, 0.95]\neps = 1e-08\nweight_decay = 0.1\ngrad_clip = 1.0\n"
         'state_dtype = "float32"\n'
         'warmup_steps = 0\nmin_lr = 0.0\nschedule = "cosine"\n\n'
-        '[stream]\nactivations = "recompute"\nupdate = "step"\ncompile = false\ndequantize = "visit"\n'
+        '[stream]\nactivations = "recompute"\nupdate = "step"\ncompile = false\n'
         "gather_weights = false\n"
     )
 

@@ -444,6 +444,13 @@ def test_half_a_trillion_parameters_are_planned_within_a_gib(gpt: str) -> None:
     assert peak < 1 << 30
 
 
+@pytest.fixture(scope="module")
+def planned_before() -> None:
+    """The first plan of a process counts a number more, which PyTorch makes to find out a shape."""
+    plans.plan_run(load_config(plans.CONFIG), MACHINES["rtx-4090"])
+
+
+@pytest.mark.usefixtures("planned_before")
 @pytest.mark.parametrize("name", ["rtx-4090", "laptop-8gb"])
 def test_the_golden_table(name: str) -> None:
     golden = json.loads((RESULTS / "plans.json").read_text())["machines"]

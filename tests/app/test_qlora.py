@@ -17,9 +17,9 @@ import transformers
 from safetensors.torch import save_file
 
 from streamer.app.cli import main
-from streamer.app.config import Config, load_config
+from streamer.app.config import load_config
 from streamer.app.plan.command import check_memory
-from streamer.app.plan.planning import PROCESS_BYTES, RunPlan, plan_run, with_options
+from streamer.app.plan.planning import PROCESS_BYTES, RunPlan, plan_run
 from streamer.app.plan.remedies import find_remedies
 from streamer.app.plan.report import figures, remedy_line
 from streamer.checkpoint.manifest import Manifest
@@ -251,23 +251,6 @@ def test_quantization_is_proposed_where_nothing_exact_fits(
     assert proposed(60)["model.quantize"] == "int8"
     assert proposed(40)["model.quantize"] == "nf4"
     assert "model.quantize" not in proposed(15)
-
-
-def test_dequantizing_at_each_use_is_proposed_where_the_device_is_too_small(place: Path) -> None:
-    settings = ['model.pretrained="llama"', "data.batch_size=1", "stream.micro_batch_size=1"]
-    given = load_config(CONFIG, [*SETTINGS, *settings, 'stream.activations="recompute+offload"'])
-    recollection, roomy = Recollection(), MACHINES["rtx-4090"]
-
-    def mended(config: Config) -> dict[str, Any]:
-        """What is proposed where a byte is missing."""
-        small = replace(roomy, device_bytes=plan_run(config, roomy, recollection).device_needed - 1)
-        plan = plan_run(config, small, recollection)
-        found = find_remedies(plan, lambda changed: plan_run(changed, small, recollection))
-        assert not plan.fits and found.plan.fits
-        return dict(found.changes)
-
-    assert mended(given) == {"stream.dequantize": "use"}
-    assert mended(with_options(given, model={"quantize": "none"})) == {"stream.num_slots": 1}
 
 
 def test_mistakes_end_in_one_line(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

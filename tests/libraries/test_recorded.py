@@ -105,7 +105,6 @@ def test_it_is_shown_in_evaluation(kind: str, micro_batch_size: int | None) -> N
     torch.testing.assert_close(found.loss, expected.loss, rtol=tolerance, atol=0)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at it where it goes on
 @pytest.mark.parametrize("kind", ["mixtral"])
 def test_layers_that_are_compiled_record_too(kind: str) -> None:
     plain = copy.deepcopy(model(kind))

@@ -145,7 +145,6 @@ def test_the_snapshot_sees_a_wrap() -> None:
         ({"num_slots": 0}, r"num_slots=0: it must be an integer of 1 or more"),
         ({"num_slots": True}, r"num_slots=True: it must be an integer of 1 or more"),
         ({"num_slots": 1.5}, r"num_slots=1\.5: it must be an integer of 1 or more"),
-        ({"dequantize": "never"}, "dequantize='never' is unknown: use 'visit' or 'use'"),
         ({"activations": "checkpoint"}, "activations='checkpoint' is unknown: " + POLICIES),
         ({"activations": None}, "activations=None: give one of 'recompute', .* a list"),
         ({"dtype": torch.float64}, r"torch\.float64.* " + DTYPES),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,17 +14,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 import streamer
 from streamer.backends.base import Lane
 from streamer.bitsandbytes_private import blocks_go_on_in_rows
 from streamer.engine.paging.unit import Unit
 from streamer.engine.wrapped.handle import wrapped as handle_of
-from streamer.model.auto import Batch, plan_of, skeleton
-from streamer.model.options import WrapOptions
-from streamer.planner.choice import Choice, Options, choose, may_be_auto
-from streamer.planner.room import Room
+from streamer.model.auto import skeleton
+from streamer.planner.measure import Tracker
 from streamer.planner.step_plan import WORKING_SET, plan_step
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import RTX_4090
@@ -129,16 +126,13 @@ def test_a_plan_has_every_byte(kind: str) -> None:
     ("options", "uses"),
     [
         ({"activations": "keep"}, 2),
-        ({}, 2),
-        ({"micro_batch_size": 1}, 2),
-        ({"dequantize": "use"}, 3),
-        ({"dequantize": "use", "micro_batch_size": 1}, 6),
+        ({}, 3),
+        ({"micro_batch_size": 1}, 6),
     ],
     ids=str,
 )
 def test_dequantization_is_in_the_time_of_a_plan(options: dict[str, Any], uses: int) -> None:
-    """Once in forward and once in backward; at each use, where a layer is recomputed once more, and all that
-    for each micro-batch."""
+    """Once in forward, once in backward and once in recomputation, each for every micro-batch."""
     # a second for each byte that the device's memory moves, and none for products
     free = dict.fromkeys(("flops_per_second", "fp32_flops_per_second", "attention_flops_per_second"), 1e30)
     machine = replace(
@@ -242,117 +236,37 @@ def test_an_interrupt_before_a_layer_runs_leaves_its_modules_their_attributes(
         assert states and all(map(operator.is_, states_in(model), states))
 
 
-#: The function by which a kind makes values of codes, as the profiler names it. Others cast them.
-MAKES_VALUES = {
-    "torchao nf4": "aten::index",
-    "bitsandbytes nf4": "bitsandbytes::dequantize_4bit",
-    "bitsandbytes fp4": "bitsandbytes::dequantize_4bit",
-}
-
-
-def times_made(kind: str, function: Callable[[], object]) -> int:
-    """How often ``function`` makes values of a part of a weight."""
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
-        function()
-    name, shapes = MAKES_VALUES.get(kind, "aten::_to_copy"), [[64, 64], [32, 64], [64, 128]]
-    # as they were recorded: `profiled.events()` takes ten times as long as the step
-    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == name]
-    return sum(kind in MAKES_VALUES or sorted((event.shapes() or [[]])[0]) in shapes for event in events)
+ONE_WEIGHT, ONE_LAYER = 4 * 64 * 128, 4 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 128)
 
 
 @pytest.mark.parametrize(
-    ("activations", "size"),
-    [("recompute", None), ("recompute", 1), ("keep", 1)],
-    ids=["whole", "sliced", "kept"],
+    ("kind", "least", "most"),
+    [
+        ("bitsandbytes nf4", 0.9 * ONE_WEIGHT, ONE_WEIGHT),
+        ("bitsandbytes fp4", 0.9 * ONE_WEIGHT, ONE_WEIGHT),
+        # autograd saves the values of the layer whose backward runs
+        ("torchao int8", ONE_LAYER, ONE_LAYER),
+    ],
 )
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_weight_is_dequantized_once_in_a_visit(kind: str, activations: str, size: int | None) -> None:
-    """In forward and in backward, whatever the library does by itself, and to the bit as at each use."""
-    models = [llama(kind, layers=1), llama(kind, layers=1)]
-    weights = [each.base for each in models[0].model.layers.modules() if type(each).__name__ == "Adapted"]
-    of_each = times_made(kind, lambda: weights[0](torch.ones(1, 3, 64)))
-    assert of_each and len(weights) == 7
-    found: list[list[torch.Tensor]] = [[], []]
-    times, evaluated = list[float](), list[float]()
-    for model, seen, when in zip(models, found, ("use", "visit"), strict=True):
-        with streamed(model, micro_batch_size=size, dequantize=when, activations=activations):
-            with torch.no_grad():
-                loss_of(model, 0)  # how a batch is cut is checked once, in evaluation
-
-            def step(model: nn.Module = model, seen: list[torch.Tensor] = seen) -> None:
-                loss = loss_of(model, 0)
-                loss.backward()
-                seen += [loss.detach(), *(param.grad.clone() for param in trained(model))]
-
-            times.append(times_made(kind, step) / of_each / len(weights))
-            made = [each.composite.made for unit in handle_of(model).executor.units for each in unit.in_parts]
-            assert len(made) == 7 and not any(each.is_kept for each in made)
-            with torch.no_grad():
-                evaluated.append(times_made(kind, lambda model=model: loss_of(model, 0)) / of_each / 7)
-    assert_equal(found[1], found[0])
-    at_each_use, once = times
-    saves_values = kind in ("torchao int8", "torchao float8")
-    # nobody asks for the gradient of what comes into the only layer, and so for the weights of q, k and v
-    assert once == (2 if activations == "recompute" else 1 if saves_values else 1 + 4 / 7)
-    assert at_each_use > once or (size is None and saves_values)
-    assert evaluated == [2, 1] if size == 1 else evaluated == [1, 1]
-
-
-def test_values_that_are_kept_are_in_the_bytes_of_a_plan() -> None:
-    def working_set(**options: Any) -> int:
-        model = skeleton(llama("bitsandbytes fp4")).train()
-        streamer.wrap(model, layers=LAYERS, backend=VirtualBackend(RTX_4090), **options)
-        plan = plan_step(handle_of(model).executor, lambda: loss_of_zeros(model))
-        return plan.device_bytes[WORKING_SET]
-
-    def loss_of_zeros(model: nn.Module) -> None:
-        tokens = torch.zeros(2, 16, dtype=torch.long, device="meta")
+def test_the_values_that_a_device_holds_are_in_a_plan(kind: str, least: float, most: float) -> None:
+    def step(model: nn.Module, device: str) -> None:
+        tokens = torch.zeros(1, 4, dtype=torch.long, device=device)
         model(input_ids=tokens, labels=tokens).loss.backward()
 
-    # of 4 bytes; at each use there may be one, of the largest
-    every, largest = 4 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 128), 4 * 64 * 128
-    assert every - largest <= working_set() - working_set(dequantize="use") <= every
+    def planned(kind: str | None) -> int:
+        model = skeleton(llama(kind)).train()
+        streamer.wrap(model, layers=LAYERS, backend=VirtualBackend(RTX_4090))
+        return plan_step(handle_of(model).executor, lambda: step(model, "meta")).device_bytes[WORKING_SET]
 
+    def held(kind: str | None) -> int:
+        with streamed(llama(kind)) as model:
+            step(model, "cpu")
+            with Tracker() as tracker:
+                step(model, "cpu")
+        return tracker.peak
 
-def test_the_faster_way_that_fits_is_chosen() -> None:
-    tokens = torch.zeros(2, 16, dtype=torch.long)
-    example = {"input_ids": tokens, "labels": tokens}
-    with streamed(llama("bitsandbytes nf4"), dequantize="auto", example=example) as model:
-        chosen = streamer.chosen(model)
-        assert chosen is not None and chosen.choice.dequantize == "visit"
-    given = {**dict.fromkeys(("dtype", "num_slots", "batch_dims", "host_threads", "init", "device_memory"))}
-    options = WrapOptions(
-        layers=LAYERS,
-        activations="recompute",
-        micro_batch_size=1,
-        update="step",
-        grad_dtype=torch.float32,
-        compile=False,
-        dequantize="auto",
-        **given,
-    )
-    plan = plan_of(skeleton(llama("bitsandbytes nf4")), RTX_4090, Batch.like(example), options)
-    among = Options.of(may_be_auto(options), layers=3, batch=2, quantized=True)
-    visit, use = (plan(among.choice("recompute", 0, None, 1, when)) for when in ("visit", "use"))
-    assert visit.prediction.seconds < use.prediction.seconds and visit.device_needed > use.device_needed
-    for device, expected in ((visit.device_needed, "visit"), (visit.device_needed - 1, "use")):
-        found = choose(plan, among, Room(device, 1 << 40))
-        assert found.choice.dequantize == expected
-        assert ("dequantized at each use" in found.reason) == (expected == "use")
-    with pytest.raises(MemoryError, match="any options that 'auto' may choose; the nearest are"):
-        choose(plan, among, Room(use.device_needed - 1, 1 << 40))
-    assert Options.of(may_be_auto(options), layers=3, batch=2).dequantize == ("visit",)
-    # of the whole batch at each use, too, where there is no room for it otherwise
-    sizes = replace(among, sizes=(None, 1))
-    whole = Choice("recompute", None, None, "use")
-    assert whole in choose(plan, sizes, Room(plan(whole).device_needed, 1 << 40)).considered
-
-
-def test_a_compiler_is_left_to_itself() -> None:
-    for options, expected in (({}, True), ({"compile": "eager"}, False), ({"dequantize": "use"}, False)):
-        with streamed(llama("bitsandbytes nf4", layers=1), **options) as model:
-            wanted = {each.composite.made.is_wanted for each in handle_of(model).executor.units[0].in_parts}
-            assert wanted == {expected}
+    for bytes_of in (planned, held):
+        assert least <= bytes_of(kind) - bytes_of(None) <= most, bytes_of
 
 
 @pytest.mark.parametrize("kind", ["torchao int8", "bitsandbytes nf4"])

@@ -41,7 +41,7 @@ from tests.reference import VOCAB, assert_parity, batch, train, train_plain
 
 Table = dict[Choice, StepPlan]
 PREDICTION = Prediction(1.0, 1, {}, {Lane.H2D: 0.0})
-AUTO = "auto", "auto", "auto", "auto"
+AUTO = "auto", "auto", "auto"
 PLENTY = Room(1 << 40, 1 << 40)
 
 

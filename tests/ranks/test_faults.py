@@ -313,7 +313,7 @@ def killed(rank: int, moment: str, folder: str, machines: int | None) -> tuple[s
         for step in range(3):
             if step == 1:
                 made.layers[1].register_forward_pre_hook(lambda *_: end("forward"))
-                made.layers[1].up.weight.register_hook(lambda _: end("backward"))
+                made.layers[1].register_full_backward_hook(lambda *_: end("backward"))
             backward(made, step, rank, 1, None)
             optimizer.step()
             if step == 1:

@@ -234,7 +234,7 @@ def _wrapped(options: Mapping[str, Any], config: Config, machine: Machine) -> nn
     backend = VirtualBackend(machine.with_room())
     folder = config.model.pretrained
     has_files = folder is not None and has_weights(Path(folder))
-    if has_files and (options["disk"] is not None or has_quantized(config)):
+    if has_files and (options["disk"] is not None or _has_quantized(config)):
         disks = None
         if options["disk"] is not None:
             disks = Disks(folders_of(options["disk"]), lambda folders: cast(Scratch, VirtualScratch()))
@@ -245,7 +245,7 @@ def _wrapped(options: Mapping[str, Any], config: Config, machine: Machine) -> nn
         except (OSError, TypeError, ValueError) as error:
             raise ConfigError.of("[model] and [stream]", error) from error
     try:
-        if has_quantized(config):
+        if _has_quantized(config):
             model = quantized_without_values(config.model, config.lora, options["dtype"])
         else:
             model = without_values(config.model, config.lora, options["dtype"])
@@ -258,7 +258,7 @@ def _wrapped(options: Mapping[str, Any], config: Config, machine: Machine) -> nn
     return wrapped_model
 
 
-def has_quantized(config: Config) -> bool:
+def _has_quantized(config: Config) -> bool:
     """Whether the config, or that of its pretrained model, has weights quantized."""
     folder = config.model.pretrained
     in_files = folder is not None and is_quantized_folder(Path(folder))
@@ -444,8 +444,8 @@ def settle(
     ranks: int = 1,
     machines: int = 1,
 ) -> tuple[Config, Chosen | None]:
-    """``config`` with a choice for each of ``stream.activations``, ``num_slots``, ``micro_batch_size`` and
-    ``dequantize`` that is "auto", and why each was chosen, or None if nothing was to be chosen.
+    """``config`` with a choice for each of ``stream.activations``, ``num_slots`` and ``micro_batch_size``
+    that is "auto", and why each was chosen, or None if nothing was to be chosen.
 
     ``machine`` has the rates and the sizes. None is this one with ``ranks``, of so many ``machines``: the
     sizes are then what is free now, and the rates those that `streamer.wrap` would take. ``recollection`` is
@@ -462,7 +462,7 @@ def settle(
         room = replace(room, host_limit=parse_bytes("host_memory", config.memory.host))
         layers = find_layers(without_values(config.model, config.lora), stream.layers)
         batch = -(-config.data.pass_size // machine.ranks)
-        among = Options.of(asked, layers=len(layers), batch=batch, quantized=has_quantized(config))
+        among = Options.of(asked, layers=len(layers), batch=batch)
         recollection = recollection or Recollection()
         chosen = choose(_plan_of(config, machine, recollection), among, room)
     except (TypeError, ValueError, MemoryError) as error:

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from streamer.app.config import Config, ConfigError
-from streamer.app.plan.planning import RunPlan, RunPlanOf, has_quantized, with_options
-from streamer.planner.choice import USE, VISIT
+from streamer.app.plan.planning import RunPlan, RunPlanOf, with_options
 
 #: How many sizes of micro-batches are tried, each a quarter of the one before.
 MICRO_BATCHES = 3
@@ -68,8 +67,6 @@ def _changes(plan: RunPlan) -> Iterator[tuple[Mapping[str, Any], str]]:
         yield {"stream.device_memory": f"{int(SHARE_OF_DEVICE * machine.device_bytes) >> 20}MiB"}, ""
     if machine.ranks > 1 and not config.stream.gather_weights:
         yield {"stream.gather_weights": True}, ""
-    if config.stream.dequantize == USE and has_quantized(config):
-        yield {"stream.dequantize": VISIT}, ""
     if config.stream.activations != "keep":
         yield {"stream.activations": "keep"}, ""
     if config.stream.activations == "recompute+offload":
@@ -208,11 +205,6 @@ def _activations(plan: RunPlan) -> Iterator[str]:
         yield "recompute+offload"
 
 
-def _dequantize(plan: RunPlan) -> Iterator[str]:
-    if plan.config.stream.dequantize == VISIT and has_quantized(plan.config):
-        yield USE
-
-
 def _passes(plan: RunPlan) -> Iterator[int]:
     passes = plan.config.data.accumulate
     while plan.config.stream.update == "step" and passes < plan.config.data.batch_size:
@@ -241,7 +233,6 @@ _REMEDIES = (
     _Remedy("stream.device_memory", helps_device=True, helps_host=False, values=_budgets),
     _Remedy("stream.micro_batch_size", helps_device=True, helps_host=False, values=_micro_batches),
     _Remedy("stream.activations", helps_device=True, helps_host=False, values=_activations),
-    _Remedy("stream.dequantize", helps_device=True, helps_host=False, values=_dequantize),
     _Remedy("data.accumulate", helps_device=True, helps_host=True, values=_passes),
     _Remedy("data.batch_size", helps_device=True, helps_host=True, values=_batches),
     _Remedy("optimizer.state_dtype", helps_device=False, helps_host=True, values=_moments),

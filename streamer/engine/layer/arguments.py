@@ -116,11 +116,12 @@ def detached(inputs: Tensors) -> list[torch.Tensor]:
     return [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs]
 
 
-def let_go(leaves: Tensors) -> None:
-    """Let ``leaves`` of a graph hold no memory; gradients come to them all the same."""
+def let_go(leaves: Tensors, blank: torch.Tensor) -> None:
+    """Let ``leaves`` of a graph hold no memory but ``blank``, bytes of any number; gradients come to them all
+    the same."""
     for leaf in leaves:
         if type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.is_nested:
-            leaf.data = leaf.new_empty(()).expand(leaf.shape)
+            leaf.data = blank.view(leaf.dtype)[0].expand(leaf.shape)
 
 
 def apart(outputs: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -205,7 +205,7 @@ class LayerRun:
         if unit.has_contexts or storage_owners(weights) > owners:
             self._contexts = InContexts(outputs, weights)
             unit.has_contexts = bool(self._contexts)
-        let_go(self._inputs)
+        let_go(self._inputs, self.executor.blank)
         self._outputs = [get_gradient_edge(output) if output.requires_grad else None for output in outputs]
         return [output.detach() for output in outputs], frame.rebuild
 
@@ -324,14 +324,13 @@ class LayerCall:
         """The work of `forward`, on the slot ``weights``."""
         self._shapes = [tensor.shape for tensor in inputs]
         joined = Joined(self.call.unit.name, self._cut, inputs, partial(self.call.run_aside, weights))
-        with self.call.unit.dequantized_once(times=len(self.runs)):
-            if self._cut.unchecked is not None:
-                check_batch(self._cut, self.call, weights, inputs)
-            for number, run in enumerate(self.runs):
-                given = self._cut.inputs(inputs, number)
-                with self._cut.explaining(self.call.unit.name, inputs):
-                    outputs, rebuild = run.first_run(weights, given)
-                joined.add(number, outputs, rebuild, given)
+        if self._cut.unchecked is not None:
+            check_batch(self._cut, self.call, weights, inputs)
+        for number, run in enumerate(self.runs):
+            given = self._cut.inputs(inputs, number)
+            with self._cut.explaining(self.call.unit.name, inputs):
+                outputs, rebuild = run.first_run(weights, given)
+            joined.add(number, outputs, rebuild, given)
         # not more of it: what has left the layer holds this object
         self._parts = joined.parts
         return joined.tensors, joined.rebuild
@@ -392,12 +391,10 @@ class LayerCall:
         unit, assembled = self.call.unit, JoinedGradients(self._cut, self._shapes)
         in_fp32 = len(self.runs) > 1 and self.executor.sum_in_fp32
         collector = None if into is None else Collector(unit, into, in_fp32=in_fp32)
-        recomputed_on = weights.device if self.saves_inputs else None
-        with unit.dequantized_once(times=len(self.runs), backward_on=recomputed_on):
-            for number, run in enumerate(self.runs):
-                given = self._cut.inputs(inputs, number) if self.saves_inputs else ()
-                incoming = self._cut.gradients(gradients, self._parts, number)
-                assembled.add(number, run.go_back(weights, given, incoming, collector))
+        for number, run in enumerate(self.runs):
+            given = self._cut.inputs(inputs, number) if self.saves_inputs else ()
+            incoming = self._cut.gradients(gradients, self._parts, number)
+            assembled.add(number, run.go_back(weights, given, incoming, collector))
         used = [False] * len(unit.trainable) if collector is None else collector.finish()
         return used, assembled.tensors
 
@@ -468,6 +465,7 @@ class StreamedLayer:
         self._call_kind = LayerCall
         self._micro_batches = micro_batches
         self._forward = forward
+        self._plain: Forward = unit.module.forward
 
     def visit_as(self, kind: type[LayerCall]) -> None:
         """Let calls of the layer be of another kind."""
@@ -477,7 +475,8 @@ class StreamedLayer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # a module around it may have switched subclasses off: `plain_forwards`
         with SubclassesOn():
-            recording = RecordingForward.of(self._forward)
+            # compiled code would not record
+            recording = RecordingForward.of(self._plain)
             if recording is None:
                 return self._call(self._forward, args, kwargs)
             return recording.hand_on(self._call(recording, args, kwargs))

@@ -178,6 +178,8 @@ class Executor:
         #: hooks
         self._hooked: dict[int, list[bool]] = {}
         self.token = torch.zeros((), device=backend.device, requires_grad=True)
+        #: memory of one number of any dtype, of which nobody reads the value
+        self.blank = torch.empty(16, dtype=torch.uint8, device=backend.device)
         self.skipped_steps = 0
         self.released = False
         #: the checkpoint that is being written, or was last, in the background

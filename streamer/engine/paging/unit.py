@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, cast
@@ -16,7 +16,6 @@ from torch import nn
 
 from streamer.engine.tensors.guarded import as_plain
 from streamer.engine.tensors.module_state import ModuleState
-from streamer.engine.tensors.once import kept
 from streamer.engine.tensors.parts import Composite, marked, plain_parts, plainly
 from streamer.memory.layout import Layout, Slice
 from streamer.torch_private import set_accumulation_hook, storage_id
@@ -180,19 +179,6 @@ class Unit:
         """How often each of `trainable` was updated, [n] fp32: optimizers count."""
         # NumPy's memory: a plan of the device's does not see it, nor does a default device of the user's
         return torch.from_numpy(np.zeros(len(self.trainable), np.float32))
-
-    def dequantized_once(
-        self, *, times: int, backward_on: torch.device | None = None
-    ) -> AbstractContextManager[None]:
-        """In the block, in which the unit runs so many ``times``, or is recomputed for a backward on a
-        device, keep what is made of quantized weights, if it is used again. [Note: dequantized once]"""
-        made = [
-            each.composite.made
-            for each in self.in_parts
-            if each.composite.made.is_wanted
-            and (times > 1 or (backward_on is not None and each.composite.is_made_again(backward_on)))
-        ]
-        return kept(made) if made else nullcontext()
 
     @contextmanager
     def using(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:

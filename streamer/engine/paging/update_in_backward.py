@@ -135,8 +135,8 @@ class UpdateInBackward(Landing):
             if param.grad is not None and (was_written or param.grad is not gradient):
                 raise RuntimeError(
                     "gradients were written (by clip_grad_norm_?) between backward and step(), but "
-                    "update='backward' has updated the layers before: wrap with update='step' to clip, or "
-                    "write gradients in a hook (param.register_hook)"
+                    "update='backward' has updated the layers before: wrap with update='step' to clip or "
+                    "to write gradients"
                 )
 
     def release(self) -> None:

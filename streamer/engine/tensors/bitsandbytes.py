@@ -20,7 +20,6 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from streamer.bitsandbytes_private import blocks_go_on_in_rows
-from streamer.engine.tensors.once import codes
 from streamer.engine.tensors.parts import Composite, Modules, become
 
 
@@ -117,7 +116,7 @@ class _FourBits(Composite):
         state.state2 = copy.copy(state.state2)
         _set(state, parts[1:])
         made: torch.Tensor = _remade(self.param, parts[0], quant_state=state)
-        return codes(made, self.made) if self.made.is_kept else made
+        return made
 
     def show(self, parts: Sequence[torch.Tensor]) -> None:
         if self.param.is_meta == parts[0].is_meta:
@@ -187,10 +186,7 @@ class _EightBits(Composite):
         return scales
 
     def like(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        own, scales = parts
-        if self.made.is_kept:
-            own = codes(own.detach(), self.made, are_scaled_in_place=True)
-        made: torch.Tensor = _remade(self.param, parts[0], CB=own, SCB=scales)
+        made: torch.Tensor = _remade(self.param, parts[0], CB=parts[0], SCB=parts[1])
         return made
 
     def show(self, parts: Sequence[torch.Tensor]) -> None:
@@ -202,9 +198,6 @@ class _EightBits(Composite):
         for module in self.modules:
             if (state := getattr(module, "state", None)) is not None:
                 state.CB = state.SCB = None
-
-    def is_made_again(self, device: torch.device) -> bool:
-        return device.type == "cpu"  # others multiply with codes in forward
 
     def lent(self, leaf: torch.Tensor) -> dict[str, object]:
         # the module's forward moves the codes there, and an autograd context keeps it

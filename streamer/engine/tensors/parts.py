@@ -10,8 +10,7 @@ memory, disks and plans know nothing of quantization, and checkpoints a word for
 - in a run of the layer its modules see a weight that is made of the parts in the slot (`Composite.like`);
 - the user's parameter stays the same object, and is made of the parts in host memory (`Composite.show`).
 
-The weight is dequantized by the library that made it, on the device, once in each visit of the layer: [Note:
-dequantized once]. The parts are all that crosses the bus.
+The library that made a weight dequantizes it on the device, at each use. Only the parts cross the bus.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from streamer.engine.tensors.once import Made, codes, is_made_again, keeping, keeping_as
 from streamer.torch_private import SubclassesOff, is_sparse, sparse_of, sparse_parts, storage_id
 
 #: Modules in which a parameter is registered.
@@ -46,8 +44,6 @@ class Composite(abc.ABC):
         self.modules = modules
         #: attributes of modules that are others in the wrapped model, as they were before
         self.held: dict[nn.Module, dict[str, object]] = {}
-        #: what is made of the weight in a visit
-        self.made = Made()
 
     @property
     @abc.abstractmethod
@@ -81,11 +77,6 @@ class Composite(abc.ABC):
     def dtype(self) -> torch.dtype | None:
         """The dtype in which the weight takes part in computations, None where it follows its input's."""
         return None
-
-    def is_made_again(self, device: torch.device) -> bool:
-        """Whether a backward on ``device`` that recomputes the layer makes values of the weight twice: where
-        autograd saves those of recomputation, it does not."""
-        return True
 
     def is_misread_on(self, device: torch.device) -> bool:
         """Whether the library that made the weight computes on ``device`` with other values than it has."""
@@ -178,7 +169,7 @@ def remade(tensor: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """A tensor as ``tensor``, sparse or of a subclass with inner tensors, made of other ``parts``."""
     if is_sparse(tensor):
         return sparse_of(tensor, parts)
-    return keeping_as(_Recipe.of(tensor).make(iter(parts)), tensor)
+    return _Recipe.of(tensor).make(iter(parts))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,11 +253,7 @@ class _Subclass(Composite):
         return [*self._recipe.take(self.param)]
 
     def like(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        if not self.made.is_kept:
-            return self._recipe.make(iter(parts))
-        # int8 of torchao is cast where it is used
-        own = (codes(part, self.made) if part.dtype == torch.int8 else part for part in plainly(parts))
-        return keeping(self._recipe.make(own), self.made)
+        return self._recipe.make(iter(parts))
 
     def show(self, parts: Sequence[torch.Tensor]) -> None:
         if self.param.device == parts[0].device:
@@ -286,9 +273,6 @@ class _Subclass(Composite):
     @property
     def dtype(self) -> torch.dtype:
         return self.param.dtype
-
-    def is_made_again(self, device: torch.device) -> bool:
-        return is_made_again(self._recipe.kind)
 
 
 def become(param: torch.Tensor, other: torch.Tensor) -> None:
