@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from streamer.engine.paging.unit import InParts, Unit
+from streamer.engine.paging.unit import InParts, Shared, Unit
 from streamer.engine.schedule.op import ROOT
 from streamer.engine.tensors.parts import Composite, composite_of, has_inner_tensors, plainly
 from streamer.errors import exact_amount, shortened, warn
@@ -44,9 +44,10 @@ def make_units(
 
     ``dtype`` is what parameters are streamed in, unless `keep_dtype` keeps them in their own; None keeps
     the dtype of each. Quantized weights are streamed as they are: those of a class of their own, and
-    frozen parameters of whole numbers or of 8-bit floats. Raises ValueError for what cannot be streamed:
-    TorchScript, a layer without parameters, a parameter that two units share, that is sparse or complex,
-    or that is trained and of another dtype than fp32, bf16 and fp16.
+    frozen parameters of whole numbers or of 8-bit floats. A parameter that two layers share, or a layer and
+    the rest of the model, is in the root unit. Raises ValueError for what cannot be streamed: TorchScript, a
+    layer without parameters of its own, a parameter that is sparse or complex, or that is trained and of
+    another dtype than fp32, bf16 and fp16.
     """
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -58,17 +59,18 @@ def make_units(
     owners = [_owners(name, layer.named_modules()) for name, layer in layers]
     rest = ((name, module) for name, module in model.named_modules() if module not in inside)
     owners.append(_owners("", rest))
-    _check_unshared(owners, [*(f"layer '{name}'" for name, _ in layers), "the rest of the model"])
-    units = [
-        _unit(index, name, layer, owned, dtype)
-        for index, ((name, layer), owned) in enumerate(zip(layers, owners[:-1], strict=True))
-    ]
-    for unit in units:
-        if not unit.params:
+    _check_addresses(owners)
+    shared = _take_shared(owners)
+    for (name, _), owned in zip(layers, owners[:-1], strict=True):
+        if not owned:
             raise ValueError(
-                f"layer '{unit.name}' has no parameters, so there is nothing to stream: put what it does "
-                "into the layer before or after it"
+                f"layer '{name}' has no parameters of its own, so there is nothing to stream: put what it "
+                "does into the layer before or after it, or leave it out of layers="
             )
+    units = [
+        _unit(index, name, layer, owned, dtype, shared=held)
+        for index, ((name, layer), owned, held) in enumerate(zip(layers, owners[:-1], shared, strict=True))
+    ]
     root = _unit(ROOT, "root", model, owners[-1], dtype, inside)
     return units, root
 
@@ -82,22 +84,29 @@ def _owners(prefix: str, modules: Iterable[tuple[str, nn.Module]]) -> Owners:
     return owners
 
 
-def _check_unshared(owners: Sequence[Owners], names: Sequence[str]) -> None:
-    home: dict[nn.Parameter, int] = {}
+def _check_addresses(owners: Sequence[Owners]) -> None:
+    """Raise ValueError if two parameters have the same memory."""
     at_address: dict[int, nn.Parameter] = {}
-    for index, owned in enumerate(owners):
+    for owned in owners:
         for param, places in owned.items():
             # sparse and meta tensors have no address, nor have those that are made of others
             dense = param.layout is torch.strided and not param.is_meta and param.numel()
             dense = dense and not has_inner_tensors(param)
             if dense and at_address.setdefault(param.data_ptr(), param) is not param:
                 raise _same_memory(places[0][2])
-            if home.setdefault(param, index) != index:
-                raise ValueError(
-                    f"parameter '{places[0][2]}' belongs to {names[home[param]]} and to {names[index]}; a "
-                    "parameter may be shared only within one layer or outside of all of them: give each its "
-                    "own copy"
-                )
+
+
+def _take_shared(owners: Sequence[Owners]) -> list[Owners]:
+    """Let the last of ``owners``, the root, have what several of them have. Returns, for each of the others,
+    what it had of that and may be trained."""
+    holders = Counter(param for owned in owners for param in owned)
+    root, found = owners[-1], []
+    for owned in owners[:-1]:
+        taken = {param: owned.pop(param) for param in [*owned] if holders[param] > 1}
+        for param, places in taken.items():
+            root[param] += places
+        found.append({param: places for param, places in taken.items() if param.requires_grad})
+    return found
 
 
 def _same_memory(name: str) -> ValueError:
@@ -121,6 +130,7 @@ def _unit(
     owned: Owners,
     dtype: torch.dtype | None,
     elsewhere: Iterable[nn.Module] = (),
+    shared: Owners | None = None,
 ) -> Unit:
     params: dict[Param, nn.Parameter] = {}
     composites: dict[nn.Parameter, tuple[Composite, list[Param]]] = {}
@@ -148,6 +158,10 @@ def _unit(
         layout=layout,
         params=in_order,
         owners=tuple(tuple((owner, key) for owner, key, _ in owned.get(param, ())) for param in in_order),
+        shared=tuple(
+            Shared(param, tuple((owner, key) for owner, key, _ in places))
+            for param, places in (shared or {}).items()
+        ),
         buffer_owners=tuple(
             (owner, key) for owner in module.modules() if owner not in others for key in owner._buffers
         ),

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.testing import assert_close
 
 import streamer
 from streamer.backends.base import Lane
@@ -23,6 +24,7 @@ from tests.libraries.test_huggingface import gpt2, llama, loss
 from tests.on_disk import least_of
 from tests.reference import (
     POLICIES,
+    VOCAB,
     assert_equal,
     assert_parity,
     assert_same,
@@ -34,6 +36,7 @@ from tests.reference import (
     train_streamed,
 )
 
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 peft = pytest.importorskip("peft", reason="peft is not installed")
 # what they say of one another
 pytestmark = pytest.mark.filterwarnings("ignore:::transformers", "ignore:::peft")
@@ -83,6 +86,17 @@ def checkpointed() -> nn.Module:
     return model
 
 
+def mixtral() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": VOCAB}
+    config = transformers.MixtralConfig(
+        **sizes, num_attention_heads=2, num_key_value_heads=2, num_local_experts=4
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
 METHODS: dict[str, Callable[[], nn.Module]] = {
     "dora": lambda: lora(use_dora=True),
     "embeddings": lambda: lora(target_modules=["q_proj", "embed_tokens"]),
@@ -99,6 +113,11 @@ METHODS: dict[str, Callable[[], nn.Module]] = {
     ),
     "adalora": lambda: tuned(
         peft.AdaLoraConfig(target_modules=PROJECTIONS, total_step=10, init_r=4, target_r=2)
+    ),
+    # of which several layers hold the base's weights
+    "replicated layers": lambda: lora(layer_replication=[[0, 2], [1, 2]]),
+    "fused experts": lambda: lora(
+        mixtral, target_modules=["q_proj"], target_parameters=EXPERTS, lora_dropout=0.0
     ),
     # both add a sparse matrix, whose values are what is trained
     "shira": lambda: tuned(peft.ShiraConfig(target_modules=PROJECTIONS, r=2, init_weights=False)),
@@ -147,6 +166,24 @@ def test_other_methods(method: str) -> None:
     for activations in ("recompute", "keep") if method in ("shira", "frod") else ("recompute",):
         actual = train_streamed(model, loss_of=loss, steps=2, activations=activations)
         assert_parity(actual, expected)
+
+
+def test_vectors_that_all_layers_hold() -> None:
+    """A layer adds up the gradients of its own uses first, so that sums are rounded otherwise."""
+    config = peft.VBLoRAConfig(
+        target_modules=["q_proj", "v_proj"],
+        r=4,
+        num_vectors=16,
+        vector_length=16,
+        topk=2,
+        save_only_topk_weights=False,
+    )
+    model = tuned(config)
+    options = {"loss_of": loss, "steps": 2}
+    actual, expected = train_streamed(model, **options), train_plain(model, **options)
+    assert actual.losses[0] == expected.losses[0]
+    assert_close(actual.first_gradients, expected.first_gradients, rtol=1e-4, atol=1e-7)
+    assert_close(actual.weights, expected.weights, rtol=0, atol=1e-5)
 
 
 def test_a_frozen_base_takes_its_weight_and_nothing_else(issued: list[Op]) -> None:

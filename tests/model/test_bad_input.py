@@ -295,14 +295,6 @@ def traced() -> nn.Module:
 
 BAD_MODELS: list[tuple[Change, str]] = [
     (
-        lambda model: setattr(model.blocks[2], "weight", model.blocks[0].weight),
-        r"parameter 'blocks\.2\.weight' belongs to layer 'blocks\.0' and to layer 'blocks\.2'; .*own copy",
-    ),
-    (
-        lambda model: setattr(model.single, "bias", model.blocks[1].bias),
-        r"parameter 'single\.bias' belongs to layer 'blocks\.1' and to the rest of the model; .*its own copy",
-    ),
-    (
         lambda model: setattr(model.single, "bias", nn.Parameter(model.embed.bias.detach())),
         r"parameter 'single\.bias' has the same memory as another one: tie them by",
     ),

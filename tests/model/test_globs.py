@@ -181,17 +181,6 @@ def test_what_is_refused(layers: Any, told: str) -> None:
     assert all("forward" not in vars(module) for module in model.modules())
 
 
-def test_a_parameter_of_two_layers_is_refused_and_of_one_it_is_not() -> None:
-    model = net()
-    one, other = model.blocks[0].experts[:2]
-    one.down.weight = other.down.weight
-    match = "belongs to layer 'blocks.0.experts.0' and to layer 'blocks.0.experts.1'; a parameter may be"
-    with pytest.raises(ValueError, match=match):
-        streamer.wrap(model, device="cpu", layers=EXPERTS)
-    with streamed(model, layers="blocks.*"):
-        pass
-
-
 def test_a_list_of_activations_has_one_for_each_part() -> None:
     with pytest.raises(ValueError, match="has 3 entries, and there are 6 layers"):
         streamer.wrap(tiny_gpt(), device="cpu", layers=[MLPS, ATTENTIONS], activations=["keep"] * 3)
@@ -609,12 +598,11 @@ def changed(change: Callable[[Any], None]) -> Callable[[int], nn.Module]:
 @pytest.mark.parametrize(
     "block",
     [
-        changed(lambda block: setattr(block.experts[0].up, "weight", block.experts[1].up.weight)),
         changed(lambda block: setattr(block, "scales", nn.ParameterList([torch.ones(WIDTH, 64)]))),
         lambda hidden: parametrizations.weight_norm(nn.Linear(WIDTH, hidden, bias=False)),
         lambda hidden: nn.MultiheadAttention(hidden, 2),
     ],
-    ids=["tied", "ParameterList", "parametrized", "attention"],
+    ids=["ParameterList", "parametrized", "attention"],
 )
 def test_no_globs_are_advised_for_parts_that_cannot_be_layers(block: Callable[[int], nn.Module]) -> None:
     model = net(block)

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from streamer.engine.tensors.guarded import as_plain
+from streamer.engine.tensors.guarded import Guarded, as_plain
 from streamer.engine.tensors.nested import Rebuild, Tensors
-from streamer.engine.tensors.parts import plain_parts
+from streamer.engine.tensors.parts import marked, plain_parts, plainly
 from streamer.torch_private import storage_id
 
 #: The tensors that a layer has computed, and what makes its result of them and of the inputs.
@@ -113,7 +113,12 @@ def is_cache(value: object) -> bool:
 
 def detached(inputs: Tensors) -> list[torch.Tensor]:
     """Leaves with the memory of ``inputs``."""
-    return [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs]
+    return [_detached(tensor).requires_grad_(tensor.requires_grad) for tensor in inputs]
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    # of a parameter nobody else gets the memory
+    return marked(plainly([tensor])[0]) if isinstance(tensor, Guarded) else tensor.detach()
 
 
 def let_go(leaves: Tensors, blank: torch.Tensor) -> None:

@@ -90,7 +90,8 @@ POLICIES = {
 
 
 class Call(NamedTuple):
-    """A layer's forward and its arguments but for tensors: ``rebuild`` makes (args, kwargs) from those."""
+    """A layer's forward and its arguments but for tensors: ``rebuild`` makes of those (args, kwargs, what is
+    in place of `Unit.shared`)."""
 
     unit: Unit
     forward: Forward
@@ -99,7 +100,8 @@ class Call(NamedTuple):
     def run(self, inputs: Tensors) -> Outputs:
         """The tensors in the layer's result, and after that in what it has put into containers that it was
         given. [Note: containers]"""
-        args, kwargs = self.rebuild(inputs)
+        args, kwargs, shared = self.rebuild(inputs)
+        self.unit.register_shared(shared)
         boxes = containers((args, kwargs))
         before = [dict(box) if isinstance(box, MutableMapping) else list(box) for box in boxes]
         result = self.forward(*args, **kwargs)
@@ -487,7 +489,7 @@ class StreamedLayer:
         if not torch.is_grad_enabled():
             return self._infer(forward, args, kwargs)
         args, kwargs = without_caches(args, kwargs, unit.name)
-        inputs, rebuild = flatten((args, kwargs))
+        inputs, rebuild = flatten((args, kwargs, [each.param for each in unit.shared]))
         refuse_dual(unit.name, inputs)
         cut = self._micro_batches.cut(args, kwargs, inputs)
         call = self._call_kind(executor, Call(unit, forward, rebuild), self._policy, cut)
@@ -515,7 +517,7 @@ class StreamedLayer:
         self, weights: torch.Tensor, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         unit = self._unit
-        inputs, rebuild = flatten((args, kwargs))
+        inputs, rebuild = flatten((args, kwargs, [each.param for each in unit.shared]))
         cut = BatchSlices.none(inputs)
         if not any(map(is_cache, (*args, *kwargs.values()))):
             # generation comes by sequences as long as the batch: all of them at a time is never wrong

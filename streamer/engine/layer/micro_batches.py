@@ -357,11 +357,15 @@ class MicroBatches:
         self._check_names(kwargs)
         self._check_seen(args, kwargs, inputs, batch)
         self._check_lists(given, batch)
-        unnamed = [tensor for tensor in inputs if names.get(id(tensor)) not in self._batch_dims]
+        named = [(tensor, names[id(tensor)]) for tensor in inputs if id(tensor) in names]
+        unnamed = [tensor for tensor, name in named if name not in self._batch_dims]
         parts = [
             Part(dim)
             if tensor is hidden
-            else self._part(tensor, names.get(id(tensor), "?"), hidden, dim, unnamed)
+            # a parameter that the layer shares with others
+            else None
+            if id(tensor) not in names
+            else self._part(tensor, names[id(tensor)], hidden, dim, unnamed)
             for tensor in inputs
         ]
         for tensor, part in zip(inputs, parts, strict=True):

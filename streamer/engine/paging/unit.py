@@ -48,6 +48,14 @@ class InParts:
         return [tensors[position] for position in self.positions]
 
 
+class Shared(NamedTuple):
+    """A parameter of the root unit that a layer holds, in ``owners``: in a call of the layer it is one of its
+    arguments."""
+
+    param: nn.Parameter
+    owners: tuple[BufferPlace, ...]
+
+
 @dataclass(eq=False)
 class Unit:
     """A layer of the model (or, with index ROOT, all that is in no layer).
@@ -65,6 +73,7 @@ class Unit:
     owners: tuple[tuple[tuple[nn.Module, str], ...], ...]
     buffer_owners: tuple[tuple[nn.Module, str], ...]
     in_parts: tuple[InParts, ...] = ()
+    shared: tuple[Shared, ...] = ()
     #: takes the gradients of parameters while the layer's backward runs
     collector: Takes | None = None
     #: how many updates of its weights were issued
@@ -242,6 +251,13 @@ class Unit:
     def register_own(self) -> None:
         """Let the unit's modules see their own parameters."""
         self.register(self.params, [each.param for each in self.in_parts])
+        self.register_shared([each.param for each in self.shared])
+
+    def register_shared(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Let the unit's modules see ``tensors`` in place of what is `shared`."""
+        for each, tensor in zip(self.shared, tensors, strict=True):
+            for module, name in each.owners:
+                module._parameters[name] = tensor  # type: ignore[assignment]
 
     def register(self, tensors: Sequence[torch.Tensor], made: Sequence[torch.Tensor] = ()) -> None:
         """Let the unit's modules see ``tensors`` as their parameters, and ``made`` as those in parts."""

@@ -1,0 +1,168 @@
+"""A parameter that several layers hold, or a layer and the rest of the model, stays on the device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import streamer
+from streamer.engine.schedule.op import ROOT
+from streamer.engine.wrapped.handle import wrapped
+from tests.reference import assert_as_plain, assert_parity, gradients, streamed, train_plain, train_streamed
+
+WIDTH = 8
+Use = Callable[[nn.Module], Any]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.shared = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.shared(torch.tanh(self.own(x))))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def module_of_layers(model: Any) -> None:
+    for layer in model.layers[1:3]:
+        layer.shared = model.layers[0].shared
+
+
+def weight_of_layers(model: Any) -> None:
+    model.layers[3].own.weight = model.layers[1].own.weight
+
+
+def weight_of_a_layer_and_the_head(model: Any) -> None:
+    model.head.weight = model.layers[2].shared.weight
+
+
+def frozen(model: Any) -> None:
+    module_of_layers(model)
+    model.layers[0].shared.requires_grad_(False)
+
+
+TIES = [module_of_layers, weight_of_layers, weight_of_a_layer_and_the_head, frozen]
+POLICIES = pytest.mark.parametrize("activations", ["recompute", "recompute+offload", "keep"])
+
+
+def net(tie: Callable[[Any], None]) -> nn.Module:
+    model = Net()
+    tie(model)
+    return model
+
+
+def inputs(step: int = 0) -> torch.Tensor:
+    return torch.randn(6, 3, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def loss(model: nn.Module, step: int = 0) -> torch.Tensor:
+    return model(inputs(step)).square().mean()
+
+
+@POLICIES
+@pytest.mark.parametrize("tie", TIES)
+def test_it_trains_as_in_plain_pytorch(tie: Callable[[Any], None], activations: str) -> None:
+    options: dict[str, Any] = {"steps": 3, "loss_of": loss}
+    actual = train_streamed(net(tie), layers="layers", activations=activations, **options)
+    assert_parity(actual, train_plain(net(tie), **options))
+
+
+@pytest.mark.parametrize("tie", TIES)
+def test_layers_around_it_may_be_updated_in_backward(tie: Callable[[Any], None]) -> None:
+    options: dict[str, Any] = {"steps": 3, "loss_of": loss, "clip": False, "layers": "layers"}
+    actual, expected = (train_streamed(net(tie), update=update, **options) for update in ("backward", "step"))
+    assert actual.losses == expected.losses
+    assert all(torch.equal(actual.weights[name], weight) for name, weight in expected.weights.items())
+
+
+@pytest.mark.parametrize("tie", TIES)
+def test_it_is_in_the_root_unit(tie: Callable[[Any], None]) -> None:
+    model = net(tie)
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    with streamed(model, layers="layers") as actual:
+        executor = wrapped(actual).executor
+        held = {param: unit.index for unit in (*executor.units, executor.root) for param in unit.params}
+        for param in actual.parameters():
+            owners = {
+                unit.index
+                for unit in executor.units
+                if any(param is other for other in unit.module.parameters())
+            }
+            assert held[param] == (owners.pop() if len(owners) == 1 and held[param] != ROOT else ROOT)
+        assert sorted(actual.state_dict()) == sorted(names)
+    for name in names:
+        assert torch.equal(actual.get_parameter(name), model.get_parameter(name)), name
+    assert net(tie).state_dict().keys() == actual.state_dict().keys()
+
+
+def of_hooks(model: Any) -> Any:
+    """What a hook on the shared weight hears: one gradient of all layers, once a backward."""
+    weight, heard = model.layers[1].shared.weight, []
+    weight.register_hook(lambda gradient: heard.append(gradient.clone()))
+    weight.register_post_accumulate_grad_hook(lambda param: heard.append(param.grad.clone()))
+    for step in range(2):
+        loss(model, step).backward()
+    return heard, gradients(model)
+
+
+def of_autograd(model: Any) -> Any:
+    return torch.autograd.grad(loss(model), [model.layers[1].shared.weight, model.embed.weight])
+
+
+def of_inference(model: Any) -> Any:
+    with torch.no_grad():
+        before = loss(model)
+        model.layers[1].shared.weight.mul_(2)
+        return before, loss(model)
+
+
+def of_two_backwards(model: Any) -> Any:
+    value = loss(model)
+    value.backward(retain_graph=True)
+    value.backward()
+    return gradients(model)
+
+
+@POLICIES
+@pytest.mark.parametrize("use", [of_hooks, of_autograd, of_inference, of_two_backwards])
+def test_it_is_a_parameter_outside_of_layers(use: Use, activations: str) -> None:
+    assert_as_plain(net(module_of_layers), use, layers="layers", activations=activations)
+
+
+@POLICIES
+@pytest.mark.parametrize("use", [of_hooks, of_inference])
+def test_it_is_not_cut_with_the_batch(use: Use, activations: str) -> None:
+    options = {"layers": "layers", "activations": activations, "micro_batch_size": 2}
+    model = net(module_of_layers)
+    for layer in model.layers:
+        layer.drop.p = 0.0
+    assert_as_plain(model, use, rtol=1e-5, atol=1e-7, **options)
+
+
+def test_a_layer_with_no_parameter_of_its_own_is_refused() -> None:
+    model = net(module_of_layers)
+    for layer in model.layers[:2]:
+        layer.own = model.layers[2].own
+    with pytest.raises(ValueError, match="'layers.0' has no parameters of its own.*leave it out"):
+        streamer.wrap(copy.deepcopy(model), device="cpu", layers="layers")
