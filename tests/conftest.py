@@ -8,7 +8,7 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -132,11 +132,11 @@ def no_thread_is_left() -> Iterator[None]:
 def issued(monkeypatch: pytest.MonkeyPatch) -> list[Op]:
     """Every op as it is issued."""
     ops: list[Op] = []
-    issue = Issuer.issue
+    begin = Issuer._begin
 
-    def record(self: Issuer, op: Op, work: Callable[[], object]) -> Event:
+    def record(self: Issuer, op: Op) -> Sequence[Event]:
         ops.append(op)
-        return issue(self, op, work)
+        return begin(self, op)
 
-    monkeypatch.setattr(Issuer, "issue", record)
+    monkeypatch.setattr(Issuer, "_begin", record)
     return ops

@@ -11,6 +11,7 @@ import enum
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -168,13 +169,26 @@ class Backend(abc.ABC):
     #: bytes of the device that may be used, if they are limited
     device_limit: int | None = None
 
-    @abc.abstractmethod
     def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
         """Run ``work``, which moves ``nbytes``, after all that is in the lane before it and after ``waits``.
 
-        On COMPUTE, ``work`` is called before this returns (on a GPU that enqueues it) and must not
-        raise. On the other lanes, what ``work`` raises is raised by whoever waits for the event.
+        On COMPUTE, ``work`` is called before this returns, as the block of `computing`. On the other lanes,
+        what ``work`` raises is raised by whoever waits for the event.
         """
+        if lane is not Lane.COMPUTE:
+            return self.queue(lane, work, waits, nbytes)
+        with self.computing(waits) as event:
+            work()
+        return event
+
+    @abc.abstractmethod
+    def queue(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
+        """`submit` for the lanes but COMPUTE."""
+
+    @abc.abstractmethod
+    def computing(self, waits: Sequence[Event]) -> AbstractContextManager[Event]:
+        """Run the block on COMPUTE (on a GPU: what it enqueues) after all that is in that lane before it and
+        after ``waits``. Gives the event of its end, also where the block raises."""
 
     def on_host(self, work: Callable[[], T]) -> T:
         """Run ``work`` on HOST after all that is in that lane, wait for it, and return its result.
@@ -188,7 +202,9 @@ class Backend(abc.ABC):
 
     def finish_compute(self) -> None:
         """Return when all is done that the caller has queued on the device until now."""
-        self.submit(Lane.COMPUTE, lambda: None, (), 0).wait()
+        with self.computing(()) as done:
+            pass
+        done.wait()
 
     @abc.abstractmethod
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:

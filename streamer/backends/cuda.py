@@ -12,13 +12,13 @@ Here a block is one anonymous mapping, registered with CUDA.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import platform
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import torch
@@ -141,15 +141,12 @@ def _forget_error(device: torch.device) -> None:
 
     PyTorch offers no cudaGetLastError; what it raises after launching a kernel has been cleared.
     """
-    with contextlib.suppress(RuntimeError):
+    with suppress(RuntimeError):
         torch.arange(2, device=device)
 
 
 #: Seconds after which a clock's origin is set anew.
 ORIGIN_SECONDS = 10.0
-
-
-_AS_IT_IS = contextlib.nullcontext()
 
 
 class CudaEvent(Event):
@@ -167,25 +164,33 @@ class CudaEvent(Event):
     def enqueue(self, stream: torch.cuda.Stream, work: Callable[[], object], waits: Sequence[Event]) -> None:
         """Let ``stream`` wait for ``waits``, then run ``work`` with ``stream`` as the current one."""
         try:
-            ready = start = CudaMark(enable_timing=True)
-            end = CudaMark(enable_timing=True, blocking=True)
-            # COMPUTE's is the current one; torch.cuda.stream would take ten times as long
-            with _AS_IT_IS if self.lane is Lane.COMPUTE else stream:
-                ready.record(stream)
-                for event in waits:
-                    if isinstance(event, CudaEvent):
-                        event.hold(stream)
-                    else:
-                        event.wait()
-                if waits:
-                    start = CudaMark(enable_timing=True)
-                    start.record(stream)
+            with stream:
+                marks = self.begin(stream, waits)
                 work()
-                end.record(stream)
-                self._marks, self._end = (ready, start, end), end
+                self.end(stream, marks)
         except BaseException as error:
             self.fail(error)
             raise
+
+    def begin(self, stream: torch.cuda.Stream, waits: Sequence[Event]) -> tuple[CudaMark, CudaMark]:
+        """Let ``stream``, the current one, wait for ``waits``; when it was ready to, and when it had."""
+        ready = start = CudaMark(enable_timing=True)
+        ready.record(stream)
+        for event in waits:
+            if isinstance(event, CudaEvent):
+                event.hold(stream)
+            else:
+                event.wait()
+        if waits:
+            start = CudaMark(enable_timing=True)
+            start.record(stream)
+        return ready, start
+
+    def end(self, stream: torch.cuda.Stream, marks: tuple[CudaMark, CudaMark]) -> None:
+        """The work is enqueued on ``stream``, which had begun with it at ``marks``."""
+        end = CudaMark(enable_timing=True, blocking=True)
+        end.record(stream)
+        self._marks, self._end = (*marks, end), end
         self._issued.open()
 
     def fail(self, error: BaseException) -> None:
@@ -285,21 +290,32 @@ class CudaBackend(Backend):
         self._last_compute: tuple[torch.cuda.Stream, CudaEvent] | None = None
         self._own_fraction: float | None = None
 
-    def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
+    def queue(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
         self._process.check()
         if lane in WORKER_LANES and lane not in STREAMS:
             return self._workers[lane].submit(work, waits)
         event = CudaEvent(lane, self._clock)
-        if lane is not Lane.COMPUTE:
-            self._enqueue(event, work, waits)
-            return event
-        stream = self._current_stream()
+        self._enqueue(event, work, waits)
+        return event
+
+    @contextmanager
+    def computing(self, waits: Sequence[Event]) -> Iterator[Event]:
+        self._process.check()
+        event, stream = CudaEvent(Lane.COMPUTE, self._clock), self._current_stream()
         if self._last_compute is not None and self._last_compute[0] != stream:
             # the caller has gone over to another stream, and the lane must stay in order
             waits = (self._last_compute[1], *waits)
-        event.enqueue(stream, work, waits)
-        self._last_compute = stream, event
-        return event
+        # on a block that raises the lane must wait, too
+        marks = event.begin(stream, waits)
+        try:
+            yield event
+        finally:
+            self._last_compute = stream, event
+            try:
+                event.end(stream, marks)
+            except BaseException as error:
+                event.fail(error)
+                raise
 
     def _enqueue(self, event: CudaEvent, work: Callable[[], object], waits: Sequence[Event]) -> None:
         lane = event.lane

@@ -11,8 +11,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TypeVar
 
@@ -286,23 +286,25 @@ class ThreadBackend(Backend):
         self._delays = dict(delays or {})
         self._workers = {lane: Worker(lane) for lane in WORKER_LANES}
 
-    def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
-        if lane is not Lane.COMPUTE:
-            rate, delay = self._bytes_per_second.get(lane), self._delays.get(lane)
-            lasting = work if rate is None else self._lasting(work, nbytes / rate)
-            is_short = lane in COPIES and nbytes <= SHORT_COPY and rate is None and delay is None
-            return self._workers[lane].submit(lasting, waits, delay=delay, is_short=is_short)
+    def queue(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
+        rate, delay = self._bytes_per_second.get(lane), self._delays.get(lane)
+        lasting = work if rate is None else self._lasting(work, nbytes / rate)
+        is_short = lane in COPIES and nbytes <= SHORT_COPY and rate is None and delay is None
+        return self._workers[lane].submit(lasting, waits, delay=delay, is_short=is_short)
+
+    @contextmanager
+    def computing(self, waits: Sequence[Event]) -> Iterator[Event]:
         self._process.check()
-        done = HostEvent(lane)
-        ready = time.perf_counter()
+        done, ready = HostEvent(Lane.COMPUTE), time.perf_counter()
         for event in waits:
             event.wait()
-        if lane in self._delays:
-            time.sleep(self._delays[lane]())
+        if Lane.COMPUTE in self._delays:
+            time.sleep(self._delays[Lane.COMPUTE]())
         start = time.perf_counter()
-        work()
-        done.finish(Span(ready, start, time.perf_counter()))
-        return done
+        try:
+            yield done
+        finally:
+            done.finish(Span(ready, start, time.perf_counter()))
 
     def on_host(self, work: Callable[[], T]) -> T:
         # the caller does nothing else meanwhile, so nothing would come of a delay

@@ -109,8 +109,7 @@ def _check_model(executor: Executor) -> Callable[..., None]:
     @never_traced
     def hook(module: nn.Module, args: Any) -> None:
         refuse_trace()
-        with executor.lock:  # another thread's visit replaces parameters
-            executor.structure.check()
+        executor.check_unchanged()
         if torch.is_grad_enabled():
             executor.root.wanted()  # raises for a gradient that there is no room for
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Protocol
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from streamer.backends.base import Backend, Event, Lane, buffers_within
-from streamer.simulate.clock import Clock
+from streamer.simulate.clock import Clock, VirtualEvent
 from streamer.simulate.cost import NOTHING, Cost, DeviceKernels, Operations, SeesOperations
 from streamer.simulate.machine import CPU, CUDA, Machine
 
@@ -91,42 +91,41 @@ class VirtualBackend(Backend):
         self._issued = begun + ops * self.machine.seconds_per_op
         return begun
 
-    def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
+    def queue(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
         self.let_caller_compute()
         self.moved[lane] += nbytes
-        if lane is not Lane.COMPUTE:
-            seconds = nbytes / self.machine.bytes_per_second(lane)
-            return self._clock.submit(lane, seconds, waits, self._issued)
-        self.is_computing, self._recalled = True, NOTHING
-        try:
-            cost = self._cost_of(work) + self._recalled
-        finally:
-            self.is_computing = False
-        self.flops += cost.flops
-        seconds = cost.seconds
-        if not seconds:  # some work marks a moment and does nothing
-            return self._clock.submit(lane, 0.0, waits, self._issue(cost.ops))
-        machine = self.machine
-        issued = self._issue(cost.ops, machine.seconds_per_visit)
-        # where the host's cores compute, they do nothing while they work for the library
-        is_cpu = machine.kind == CPU
-        seconds += machine.seconds_per_visit if is_cpu else 0.0
-        return self._clock.submit(lane, seconds, waits, issued)
+        seconds = nbytes / self.machine.bytes_per_second(lane)
+        return self._clock.submit(lane, seconds, waits, self._issued)
 
-    def _cost_of(self, work: Callable[[], object]) -> Cost:
-        """What ``work`` takes, which is run."""
+    @contextmanager
+    def computing(self, waits: Sequence[Event]) -> Iterator[Event]:
+        self.let_caller_compute()
+        event = VirtualEvent(Lane.COMPUTE)
+        self.is_computing, self._recalled = True, NOTHING
         # the caller's own are off where PyTorch calls Python: in backward
         kernels, caller = DeviceKernels(self.machine.kind), self._caller
-        if caller is None:
-            alone = Operations(self.machine)
-            with kernels, alone:
-                work()
-            return alone.cost
-        before = caller.cost
-        with kernels:
-            work()
-        self._counted = caller.cost
-        return self._counted - before
+        before = NOTHING if caller is None else caller.cost
+        counting = Operations(self.machine) if caller is None else nullcontext(caller)
+        try:
+            with kernels, counting as operations:
+                yield event
+        finally:
+            self.is_computing = False
+            cost = operations.cost - before
+            if caller is not None:
+                self._counted = caller.cost
+            event.is_over(self._computed(cost + self._recalled, waits).span())
+
+    def _computed(self, cost: Cost, waits: Sequence[Event]) -> VirtualEvent:
+        """The end of work of that ``cost`` on COMPUTE."""
+        self.flops += cost.flops
+        machine, seconds = self.machine, cost.seconds
+        if not seconds:  # some work marks a moment and does nothing
+            return self._clock.submit(Lane.COMPUTE, 0.0, waits, self._issue(cost.ops))
+        issued = self._issue(cost.ops, machine.seconds_per_visit)
+        # where the host's cores compute, they do nothing while they work for the library
+        seconds += machine.seconds_per_visit if machine.kind == CPU else 0.0
+        return self._clock.submit(Lane.COMPUTE, seconds, waits, issued)
 
     def recall(self, cost: Cost) -> None:
         """Let the work that runs have cost this too, which it did not execute."""

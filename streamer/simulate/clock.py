@@ -10,10 +10,14 @@ from streamer.simulate.machine import Beside, Machine
 
 
 class VirtualEvent(Event):
-    """Work whose time is known as soon as it is submitted."""
+    """Work whose time is known as soon as it is submitted, or, of COMPUTE, when the caller has done it."""
 
-    def __init__(self, lane: Lane, span: Span) -> None:
+    def __init__(self, lane: Lane, span: Span | None = None) -> None:
         self.lane = lane
+        self._span = span
+
+    def is_over(self, span: Span) -> None:
+        """Its time is known now."""
         self._span = span
 
     def wait(self) -> None:
@@ -23,6 +27,7 @@ class VirtualEvent(Event):
         return False
 
     def span(self) -> Span:
+        assert self._span is not None, "who asks has submitted it"
         return self._span
 
 

@@ -118,7 +118,7 @@ class SlowLane(CudaBackend):
         self._slow = slow
         self._milliseconds = milliseconds
 
-    def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
+    def queue(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
         def late() -> object:
             if lane is Lane.HOST:
                 time.sleep(0.001 * self._milliseconds)
@@ -126,7 +126,14 @@ class SlowLane(CudaBackend):
                 torch.cuda._sleep(self._milliseconds * MILLISECOND)
             return work()
 
-        return super().submit(lane, late if lane is self._slow else work, waits, nbytes)
+        return super().queue(lane, late if lane is self._slow else work, waits, nbytes)
+
+    @contextmanager
+    def computing(self, waits: Sequence[Event]) -> Iterator[Event]:
+        with super().computing(waits) as event:
+            if self._slow is Lane.COMPUTE:
+                torch.cuda._sleep(self._milliseconds * MILLISECOND)
+            yield event
 
 
 # Numbers

@@ -121,11 +121,16 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
     return marked(plainly([tensor])[0]) if isinstance(tensor, Guarded) else tensor.detach()
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is of no subclass, and has its elements in one piece of memory."""
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
+
+
 def let_go(leaves: Tensors, blank: torch.Tensor) -> None:
     """Let ``leaves`` of a graph hold no memory but ``blank``, bytes of any number; gradients come to them all
     the same."""
     for leaf in leaves:
-        if type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.is_nested:
+        if is_plain(leaf):
             leaf.data = blank.view(leaf.dtype)[0].expand(leaf.shape)
 
 

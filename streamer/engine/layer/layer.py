@@ -35,6 +35,7 @@ from streamer.engine.layer.arguments import (
     detached,
     hand_over,
     is_cache,
+    is_plain,
     let_go,
     passed_on,
     require_grad,
@@ -175,6 +176,8 @@ class LayerRun:
         self._frame = _Frame(call)
         #: where the layer's own graph begins; it holds no memory between forward and backward
         self._inputs: list[torch.Tensor] = []
+        #: what has come to them
+        self._gradients: list[torch.Tensor | None] = []
         #: where gradients come in, for each output that may bring one; edges, since tensors would hold memory
         self._outputs: list[GradientEdge | None] | None = None
         self._contexts = InContexts((), torch.empty(0))
@@ -188,7 +191,12 @@ class LayerRun:
         """The tensors that leave the layer, and what makes its result of them. The weights are in the slot
         ``weights``."""
         unit, frame = self.call.unit, self._frame
-        self._inputs = detached(inputs)
+        self._inputs, self._gradients = detached(inputs), [None] * len(inputs)
+        # held until the graph holds them
+        wanted = ((p, leaf) for p, leaf in enumerate(self._inputs) if leaf.requires_grad and is_plain(leaf))
+        ends = {place: get_gradient_edge(leaf) for place, leaf in wanted}
+        for place, end in ends.items():
+            end.node.register_prehook(partial(_take, self._gradients, place))
         leaves, owners = unit.leaves(weights), storage_owners(weights)
         frame.weights, frame.inputs = weights, self._inputs
         try:
@@ -264,12 +272,20 @@ class LayerRun:
                 _go_through(pairs, [t for t in self._inputs if t.requires_grad], collector, keeps)
             if collector is not None:
                 collector.end_slice()
-            return [tensor.grad for tensor in self._inputs]
+            found = zip(self._gradients, self._inputs, strict=True)
+            return [leaf.grad if gradient is None else gradient for gradient, leaf in found]
         finally:
             frame.weights, frame.inputs, unit.collector = None, (), None
             # a graph that is kept may be gone through again, even after an error
-            for tensor in self._inputs:
-                tensor.grad = None
+            for place, leaf in enumerate(self._inputs):
+                self._gradients[place] = leaf.grad = None
+
+
+def _take(found: list[torch.Tensor | None], place: int, gradients: tuple[torch.Tensor, ...]) -> tuple[None]:
+    """The gradient of an input has come: take it as it is. Autograd would copy one whose strides are not its
+    leaf's, and other strides mean other rounding in the layer before."""
+    (found[place],) = gradients
+    return (None,)
 
 
 def _go_through(
@@ -310,20 +326,16 @@ class LayerCall:
         self._parts: Parts = ()
         self._release: Callable[[], object] = lambda: None
 
-    def forward(self, inputs: Tensors, phase: Phase) -> Rebuild:
-        """Run the layer; what makes its result of `outputs`."""
+    def page_out(self, inputs: Tensors) -> None:
+        """Those of ``inputs`` that are to wait in host memory leave for it."""
         self._paged = [
             self.policy.offloads_inputs and self.executor.inputs.takes(tensor) for tensor in inputs
         ]
         if any(self._paged):
             self._number = self.executor.inputs.save(self, list(compress(inputs, self._paged)))
-        self.outputs, rebuild = self.executor.forward(self.call.unit, partial(self.run, inputs), phase)
-        if self.saves_inputs:
-            self._release = self.executor.saved.hold(self, storages(self.kept(inputs)))
-        return rebuild
 
     def run(self, inputs: Tensors, weights: torch.Tensor) -> Outputs:
-        """The work of `forward`, on the slot ``weights``."""
+        """The tensors in the layer's result, and what makes it of them, on the slot ``weights``."""
         self._shapes = [tensor.shape for tensor in inputs]
         joined = Joined(self.call.unit.name, self._cut, inputs, partial(self.call.run_aside, weights))
         if self._cut.unchecked is not None:
@@ -341,6 +353,11 @@ class LayerCall:
     def needs_backward(self) -> bool:
         """Whether a gradient may come to one of the outputs."""
         return any(run.needs_backward for run in self.runs)
+
+    def keep(self, inputs: Tensors) -> None:
+        """The layer has run: count what waits for its backward on the device."""
+        if self.saves_inputs:
+            self._release = self.executor.saved.hold(self, storages(self.kept(inputs)))
 
     def kept(self, inputs: Tensors) -> list[torch.Tensor]:
         """Those of ``inputs`` that wait for backward on the device."""
@@ -364,20 +381,14 @@ class LayerCall:
             )
         if adds:
             executor.landing.check(unit)
-        found: list[torch.Tensor | None] = []
-
-        def work(weights: torch.Tensor, into: torch.Tensor, paged: Tensors) -> list[bool]:
-            sources = iter(kept), iter(paged)
+        # backward() of a loss of a tensor subclass runs with subclasses switched off
+        with SubclassesOn(), executor.backward(unit, self._number) as run:
+            sources = iter(kept), iter(run.inputs)
             inputs = [next(sources[is_paged]) for is_paged in self._paged] if self.saves_inputs else []
-            used, of_inputs = self.go_back(weights, into if adds else None, inputs, gradients)
-            found.extend(of_inputs)
+            into = run.gradient if adds else None
+            run.used, found = self.go_back(run.weights, into, inputs, gradients)
             if not graph_is_retained():
                 self._give_up()
-            return used
-
-        # backward() of a loss of a tensor subclass runs with subclasses switched off
-        with SubclassesOn():
-            executor.backward(unit, work, self._number)
         return found
 
     def go_back(
@@ -475,19 +486,19 @@ class StreamedLayer:
 
     @never_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = self._train if torch.is_grad_enabled() else self._infer
         # a module around it may have switched subclasses off: `plain_forwards`
         with SubclassesOn():
+            refuse_transforms(self._unit.name)
             # compiled code would not record
             recording = RecordingForward.of(self._plain)
             if recording is None:
-                return self._call(self._forward, args, kwargs)
-            return recording.hand_on(self._call(recording, args, kwargs))
+                return run(self._forward, args, kwargs)
+            return recording.hand_on(run(recording, args, kwargs))
 
-    def _call(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _train(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the layer with a graph of its own, which `_Layer` goes back through."""
         executor, unit = self._executor, self._unit
-        refuse_transforms(unit.name)
-        if not torch.is_grad_enabled():
-            return self._infer(forward, args, kwargs)
         args, kwargs = without_caches(args, kwargs, unit.name)
         inputs, rebuild = flatten((args, kwargs, [each.param for each in unit.shared]))
         refuse_dual(unit.name, inputs)
@@ -496,7 +507,10 @@ class StreamedLayer:
         phase = Phase.FORWARD if require_grad(inputs) or require_grad(unit.params) else Phase.FROZEN
         with executor.lock:
             executor.check_thread(call.thread)
-            build = call.forward(inputs, phase)
+            call.page_out(inputs)
+            with executor.forward(unit, phase) as weights:
+                call.outputs, build = call.run(inputs, weights)
+            call.keep(inputs)
             outputs: Sequence[torch.Tensor] = call.outputs
             if call.needs_backward:
                 with past_checkpoints():
@@ -506,12 +520,12 @@ class StreamedLayer:
     def _infer(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer without a graph, on the very objects that it was given: it may write into a cache."""
         unit = self._unit
-
-        def work(weights: torch.Tensor) -> Any:
-            with uncached_autocast(weights.device), unit.using(unit.leaves(weights)):
-                return self._infer_on(weights, forward, args, kwargs)
-
-        return self._executor.forward(unit, work, Phase.INFERENCE)
+        with (
+            self._executor.forward(unit, Phase.INFERENCE) as weights,
+            uncached_autocast(weights.device),
+            unit.using(unit.leaves(weights)),
+        ):
+            return self._infer_on(weights, forward, args, kwargs)
 
     def _infer_on(
         self, weights: torch.Tensor, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]

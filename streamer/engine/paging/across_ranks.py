@@ -314,7 +314,7 @@ class AcrossRanks:
                 if dense is not gradient:
                     gradient.copy_(dense)
 
-        self._issuer.compute(ops.collect(), lambda: None)
+        self._issuer.mark(ops.collect())
         nbytes = self._sent(sum(gradient.nbytes for gradient in gradients), rounds=2)
         self._issue(ops.reduce(ROOT, ROOT, nbytes), work)
         self._issuer.wait((ops.grad_slot(ROOT),))

@@ -24,6 +24,7 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import compress
 from typing import TypeVar
@@ -69,9 +70,16 @@ T = TypeVar("T")
 
 _HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
 
-#: A unit's backward: takes the weights, the gradient buffer to fill (both flat uint8) and the saved inputs;
-#: returns, for each trainable parameter, whether a gradient was written.
-BackwardWork = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]], Sequence[bool]]
+
+@dataclass
+class Backward:
+    """What a unit's backward reads and fills: the weights and the gradient (flat uint8, in the layout of the
+    unit), and the saved inputs. It says for which trainable parameters it has written a gradient."""
+
+    weights: torch.Tensor
+    gradient: torch.Tensor
+    inputs: Sequence[torch.Tensor]
+    used: Sequence[bool] = ()
 
 
 class Executor:
@@ -232,13 +240,20 @@ class Executor:
         with self.lock:
             if self._root_ready:
                 if self.backend.changes_stream():
-                    self.issuer.issue(ops.root_forward(), lambda: None)
+                    self.issuer.mark(ops.root_forward())
                 return
-            self.structure.check()
-            self.issuer.issue(ops.root_forward(), lambda: None)
+            self.check_unchanged()
+            self.issuer.mark(ops.root_forward())
             self.weights.refresh_root()
             self.weights.end_flight(self.root)
             self._root_ready = True
+
+    def check_unchanged(self) -> None:
+        """Raise ValueError if layers or their parameters are others than those that were wrapped, or have
+        other memory."""
+        with self.lock:  # another thread's visit replaces parameters
+            self.structure.check()
+            self.weights.check_places()
 
     def synchronize(self) -> None:
         """Block the caller until every copy and update is done."""
@@ -302,52 +317,48 @@ class Executor:
             unit.restore()
             self.running = None
 
-    def forward(self, unit: Unit, work: Callable[[torch.Tensor], T], phase: Phase) -> T:
-        """Run ``work`` on the slot (flat uint8) that holds ``unit``'s weights. [Note: threads]"""
+    @contextmanager
+    def forward(self, unit: Unit, phase: Phase) -> Iterator[torch.Tensor]:
+        """The slot (flat uint8) with the weights of ``unit``, which runs forward in the block. [Note:
+        threads]"""
         with self.lock, self._running(unit):
             self.begin()
             self.inputs.settle()
             if self.budget is not None:
                 self.budget.begin_forward(unit.index)
-            visit = Visit(unit.index, phase)
-            try:
-                with self.weights.visited(unit, visit) as slot:
-                    buffer = self.weights.slots.buffers[slot]
-                    return self.issuer.compute(ops.forward(unit.index, slot), lambda: work(buffer))
-            except torch.OutOfMemoryError as error:
-                raise self.memory.naming_holders(unit, error) from error
+            with (
+                self.memory.naming_holders(unit),
+                self.weights.visited(unit, Visit(unit.index, phase)) as slot,
+                self.issuer.computing(ops.forward(unit.index, slot)),
+            ):
+                yield self.weights.slots.buffers[slot]
 
-    def backward(
-        self,
-        unit: Unit,
-        work: BackwardWork,
-        saved: int | None = None,
-    ) -> None:
-        """Run ``work`` on the slot with ``unit``'s weights, on a gradient slot, and on what `InputPager` has
-        saved under the number ``saved``; the gradients leave for the host. The caller holds the lock.
-        """
+    @contextmanager
+    def backward(self, unit: Unit, saved: int | None = None) -> Iterator[Backward]:
+        """What the backward of ``unit``, which runs in the block, reads and fills; ``saved`` is the number
+        under which `InputPager` has its inputs. After the block the gradient leaves for the host, and in
+        update="backward" the update is queued. The caller holds the lock."""
         self.begin()
         if self.across is not None and not self.landing.keeps_gradients:
             # once this gradient is averaged the others write the shard, of which this rank may be writing a
             # checkpoint
             self.wait_for_saving()
         self.gradients.settle_scale()
-        visit = Visit(unit.index, Phase.BACKWARD)
-        try:
-            with (
-                self._running(unit),
-                self.gradients.slots.taken() if unit.layout.grad_nbytes else nullcontext() as into,
-                self.inputs.using(saved) as (inputs, places),
-                self.weights.visited(unit, visit) as slot,
-            ):
-                buffer = self.weights.slots.buffers[slot]
-                self.inputs.prefetch(saved)
-                op = ops.backward(unit.index, slot, into, places)
-                is_updated = self.pipeline.run(
-                    op, unit, into, lambda gradient: self._noting(unit, work(buffer, gradient, inputs))
-                )
-        except torch.OutOfMemoryError as error:
-            raise self.memory.naming_holders(unit, error) from error
+        with (
+            self.memory.naming_holders(unit),
+            self._running(unit),
+            self.gradients.slots.taken() if unit.layout.grad_nbytes else nullcontext() as into,
+            self.inputs.using(saved) as (inputs, places),
+            self.weights.visited(unit, Visit(unit.index, Phase.BACKWARD)) as slot,
+        ):
+            self.inputs.prefetch(saved)
+            run = Backward(self.weights.slots.buffers[slot], self.gradients.in_slot(into), inputs)
+            with self.issuer.computing(ops.backward(unit.index, slot, into, places)):
+                self.pipeline.prepare(run.gradient)
+                yield run
+                self._note_hooks(unit, run.used)
+                squares = self.pipeline.measure(unit, run.gradient, run.used)
+            is_updated = self.pipeline.land(unit, into, run.gradient, run.used, squares)
         if is_updated:
             self.weights.update_issued(unit)
             self.weights.prefetch()
@@ -408,7 +419,8 @@ class Executor:
         if not self.landing.keeps_gradients:
             self._await_lent()
 
-    def _noting(self, unit: Unit, used: Sequence[bool]) -> Sequence[bool]:
+    @as_plain
+    def _note_hooks(self, unit: Unit, used: Sequence[bool]) -> None:
         """Note which parameters of ``unit`` got a gradient, for the user's hooks on them."""
         if any(map(_HOOKS, unit.trainable)):
             if not self.landing.keeps_gradients:
@@ -419,7 +431,6 @@ class Executor:
                 )
             before = self._hooked.get(unit.index, [False] * len(used))
             self._hooked[unit.index] = [*map(operator.or_, before, used)]
-        return used
 
     def _run_hooks(self) -> None:
         """Call the user's post-accumulate-grad hooks on parameters of layers, whose gradients are on the

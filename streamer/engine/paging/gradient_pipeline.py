@@ -11,7 +11,7 @@ Layer 1 goes backward in weight slot 1 and gradient slot 0, as its ops print (un
 - *Land*: the gradient is copied to host memory. `UpdateInStep` keeps it there, where ``p.grad`` shows it
   until ``optimizer.step``; `UpdateInBackward` has the layer updated from it at once.
 
-The root unit's gradient does not pass through `GradientPipeline.run`: autograd fills its buffer, clipping
+The root unit's gradient does not pass through `GradientPipeline`: autograd fills its buffer, clipping
 measures it, and `Gradients.offload_root` copies it to the host in `step`. Several ranks average it where
 backward ends.
 """
@@ -30,12 +30,7 @@ from streamer.engine.paging.gradients import Gradients, Squares
 from streamer.engine.paging.norms import Norms, sum_squares
 from streamer.engine.paging.unit import Unit
 from streamer.engine.schedule.hazards import Issuer
-from streamer.engine.schedule.op import Op
 from streamer.memory.host import HostShard
-
-#: Writes gradients into a flat uint8 buffer in the layout of a unit; says for which of the unit's trainable
-#: parameters it has written one.
-Fill = Callable[[torch.Tensor], Sequence[bool]]
 
 
 class UpdateWork(Protocol):
@@ -159,20 +154,38 @@ class GradientPipeline:
         #: the sum of squares of a unit's gradients: fp32, on the device
         self.squares_of: Callable[[Unit, torch.Tensor, Sequence[bool]], torch.Tensor] = _squares_of
 
-    def run(self, op: Op, unit: Unit, slot: int | None, fill: Fill) -> bool:
-        """Let ``op``, the unit's backward, fill gradient slot ``slot`` (None where the unit trains nothing)
-        by ``fill``, and page the gradient out. Returns whether the unit's update was issued."""
-        gradient = self._gradients.in_slot(slot)
+    def prepare(self, gradient: torch.Tensor) -> None:
+        """A backward is about to fill ``gradient``, a gradient slot."""
+        if self._issuer.backend.poison:
+            # bytes of ones are NaN in every floating-point format
+            gradient.fill_(255)
 
-        if slot is not None and self._across is not None:
-            return self._run_across(self._across, op, unit, slot, gradient, fill)
+    def measure(self, unit: Unit, gradient: torch.Tensor, used: Sequence[bool]) -> torch.Tensor:
+        """The sum of squares of ``gradient``, which has those of the trainable parameters that are ``used``;
+        that of ranks is taken when they have averaged it. Part of the unit's backward."""
+        if self._across is None:
+            return self.squares_of(unit, gradient, used)
+        for slice, is_used in zip(unit.layout.trainable, used, strict=True):
+            if not is_used:
+                slice.view(gradient).zero_()
+        return gradient[:0]
 
-        def on_device() -> tuple[Sequence[bool], torch.Tensor]:
-            used = self._fill(gradient, fill)
-            return used, self.squares_of(unit, gradient, used)
-
-        used, squares = self._issuer.compute(op, on_device)
-        return slot is not None and any(used) and self._landing.land(unit, slot, used, squares)
+    def land(
+        self,
+        unit: Unit,
+        slot: int | None,
+        gradient: torch.Tensor,
+        used: Sequence[bool],
+        squares: torch.Tensor,
+    ) -> bool:
+        """Reduce ``gradient``, in gradient slot ``slot`` (None where the unit trains nothing), and page it
+        out. Returns whether the unit's update was issued."""
+        if slot is None:
+            return False
+        if self._across is None:
+            return any(used) and self._landing.land(unit, slot, used, squares)
+        reduced = self._across.reduce(unit, slot, gradient, used)
+        return any(reduced.wanted) and self._landing.land(unit, slot, reduced.wanted, reduced)
 
     def finish_backward(self) -> None:
         """Block until the gradients of all layers are in host memory."""
@@ -181,28 +194,6 @@ class GradientPipeline:
             self._across.finish_backward(self._norms.dropped, self._landing.added)
         self._norms.landed()
         self._landing.finish_backward()
-
-    def _fill(self, gradient: torch.Tensor, fill: Fill) -> Sequence[bool]:
-        if self._issuer.backend.poison:
-            # bytes of ones are NaN in every floating-point format
-            gradient.fill_(255)
-        return fill(gradient)
-
-    def _run_across(
-        self, across: AcrossRanks, op: Op, unit: Unit, slot: int, gradient: torch.Tensor, fill: Fill
-    ) -> bool:
-        """`run` where each rank has a gradient of its own. [Note: ranks]"""
-
-        def on_device() -> Sequence[bool]:
-            used = self._fill(gradient, fill)
-            for slice, is_used in zip(unit.layout.trainable, used, strict=True):
-                if not is_used:
-                    slice.view(gradient).zero_()
-            return used
-
-        used = self._issuer.compute(op, on_device)
-        reduced = across.reduce(unit, slot, gradient, used)
-        return any(reduced.wanted) and self._landing.land(unit, slot, reduced.wanted, reduced)
 
 
 def _squares_of(unit: Unit, gradient: torch.Tensor, used: Sequence[bool]) -> torch.Tensor:

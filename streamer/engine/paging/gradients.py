@@ -422,7 +422,7 @@ class Gradients:
         """Page out the root unit's gradient."""
         root = self.held[ROOT]
         root.adopt(self._apart(root.foreign()))
-        self._issuer.compute(ops.collect(), lambda: None)
+        self._issuer.mark(ops.collect())
         shard = self._store.shards[ROOT]
         share = shard.share.gradient
         pairs = [(shard.gradient[share], self.root_buffer[share])]
@@ -665,7 +665,7 @@ class Gradients:
 
     def _before_writing_root(self) -> None:
         # no need to block: what the caller's thread does on the device comes after
-        self._issuer.issue(ops.sync((ops.grad_slot(ROOT),), to_write=True), lambda: None)
+        self._issuer.mark(ops.sync((ops.grad_slot(ROOT),), to_write=True))
 
     def _before_write(self, unit: Unit) -> None:
         self.settle_scale()

@@ -325,7 +325,7 @@ class InputPager:
 
     def _sync(self, place: Place, *, to_write: bool = False) -> None:
         # no need to block: what the caller's thread does on the device comes after
-        self._issuer.issue(ops.sync((place,), to_write=to_write), lambda: None)
+        self._issuer.mark(ops.sync((place,), to_write=to_write))
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         require(

@@ -101,7 +101,14 @@ class Weights:
         self._refresh_layer(unit)
         if not self._order.visit(visit):
             self._is_settled = False
-        slot = self._unshard(unit)
+        slot = self.slots.find(unit.index)
+        if slot is not None and unit.index not in self._outdated:
+            self.prefetch_hits += 1
+        else:
+            self.prefetch_misses += 1
+            self._is_settled = False
+            slot = self._slot_for(unit) if slot is None else slot
+            self._fill(slot, unit)
         self.slots.enter(slot)
         try:
             if not self._is_settled:
@@ -523,8 +530,14 @@ class Weights:
         Raises ValueError for those that were given other memory, unless they are ``moved`` for good.
         """
         for unit in self._units:
-            self._refresh_layer(unit, moved)
+            self._check_places(unit, moved)
+            self._refresh_layer(unit)
         self.refresh_root(moved)
+
+    def check_places(self) -> None:
+        """Raise ValueError if somebody has given parameters of layers other memory."""
+        for unit in self._units:
+            self._check_places(unit)
 
     def elsewhere(self, unit: Unit) -> list[tuple[Slice, nn.Parameter]]:
         """The parameters of ``unit`` that somebody has given other memory."""
@@ -554,10 +567,9 @@ class Weights:
                 shard.weight[place.start : place.stop].copy_(seen)
         self._take_back(self._root)
 
-    def _refresh_layer(self, unit: Unit, moved: Container[torch.Tensor] = ()) -> None:
+    def _refresh_layer(self, unit: Unit) -> None:
         if self._is_out(unit):
             return
-        self._check_places(unit, moved)
         self._check_aliases(unit)
         if unit.index in self._lent:
             self._renew(unit, is_own=True)
@@ -574,7 +586,7 @@ class Weights:
             self._note_writes(unit)
             self._renew(unit)
 
-    def _check_places(self, unit: Unit, moved: Container[torch.Tensor]) -> None:
+    def _check_places(self, unit: Unit, moved: Container[torch.Tensor] = ()) -> None:
         for slice, param in self.elsewhere(unit):
             if param in moved:
                 continue
@@ -604,22 +616,14 @@ class Weights:
             self._brought[unit.index] = True
             self._stays.discard(unit.index)
 
-    def _unshard(self, unit: Unit) -> int:
-        slot = self.slots.find(unit.index)
-        if slot is not None and unit.index not in self._outdated:
-            self.prefetch_hits += 1
-            return slot
-        self.prefetch_misses += 1
-        self._is_settled = False
-        if slot is None:
-            idle = self.slots.idle()
-            slot = self._make_room(idle, self._order.upcoming(), idle)
+    def _slot_for(self, unit: Unit) -> int:
+        idle = self.slots.idle()
+        slot = self._make_room(idle, self._order.upcoming(), idle)
         if slot is None:
             raise RuntimeError(
                 f"layer '{unit.name}' is called while every slot is in use by a layer around it: "
                 f"wrap with num_slots={len(self.slots.buffers) + 1} or more"
             )
-        self._fill(slot, unit)
         return slot
 
     def _make_room(self, held: Iterable[int], upcoming: Iterable[int], may_go: Container[int]) -> int | None:
@@ -653,38 +657,31 @@ class Weights:
         if self._across is None or self._before is not None or (from_disk and not is_own):
             self._reshard(unit.index)
         elif not from_disk and (slot := self.slots.find(unit.index)) is not None:
-            whole = slice(0, unit.layout.nbytes)
-            self._copy(unit, slot, self._store.shards[unit.index].weight, None, [whole])
+            self._fill(slot, unit, alone=True)
 
-    def _fill(self, slot: int, unit: Unit) -> None:
-        """Copy ``unit`` into a slot; what is trained is enough where it is there already, but outdated."""
+    def _fill(self, slot: int, unit: Unit, *, alone: bool = False) -> None:
+        """Queue the copy of ``unit`` into a slot; what is trained is enough where it is there already, but
+        outdated. Ranks that gather copy a part each, unless this one is to have it ``alone``."""
         place = None
         if self._ring is not None and self._ring.passes(unit.index):
             source, place = self._ring.source(unit.index)
         else:
             source = self._store.shards[unit.index].weight
-        if self.slots.holder[slot] == unit.index:
+        if self.slots.holder[slot] == unit.index and not alone:
             source = source[: unit.layout.grad_nbytes]
             self._outdated.discard(unit.index)
-        if self._across is None or self._before is not None:
-            self._copy(unit, slot, source, place, [slice(0, source.numel())])
-        else:
-            parts, own = self._across.parts(source.numel())
-            self._copy(unit, slot, source, place, own)
-            if parts.stop:
-                self._across.all_gather(unit, slot, self.slots.buffers[slot].data[parts])
-        self.slots.holder[slot] = unit.index
-
-    def _copy(
-        self, unit: Unit, slot: int, source: torch.Tensor, place: int | None, pieces: Sequence[slice]
-    ) -> None:
-        """Copy ``pieces`` of the weights of ``unit``, of which ``source`` has all bytes, into a slot; those
-        on disk are in buffer ``place`` of the ring."""
         copy, into = self._issuer.backend.copy, self.slots.buffers[slot]
-        nbytes = sum(piece.stop - piece.start for piece in pieces)
+        across = None if alone or self._before is not None else self._across
+        parts, own = (
+            (slice(0), [slice(0, source.numel())]) if across is None else across.parts(source.numel())
+        )
 
         def work() -> None:
-            for piece in pieces:
+            for piece in own:
                 copy(into[piece], source[piece])
 
+        nbytes = sum(piece.stop - piece.start for piece in own)
         self._issuer.issue(ops.unshard(unit.index, slot, nbytes, place), work)
+        if across is not None and parts.stop:
+            across.all_gather(unit, slot, into.data[parts])
+        self.slots.holder[slot] = unit.index

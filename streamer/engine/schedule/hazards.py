@@ -14,14 +14,14 @@ it in the same op, so that it waits for the write and is itself waited for as a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from streamer.backends.base import Backend, Event, Lane, Lock
 from streamer.engine.schedule import op as ops
-from streamer.engine.schedule.op import Op, OpKind, Place
+from streamer.engine.schedule.op import Op, Place
 from streamer.engine.schedule.trace import Trace
 
 
@@ -104,53 +104,56 @@ class Issuer:
         self.before_wait: Callable[[], None] | None = None
 
     def issue(self, op: Op, work: Callable[[], object]) -> Event:
-        """Submit ``work`` as ``op``; the event of its end."""
+        """Submit ``work`` as ``op``, which is not for COMPUTE; the event of its end."""
+        with self._lock:
+            waits = self._begin(op)
+            event = self.backend.submit(op.lane, work, waits, op.nbytes)
+            self._record(op, event, waits)
+            return event
+
+    def _begin(self, op: Op) -> Sequence[Event]:
+        """``op`` is about to be submitted: what it waits for."""
         with self._lock:
             self._issued += 1
-            waits = self._hazards.waits(op)
-            if op.lane is not Lane.COMPUTE:
-                event = self.backend.submit(op.lane, work, waits, op.nbytes)
-                self._record(op, event, waits)
-                return event
-        while True:
-            event = self.backend.submit(op.lane, work, waits, op.nbytes)
-            with self._lock:
-                # a sync reads and writes what others may have used meanwhile, which its record would hide
-                since = self._hazards.waits(op) if op.kind is OpKind.SYNC else waits
-                if all(use in waits for use in since):
-                    self._record(op, event, waits)
-                    return event
-                waits = since
+            return self._hazards.waits(op)
 
     def _record(self, op: Op, event: Event, waits: Sequence[Event]) -> None:
         self._hazards.record(op, event)
         self.trace.add(op, event, waits)
 
-    def compute(self, op: Op, work: Callable[[], T]) -> T:
-        """Run ``work`` as ``op`` on COMPUTE and return its result.
+    @contextmanager
+    def computing(self, op: Op) -> Iterator[None]:
+        """Run the block as ``op`` on COMPUTE. The op is recorded also where the block raises: it may have
+        enqueued kernels that read a slot."""
+        waits = self._begin(op)
+        event: Event | None = None
+        try:
+            with self.backend.computing(waits) as event:
+                yield
+        finally:
+            if event is not None:
+                with self._lock:
+                    self._record(op, event, waits)
 
-        What it raises is raised only after the op is recorded: work that failed may have enqueued
-        kernels that read a slot.
-        """
-        results: list[T] = []
-        errors: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                results.append(work())
-            except BaseException as error:  # noqa: BLE001 - raised again below
-                errors.append(error)
-
-        self.issue(op, run)
-        if errors:
-            raise errors.pop()
-        return results.pop()
+    def mark(self, op: Op) -> Event:
+        """Let COMPUTE wait for what ``op`` reads or writes; the event of its turn."""
+        waits = self._begin(op)
+        while True:
+            with self.backend.computing(waits) as event:
+                pass
+            with self._lock:
+                # it reads and writes what others may have used meanwhile, which its record would hide
+                since = self._hazards.waits(op)
+                if all(use in waits for use in since):
+                    self._record(op, event, waits)
+                    return event
+                waits = since
 
     def wait(self, places: Iterable[Place], *, to_write: bool = False) -> None:
         """Block the caller until its own thread may read (or write) ``places``."""
         if self.before_wait is not None:
             self.before_wait()
-        self.issue(ops.sync(tuple(places), to_write=to_write), lambda: None).wait()
+        self.mark(ops.sync(tuple(places), to_write=to_write)).wait()
 
     def forget_failures(self) -> bool:
         """Block the caller until everything that was submitted has ended, and go on as if none of it had

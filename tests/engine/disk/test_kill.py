@@ -37,8 +37,6 @@ optimizer = streamer.AdamW(model.parameters())
 loss_of(model, 0).backward()
 optimizer.step()
 streamer.unwrap(model)
-# which the compiler of PyTorch is not
-assert "torch._dynamo" not in sys.modules
 budget = least_budget(Model(), **options)
 
 def train(folder):

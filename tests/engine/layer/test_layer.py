@@ -264,6 +264,35 @@ def test_a_second_backward_through_a_graph_that_is_gone_says_so(activations: str
     assert_refused(net(several), use, match, RuntimeError, layers="blocks", activations=activations)
 
 
+class Turned(nn.Module):
+    """The gradient of its input is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.transpose(1, 2)).transpose(1, 2)
+
+
+@ALL_POLICIES
+def test_gradients_of_inputs_come_as_they_were_computed(activations: str) -> None:
+    """With other strides the layer before may round otherwise."""
+
+    def strides(model: nn.Module) -> Any:
+        seen: list[tuple[int, ...]] = []
+        x = torch.ones(2, D, D, requires_grad=True)
+        for layer in model:
+            x = layer(x * 1)
+            x.register_hook(lambda gradient: seen.append(gradient.stride()))
+        x.square().sum().backward()
+        return torch.tensor(seen), gradients(model)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Turned() for _ in range(3)))
+    assert_as_plain(model, strides, layers="", activations=activations)
+
+
 # --- what is run ----------------------------------------------------------------------------------------
 
 

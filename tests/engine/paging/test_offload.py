@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -254,10 +255,16 @@ class Watched(ThreadBackend):
         super().__init__()
         self.submitted: list[tuple[Lane, Sequence[Event], int, Event]] = []
 
-    def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
-        event = super().submit(lane, work, waits, nbytes)
+    def queue(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
+        event = super().queue(lane, work, waits, nbytes)
         self.submitted.append((lane, waits, nbytes, event))
         return event
+
+    @contextmanager
+    def computing(self, waits: Sequence[Event]) -> Iterator[Event]:
+        with super().computing(waits) as event:
+            yield event
+        self.submitted.append((Lane.COMPUTE, waits, 0, event))
 
     def are_awaited(self, lane: Lane, nbytes: int) -> list[bool]:
         """For each copy of ``nbytes`` on ``lane``, which must begin after all that COMPUTE was given before

@@ -250,10 +250,16 @@ class Counting(ThreadBackend):
     saved: SavedBytes
     peak = 0
 
-    def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
-        event = super().submit(lane, work, waits, nbytes)
+    def queue(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
+        event = super().queue(lane, work, waits, nbytes)
         self.device_used()
         return event
+
+    @contextmanager
+    def computing(self, waits: Sequence[Event]) -> Iterator[Event]:
+        with super().computing(waits) as event:
+            yield event
+        self.device_used()
 
     def device_used(self) -> tuple[int, int] | None:
         if self.memory is None:
@@ -281,13 +287,12 @@ def test_a_peak_counts_with_the_slots_that_it_was_reached_with() -> None:
 def test_a_slot_goes_when_nothing_uses_it_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     users: dict[Place, list[Event]] = {}
     unfinished: list[list[Event]] = []
-    issue, drop = Issuer.issue, WeightSlots.drop
+    record, drop = Issuer._record, WeightSlots.drop
 
-    def noting(self: Issuer, op: Op, work: Callable[[], object]) -> Event:
-        event = issue(self, op, work)
+    def noting(self: Issuer, op: Op, event: Event, waits: Sequence[Event]) -> None:
+        record(self, op, event, waits)
         for place in {*op.reads, *op.writes}:
             users.setdefault(place, []).append(event)
-        return event
 
     def checking(self: WeightSlots) -> None:
         events = users[ops.weight_slot(len(self.buffers) - 1)]
@@ -295,7 +300,7 @@ def test_a_slot_goes_when_nothing_uses_it_any_more(monkeypatch: pytest.MonkeyPat
         unfinished.append([event for event in events if event.span() is None])
         drop(self)
 
-    monkeypatch.setattr(Issuer, "issue", noting)
+    monkeypatch.setattr(Issuer, "_record", noting)
     monkeypatch.setattr(WeightSlots, "drop", checking)
     backend = ThreadBackend(poison=True, delays={Lane.H2D: lambda: 0.005})
     with streamed(gpt(), device_memory="1GiB", backend=backend) as model:

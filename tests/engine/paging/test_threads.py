@@ -7,8 +7,9 @@ import faulthandler
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 import streamer
-from streamer.backends.base import Event, Lane
+from streamer.backends.base import Event
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Hazards, Issuer
@@ -333,14 +334,13 @@ def test_what_a_sync_waits_for_includes_what_came_while_it_waited() -> None:
     backend = ThreadBackend()
     issuer = Issuer(backend, Hazards())
     happened: queue.SimpleQueue[str] = queue.SimpleQueue()
-    submit, gates = backend.submit, [threading.Event(), threading.Event()]
+    computing, gates = backend.computing, [threading.Event(), threading.Event()]
 
-    def noting(lane: Lane, *rest: object) -> Event:
-        if lane is Lane.COMPUTE:
-            happened.put("waits")
-        return submit(lane, *rest)
+    def noting(waits: Sequence[Event]) -> AbstractContextManager[Event]:
+        happened.put("waits")
+        return computing(waits)
 
-    backend.submit = noting  # type: ignore[method-assign]
+    backend.computing = noting  # type: ignore[method-assign]
     try:
         issuer.issue(ops.unshard(0, 0, 0), partial(gates[0].wait, 100))
 

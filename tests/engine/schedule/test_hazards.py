@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -134,18 +135,29 @@ class Recorder(ThreadBackend):
         self.program: Program = []
         self._numbers: dict[Event, int] = {}
 
-    def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
+    def queue(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
         if len(self.ops) == len(self.program):
             # wrap and unwrap move weights in and out by `on_host`, before and after all ops
             assert not waits
-            return super().submit(lane, work, waits, nbytes)
+            return super().queue(lane, work, waits, nbytes)
+        number = self._note(lane, waits, nbytes)
+        event = super().queue(lane, work, waits, nbytes)
+        self._numbers[event] = number
+        return event
+
+    @contextmanager
+    def computing(self, waits: Sequence[Event]) -> Iterator[Event]:
+        number = self._note(Lane.COMPUTE, waits, 0)
+        with super().computing(waits) as event:
+            self._numbers[event] = number
+            yield event
+
+    def _note(self, lane: Lane, waits: Sequence[Event], nbytes: int) -> int:
         op, number = self.ops[-1], len(self.program)
         assert (op.lane, op.nbytes) == (lane, nbytes)
         assert len(self.ops) == number + 1, "a backend is given work by the issuer alone"
         self.program.append(Submitted(op, tuple(self._numbers[event] for event in waits)))
-        event = super().submit(lane, work, waits, nbytes)
-        self._numbers[event] = number
-        return event
+        return number
 
 
 #: Bytes for all layers of `net` beside what batches of 2 take, and for fewer beside batches of 8.
@@ -173,14 +185,14 @@ def record(
     too.
     """
     backend = Recorder()
-    issue = Issuer.issue
+    begin = Issuer._begin
 
-    def noting(self: Issuer, op: Op, work: Callable[[], object]) -> Event:
+    def noting(self: Issuer, op: Op) -> Sequence[Event]:
         backend.ops.append(op)
-        return issue(self, op, work)
+        return begin(self, op)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Issuer, "issue", noting)
+        patch.setattr(Issuer, "_begin", noting)
         torch.manual_seed(0)
         options = {"num_slots": num_slots, "activations": "recompute+offload"}
         budget = None if num_slots else BUDGET
