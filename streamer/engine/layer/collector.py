@@ -24,7 +24,7 @@ def is_added_to(accumulator: Any) -> bool:
 
 
 def graph_is_retained() -> bool:
-    """Whether the backward that is running was told to keep its graph."""
+    """Whether the running backward retains its graph."""
     return bool(keeps_graph())
 
 
