@@ -97,7 +97,7 @@ def values_do_not_count(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
         yield
         return
     monkeypatch.setattr("streamer.engine.layer.batch_check._is_right", lambda *_: True)
-    monkeypatch.setattr("streamer.engine.paging.norms.Norms.is_finite", lambda norms, scale: True)
+    monkeypatch.setattr("streamer.engine.paging.norms.Norms.is_finite", lambda norms: True)
     total = Norms.total
     # a sum of squares that nobody has computed may be negative
     monkeypatch.setattr(Norms, "total", lambda *args, **options: abs(total(*args, **options)))

@@ -112,7 +112,7 @@ def a_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> f
     """The loss of a step, in which gradients are clipped unless they are used up in backward."""
     loss = loss_of(model, number)
     loss.backward()
-    if wrapped(model).executor.landing.keeps_gradients:
+    if wrapped(model).executor.gradients.are_kept:
         streamer.clip_grad_norm_(model, 0.5)
     optimizer.step()
     optimizer.zero_grad()

@@ -108,10 +108,10 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | 
         with torch.no_grad():
             for name, buffer in stored_buffers(model).items():
                 buffer.copy_(files.read(BUFFERS, name))
-        executor.landing.next_step()  # no gradient of the loaded step has been applied
+        executor.gradients.early.next_step()  # no gradient of the loaded step has been applied
         _load_gradients(files, executor)
-        executor.norms.forget()
-        executor.gradients.scale = gradient_scale
+        executor.gradients.norms.forget()
+        executor.gradients.factor = gradient_scale
         executor.skipped_steps = skipped_steps
         # the root's copy to the device is running, and no other op waits for it
         executor.synchronize()
@@ -221,7 +221,7 @@ def _check_model(
                     f"{files.path / files.names[kind][name]}: tensor '{name}' is no value for a parameter of "
                     "the model"
                 )
-    if executor.landing.keeps_gradients:
+    if executor.gradients.are_kept:
         return
     in_layers = {slice.param.name for unit in executor.units for slice in unit.layout.slices}
     for name, file in files.names[GRADIENTS].items():
@@ -402,4 +402,4 @@ def _load_gradients(files: _Files, executor: Executor) -> None:
                 # sums stay in fp32
                 dtype = gradient.dtype if gradient.dtype == torch.float32 else param.dtype
                 param.grad = gradient.to(param.device, dtype, copy=True)
-    executor.gradients.adopt_all()
+    executor.gradients.take_in()

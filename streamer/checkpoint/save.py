@@ -339,7 +339,7 @@ def _content(
     values = {
         "model": {
             "units": [unit.name for unit in units],
-            "gradient_scale": encode(executor.gradients.scale, put),
+            "gradient_scale": encode(executor.gradients.factor, put),
             "skipped_steps": executor.skipped_steps,
         },
         "optimizer": _optimizer(optimizer, moments, put),

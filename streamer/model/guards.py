@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from streamer.engine.tensors.guarded import as_plain, never_traced
 from streamer.engine.tensors.nested import flatten
 from streamer.engine.tensors.parts import plain_parts
 from streamer.engine.wrapped.handle import GUARDS
-from streamer.memory.layout import Slice
 from streamer.model.unwrap import Copier
 from streamer.torch_private import is_sparse
 
@@ -78,11 +76,9 @@ def attach_guards(
             model.__dict__[PREPARED] = _Prepared()
             stack.callback(model.__dict__.pop, PREPARED, None)
         for unit in (*executor.units, executor.root):
-            for slice, param in executor.gradients.held[unit.index].pairs():
-                before = _BeforeAdding(executor, unit, slice, param)
+            for position, param in enumerate(unit.trainable):
+                before = _BeforeAdding(executor, unit, position)
                 keep(torch.Tensor.register_hook(param, before))  # type: ignore[no-untyped-call]
-                if unit is executor.root and not executor.landing.keeps_gradients:
-                    keep(param.register_post_accumulate_grad_hook(_AfterAdding(executor)))
         keep(model.register_state_dict_post_hook(_to_cpu))
         for module in modules:
             keep(module.register_state_dict_pre_hook(lambda *_, **__: executor.synchronize()))
@@ -139,41 +135,26 @@ class _BeforeAdding:
 
     executor: Executor
     unit: Unit
-    slice: Slice
-    param: nn.Parameter
+    position: int
 
     def __call__(self, gradient: torch.Tensor | None) -> None:
         if gradient is not None:  # the gradient that a layer's own backward makes does not pass here
-            self._widen()
+            self._prepare()
 
     @as_plain
-    def _widen(self) -> None:
-        node = torch.autograd.graph.get_gradient_edge(self.param).node
-        if not is_added_to(node):
+    def _prepare(self) -> None:
+        executor, unit = self.executor, self.unit
+        if not is_added_to(torch.autograd.graph.get_gradient_edge(unit.params[self.position]).node):
             return
-        if self.unit is not self.executor.root:
-            if self.executor.across is not None:
+        if executor.across is not None:
+            if unit is not executor.root:
+                name = unit.layout.slices[self.position].param.name
                 raise RuntimeError(
-                    f"'{self.slice.param.name}' is used outside of its layer, where its gradient would be "
-                    "that of one rank: use it in the layer's forward, or leave out process_group"
+                    f"'{name}' is used outside of its layer, where its gradient would be that of one rank: "
+                    "use it in the layer's forward, or leave out process_group"
                 )
-        elif self.executor.across is not None:
-            self.executor.begin_backward()
-        views = self.executor.gradients.held[self.unit.index]
-        views.place(self.slice, summed=False)  # raises where there is no room
-        views.widen(self.slice, self.param)
-
-
-class _AfterAdding:
-    """Called after autograd has added to the ``grad`` of a parameter of the root unit."""
-
-    def __init__(self, executor: Executor) -> None:
-        # weak, since the garbage collector does not see what such a hook of a parameter holds
-        self._landing = weakref.ref(executor.landing)
-
-    def __call__(self, param: torch.Tensor) -> None:
-        if (there := self._landing()) is not None:
-            there.added(param)
+            executor.begin_backward()
+        executor.gradients.before_adding(unit, self.position)
 
 
 def _wait_before_loading(executor: Executor) -> Callable[..., None]:

@@ -59,7 +59,7 @@ def stats(model: nn.Module) -> Stats:
         prefetch_misses=executor.weights.prefetch_misses,
         # with update="backward", layers that were left out of a step count as one skipped step, which
         # optimizer.step() adds; before it they are counted here
-        skipped_steps=executor.skipped_steps + executor.landing.skipped_since(),
+        skipped_steps=executor.skipped_steps + executor.gradients.early.skipped_since(),
     )
 
 

@@ -20,9 +20,9 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from streamer.engine.disk.state import ShardUpdate
 from streamer.engine.paging.across_ranks import Reduced
+from streamer.engine.paging.early_updates import Update, Updater
 from streamer.engine.paging.executor import Executor
-from streamer.engine.paging.gradient_pipeline import Update, Updater
-from streamer.engine.paging.gradients import is_summed
+from streamer.engine.paging.host_gradient import is_summed
 from streamer.engine.paging.unit import Unit
 from streamer.engine.tensors.guarded import as_plain, never_traced, unguarded
 from streamer.engine.wrapped.handle import Home, home_of, require_home
@@ -123,30 +123,32 @@ def may_step(
     steps overflow and expects some to, so those are counted without a warning.
     """
     for executor in executors:
-        executor.gradients.adopt_all()
+        executor.gradients.take_in()
     # meta tensors have no values
     real = [executor for executor in executors if executor.backend.device.type != "meta"]
     if found_inf is not None:
         finite = not found_inf.item()
     else:
-        finite = all([executor.norms.is_finite(executor.gradients.scale) for executor in real])
+        finite = all([executor.gradients.are_finite() for executor in real])
     if finite and not not_updated:
         return True
-    if not_updated or not all(executor.landing.keeps_gradients for executor in executors):
+    if not_updated or not all(executor.gradients.are_kept for executor in executors):
         names = [*not_updated, *(() if finite else ("parameters outside of the layers",))]
         what = f"the gradient of {', '.join(names)} is NaN or infinite"
         skipped, remedy = ": not updated", ": not updated: AdamW(skip_nonfinite=True) goes on without"
     else:
         what = "a gradient is NaN or infinite, or the square of the norm of all is beyond fp32"
-        if found_inf is None and (names := [name for e in real for name in e.norms.not_finite()]):
+        if found_inf is None and (names := [name for e in real for name in e.gradients.norms.not_finite()]):
             what = f"the gradient of {shortened(names, most=1)} is NaN or infinite, or its square beyond fp32"
         skipped = ": this step is skipped, nothing was updated"
         remedy = ": nothing was updated; AdamW(skip_nonfinite=True) skips such steps"
     if not skip_nonfinite and found_inf is None:
         raise NonFiniteError(what, remedy)
     for executor in real:
-        step_too = not finite or executor.landing.keeps_gradients
-        executor.skipped_steps += executor.landing.newly_skipped(step_too=step_too)
+        gradients = executor.gradients
+        executor.skipped_steps += (
+            1 if gradients.are_kept else gradients.early.newly_skipped(step_too=not finite)
+        )
     if found_inf is None:
         warn(what + skipped)
     return finite
@@ -156,7 +158,7 @@ def begin_step(
     executors: Sequence[Executor], updater: Updater, *, skip_nonfinite: bool, found_inf: torch.Tensor | None
 ) -> list[str]:
     """Begin a step of the optimizer of ``updater``, and name the layers not updated since the last. Raises
-    RuntimeError for a model that was unwrapped. [Note: landing]"""
+    RuntimeError for a model that was unwrapped."""
     if any(executor.released for executor in executors):
         raise RuntimeError(
             "the model that this optimizer updates was unwrapped: make a new optimizer, of torch.optim for a "
@@ -164,13 +166,13 @@ def begin_step(
         )
     names = []
     for executor in executors:
-        if executor.landing.keeps_gradients:
+        if executor.gradients.are_kept:
             continue
         if found_inf is None:
-            executor.landing.check_unwritten()
+            executor.gradients.check_unwritten()
         if not skip_nonfinite:
             executor.synchronize()
-        names += executor.landing.next_step(updater)
+        names += executor.gradients.early.next_step(updater)
         if found_inf is not None:
             raise RuntimeError(
                 "update='backward' has updated the layers before GradScaler could take its scale out: "
@@ -358,7 +360,7 @@ class AdamW(Optimizer):
         for executor in new:
             layouts = [shard.layout for shard in executor.store.shards]
             executor.prepare(partial(warm_up, layouts, self.state_dtype))
-            executor.landing.add_updater(self._update_on_landing)
+            executor.gradients.early.add(self._update_on_landing)
 
     @torch.no_grad()
     @never_traced
@@ -411,7 +413,7 @@ class AdamW(Optimizer):
 
     @as_plain
     def _update_on_landing(self, unit: Unit, used: Sequence[bool]) -> Update | None:
-        """The update of ``unit`` from a gradient that has just landed. [Note: landing]"""
+        """The update of ``unit`` in backward, whose trainable parameters that are ``used`` have a gradient."""
         used_ids = {id(param) for param, is_used in zip(unit.params, used, strict=False) if is_used}
         of_unit = self._by_unit.get(id(unit))
         # not all of the optimizer's parameters are looked at: this is done for each layer
@@ -426,10 +428,10 @@ class AdamW(Optimizer):
         for group in mine.groups:
             check_group(group)
         executor = mine.executor
-        landing = executor.landing
+        early = executor.gradients.early
         [next_update] = self._updates([mine])
         stretches = unit.layout.stretches(used)
-        is_finite, number = list[bool](), landing.number
+        is_finite, number = list[bool](), early.number
         places = {id(param): place for place, param in enumerate(unit.params)}
 
         # holds no optimizer: a queued update shall not keep it alive
@@ -440,7 +442,7 @@ class AdamW(Optimizer):
                 is_finite.append(finite)
                 if not finite:
                     mine.count(by=-1)
-                    landing.not_finite.append((number, unit.name))
+                    early.not_finite.append((number, unit.name))
                 elif reduced is not None:
                     by_all = reduced.used()
                     are_used = [by_all[places[id(param)]] for param in mine.params]
@@ -554,13 +556,12 @@ class AdamW(Optimizer):
         hypers = {hyper for update in updates.values() for hyper in update.hypers}
         for unit in (executor.root, *executor.units):
             if unit.index in updates:
-                # clipping has scaled the root's gradients already
-                scale = unscale if unit is executor.root else unscale * executor.gradients.scale
+                scale = unscale * executor.gradients.factor
                 # seeds: another one for each unit; ROOT is -1
                 of_unit = updates[unit.index]
                 update = partial(update_shard, update=of_unit, grad_scale=scale, seed=unit.index + 1)
                 work[unit.index] = update, of_unit.launches.nbytes(executor.shard(unit).range)
-        scale = unscale * executor.gradients.scale
+        scale = unscale * executor.gradients.factor
         of_all = crc32(repr((sorted(hypers), scale, sorted(updates))).encode())
         told = ", ".join(f"lr {hyper.lr:.6g} in step {hyper.step}" for hyper in sorted(hypers)[:2])
         executor.step(work, f"{told}, gradients times {scale:.9g}, checksum {of_all:08x}")

@@ -36,12 +36,12 @@ def clip_grad_norm_(
     told ``update="backward"``, and ValueError for a model that is not wrapped.
     """
     executor = wrapped(model).executor
-    if not executor.landing.keeps_gradients:
+    if not executor.gradients.are_kept:
         raise RuntimeError(
             "clip_grad_norm_ needs all gradients before any update, and update='backward' updates each layer "
             "as its gradient lands: wrap with update='step' to clip"
         )
-    executor.gradients.adopt_all()
+    executor.gradients.take_in()
     norm = _norm(executor, float(norm_type)) / grad_scale
     if error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(
@@ -51,22 +51,18 @@ def clip_grad_norm_(
     coefficient = max_norm / (norm + 1e-6)
     if not coefficient >= 1:  # so also where the norm is not a number
         executor.gradients.rescale(coefficient)
-    if math.isfinite(norm):
-        executor.norms.remember_finite()
     return torch.tensor(norm, dtype=torch.float32)
 
 
 def _norm(executor: Executor, norm_type: float) -> float:
-    scale = executor.gradients.scale
+    factor = executor.gradients.factor
     if norm_type == 2.0:
-        return math.sqrt(executor.norms.total(scale))
-    # so that writes after this are told from those before
-    executor.norms.total(scale)
+        return abs(factor) * math.sqrt(executor.gradients.norms.total())
     norms = []
     for unit in (*executor.units, executor.root):
         for param in unit.params:
             if param.grad is not None:
                 dense = param.grad.to_dense() if param.grad.is_sparse else param.grad
                 norm = torch.linalg.vector_norm(dense, norm_type, dtype=torch.float32)
-                norms.append(norm.cpu() if unit is executor.root else norm * scale)
+                norms.append(norm.cpu() * abs(factor))
     return float(torch.linalg.vector_norm(torch.stack(norms), norm_type)) if norms else 0.0

@@ -6,18 +6,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
 
 from streamer.engine.paging.executor import Executor
+from streamer.engine.tensors.guarded import TAG, Access, GuardedTensor, Kind, Tag, unguarded
 from streamer.engine.wrapped.handle import Home, require_home
-from streamer.engine.wrapped.user_view import guarded_state
+from streamer.memory.host import with_own_storage
 from streamer.memory.layout import num_blocks
 from streamer.memory.purposes import ALL_MOMENTS, BF16, FP32, INT8, MOMENTS, Purpose
 from streamer.memory.verdict import host, require
 from streamer.planner.ledger import Ledger
+from streamer.torch_private import storage_owners
 from streamer_native import QUANTUM
 
 #: A code of an 8-bit second moment counts steps of this many bits of a float32: [Note: 8-bit moments].
@@ -141,6 +144,19 @@ def take_over(
                 _clear(home, state_dtype)
 
 
+def _guarded(home: Home, moment: torch.Tensor, *, is_copy: bool = False) -> torch.Tensor:
+    """A moment for user code; a copy is not to be written."""
+    access: weakref.ref[Access] = weakref.ref(home.executor)
+    unit = home.unit.index
+    if is_copy:
+        return GuardedTensor.of(moment, Tag(access, Kind.COPY, unit))
+    tag = Tag(access, Kind.MOMENT, unit)
+    shown = GuardedTensor.of(with_own_storage(moment), tag)
+    with unguarded():
+        shown.__dict__[TAG] = replace(tag, owners=storage_owners(shown))
+    return shown
+
+
 def is_owner(home: Home, owner: object) -> bool:
     """Whether ``owner`` updates the parameter."""
     return home.executor.updated_by.get(home.slice.param.name) is owner
@@ -211,7 +227,7 @@ class State(MutableMapping[str, Any]):
         store = home.executor.store
         if not (store.can_move or store.is_divided):
             for name, moment in moments_of(home, state_dtype).items():
-                self._views[name] = guarded_state(home.executor, home.unit, moment)
+                self._views[name] = _guarded(home, moment)
 
     @staticmethod
     def of(home: Home, state_dtype: torch.dtype, values: Mapping[str, Any]) -> State:
@@ -257,9 +273,9 @@ class State(MutableMapping[str, Any]):
         shown = whole.part(purpose, home.slice)
         is_copy = shard.is_on_disk(purpose)
         if whole is not shard:
-            return guarded_state(home.executor, home.unit, shown, is_copy=True)
+            return _guarded(home, shown, is_copy=True)
         if not is_copy:
-            shown = guarded_state(home.executor, home.unit, shown)
+            shown = _guarded(home, shown)
         self._seen = [each for each in self._seen if each[0]() is not None]
         self._seen.append((weakref.ref(shown), shown._version, is_copy))
         return shown

@@ -38,10 +38,9 @@ def serve_other_optimizers(executor: Executor) -> Callable[[], None]:
 
     def settle(running: Executor, optimizer: torch.optim.Optimizer) -> None:
         running.synchronize()
-        running.gradients.settle_scale()
+        running.gradients.settle()
         theirs = set(touched(optimizer))
-        for held in running.gradients.held.values():
-            held.narrow(theirs)
+        running.gradients.narrow(theirs)
         torch.autograd.graph.increment_version(theirs)
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -49,7 +48,7 @@ def serve_other_optimizers(executor: Executor) -> Callable[[], None]:
         running = weakly()
         if running is None or not touched(optimizer):
             return None
-        if not running.landing.keeps_gradients:
+        if not running.gradients.are_kept:
             raise RuntimeError(
                 f"update='backward' updates layers by streamer.AdamW, not {type(optimizer).__name__}: "
                 "wrap with update='step' to use another optimizer"

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from streamer.backends.host_memory import RAISE_LOCKED_LIMIT
 from streamer.backends.stored_tensors import Pieces, between_bytes
+from streamer.engine.paging.gradients import RING
 from streamer.engine.paging.unit import Unit, buffer_bytes
-from streamer.engine.paging.update_in_backward import RING
 from streamer.memory.on_disk import held_beside, stored_part
 from streamer.memory.placement import (
     ON_DISK,

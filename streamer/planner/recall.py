@@ -217,7 +217,7 @@ class Recalling:
         self._tracker.rise(measured.rise)
 
     def squares_of(self, unit: Unit, gradient: torch.Tensor, used: Sequence[bool]) -> torch.Tensor:
-        """`GradientPipeline.squares_of`, run once for each kind of layer."""
+        """`Gradients.squares_of`, run once for each kind of layer."""
         found = self.recollection.squares
         key = (self.structures[unit.index], tuple(used))
         if key not in found:
@@ -355,4 +355,4 @@ def recall_layers(executor: Executor, tracker: Tracker, recollection: Recollecti
         layer = unit.module.forward
         assert isinstance(layer, StreamedLayer), "the model is wrapped"
         layer.visit_as(kind)
-    executor.pipeline.squares_of = recalling.squares_of
+    executor.gradients.squares_of = recalling.squares_of  # type: ignore[method-assign]

@@ -129,7 +129,7 @@ class Run:
         options = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
         return {name: (t.dtype, t.tolist()) for name, t in tensors.items()} | {
             "options": copy.deepcopy(options),
-            "scale": executor.gradients.scale,
+            "scale": executor.gradients.factor,
             "skipped": executor.skipped_steps,
             "random": (random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist()),
         }

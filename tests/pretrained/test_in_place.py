@@ -141,7 +141,7 @@ def a_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> f
     x, y = torch.randn(5, WIDTH, generator=generator), torch.randint(7, (5,), generator=generator)
     loss = F.cross_entropy(model(x.to(model.head.weight.dtype)).float(), y)  # type: ignore[union-attr]
     loss.backward()
-    if wrapped(model).executor.landing.keeps_gradients:
+    if wrapped(model).executor.gradients.are_kept:
         streamer.clip_grad_norm_(model, 0.5)
     optimizer.step()
     optimizer.zero_grad()

@@ -380,7 +380,7 @@ class LayerCall:
                 "belongs to: call backward() before optimizer.step()"
             )
         if adds:
-            executor.landing.check(unit)
+            executor.gradients.check(unit)
         # backward() of a loss of a tensor subclass runs with subclasses switched off
         with SubclassesOn(), executor.backward(unit, self._number) as run:
             sources = iter(kept), iter(run.inputs)

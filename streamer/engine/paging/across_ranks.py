@@ -69,7 +69,7 @@ backward ends: what was averaged before is the same on all ranks, and the mean l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import pairwise, product
@@ -79,21 +79,19 @@ import torch
 
 from streamer.backends.ranks import LAYER_AVERAGED, LAYER_GATHERED, Channel, Ranks, Turn
 from streamer.engine.disk.state import masters_of
-from streamer.engine.paging.gradients import Gradients, is_summed
-from streamer.engine.paging.norms import sum_squares
+from streamer.engine.paging.host_gradient import HostGradient, is_summed
+from streamer.engine.paging.norms import Norms, sum_squares
 from streamer.engine.paging.unit import Unit
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import ROOT
-from streamer.engine.tensors.guarded import as_plain
+from streamer.engine.tensors.guarded import Access, Kind, Touch, as_plain
+from streamer.engine.tensors.nested import walk
 from streamer.memory.host import HostStore
 from streamer.memory.layout import ALIGN_BYTES, Layout, Stretch
 from streamer.memory.purposes import FP32, Purpose
 from streamer.memory.shares import Share, places_of, shares_of, within
 from streamer.memory.slots import gather_bytes, reduce_bytes
-
-#: Tells that gradients of a unit that nobody has used were dropped.
-Dropped = Callable[[Unit], None]
 
 
 @dataclass
@@ -150,7 +148,6 @@ class AcrossRanks:
         issuer: Issuer,
         units: Sequence[Unit],
         root: Unit,
-        gradients: Gradients,
         store: HostStore,
         *,
         in_fp32: bool,
@@ -162,7 +159,6 @@ class AcrossRanks:
         self._issuer = issuer
         self._units = units
         self._root = root
-        self._gradients = gradients
         self._store = store
         layouts = [unit.layout for unit in (*units, root)]
         averaging = reduce_bytes(layouts) if in_fp32 else 0
@@ -175,11 +171,6 @@ class AcrossRanks:
         #: what a plan takes for the sum of squares, since its lanes do no work
         is_planned = issuer.backend.device.type == "meta"
         self._without_values = torch.empty((), device="meta") if is_planned else None
-        #: the arguments of the function by which the caller's thread is writing what all ranks see
-        self.writing: object = None
-        #: the units of the parameters that it is given, and the positions of those of the root
-        self.written: set[int] = set()
-        self.written_of_root: set[int] = set()
         self._shares = {unit.index: shares_of(unit.layout, ranks.local_size) for unit in units}
         #: by unit and machine, what each of its ranks updates
         self._parts = {unit.index: store.division.parts(unit.layout) for unit in (*units, root)}
@@ -198,8 +189,6 @@ class AcrossRanks:
         with_grad = _bits([param.grad is not None for param in unit.trainable])
         self._used[unit.index] = self._used.get(unit.index, 0) | mine
         self._new.setdefault(unit.index, _bits(wanted) & ~with_grad)
-        # when the others have this rank's gradient, their shares may land in the place of the last ones
-        self._gradients.held[unit.index].vacate()
         words = f"{LAYER_AVERAGED}{unit.name}' ({sum(wanted)} parameters)"
         # which ranks are to have the mean of what
         means: list[tuple[int, int | None, Share]] = [
@@ -255,11 +244,13 @@ class AcrossRanks:
             piece.copy_(exact)
 
     @as_plain
-    def finish_backward(self, dropped: Dropped, averaged: Callable[[torch.Tensor], None]) -> None:
-        """The layers' gradients have landed on this rank: wait for the others' shares, drop what nobody has
-        used, average the root's gradients. Tells who has ``dropped`` gradients, and which parameters of the
-        root have ``averaged`` ones."""
-        of_root = [*self._gradients.held[ROOT].pairs()]
+    def finish_backward(
+        self, held: Mapping[int, HostGradient], norms: Norms, added: Mapping[int, list[float]]
+    ) -> None:
+        """The layers' gradients have arrived on this rank: wait for the others' shares, drop what nobody has
+        used, average the root's gradients. ``added`` are, by unit whose gradients were added to on the host,
+        the sums of squares of this rank's share, which become those of all shares."""
+        of_root = [*held[ROOT].pairs()]
         for slice, param in of_root:
             if param.grad is not None and param.grad.is_sparse:
                 raise RuntimeError(
@@ -269,39 +260,35 @@ class AcrossRanks:
         mine = _Backward(
             self._used,
             [0 if param.grad is None else 1 + is_summed(param) for _, param in of_root],
-            {index: sum(squares) for index, squares in self._gradients.added.items()},
+            {index: sum(squares) for index, squares in added.items()},
         )
         new = self._new
         self.forget()
         everyone: list[_Backward] = self.ranks.meet("the end of a backward", mine)
-        for index, squares in self._gradients.added.items():
+        for index, squares in added.items():
             squares[:] = [each.squares[index] for each in self.ranks.of_shares(everyone)]
-        self._gradients.added.clear()
         for index, bits in new.items():
             used = reduce(or_, (each.used.get(index, 0) for each in everyone))
-            self._drop(self._units[index], bits & ~used, dropped)
+            self._drop(self._units[index], bits & ~used, norms)
         flags = [max(of_param) for of_param in zip(*(each.root for each in everyone), strict=True)]
-        self._average_root(flags)
-        for flag, (_, param) in zip(flags, of_root, strict=True):
-            if flag:
-                averaged(param)
+        self._average_root(flags, held[ROOT])
 
-    def _drop(self, unit: Unit, bits: int, dropped: Dropped) -> None:
+    def _drop(self, unit: Unit, bits: int, norms: Norms) -> None:
         unused = [param for position, param in enumerate(unit.trainable) if bits >> position & 1]
         for param in unused:
             param.grad = None
         if unused:
-            dropped(unit)
+            norms.dropped(unit)
 
-    def _average_root(self, flags: Sequence[int]) -> None:
-        held, gradients = self._gradients.held[ROOT], list[torch.Tensor]()
-        for flag, (slice, param) in zip(flags, held.pairs(), strict=True):
+    def _average_root(self, flags: Sequence[int], held: HostGradient) -> None:
+        gradients = list[torch.Tensor]()
+        for position, (flag, (_, param)) in enumerate(zip(flags, held.pairs(), strict=True)):
             if not flag:
                 continue
             if param.grad is None:
                 param.grad = torch.zeros_like(param, requires_grad=False)
             if flag > 1 and not is_summed(param):
-                held.widen(slice, param)
+                held.widen(position)
             gradients.append(param.grad.detach())
         if not gradients:
             return
@@ -318,6 +305,25 @@ class AcrossRanks:
         nbytes = self._sent(sum(gradient.nbytes for gradient in gradients), rounds=2)
         self._issue(ops.reduce(ROOT, ROOT, nbytes), work)
         self._issuer.wait((ops.grad_slot(ROOT),))
+
+    def begin_writing(self, touch: Touch, access: Access) -> None:
+        """If user code is about to write what all ranks see, wait until none of them reads the values of
+        before. The first rank of each machine writes for all of them there; what is in no layer each has on
+        its own device."""
+        written = [(tag, tensor) for tag, tensor in touch.of(access) if touch.writes(tensor)]
+        if not written:
+            return
+        numbers = [
+            each for each in walk((*touch.args, *touch.kwargs.values())) if isinstance(each, int | float)
+        ]
+        name = touch.function.__name__
+        self.ranks.meet(f"writing what the ranks share by {name} ({numbers})")
+        touch.is_of_ranks = True
+        if not self.ranks.leads_machine:
+            on_device = (Kind.PARAMETER, Kind.GRADIENT)
+            touch.not_written |= {
+                id(tensor) for tag, tensor in written if tag.unit != ROOT or tag.kind not in on_device
+            }
 
     def forget(self) -> None:
         """Gradients are dropped, or a backward begins anew."""

@@ -71,11 +71,12 @@ class DeviceMemory:
 
     def owned(self) -> dict[str, int]:
         """Bytes of the buffers, by purpose."""
+        of_slots, of_root = self._gradients.device_bytes()
         nbytes = {
             WEIGHT_SLOTS: sum(buffer.nbytes for buffer in self.weights.slots.buffers),
-            GRAD_SLOTS: sum(buffer.nbytes for buffer in self._gradients.slots.buffers),
+            GRAD_SLOTS: of_slots,
             ROOT_WEIGHTS: self.weights.root_buffer.nbytes,
-            ROOT_GRADIENTS: self._gradients.root_buffer.nbytes + self._gradients.root_sums.nbytes,
+            ROOT_GRADIENTS: of_root,
             BUFFERS: buffer_bytes(self._units),
             AVERAGING: self._averaging,
         }

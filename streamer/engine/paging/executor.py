@@ -21,9 +21,10 @@ forwards with gradients, backwards and steps are refused.
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
@@ -37,19 +38,16 @@ from streamer.backends.ranks import Ranks, together
 from streamer.engine.disk.state import ShardUpdate, StatePager, masters_of
 from streamer.engine.paging.across_ranks import AcrossRanks
 from streamer.engine.paging.device_memory import Budget, DeviceMemory, HostWatch
-from streamer.engine.paging.gradient_pipeline import GradientPipeline, Landing, UpdateInStep
-from streamer.engine.paging.gradients import Gradients, noticing_writes
-from streamer.engine.paging.norms import Norms
+from streamer.engine.paging.gradients import Gradients
 from streamer.engine.paging.saved_inputs import InputPager
 from streamer.engine.paging.structure import Structure
 from streamer.engine.paging.unit import Unit
-from streamer.engine.paging.update_in_backward import RING, UpdateInBackward
 from streamer.engine.paging.weights import Weights
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Hazards, Issuer
 from streamer.engine.schedule.op import ROOT
 from streamer.engine.schedule.order import Phase, Visit
-from streamer.engine.tensors.guarded import as_plain, never_traced
+from streamer.engine.tensors.guarded import TAG, Kind, Touch, as_plain, is_in_graph, never_traced
 from streamer.engine.tensors.saved import SavedBytes
 from streamer.memory.host import HostShard, HostStore
 from streamer.memory.layout import Slice
@@ -64,9 +62,18 @@ from streamer.memory.purposes import (
     of_all_ranks,
 )
 from streamer.memory.verdict import Tier, host, require
-from streamer.torch_private import backward_number, storage_owners, when_backward_ends
+from streamer.torch_private import (
+    backward_number,
+    check_finite,
+    storage_owners,
+    take_copies,
+    when_backward_ends,
+)
 
 T = TypeVar("T")
+
+#: Of weights on disk that user code has asked for, those of so many units stay in memory.
+KEPT_UNITS = 2
 
 _HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
 
@@ -126,15 +133,6 @@ class Executor:
         state = StatePager(self.issuer, store)
         is_trained = any(unit.layout.grad_nbytes for unit in (*units, root))
         self.weights = Weights(self.issuer, units, root, store, state, num_slots=num_slots)
-        self.gradients = Gradients(
-            self.issuer,
-            units,
-            root,
-            store,
-            num_slots=num_slots,
-            sum_in_fp32=sum_in_fp32,
-            host=self._host_of_all,
-        )
         #: autograd's number of the last backward, which waits for the gradients when it ends
         self.backward_task = -1
         self.across: AcrossRanks | None = None
@@ -144,25 +142,28 @@ class Executor:
                 self.issuer,
                 units,
                 root,
-                self.gradients,
                 store,
                 in_fp32=sum_in_fp32,
                 in_backward=update_in_backward,
             )
-            self.gradients.meet = ranks.meet
             gather_weights = gather_weights and is_trained and ranks.local_size > 1
             if gather_weights:
                 self.weights.unshard_by(self.across)
             if store.is_divided:
                 self.weights.gather_by(self.across.gather)
-        self.norms = Norms(self.issuer, units, root, store, self.gradients.is_lent)
-        self.landing: Landing = UpdateInStep(self.gradients, self.norms)
-        if update_in_backward:
-            ring = store.staging(RING, max(unit.layout.grad_nbytes for unit in units))
-            self.landing = UpdateInBackward(
-                self.issuer, self.gradients, self.weights, ring, self.across, store
-            )
-        self.pipeline = GradientPipeline(self.issuer, self.gradients, self.norms, self.landing, self.across)
+        self.gradients = Gradients(
+            self.issuer,
+            units,
+            root,
+            store,
+            self.weights,
+            self.across,
+            num_slots=num_slots,
+            sum_in_fp32=sum_in_fp32,
+            in_backward=update_in_backward,
+            room=self._host_of_all,
+            access=weakref.ref(self),
+        )
         self.saved = SavedBytes()
         self.memory = DeviceMemory(
             backend,
@@ -196,8 +197,8 @@ class Executor:
         #: by the name of a parameter, the token of the optimizer that updates it (`AdamW.token`)
         self.updated_by: dict[str, object] = {}
         self._root_ready = False
-        #: by unit, moments whose memory the user's code has got, each with how many held it before
-        self._lent_moments: dict[int, list[tuple[torch.Tensor, int]]] = {}
+        #: by unit, moments whose memory user code has got
+        self._aliased_moments: dict[int, list[torch.Tensor]] = {}
         self.weights.unshard_root()
 
     def caller(self) -> Thread:
@@ -339,56 +340,119 @@ class Executor:
         under which `InputPager` has its inputs. After the block the gradient leaves for the host, and in
         update="backward" the update is queued. The caller holds the lock."""
         self.begin()
-        if self.across is not None and not self.landing.keeps_gradients:
+        if self.across is not None and not self.gradients.are_kept:
             # once this gradient is averaged the others write the shard, of which this rank may be writing a
             # checkpoint
             self.wait_for_saving()
-        self.gradients.settle_scale()
         with (
             self.memory.naming_holders(unit),
             self._running(unit),
-            self.gradients.slots.taken() if unit.layout.grad_nbytes else nullcontext() as into,
+            self.gradients.slot_for(unit) as into,
             self.inputs.using(saved) as (inputs, places),
             self.weights.visited(unit, Visit(unit.index, Phase.BACKWARD)) as slot,
         ):
             self.inputs.prefetch(saved)
-            run = Backward(self.weights.slots.buffers[slot], self.gradients.in_slot(into), inputs)
             with self.issuer.computing(ops.backward(unit.index, slot, into, places)):
-                self.pipeline.prepare(run.gradient)
+                run = Backward(self.weights.slots.buffers[slot], self.gradients.in_slot(into), inputs)
                 yield run
                 self._note_hooks(unit, run.used)
-                squares = self.pipeline.measure(unit, run.gradient, run.used)
-            is_updated = self.pipeline.land(unit, into, run.gradient, run.used, squares)
+                squares = self.gradients.measure(unit, run.gradient, run.used)
+            is_updated = self.gradients.copy_out(unit, into, run.gradient, run.used, squares)
         if is_updated:
             self.weights.update_issued(unit)
             self.weights.prefetch()
 
-    def lend_moment(self, unit: Unit, shown: torch.Tensor, holders: int) -> None:
-        """The user's code got something that shares memory with a moment of ``unit``, whose memory ``shown``
-        alone has, with so many ``holders``."""
-        lent = self._lent_moments.setdefault(unit.index, [])
-        if all(each is not shown for each, _ in lent):
-            lent.append((shown, holders))
+    def before(self, touch: Touch) -> None:
+        """Return when a function of PyTorch may read and write the guarded tensors that it is given. [Note:
+        what the user sees]"""
+        if self.released:
+            return
+        for tag, tensor in touch.of(self):
+            unit = self.unit(tag.unit)
+            if tag.kind is Kind.GRADIENT:
+                self.gradients.before_access(unit)
+            elif tag.kind is not Kind.COPY:
+                self.await_update(unit)
+            elif touch.writes(tensor):
+                raise RuntimeError(
+                    "this is a copy of a moment that is divided among machines: assign what you want it to "
+                    "be (optimizer.state[p]['exp_avg'] = tensor), on all ranks"
+                )
+            if touch.function is torch.autograd.grad and unit is not self.root:
+                raise RuntimeError(
+                    f"torch.autograd.grad does not go to '{tag.name}', which is in a streamed layer: call "
+                    "loss.backward() and take p.grad"
+                )
+        if touch.function in take_copies:
+            # PyTorch lets a GPU copy numbers to the host, and does not wait for them
+            numbers = (*touch.args[1:], *touch.kwargs.values())
+            if any(isinstance(item, torch.Tensor) and item.device.type == "cpu" for item in numbers):
+                self.backend.finish_compute()
+        if self.across is not None:
+            self.across.begin_writing(touch, self)
+
+    def after(self, touch: Touch) -> None:
+        """The function was called."""
+        if self.released:
+            return
+        for tag, tensor in touch.of(self):
+            if (
+                tag.kind is Kind.PARAMETER
+                and touch.function is torch.Tensor.copy_
+                and touch.args[0] is tensor
+            ):
+                # before other ranks go on
+                self.weights.copied_in(self.unit(tag.unit), tag.position, touch.args[1])
+        if touch.is_of_ranks:
+            self._end_writing(touch)
+        for tag, tensor in touch.of(self):
+            unit, is_aliased = self.unit(tag.unit), touch.aliases(tensor)
+            if tag.kind is Kind.GRADIENT and (is_aliased or touch.writes(tensor)):
+                is_written, shrinks = touch.writes(tensor), touch.shrinks()
+                self.gradients.touched(unit, tensor, wrote=is_written, is_aliased=is_aliased, shrinks=shrinks)
+            elif tag.kind is Kind.PARAMETER and is_aliased:
+                self.weights.alias(unit, tag.position, to_read=is_in_graph(touch.result))
+            elif tag.kind is Kind.MOMENT and is_aliased:
+                moments = self._aliased_moments.setdefault(tag.unit, [])
+                if all(tensor is not each for each in moments):
+                    moments.append(tensor)
+        # not sooner: a function may take parameters of several layers
+        self.weights.send_back(keep=KEPT_UNITS)
+
+    def _end_writing(self, touch: Touch) -> None:
+        """All ranks may read what has been written, and know what a GradScaler has found in it."""
+        assert self.across is not None, "there are ranks"
+        ranks = self.across.ranks
+        units = {tag.unit: self.unit(tag.unit) for tag, _ in touch.of(self) if tag.kind is Kind.PARAMETER}
+        on_disk = [unit for _, unit in sorted(units.items()) if self.shard(unit).uses_disk]
+        with together(ranks, "what the ranks share was written"):
+            if ranks.leads_machine:
+                self.weights.write_through(on_disk)
+        if touch.function is check_finite:
+            found_inf = touch.args[1]
+            found_inf.fill_(max(ranks.meet("what is not finite in gradients", float(found_inf))))
+        if on_disk:
+            with together(ranks, "what the ranks share is on disk"):
+                self.weights.follow(on_disk)
 
     @as_plain
-    def still_lent(self) -> list[Unit]:
-        """The units that the user sees through other tensors than their parameters, gradients and moments."""
+    def aliased(self) -> list[Unit]:
+        """The units of which user code holds memory by other tensors than parameters, gradients, moments."""
         found = {
-            index: [(shown, holders) for shown, holders in lent if storage_owners(shown) > holders]
-            for index, lent in self._lent_moments.items()
+            index: [each for each in moments if storage_owners(each) > each.__dict__[TAG].owners]
+            for index, moments in self._aliased_moments.items()
         }
-        self._lent_moments = {index: lent for index, lent in found.items() if lent}
+        self._aliased_moments = {index: moments for index, moments in found.items() if moments}
         units = (
-            *self.weights.still_lent(),
-            *self.gradients.still_lent(),
-            *map(self.unit, self._lent_moments),
+            *self.weights.aliased(),
+            *self.gradients.aliased(),
+            *map(self.unit, self._aliased_moments),
         )
         return [*{unit.index: unit for unit in units}.values()]
 
-    def _await_lent(self) -> None:
-        """Wait for the updates of units that are lent, since who has them would not wait. [Note: lent
-        parameters]"""
-        for unit in self.still_lent():
+    def _await_aliased(self) -> None:
+        """Wait for the updates of units that are aliased, since who has them would not wait."""
+        for unit in self.aliased():
             self.await_update(unit)
 
     def before_zeroing(self) -> None:
@@ -403,9 +467,7 @@ class Executor:
         # what a backward that failed has not asked for
         with self.lock:
             self.inputs.settle()
-        self.landing.zero_grad()
-        if self.across is not None:
-            self.across.forget()
+        self.gradients.zero_grad()
 
     def prepare(self, work: Callable[[], None]) -> None:
         """Queue ``work`` on HOST that uses no weights, gradients or state (it loads kernels, say)."""
@@ -414,16 +476,16 @@ class Executor:
     @never_traced
     def finish_backward(self) -> None:
         """Block until the gradients of all layers are in host memory, where ``p.grad`` shows them."""
-        self.pipeline.finish_backward()
+        self.gradients.finish_backward()
         self._run_hooks()
-        if not self.landing.keeps_gradients:
-            self._await_lent()
+        if not self.gradients.are_kept:
+            self._await_aliased()
 
     @as_plain
     def _note_hooks(self, unit: Unit, used: Sequence[bool]) -> None:
         """Note which parameters of ``unit`` got a gradient, for the user's hooks on them."""
         if any(map(_HOOKS, unit.trainable)):
-            if not self.landing.keeps_gradients:
+            if not self.gradients.are_kept:
                 raise RuntimeError(
                     f"a parameter of layer '{unit.name}' has a post-accumulate-grad hook, but "
                     "update='backward' keeps no gradient for it: remove the hook, or wrap with "
@@ -467,22 +529,22 @@ class Executor:
             # the others write shards of which this rank is writing a checkpoint
             self.wait_for_saving()
             self.across.before_updates([*updates], told)
+        self.gradients.take_in()
         if ROOT in updates:
             self.gradients.offload_root()
         for unit in (self.root, *self.units):
             if unit.index in updates:
                 unit.updates += 1
                 update, nbytes = updates[unit.index]
-                noticing = noticing_writes(unit, self.shard(unit), update)
                 self.weights.begin_flight(unit)
-                self.weights.update(unit, noticing, nbytes, ops.gradient(unit.index))
+                self.weights.update(unit, update, nbytes, ops.gradient(unit.index))
                 if self.across is not None:
                     self.across.after_update(unit)
                 self.weights.update_issued(unit)
         self._root_ready = False
         self.fit_budget()
         self.weights.prefetch()
-        self._await_lent()
+        self._await_aliased()
 
     def fit_budget(self) -> None:
         """After a step: add or drop weight slots to fit the budget of device memory, if there is one."""
@@ -501,7 +563,6 @@ class Executor:
             unit.forget_leaves()
         self.gradients.release()
         self.inputs.release()
-        self.landing.release()
         if self.across is not None:
             self.across.release()
 

@@ -3,156 +3,124 @@
 [Note: norms]
 A unit's sum of squares is taken on the device while its gradient is in a slot, or in the pass that adds
 another gradient to it on the host, so that the global norm is known when backward ends and costs no pass
-over memory. The sum is valid only while the host gradient is unchanged: if the user has written it or dropped
-a part, a pass on the HOST lane takes the sum again. Some writers leave autograd's version counter as it is
-(gradient scalers, collectives), so a sample of the gradient is compared too. Who holds its memory another way
-(``.data``, NumPy) may write any part of it without a trace: the gradient is lent, and its sum is taken again
-whenever it is asked for. If that differs from the known one by rounding alone, the known one stays: who only
+over memory. The sum holds until user code writes the gradient or drops a part of it: then a pass on the HOST
+lane takes it again. Writes by functions of PyTorch are seen by the guard. While somebody holds the memory
+another way (``.data``, NumPy), the sum is taken again whenever it is asked for. Collectives write without
+PyTorch's seeing it, so a few numbers of the gradient are compared too.
+
+A sum that was taken again and differs from the known one by rounding alone leaves that as it is: who only
 reads changes no bit of what follows, and a rank that reads alone does not differ from the others.
 """
 
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 
 import streamer_native as native
-from streamer.engine.paging.gradients import Squares, is_summed
+from streamer.engine.paging.host_gradient import HostGradient
 from streamer.engine.paging.unit import Unit
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import ROOT
 from streamer.engine.tensors.guarded import as_plain
-from streamer.memory.host import HostStore, array
+from streamer.memory.host import array
 from streamer.memory.layout import Layout
-from streamer.memory.purposes import SUMS
 from streamer.memory.shares import within
 
 #: Elements whose squares are added up one after another.
 ROW = 4096
 #: By what part of them two sums of the same squares in fp32 may differ.
 ROUNDING = 1e-5
+#: Numbers of a gradient that are compared.
+SAMPLE = 64
+
+#: The sum of squares of a unit's gradient: on the device, on the host, or known when backward has ended.
+Squares = torch.Tensor | float | Callable[[], float | torch.Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Measured:
-    """What is known of a layer's gradient, for as long as the gradient stays as it was then."""
+    """What is known of a unit's gradient."""
 
-    squares: Squares | float  # a scalar on the device, or taken on the host
-    state: _State
-    sample: bytes | None = None  # of the host gradient, once that has landed
-    on_host: float | None = None  # the sum that the host has taken itself
-    is_finite: bool = False  # known to be, though ``squares`` may still be on the device
-    #: the state and the sample after the last of the writes that only made it smaller
-    scaled: tuple[_State, bytes] | None = None
-
-
-#: Which parameters hold a gradient, and how often the user has written the unit's gradient and sums.
-_State = tuple[tuple[bool, ...], int, int]
+    squares: Squares
+    #: which parameters had a gradient then
+    holding: list[bool]
+    #: some numbers of the gradient, once it is on the host
+    sample: bytes | None = None
+    #: user code has written the gradient since; all that it wrote was smaller
+    is_written: bool = False
+    is_shrunk: bool = False
+    #: somebody had its memory when the sum was taken, and may have written it since
+    is_aliased: bool = False
 
 
 class Norms:
     """Sums of squares of the gradients of all units. [Note: norms]"""
 
     def __init__(
-        self,
-        issuer: Issuer,
-        units: Sequence[Unit],
-        root: Unit,
-        store: HostStore,
-        is_lent: Callable[[int], bool],
+        self, issuer: Issuer, units: Sequence[Unit], root: Unit, held: Mapping[int, HostGradient]
     ) -> None:
         self._issuer = issuer
-        self._is_lent = is_lent
         self._units = units
         self._root = root
-        self._store = store
+        self._held = held
         self._measured: dict[int, _Measured] = {}
-        #: the root's gradients that are known to be finite, with their version counters
-        self._finite_root: list[tuple[weakref.ref[torch.Tensor], int]] | None = None
-        self._where: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     @as_plain
     def keep(self, unit: Unit, squares: Squares | None) -> None:
         """``squares`` belong to the gradient that ``unit`` now holds; None if they are not known."""
         self._measured.pop(unit.index, None)
         if squares is not None:
-            self._measured[unit.index] = _Measured(squares, self._state(unit))
-
-    def begin_scaling(self, unit: Unit) -> bool:
-        """The user's code is about to write gradients of ``unit``: whether they are as they were measured, or
-        smaller, until now."""
-        return self._is_scaled(unit) or self._is_measured(unit)
-
-    def scaled(self, unit: Unit) -> None:
-        """The user's code has multiplied the gradients of ``unit`` by a number from -1 to 1, as clipping
-        does, so that they are finite if they were. What they add up to, rounded, is not known."""
-        self._note(unit, scaled=(self._state(unit), self._sample(unit)))
+            self._measured[unit.index] = _Measured(squares, _holding(unit))
 
     @as_plain
     def landed(self) -> None:
-        """The gradients have arrived on the host: sample those whose squares were taken on the way."""
+        """The gradients have arrived on the host."""
         for index, measured in self._measured.items():
-            if measured.sample is None:
-                squares = measured.squares() if callable(measured.squares) else measured.squares
-                unit = self._units[index]
-                self._note(unit, squares=squares, sample=self._sample(unit))
+            if measured.sample is None and index != ROOT:
+                if callable(measured.squares):
+                    measured.squares = measured.squares()
+                measured.sample = self._sample(self._units[index])
+
+    def written(self, unit: Unit, *, shrinks: bool = False) -> None:
+        """User code has written the gradient of ``unit``, or has multiplied it by a number from -1 to 1."""
+        if (measured := self._measured.get(unit.index)) is not None:
+            measured.is_shrunk = shrinks and (measured.is_shrunk or not measured.is_written)
+            measured.is_written = True
+            measured.sample = self._sample(unit)
 
     @as_plain
-    def total(self, layers_scale: float, *, or_more: bool = False) -> float:
-        """The sum of squares of all gradients that are held, those of layers multiplied by ``layers_scale``
-        first; NaN or Inf if one of them is. With ``or_more`` an upper bound, the sum before clipping, is
-        enough."""
-        holding, gradients_of_root = self._held()
-        anew = [unit for unit in holding if not self._is_measured(unit)]
-        if or_more:
-            anew = [unit for unit in anew if not self._is_scaled(unit)]
-        sums = self._measure_on_host(anew)
-        if layers_scale != 1:
-            for unit in anew:
-                self._check_unwritten(unit, sums[unit.index])
-        for unit in anew:
-            self._keep_sum(unit, sums[unit.index])
-        layers = []
-        for unit in holding:
-            squares = self._measured[unit.index].squares
-            assert not callable(squares), "what the host was adding up has landed"
-            layers.append(squares)
-        root = [_squares(gradient) for gradient in gradients_of_root]
-        values = _read([*layers, *root])
-        of_layers, of_root = math.fsum(values[: len(layers)]), math.fsum(values[len(layers) :])
-        # the scale may be NaN, which is nothing to the root where there are no layers
-        return (layers_scale**2 * of_layers if layers else 0.0) + of_root
+    def dropped(self, unit: Unit) -> None:
+        """Gradients of ``unit`` that are zero were dropped: the sum is what it was."""
+        if (measured := self._measured.get(unit.index)) is not None:
+            measured.holding = _holding(unit)
+
+    def forget(self) -> None:
+        """The gradients have been exchanged for others."""
+        self._measured.clear()
 
     @as_plain
-    def remember_finite(self) -> None:
-        """All gradients that are held now are finite, so that `is_finite` need not read them again."""
-        holding, root = self._held()
-        for unit in holding:
-            if unit.index in self._measured:
-                self._note(unit, is_finite=True)
-        self._finite_root = [(weakref.ref(gradient), gradient._version) for gradient in root]
+    def total(self, *, or_more: bool = False) -> float:
+        """The sum of squares of all gradients that are held, without the factor that is still to be applied;
+        NaN or Inf if one of them is. With ``or_more`` the sum before gradients were made smaller is enough.
+        """
+        holding = [unit for unit in (*self._units, self._root) if any(_holding(unit))]
+        self._measure([unit for unit in holding if not self._is_known(unit, or_more=or_more)])
+        found = [self._measured[unit.index] for unit in holding]
+        values = _read([each.squares for each in found])
+        for each, value in zip(found, values, strict=True):
+            each.squares = value  # no other call needs to read the device
+        return math.fsum(values)
 
-    @as_plain
-    def is_finite(self, layers_scale: float) -> bool:
-        """Whether `total` is finite. The device is read only if something was written since it was last."""
-        known, self._finite_root = self._finite_root, None
-        if known is not None and not self._is_lent(ROOT):
-            holding, root = self._held()
-            now = [(id(gradient), gradient._version) for gradient in root]
-            # some writes do not increment the version counter
-            if [(id(ref()), version) for ref, version in known] == now and all(
-                self._is_measured(unit) and self._measured[unit.index].is_finite for unit in holding
-            ):
-                return True
-        return math.isfinite(self.total(layers_scale, or_more=True))
+    def is_finite(self) -> bool:
+        """Whether all gradients that are held are finite."""
+        return math.isfinite(self.total(or_more=True))
 
     @as_plain
     def not_finite(self) -> list[str]:
@@ -162,7 +130,7 @@ class Norms:
             unit.name
             for unit in reversed(self._units)
             if (measured := self._measured.get(unit.index)) is not None
-            and not callable(measured.squares)
+            and isinstance(measured.squares, float)
             and not math.isfinite(measured.squares)
         ]
         return layers or [
@@ -171,105 +139,56 @@ class Norms:
             if param.grad is not None and not math.isfinite(_squares(param.grad))
         ]
 
-    @as_plain
-    def dropped(self, unit: Unit) -> None:
-        """Gradients of ``unit`` that are zero were dropped: the sum is what it was."""
-        if unit.index in self._measured:
-            self._note(unit, state=self._state(unit))
-
-    def forget(self) -> None:
-        """The gradients have been exchanged for others."""
-        self._measured.clear()
-        self._finite_root = None
-
-    def _state(self, unit: Unit) -> _State:
-        holders = tuple([param.grad is not None for param in unit.params])
-        shard = self._store.shards[unit.index]
-        return holders, shard.gradient._version, shard.sums._version
-
-    def _note(self, unit: Unit, **known: Any) -> None:
-        self._measured[unit.index] = replace(self._measured[unit.index], **known)
-
-    def _held(self) -> tuple[list[Unit], list[torch.Tensor]]:
-        """The layers that hold a gradient, and the root's gradients."""
-        holding = [unit for unit in self._units if any(param.grad is not None for param in unit.params)]
-        return holding, [param.grad for param in self._root.params if param.grad is not None]
-
-    def _is_scaled(self, unit: Unit) -> bool:
+    def _is_known(self, unit: Unit, *, or_more: bool = False) -> bool:
+        """Whether the sum is still that of the gradient, or with ``or_more`` not below it."""
         measured = self._measured.get(unit.index)
-        if measured is None or measured.scaled is None or measured.scaled[0] != self._state(unit):
+        if measured is None or measured.holding != _holding(unit) or measured.is_aliased:
             return False
-        return not self._is_lent(unit.index) and measured.scaled[1] == self._sample(unit)
-
-    def _is_measured(self, unit: Unit) -> bool:
-        return not self._is_lent(unit.index) and self._seems_unwritten(unit)
-
-    def _seems_unwritten(self, unit: Unit) -> bool:
-        """Whether a gradient that was measured was not written since, as far as can be seen."""
-        measured = self._measured.get(unit.index)
-        if measured is None or measured.state != self._state(unit) or measured.sample is None:
+        if self._held[unit.index].is_aliased():
             return False
-        return measured.sample == self._sample(unit)
-
-    def _check_unwritten(self, unit: Unit, squares: float) -> None:
-        """Raise RuntimeError if the gradient of ``unit``, whose sum on the host is ``squares`` now, was
-        written while a clipping coefficient was still to be applied to it."""
-        measured = self._measured.get(unit.index)
-        if measured is None or measured.sample is None:
-            return
-        state = self._state(unit)
-        # of a sum that is NaN the step is refused anyway
-        is_same_sum = measured.on_host is None or measured.on_host == squares or math.isnan(squares)
-        # a gradient that was dropped is missing in the sum
-        was_written = state[1:] != measured.state[1:] or (state == measured.state and not is_same_sum)
-        if was_written or measured.sample != self._sample(unit):
-            raise RuntimeError(
-                "gradients were written after clip_grad_norm_, whose coefficient step() applies when it "
-                "reads them: write gradients before clipping"
-            )
+        if measured.is_written and not (or_more and measured.is_shrunk):
+            return False
+        return unit is self._root or measured.sample == self._sample(unit)
 
     def _sample(self, unit: Unit) -> bytes:
-        """The first four bytes of each parameter's gradient, and four bytes at even distances; nothing of a
-        meta tensor."""
-        shard, (offsets, indices) = self._store.shards[unit.index], self._begins(unit)
-        if shard.gradient.is_meta:
-            return b""
-        sample = _spread(shard.gradient, offsets)
-        has_sums = shard.has(SUMS) and any(map(is_summed, unit.params))
-        return sample + _spread(shard.sums, indices) if has_sums else sample
+        """Numbers at even distances; none of a meta tensor."""
+        found = b""
+        for memory in self._held[unit.index].memories():
+            if memory.device.type == "cpu":
+                elements = memory.numpy().view(np.int32)
+                found += elements[:: max(1, len(elements) // SAMPLE)].tobytes()
+        return found
 
-    def _begins(self, unit: Unit) -> tuple[np.ndarray, np.ndarray]:
-        """Where the gradients of parameters begin, and their sums, in units of four bytes."""
-        if unit.index not in self._where:
-            slices = [slice for slice in unit.layout.trainable if slice.numel]
-            begins = [slice.offset // 4 for slice in slices], [slice.index for slice in slices]
-            self._where[unit.index] = np.array(begins[0], np.int64), np.array(begins[1], np.int64)
-        return self._where[unit.index]
-
-    def _measure_on_host(self, units: Sequence[Unit]) -> dict[int, float]:
-        """By unit, the sum of squares of its gradient in host memory; 0 on the virtual backend."""
+    def _measure(self, units: Sequence[Unit]) -> None:
+        """Take the sums of ``units`` again: of layers in host memory, 0 on the virtual backend."""
         totals = dict.fromkeys([unit.index for unit in units], 0.0)
 
         def measure(index: int, gradients: Sequence[torch.Tensor]) -> None:
             totals[index] = math.fsum(native.sum_squares(array(grad)) for grad in gradients)
 
-        for unit in units:
+        layers = [unit for unit in units if unit is not self._root]
+        for unit in layers:
             gradients = [param.grad for param in unit.params if param.grad is not None]
             op = ops.norm(unit.index, sum(grad.nbytes for grad in gradients))
             self._issuer.issue(op, partial(measure, unit.index, gradients))
-        if units:
-            self._issuer.wait(ops.squares(unit.index) for unit in units)
-        return totals
+        if layers:
+            self._issuer.wait(ops.squares(unit.index) for unit in layers)
+        for unit in units:
+            known, found = self._measured.get(unit.index), _Measured(totals[unit.index], _holding(unit))
+            if unit is self._root:
+                parts = [_squares(param.grad) for param in unit.params if param.grad is not None]
+                found.squares = torch.stack(parts).sum(dtype=torch.float64)
+            elif known is not None and known.holding == found.holding:
+                (squares,) = _read([known.squares])
+                if math.isclose(squares, totals[unit.index], rel_tol=ROUNDING):
+                    found.squares = squares
+            found.sample, found.is_aliased = self._sample(unit), self._held[unit.index].is_aliased()
+            self._measured[unit.index] = found
 
-    def _keep_sum(self, unit: Unit, on_host: float) -> None:
-        """The host has taken the sum of ``unit`` again."""
-        squares = on_host
-        if self._seems_unwritten(unit):
-            known = self._measured[unit.index].squares
-            assert not callable(known), "it has landed"
-            (known,) = _read([known])
-            squares = known if math.isclose(known, on_host, rel_tol=ROUNDING) else on_host
-        self._measured[unit.index] = _Measured(squares, self._state(unit), self._sample(unit), on_host)
+
+def _holding(unit: Unit) -> list[bool]:
+    """Which parameters of ``unit`` have a gradient."""
+    return [param.grad is not None for param in unit.params]
 
 
 def sum_squares(
@@ -290,13 +209,6 @@ def sum_squares(
     return total
 
 
-def _spread(buffer: torch.Tensor, begins: np.ndarray) -> bytes:
-    """Elements of four bytes of a buffer: one of every 1024, at most some 4096, and those at ``begins``."""
-    elements = buffer.numpy().view(np.int32)
-    sample: bytes = elements[:: max(1024, len(elements) // 4096)].tobytes() + elements[begins].tobytes()
-    return sample
-
-
 def _squares(gradient: torch.Tensor) -> torch.Tensor:
     """The sum of squares as an fp32 scalar.
 
@@ -314,9 +226,9 @@ def _squares(gradient: torch.Tensor) -> torch.Tensor:
     return squares
 
 
-def _read(squares: Sequence[torch.Tensor | float]) -> list[float]:
+def _read(squares: Sequence[Squares]) -> list[float]:
     """Their values, those on the device brought over in one copy; 0 on the virtual backend, without any."""
-    squares = [0.0 if isinstance(value, torch.Tensor) and value.is_meta else value for value in squares]
-    on_device = [value for value in squares if isinstance(value, torch.Tensor)]
+    known = [value() if callable(value) else value for value in squares]
+    on_device = [value for value in known if isinstance(value, torch.Tensor) and not value.is_meta]
     read = iter(torch.stack(on_device).tolist() if on_device else ())
-    return [next(read) if isinstance(value, torch.Tensor) else value for value in squares]
+    return [value if isinstance(value, float) else 0.0 if value.is_meta else next(read) for value in known]

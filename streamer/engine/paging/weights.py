@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -71,8 +70,6 @@ class Weights:
         self._stays: set[int] = set()
         #: those of them that have other weights on disk since, which ranks have updated or loaded
         self._stale: set[int] = set()
-        #: of those of them that ranks have been lent, by position, the checksum when they were lent
-        self._aliased: dict[int, dict[int, int]] = {}
         self._order, self._order_alone = Order(range(len(units))), Order(range(len(units)))
         #: whether the slots hold what `prefetch` has decided on, for visits as they have come since
         self._is_settled = False
@@ -86,10 +83,10 @@ class Weights:
         #: units whose update was issued and that nobody has waited for since
         self.in_flight: set[int] = set()
         self._written = {unit.index: unit.written() for unit in (*units, root)}
-        #: by unit, which of its parameters are lent: [Note: lent parameters]
-        self._lent: dict[int, set[int]] = {}
-        self._lent_to_read: dict[int, set[int]] = {}
-        #: by unit, how many hold the storage of each parameter where it is not lent
+        #: by unit, which of its parameters are aliased: [Note: aliased parameters]
+        self._aliased: dict[int, set[int]] = {}
+        self._read: dict[int, set[int]] = {}
+        #: by unit, how many hold the storage of each parameter where it is not aliased
         self._holders: dict[int, list[int]] = {}
 
     @contextmanager
@@ -299,7 +296,6 @@ class Weights:
         del self._brought[index]
         self._stale.discard(index)
         self._aliased.pop(index, None)
-        self._lent.pop(index, None)
         self._hide_out(unit)
         shard.send_out(write=has_changed)
 
@@ -336,28 +332,10 @@ class Weights:
                 self._await_masters(unit)
                 self._ring.forget(unit.index)
                 self._store.shards[unit.index].read_again()
-                for position in self._aliased.get(unit.index, ()):
-                    self._take_alias(unit, position)
             if unit.index == ROOT:
                 self.refresh_root()
             else:
                 self._take_over_writes(unit)
-
-    def _take_alias(self, unit: Unit, position: int) -> None:
-        checksum = self._checksum(unit, unit.layout.slices[position])
-        self._aliased.setdefault(unit.index, {})[position] = checksum
-
-    def _check_aliases(self, unit: Unit) -> None:
-        if unit.index in self._stale:
-            return
-        for position, checksum in self._aliased.get(unit.index, {}).items():
-            slice = unit.layout.slices[position]
-            if self._checksum(unit, slice) != checksum:
-                raise RuntimeError(
-                    f"'{slice.param.name}' is on disk and was written by way of other tensors of its memory "
-                    "(param.data, param.detach(), param.numpy()), of which other ranks do not know: write "
-                    "the parameter itself (param.copy_ under torch.no_grad)"
-                )
 
     def begin_anew(self) -> None:
         """Take nothing for granted of the ring and of the slots, since something has failed."""
@@ -422,12 +400,10 @@ class Weights:
             if unit.index in self._stale:
                 self._store.shards[unit.index].read_again()
                 self._stale.discard(unit.index)
-                for position in self._aliased.get(unit.index, ()):
-                    self._take_alias(unit, position)
             self.in_flight.discard(unit.index)
 
     def guard(self) -> None:
-        """Parameters are guarded now, and nobody has been lent one."""
+        """Parameters are guarded now, and user code holds the memory of none."""
         for unit in (*self._units, self._root):
             self._holders[unit.index] = self._holders_now(unit)
             if self._is_out(unit):
@@ -441,11 +417,11 @@ class Weights:
     def _unit(self, index: int) -> Unit:
         return self._root if index == ROOT else self._units[index]
 
-    def lend(self, unit: Unit, position: int, *, to_read: bool) -> None:
+    def alias(self, unit: Unit, position: int, *, to_read: bool) -> None:
         """User code got a tensor that shares memory with a parameter of ``unit``. Unless ``to_read``, it may
         write the parameter and nothing tells of that.
 
-        [Note: lent parameters]
+        [Note: aliased parameters]
         Nothing tells of a write through ``param.data`` or a NumPy array. So, as long as a storage has more
         holders than it had after `wrap`, and once more after that,
 
@@ -455,17 +431,15 @@ class Weights:
 
         Masters need none of that: see [Note: masters].
 
-        A write through such an alias during an update would be lost, so `step` waits for updates of lent
-        parameters; also for views that an autograd graph holds, which are lent to be read.
+        A write through such an alias during an update would be lost, so `step` waits for updates of
+        aliased parameters; also for views that an autograd graph holds, which only reads them.
         """
         if to_read:
-            self._lent_to_read.setdefault(unit.index, set()).add(position)
+            self._read.setdefault(unit.index, set()).add(position)
             return
         if unit.index in self._brought:
             self._brought[unit.index] = True
-            if self._store.is_shared and position not in self._aliased.get(unit.index, ()):
-                self._take_alias(unit, position)
-        self._lent.setdefault(unit.index, set()).add(position)
+        self._aliased.setdefault(unit.index, set()).add(position)
 
     def copied_in(self, unit: Unit, position: int, values: torch.Tensor) -> None:
         """User code has copied ``values`` into a parameter, which holds them rounded. In fp32 they are its
@@ -483,32 +457,27 @@ class Weights:
         if unit.index == ROOT:  # on the device, too, rounded as masters are
             slice.view(self.root_buffer).copy_(streamed(values, slice.dtype))
 
-    def still_lent(self) -> list[Unit]:
-        """The units that are still lent, if only to be read. What has come back stays noted in `_lent` until
+    def aliased(self) -> list[Unit]:
+        """The units that are aliased, if only to be read. What no longer is stays noted in `_aliased` until
         the next visit of its unit, which copies it anew."""
-        if not self._lent and not self._lent_to_read:
+        if not self._aliased and not self._read:
             return []
-        self._lent_to_read = self._still_lent(self._lent_to_read)
-        lent = {*self._still_lent(self._lent), *self._lent_to_read}
-        return [unit for unit in (*self._units, self._root) if unit.index in lent]
+        self._read = self._still_aliased(self._read)
+        aliased = {*self._still_aliased(self._aliased), *self._read}
+        return [unit for unit in (*self._units, self._root) if unit.index in aliased]
 
-    def _still_lent(self, lent: Mapping[int, set[int]]) -> dict[int, set[int]]:
-        """What of ``lent`` has not come back."""
-        now = {index: self._holders_now(self._unit(index)) for index in lent}
+    def _still_aliased(self, noted: Mapping[int, set[int]]) -> dict[int, set[int]]:
+        """What of ``noted`` is aliased still."""
+        now = {index: self._holders_now(self._unit(index)) for index in noted}
         still = {
             index: {p for p in positions if now[index][p] != self._holders[index][p]}
-            for index, positions in lent.items()
+            for index, positions in noted.items()
         }
         return {index: positions for index, positions in still.items() if positions}
 
     def _take_back(self, unit: Unit) -> None:
-        """Forget that ``unit`` was lent where it has come back."""
-        self._lent |= self._still_lent({unit.index: self._lent.pop(unit.index)})
-
-    def _checksum(self, unit: Unit, slice: Slice) -> int:
-        weight = self._store.shards[unit.index].weight
-        place: Any = weight[slice.offset : slice.offset + slice.nbytes].numpy()
-        return zlib.crc32(place)
+        """Forget that ``unit`` was aliased where it no longer is."""
+        self._aliased |= self._still_aliased({unit.index: self._aliased.pop(unit.index)})
 
     def _await_masters(self, unit: Unit) -> None:
         """Block until the weights of ``unit``, on the host and where the user sees them, and what makes
@@ -553,13 +522,13 @@ class Weights:
             self._await_masters(self._root)
             self._store.shards[ROOT].weight.copy_(self.root_buffer)
             self._note_writes(self._root)
-        elif ROOT in self._lent:
-            self._take_over_lent_root()
+        elif ROOT in self._aliased:
+            self._take_over_aliased_root()
 
-    def _take_over_lent_root(self) -> None:
+    def _take_over_aliased_root(self) -> None:
         self._await_masters(self._root)
         shard = self._store.shards[ROOT]
-        for position in self._lent[ROOT]:
+        for position in self._aliased[ROOT]:
             slice = self._root.layout.slices[position]
             place = range(slice.offset, slice.offset + slice.nbytes)
             seen = self.root_buffer[place.start : place.stop].cpu()
@@ -570,8 +539,7 @@ class Weights:
     def _refresh_layer(self, unit: Unit) -> None:
         if self._is_out(unit):
             return
-        self._check_aliases(unit)
-        if unit.index in self._lent:
+        if unit.index in self._aliased:
             self._renew(unit, is_own=True)
             self._take_back(unit)
         self._take_over_writes(unit)

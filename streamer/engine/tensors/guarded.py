@@ -1,21 +1,16 @@
 """Tensors that PyTorch asks before it touches them: parameters, gradients and optimizer state.
 
 [Note: what the user sees]
-`optimizer.step()` returns while updates are still running. A clipping coefficient may still have to be
-applied to gradients. A layer's weights may be in a slot and in host memory at once. The user's code, and
-every library that it calls, knows nothing of that, and does not have to. So
+`optimizer.step()` returns while updates are still running. A layer's weights may be in a slot and in host
+memory at once. The user's code, and every library that it calls, does not have to know. A parameter of a
+wrapped model is an instance of a subclass of its class, and its gradient and the optimizer's state are
+`GuardedTensor`s. PyTorch calls `__torch_function__` of such a class in place of any function that is given
+one, in every thread, also for a tensor from a list that was made before `wrap`. There
 
-- a parameter of a wrapped model is an instance of a subclass of its class, and its gradient and the
-  optimizer's state are `GuardedTensor`s: PyTorch calls `__torch_function__` of such a class in place of any
-  function that is given one, in every thread, also of a tensor from a list that was made before `wrap`;
-- a function that reads or writes the tensor waits first, for the work on that unit alone: see `Guard.before`.
-  A function that only tells of the tensor (`METADATA`) does not wait;
-- a tensor that shares memory with a parameter (``p.data``, ``p.detach()``, ``p.numpy()``) can be written
-  without a trace, so the unit counts as lent from then on: see `Weights.lend`;
-- what shares memory with a gradient keeps its values when the gradient is dropped: see
-  `GradientViews.vacate`. It can be written without a trace too, so the gradient's norm is taken again
-  whenever it is asked for;
-- gradients that are multiplied by a number stay finite if they were: see `Norms.scaled`;
+- a function that reads or writes the tensor waits for the work on that tensor's unit alone. One that asks for
+  a shape or a dtype (`METADATA`) does not wait;
+- a function that gives other access to the tensor's memory (``p.data``, ``p.detach()``, ``p.numpy()``) makes
+  it *aliased*: `Access.after` is told, because nothing tells of a write through an alias;
 - a copy to or from the tensor is done when it returns, ``non_blocking`` or not: see `_at_once`.
 
 Inside of the library these tensors are used as plain ones, in `unguarded` blocks.
@@ -29,12 +24,15 @@ reads parameters outside of layers and of the model's forward. Compiled code mus
 
 from __future__ import annotations
 
+import enum
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import cache, wraps
-from typing import Any, ParamSpec, Protocol, TypeVar
+from dataclasses import dataclass, field
+from functools import cache, cached_property, wraps
+from typing import Any, NoReturn, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -42,6 +40,7 @@ from torch import nn
 from streamer.engine.tensors.nested import walk
 from streamer.torch_private import (
     SubclassesOff,
+    check_finite,
     is_of_transform,
     is_sparse,
     skip_code,
@@ -93,26 +92,102 @@ def as_plain(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-class Guard(Protocol):
-    """What a guarded tensor asks. [Note: what the user sees]"""
+class Kind(enum.Enum):
+    """What a guarded tensor is."""
 
-    def before(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Return when ``function`` may read and write the tensor, which is one of ``args`` and ``kwargs``, or
-        in one of them: whether this process is to write it, if it is written."""
+    PARAMETER = enum.auto()
+    GRADIENT = enum.auto()
+    MOMENT = enum.auto()
+    #: of a moment, which nobody reads
+    COPY = enum.auto()
 
-    def after(
-        self, function: Function, args: Sequence[Any], tensor: torch.Tensor, result: object, gave: bool
-    ) -> None:
-        """``function`` was called with ``args``, of which ``tensor`` is one or holds one; its ``result`` gave
-        access to the memory of ``tensor``, or did not."""
+
+@dataclass(frozen=True, eq=False)
+class Tag:
+    """What a guarded tensor is of a wrapped model: of the unit of that number, and of a parameter its
+    position among the unit's `params` and its name."""
+
+    #: weak, because the garbage collector does not see what a parameter's gradient holds
+    access: weakref.ref[Access]
+    kind: Kind
+    unit: int
+    position: int = -1
+    name: str = ""
+    #: of a moment, how many hold its storage where user code holds none of it
+    owners: int = 0
+
+    def __reduce__(self) -> NoReturn:
+        raise RuntimeError("what belongs to a wrapped model cannot be pickled: save model.state_dict()")
+
+
+@dataclass
+class Touch:
+    """A call of a function of PyTorch that is given guarded tensors."""
+
+    function: Function
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    tagged: Sequence[tuple[Tag, torch.Tensor]]
+    #: the ids of tensors that another rank writes for this one
+    not_written: set[int] = field(default_factory=set)
+    #: whether all ranks have come to this write
+    is_of_ranks: bool = False
+    result: object = None
+    #: the ids of the storages to which the result gives access
+    given: frozenset[int] = frozenset()
+
+    @cached_property
+    def written(self) -> list[torch.Tensor]:
+        """The tensors that are written in place.
+
+        As PyTorch names its functions, those that end with an underscore and Python's operators write their
+        first argument, others what is given as ``out``.
+        """
+        if self.function is check_finite and float(self.args[2]) == 1.0:
+            return []  # a GradScaler looks whether values are finite, and takes no scale out
+        name = getattr(self.function, "__name__", "")
+        is_operator = name.startswith("__") and name.endswith("__")
+        in_place = name in _WRITING_OPERATORS if is_operator else name.endswith("_")
+        places = (self.args[:1] if in_place else (), self.kwargs.get("out"))
+        return [item for item in walk(places) if isinstance(item, torch.Tensor)]
+
+    def writes(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is written in place."""
+        return any(tensor is each for each in self.written)
+
+    def shrinks(self) -> bool:
+        """Whether what is written is multiplied by a number from -1 to 1, once the function was called."""
+        power = _MULTIPLIES.get(self.function, 0)
+        number = self.args[1] if power and len(self.args) == 2 else None
+        if isinstance(number, torch.Tensor) and number.numel() == 1 and not number.is_complex():
+            number = number.item()
+        return isinstance(number, int | float) and (abs(number) <= 1 if power == 1 else abs(number) >= 1)
+
+    def of(self, access: Access) -> list[tuple[Tag, torch.Tensor]]:
+        """The guarded tensors of one wrapped model."""
+        return [(tag, tensor) for tag, tensor in self.tagged if tag.access() is access]
+
+    def aliases(self, tensor: torch.Tensor) -> bool:
+        """Whether the result gives access to the memory of ``tensor``."""
+        return bool(self.given) and storage_id(tensor) in self.given
+
+
+class Access(Protocol):
+    """What knows when the guarded tensors of a wrapped model may be touched."""
 
     @property
     def lock(self) -> AbstractContextManager[object]:
         """Held from `before` to `after`, so that no other thread begins an update in between."""
 
+    def before(self, touch: Touch) -> None:
+        """Return when the function may read and write its arguments."""
+
+    def after(self, touch: Touch) -> None:
+        """The function was called."""
+
 
 class Guarded:
-    """A tensor with a `Guard`, which is its attribute of the name `GUARD`."""
+    """A tensor with a `Tag`, its attribute of the name `TAG`."""
 
     @classmethod
     @run_as_it_is
@@ -125,19 +200,24 @@ class Guarded:
         return _touch(function, types, args, kwargs or {})
 
 
-#: The attribute of a guarded tensor that holds its `Guard`.
-GUARD = "_streamer_guard"
+#: The attribute of a guarded tensor that holds its `Tag`.
+TAG = "_streamer_tag"
+
+
+def tag_of(tensor: Any) -> Tag | None:
+    """The tag of a guarded tensor, None of any other one."""
+    return vars(tensor).get(TAG) if isinstance(tensor, Guarded) else None
 
 
 class GuardedTensor(Guarded, torch.Tensor):
     """A view of memory that lanes read and write: a gradient, or the state of the optimizer."""
 
     @staticmethod
-    def of(tensor: torch.Tensor, guard: Guard) -> GuardedTensor:
+    def of(tensor: torch.Tensor, tag: Tag) -> GuardedTensor:
         """``tensor``, guarded."""
         with unguarded():
             guarded = tensor.as_subclass(GuardedTensor)
-        guarded.__dict__[GUARD] = guard
+        guarded.__dict__[TAG] = tag
         return guarded
 
     def detach_(self) -> torch.Tensor:
@@ -155,11 +235,6 @@ class GuardedTensor(Guarded, torch.Tensor):
 
 class GuardedParameter(Guarded):
     """A parameter of a wrapped model."""
-
-    def register_hook(self: Any, hook: Callable[..., Any]) -> Any:
-        """`torch.Tensor.register_hook`, where the guard allows it."""
-        vars(self)[GUARD].check_hook()
-        return torch.Tensor.register_hook(self, hook)  # type: ignore[no-untyped-call]
 
     def detach(self: Any) -> torch.Tensor:
         """`torch.Tensor.detach`."""
@@ -186,6 +261,13 @@ class LayerParameter(GuardedParameter):
     ) -> Any:
         return _touch(function, types, args, kwargs or {})
 
+    def register_hook(self: Any, hook: Callable[..., Any]) -> Any:
+        """Refuse `torch.Tensor.register_hook`: the gradient does not pass the user's graph."""
+        raise RuntimeError(
+            f"'{vars(self)[TAG].name}' is in a streamed layer, where a tensor hook would not run: use "
+            "param.register_post_accumulate_grad_hook, or look at p.grad after backward"
+        )
+
 
 @cache
 def _guarded_class(kind: type[nn.Parameter], of: type[GuardedParameter]) -> type[nn.Parameter]:
@@ -207,15 +289,15 @@ def is_plain(tensor: torch.Tensor) -> bool:
 _PLAIN = (torch.Tensor, nn.Parameter, GuardedTensor)
 
 
-def guard_parameter(param: nn.Parameter, guard: Guard, *, in_layer: bool) -> None:
-    """Let ``guard`` be asked before ``param``, of a layer or of the root unit, is touched."""
-    param.__dict__[GUARD] = guard
+def guard_parameter(param: nn.Parameter, tag: Tag, *, in_layer: bool) -> None:
+    """Let ``param``, of a layer or of the root unit, be guarded."""
+    param.__dict__[TAG] = tag
     param.__class__ = _guarded_class(type(param), LayerParameter if in_layer else GuardedParameter)
 
 
 def unguard_parameter(param: nn.Parameter) -> None:
     """Let ``param`` be a plain parameter again."""
-    param.__dict__.pop(GUARD, None)
+    param.__dict__.pop(TAG, None)
     param.__class__ = plain_class(type(param))
 
 
@@ -230,73 +312,72 @@ def is_in_graph(result: object) -> bool:
     return all(isinstance(item, torch.Tensor) and item.requires_grad for item in walk((result,)))
 
 
-def _memory_given(function: Function, tensors: Sequence[torch.Tensor], result: object) -> set[int]:
-    """The ids of the storages to which ``result``, which ``function`` has made of ``tensors``, gives access:
-    as another tensor, an array, or an address."""
-    if function in _GIVES_MEMORY:
-        return {storage_id(tensor) for tensor in tensors}
-    own = {id(tensor) for tensor in tensors}
-    return {
+def _memory_given(touch: Touch) -> frozenset[int]:
+    """The ids of the storages to which the result gives access: a tensor, an array, or an address."""
+    if touch.function in _GIVES_MEMORY:
+        return frozenset(storage_id(tensor) for _, tensor in touch.tagged)
+    own = {id(tensor) for _, tensor in touch.tagged}
+    return frozenset(
         storage_id(part)
-        for item in walk((result,))
+        for item in walk((touch.result,))
         if isinstance(item, torch.Tensor) and id(item) not in own
         for part in (sparse_parts(item) if is_sparse(item) else [item])
         if part.layout is torch.strided and not (part.is_nested or is_of_transform(part))
-    }
+    )
 
 
-def _write_rest(
-    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], others: Collection[int]
-) -> Any:
-    """Call ``function`` for what it would write, but for the tensors that another process writes, of which
-    ``others`` are the ids. What it returns."""
-    with unguarded():
-        for tensor in written_by(function, args, kwargs):
-            if id(tensor) in others:
-                torch.autograd.graph.increment_version(tensor)  # as a write of this process would
-        if "out" in kwargs or not isinstance(args[0], list | tuple):
-            return kwargs.get("out", args[0] if args else None)
-        kept = [place for place, tensor in enumerate(args[0]) if id(tensor) not in others]
+def _write_rest(touch: Touch) -> Any:
+    """Call the function for what it would write, but for the tensors that another rank writes. What it
+    returns."""
+    function, args, kwargs, others = touch.function, touch.args, touch.kwargs, touch.not_written
+    for tensor in touch.written:
+        if id(tensor) in others:
+            torch.autograd.graph.increment_version(tensor)  # as a write of this process would
+    if "out" in kwargs or not isinstance(args[0], list | tuple):
+        return kwargs.get("out", args[0] if args else None)
+    kept = [place for place, tensor in enumerate(args[0]) if id(tensor) not in others]
 
-        def of_kept(given: Any) -> Any:
-            of_each = isinstance(given, list | tuple) and len(given) == len(args[0])
-            return [given[place] for place in kept] if of_each else given
+    def of_kept(given: Any) -> Any:
+        of_each = isinstance(given, list | tuple) and len(given) == len(args[0])
+        return [given[place] for place in kept] if of_each else given
 
-        if kept:
-            function(*map(of_kept, args), **{key: of_kept(given) for key, given in kwargs.items()})
-        return None
+    if kept:
+        function(*map(of_kept, args), **{key: of_kept(given) for key, given in kwargs.items()})
+    return None
 
 
 @never_traced
 def _touch(function: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call ``function``, which is given guarded tensors, with what their guards have to do around it."""
+    """Call ``function``, which is given guarded tensors, with what is to be done around it."""
     if function in METADATA:
         with unguarded():
             return function(*args, **kwargs)
     if function in _COPIES:
         args, kwargs = _at_once(args, kwargs)
-    touched: list[tuple[Guard, Any]] = [
-        (guard, tensor)
-        for tensor in walk((*args, *kwargs.values()))
-        if isinstance(tensor, Guarded) and (guard := vars(tensor).get(GUARD)) is not None
-    ]
-    with _held(guard.lock for guard, _ in touched):
-        others = [id(tensor) for guard, tensor in touched if not guard.before(function, args, kwargs)]
-        if others:
-            result = _write_rest(function, args, kwargs, others)
+    tagged = [(tag, item) for item in walk((*args, *kwargs.values())) if (tag := tag_of(item)) is not None]
+    touch = Touch(function, args, kwargs, tagged)
+    found = {id(access): access for tag, _ in tagged if (access := tag.access()) is not None}
+    accesses = [found[key] for key in sorted(found)]  # always in the same order
+    with ExitStack() as held:
+        for access in accesses:
+            held.enter_context(access.lock)
+        for access in accesses:
+            access.before(touch)
+        if touch.not_written:
+            with unguarded():
+                touch.result = _write_rest(touch)
         elif all(map(_is_touched_plainly, types)):
             with unguarded():
-                result = function(*args, **kwargs)
+                touch.result = function(*args, **kwargs)
         else:
             # other subclasses have a say too, as they would beside a plain parameter
-            with _plain_for_now(tensor for _, tensor in touched):
-                result = function(*args, **kwargs)
+            with _plain_for_now(tagged):
+                touch.result = function(*args, **kwargs)
         with unguarded():
-            given = _memory_given(function, [tensor for _, tensor in touched], result)
-            for guard, tensor in touched:
-                gave = bool(given) and storage_id(tensor) in given
-                guard.after(function, args, tensor, result, gave)
-    return result
+            touch.given = _memory_given(touch)
+            for access in accesses:
+                access.after(touch)
+    return touch.result
 
 
 @cache
@@ -307,20 +388,9 @@ def _is_touched_plainly(kind: type[Any]) -> bool:
     return issubclass(kind, Guarded) and (plain is kind or not own)
 
 
-def _held(locks: Iterable[AbstractContextManager[object]]) -> AbstractContextManager[object]:
-    """All of ``locks``, always in the same order."""
-    found = {id(lock): lock for lock in locks}
-    if len(found) == 1:
-        return found.popitem()[1]
-    with ExitStack() as stack:
-        for _, lock in sorted(found.items()):
-            stack.enter_context(lock)
-        return stack.pop_all()
-
-
 @contextmanager
-def _plain_for_now(tensors: Iterable[Any]) -> Iterator[None]:
-    kinds = {id(tensor): (tensor, type(tensor)) for tensor in tensors}
+def _plain_for_now(tagged: Sequence[tuple[Tag, Any]]) -> Iterator[None]:
+    kinds = {id(tensor): (tensor, type(tensor)) for _, tensor in tagged}
     try:
         for tensor, kind in kinds.values():
             tensor.__class__ = torch.Tensor if kind is GuardedTensor else plain_class(kind)
@@ -359,19 +429,6 @@ METADATA = frozenset(
 )
 
 
-def written_by(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors that ``function`` is about to write in place.
-
-    As PyTorch names its functions, those that end with an underscore and Python's operators write their first
-    argument, others what is given as ``out``.
-    """
-    name = getattr(function, "__name__", "")
-    is_operator = name.startswith("__") and name.endswith("__")
-    in_place = name in _WRITING_OPERATORS if is_operator else name.endswith("_")
-    places = (args[:1] if in_place else (), kwargs.get("out"))
-    return [item for item in walk(places) if isinstance(item, torch.Tensor)]
-
-
 #: Python's operators that write their first operand.
 _WRITING_OPERATORS = frozenset(
     (
@@ -379,6 +436,16 @@ _WRITING_OPERATORS = frozenset(
         *("__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
     )
 )
+
+#: In-place functions that multiply by a number: the power of that number by which they do.
+_MULTIPLIES = {
+    torch.Tensor.mul_: 1,
+    torch.Tensor.__imul__: 1,
+    torch._foreach_mul_: 1,
+    torch.Tensor.div_: -1,
+    torch.Tensor.__itruediv__: -1,
+    torch._foreach_div_: -1,
+}
 
 #: What copies between the host and a device, and may return before it has, as ``non_blocking`` says.
 _COPIES = frozenset(_functions("to cuda type copy_ _foreach_copy_"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
@@ -11,7 +12,8 @@ from torch import nn
 
 from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.unit import Unit
-from streamer.engine.wrapped.user_view import guard_model, unguard_model
+from streamer.engine.schedule.op import ROOT
+from streamer.engine.tensors.guarded import Access, Kind, Tag, guard_parameter, unguard_parameter
 from streamer.memory.layout import Slice
 
 #: What every module of a wrapped model has of its own in place of its class's.
@@ -73,16 +75,28 @@ def settle_in(executor: Executor) -> None:
             each.composite.hold()
             each.param.__dict__[HOME] = Home(executor, unit, unit.layout.slices[each.positions[0]])
     if executor.backend.device.type != "meta":
-        guard_model(executor)
+        _guard(executor)
+
+
+def _guard(executor: Executor) -> None:
+    """Let parameters of the wrapped model be guarded. [Note: what the user sees]"""
+    access: weakref.ref[Access] = weakref.ref(executor)
+    for unit in (*executor.units, executor.root):
+        names = [slice.param.name for slice in unit.layout.slices]
+        in_parts = [(each.positions[0], each.param) for each in unit.in_parts]
+        for position, param in (*enumerate(unit.params), *in_parts):
+            tag = Tag(access, Kind.PARAMETER, unit.index, position, names[position])
+            guard_parameter(param, tag, in_layer=unit.index != ROOT)
+    executor.weights.guard()
 
 
 def settle_out(executor: Executor) -> None:
     """Let the parameters be plain ones."""
-    unguard_model(executor)
     for unit in (*executor.units, executor.root):
         for each in unit.in_parts:
             each.composite.let_go()
         for param in (*unit.params, *(each.param for each in unit.in_parts)):
+            unguard_parameter(param)
             param.__dict__.pop(HOME, None)
 
 

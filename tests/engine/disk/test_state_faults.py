@@ -63,7 +63,7 @@ def go_on(model: nn.Module, optimizer: streamer.AdamW, checkpoint: Path, update:
 
 def broken_run(model: nn.Module, optimizer: streamer.AdamW, checkpoint: Path, arm: Callable[[], None]) -> str:
     """Train, with a checkpoint before step `SAVED`, after which ``arm`` is called; the error's text."""
-    losses, _ = undisturbed(wrapped(model).executor.landing.keeps_gradients and "step" or "backward")
+    losses, _ = undisturbed(wrapped(model).executor.gradients.are_kept and "step" or "backward")
     with pytest.raises(DiskError) as caught:
         for number in range(STEPS):
             if number == SAVED:

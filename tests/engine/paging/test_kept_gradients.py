@@ -97,7 +97,7 @@ def test_it_follows_a_gradient_that_is_not_dropped(keep: Callable[[Any], Any]) -
 def test_memory_comes_back_when_nobody_holds_it(keeps: tuple[bool, ...]) -> None:
     def places(executor: Executor) -> list[int]:
         held = [executor.gradients.held[unit.index] for unit in executor.units]
-        return [each.place(slice, summed=False).data_ptr() for each in held for slice, _ in each.pairs()]
+        return [memory.data_ptr() for each in held for memory in each.memories()]
 
     with streamed(gpt()) as model:
         optimizer = streamer.AdamW(model.parameters())
@@ -213,6 +213,6 @@ def test_a_moment_is_waited_for_as_long_as_somebody_has_its_memory() -> None:
         executor = wrapped(model).executor
         param = model.transformer.h[1].mlp.c_fc.weight
         kept = optimizer.state[param]["exp_avg"].numpy()[1:]
-        assert [unit.name for unit in executor.still_lent()] == ["transformer.h.1"]
+        assert [unit.name for unit in executor.aliased()] == ["transformer.h.1"]
         del kept
-        assert executor.still_lent() == []
+        assert executor.aliased() == []

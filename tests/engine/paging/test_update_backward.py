@@ -261,7 +261,7 @@ def test_a_step_whose_updates_come_late_is_skipped_once() -> None:
         optimizer = streamer.AdamW(model.parameters(), lr=1e-2, skip_nonfinite=True)
         for step in range(2):
             spoiled(model, step, layer=3).backward()
-            landing = wrapped(model).executor.landing
+            landing = wrapped(model).executor.gradients.early
             streamer.synchronize(model)
             late = [landing.not_finite.pop() for _ in range(2)]
             optimizer.step()

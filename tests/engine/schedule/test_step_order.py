@@ -33,8 +33,8 @@ from tests.reference import (
             {},
             "rootF 0F@0 2UNSHARD@0 1F@1 2F@0 "
             "2B@0 2OFFLOAD_GRAD@1 0UNSHARD@0 1B@1 1OFFLOAD_GRAD@0 0B@0 0OFFLOAD_GRAD@1 SYNC "
-            # before the root's gradients are clipped, and before they are brought together
-            "SYNC SYNC rootCOLLECT rootOFFLOAD_GRAD rootSTEP rootUNSHARD "
+            # before the root's gradients are collected
+            "SYNC rootCOLLECT rootOFFLOAD_GRAD rootSTEP rootUNSHARD "
             "0STEP 1STEP 2STEP 0UNSHARD@0 1UNSHARD@1",
         ),
         (
@@ -52,7 +52,7 @@ from tests.reference import (
             "rootF 0F@0 4UNSHARD@0 1F@1 5UNSHARD@1 2F@2 3F@3 4F@0 5F@1 "
             "5B@1 5OFFLOAD_GRAD@0 1UNSHARD@1 4B@0 4OFFLOAD_GRAD@1 0UNSHARD@0 3B@3 3OFFLOAD_GRAD@0 "
             "2B@2 2OFFLOAD_GRAD@1 1B@1 1OFFLOAD_GRAD@0 0B@0 0OFFLOAD_GRAD@1 SYNC "
-            "SYNC SYNC rootCOLLECT rootOFFLOAD_GRAD rootSTEP rootUNSHARD "
+            "SYNC rootCOLLECT rootOFFLOAD_GRAD rootSTEP rootUNSHARD "
             "0STEP 1STEP 2STEP 3STEP 4STEP 5STEP 0UNSHARD@0 1UNSHARD@1 2UNSHARD@2 3UNSHARD@3",
         ),
     ],

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import io
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +22,7 @@ from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.paging.executor import Executor
 from streamer.engine.schedule.op import Op, OpKind
-from streamer.engine.tensors.guarded import GuardedTensor
+from streamer.engine.tensors.guarded import GuardedTensor, Kind, Tag
 from tests.reference import assert_trains_alike, gradients, language_loss, one_step, streamed, tiny_gpt
 
 LAYERS = 3
@@ -380,7 +381,7 @@ def test_a_compiled_loss_uses_parameters_in_one_graph() -> None:
 
 
 class Interrupted:
-    """A guard of gradients, and its lock, which Ctrl-C interrupts before the second time that it is held."""
+    """Knows when gradients may be touched; Ctrl-C interrupts its lock the second time that it is held."""
 
     held = 0
 
@@ -398,7 +399,10 @@ class Interrupted:
 
 
 def test_an_interrupt_between_two_locks_leaves_none_held() -> None:
-    one, other = (GuardedTensor.of(torch.ones(1), Interrupted()) for _ in range(2))
+    models = Interrupted(), Interrupted()
+    one, other = (
+        GuardedTensor.of(torch.ones(1), Tag(weakref.ref(each), Kind.GRADIENT, 0)) for each in models
+    )
     with pytest.raises(KeyboardInterrupt):
         one + other
     assert not Interrupted.held

@@ -1,0 +1,300 @@
+"""What ``p.grad`` shows: the flat buffers of a unit's gradients, and of their fp32 sums.
+
+[Note: sums]
+A gradient is held as it left the device. Where a second one is to be added to it, and its dtype is
+bfloat16 or float16, both go into an fp32 sum: thousands of additions in eight bits of precision would lose
+most of what is small. ``p.grad`` is then fp32, which PyTorch allows where ``Tensor.grad_dtype`` is None,
+until it is dropped. A gradient that stays alone never takes those four bytes.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from streamer.engine.paging.unit import Unit
+from streamer.engine.tensors.guarded import TAG, GuardedTensor, Tag, as_plain
+from streamer.memory.layout import Slice
+from streamer.memory.purposes import FP32
+from streamer.torch_private import storage_owners
+
+_ADDRESS = operator.methodcaller("data_ptr")
+
+
+def is_summed(param: torch.Tensor) -> bool:
+    """Whether ``p.grad`` is an fp32 sum beside a parameter of a shorter dtype."""
+    # asked several times a step for every parameter
+    return param.dtype != FP32 and (grad := param.grad) is not None and grad.dtype == FP32
+
+
+class Foreign(NamedTuple):
+    """A gradient that user code or autograd has put in place of ours; ``position`` is its parameter's."""
+
+    position: int
+    param: nn.Parameter
+    grad: torch.Tensor
+
+
+class Buffer:
+    """A flat buffer of gradients, or of sums, and the tensor by which ``p.grad`` shows each place in it."""
+
+    @as_plain
+    def __init__(
+        self, memory: torch.Tensor, slices: Sequence[Slice], tag: Tag | None, *, summed: bool
+    ) -> None:
+        self.memory = memory
+        self.shown = list[torch.Tensor]()
+        for slice in slices:
+            place = slice.state(memory) if summed else slice.view(memory)
+            self.shown.append(place if tag is None else GuardedTensor.of(place, tag))
+            del place  # nothing but what is shown counts as an owner
+        self._addresses = [*map(_ADDRESS, self.shown)]
+        #: whether user code has got the memory by another tensor, or an array
+        self.is_given = False
+        self._owners = 0 if memory.is_meta else storage_owners(memory)
+
+    def shows(self, position: int, grad: torch.Tensor) -> bool:
+        """Whether ``grad`` is ours, and has our memory still (``p.grad.data = x`` gives it other)."""
+        return grad is self.shown[position] and grad.data_ptr() == self._addresses[position]
+
+    def shows_all(self, grads: Sequence[torch.Tensor | None]) -> bool:
+        """`shows`, for a gradient of each parameter."""
+        # asked several times a step, nearly always so: without a frame for each parameter
+        is_all = len(grads) == len(self.shown) and all(map(operator.is_, grads, self.shown))
+        return is_all and [*map(_ADDRESS, self.shown)] == self._addresses
+
+    def shows_some(self, grad: torch.Tensor | None) -> bool:
+        """Whether ``grad`` is one of ours."""
+        return grad is not None and any(grad is each for each in self.shown)
+
+    def is_aliased(self) -> bool:
+        """Whether user code holds the buffer's memory. Work that is running does, too."""
+        if self.is_given and storage_owners(self.memory) <= self._owners:
+            self.is_given = False
+        return self.is_given
+
+    def kept(self) -> list[int]:
+        """The positions of tensors that somebody references (``g = p.grad``), beside ``p.grad`` itself."""
+        if max(map(sys.getrefcount, self.shown), default=0) <= _REFERENCES:
+            return []
+        return [at for at in range(len(self.shown)) if _references(self.shown, at) > _REFERENCES_OF_ONE]
+
+    @as_plain
+    def copy_out(self, position: int, scale: float) -> None:
+        """Let what somebody keeps of a gradient have memory of its own, multiplied by ``scale``; our place is
+        shown by another tensor from now on."""
+        kept = self.shown[position]
+        place = kept.detach()
+        kept.data = place * scale
+        tag = kept.__dict__.pop(TAG, None)
+        self.shown[position] = place if tag is None else GuardedTensor.of(place, tag)
+
+
+def _references(shown: Sequence[object], at: int) -> int:
+    return sys.getrefcount(shown[at])
+
+
+#: References to what nobody else holds. Versions of Python count differently what is held during a call.
+_REFERENCES = max(map(sys.getrefcount, [object()]))
+_REFERENCES_OF_ONE = _references([object()], 0)
+
+
+class Memory(Protocol):
+    """Where the buffers of a unit's gradients come from."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks see them too, so that they stay where they are."""
+
+    def gradient(self) -> torch.Tensor:
+        """That of gradients, flat uint8."""
+
+    def sums(self) -> torch.Tensor:
+        """That of fp32 sums, flat, which is made when it is first asked for. Raises MemoryError."""
+
+    def exchange(self, memory: torch.Tensor | None, *, summed: bool) -> torch.Tensor:
+        """Use ``memory`` in place of that of gradients or of sums, or other memory than until now. Raises
+        MemoryError."""
+
+
+class HostGradient:
+    """The gradients of one unit: a buffer of them (flat uint8, in the parameters' dtypes) and, from the first
+    second gradient on, one of fp32 sums, both laid out by the unit's layout. [Note: sums]
+
+    The root unit's buffers are on the device, the others in host memory.
+    """
+
+    def __init__(self, unit: Unit, memory: Memory, tag: Tag | None, *, sums_in_fp32: bool) -> None:
+        self.unit = unit
+        self._memory = memory
+        self._sums_in_fp32 = sums_in_fp32
+        self._tag = tag
+        self._slices = unit.layout.trainable
+        self._buffers = {False: self._buffer(memory.gradient(), summed=False)}
+        #: the first buffers of gradients and of sums, while user code holds them
+        self._homes: dict[bool, Buffer] = {}
+
+    def _buffer(self, memory: torch.Tensor, *, summed: bool) -> Buffer:
+        # with update="backward" layers have no gradients
+        slices = [each for each in self._slices if summed or each.offset + each.nbytes <= memory.numel()]
+        return Buffer(memory, slices, self._tag, summed=summed)
+
+    def buffer(self, *, summed: bool) -> Buffer:
+        """The buffer of gradients, or of sums."""
+        if summed not in self._buffers:
+            self._buffers[summed] = self._buffer(self._memory.sums(), summed=summed)
+        return self._buffers[summed]
+
+    def pairs(self) -> Iterator[tuple[Slice, nn.Parameter]]:
+        """Each trainable parameter and its place."""
+        return zip(self._slices, self.unit.params, strict=False)
+
+    def sums_in_fp32(self, param: nn.Parameter) -> bool:
+        """Whether a second gradient of ``param`` is to be added in fp32, beside its own dtype."""
+        return self._sums_in_fp32 and param.dtype != FP32
+
+    def place(self, position: int, *, summed: bool) -> torch.Tensor:
+        """The place of a parameter's gradient. Raises RuntimeError where there is none."""
+        shown = self.buffer(summed=summed and self._sums_in_fp32).shown
+        if position >= len(shown):
+            raise RuntimeError(
+                f"'{self._slices[position].param.name}' has a gradient from outside of its layer, for which "
+                "update='backward' has no room: wrap with update='step'"
+            )
+        return shown[position]
+
+    def show(self, which: Sequence[bool], *, summed: bool = False) -> None:
+        """Let ``p.grad`` show the places of the parameters that ``which`` says."""
+        if not any(which):
+            return
+        shown = self.buffer(summed=summed).shown
+        for position, is_wanted in enumerate(which):
+            if is_wanted:
+                self.unit.params[position].grad = shown[position]
+
+    def is_ours(self, position: int, grad: torch.Tensor) -> bool:
+        """Whether ``grad`` is a tensor by which we show the parameter's place."""
+        return any(
+            position < len(buffer.shown) and buffer.shows(position, grad) for buffer in self._buffers.values()
+        )
+
+    @as_plain
+    def foreign(self) -> list[Foreign]:
+        """Gradients that were put in place of ours (``p.grad = x``)."""
+        params = self.unit.trainable
+        grads = [param.grad for param in params]
+        if self.buffer(summed=False).shows_all(grads):
+            return []
+        return [
+            Foreign(position, params[position], grad)
+            for position, grad in enumerate(grads)
+            if grad is not None and not self.is_ours(position, grad)
+        ]
+
+    @as_plain
+    def take_in(self, foreign: Sequence[Foreign]) -> None:
+        """Copy gradients into our buffers, where ``p.grad`` shows them again."""
+        for _, param, grad in foreign:
+            param.grad = grad  # so that nobody but the user holds what shows our memory
+        for summed in {is_summed(param) for _, param, _ in foreign}:
+            which = [False] * len(self._slices)
+            for position, param, _ in foreign:
+                which[position] = is_summed(param) == summed
+            self.make_room(which, summed=summed)
+        for position, param, grad in foreign:
+            place = self.place(position, summed=is_summed(param))
+            place.copy_(grad.to_dense() if grad.is_sparse else grad)
+            param.grad = place
+
+    @as_plain
+    def held(self) -> list[torch.Tensor]:
+        """The gradients that ``p.grad`` shows of our buffers."""
+        return [
+            grad
+            for position, param in enumerate(self.unit.trainable)
+            if (grad := param.grad) is not None and self.is_ours(position, grad)
+        ]
+
+    def give(self, shown: torch.Tensor) -> None:
+        """User code has got the memory of ``shown``, by which we show a place."""
+        for buffer in (*self._buffers.values(), *self._homes.values()):
+            buffer.is_given |= buffer.shows_some(shown)
+
+    @as_plain
+    def is_kept(self) -> bool:
+        """Whether user code holds a gradient, or its memory."""
+        return any(buffer.is_aliased() or buffer.kept() for buffer in self._buffers.values())
+
+    @as_plain
+    def is_aliased(self) -> bool:
+        """Whether user code holds the memory of a gradient by another tensor, or an array."""
+        return any(buffer.is_aliased() for buffer in self._buffers.values())
+
+    @as_plain
+    def copy_out(self, scale: float) -> None:
+        """Let what user code keeps of dropped gradients have memory of its own, multiplied by ``scale``."""
+        for buffer in self._buffers.values():
+            for position in buffer.kept():
+                if self.unit.params[position].grad is not buffer.shown[position]:
+                    buffer.copy_out(position, scale)
+
+    @as_plain
+    def make_room(self, which: Sequence[bool], *, summed: bool = False) -> None:
+        """Gradients, or sums, are about to be written to the places of the parameters that ``which`` says,
+        where others were dropped. What user code holds of those keeps its values, as in PyTorch, which makes
+        new tensors: the unit gets another buffer, and the one that it had before when that is free.
+
+        Where ranks share the buffer, or ``p.grad`` shows a part of it, what is kept is copied. Raises
+        RuntimeError there if what shares its memory would be written.
+        """
+        if not any(which):
+            return
+        buffer, home = self.buffer(summed=summed), self._homes.get(summed)
+        is_kept = buffer.is_aliased() or any(which[position] for position in buffer.kept())
+        if not is_kept and home is None:
+            return
+        if self._memory.is_shared or any(buffer.shows_some(param.grad) for param in self.unit.trainable):
+            self.copy_out(1.0)
+            if buffer.is_aliased():
+                raise RuntimeError(
+                    f"what was made of gradients of '{self.unit.name}' shares their memory (p.grad.detach(), "
+                    ".view(), .numpy()), which new gradients are about to take: keep copies (.clone())"
+                )
+        elif home is not None and not (home.is_aliased() or home.kept()):
+            del self._homes[summed]
+            self._memory.exchange(home.memory, summed=summed)
+            self._buffers[summed] = home
+        elif is_kept:
+            new = self._buffer(self._memory.exchange(None, summed=summed), summed=summed)
+            self._homes.setdefault(summed, buffer)
+            self._buffers[summed] = new
+
+    def memories(self) -> list[torch.Tensor]:
+        """Our buffers."""
+        return [buffer.memory for buffer in self._buffers.values()]
+
+    @as_plain
+    def widen(self, position: int) -> None:
+        """Autograd is about to add to ``p.grad`` by itself: let it be fp32 where it is to be summed."""
+        param = self.unit.params[position]
+        if (grad := param.grad) is None or not self.sums_in_fp32(param) or is_summed(param):
+            return
+        self.make_room([at == position for at in range(len(self._slices))], summed=True)
+        place = self.place(position, summed=True)
+        place.copy_(grad.to_dense() if grad.is_sparse else grad)
+        param.grad = place
+
+    @as_plain
+    def narrow(self, position: int) -> None:
+        """Let the gradient have the dtype of its parameter, as other optimizers than ours expect."""
+        param = self.unit.params[position]
+        if is_summed(param):
+            total, place = param.grad, self.place(position, summed=False)
+            assert total is not None
+            place.copy_(total)
+            param.grad = place
