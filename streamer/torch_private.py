@@ -77,6 +77,9 @@ run_backward: Callable[..., Any] = _find(
 #: How many modes of `torch.utils._python_dispatch` an operation goes on to from here.
 num_dispatch_modes: Callable[[], int] = _find("_C._len_torch_dispatch_stack", "plans alike operations once")
 
+#: Whether autocast is on, for whatever kind of device.
+in_autocast: Callable[[], bool] = _find("_C._is_any_autocast_enabled", "lets autocast keep no cast weights")
+
 #: By it a GradScaler takes its scale out of gradients, or looks alone whether they are finite.
 check_finite: Callable[..., Any] = _find(
     "_amp_foreach_non_finite_check_and_unscale_", "knows what a GradScaler does to gradients"

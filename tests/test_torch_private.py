@@ -228,3 +228,10 @@ def test_an_event_of_cuda_is_what_pytorchs_own_is_made_of() -> None:
     if torch.cuda.is_available():
         methods = {"record", "wait", "query", "elapsed_time", "synchronize"}
         assert methods <= {*dir(private.CudaMark)}
+
+
+def test_autocast_is_seen() -> None:
+    assert not private.in_autocast()
+    with torch.autocast("cpu"):
+        assert private.in_autocast()
+    assert not private.in_autocast()

@@ -11,7 +11,7 @@ model, with other batches or more slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
@@ -231,7 +231,7 @@ class Recalling:
 class _Recalled(LayerCall):
     recalling: Recalling
 
-    def __init__(self, executor: Executor, call: Call, policy: Policy, cut: BatchSlices) -> None:
+    def __init__(self, executor: Executor, call: Call, policy: Policy, cut: BatchSlices | None) -> None:
         super().__init__(executor, call, policy, cut)
         self.runs = []
         self._kept: list[torch.Tensor] = []
@@ -261,7 +261,7 @@ class _Recalled(LayerCall):
             self._kept.append(torch.empty(found.kept, dtype=torch.uint8, device="meta"))
         if not self.saves_inputs:
             saved = [*self._kept, *compress(inputs, found.saved)]
-            self._release = self.executor.saved.hold(self, storages(saved))
+            self._held = self.executor.saved.hold(storages(saved))
             # a graph that is kept holds its inputs
             self._kept += inputs
         return outputs, found.rebuild
@@ -303,7 +303,7 @@ class _Recalled(LayerCall):
         into: torch.Tensor | None,
         incoming: tuple[Kind | None, ...],
     ) -> _Backward:
-        with _disable_current_modes():
+        with _disable_current_modes(), torch.enable_grad():
             visit, inputs = self._apart(_Apart(self.executor))
             gradients = [None if kind is None else kind.make() for kind in incoming]
             given = inputs if self.saves_inputs else ()
@@ -311,7 +311,7 @@ class _Recalled(LayerCall):
                 recall_slices(visit, meter)
                 outputs, _ = visit.run(inputs, weights)
                 del outputs
-                with meter.measuring() as measured:
+                with torch.no_grad(), meter.measuring() as measured:
                     used, found = visit.go_back(weights, into, given, gradients)
             kinds = [None if gradient is None else Kind.of(gradient) for gradient in found]
             return _Backward(used, kinds, measured)
@@ -341,9 +341,8 @@ class _SavedApart:
     def __init__(self) -> None:
         self.held: set[int] = set()
 
-    def hold(self, owner: object, held: Mapping[int, int]) -> Callable[[], object]:
+    def hold(self, held: Mapping[int, int]) -> None:
         self.held.update(held)
-        return lambda: None
 
 
 def recall_layers(executor: Executor, tracker: Tracker, recollection: Recollection) -> None:

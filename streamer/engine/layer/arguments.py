@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 
 from streamer.engine.tensors.guarded import Guarded, as_plain
 from streamer.engine.tensors.nested import Rebuild, Tensors
@@ -46,27 +47,25 @@ def passed_on(outputs: list[torch.Tensor], rebuild: Rebuild, inputs: Tensors) ->
     """The ``outputs`` that are none of the ``inputs``, and what makes the result of those and of the
     inputs."""
     places = {id(tensor): place for place, tensor in enumerate(inputs)}
-    found = [places.get(id(output)) for output in outputs]
-    if not any(place is not None for place in found):
+    if places.keys().isdisjoint(map(id, outputs)):
         return outputs, rebuild
+    found = [places.get(id(output)) for output in outputs]
     own = [output for output, place in zip(outputs, found, strict=True) if place is None]
     return own, PassedOn(rebuild, found)
 
 
-def containers(tree: Any) -> list[Any]:
-    """The dicts and lists in the arguments ``tree``, outer before inner: what a layer may put tensors
-    into."""
-    args, kwargs = tree
-    return [box for value in (*args, *kwargs.values()) for box in _containers(value)]
-
-
-def _containers(value: Any) -> list[Any]:
-    if isinstance(value, MutableMapping):
-        return [value, *(box for child in value.values() for box in _containers(child))]
-    if isinstance(value, list | tuple):
-        inner = [box for child in value for box in _containers(child)]
-        return [value, *inner] if isinstance(value, list) else inner
-    return []
+def containers(values: Iterable[Any]) -> list[Any]:
+    """The dicts and lists among ``values``, a layer's arguments, and in them, outer before inner: what the
+    layer may put tensors into."""
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, MutableMapping):
+            found += (value, *containers(value.values()))
+        elif isinstance(value, list):
+            found += (value, *containers(value))
+        elif isinstance(value, tuple):
+            found += containers(value)
+    return found
 
 
 def added_to(box: Any, before: Any) -> Any:
@@ -75,7 +74,7 @@ def added_to(box: Any, before: Any) -> Any:
     return box[len(before) :]
 
 
-def hand_over(arguments: tuple[tuple[Any, ...], dict[str, Any]], found: tuple[Any, Sequence[Any]]) -> Any:
+def hand_over(arguments: Iterable[Any], found: tuple[Any, Sequence[Any]]) -> Any:
     """The layer's result. What it has put into its containers goes into the caller's. [Note: containers]"""
     result, added = found
     for box, more in zip(containers(arguments), added, strict=True):
@@ -108,7 +107,11 @@ def without_caches(
 
 def is_cache(value: object) -> bool:
     # the protocol of transformers.Cache, which need not be installed
-    return hasattr(value, "get_seq_length") and (hasattr(value, "update") or hasattr(value, "reorder_cache"))
+    return (
+        not isinstance(value, torch.Tensor)  # to ask one for what it has not takes long
+        and hasattr(value, "get_seq_length")
+        and (hasattr(value, "update") or hasattr(value, "reorder_cache"))
+    )
 
 
 def detached(inputs: Tensors) -> list[torch.Tensor]:
@@ -126,12 +129,19 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
 
 
-def let_go(leaves: Tensors, blank: torch.Tensor) -> None:
-    """Let ``leaves`` of a graph hold no memory but ``blank``, bytes of any number; gradients come to them all
-    the same."""
+def accumulator(leaf: torch.Tensor) -> Node:
+    """Where gradients come to ``leaf``, which requires one; to be called with gradients on."""
+    view = leaf.view_as(leaf).grad_fn
+    node = None if view is None else view.next_functions[0][0]
+    assert node is not None, "gradients are on"
+    return node
+
+
+def let_go(leaves: Tensors) -> None:
+    """Let ``leaves`` of a graph hold no memory; gradients of their shapes come to them all the same."""
     for leaf in leaves:
         if is_plain(leaf):
-            leaf.data = blank.view(leaf.dtype)[0].expand(leaf.shape)
+            leaf.data = leaf.new_empty(0)
 
 
 def apart(outputs: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -146,6 +156,8 @@ def apart(outputs: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> li
 
 
 def _storages(tensor: torch.Tensor) -> set[int]:
+    if is_plain(tensor):
+        return {storage_id(tensor)}
     return {storage_id(part) for part in plain_parts(tensor) if part.layout is torch.strided}
 
 

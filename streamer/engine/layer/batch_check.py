@@ -35,10 +35,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from streamer.engine.layer.arguments import Outputs
 from streamer.engine.layer.micro_batches import ROUNDING, BatchSlices, Joined
 from streamer.engine.layer.surroundings import autocast_settings
 from streamer.engine.paging.unit import Unit
-from streamer.engine.tensors.nested import Rebuild, Tensors, constants, flatten
+from streamer.engine.tensors.nested import Tensors, constants, flatten
 from streamer.engine.tensors.parts import plain_parts
 
 #: The relative difference that rounding may make in fp32, where TF32 may be on; `ROUNDING` is that of shorter
@@ -52,8 +53,31 @@ class Runs(Protocol):
     @property
     def unit(self) -> Unit: ...
 
-    def run_aside(self, weights: torch.Tensor, inputs: Tensors) -> tuple[list[torch.Tensor], Rebuild]:
+    def run_aside(self, weights: torch.Tensor, inputs: Tensors) -> Outputs:
         """What the layer returns for ``inputs`` on the slot ``weights``; nothing else is left of that run."""
+
+
+def run_in_slices(
+    cut: BatchSlices,
+    call: Runs,
+    weights: torch.Tensor,
+    inputs: Tensors,
+    runs: Sequence[Callable[[Tensors], Outputs]],
+) -> Joined:
+    """What ``call`` returns for ``inputs`` on the slot ``weights``, by ``runs``, one for each slice of them
+    that ``cut`` makes."""
+    joined = Joined(call.unit.name, cut, inputs, partial(call.run_aside, weights))
+    if cut.unchecked is not None:
+        check_batch(cut, call, weights, inputs)
+    for number, run in enumerate(runs):
+        given = cut.inputs(inputs, number)
+        try:
+            outputs, rebuild = run(given)
+        except Exception as error:
+            cut.explain(error, call.unit.name, inputs)
+            raise
+        joined.add(number, outputs, rebuild, given)
+    return joined
 
 
 def check_batch(cut: BatchSlices, call: Runs, weights: torch.Tensor, inputs: Tensors) -> None:
@@ -109,7 +133,7 @@ def _is_right(cut: BatchSlices, call: Runs, weights: torch.Tensor, inputs: Tenso
     return _are_alike(apart, together, both[cut.hidden], tolerance)
 
 
-def _result(returned: tuple[list[torch.Tensor], Rebuild], inputs: Tensors) -> Any:
+def _result(returned: Outputs, inputs: Tensors) -> Any:
     outputs, rebuild = returned
     return rebuild([*outputs, *inputs])
 

@@ -39,16 +39,18 @@ class Collector:
     """
 
     def __init__(self, unit: Unit, into: torch.Tensor, *, in_fp32: bool) -> None:
-        self.used = [False] * len(unit.layout.trainable)
-        self._unit = unit
-        self._into = into
-        self._places = unit.layout.views(into)
+        slices = unit.layout.trainable
+        self.used = [False] * len(slices)
         #: small gradients and where they are to go
         self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._summed = [in_fp32 and slice.param.dtype != FP32 for slice in unit.layout.trainable]
-        self._sums: torch.Tensor | None = None
-        if any(self._summed):
-            self._sums = torch.empty(unit.layout.state_numel, dtype=FP32, device=into.device)
+        #: where gradients are added up, and where they are to be when that is done
+        self._sums = self._places = unit.layout.views(into)[: len(slices)]
+        if in_fp32 and any(slice.dtype != FP32 for slice in slices):
+            sums = torch.empty(unit.layout.state_numel, dtype=FP32, device=into.device)
+            self._sums = [
+                place if slice.dtype == FP32 else slice.state(sums)
+                for slice, place in zip(slices, self._places, strict=True)
+            ]
 
     def take(self, index: int, leaf: torch.Tensor) -> None:
         """Autograd has set the gradient of ``leaf``, which stands for trainable parameter ``index``."""
@@ -56,7 +58,7 @@ class Collector:
         assert gradient is not None, "called after autograd has set it"
         if gradient.is_sparse:
             gradient = gradient.to_dense()
-        place = self._place(index)
+        place = self._sums[index]
         if self.used[index]:
             self.end_slice()
             place.add_(gradient)
@@ -76,13 +78,7 @@ class Collector:
 
     def finish(self) -> list[bool]:
         """Returns, after all slices, which of the trainable parameters have a gradient in the slot."""
-        for index, (used, summed) in enumerate(zip(self.used, self._summed, strict=True)):
-            if used and summed:
-                self._places[index].copy_(self._place(index))
-        self._sums = None
+        for used, total, place in zip(self.used, self._sums, self._places, strict=True):
+            if used and total is not place:
+                place.copy_(total)
         return self.used
-
-    def _place(self, index: int) -> torch.Tensor:
-        if self._sums is not None and self._summed[index]:
-            return self._unit.layout.trainable[index].state(self._sums)
-        return self._places[index]

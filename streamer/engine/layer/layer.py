@@ -17,6 +17,7 @@ backward.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -29,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from streamer.engine.layer.arguments import (
     Outputs,
+    accumulator,
     added_to,
     apart,
     containers,
@@ -41,13 +43,12 @@ from streamer.engine.layer.arguments import (
     require_grad,
     without_caches,
 )
-from streamer.engine.layer.batch_check import check_batch
+from streamer.engine.layer.batch_check import run_in_slices
 from streamer.engine.layer.collector import Collector, graph_is_retained, is_added_to
 from streamer.engine.layer.compiled import refuse_compiler_error
 from streamer.engine.layer.micro_batches import (
     AmbiguousBatchError,
     BatchSlices,
-    Joined,
     JoinedGradients,
     MicroBatches,
     Parts,
@@ -61,7 +62,7 @@ from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.unit import Unit, leaked
 from streamer.engine.schedule.order import Phase
 from streamer.engine.tensors.guarded import never_traced
-from streamer.engine.tensors.module_state import ModuleState
+from streamer.engine.tensors.module_state import Taken
 from streamer.engine.tensors.nested import Rebuild, Tensors, flatten
 from streamer.engine.tensors.parts import aliases
 from streamer.engine.tensors.saved import Saved, storages
@@ -103,7 +104,7 @@ class Call(NamedTuple):
         given. [Note: containers]"""
         args, kwargs, shared = self.rebuild(inputs)
         self.unit.register_shared(shared)
-        boxes = containers((args, kwargs))
+        boxes = containers((*args, *kwargs.values()))
         before = [dict(box) if isinstance(box, MutableMapping) else list(box) for box in boxes]
         result = self.forward(*args, **kwargs)
         added = [added_to(box, old) for box, old in zip(boxes, before, strict=True)]
@@ -113,14 +114,14 @@ class Call(NamedTuple):
         """What `run` returns for ``inputs`` on the slot ``weights``. Nothing else is left of that run: its
         graph saves nothing, the layer's buffers and tensor attributes and all random states are what they
         were."""
-        unit, state = self.unit, ModuleState(self.unit.module)
+        unit = self.unit
         devices = [weights.device] if weights.device.type == "cuda" else []
         saves_nothing = saved_tensors_hooks(lambda _: None, _nothing_saved)
         with (
             torch.random.fork_rng(devices),
             saves_nothing,
             unit.using(unit.leaves(weights)),
-            state.take().again(),
+            unit.state.take_all().again(),
         ):
             return self.run(inputs)
 
@@ -140,20 +141,21 @@ class _Frame:
         self.inputs: Tensors = ()
         self.rebuild: Rebuild | None = None
         #: what the first run has changed, as it was before
-        self._before = ModuleState.nothing()
+        self._before: Taken | None = None
 
     def run(self, _: object = None) -> tuple[torch.Tensor, ...]:
         """The layer's tensors. The second run begins with what the first one began with."""
         self.check()
         unit, is_first = self.call.unit, self.rebuild is None
+        before = unit.state.take() if is_first else self._before
         with without_own_checkpoint(unit.module):
-            if is_first:
-                before = unit.state.take()
-                outputs, self.rebuild = self.call.run(self.inputs)
-                self._before = before.changed()
+            if is_first or before is None:
+                outputs, rebuild = self.call.run(self.inputs)
             else:
-                with self._before.again():
-                    outputs, _ = self.call.run(self.inputs)
+                with before.again():
+                    outputs, rebuild = self.call.run(self.inputs)
+        if is_first:
+            self.rebuild, self._before = rebuild, None if before is None else before.changed()
         return tuple(outputs)
 
     def check(self) -> torch.Tensor:
@@ -171,8 +173,8 @@ class LayerRun:
         self.executor = executor
         self.call = call
         self.policy = policy
-        #: gives up what the run has kept on the device
-        self.release: Callable[[], object] = lambda: None
+        #: counts what the run keeps on the device
+        self.held: object = None
         self._frame = _Frame(call)
         #: where the layer's own graph begins; it holds no memory between forward and backward
         self._inputs: list[torch.Tensor] = []
@@ -180,7 +182,7 @@ class LayerRun:
         self._gradients: list[torch.Tensor | None] = []
         #: where gradients come in, for each output that may bring one; edges, since tensors would hold memory
         self._outputs: list[GradientEdge | None] | None = None
-        self._contexts = InContexts((), torch.empty(0))
+        self._contexts: InContexts | None = None
 
     @property
     def needs_backward(self) -> bool:
@@ -192,36 +194,34 @@ class LayerRun:
         ``weights``."""
         unit, frame = self.call.unit, self._frame
         self._inputs, self._gradients = detached(inputs), [None] * len(inputs)
-        # held until the graph holds them
-        wanted = ((p, leaf) for p, leaf in enumerate(self._inputs) if leaf.requires_grad and is_plain(leaf))
-        ends = {place: get_gradient_edge(leaf) for place, leaf in wanted}
-        for place, end in ends.items():
-            end.node.register_prehook(partial(_take, self._gradients, place))
+        ends = []  # held until the graph holds them
+        for place, leaf in enumerate(self._inputs):
+            if leaf.requires_grad and is_plain(leaf):
+                ends.append(accumulator(leaf))
+                ends[-1].register_prehook(partial(_take, self._gradients, place))
         leaves, owners = unit.leaves(weights), storage_owners(weights)
         frame.weights, frame.inputs = weights, self._inputs
         try:
-            with (
-                past_checkpoints(),
-                uncached_autocast(weights.device),
-                torch.enable_grad(),
-                unit.using(leaves),
-            ):
+            unit.show(leaves)
+            with past_checkpoints(), uncached_autocast(weights.device):
                 run = self._with_graph if self.policy.keeps_graph else self._checkpointed
                 outputs = apart(run(weights), (weights, *inputs))
         finally:
+            unit.restore()
             frame.weights, frame.inputs = None, ()
         assert frame.rebuild is not None, "it has run"
         # to look through the graph takes as long as a small layer
         if unit.has_contexts or storage_owners(weights) > owners:
             self._contexts = InContexts(outputs, weights)
             unit.has_contexts = bool(self._contexts)
-        let_go(self._inputs, self.executor.blank)
+        let_go(self._inputs)
         self._outputs = [get_gradient_edge(output) if output.requires_grad else None for output in outputs]
         return [output.detach() for output in outputs], frame.rebuild
 
     def _checkpointed(self, weights: torch.Tensor) -> Sequence[torch.Tensor]:
         # the tensor tells PyTorch of which device it is to keep the random state
-        found: Sequence[torch.Tensor] = checkpoint(self._frame.run, weights.new_empty(0), use_reentrant=False)
+        blank = self.executor.blank
+        found: Sequence[torch.Tensor] = checkpoint(self._frame.run, blank, use_reentrant=False)
         return found
 
     def _with_graph(self, weights: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -242,7 +242,7 @@ class LayerRun:
 
         with saved_tensors_hooks(pack, unpack):
             outputs = frame.run()
-        self.release = self.executor.saved.hold(self, held)
+        self.held = self.executor.saved.hold(held)
         return outputs
 
     def go_back(
@@ -266,19 +266,20 @@ class LayerRun:
             if end is not None and gradient is not None
         ]
         try:
-            self._contexts.point(unit, weights)
+            if self._contexts is not None:
+                self._contexts.point(unit, weights)
             # for checkpoints inside of the layer too, which run a part of it again
-            with unit.using(unit.leaves(weights)):
-                _go_through(pairs, [t for t in self._inputs if t.requires_grad], collector, keeps)
-            if collector is not None:
-                collector.end_slice()
-            found = zip(self._gradients, self._inputs, strict=True)
-            return [leaf.grad if gradient is None else gradient for gradient, leaf in found]
+            unit.show(unit.leaves(weights))
+            _go_through(pairs, self._inputs, collector, keeps)
         finally:
+            unit.restore()
             frame.weights, frame.inputs, unit.collector = None, (), None
+            come = zip(self._gradients, self._inputs, strict=True)
+            found = [leaf.grad if gradient is None else gradient for gradient, leaf in come]
             # a graph that is kept may be gone through again, even after an error
             for place, leaf in enumerate(self._inputs):
                 self._gradients[place] = leaf.grad = None
+        return found
 
 
 def _take(found: list[torch.Tensor | None], place: int, gradients: tuple[torch.Tensor, ...]) -> tuple[None]:
@@ -300,51 +301,49 @@ def _go_through(
     if collector is not None:
         # autograd has made these gradients itself: to look at them again would take half of the time
         run_backward(ends, gradients, keeps, False, (), allow_unreachable=True, accumulate_grad=True)
-    elif inputs:
-        torch.autograd.backward(ends, gradients, retain_graph=keeps, inputs=inputs)
+        collector.end_slice()
+    elif wanted := [tensor for tensor in inputs if tensor.requires_grad]:
+        torch.autograd.backward(ends, gradients, retain_graph=keeps, inputs=wanted)
 
 
 class LayerCall:
     """One call of a layer and the backward that belongs to it: a run for each slice of the batch that ``cut``
-    makes."""
+    makes, one run of all where that is None."""
 
-    def __init__(self, executor: Executor, call: Call, policy: Policy, cut: BatchSlices) -> None:
+    def __init__(self, executor: Executor, call: Call, policy: Policy, cut: BatchSlices | None) -> None:
         self.executor = executor
         self.thread = executor.caller()
         self._updates = call.unit.updates
         self.call = call
         self.policy = policy
         self.saves_inputs = not policy.keeps_graph
-        self.runs = [LayerRun(executor, call, policy) for _ in cut.slices]
+        slices = 1 if cut is None else len(cut.slices)
+        self.runs = [LayerRun(executor, call, policy) for _ in range(slices)]
         #: what leaves the layer, until it has
         self.outputs: list[torch.Tensor] = []
-        #: which of the inputs are paged, and the number under which `InputPager` has them
-        self._paged: list[bool] = []
+        #: the number under which `InputPager` has inputs, and which of them, if it has any
         self._number: int | None = None
+        self._paged: Sequence[bool] = ()
         self._cut = cut
         self._shapes: Sequence[torch.Size] = ()
         self._parts: Parts = ()
-        self._release: Callable[[], object] = lambda: None
+        #: counts what waits for backward on the device
+        self._held: object = None
 
     def page_out(self, inputs: Tensors) -> None:
         """Those of ``inputs`` that are to wait in host memory leave for it."""
-        self._paged = [
-            self.policy.offloads_inputs and self.executor.inputs.takes(tensor) for tensor in inputs
-        ]
-        if any(self._paged):
-            self._number = self.executor.inputs.save(self, list(compress(inputs, self._paged)))
+        if self.policy.offloads_inputs:
+            self._paged = [self.executor.inputs.takes(tensor) for tensor in inputs]
+            if any(self._paged):
+                self._number = self.executor.inputs.save(self, list(compress(inputs, self._paged)))
 
     def run(self, inputs: Tensors, weights: torch.Tensor) -> Outputs:
         """The tensors in the layer's result, and what makes it of them, on the slot ``weights``."""
+        if self._cut is None:
+            return self.runs[0].first_run(weights, inputs)
         self._shapes = [tensor.shape for tensor in inputs]
-        joined = Joined(self.call.unit.name, self._cut, inputs, partial(self.call.run_aside, weights))
-        if self._cut.unchecked is not None:
-            check_batch(self._cut, self.call, weights, inputs)
-        for number, run in enumerate(self.runs):
-            given = self._cut.inputs(inputs, number)
-            with self._cut.explaining(self.call.unit.name, inputs):
-                outputs, rebuild = run.first_run(weights, given)
-            joined.add(number, outputs, rebuild, given)
+        runs = [partial(run.first_run, weights) for run in self.runs]
+        joined = run_in_slices(self._cut, self.call, weights, inputs, runs)
         # not more of it: what has left the layer holds this object
         self._parts = joined.parts
         return joined.tensors, joined.rebuild
@@ -357,13 +356,13 @@ class LayerCall:
     def keep(self, inputs: Tensors) -> None:
         """The layer has run: count what waits for its backward on the device."""
         if self.saves_inputs:
-            self._release = self.executor.saved.hold(self, storages(self.kept(inputs)))
+            self._held = self.executor.saved.hold(storages(self.kept(inputs)))
 
-    def kept(self, inputs: Tensors) -> list[torch.Tensor]:
+    def kept(self, inputs: Tensors) -> Tensors:
         """Those of ``inputs`` that wait for backward on the device."""
         if not self.saves_inputs:
-            return []
-        return [tensor for tensor, is_paged in zip(inputs, self._paged, strict=True) if not is_paged]
+            return ()
+        return inputs if self._number is None else [*compress(inputs, map(operator.not_, self._paged))]
 
     def backward(self, kept: Tensors, gradients: OutputGradients, *, adds: bool) -> list[torch.Tensor | None]:
         """The gradients of the inputs, from those of the outputs; with ``adds`` those of the parameters leave
@@ -383,8 +382,10 @@ class LayerCall:
             executor.gradients.check(unit)
         # backward() of a loss of a tensor subclass runs with subclasses switched off
         with SubclassesOn(), executor.backward(unit, self._number) as run:
-            sources = iter(kept), iter(run.inputs)
-            inputs = [next(sources[is_paged]) for is_paged in self._paged] if self.saves_inputs else []
+            inputs = kept
+            if self._number is not None:
+                sources = iter(kept), iter(run.inputs)
+                inputs = [next(sources[is_paged]) for is_paged in self._paged]
             into = run.gradient if adds else None
             run.used, found = self.go_back(run.weights, into, inputs, gradients)
             if not graph_is_retained():
@@ -401,23 +402,28 @@ class LayerCall:
         """The work of `backward`: from the weights in a slot and the gradients of the outputs to those of the
         parameters, which it writes ``into`` a gradient slot if there is one, and of the inputs. Says which
         parameters have one."""
-        unit, assembled = self.call.unit, JoinedGradients(self._cut, self._shapes)
-        in_fp32 = len(self.runs) > 1 and self.executor.sum_in_fp32
+        unit, cut = self.call.unit, self._cut
+        in_fp32 = cut is not None and self.executor.sum_in_fp32
         collector = None if into is None else Collector(unit, into, in_fp32=in_fp32)
-        for number, run in enumerate(self.runs):
-            given = self._cut.inputs(inputs, number) if self.saves_inputs else ()
-            incoming = self._cut.gradients(gradients, self._parts, number)
-            assembled.add(number, run.go_back(weights, given, incoming, collector))
+        if cut is None:
+            found = self.runs[0].go_back(weights, inputs, gradients, collector)
+        else:
+            joined = JoinedGradients(cut, self._shapes)
+            for number, run in enumerate(self.runs):
+                given = cut.inputs(inputs, number) if self.saves_inputs else ()
+                incoming = cut.gradients(gradients, self._parts, number)
+                joined.add(number, run.go_back(weights, given, incoming, collector))
+            found = joined.tensors
         used = [False] * len(unit.trainable) if collector is None else collector.finish()
-        return used, assembled.tensors
+        return used, found
 
     def _give_up(self) -> None:
         """Hold nothing any more: no other backward comes."""
-        self._release()
+        self._held = None
         if self._number is not None:
             self.executor.inputs.forget(self._number)
         for run in self.runs:
-            run.release()
+            run.held = None
 
 
 class _Layer(torch.autograd.Function):
@@ -500,7 +506,7 @@ class StreamedLayer:
         """Run the layer with a graph of its own, which `_Layer` goes back through."""
         executor, unit = self._executor, self._unit
         args, kwargs = without_caches(args, kwargs, unit.name)
-        inputs, rebuild = flatten((args, kwargs, [each.param for each in unit.shared]))
+        inputs, rebuild = flatten((args, kwargs, tuple(each.param for each in unit.shared)))
         refuse_dual(unit.name, inputs)
         cut = self._micro_batches.cut(args, kwargs, inputs)
         call = self._call_kind(executor, Call(unit, forward, rebuild), self._policy, cut)
@@ -515,7 +521,7 @@ class StreamedLayer:
             if call.needs_backward:
                 with past_checkpoints():
                     outputs = _Layer.apply(call, executor.token, *inputs)
-        return hand_over((args, kwargs), build((*outputs, *inputs)))
+        return hand_over((*args, *kwargs.values()), build((*outputs, *inputs)))
 
     def _infer(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer without a graph, on the very objects that it was given: it may write into a cache."""
@@ -531,25 +537,23 @@ class StreamedLayer:
         self, weights: torch.Tensor, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         unit = self._unit
-        inputs, rebuild = flatten((args, kwargs, [each.param for each in unit.shared]))
-        cut = BatchSlices.none(inputs)
+        inputs, rebuild = flatten((args, kwargs, tuple(each.param for each in unit.shared)))
+        cut = None
         if not any(map(is_cache, (*args, *kwargs.values()))):
             # generation comes by sequences as long as the batch: all of them at a time is never wrong
             with suppress(AmbiguousBatchError):
                 cut = self._micro_batches.cut(args, kwargs, inputs)
-        if len(cut.slices) == 1:
+        if cut is None:
             outputs, rebuild_result = flatten(forward(*args, **kwargs))
             # a tensor that it was given it may return
             own = {id(tensor) for tensor in inputs}
             made = iter(apart([out for out in outputs if id(out) not in own], (weights,)))
             return rebuild_result([out if id(out) in own else next(made) for out in outputs])
         call = Call(unit, forward, rebuild)
-        if cut.unchecked is not None:
-            check_batch(cut, call, weights, inputs)
-        joined = Joined(unit.name, cut, inputs, partial(call.run_aside, weights))
-        for number in range(len(cut.slices)):
-            given = cut.inputs(inputs, number)
-            with cut.explaining(unit.name, inputs):
-                outputs, rebuild_result = call.run(given)
-            joined.add(number, apart(outputs, (weights, *given)), rebuild_result, given)
-        return hand_over((args, kwargs), joined.rebuild([*joined.tensors, *inputs]))
+
+        def run(given: Tensors) -> Outputs:
+            outputs, rebuild = call.run(given)
+            return apart(outputs, (weights, *given)), rebuild
+
+        joined = run_in_slices(cut, call, weights, inputs, [run] * len(cut.slices))
+        return hand_over((*args, *kwargs.values()), joined.rebuild([*joined.tensors, *inputs]))

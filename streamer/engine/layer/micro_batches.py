@@ -30,8 +30,7 @@ accumulation: running statistics take in each slice, and count it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -88,11 +87,6 @@ class BatchSlices(NamedTuple):
     #: None where the cut is known to be right, or the user has said so
     unchecked: Unchecked | None = None
 
-    @staticmethod
-    def none(inputs: Tensors) -> BatchSlices:
-        """One slice, of everything."""
-        return BatchSlices([(0, 0)], [None] * len(inputs), 0, 0, {})
-
     def inputs(self, inputs: Tensors, number: int) -> list[torch.Tensor]:
         """The tensors that slice ``number`` is given, detached from the user's graph."""
         start, length = self.slices[number]
@@ -118,19 +112,10 @@ class BatchSlices(NamedTuple):
 
     def explain(self, error: Exception, layer: str, inputs: Tensors) -> None:
         """Add to an ``error`` of ``layer`` that it was run on a slice, which may be why."""
-        if len(self.slices) > 1 and not isinstance(error, torch.OutOfMemoryError):
+        if not isinstance(error, torch.OutOfMemoryError):
             error.add_note(
                 f"micro_batch_size: layer '{layer}' was run on a part of its batch; {self.described(inputs)}"
             )
-
-    @contextmanager
-    def explaining(self, layer: str, inputs: Tensors) -> Iterator[None]:
-        """`explain` the errors of the block."""
-        try:
-            yield
-        except Exception as error:
-            self.explain(error, layer, inputs)
-            raise
 
     def gradients(
         self, gradients: Sequence[torch.Tensor | None], parts: Parts, number: int
@@ -174,9 +159,6 @@ class Joined:
 
         Raises ValueError where that cannot be put together with what others have returned.
         """
-        if len(self._cut.slices) == 1:
-            self.tensors, self.parts, self.rebuild = list(outputs), [None] * len(outputs), rebuild
-            return
         if any(map(is_sparse, outputs)):
             raise self._cannot_join("returns a sparse tensor, which PyTorch cannot put together")
         found = constants(rebuild([*outputs, *given]))
@@ -333,26 +315,26 @@ class MicroBatches:
         #: names in ``batch_dims`` that only ``**kwargs`` can stand for
         self._among_the_rest: set[str] = set()
 
-    def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Tensors) -> BatchSlices:
-        """Slices of ``inputs``, the tensors in ``args`` and ``kwargs``.
+    def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Tensors) -> BatchSlices | None:
+        """Slices of ``inputs``, the tensors in ``args`` and ``kwargs``; None where they stay whole.
 
         Raises AmbiguousBatchError for an argument that may or may not begin with the batch, or that is sparse
         and would be cut, and ValueError for a wrong ``batch_dims``.
         """
         if self._size is None or not inputs or self._signature is None:
-            return BatchSlices.none(inputs)
+            return None
         if any(tensor.is_nested for tensor in inputs):
-            return BatchSlices.none(inputs)  # PyTorch cannot take a part of it
+            return None  # PyTorch cannot take a part of it
         given = self._given(self._signature, args, kwargs)
         names = self._names(given)
         hidden = self._hidden(names, inputs)
         if hidden is None:
-            return BatchSlices.none(inputs)
+            return None
         name = names[id(hidden)]
         dim = self._batch_dims.get(name, self._dim) or 0
         batch = self._length(hidden, dim, "the hidden states")
         if batch <= self._size:
-            return BatchSlices.none(inputs)
+            return None
         dim %= hidden.dim()
         self._check_names(kwargs)
         self._check_seen(args, kwargs, inputs, batch)

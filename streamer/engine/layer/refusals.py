@@ -15,8 +15,7 @@ def refuse_transforms(layer: str, tensors: Iterable[torch.Tensor | None] = ()) -
     """Raise RuntimeError inside of a transform of `torch.func`, for batched gradients among ``tensors``, and
     inside of another data parallel module."""
     refuse_trace()
-    batched = any(tensor is not None and is_batched(tensor) for tensor in tensors)
-    if batched or in_transform():
+    if in_transform() or any(tensor is not None and is_batched(tensor) for tensor in tensors):
         raise RuntimeError(
             "transforms of torch.func (grad, vjp, jvp, vmap) and batched gradients do not go through "
             f"streamed layer '{layer}': use torch.autograd.grad, or call streamer.unwrap(model) first"

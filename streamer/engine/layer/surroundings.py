@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 import torch
 from torch import nn
 
-from streamer.torch_private import pop_saved_hooks, push_saved_hooks, top_saved_hooks
+from streamer.torch_private import in_autocast, pop_saved_hooks, push_saved_hooks, top_saved_hooks
 
 #: Blocks of each visit that mostly have nothing to change share this one: a generator for each takes longer.
 _NOTHING = nullcontext()
@@ -31,15 +31,15 @@ def autocast_settings(device: torch.device) -> tuple[tuple[str, bool, torch.dtyp
 def uncached_autocast(device: torch.device) -> AbstractContextManager[None]:
     """The block without autocast's cache of cast weights, which would keep a cast copy of every layer's
     weights on the device until autocast ends, and show it when the slot has others."""
-    settings = [(type, dtype) for type, enabled, dtype in autocast_settings(device) if enabled]
-    return _uncached(settings) if settings else _NOTHING
+    return _uncached_autocast(device) if in_autocast() else _NOTHING
 
 
 @contextmanager
-def _uncached(settings: list[tuple[str, torch.dtype]]) -> Iterator[None]:
+def _uncached_autocast(device: torch.device) -> Iterator[None]:
     with ExitStack() as stack:
-        for type, dtype in settings:
-            stack.enter_context(torch.autocast(type, dtype=dtype, cache_enabled=False))
+        for type, enabled, dtype in autocast_settings(device):
+            if enabled:
+                stack.enter_context(torch.autocast(type, dtype=dtype, cache_enabled=False))
         yield
 
 

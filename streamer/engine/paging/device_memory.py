@@ -5,8 +5,7 @@ before the system ends the process for want of host memory.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -88,18 +87,14 @@ class DeviceMemory:
         owned = sum(self.owned().values())
         return self.backend.device_used() or (owned + self._saved.now, owned + self._saved.peak)
 
-    @contextmanager
-    def naming_holders(self, unit: Unit) -> Iterator[None]:
-        """Where the device's memory does not suffice for ``unit`` in the block, say who holds it."""
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            held = ", ".join(f"{purpose} {nbytes} bytes" for purpose, nbytes in self.owned().items())
-            raise torch.OutOfMemoryError(
-                f"out of device memory in layer '{unit.name}': beside what it computes there are {held}, "
-                f"and {self._saved.now} bytes saved by layers for backward. Give wrap a "
-                f"micro_batch_size, activations='recompute+offload' or fewer num_slots ({error})"
-            ) from error
+    def out_of_memory(self, unit: Unit, error: Exception) -> torch.OutOfMemoryError:
+        """``error``, of ``unit``, for which the device's memory did not suffice, with who holds it."""
+        held = ", ".join(f"{purpose} {nbytes} bytes" for purpose, nbytes in self.owned().items())
+        return torch.OutOfMemoryError(
+            f"out of device memory in layer '{unit.name}': beside what it computes there are {held}, "
+            f"and {self._saved.now} bytes saved by layers for backward. Give wrap a "
+            f"micro_batch_size, activations='recompute+offload' or fewer num_slots ({error})"
+        )
 
 
 class Budget:

@@ -187,8 +187,8 @@ class Executor:
         #: hooks
         self._hooked: dict[int, list[bool]] = {}
         self.token = torch.zeros((), device=backend.device, requires_grad=True)
-        #: memory of one number of any dtype, of which nobody reads the value
-        self.blank = torch.empty(16, dtype=torch.uint8, device=backend.device)
+        #: it tells PyTorch of the device
+        self.blank = torch.empty(0, device=backend.device)
         self.skipped_steps = 0
         self.released = False
         #: the checkpoint that is being written, or was last, in the background
@@ -305,6 +305,7 @@ class Executor:
 
     @contextmanager
     def _running(self, unit: Unit) -> Iterator[None]:
+        """Run the block as the visit of ``unit``, the only one now."""
         if self.running is not None:
             raise RuntimeError(
                 f"layer '{unit.name}' is called inside of layer '{self.running.name}': call it outside of "
@@ -313,6 +314,8 @@ class Executor:
         self.running = unit
         try:
             yield
+        except torch.OutOfMemoryError as error:
+            raise self.memory.out_of_memory(unit, error) from error
         finally:
             # Ctrl-C may have ended the block of `Unit.using` too early; it cannot interrupt the ends of both
             unit.restore()
@@ -328,7 +331,6 @@ class Executor:
             if self.budget is not None:
                 self.budget.begin_forward(unit.index)
             with (
-                self.memory.naming_holders(unit),
                 self.weights.visited(unit, Visit(unit.index, phase)) as slot,
                 self.issuer.computing(ops.forward(unit.index, slot)),
             ):
@@ -345,7 +347,6 @@ class Executor:
             # checkpoint
             self.wait_for_saving()
         with (
-            self.memory.naming_holders(unit),
             self._running(unit),
             self.gradients.slot_for(unit) as into,
             self.inputs.using(saved) as (inputs, places),

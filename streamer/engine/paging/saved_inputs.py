@@ -47,7 +47,8 @@ class Paged:
         # the tensor's own where it is dense
         self._stride = torch.empty_like(tensor, device="meta").stride()
         self._was_changed = False
-        self._uncount: Callable[[], object] = lambda: None
+        #: counts it while it is on the device
+        self._held: object = None
 
     def is_now(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor``, of the same storage, is what was saved."""
@@ -67,7 +68,7 @@ class Paged:
     def put(self, tensor: torch.Tensor, on_device: SavedBytes, *, is_fetched: bool) -> None:
         """``tensor`` is the copy of this input on the device."""
         self.tensor, self.is_fetched = tensor, is_fetched
-        self._uncount = on_device.hold(self, storages([tensor]))
+        self._held = on_device.hold(storages([tensor]))
 
     def get(self) -> torch.Tensor:
         """The input's copy on the device. Raises RuntimeError if it was written since the input was saved."""
@@ -88,8 +89,7 @@ class Paged:
     def drop(self) -> None:
         """The copy on the device is needed no more."""
         self.note_writes()
-        self.tensor = None
-        self._uncount()
+        self.tensor = self._held = None
 
 
 class HostPlaces:

@@ -196,18 +196,22 @@ class Unit:
         if self.shows_leaves:
             yield
             return
-        self.shows_leaves = True
         try:
-            made = [marked(each.composite.like(each.of(leaves))) for each in self.in_parts]
-            for each, whole in zip(self.in_parts, made, strict=True):
-                for attribute, value in each.composite.lent(whole).items():
-                    for held in map(vars, each.composite.modules):
-                        self._replaced.append((held, attribute, held[attribute]))
-                        held[attribute] = value
-            self.register(leaves, made)
+            self.show(leaves)
             yield
         finally:
             self.restore()
+
+    def show(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Let the unit's modules see ``leaves`` in place of their parameters, until `restore`."""
+        self.shows_leaves = True
+        made = [marked(each.composite.like(each.of(leaves))) for each in self.in_parts]
+        for each, whole in zip(self.in_parts, made, strict=True):
+            for attribute, value in each.composite.lent(whole).items():
+                for held in map(vars, each.composite.modules):
+                    self._replaced.append((held, attribute, held[attribute]))
+                    held[attribute] = value
+        self.register(leaves, made)
 
     def restore(self) -> None:
         """Let the unit's modules see their own parameters, if they see leaves."""

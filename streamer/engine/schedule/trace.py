@@ -99,7 +99,7 @@ class Trace:
         for op, event, waits in self._pending:
             # a lane runs in order: what comes after its first unfinished op need not be asked
             span = None if op.lane in stuck else event.span()
-            if span is None or any(wait.blame is None and wait.span() is None for wait in waits):
+            if span is None or (waits and any(wait.blame is None and wait.span() is None for wait in waits)):
                 if not event.failed():
                     still.append((op, event, waits))
                     stuck.add(op.lane)

@@ -30,14 +30,15 @@ class Taken(NamedTuple):
     entries: list[_Entry]
     is_all: bool
 
-    def changed(self) -> Taken:
-        """Those that are others now, or have other values."""
+    def changed(self) -> Taken | None:
+        """Those that are others now, or have other values; None where none are."""
         changed = [entry for entry in self.entries if _has_changed(entry)]
         if self.is_all:
             self.of.learn(self.training, self.entries, changed)
         # a buffer may be written without PyTorch's counting it, as batch normalisation does: a module is one
         owners = {id(held) for held, *_ in changed}
-        return self._replace(entries=[entry for entry in self.entries if id(entry[0]) in owners])
+        entries = [entry for entry in self.entries if id(entry[0]) in owners]
+        return self._replace(entries=entries) if entries else None
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -61,18 +62,18 @@ class ModuleState:
         #: by mode, the names that change
         self._known: dict[bool, list[tuple[dict[str, Any], str]]] = {}
 
-    @staticmethod
-    def nothing() -> Taken:
-        """What a layer without any has."""
-        return Taken(ModuleState(nn.Module()), False, [], False)
-
-    def take(self) -> Taken:
-        """What may change, as it is now."""
+    def take(self) -> Taken | None:
+        """What may change, as it is now; None where nothing does."""
         training = self._module.training
         places = self._known.get(training)
-        if places is not None:
-            return Taken(self, training, [_entry(held, name) for held, name in places], False)
-        return Taken(self, training, [_entry(held, name) for held, name in self._places()], True)
+        if places is None:
+            return self.take_all()
+        return Taken(self, training, [_entry(held, name) for held, name in places], False) if places else None
+
+    def take_all(self) -> Taken:
+        """All that there is, as it is now."""
+        entries = [_entry(held, name) for held, name in self._places()]
+        return Taken(self, self._module.training, entries, True)
 
     def learn(self, training: bool, before: list[_Entry], changed: list[_Entry]) -> None:
         """A first forward in this mode has changed these of all that there were ``before``."""

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import operator
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -15,9 +16,10 @@ Tensors = Sequence[torch.Tensor]
 Rebuild = Callable[[Sequence[torch.Tensor]], Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Hole:
-    index: int
+class _Hole(int):
+    """Stands for the tensor of this number."""
+
+    __slots__ = ()
 
 
 def flatten(value: object) -> tuple[list[torch.Tensor], Rebuild]:
@@ -38,15 +40,12 @@ def flatten(value: object) -> tuple[list[torch.Tensor], Rebuild]:
             tensors.append(leaf)
         return seen[id(leaf)]
 
-    skeleton = _map(take, value)
+    return tensors, partial(_fill, _map(take, value))
 
-    def rebuild(replacements: Sequence[torch.Tensor]) -> Any:
-        def put(leaf: Any) -> Any:
-            return replacements[leaf.index] if isinstance(leaf, _Hole) else leaf
 
-        return _map(put, skeleton, anew=True)
-
-    return tensors, rebuild
+def _fill(skeleton: Any, tensors: Tensors) -> Any:
+    """``skeleton`` with ``tensors`` in place of its holes."""
+    return _map(lambda leaf: tensors[leaf] if type(leaf) is _Hole else leaf, skeleton)
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -115,15 +114,19 @@ _SEQUENCES = (tuple, list)
 _LEAVES = frozenset({torch.Tensor, _Hole, type(None), bool, int, float, str})
 
 
-def _map(function: Callable[[Any], object], value: Any, *, anew: bool = False) -> Any:
-    """``value`` with ``function`` applied to its leaves; itself, not a copy, where that changes nothing, but
-    for lists and mappings where they are to be made ``anew``."""
-    if type(value) in _LEAVES:
+def _map(function: Callable[[Any], object], value: Any) -> Any:
+    """``value`` with ``function`` applied to its leaves. Lists and mappings are built anew, all else only
+    where that changes it."""
+    kind = type(value)
+    if kind in _LEAVES:
         return function(value)
+    if kind is dict:
+        return {key: _map(function, child) for key, child in value.items()}
     if isinstance(value, _SEQUENCES):
-        children = [_map(function, child, anew=anew) for child in value]
-        is_to_fill = anew and isinstance(value, list)
-        if not is_to_fill and all(map(operator.is_, children, value)):
+        children = [_map(function, child) for child in value]
+        if kind is list:
+            return children
+        if isinstance(value, tuple) and all(map(operator.is_, children, value)):
             return value
         return type(value)(*children) if hasattr(value, "_fields") else type(value)(children)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -134,9 +137,8 @@ def _map(function: Callable[[Any], object], value: Any, *, anew: bool = False) -
         items = value
     else:
         return function(value)
-    mapped = ((key, old, _map(function, old, anew=anew)) for key, old in items.items())
-    changed = {key: new for key, old, new in mapped if new is not old}
-    if not changed and not (anew and items is value):
+    changed = {key: new for key, old in items.items() if (new := _map(function, old)) is not old}
+    if not changed and items is not value:
         return value
     result = copy.copy(value)
     for key, new in changed.items():

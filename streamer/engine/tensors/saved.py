@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -51,22 +50,32 @@ class SavedBytes:
         # the garbage collector may release in any thread, in the middle of `hold` too
         self._lock = Lock()
 
-    def hold(self, owner: object, held: Mapping[int, int]) -> weakref.finalize[[Mapping[int, int]], object]:
-        """Count ``held`` (as from `storages`) until ``owner`` is gone or the returned object is called."""
+    def hold(self, held: Mapping[int, int]) -> Held:
+        """Count ``held`` (as from `storages`) until the returned object is gone."""
         with self._lock:
             for storage, nbytes in held.items():
                 self._holders[storage] += 1
                 if self._holders[storage] == 1:
                     self.now += nbytes
             self.peak = max(self.peak, self.now)
-        release = weakref.finalize(owner, self._release, held)
-        release.atexit = False
-        return release
+        return Held(self, held)
 
-    def _release(self, held: Mapping[int, int]) -> None:
+    def release(self, held: Mapping[int, int]) -> None:
+        """Count ``held`` no more."""
         with self._lock:
             for storage, nbytes in held.items():
                 self._holders[storage] -= 1
                 if not self._holders[storage]:
                     del self._holders[storage]
                     self.now -= nbytes
+
+
+class Held:
+    """Storages that ``of`` counts as long as this object lives."""
+
+    def __init__(self, of: SavedBytes, held: Mapping[int, int]) -> None:
+        self._of = of
+        self._held = held
+
+    def __del__(self) -> None:
+        self._of.release(self._held)
